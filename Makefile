@@ -1,0 +1,57 @@
+# The menu. `make demo` and `make test` need nothing but Python 3.11+; they set up .venv themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help demo test test-slow test-wheel check format bench bench-gpu docs dist clean
+
+help:
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
+
+# torch comes first and alone, from the constraints: any other order lets pip pick a CUDA build of several GB.
+$(VENV)/.ready: constraints.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,docs,plot]'
+	touch $@
+
+demo: $(VENV)/.ready ## train two small specialists, merge them, print what each merge can do (3 minutes)
+	$(BIN)/python examples/merge_checkpoints.py
+
+test: $(VENV)/.ready ## the whole suite, doctests included, from the source tree
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.ready ## the long trainings
+	$(BIN)/python -m pytest -m slow
+
+test-wheel: $(VENV)/.ready ## build the wheel and run the suite against it instead of the source tree
+	rm -rf build/wheel && $(BIN)/python -m build --wheel --no-isolation --outdir build/wheel . >/dev/null
+	$(BIN)/pip install --quiet --no-deps --target build/wheel/site build/wheel/*.whl
+	PYTHONPATH=build/wheel/site $(BIN)/python -m pytest tests --expect-wheel build/wheel/site
+
+check: $(VENV)/.ready ## lint, types, import rules
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyrefly check && $(BIN)/lint-imports
+
+format: $(VENV)/.ready ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+$(VENV)/.bench: $(VENV)/.ready
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	touch $@
+
+bench: $(VENV)/.bench ## measure speed and memory, append rows, write docs/performance.md
+	$(BIN)/python -m tests.benchmarks.run
+
+bench-gpu: $(VENV)/.bench ## the same on a CUDA device
+	$(BIN)/python -m tests.benchmarks.run --device cuda
+
+docs: $(VENV)/.ready ## build the documentation site into site/
+	$(BIN)/mkdocs build --strict --quiet
+
+dist: $(VENV)/.ready ## build sdist and wheel into dist/
+	rm -rf dist && $(BIN)/python -m build --no-isolation . >/dev/null && ls dist
+
+clean:
+	rm -rf build dist site .pytest_cache .ruff_cache

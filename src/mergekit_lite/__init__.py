@@ -1,0 +1,43 @@
+"""Merge several checkpoints into one: by formula, streaming, in constant memory.
+
+>>> import torch, mergekit_lite
+>>> models = [{"w": torch.zeros(2)}, {"w": torch.ones(2)}]
+>>> mergekit_lite.merge_models(models, method="linear", weight=[1, 3], progress=False)
+{'w': tensor([0.7500, 0.7500])}
+"""
+
+from .checkpoint import CheckpointError
+from .merge import MergeReport, TensorFact, merge_models
+from .methods import METHODS, MergeMethod, PerModel, Range, get_method, merge_method
+from .noise import Noise
+from .outputs import OutputError
+from .plan import MergePlan, PlanError
+from .planner import make_plan
+from .recipe import MergeRecipe, ModelEntry, RecipeError, Slice, TokenizerSpec, load_recipe
+from .select import Largest, Sum
+
+__all__ = [
+    "METHODS",
+    "CheckpointError",
+    "Largest",
+    "MergeMethod",
+    "MergePlan",
+    "MergeRecipe",
+    "MergeReport",
+    "ModelEntry",
+    "Noise",
+    "OutputError",
+    "PerModel",
+    "PlanError",
+    "Range",
+    "RecipeError",
+    "Slice",
+    "Sum",
+    "TensorFact",
+    "TokenizerSpec",
+    "get_method",
+    "load_recipe",
+    "make_plan",
+    "merge_method",
+    "merge_models",
+]

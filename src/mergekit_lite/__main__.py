@@ -1,0 +1,79 @@
+"""The command line: ``mergekit-lite merge RECIPE OUT`` and ``mergekit-lite plan RECIPE``.
+
+``torchrun --nproc_per_node=N -m mergekit_lite merge RECIPE OUT`` divides the tensors over N processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from .merge import VERSION, merge_models, parse_size
+from .planner import make_plan
+from .recipe import load_recipe
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments."""
+    top = argparse.ArgumentParser(prog="mergekit-lite", description="Merge checkpoints by a YAML recipe.")
+    top.add_argument("--version", action="version", version=f"mergekit-lite {VERSION}")
+    commands = top.add_subparsers(dest="command", required=True)
+    merge = commands.add_parser("merge", help="check the recipe, then write the merged checkpoint")
+    merge.add_argument("recipe", help="YAML file")
+    merge.add_argument("out", help="folder to write; must not exist or be empty")
+    merge.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
+    merge.add_argument("--seed", type=int, default=0, help="seed of methods that draw (default: 0)")
+    merge.add_argument("--threads", type=int, help="blocks in work at once (default: the cores, at most 4)")
+    merge.add_argument("--no-progress", action="store_true", help="no progress bar")
+    merge.add_argument("--no-resume", action="store_true", help="start over instead of finishing an interrupted run")
+    plan = commands.add_parser("plan", help="check the recipe and print what a merge would read, write and hold")
+    plan.add_argument("recipe", help="YAML file")
+    for command in (merge, plan):
+        command.add_argument("--max-shard-size", default="5GB", help="largest weight file (default: 5GB)")
+        command.add_argument("--allow-pickle", choices=["weights_only"], help="admit pickled .bin checkpoints")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    options = parser().parse_args(arguments)
+    distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if distributed:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+    try:
+        recipe = load_recipe(options.recipe)
+        if options.command == "plan":
+            limit = parse_size(options.max_shard_size)
+            print(make_plan(recipe, max_shard_size=limit, threads=4, allow_pickle=options.allow_pickle))
+            return 0
+        report = merge_models(
+            recipe,
+            out=options.out,
+            device=options.device,
+            max_shard_size=options.max_shard_size,
+            seed=options.seed,
+            threads=options.threads,
+            progress=not options.no_progress,
+            resume=not options.no_resume,
+            allow_pickle=options.allow_pickle,
+        )
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(report)
+    except (ValueError, OSError) as error:
+        print(f"mergekit-lite: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("mergekit-lite: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    finally:
+        if distributed:
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Runs a merge method over the blocks of a tensor: as many passes as it asks for, then the result, block by block.
+
+A method without requests is called once a block. A method that yields requests (`Sum`, `Largest`) is a generator;
+it is replayed on every block in every pass: requests answered earlier are fed back at once, the open ones are
+collected over all blocks, and the last replay returns the block's result. Requests hold closures, so a replay
+computes only what its pass needs.
+
+Shape letters: N elements of a tensor, n elements of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .noise import Noise
+from .select import Largest, Selector, Sum, Summation
+
+_SAMPLE = 1 << 14
+
+Request = Sum | Largest
+Collector = Summation | Selector
+
+
+@dataclass(frozen=True)
+class Block:
+    """One stretch of a tensor: the models' values, the base's, and where it starts."""
+
+    tensors: list[Tensor]
+    base: Tensor | None
+    offset: int = 0
+
+
+class Blocks(Protocol):
+    """The blocks of one tensor, loaded on demand."""
+
+    total: int
+
+    def __len__(self) -> int: ...
+
+    def load(self, index: int) -> Block:
+        """Block number ``index``, in the dtype to compute in."""
+        ...
+
+    def sample(self) -> Iterable[Block]:
+        """Small stretches spread over the tensor."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneBlock:
+    """A tensor held whole in memory."""
+
+    block: Block
+    total: int
+
+    def __len__(self) -> int:
+        return 1
+
+    def load(self, index: int) -> Block:
+        """The whole tensor."""
+        return self.block
+
+    def sample(self) -> Iterable[Block]:
+        """Nothing: the first pass sees every element at once."""
+        return ()
+
+
+class Evaluation:
+    """A method on one tensor, with its parameters bound.
+
+    Args:
+        function: The method's plain function or generator function.
+        parameters: Its keyword arguments, for this tensor.
+        blocks: The tensor.
+        noise: The tensor's random source, for methods that take one.
+        executor: Runs blocks side by side; None runs them in order.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        parameters: dict[str, Any],
+        blocks: Blocks,
+        noise: Noise | None = None,
+        executor: Executor | None = None,
+    ):
+        self._function, self._parameters, self._blocks = function, parameters, blocks
+        self._noise, self._executor = noise, executor
+        self._answered: list[list[Collector]] = []
+        self.passes = 0
+
+    def map(self, work: Callable[[int], Any]) -> list[Any]:
+        """``work(i)`` for every block number, in order."""
+        numbers = range(len(self._blocks))
+        if self._executor is None or len(self._blocks) == 1:
+            return [work(i) for i in numbers]
+        return list(self._executor.map(work, numbers))
+
+    def _replay(self, block: Block, index: int) -> tuple[list[Request] | None, Tensor | None]:
+        """Run the method on a block until it asks something new (requests, None) or returns (None, result)."""
+        extra = {} if self._noise is None else {"noise": self._noise.at(block.offset)}
+        outcome = self._function(block.tensors, block.base, **self._parameters, **extra)
+        if isinstance(outcome, Tensor):
+            return None, outcome
+        try:
+            asked = next(outcome)
+            for collectors in self._answered:
+                answers = [collector.answer(index) for collector in collectors]
+                asked = outcome.send(answers if isinstance(asked, (list, tuple)) else answers[0])
+        except StopIteration as stop:
+            return None, stop.value
+        return list(asked) if isinstance(asked, (list, tuple)) else [asked], None
+
+    def requests(self) -> list[Request] | None:
+        """What the method asks next, as closures over the first block; None when it would return a result."""
+        return self._replay(self._blocks.load(0), 0)[0]
+
+    def answer(self, collectors: Sequence[Collector]) -> None:
+        """Give the answers to the requests now open; they were collected elsewhere (the global scope)."""
+        self._answered.append(list(collectors))
+
+    def observe(self, collectors: Sequence[Collector], first_number: int = 0) -> None:
+        """One pass: show every block to the collectors that are not done."""
+
+        def work(i: int) -> None:
+            requests, _ = self._replay(self._blocks.load(i), i)
+            assert requests is not None
+            for collector, request in zip(collectors, requests, strict=True):
+                if not collector.done:
+                    collector.observe(first_number + i, request.compute())
+
+        self.map(work)
+        self.passes += 1
+
+    def samples(self, number_of_requests: int) -> list[list[Tensor]]:
+        """For each open request, its values on the tensor's sample."""
+        values: list[list[Tensor]] = [[] for _ in range(number_of_requests)]
+        for block in self._blocks.sample():
+            requests, _ = self._replay(block, 0)
+            assert requests is not None
+            for held, request in zip(values, requests, strict=True):
+                if isinstance(request, Largest):
+                    held.append(request.compute().detach().flatten())
+        return values
+
+    def measure(self) -> None:
+        """Answer every request of the method."""
+        while (requests := self.requests()) is not None:
+            thresholds = any(isinstance(request, Largest) for request in requests)
+            samples = self.samples(len(requests)) if thresholds else [[] for _ in requests]
+            collectors: list[Collector] = []
+            for request, held in zip(requests, samples, strict=True):
+                if isinstance(request, Largest) and not held:  # one block: its own stride is the sample
+                    scores = request.compute().detach().flatten()
+                    held = [scores[:: max(1, scores.numel() // _SAMPLE)]]
+                collectors.append(request.start(self._blocks.total, torch.cat(held) if held else torch.empty(0)))
+            while not all(collector.done for collector in collectors):
+                self.observe(collectors)
+                for collector in collectors:
+                    collector.advance()
+            self.answer(collectors)
+
+    def result(self, index: int) -> Tensor:
+        """The merged values of block ``index``; every request must have been answered."""
+        requests, result = self._replay(self._blocks.load(index), index)
+        assert requests is None
+        assert result is not None
+        return result

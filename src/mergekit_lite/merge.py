@@ -1,0 +1,495 @@
+"""merge_models: the one call that makes one checkpoint of several."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from .checkpoint import Source
+from .evaluate import Block, Collector, Evaluation
+from .methods import get_method
+from .methods.registry import block_shape
+from .noise import Noise
+from .outputs import OutputError, OutputFolder, chosen_template, plan_fingerprint
+from .plan import CHUNK, MergePlan, PlanError, TensorPlan
+from .planner import make_plan
+from .recipe import MergeRecipe, ModelEntry
+from .select import Largest, Selector
+
+VERSION = "0.1.0"
+_CACHED = 24_000_000  # bytes of one tensor's inputs that are kept between passes
+_SLICES, _SLICE = 32, 2048  # the sample that thresholds start from
+
+
+@dataclass(frozen=True)
+class TensorFact:
+    """What was done to make one output tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    method: str
+    passes: int
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What a merge did.
+
+    Args:
+        out: The folder.
+        paths: Its weight files.
+        bytes_read: Bytes that were read, all passes together.
+        bytes_written: Bytes of tensors.
+        seconds: Wall time.
+        cpu_seconds: CPU time of this process, all threads.
+        peak_memory: Largest resident size of this process so far, bytes (imports included).
+        resumed: Weight files that an earlier, interrupted run had finished.
+        tensors: One entry for each tensor.
+        notes: What the plan wanted said.
+    """
+
+    out: Path
+    paths: list[Path]
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+    cpu_seconds: float
+    peak_memory: int
+    resumed: list[str]
+    tensors: list[TensorFact]
+    notes: list[str]
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.tensors)} tensors, {self.bytes_written / 1e6:.1f} MB in {len(self.paths)} files at {self.out}\n"
+            f"{self.seconds:.1f} s, {self.cpu_seconds:.1f} CPU s, peak {self.peak_memory / 1e6:.0f} MB"
+        )
+
+
+class StreamBlocks:
+    """The blocks of one planned tensor, read on demand and cast to the dtype to compute in."""
+
+    def __init__(self, t: TensorPlan, sources: Sequence[Source], device: torch.device):
+        self._plan, self._sources, self._device = t, sources, device
+        self.total = t.info.count
+        row = block_shape(t.shape, "rows")[1] if t.chunking == "rows" else 1
+        size = max(1, self.total) if t.chunking == "tensor" else max(row, CHUNK // max(1, row) * row)
+        self._row = row
+        self._edges = [*range(0, self.total, size), self.total] if self.total else [0, 0]
+        held = self.total * t.work.itemsize * (len(t.inputs) + 1)
+        self._cache: dict[int, Block] | None = {} if t.passes > 1 and held <= _CACHED else None
+
+    def __len__(self) -> int:
+        return len(self._edges) - 1
+
+    def span(self, index: int) -> tuple[int, int]:
+        """First and last element (exclusive) of a block."""
+        return self._edges[index], self._edges[index + 1]
+
+    def _read(self, start: int, stop: int) -> Block:
+        t = self._plan
+        view = (
+            block_shape(t.shape, t.chunking) if stop - start == self.total else (-1, self._row)[t.chunking != "rows" :]
+        )
+        view = (-1,) if t.chunking == "elements" else view
+
+        def values(source: int, name: str) -> Tensor:
+            stored = self._sources[source].read(name, start, stop)
+            return stored.to(self._device, t.work).view(view)
+
+        tensors = [values(i.source, i.name) for i in t.inputs]
+        return Block(tensors, values(t.base.source, t.base.name) if t.base else None, start)
+
+    def load(self, index: int) -> Block:
+        """Block ``index``; small tensors are read once for all passes."""
+        if self._cache is None:
+            return self._read(*self.span(index))
+        if index not in self._cache:
+            self._cache[index] = self._read(*self.span(index))
+        return self._cache[index]
+
+    def sample(self) -> Iterable[Block]:
+        """Evenly spread stretches, whole rows where the method wants rows; nothing where one block is all."""
+        if len(self) == 1:
+            return
+        width = max(self._row, _SLICE // self._row * self._row)
+        step = max(width, self.total // _SLICES // self._row * self._row)
+        for start in range(0, self.total, step):
+            yield self._read(start, min(start + width, self.total))
+
+
+class _Shifted:
+    """A collector over many tensors, seen from the blocks of one of them."""
+
+    def __init__(self, collector: Collector, first: int):
+        self._collector, self._first, self.done = collector, first, True
+
+    def answer(self, block: int) -> Any:
+        return self._collector.answer(self._first + block)
+
+
+class _Engine:
+    """Runs a plan: measures each tensor, then hands every finished block to a sink."""
+
+    def __init__(self, plan: MergePlan, seed: int, device: torch.device, executor: Executor | None):
+        self.plan, self._seed, self._device, self._executor = plan, seed, device, executor
+        self._global: dict[str, list[Collector]] = {}
+
+    def evaluation(self, t: TensorPlan) -> tuple[Evaluation, StreamBlocks]:
+        assert t.method is not None
+        blocks = StreamBlocks(t, self.plan.sources, self._device)
+        noise = Noise(self._seed, t.name) if t.method.noisy else None
+        return Evaluation(t.method.function, t.parameters, blocks, noise, self._executor), blocks
+
+    def measure_globally(self, progress: Callable[[str], None]) -> None:
+        """Answer the requests whose scope is the whole merge: every model's threshold over all tensors."""
+        members = [t for t in self.plan.tensors if t.parameters.get("scope") == "global" and t.info.count]
+        asking = []
+        for t in members:
+            evaluation, blocks = self.evaluation(t)
+            if (requests := evaluation.requests()) is not None:
+                asking.append((t, evaluation, blocks, requests))
+        if not asking:
+            return
+        total = sum(blocks.total for _, _, blocks, _ in asking)
+        counts = [0] * len(asking[0][3])
+        samples: list[list[Tensor]] = [[] for _ in counts]
+        for _, evaluation, blocks, requests in asking:
+            held = evaluation.samples(len(requests))
+            for i, request in enumerate(requests):
+                assert isinstance(request, Largest)
+                counts[i] += request.count(blocks.total)
+                scores = torch.cat(held[i]) if held[i] else request.compute().detach().flatten()
+                wanted = max(1, round(blocks.total / total * (1 << 18)))  # a tensor's share of the sample is its size
+                samples[i].append(scores[:: max(1, scores.numel() // wanted)])
+        dtype = asking[0][0].work
+        collectors = [Selector(k, total, torch.cat(s).to(dtype), dtype) for k, s in zip(counts, samples, strict=True)]
+        firsts, number = [], 0
+        for _, _, blocks, _ in asking:
+            firsts.append(number)
+            number += len(blocks)
+        while not all(c.done for c in collectors):
+            progress("thresholds over all tensors")
+            for (_, evaluation, _, _), first in zip(asking, firsts, strict=True):
+                evaluation.observe(collectors, first)
+            for collector in collectors:
+                collector.advance()
+        for (t, *_), first in zip(asking, firsts, strict=True):
+            self._global[t.name] = [_Shifted(c, first) for c in collectors]  # pyrefly: ignore
+
+    def run(self, t: TensorPlan, sink: Callable[[TensorPlan, int, Tensor], None]) -> TensorFact:
+        """Compute one tensor and hand its blocks, rounded, to ``sink(plan, start, values)``."""
+        if t.info.count == 0:
+            return self._fact(t, 0)
+        if t.method is None:
+            source = self.plan.sources[t.inputs[0].source]
+            for start in range(0, t.info.count, CHUNK):
+                sink(t, start, source.read(t.inputs[0].name, start, min(start + CHUNK, t.info.count)))
+            return self._fact(t, 1)
+        evaluation, blocks = self.evaluation(t)
+        if t.name in self._global:
+            evaluation.answer(self._global[t.name])
+        evaluation.measure()
+
+        def finish(index: int) -> None:
+            rounded = evaluation.result(index).reshape(-1).to(t.dtype)
+            # A finite sum has finite terms; the slow look happens only when the sum is not.
+            if not torch.isfinite(rounded.sum(dtype=t.work)) and not bool(torch.isfinite(rounded).all()):
+                raise ValueError(
+                    f"{t.name}: the merge gives NaN or infinity in {t.dtype}; the inputs hold such values, or their "
+                    f"{t.method.name if t.method else ''} overflows"
+                )
+            sink(t, blocks.span(index)[0], rounded.cpu())
+
+        evaluation.map(finish)
+        return self._fact(t, evaluation.passes + 1)
+
+    @staticmethod
+    def _fact(t: TensorPlan, passes: int) -> TensorFact:
+        name = t.method.name if t.method else "copy"
+        return TensorFact(t.name, t.shape, str(t.dtype).removeprefix("torch."), name, passes)
+
+
+class _Ranks:
+    """The processes of a `torchrun`, or this one alone."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self._dist = dist if dist.is_available() and dist.is_initialized() else None
+        self.rank = self._dist.get_rank() if self._dist else 0
+        self.count = self._dist.get_world_size() if self._dist else 1
+
+    def barrier(self) -> None:
+        if self._dist:
+            self._dist.barrier()
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's value, on every rank; an exception there is raised everywhere."""
+        if self._dist is None:
+            return value
+        box = [value]
+        self._dist.broadcast_object_list(box)
+        return box[0]
+
+    def gather(self, value: list[Any]) -> list[Any]:
+        if self._dist is None:
+            return value
+        boxes: list[Any] = [None] * self.count
+        self._dist.all_gather_object(boxes, value)
+        return [item for box in boxes for item in box]
+
+    def mine(self, tensors: Sequence[TensorPlan]) -> list[TensorPlan]:
+        """This rank's tensors: largest first to the rank with least, in a fixed order."""
+        loads = [0] * self.count
+        chosen = []
+        for t in sorted(tensors, key=lambda t: -t.nbytes):
+            rank = loads.index(min(loads))
+            loads[rank] += t.nbytes
+            if rank == self.rank:
+                chosen.append(t)
+        return sorted(chosen, key=lambda t: t.offset)
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes from a number or from text such as ``"5GB"`` (decimal units).
+
+    >>> parse_size("1.5GB"), parse_size(100)
+    (1500000000, 100)
+    """
+    if isinstance(size, int) and size > 0:
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)B?\s*", str(size))
+    if not match or float(match[1]) <= 0:
+        raise ValueError(f"max_shard_size: is {size!r}, needed a number of bytes or text like '5GB'")
+    return int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
+
+
+def build_recipe(
+    models: Sequence[Any], method: str, base_model: Any, parameters: Mapping[str, Any], **rest: Any
+) -> MergeRecipe:
+    """A recipe from `merge_models`' arguments: lists of per-model parameters go to their models.
+
+    Raises:
+        ValueError: An unknown method, or a list whose length is not the number of models.
+    """
+    found = get_method(method)
+    own: list[dict[str, Any]] = [{} for _ in models]
+    general: dict[str, Any] = {}
+    for key, value in parameters.items():
+        name = "lambda" if key == "lambda_" else key
+        parameter = found.parameters.get(name)
+        per_model = parameter is not None and parameter.per_model
+        if per_model and isinstance(value, (list, tuple)) and not any(isinstance(v, Mapping) for v in value):
+            takers = [o for o, m in zip(own, models, strict=True) if m is not base_model and m != base_model]
+            if len(value) != len(takers):
+                raise ValueError(
+                    f"{method}: {name} has {len(value)} values, needed one for each of {len(takers)} models"
+                )
+            for taker, v in zip(takers, value, strict=True):
+                taker[name] = v
+        else:
+            general[name] = value
+    entries = [ModelEntry(model=m, parameters=o) for m, o in zip(models, own, strict=True)]
+    return MergeRecipe(merge_method=method, models=tuple(entries), base_model=base_model, parameters=general, **rest)
+
+
+def merge_models(
+    models: Sequence[Any] | MergeRecipe,
+    method: str = "linear",
+    *,
+    base_model: Any = None,
+    out: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    out_dtype: str | torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    max_shard_size: int | str = "5GB",
+    seed: int = 0,
+    threads: int | None = None,
+    progress: bool = True,
+    resume: bool = True,
+    allow_pickle: str | None = None,
+    **parameters: Any,
+) -> MergeReport | dict[str, Tensor]:
+    """Merge several models into one.
+
+    With ``out`` tensors stream from the inputs' files to the output's in stretches, so memory does not grow with the
+    model. Arithmetic is float32 or better, from the stored values, rounded once.
+
+    Args:
+        models: Folders, hub ids, ``"model+adapter"``, modules or state dicts, mixed; or a `MergeRecipe`, which then
+            says everything down to ``out_dtype``.
+        method: A name from the table of methods.
+        base_model: The common ancestor, for methods that use one. It may also stand among ``models``.
+        out: Folder to write; it must not exist or be empty. None returns a state dict.
+        dtype: Dtype of the result; default: the inputs' promoted dtype. ``"float64"`` also computes in float64.
+        out_dtype: Dtype of the result where it differs from ``dtype``.
+        device: Where to compute.
+        max_shard_size: Largest weight file, bytes or ``"5GB"``.
+        seed: Of methods that draw.
+        threads: Blocks in work at once; default: the processor's cores, at most 4. Results do not depend on it.
+        progress: Show a progress bar.
+        resume: Go on from an interrupted run of the same merge.
+        allow_pickle: ``"weights_only"`` admits pickled checkpoints.
+        **parameters: The method's: a number for all models, or for a per-model parameter a list with one value for
+            each of ``models`` (the base not counted). Gradients and filters as in recipes.
+
+    Returns:
+        A `MergeReport`, or without ``out`` the merged state dict.
+
+    Raises:
+        PlanError: The merge cannot be done; every reason found is listed, and nothing was written.
+        ValueError: A bad argument, or a result that is not finite.
+        OutputError: ``out`` is not empty, is being written by another run, or the disk is full.
+
+    >>> a, b = {"w": torch.tensor([0.0, 2.0])}, {"w": torch.tensor([4.0, 4.0])}
+    >>> merge_models([a, b], weight=[0.25, 0.75], progress=False)
+    {'w': tensor([3.0000, 3.5000])}
+    """
+    started, cpu_started = time.perf_counter(), time.process_time()
+    if isinstance(models, MergeRecipe):
+        given = {"method": method != "linear", "base_model": base_model, "dtype": dtype, "out_dtype": out_dtype}
+        if extra := [k for k, v in given.items() if v] + list(parameters):
+            raise ValueError(f"merge_models: {extra[0]} was given beside a recipe, which says it itself")
+        recipe = models
+    else:
+        if isinstance(models, (str, os.PathLike, Mapping)) or not isinstance(models, Sequence) or not models:
+            raise ValueError(f"merge_models: models is {type(models).__name__}, needed a list with at least one model")
+        names = {"dtype": dtype, "out_dtype": out_dtype}
+        rest = {k: str(v).removeprefix("torch.") for k, v in names.items() if v is not None}
+        recipe = build_recipe(models, method, base_model, parameters, **rest)
+    if threads is not None and threads < 1:
+        raise ValueError(f"merge_models: threads is {threads}, needed 1 or more")
+    limit, target = parse_size(max_shard_size), torch.device(device)
+    workers = threads or min(4, os.cpu_count() or 1)
+    if out is not None:
+        _refuse_occupied(Path(out))
+    plan = make_plan(recipe, max_shard_size=limit, threads=workers, allow_pickle=allow_pickle)
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # blocks are the parallel unit
+    # glibc learns from one large free to keep freed blocks; else every block is mapped and faulted in afresh.
+    torch.empty(31 << 20, dtype=torch.uint8)
+    try:
+        with ThreadPoolExecutor(workers) as executor, torch.no_grad():
+            engine = _Engine(plan, seed, target, executor if workers > 1 else None)
+            ranks = _Ranks()
+            bar = tqdm(
+                total=plan.bytes_written,
+                unit="B",
+                unit_scale=True,
+                disable=not progress or ranks.rank > 0,
+                desc=method_name(plan),
+            )
+            with bar:
+                engine.measure_globally(lambda text: bar.set_postfix_str(text))
+                if out is None:
+                    return _to_memory(engine, bar)
+                folder, facts, paths, resumed = _to_folder(engine, Path(out), seed, resume, ranks, bar, executor)
+    finally:
+        torch.set_num_threads(torch_threads)
+    return MergeReport(
+        out=folder,
+        paths=paths,
+        bytes_read=plan.bytes_read,
+        bytes_written=plan.bytes_written,
+        seconds=time.perf_counter() - started,
+        cpu_seconds=time.process_time() - cpu_started,
+        peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        resumed=resumed,
+        tensors=facts,
+        notes=plan.notes,
+    )
+
+
+def method_name(plan: MergePlan) -> str:
+    """What the progress bar calls the merge."""
+    return plan.recipe.merge_method
+
+
+def _refuse_occupied(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise OutputError(f"merge to {out}: the folder is not empty; name a new one")
+
+
+def _to_memory(engine: _Engine, bar: tqdm) -> dict[str, Tensor]:
+    merged = {t.name: torch.empty(t.shape, dtype=t.dtype) for t in engine.plan.tensors}
+
+    def sink(t: TensorPlan, start: int, values: Tensor) -> None:
+        merged[t.name].view(-1)[start : start + values.numel()] = values
+
+    for t in engine.plan.tensors:
+        engine.run(t, sink)
+        bar.update(t.nbytes)
+    return merged
+
+
+def _to_folder(
+    engine: _Engine, out: Path, seed: int, resume: bool, ranks: _Ranks, bar: tqdm, executor: Executor
+) -> tuple[Path, list[TensorFact], list[Path], list[str]]:
+    plan = engine.plan
+    chosen_template(plan)  # refuse a bad one before anything is written
+    fingerprint = plan_fingerprint(plan, seed, VERSION)
+    folder = OutputFolder(out, plan, fingerprint, resume, leader=True) if ranks.rank == 0 else None
+    ranks.barrier()
+    if folder is None:
+        folder = OutputFolder(out, plan, fingerprint, resume, leader=False)
+    resumed = ranks.share(sorted(folder.finished))
+    facts: list[TensorFact] = []
+    hashing: Future[None] | None = None
+    try:
+        for shard, name in enumerate(plan.shards):
+            members = [t for t in plan.tensors if t.shard == shard]
+            if name in resumed:
+                facts += [engine._fact(t, 0) for t in ranks.mine(members)]
+                bar.update(sum(t.nbytes for t in members))
+                continue
+            if ranks.rank == 0:
+                folder.create(shard)
+            ranks.barrier()
+            folder.open(shard)
+            for t in ranks.mine(members):
+                facts.append(engine.run(t, folder.write))
+                bar.update(t.nbytes * ranks.count)
+            folder.close(shard)
+            ranks.barrier()
+            if hashing is not None:
+                hashing.result()
+            hashing = executor.submit(folder.finish, shard) if ranks.rank == 0 else None
+        if hashing is not None:
+            hashing.result()
+        order = {t.name: i for i, t in enumerate(plan.tensors)}
+        facts = sorted(ranks.gather(facts), key=lambda f: order[f.name])
+        paths = folder.publish([asdict(f) for f in facts], seed, VERSION) if ranks.rank == 0 else []
+        ranks.barrier()
+    except KeyboardInterrupt:
+        folder.release()
+        raise
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            folder.discard()
+            raise OutputError(
+                errno.ENOSPC, f"merge to {out}: the disk is full; what was written has been removed"
+            ) from error
+        folder.release()
+        raise
+    except BaseException:
+        folder.discard()
+        raise
+    return out, facts, paths or [out / name for name in plan.shards], resumed
+
+
+__all__ = ["MergeReport", "PlanError", "TensorFact", "merge_models"]

@@ -1,0 +1,44 @@
+"""Merge methods: pure, differentiable functions of tensors, and the table of their names."""
+
+from .averaging import linear, nearswap, passthrough, task_arithmetic
+from .dropping import dare_linear, dare_ties, della, della_linear
+from .fusion import arcee_fusion, consensus, ram, ramplus_tl
+from .registry import METHODS, MergeMethod, Parameter, PerModel, Range, get_method, merge_method
+from .spectral import iso_c, iso_cts, knots, tsv
+from .spherical import karcher, model_stock, multislerp, nuslerp, slerp
+from .trimming import breadcrumbs, breadcrumbs_ties, sce, ties
+
+__all__ = [
+    "METHODS",
+    "MergeMethod",
+    "Parameter",
+    "PerModel",
+    "Range",
+    "arcee_fusion",
+    "breadcrumbs",
+    "breadcrumbs_ties",
+    "consensus",
+    "dare_linear",
+    "dare_ties",
+    "della",
+    "della_linear",
+    "get_method",
+    "iso_c",
+    "iso_cts",
+    "karcher",
+    "knots",
+    "linear",
+    "merge_method",
+    "model_stock",
+    "multislerp",
+    "nearswap",
+    "nuslerp",
+    "passthrough",
+    "ram",
+    "ramplus_tl",
+    "sce",
+    "slerp",
+    "task_arithmetic",
+    "ties",
+    "tsv",
+]

@@ -1,0 +1,89 @@
+"""Methods that weigh models element by element: linear, task_arithmetic, nearswap, passthrough.
+
+Notation: W_i model i, B base, D_i = W_i - B its task vector, w_i its weight, λ the overall scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .registry import PerModel, Range, merge_method
+
+
+def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Σ w_i T_i."""
+    total = tensors[0] * weights[0]
+    for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
+        total = total.add_(tensor, alpha=weight)
+    return total
+
+
+def deltas(tensors: Sequence[Tensor], base: Tensor) -> list[Tensor]:
+    """The task vectors D_i = W_i - B."""
+    return [tensor - base for tensor in tensors]
+
+
+def refuse_zero_sum(parameters: dict) -> None:
+    """A normalised sum divides by Σ w_i, which must not be 0."""
+    weights = parameters["weight"]
+    if parameters["normalize"] and abs(sum(weights)) < 1e-8 * max(1e-30, *(abs(w) for w in weights), 0.0):
+        raise ValueError(f"weights {weights} sum to 0 and normalize is on: every result would be NaN or infinite")
+
+
+@merge_method("linear", chunking="elements", validate=refuse_zero_sum)
+def linear(tensors: list[Tensor], base: None, *, weight: PerModel, normalize: bool = True) -> Tensor:
+    """Weighted average: Σ w_i W_i, divided by Σ w_i when ``normalize``.
+
+    Source: Model soups (Wortsman et al., arXiv 2203.05482).
+
+    >>> linear([torch.tensor([0.0, 2.0]), torch.tensor([4.0, 4.0])], weight=[3.0, 1.0])
+    tensor([1.0000, 2.5000])
+    """
+    scale = 1 / sum(weight) if normalize else 1.0
+    return weighted_sum(tensors, [w * scale for w in weight])
+
+
+@merge_method("passthrough", inputs=(1, 1), chunking="elements")
+def passthrough(tensors: list[Tensor], base: None, *, scale: float | None = None) -> Tensor:
+    """One model's values, unchanged or times ``scale``; what frankenmerges stack layers with.
+
+    >>> passthrough([torch.tensor([1.0, 2.0])], scale=0.5)
+    tensor([0.5000, 1.0000])
+    """
+    return tensors[0].clone() if scale is None else tensors[0] * scale
+
+
+@merge_method("task_arithmetic", base="required", chunking="elements", unused=("density", "rescale", "int8_mask"))
+def task_arithmetic(
+    tensors: list[Tensor], base: Tensor, *, weight: PerModel, lambda_: float = 1.0, normalize: bool = False
+) -> Tensor:
+    """B + λ Σ w_i D_i, the sum divided by Σ w_i when ``normalize`` (unless that is 0).
+
+    Source: Editing models with task arithmetic (Ilharco et al., arXiv 2212.04089).
+
+    >>> task_arithmetic([torch.tensor([3.0]), torch.tensor([1.0])], torch.tensor([1.0]), weight=[0.5, 1.0])
+    tensor([2.])
+    """
+    total = weighted_sum(deltas(tensors, base), weight)
+    return base + total * (lambda_ / normaliser(weight, normalize))
+
+
+def normaliser(weights: Sequence[float], normalize: bool) -> float:
+    """Σ w_i, or 1 when the sum is 0 or not wanted."""
+    total = sum(weights)
+    return total if normalize and abs(total) >= 1e-8 else 1.0
+
+
+@merge_method("nearswap", base="required", inputs=(1, 1), chunking="elements", ranges={"t": Range(0)})
+def nearswap(tensors: list[Tensor], base: Tensor, *, t: float) -> Tensor:
+    """B moves towards W where the two are near: share t / max(|B - W|, 1e-6), at most 1, of W.
+
+    Source: the definition published with the NearSwap models (alchemonaut).
+
+    >>> nearswap([torch.tensor([1.1, 3.0])], torch.tensor([1.0, 1.0]), t=0.2)
+    tensor([1.1000, 1.2000])
+    """
+    delta = tensors[0] - base
+    return base + delta * (t / delta.abs().clamp_(min=1e-6)).clamp_(0, 1)

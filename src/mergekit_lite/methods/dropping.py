@@ -1,0 +1,185 @@
+"""Methods that drop changes at random: dare_linear, dare_ties, della, della_linear.
+
+Draws are counter-based (`mergekit_lite.noise`): keyed by seed, tensor name and model index, so a result does not
+depend on order, threads, device or which other tensors are merged. ``density=1`` draws nothing and equals the
+deterministic method.
+
+Notation: D_i = W_i - B, p the chance of keeping an element, λ the overall scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..noise import Noise
+from .averaging import deltas, normaliser, weighted_sum
+from .registry import PerModel, Range, merge_method
+from .trimming import UNIT, consensus_mean, rescaled
+
+
+def _dropped(
+    tensors: list[Tensor], base: Tensor, density: Sequence[float], rescale: bool, noise: Noise
+) -> Generator[Any, Any, list[Tensor]]:
+    changes = deltas(tensors, base)
+    if min(density) >= 1:
+        return changes
+    kept = [change * noise.keep(i, change, p) for i, (change, p) in enumerate(zip(changes, density, strict=True))]
+    return (yield from rescaled(changes, kept)) if rescale else kept
+
+
+_DARE: dict[str, Any] = {
+    "base": "required",
+    "chunking": "elements",
+    "ranges": {"density": UNIT},
+    "unused": ("int8_mask",),
+}
+
+
+@merge_method("dare_linear", **_DARE)
+def dare_linear(
+    tensors: list[Tensor],
+    base: Tensor,
+    *,
+    noise: Noise,
+    weight: PerModel,
+    density: PerModel = 1.0,
+    normalize: bool = False,
+    rescale: bool = True,
+    lambda_: float = 1.0,
+) -> Generator[Any, Any, Tensor]:
+    """Keep each change with probability ``density``, restore the L1 norm (``rescale``), then task arithmetic.
+
+    Source: DARE (Yu et al., arXiv 2311.03099), with the L1 rescaling that mergekit made the default.
+
+    >>> dare_linear([torch.tensor([3.0])], torch.tensor([1.0]), weight=0.5)
+    tensor([2.])
+    """
+    kept = yield from _dropped(tensors, base, density, rescale, noise)
+    return base + weighted_sum(kept, weight) * (lambda_ / normaliser(weight, normalize))
+
+
+@merge_method("dare_ties", **_DARE)
+def dare_ties(
+    tensors: list[Tensor],
+    base: Tensor,
+    *,
+    noise: Noise,
+    weight: PerModel,
+    density: PerModel = 1.0,
+    normalize: bool = False,
+    rescale: bool = True,
+    lambda_: float = 1.0,
+) -> Generator[Any, Any, Tensor]:
+    """`dare_linear`'s dropping followed by the sign election of `ties`.
+
+    Source: DARE (arXiv 2311.03099) and TIES-Merging (arXiv 2306.01708).
+
+    >>> dare_ties([torch.tensor([3.0]), torch.tensor([0.0])], torch.tensor([1.0]), weight=1.0)
+    tensor([3.])
+    """
+    kept = yield from _dropped(tensors, base, density, rescale, noise)
+    return base + lambda_ * consensus_mean(kept, weight, normalize)
+
+
+def keep_probabilities(change: Tensor, density: float, epsilon: float) -> Tensor:
+    """Each element's chance of staying: from density - ε for the smallest of its row to density + ε for the largest.
+
+    Args:
+        change: A task vector's rows (R, C); equal magnitudes rank by index.
+        density: The mean chance.
+        epsilon: Half the spread.
+    """
+    columns = change.shape[-1]
+    order = change.detach().abs().argsort(dim=-1, stable=True)
+    steps = torch.arange(columns, dtype=change.dtype, device=change.device) / max(1, columns - 1)
+    ranks = torch.empty_like(change).scatter_(-1, order, steps.expand_as(change))
+    return (density - epsilon) + ranks * (2 * epsilon)
+
+
+def _sampled_by_magnitude(
+    tensors: list[Tensor],
+    base: Tensor,
+    density: Sequence[float],
+    epsilon: Sequence[float],
+    rescale: bool,
+    noise: Noise,
+) -> Generator[Any, Any, list[Tensor]]:
+    changes = deltas(tensors, base)
+    if min(density) >= 1:
+        return changes
+    kept = [
+        change if p >= 1 else change * noise.keep_each(i, keep_probabilities(change, p, e))
+        for i, (change, p, e) in enumerate(zip(changes, density, epsilon, strict=True))
+    ]
+    return (yield from rescaled(changes, kept)) if rescale else kept
+
+
+def _check_spread(parameters: dict[str, Any]) -> None:
+    for density, epsilon in zip(parameters["density"], parameters["epsilon"], strict=True):
+        if density < 1 and not (density - epsilon > 0 and density + epsilon < 1):
+            raise ValueError(
+                f"della: density {density:g} with epsilon {epsilon:g} gives chances from {density - epsilon:g} "
+                f"to {density + epsilon:g}, needed 0 < density - epsilon and density + epsilon < 1"
+            )
+
+
+_DELLA: dict[str, Any] = {
+    "base": "required",
+    "chunking": "rows",
+    "ranges": {"density": UNIT, "epsilon": Range(0, 1)},
+    "unused": ("int8_mask",),
+    "validate": _check_spread,
+}
+
+
+@merge_method("della", **_DELLA)
+def della(
+    tensors: list[Tensor],
+    base: Tensor,
+    *,
+    noise: Noise,
+    weight: PerModel,
+    density: PerModel = 1.0,
+    epsilon: PerModel = 0.15,
+    normalize: bool = True,
+    rescale: bool = True,
+    lambda_: float = 1.0,
+) -> Generator[Any, Any, Tensor]:
+    """Keep changes with a chance that grows with their rank within the row, then the sign election of `ties`.
+
+    The chance runs from density - ε (smallest of the row) to density + ε (largest).
+    Source: DELLA-Merging (Deep et al., arXiv 2406.11617).
+
+    >>> della([torch.tensor([[3.0, 1.0]])], torch.zeros(1, 2), weight=1.0)
+    tensor([[3., 1.]])
+    """
+    kept = yield from _sampled_by_magnitude(tensors, base, density, epsilon, rescale, noise)
+    return base + lambda_ * consensus_mean(kept, weight, normalize)
+
+
+@merge_method("della_linear", **_DELLA)
+def della_linear(
+    tensors: list[Tensor],
+    base: Tensor,
+    *,
+    noise: Noise,
+    weight: PerModel,
+    density: PerModel = 1.0,
+    epsilon: PerModel = 0.15,
+    normalize: bool = False,
+    rescale: bool = True,
+    lambda_: float = 1.0,
+) -> Generator[Any, Any, Tensor]:
+    """`della`'s sampling followed by task arithmetic.
+
+    Source: DELLA-Merging (arXiv 2406.11617).
+
+    >>> della_linear([torch.tensor([[3.0, 1.0]])], torch.zeros(1, 2), weight=0.5)
+    tensor([[1.5000, 0.5000]])
+    """
+    kept = yield from _sampled_by_magnitude(tensors, base, density, epsilon, rescale, noise)
+    return base + weighted_sum(kept, weight) * (lambda_ / normaliser(weight, normalize))

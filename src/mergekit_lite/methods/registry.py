@@ -1,0 +1,320 @@
+"""The table of merge methods, and the decorator that adds to it.
+
+A method is one pure function of tensors, and its signature is its schema:
+
+    @merge_method("my_average", inputs=(2, None))
+    def my_average(tensors, base, *, weight: PerModel, sharpness: float = 1.0) -> Tensor:
+        ...
+
+Keyword-only arguments are the parameters. `PerModel` marks one number for each model; a plain type is one value
+for all; no default means required. A trailing underscore is dropped from the public name (``lambda_``). An argument
+called ``noise`` receives the random source. A method that needs something of the whole tensor first (a norm, a
+threshold) yields `Sum` or `Largest` requests and is then a generator; see `mergekit_lite.evaluate`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import math
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..evaluate import Block, Evaluation, OneBlock
+from ..noise import Noise
+
+PerModel = Sequence[float]
+"""Annotation of a parameter that has one value for each model."""
+
+Chunking = str
+"""``"elements"``: any stretch of elements; ``"rows"``: whole rows; ``"tensor"``: the whole tensor at once."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The interval a parameter must lie in; ends are included unless ``open_low`` / ``open_high``."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.low if self.open_low else value >= self.low
+        return above and (value < self.high if self.open_high else value <= self.high)
+
+    def __str__(self) -> str:
+        left, right = "(" if self.open_low else "[", ")" if self.open_high else "]"
+        return f"{left}{self.low:g}, {self.high:g}{right}"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a method: its public name, type, default, and whether each model has its own value."""
+
+    name: str
+    type: type
+    default: Any = inspect.Parameter.empty
+    per_model: bool = False
+    range: Range | None = None
+    choices: tuple[str, ...] = ()
+
+    @property
+    def required(self) -> bool:
+        """True when there is no default."""
+        return self.default is inspect.Parameter.empty
+
+    @property
+    def argument(self) -> str:
+        """The Python argument's name."""
+        return "lambda_" if self.name == "lambda" else self.name
+
+    def check(self, value: Any, method: str) -> Any:
+        """``value`` in the parameter's type, or a ValueError that says what was needed."""
+        if value is None and self.default is None:
+            return None
+        if self.choices:
+            if value not in self.choices:
+                raise ValueError(f"{method}: {self.name} is {value!r}, needed one of {', '.join(self.choices)}")
+            return value
+        if self.type is bool:
+            if not isinstance(value, (bool, int)) or value not in (0, 1):
+                raise ValueError(f"{method}: {self.name} is {value!r}, needed true or false")
+            return bool(value)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"{method}: {self.name} is {value!r}, needed a finite number")
+        if self.type is int and value != int(value):
+            raise ValueError(f"{method}: {self.name} is {value!r}, needed a whole number")
+        if self.range is not None and value not in self.range:
+            raise ValueError(f"{method}: {self.name} is {value:g}, needed a number in {self.range}")
+        return self.type(value)
+
+
+def _value_type(hint: Any) -> type:
+    options = [t for t in typing.get_args(hint) if t is not type(None)] or [hint]
+    return options[0]
+
+
+@dataclass(eq=False)
+class MergeMethod:
+    """A merge method: call it on tensors, or name it to `merge_models`.
+
+    Args:
+        name: Its name in recipes.
+        function: The plain or generator function.
+        parameters: Its schema, by public name.
+        base: ``"required"``, ``"optional"`` or ``"unused"``.
+        inputs: Fewest and most models, the base not counted; None for no limit.
+        chunking: How a tensor may be cut, or a function from parameters to that.
+        unused: Parameters that old recipes carry and that never had an effect on this method.
+        validate: Checks the parameters of one tensor together; raises ValueError.
+        paired: The base is itself one of the two models (slerp).
+    """
+
+    name: str
+    function: Callable[..., Any]
+    parameters: Mapping[str, Parameter]
+    base: str = "unused"
+    inputs: tuple[int, int | None] = (1, None)
+    chunking: Chunking | Callable[[dict[str, Any]], Chunking] = "tensor"
+    unused: tuple[str, ...] = ()
+    validate: Callable[[dict[str, Any]], None] | None = None
+    noisy: bool = field(default=False)
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(self, self.function)
+
+    def bind(self, number_of_models: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Check parameter values and complete them with defaults.
+
+        Args:
+            number_of_models: How many values each per-model parameter has; a single number is repeated.
+            values: By public name (``lambda``) or argument name (``lambda_``).
+
+        Returns:
+            The function's keyword arguments.
+
+        Raises:
+            ValueError: An unknown name, a missing required one, a wrong type, number of values or range.
+        """
+        given = {("lambda" if k == "lambda_" else k): v for k, v in values.items() if k not in self.unused}
+        for name in given:
+            if name not in self.parameters:
+                near = difflib.get_close_matches(name, self.parameters, n=3)
+                hint = f"; did you mean {' or '.join(near)}?" if near else ""
+                raise ValueError(
+                    f"{self.name}: unknown parameter {name!r}; it takes {', '.join(self.parameters)}{hint}"
+                )
+        bound: dict[str, Any] = {}
+        for name, parameter in self.parameters.items():
+            if name not in given and parameter.required:
+                raise ValueError(f"{self.name}: parameter {name!r} is required and was not given")
+            value = given.get(name, parameter.default)
+            if parameter.per_model:
+                many = list(value) if isinstance(value, (list, tuple)) else [value] * number_of_models
+                if len(many) != number_of_models:
+                    raise ValueError(
+                        f"{self.name}: {name} has {len(many)} values, needed one for each of {number_of_models} models"
+                    )
+                if parameter.required and any(v is None for v in many):
+                    raise ValueError(
+                        f"{self.name}: parameter {name!r} is required and model number {many.index(None) + 1} has none"
+                    )
+                bound[parameter.argument] = [
+                    parameter.check(parameter.default if v is None else v, self.name) for v in many
+                ]
+            else:
+                bound[parameter.argument] = parameter.check(value, self.name)
+        if self.validate is not None:
+            self.validate(bound)
+        return bound
+
+    def check_inputs(self, number_of_models: int, has_base: bool) -> None:
+        """Refuse a wrong number of models or a base where it does not belong."""
+        fewest, most = self.inputs
+        if number_of_models < fewest or (most is not None and number_of_models > most):
+            need = (
+                f"exactly {fewest}" if most == fewest else f"at least {fewest}" if most is None else f"{fewest}-{most}"
+            )
+            beside = " beside the base model" if self.base == "required" else ""
+            raise ValueError(f"{self.name}: got {number_of_models} models{beside}, needed {need}")
+        if has_base and self.base == "unused":
+            raise ValueError(f"{self.name}: a base model was given, but this method uses none")
+        if not has_base and self.base == "required":
+            raise ValueError(f"{self.name}: needs a base model and none was given")
+
+    def chunking_for(self, bound: dict[str, Any]) -> Chunking:
+        """How a tensor may be cut under these parameters."""
+        return self.chunking(bound) if callable(self.chunking) else self.chunking
+
+    def __call__(
+        self, tensors: Sequence[Tensor], base: Tensor | None = None, *, seed: int = 0, name: str = "", **parameters: Any
+    ) -> Tensor:
+        """Merge tensors of one shape, in float32 or better, rounded once to their promoted dtype. Differentiable.
+
+        Args:
+            tensors: One a model, all of one shape.
+            base: The base model's tensor, for methods that use one.
+            seed: Seed of methods that draw.
+            name: The tensor's name, which random streams are keyed by.
+            **parameters: The method's own.
+
+        Raises:
+            ValueError: Shapes that differ, or whatever `bind` and `check_inputs` refuse.
+        """
+        tensors = list(tensors)
+        self.check_inputs(len(tensors), base is not None)
+        given = [*tensors, *([] if base is None else [base])]
+        shapes = {tuple(t.shape) for t in given}
+        if len(shapes) > 1:
+            raise ValueError(f"{self.name}: the tensors have shapes {sorted(shapes)}, needed one shape")
+        bound = self.bind(len(tensors), parameters)
+        dtype = functools.reduce(torch.promote_types, (t.dtype for t in given))
+        work = torch.float64 if dtype == torch.float64 else torch.float32
+        shape = tensors[0].shape
+        view = block_shape(tuple(shape), self.chunking_for(bound))
+        block = Block(
+            [t.to(work).reshape(view) for t in tensors], None if base is None else base.to(work).reshape(view)
+        )
+        noise = Noise(seed, name) if self.noisy else None
+        evaluation = Evaluation(self.function, bound, OneBlock(block, shape.numel()), noise)
+        if shape.numel() == 0:
+            return torch.zeros(shape, dtype=dtype, device=tensors[0].device)
+        evaluation.measure()
+        return evaluation.result(0).reshape(shape).to(dtype)
+
+
+def block_shape(shape: tuple[int, ...], chunking: Chunking) -> tuple[int, ...]:
+    """The shape in which a whole tensor is handed to a method: flat, (rows, columns), or as it is.
+
+    >>> block_shape((4, 3, 2), "rows"), block_shape((5,), "rows"), block_shape((4, 3), "elements")
+    ((4, 6), (1, 5), (12,))
+    """
+    count = math.prod(shape)
+    if chunking == "elements":
+        return (count,)
+    if chunking == "rows":
+        rows = shape[0] if len(shape) > 1 else 1
+        return (rows, count // rows if rows else 0)
+    return shape
+
+
+METHODS: dict[str, MergeMethod] = {}
+
+
+def merge_method(
+    name: str,
+    *,
+    base: str = "unused",
+    inputs: tuple[int, int | None] = (1, None),
+    chunking: Chunking | Callable[[dict[str, Any]], Chunking] = "tensor",
+    ranges: Mapping[str, Range] | None = None,
+    choices: Mapping[str, tuple[str, ...]] | None = None,
+    unused: tuple[str, ...] = (),
+    validate: Callable[[dict[str, Any]], None] | None = None,
+) -> Callable[[Callable[..., Any]], MergeMethod]:
+    """Register a function as a merge method; see the head of this module and `MergeMethod` for the arguments.
+
+    Raises:
+        ValueError: The name is taken.
+
+    >>> @merge_method("largest_value", inputs=(2, None), chunking="elements")
+    ... def largest_value(tensors, base, *, weight: PerModel = 1.0):
+    ...     return torch.stack([w * t for w, t in zip(weight, tensors)]).amax(0)
+    >>> largest_value([torch.tensor([1.0, 5.0]), torch.tensor([2.0, 3.0])])
+    tensor([2., 5.])
+    >>> _ = METHODS.pop("largest_value")
+    """
+
+    def decorate(function: Callable[..., Any]) -> MergeMethod:
+        if name in METHODS:
+            raise ValueError(f"merge_method: a method called {name!r} is registered already")
+        hints = typing.get_type_hints(function)
+        signature = inspect.signature(function)
+        parameters = {}
+        for key, argument in signature.parameters.items():
+            if argument.kind is not argument.KEYWORD_ONLY or key == "noise":
+                continue
+            public = key.rstrip("_")
+            hint = hints.get(key, float)
+            per_model = hint == PerModel
+            parameters[public] = Parameter(
+                name=public,
+                type=float if per_model else _value_type(hint),
+                default=argument.default,
+                per_model=per_model,
+                range=(ranges or {}).get(public),
+                choices=(choices or {}).get(public, ()),
+            )
+        method = MergeMethod(
+            name, function, parameters, base, inputs, chunking, unused, validate, "noise" in signature.parameters
+        )
+        METHODS[name] = method
+        return method
+
+    return decorate
+
+
+def get_method(name: str) -> MergeMethod:
+    """The method of that name.
+
+    Raises:
+        ValueError: There is none; the nearest names are given.
+
+    >>> get_method("slerp").name
+    'slerp'
+    >>> get_method("slurp")
+    Traceback (most recent call last):
+    ValueError: merge method 'slurp' is unknown; did you mean slerp...
+    """
+    if name in METHODS:
+        return METHODS[name]
+    near = difflib.get_close_matches(name, METHODS, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ValueError(f"merge method {name!r} is unknown; {hint}All: {', '.join(sorted(METHODS))}")

@@ -1,0 +1,259 @@
+"""The output folder: shards written in place in a hidden folder beside the target, which is renamed when whole.
+
+`progress.json` in the hidden folder lists the shards that are complete, by hash, under a fingerprint of the plan
+and its inputs. A later run of the same merge keeps the shards whose bytes still have that hash and redoes the rest.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .plan import MergePlan, PlanError, TensorPlan, header_bytes
+from .vocabulary import TOKENIZER_FILES
+
+_COPIED = ("generation_config.json", "preprocessor_config.json", "modeling_*.py", "configuration_*.py")
+MANIFEST = "merge_manifest.json"
+
+
+class OutputError(OSError):
+    """The output folder cannot be written, or is taken."""
+
+
+def file_hash(path: Path) -> str:
+    """The SHA-256 of a file's bytes."""
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_json(path: Path, data: Any) -> None:
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def plan_fingerprint(plan: MergePlan, seed: int, version: str) -> str:
+    """Equal for two runs that would write the same bytes."""
+    described = {
+        "version": version,
+        "recipe": plan.recipe.to_dict(),
+        "seed": seed,
+        "sources": [[s.label, s.fingerprint()] for s in plan.sources],
+        "tensors": [[t.name, str(t.dtype), list(t.shape), t.shard, t.offset] for t in plan.tensors],
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+class OutputFolder:
+    """One run's hold on an output folder; rank 0 makes it, the other ranks only write tensors into it.
+
+    Args:
+        out: The final name.
+        plan: What will be written.
+        fingerprint: From `plan_fingerprint`.
+        resume: Keep what an interrupted run of the same merge finished.
+        leader: This process prepares, hashes and renames.
+
+    Raises:
+        OutputError: The folder is not empty, another run is writing it, or the disk is too small.
+    """
+
+    def __init__(self, out: Path, plan: MergePlan, fingerprint: str, resume: bool, leader: bool = True):
+        self._out, self._plan, self._fingerprint = out, plan, fingerprint
+        self.folder = out.parent / f".{out.name}.partial"
+        self.finished: dict[str, str] = {}
+        self._descriptors: dict[int, int] = {}
+        self._members: list[list[TensorPlan]] = [[] for _ in plan.shards]
+        for t in plan.tensors:
+            self._members[t.shard].append(t)
+        self._body = [len(header_bytes(members)) for members in self._members]
+        self._lock: int | None = None
+        if leader:
+            self._prepare(resume)
+
+    def _prepare(self, resume: bool) -> None:
+        self._out.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)
+        self._lock = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            self._lock = None
+            raise OutputError(f"merge to {self._out}: another run is writing it now") from None
+        progress = self.folder / "progress.json"
+        held: dict[str, Any] = {}
+        if resume and progress.exists():
+            held = json.loads(progress.read_text(encoding="utf-8"))
+        if held.get("fingerprint") == self._fingerprint:
+            for name, digest in held["shards"].items():
+                path = self.folder / name
+                if path.exists() and file_hash(path) == digest:
+                    self.finished[name] = digest
+        for path in self.folder.iterdir():
+            if path.name not in self.finished:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self._save_progress()
+        left = sum(t.nbytes for t in self._plan.tensors if self._plan.shards[t.shard] not in self.finished)
+        free = shutil.disk_usage(self.folder).free
+        if left > free:
+            self.discard()
+            raise OutputError(
+                errno.ENOSPC,
+                f"merge to {self._out}: needs {left / 1e9:.2f} GB of disk and {free / 1e9:.2f} GB are free",
+            )
+
+    def _save_progress(self) -> None:
+        _write_json(self.folder / "progress.json", {"fingerprint": self._fingerprint, "shards": self.finished})
+
+    def create(self, shard: int) -> None:
+        """Make the shard's file with its header and full length."""
+        with (self.folder / self._plan.shards[shard]).open("wb") as file:
+            file.write(header_bytes(self._members[shard]))
+            file.truncate(self._body[shard] + sum(t.nbytes for t in self._members[shard]))
+
+    def write(self, t: TensorPlan, start: int, values: Tensor) -> None:
+        """Put elements ``start`` onwards of a tensor in their place; safe from any thread."""
+        descriptor = self._descriptors[t.shard]
+        position = self._body[t.shard] + t.offset + start * t.dtype.itemsize
+        data = memoryview(values.contiguous().view(torch.uint8).numpy()) if values.numel() else memoryview(b"")
+        done = 0
+        while done < len(data):
+            done += os.pwrite(descriptor, data[done:], position + done)
+
+    def open(self, shard: int) -> None:
+        """Get ready to write into a shard that was created."""
+        self._descriptors[shard] = os.open(self.folder / self._plan.shards[shard], os.O_WRONLY)
+
+    def close(self, shard: int) -> None:
+        """No more writes to this shard by this process."""
+        os.close(self._descriptors.pop(shard))
+
+    def finish(self, shard: int) -> None:
+        """Record a shard as complete."""
+        name = self._plan.shards[shard]
+        self.finished[name] = file_hash(self.folder / name)
+        self._save_progress()
+
+    def discard(self) -> None:
+        """Remove everything of this run; the target was never touched."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the lock and of open files, keeping what is written for a later run."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def publish(self, facts: Sequence[dict[str, Any]], seed: int, version: str) -> list[Path]:
+        """Write everything that is not a tensor, then rename the folder to its final name."""
+        plan, folder = self._plan, self.folder
+        if len(plan.shards) > 1:
+            index = {
+                "metadata": {"total_size": plan.bytes_written, "total_parameters": plan.parameters},
+                "weight_map": {t.name: plan.shards[t.shard] for t in plan.tensors},
+            }
+            _write_json(folder / "model.safetensors.index.json", index)
+        if plan.config:
+            _write_json(folder / "config.json", plan.config)
+        self._copy_beside(folder)
+        (folder / "mergekit_config.yml").write_text(plan.recipe.to_yaml(), encoding="utf-8")
+        (folder / "README.md").write_text(model_card(plan), encoding="utf-8")
+        manifest = {
+            "made_by": f"mergekit_lite {version}",
+            "recipe": plan.recipe.to_dict(),
+            "seed": seed,
+            "sha256": {name: self.finished[name] for name in plan.shards},
+            "tensors": list(facts),
+        }
+        _write_json(folder / MANIFEST, manifest)
+        (folder / "progress.json").unlink()
+        if self._out.is_dir() and not any(self._out.iterdir()):
+            self._out.rmdir()
+        if self._out.exists():
+            raise OutputError(
+                f"merge to {self._out}: something was put there during the merge; the result is in {folder}"
+            )
+        os.rename(folder, self._out)
+        self.release()
+        return [self._out / name for name in plan.shards]
+
+    def _copy_beside(self, folder: Path) -> None:
+        donor = self._plan.sources[self._plan.donor].folder
+        if donor is not None:
+            for pattern in _COPIED:
+                for path in donor.glob(pattern):
+                    shutil.copyfile(path, folder / path.name)
+        if self._plan.vocabulary is not None:
+            self._plan.vocabulary.write_tokenizer(folder, shutil.copyfile)
+        else:
+            folders = [donor, *(s.folder for s in self._plan.sources)]
+            tokenizers = [f for f in folders if f and any((f / n).exists() for n in TOKENIZER_FILES)]
+            for name in TOKENIZER_FILES:
+                if tokenizers and (tokenizers[0] / name).exists():
+                    shutil.copyfile(tokenizers[0] / name, folder / name)
+        template = chosen_template(self._plan)
+        if template is not None:
+            (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+            settings = folder / "tokenizer_config.json"
+            if settings.exists():
+                held = json.loads(settings.read_text(encoding="utf-8"))
+                held.pop("chat_template", None)
+                _write_json(settings, held)
+
+
+def _template_of(folder: Path | None) -> str | None:
+    if folder is None:
+        return None
+    if (folder / "chat_template.jinja").exists():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    settings = folder / "tokenizer_config.json"
+    held = json.loads(settings.read_text(encoding="utf-8")).get("chat_template") if settings.exists() else None
+    return held if isinstance(held, str) else None
+
+
+def chosen_template(plan: MergePlan) -> str | None:
+    """The chat template that the recipe asks for; None to leave what the tokenizer has.
+
+    Raises:
+        PlanError: ``auto`` where no model has one, or a name that is no template.
+    """
+    asked = plan.recipe.chat_template
+    if asked is None:
+        return None
+    if asked == "auto":
+        found = [t for s in plan.sources if (t := _template_of(s.folder)) is not None]
+        if not found:
+            raise PlanError(["chat_template auto: none of the models has a chat template"])
+        return max(found, key=found.count)
+    if "{" in asked:
+        return asked
+    if Path(asked).is_file():
+        return Path(asked).read_text(encoding="utf-8")
+    raise PlanError(
+        [f"chat_template {asked!r}: is not auto, not Jinja text and not a file; named templates are not kept"]
+    )
+
+
+def model_card(plan: MergePlan) -> str:
+    """A README for the merged checkpoint."""
+    bases = "".join(f"- {s.label}\n" for s in plan.sources)
+    return (
+        "---\nlibrary_name: transformers\ntags:\n- merge\n- model-components\n---\n"
+        f"# {plan.recipe.merge_method} merge\n\nMade by `mergekit_lite` from\n\n{bases}\n"
+        f"with this recipe:\n\n```yaml\n{plan.recipe.to_yaml()}```\n"
+    )

@@ -1,0 +1,162 @@
+"""MergePlan: every output tensor with its inputs, settings and place on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from .checkpoint import DTYPE_CODES, Source, TensorInfo
+from .methods import MergeMethod
+from .recipe import MergeRecipe
+from .vocabulary import Vocabulary
+
+CHUNK = 1 << 18
+"""Elements that one thread holds of each input at a time."""
+
+
+class PlanError(ValueError):
+    """A merge that cannot be done; the message lists every reason found."""
+
+    def __init__(self, problems: Sequence[str]):
+        self.problems = list(problems)
+        count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
+        super().__init__(f"this merge cannot be done ({count}):\n" + "\n".join(f"- {p}" for p in self.problems))
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor of a source, by the source's index."""
+
+    source: int
+    name: str
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One output tensor. ``method`` None copies the first input, which all others equal (integer buffers)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    work: torch.dtype
+    inputs: tuple[Input, ...]
+    base: Input | None
+    method: MergeMethod | None
+    parameters: dict[str, Any]
+    chunking: str
+    passes: int
+    shard: int = 0
+    offset: int = 0
+
+    @property
+    def info(self) -> TensorInfo:
+        """Name, shape and dtype as a checkpoint would describe them."""
+        return TensorInfo(self.name, self.shape, self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Size on disk."""
+        return self.info.nbytes
+
+
+@dataclass
+class MergePlan:
+    """A merge that was found sound. ``str(plan)`` is the page that ``mergekit-lite plan`` prints."""
+
+    recipe: MergeRecipe
+    sources: list[Source]
+    tensors: list[TensorPlan]
+    shards: list[str]
+    config: dict[str, Any]
+    donor: int
+    vocabulary: Vocabulary | None
+    notes: list[str] = field(default_factory=list)
+    threads: int = 1
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that all passes read together."""
+        return sum(
+            t.passes * self.sources[i.source].tensors[i.name].nbytes
+            for t in self.tensors
+            for i in (*t.inputs, *([t.base] if t.base else []))
+        )
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of tensors in the output."""
+        return sum(t.nbytes for t in self.tensors)
+
+    @property
+    def parameters(self) -> int:
+        """Elements in the output."""
+        return sum(t.info.count for t in self.tensors)
+
+    @property
+    def peak_memory(self) -> int:
+        """Estimated bytes beyond what importing torch takes."""
+        peak = 0
+        for t in self.tensors:
+            inputs = len(t.inputs) + (t.base is not None)
+            if t.chunking == "tensor":
+                peak = max(peak, t.info.count * (t.work.itemsize * inputs + 8 * (inputs + 3)))
+            else:
+                row = t.info.count // max(1, t.shape[0]) if t.chunking == "rows" and len(t.shape) > 1 else 0
+                block = min(t.info.count, max(CHUNK, row))
+                peak = max(peak, self.threads * block * t.work.itemsize * (2 * inputs + 6))
+        return peak
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.recipe.merge_method} of {len(self.sources)} models: {', '.join(s.label for s in self.sources)}",
+            f"tensors        {len(self.tensors)}, {self.parameters:,} parameters, {_dtypes(self.tensors)}",
+            f"reads          {_size(self.bytes_read)} in up to {max((t.passes for t in self.tensors), default=1)} passes",
+            f"writes         {_size(self.bytes_written)} in {len(self.shards)} shard{'s' if len(self.shards) > 1 else ''}",
+            f"peak memory    about {_size(self.peak_memory)} beyond the import of torch, {self.threads} threads",
+            f"config from    {self.sources[self.donor].label}",
+        ]
+        return "\n".join(lines + [f"note           {n}" for n in self.notes])
+
+
+def _dtypes(tensors: Sequence[TensorPlan]) -> str:
+    return ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def shard_layout(tensors: Sequence[TensorPlan], limit: int) -> tuple[list[TensorPlan], list[str]]:
+    """Give each tensor a shard and an offset, in order, no shard above ``limit`` bytes unless one tensor is."""
+    placed, shard, offset = [], 0, 0
+    for t in tensors:
+        if offset and offset + t.nbytes > limit:
+            shard, offset = shard + 1, 0
+        placed.append(replace(t, shard=shard, offset=offset))
+        offset += t.nbytes
+    count = shard + 1
+    if count == 1:
+        return placed, ["model.safetensors"]
+    return placed, [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def header_bytes(tensors: Sequence[TensorPlan]) -> bytes:
+    """The safetensors header of a shard that holds these tensors, length prefix included, padded to 8 bytes."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for t in tensors:
+        entries[t.name] = {
+            "dtype": DTYPE_CODES[t.dtype],
+            "shape": list(t.shape),
+            "data_offsets": [t.offset, t.offset + t.nbytes],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,237 @@
+"""Exactly the k largest of a stream of scores, in constant memory and without sorting.
+
+A float that is not negative orders as its bit pattern does, read as an integer. So the k-th largest score is found
+by narrowing a window of integers: a pass counts the scores above the window and those inside it. The first window
+comes from a sample, a few per cent wide, so that one pass usually holds everything inside it and ends the search;
+a window that is still too full is cut by a histogram of 2**16 bins. A missed window is replaced by the side
+that the rank lies on. Elements that equal the threshold are kept lowest index first, until k are kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_COLLECT = 1 << 20  # scores held at once; 4 MB in float32
+_BINS = 1 << 16
+_MARGIN = 0.0015  # half-width of the first window, as a share of all scores, beside 2 standard errors of the sample
+_COUNTED = 1 << 20  # a window of at most this many bit patterns is counted rather than partitioned
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The threshold of "the k largest", as it applies to one block.
+
+    Args:
+        threshold: The k-th largest score; infinity when k is 0.
+        ties: How many elements equal to the threshold this block keeps, first ones first; None for all of them.
+    """
+
+    threshold: float
+    ties: int | None = None
+
+    def trim(self, x: Tensor) -> Tensor:
+        """``x`` where its magnitude is among the k largest, else 0. The scores must have been ``x.abs()``."""
+        if self.threshold == 0 and self.ties is None:
+            return x
+        if self.ties is None or self.ties == 0:
+            dtype = np.float64 if x.dtype == torch.float64 else np.float32
+            below = self.threshold if self.ties == 0 else float(np.nextafter(dtype(self.threshold), dtype(0)))
+            return torch.nn.functional.hardshrink(x, below)
+        return x * self.mask(x.detach().abs())
+
+    def mask(self, scores: Tensor) -> Tensor:
+        """True where a score is among the k largest; same shape as ``scores``."""
+        if self.ties is None:
+            return scores >= self.threshold
+        keep = scores > self.threshold
+        if self.ties:
+            equal = (scores == self.threshold).flatten().nonzero().flatten()[: self.ties]
+            keep.view(-1)[equal] = True
+        return keep
+
+
+class Selector:
+    """Finds the k-th largest of all scores observed, pass by pass; every pass shows every block once.
+
+    Args:
+        k: How many are to be kept, 0 to ``total``.
+        total: Number of scores in all blocks together.
+        sample: Some of the scores, spread over the whole; may be empty.
+        dtype: The scores' dtype, float32 or float64.
+    """
+
+    def __init__(self, k: int, total: int, sample: Tensor, dtype: torch.dtype):
+        self._k = k
+        self._int, self._np = (torch.int64, np.float64) if dtype == torch.float64 else (torch.int32, np.float32)
+        self._top = int(np.array(np.inf, self._np).view(f"i{self._np().itemsize}")) + 1
+        self._lock = threading.Lock()
+        self._blocks: dict[int, np.ndarray | int] = {}
+        self.done = k <= 0 or k > total or total == 0
+        self.threshold = float("inf") if k <= 0 else 0.0
+        self._ties: dict[int, int | None] = {}
+        self._open(*self._first_window(sample, total))
+
+    def _first_window(self, sample: Tensor, total: int) -> tuple[int, int, bool]:
+        bits = np.sort(self._bits(sample).cpu().numpy().ravel())[::-1]
+        if bits.size == 0:
+            return 0, self._top, total <= _COLLECT
+        rank, margin = self._k / total, _MARGIN + bits.size**-0.5
+        high_at, low_at = int((rank - margin) * bits.size), int((rank + margin) * bits.size) + 1
+        high = int(bits[high_at]) + 1 if high_at >= 0 else self._top
+        low = int(bits[low_at]) if low_at < bits.size else 0
+        share = ((bits >= low) & (bits < high)).mean()
+        return low, high, share * total <= _COLLECT
+
+    def _open(self, low: int, high: int, collect: bool) -> None:
+        self._low, self._high, self._collect = low, high, collect and high - low > 1
+        self._above = self._inside = 0
+        self._blocks = {}
+        self._shift = max(0, (high - low - 1).bit_length() - 16)
+        self._histogram = None if self._collect or high - low == 1 else np.zeros(_BINS, np.int64)
+
+    def _bits(self, scores: Tensor) -> Tensor:
+        return scores.detach().contiguous().view(self._int)
+
+    def _split(self, scores: Tensor) -> tuple[int, np.ndarray]:
+        """How many scores lie above the window, and the bit patterns inside it."""
+        bits = self._bits(scores).view(-1)
+        if bits.device.type == "cpu":  # numpy compares and compresses several times faster than torch does on CPU
+            array = bits.numpy()
+            reach = array >= self._low
+            over = array >= self._high
+            return int(np.count_nonzero(over)), array[reach ^ over]
+        over = bits >= self._high
+        return int(over.sum()), bits[(bits >= self._low) ^ over].cpu().numpy()
+
+    def observe(self, block: int, scores: Tensor) -> None:
+        """Count one block in the current pass; blocks may come in any order and from any thread."""
+        above, inside = self._split(scores)
+        bins = None if self._histogram is None else np.bincount((inside - self._low) >> self._shift, minlength=_BINS)
+        with self._lock:
+            self._above += above
+            self._inside += inside.size
+            if bins is not None:
+                self._histogram += bins
+            elif self._high - self._low == 1:
+                self._blocks[block] = inside.size
+            elif self._inside <= 4 * _COLLECT:
+                self._blocks[block] = inside
+            else:  # the sample misjudged the window; the pass goes on as a count
+                self._blocks.clear()
+
+    def advance(self) -> None:
+        """End a pass: finish, or open the next window."""
+        if self.done:
+            return
+        if self._above >= self._k:
+            if self._high == self._top:  # only NaN lies above infinity
+                raise ValueError("selecting the largest elements: the tensor holds NaN")
+            return self._open(self._high, self._top, False)
+        if self._above + self._inside < self._k:
+            return self._open(0, self._low, False)
+        if self._high - self._low == 1:
+            return self._finish(self._low, {i: int(n) for i, n in self._blocks.items()})
+        if self._histogram is not None:
+            from_top = np.cumsum(self._histogram[::-1])
+            index = _BINS - 1 - int(np.searchsorted(from_top, self._k - self._above))
+            low = self._low + (index << self._shift)
+            return self._open(low, min(self._high, low + (1 << self._shift)), int(self._histogram[index]) <= _COLLECT)
+        if self._inside > 4 * _COLLECT:
+            return self._open(self._low, self._high, False)
+        held = np.concatenate([np.atleast_1d(v) for v in self._blocks.values()])
+        rank = self._k - self._above
+        if self._high - self._low <= _COUNTED:
+            from_top = np.cumsum(np.bincount(held - self._low)[::-1])
+            value = self._low + from_top.size - 1 - int(np.searchsorted(from_top, rank))
+        else:
+            value = int(np.partition(held, held.size - rank)[held.size - rank])
+        self._above += int(np.count_nonzero(held > value))
+        return self._finish(value, {i: int(np.count_nonzero(v == value)) for i, v in self._blocks.items()})
+
+    def _finish(self, bits: int, equal: dict[int, int]) -> None:
+        self.threshold = float(np.array(bits, f"i{self._np().itemsize}").view(self._np))
+        self._equal = {}
+        left = self._k - self._above
+        if sum(equal.values()) > left:
+            for block in sorted(equal):
+                self._ties[block] = None if equal[block] <= left else left
+                left -= min(left, equal[block])
+        self._blocks = {}
+        self._histogram = None
+        self.done = True
+
+    def answer(self, block: int) -> Cut:
+        """The cut as it applies to ``block``."""
+        return Cut(self.threshold, self._ties.get(block, 0) if self._ties else None)
+
+
+@dataclass(frozen=True)
+class Largest:
+    """A request of a merge method: which elements of the whole tensor are the k largest.
+
+    Args:
+        scores: Makes the block's scores, not negative, float32 or float64.
+        count: From the tensor's number of elements to k.
+        scope: ``"tensor"``, or ``"global"``: over all tensors of the merge together.
+    """
+
+    scores: Callable[[], Tensor]
+    count: Callable[[int], int]
+    scope: str = "tensor"
+
+    def compute(self) -> Tensor:
+        """The block's scores."""
+        return self.scores()
+
+    def start(self, total: int, sample: Tensor) -> Selector:
+        """What collects the answer over the blocks of a tensor with ``total`` elements."""
+        return Selector(self.count(total), total, sample, sample.dtype)
+
+
+class Summation:
+    """Adds the blocks' partial sums in block order, so that threads cannot change the rounding."""
+
+    def __init__(self) -> None:
+        self._partials: dict[int, Tensor] = {}
+        self._total: Tensor | None = None
+        self.done = False
+
+    def observe(self, block: int, partial: Tensor) -> None:
+        """Take one block's partial sum."""
+        self._partials[block] = partial
+
+    def advance(self) -> None:
+        """End the only pass."""
+        if not self.done:
+            self._total = torch.stack([self._partials[i] for i in sorted(self._partials)]).sum(0)
+            self.done = True
+
+    def answer(self, block: int) -> Tensor:
+        """The sum over all blocks."""
+        assert self._total is not None
+        return self._total
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A request of a merge method: a quantity summed over the blocks of the tensor, in float64.
+
+    Args:
+        partial: Makes the block's share; any fixed shape.
+    """
+
+    partial: Callable[[], Tensor]
+
+    def compute(self) -> Tensor:
+        """The block's share, in float64."""
+        return self.partial().double()
+
+    def start(self, total: int, sample: Tensor) -> Summation:
+        """What collects the sum."""
+        return Summation()

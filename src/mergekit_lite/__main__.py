@@ -10,6 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
 from .merge import VERSION, merge_models, parse_size
 from .planner import make_plan
 from .recipe import load_recipe
@@ -39,10 +41,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parser().parse_args(arguments)
-    distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if distributed:
-        import torch.distributed as dist
-
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")
     try:
         recipe = load_recipe(options.recipe)
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("mergekit-lite: stopped; the same command goes on from here", file=sys.stderr)
         return 130
     finally:
-        if distributed:
+        if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
     return 0
 

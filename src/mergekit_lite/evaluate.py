@@ -39,7 +39,10 @@ class Block:
 class Blocks(Protocol):
     """The blocks of one tensor, loaded on demand."""
 
-    total: int
+    @property
+    def total(self) -> int:
+        """Number of elements, N."""
+        ...
 
     def __len__(self) -> int: ...
 

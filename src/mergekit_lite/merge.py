@@ -8,7 +8,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,31 +18,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .checkpoint import Source
-from .evaluate import Block, Collector, Evaluation
+from .engine import Engine, TensorFact
 from .methods import get_method
-from .methods.registry import block_shape
-from .noise import Noise
 from .outputs import OutputError, OutputFolder, chosen_template, plan_fingerprint
-from .plan import CHUNK, MergePlan, PlanError, TensorPlan
+from .plan import MergePlan, PlanError, TensorPlan
 from .planner import make_plan
-from .recipe import MergeRecipe, ModelEntry
-from .select import Largest, Selector
+from .recipe import MergeRecipe, ModelEntry, model_key
 
 VERSION = "0.1.0"
-_CACHED = 24_000_000  # bytes of one tensor's inputs that are kept between passes
-_SLICES, _SLICE = 32, 2048  # the sample that thresholds start from
-
-
-@dataclass(frozen=True)
-class TensorFact:
-    """What was done to make one output tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    method: str
-    passes: int
 
 
 @dataclass(frozen=True)
@@ -78,150 +61,6 @@ class MergeReport:
             f"{len(self.tensors)} tensors, {self.bytes_written / 1e6:.1f} MB in {len(self.paths)} files at {self.out}\n"
             f"{self.seconds:.1f} s, {self.cpu_seconds:.1f} CPU s, peak {self.peak_memory / 1e6:.0f} MB"
         )
-
-
-class StreamBlocks:
-    """The blocks of one planned tensor, read on demand and cast to the dtype to compute in."""
-
-    def __init__(self, t: TensorPlan, sources: Sequence[Source], device: torch.device):
-        self._plan, self._sources, self._device = t, sources, device
-        self.total = t.info.count
-        row = block_shape(t.shape, "rows")[1] if t.chunking == "rows" else 1
-        size = max(1, self.total) if t.chunking == "tensor" else max(row, CHUNK // max(1, row) * row)
-        self._row = row
-        self._edges = [*range(0, self.total, size), self.total] if self.total else [0, 0]
-        held = self.total * t.work.itemsize * (len(t.inputs) + 1)
-        self._cache: dict[int, Block] | None = {} if t.passes > 1 and held <= _CACHED else None
-
-    def __len__(self) -> int:
-        return len(self._edges) - 1
-
-    def span(self, index: int) -> tuple[int, int]:
-        """First and last element (exclusive) of a block."""
-        return self._edges[index], self._edges[index + 1]
-
-    def _read(self, start: int, stop: int) -> Block:
-        t = self._plan
-        view = (
-            block_shape(t.shape, t.chunking) if stop - start == self.total else (-1, self._row)[t.chunking != "rows" :]
-        )
-        view = (-1,) if t.chunking == "elements" else view
-
-        def values(source: int, name: str) -> Tensor:
-            stored = self._sources[source].read(name, start, stop)
-            return stored.to(self._device, t.work).view(view)
-
-        tensors = [values(i.source, i.name) for i in t.inputs]
-        return Block(tensors, values(t.base.source, t.base.name) if t.base else None, start)
-
-    def load(self, index: int) -> Block:
-        """Block ``index``; small tensors are read once for all passes."""
-        if self._cache is None:
-            return self._read(*self.span(index))
-        if index not in self._cache:
-            self._cache[index] = self._read(*self.span(index))
-        return self._cache[index]
-
-    def sample(self) -> Iterable[Block]:
-        """Evenly spread stretches, whole rows where the method wants rows; nothing where one block is all."""
-        if len(self) == 1:
-            return
-        width = max(self._row, _SLICE // self._row * self._row)
-        step = max(width, self.total // _SLICES // self._row * self._row)
-        for start in range(0, self.total, step):
-            yield self._read(start, min(start + width, self.total))
-
-
-class _Shifted:
-    """A collector over many tensors, seen from the blocks of one of them."""
-
-    def __init__(self, collector: Collector, first: int):
-        self._collector, self._first, self.done = collector, first, True
-
-    def answer(self, block: int) -> Any:
-        return self._collector.answer(self._first + block)
-
-
-class _Engine:
-    """Runs a plan: measures each tensor, then hands every finished block to a sink."""
-
-    def __init__(self, plan: MergePlan, seed: int, device: torch.device, executor: Executor | None):
-        self.plan, self._seed, self._device, self._executor = plan, seed, device, executor
-        self._global: dict[str, list[Collector]] = {}
-
-    def evaluation(self, t: TensorPlan) -> tuple[Evaluation, StreamBlocks]:
-        assert t.method is not None
-        blocks = StreamBlocks(t, self.plan.sources, self._device)
-        noise = Noise(self._seed, t.name) if t.method.noisy else None
-        return Evaluation(t.method.function, t.parameters, blocks, noise, self._executor), blocks
-
-    def measure_globally(self, progress: Callable[[str], None]) -> None:
-        """Answer the requests whose scope is the whole merge: every model's threshold over all tensors."""
-        members = [t for t in self.plan.tensors if t.parameters.get("scope") == "global" and t.info.count]
-        asking = []
-        for t in members:
-            evaluation, blocks = self.evaluation(t)
-            if (requests := evaluation.requests()) is not None:
-                asking.append((t, evaluation, blocks, requests))
-        if not asking:
-            return
-        total = sum(blocks.total for _, _, blocks, _ in asking)
-        counts = [0] * len(asking[0][3])
-        samples: list[list[Tensor]] = [[] for _ in counts]
-        for _, evaluation, blocks, requests in asking:
-            held = evaluation.samples(len(requests))
-            for i, request in enumerate(requests):
-                assert isinstance(request, Largest)
-                counts[i] += request.count(blocks.total)
-                scores = torch.cat(held[i]) if held[i] else request.compute().detach().flatten()
-                wanted = max(1, round(blocks.total / total * (1 << 18)))  # a tensor's share of the sample is its size
-                samples[i].append(scores[:: max(1, scores.numel() // wanted)])
-        dtype = asking[0][0].work
-        collectors = [Selector(k, total, torch.cat(s).to(dtype), dtype) for k, s in zip(counts, samples, strict=True)]
-        firsts, number = [], 0
-        for _, _, blocks, _ in asking:
-            firsts.append(number)
-            number += len(blocks)
-        while not all(c.done for c in collectors):
-            progress("thresholds over all tensors")
-            for (_, evaluation, _, _), first in zip(asking, firsts, strict=True):
-                evaluation.observe(collectors, first)
-            for collector in collectors:
-                collector.advance()
-        for (t, *_), first in zip(asking, firsts, strict=True):
-            self._global[t.name] = [_Shifted(c, first) for c in collectors]  # pyrefly: ignore
-
-    def run(self, t: TensorPlan, sink: Callable[[TensorPlan, int, Tensor], None]) -> TensorFact:
-        """Compute one tensor and hand its blocks, rounded, to ``sink(plan, start, values)``."""
-        if t.info.count == 0:
-            return self._fact(t, 0)
-        if t.method is None:
-            source = self.plan.sources[t.inputs[0].source]
-            for start in range(0, t.info.count, CHUNK):
-                sink(t, start, source.read(t.inputs[0].name, start, min(start + CHUNK, t.info.count)))
-            return self._fact(t, 1)
-        evaluation, blocks = self.evaluation(t)
-        if t.name in self._global:
-            evaluation.answer(self._global[t.name])
-        evaluation.measure()
-
-        def finish(index: int) -> None:
-            rounded = evaluation.result(index).reshape(-1).to(t.dtype)
-            # A finite sum has finite terms; the slow look happens only when the sum is not.
-            if not torch.isfinite(rounded.sum(dtype=t.work)) and not bool(torch.isfinite(rounded).all()):
-                raise ValueError(
-                    f"{t.name}: the merge gives NaN or infinity in {t.dtype}; the inputs hold such values, or their "
-                    f"{t.method.name if t.method else ''} overflows"
-                )
-            sink(t, blocks.span(index)[0], rounded.cpu())
-
-        evaluation.map(finish)
-        return self._fact(t, evaluation.passes + 1)
-
-    @staticmethod
-    def _fact(t: TensorPlan, passes: int) -> TensorFact:
-        name = t.method.name if t.method else "copy"
-        return TensorFact(t.name, t.shape, str(t.dtype).removeprefix("torch."), name, passes)
 
 
 class _Ranks:
@@ -295,7 +134,7 @@ def build_recipe(
         parameter = found.parameters.get(name)
         per_model = parameter is not None and parameter.per_model
         if per_model and isinstance(value, (list, tuple)) and not any(isinstance(v, Mapping) for v in value):
-            takers = [o for o, m in zip(own, models, strict=True) if m is not base_model and m != base_model]
+            takers = [o for o, m in zip(own, models, strict=True) if model_key(m) != model_key(base_model)]
             if len(value) != len(takers):
                 raise ValueError(
                     f"{method}: {name} has {len(value)} values, needed one for each of {len(takers)} models"
@@ -385,7 +224,7 @@ def merge_models(
     torch.empty(31 << 20, dtype=torch.uint8)
     try:
         with ThreadPoolExecutor(workers) as executor, torch.no_grad():
-            engine = _Engine(plan, seed, target, executor if workers > 1 else None)
+            engine = Engine(plan, seed, target, executor if workers > 1 else None)
             ranks = _Ranks()
             bar = tqdm(
                 total=plan.bytes_written,
@@ -425,7 +264,7 @@ def _refuse_occupied(out: Path) -> None:
         raise OutputError(f"merge to {out}: the folder is not empty; name a new one")
 
 
-def _to_memory(engine: _Engine, bar: tqdm) -> dict[str, Tensor]:
+def _to_memory(engine: Engine, bar: tqdm) -> dict[str, Tensor]:
     merged = {t.name: torch.empty(t.shape, dtype=t.dtype) for t in engine.plan.tensors}
 
     def sink(t: TensorPlan, start: int, values: Tensor) -> None:
@@ -438,7 +277,7 @@ def _to_memory(engine: _Engine, bar: tqdm) -> dict[str, Tensor]:
 
 
 def _to_folder(
-    engine: _Engine, out: Path, seed: int, resume: bool, ranks: _Ranks, bar: tqdm, executor: Executor
+    engine: Engine, out: Path, seed: int, resume: bool, ranks: _Ranks, bar: tqdm, executor: Executor
 ) -> tuple[Path, list[TensorFact], list[Path], list[str]]:
     plan = engine.plan
     chosen_template(plan)  # refuse a bad one before anything is written
@@ -454,7 +293,7 @@ def _to_folder(
         for shard, name in enumerate(plan.shards):
             members = [t for t in plan.tensors if t.shard == shard]
             if name in resumed:
-                facts += [engine._fact(t, 0) for t in ranks.mine(members)]
+                facts += [engine.fact(t, 0) for t in ranks.mine(members)]
                 bar.update(sum(t.nbytes for t in members))
                 continue
             if ranks.rank == 0:

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from .checkpoint import byte_view
 from .plan import MergePlan, PlanError, TensorPlan, header_bytes
 from .vocabulary import TOKENIZER_FILES
 
@@ -126,7 +126,7 @@ class OutputFolder:
         """Put elements ``start`` onwards of a tensor in their place; safe from any thread."""
         descriptor = self._descriptors[t.shard]
         position = self._body[t.shard] + t.offset + start * t.dtype.itemsize
-        data = memoryview(values.contiguous().view(torch.uint8).numpy()) if values.numel() else memoryview(b"")
+        data = byte_view(values.contiguous())
         done = 0
         while done < len(data):
             done += os.pwrite(descriptor, data[done:], position + done)
@@ -199,7 +199,7 @@ class OutputFolder:
                 for path in donor.glob(pattern):
                     shutil.copyfile(path, folder / path.name)
         if self._plan.vocabulary is not None:
-            self._plan.vocabulary.write_tokenizer(folder, shutil.copyfile)
+            self._plan.vocabulary.write_tokenizer(folder)
         else:
             folders = [donor, *(s.folder for s in self._plan.sources)]
             tokenizers = [f for f in folders if f and any((f / n).exists() for n in TOKENIZER_FILES)]

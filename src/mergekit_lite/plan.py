@@ -111,11 +111,13 @@ class MergePlan:
         return peak
 
     def __str__(self) -> str:
+        passes = max((t.passes for t in self.tensors), default=1)
+        plural = "s" if len(self.shards) > 1 else ""
         lines = [
             f"{self.recipe.merge_method} of {len(self.sources)} models: {', '.join(s.label for s in self.sources)}",
             f"tensors        {len(self.tensors)}, {self.parameters:,} parameters, {_dtypes(self.tensors)}",
-            f"reads          {_size(self.bytes_read)} in up to {max((t.passes for t in self.tensors), default=1)} passes",
-            f"writes         {_size(self.bytes_written)} in {len(self.shards)} shard{'s' if len(self.shards) > 1 else ''}",
+            f"reads          {_size(self.bytes_read)} in up to {passes} passes",
+            f"writes         {_size(self.bytes_written)} in {len(self.shards)} shard{plural}",
             f"peak memory    about {_size(self.peak_memory)} beyond the import of torch, {self.threads} threads",
             f"config from    {self.sources[self.donor].label}",
         ]

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from .checkpoint import CheckpointError, Source, open_source
+from .checkpoint import CheckpointError, Source
 from .evaluate import Block, Evaluation, OneBlock
 from .methods import get_method
 from .methods.registry import block_shape
 from .noise import Noise
 from .plan import CHUNK, Input, MergePlan, PlanError, TensorPlan, shard_layout
 from .recipe import FLOAT_DTYPES, MergeRecipe, ModelEntry, RecipeError, Slice, model_key, model_label, setting
+from .sources import open_source
 from .vocabulary import EMBEDDING, HEAD, AlignedSource, Vocabulary, plan_vocabulary
 
 _SHOWN = 20
@@ -92,7 +93,7 @@ class _Planner:
             for key in _MUST_AGREE:
                 if key in first and key in config and first[key] != config[key]:
                     self.problems.append(
-                        f"different architectures: {key} is {first[key]!r} in {first_label} and {config[key]!r} in {label}"
+                        f"different architectures: {key} is {first[key]!r} in {first_label}, {config[key]!r} in {label}"
                     )
             for key in _MAY_DIFFER:
                 if first.get(key) != config.get(key):

@@ -263,12 +263,12 @@ def _slice(value: Any) -> Slice:
 
 
 def load_recipe(path_or_text: str | os.PathLike[str]) -> MergeRecipe:
-    """A recipe from a YAML file, or from YAML text.
+    r"""A recipe from a YAML file, or from YAML text.
 
     Raises:
         RecipeError: No such file, not YAML, or a recipe that `MergeRecipe.from_dict` refuses.
 
-    >>> load_recipe("merge_method: linear\\nmodels: [a, b]\\nparameters: {weight: 0.5}").merge_method
+    >>> load_recipe("merge_method: linear\nmodels: [a, b]\nparameters: {weight: 0.5}").merge_method
     'linear'
     """
     text = os.fspath(path_or_text)

@@ -116,7 +116,7 @@ class Selector:
         with self._lock:
             self._above += above
             self._inside += inside.size
-            if bins is not None:
+            if self._histogram is not None and bins is not None:
                 self._histogram += bins
             elif self._high - self._low == 1:
                 self._blocks[block] = inside.size

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +85,13 @@ class Vocabulary:
     new_tokens: Sequence[str] = ()
     merged_from: Sequence[Path] = ()
 
-    def write_tokenizer(self, out: Path, copy: Callable[[Path, Path], None]) -> None:
+    def write_tokenizer(self, out: Path) -> None:
         """Put the tokenizer's files into ``out``, tokens of the union added."""
         if self.folder is None:
             return
         for name in TOKENIZER_FILES:
             if (self.folder / name).exists():
-                copy(self.folder / name, out / name)
+                shutil.copyfile(self.folder / name, out / name)
         if self.new_tokens:
             _extend_tokenizer(out / "tokenizer.json", self.tokens, self.new_tokens, self.merged_from)
 
@@ -237,7 +239,7 @@ class AlignedSource:
         breaks = np.flatnonzero((np.diff(donor) != 0) | (np.diff(row) != 1) | (row[1:] < 0)) + 1
         edges = [0, *breaks.tolist(), last - first]
         pieces = []
-        for left, right in zip(edges, edges[1:], strict=False):
+        for left, right in pairwise(edges):
             if row[left] < 0:
                 pieces += [self._mean_row(name, first + i, width, info.dtype) for i in range(left, right)]
             else:

@@ -114,5 +114,5 @@ def consensus(
     """
     changes = [change * w for change, w in zip(deltas(tensors, base), weight, strict=True)]
     total = weighted_sum(changes, [1.0] * len(changes))
-    votes = sum((c.abs() > tall_lambda * (total - c).abs()).to(base.dtype) for c in changes)
-    return base + lambda_ * total * (votes >= min_models).to(base.dtype)
+    masks = [(c.abs() > tall_lambda * (total - c).abs()).to(base.dtype) for c in changes]
+    return base + lambda_ * total * (sum(masks[1:], masks[0]) >= min_models).to(base.dtype)

@@ -52,7 +52,7 @@ def combine(tensors: list[Tensor], coefficients: Tensor) -> Tensor:
 
 def great_circle(g: Tensor, t: float, colinear: Tensor, cosine: Tensor) -> Tensor:
     """Coefficients (..., 2) of the point at ``t`` on the arc from input 0 to input 1; straight where colinear."""
-    angle = torch.where(colinear, torch.ones_like(cosine), torch.arccos(cosine.clamp(-1, 1)))
+    angle = torch.arccos(torch.where(colinear, 0.0, cosine))  # kept off ±1, where the gradient is infinite
     sine = angle.sin()
     arc = torch.stack([((1 - t) * angle).sin() / sine, (t * angle).sin() / sine], -1)
     straight = torch.tensor([1 - t, t], dtype=g.dtype, device=g.device)
@@ -61,9 +61,9 @@ def great_circle(g: Tensor, t: float, colinear: Tensor, cosine: Tensor) -> Tenso
 
 def cosines(g: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine between inputs 0 and 1, and where it is defined (neither is zero)."""
-    norms = (g[..., 0, 0] * g[..., 1, 1]).sqrt()
-    defined = norms > 0
-    return torch.where(defined, g[..., 0, 1] / torch.where(defined, norms, torch.ones_like(norms)), 1.0), defined
+    squared = g[..., 0, 0] * g[..., 1, 1]
+    defined = squared > 0
+    return torch.where(defined, g[..., 0, 1] / torch.where(defined, squared, 1.0).sqrt(), 1.0), defined
 
 
 @merge_method("slerp", base="required", inputs=(1, 1), chunking="elements", ranges={"t": Range(0, 1)})
@@ -109,8 +109,8 @@ def nuslerp(
     inputs = tensors if base is None else deltas(tensors, base)
     t = 0.5 if abs(sum(weight)) < 1e-6 else weight[1] / sum(weight)
     columns = not nuslerp_flatten and not nuslerp_row_wise
+    shape = inputs[0].shape
     if columns:  # the whole tensor is here: turn it so that its columns are rows
-        shape = inputs[0].shape
         inputs = [x.reshape(shape[0] if x.dim() > 1 else 1, -1).mT for x in inputs]
     g = (yield Sum(lambda: gram(inputs))) if nuslerp_flatten else gram(inputs)
     cosine, defined = cosines(g)
@@ -123,8 +123,10 @@ def nuslerp(
 
 def unit_gram(g: Tensor, eps: float = 0.0) -> tuple[Tensor, Tensor]:
     """Dot products of the inputs scaled to length 1 (zero inputs stay zero), and their norms (..., K)."""
-    norms = g.diagonal(dim1=-2, dim2=-1).sqrt()
-    inverse = torch.where(norms > 0, 1 / (norms + eps).clamp(min=1e-300), 0.0)
+    squared = g.diagonal(dim1=-2, dim2=-1)
+    present = squared > 0
+    norms = torch.where(present, torch.where(present, squared, 1.0).sqrt(), 0.0)
+    inverse = torch.where(present, 1 / (norms + eps).clamp(min=1e-300), 0.0)
     return g * inverse.unsqueeze(-1) * inverse.unsqueeze(-2), norms
 
 
@@ -195,7 +197,10 @@ def karcher(tensors: list[Tensor], base: None, *, max_iter: int = 10, tol: float
         if length < tol:
             break
         mean = length.cos() * mean + length.sin() / length * tangent
-        mean = mean / (mean @ units @ mean).sqrt()
+        size = (mean @ units @ mean).clamp(min=0).sqrt()
+        if size < 1e-7:  # a direction and its opposite: no mean direction to go on from
+            return combine(tensors, torch.full_like(norms, 1 / len(tensors)))
+        mean = mean / size
     return combine(tensors, mean * (share @ norms) / norms.clamp(min=1e-300) * present)
 
 

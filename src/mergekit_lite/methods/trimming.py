@@ -46,7 +46,8 @@ def consensus_mean(changes: Sequence[Tensor], weights: Sequence[float], normaliz
 
 def rescaled(changes: list[Tensor], kept: list[Tensor]) -> Generator[Any, Any, list[Tensor]]:
     """The kept changes, each model's scaled so that its L1 norm over the tensor is what it was before."""
-    norms = yield Sum(lambda: torch.stack([torch.stack([c.abs().sum(), k.abs().sum()]) for c, k in zip(changes, kept)]))
+    pairs = list(zip(changes, kept, strict=True))
+    norms = yield Sum(lambda: torch.stack([torch.stack([c.abs().sum(), k.abs().sum()]) for c, k in pairs]))
     scales = torch.where(norms[:, 1] > 0, norms[:, 0] / norms[:, 1].clamp(min=1e-300), 1.0)
     return [k * s.to(k.dtype) for k, s in zip(kept, scales, strict=True)]
 
@@ -209,7 +210,9 @@ def sce(tensors: list[Tensor], base: Tensor, *, select_topk: float = 1.0) -> Gen
     total = energy.sum()
     weights = energy / total if total > 0 else torch.full_like(energy, 1 / len(changes))
     elected = torch.copysign(torch.ones((), dtype=base.dtype), sum(changes[1:], changes[0] + 0.0))
-    agrees = [(change * elected > 0).to(base.dtype) * w.to(base.dtype) for change, w in zip(changes, weights)]
+    agrees = [
+        (change * elected > 0).to(base.dtype) * w.to(base.dtype) for change, w in zip(changes, weights, strict=True)
+    ]
     share = sum(agrees[1:], agrees[0])
     merged = sum((c * a for c, a in zip(changes[1:], agrees[1:], strict=True)), changes[0] * agrees[0])
     return base + merged / share.clamp(min=1e-6)

@@ -1,0 +1,186 @@
+"""The engine that carries a plan out: reads, computes and hands on one block of one tensor at a time.
+
+Blocks run side by side on an executor, which is how reading, arithmetic and writing overlap; sums are added in block
+order, so results do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checkpoint import Source
+from .evaluate import Block, Collector, Evaluation
+from .methods.registry import block_shape
+from .noise import Noise
+from .plan import CHUNK, MergePlan, TensorPlan
+from .select import Largest, Selector
+
+_CACHED = 24_000_000  # bytes of one tensor's inputs that are kept between passes
+_SLICES, _SLICE = 32, 2048  # the sample that thresholds start from
+
+
+@dataclass(frozen=True)
+class TensorFact:
+    """What was done to make one output tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    method: str
+    passes: int
+
+
+class StreamBlocks:
+    """The blocks of one planned tensor, read on demand and cast to the dtype to compute in."""
+
+    def __init__(self, t: TensorPlan, sources: Sequence[Source], device: torch.device):
+        self._plan, self._sources, self._device = t, sources, device
+        self.total = t.info.count
+        row = block_shape(t.shape, "rows")[1] if t.chunking == "rows" else 1
+        size = max(1, self.total) if t.chunking == "tensor" else max(row, CHUNK // max(1, row) * row)
+        self._row = row
+        self._edges = [*range(0, self.total, size), self.total] if self.total else [0, 0]
+        held = self.total * t.work.itemsize * (len(t.inputs) + 1)
+        self._cache: dict[int, Block] | None = {} if t.passes > 1 and held <= _CACHED else None
+
+    def __len__(self) -> int:
+        return len(self._edges) - 1
+
+    def span(self, index: int) -> tuple[int, int]:
+        """First and last element (exclusive) of a block."""
+        return self._edges[index], self._edges[index + 1]
+
+    def _read(self, start: int, stop: int) -> Block:
+        t = self._plan
+        view = (
+            block_shape(t.shape, t.chunking) if stop - start == self.total else (-1, self._row)[t.chunking != "rows" :]
+        )
+        view = (-1,) if t.chunking == "elements" else view
+
+        def values(source: int, name: str) -> Tensor:
+            stored = self._sources[source].read(name, start, stop)
+            return stored.to(self._device, t.work).view(view)
+
+        tensors = [values(i.source, i.name) for i in t.inputs]
+        return Block(tensors, values(t.base.source, t.base.name) if t.base else None, start)
+
+    def load(self, index: int) -> Block:
+        """Block ``index``; small tensors are read once for all passes."""
+        if self._cache is None:
+            return self._read(*self.span(index))
+        if index not in self._cache:
+            self._cache[index] = self._read(*self.span(index))
+        return self._cache[index]
+
+    def sample(self) -> Iterable[Block]:
+        """Evenly spread stretches, whole rows where the method wants rows; nothing where one block is all."""
+        if len(self) == 1:
+            return
+        width = max(self._row, _SLICE // self._row * self._row)
+        step = max(width, self.total // _SLICES // self._row * self._row)
+        for start in range(0, self.total, step):
+            yield self._read(start, min(start + width, self.total))
+
+
+class _Shifted:
+    """A collector over many tensors, seen from the blocks of one of them."""
+
+    def __init__(self, collector: Collector, first: int):
+        self._collector, self._first, self.done = collector, first, True
+
+    def answer(self, block: int) -> Any:
+        return self._collector.answer(self._first + block)
+
+
+class Engine:
+    """Runs a plan: measures each tensor, then hands every finished block to a sink."""
+
+    def __init__(self, plan: MergePlan, seed: int, device: torch.device, executor: Executor | None):
+        self.plan, self._seed, self._device, self._executor = plan, seed, device, executor
+        self._global: dict[str, list[Collector]] = {}
+
+    def evaluation(self, t: TensorPlan) -> tuple[Evaluation, StreamBlocks]:
+        """The tensor's method, bound to its blocks."""
+        assert t.method is not None
+        blocks = StreamBlocks(t, self.plan.sources, self._device)
+        noise = Noise(self._seed, t.name) if t.method.noisy else None
+        return Evaluation(t.method.function, t.parameters, blocks, noise, self._executor), blocks
+
+    def measure_globally(self, progress: Callable[[str], None]) -> None:
+        """Answer the requests whose scope is the whole merge: every model's threshold over all tensors."""
+        members = [t for t in self.plan.tensors if t.parameters.get("scope") == "global" and t.info.count]
+        asking = []
+        for t in members:
+            evaluation, blocks = self.evaluation(t)
+            if (requests := evaluation.requests()) is not None:
+                asking.append((t, evaluation, blocks, requests))
+        if not asking:
+            return
+        total = sum(blocks.total for _, _, blocks, _ in asking)
+        counts = [0] * len(asking[0][3])
+        sizes: dict[str, int] = {}  # tensors with equal parameters are one vector, whose share is rounded once
+        for t, _, blocks, _ in asking:
+            sizes[repr(t.parameters)] = sizes.get(repr(t.parameters), 0) + blocks.total
+        samples: list[list[Tensor]] = [[] for _ in counts]
+        for t, evaluation, blocks, requests in asking:
+            size = sizes.pop(repr(t.parameters), 0)
+            held = evaluation.samples(len(requests))
+            for i, request in enumerate(requests):
+                assert isinstance(request, Largest)
+                counts[i] += request.count(size)
+                scores = torch.cat(held[i]) if held[i] else request.compute().detach().flatten()
+                wanted = max(1, round(blocks.total / total * (1 << 18)))  # a tensor's share of the sample is its size
+                samples[i].append(scores[:: max(1, scores.numel() // wanted)])
+        dtype = asking[0][0].work
+        collectors = [Selector(k, total, torch.cat(s).to(dtype), dtype) for k, s in zip(counts, samples, strict=True)]
+        firsts, number = [], 0
+        for _, _, blocks, _ in asking:
+            firsts.append(number)
+            number += len(blocks)
+        while not all(c.done for c in collectors):
+            progress("thresholds over all tensors")
+            for (_, evaluation, _, _), first in zip(asking, firsts, strict=True):
+                evaluation.observe(collectors, first)
+            for collector in collectors:
+                collector.advance()
+        for (t, *_), first in zip(asking, firsts, strict=True):
+            self._global[t.name] = [_Shifted(c, first) for c in collectors]  # pyrefly: ignore
+
+    def run(self, t: TensorPlan, sink: Callable[[TensorPlan, int, Tensor], None]) -> TensorFact:
+        """Compute one tensor and hand its blocks, rounded, to ``sink(plan, start, values)``."""
+        if t.info.count == 0:
+            return self.fact(t, 0)
+        if t.method is None:
+            source = self.plan.sources[t.inputs[0].source]
+            for start in range(0, t.info.count, CHUNK):
+                sink(t, start, source.read(t.inputs[0].name, start, min(start + CHUNK, t.info.count)))
+            return self.fact(t, 1)
+        evaluation, blocks = self.evaluation(t)
+        if t.name in self._global:
+            evaluation.answer(self._global[t.name])
+        evaluation.measure()
+
+        def finish(index: int) -> None:
+            rounded = evaluation.result(index).reshape(-1).to(t.dtype)
+            # A finite sum has finite terms; the slow look happens only when the sum is not.
+            if not torch.isfinite(rounded.sum(dtype=t.work)) and not bool(torch.isfinite(rounded).all()):
+                raise ValueError(
+                    f"{t.name}: the merge gives NaN or infinity in {t.dtype}; the inputs hold such values, or their "
+                    f"{t.method.name if t.method else ''} overflows"
+                )
+            sink(t, blocks.span(index)[0], rounded.cpu())
+
+        evaluation.map(finish)
+        return self.fact(t, evaluation.passes + 1)
+
+    @staticmethod
+    def fact(t: TensorPlan, passes: int) -> TensorFact:
+        """What the report says of a tensor."""
+        name = t.method.name if t.method else "copy"
+        return TensorFact(t.name, t.shape, str(t.dtype).removeprefix("torch."), name, passes)

@@ -1,0 +1,223 @@
+"""What bad input gets: a message that says what came and what was needed, before anything is read or written."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mergekit_lite import CheckpointError, PlanError, RecipeError, load_recipe, merge_models
+from mergekit_lite.checkpoint import read_header
+from tests.support.models import save, tiny
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return [save(tiny("llama", i), folder / str(i)) for i in range(3)]
+
+
+@pytest.fixture
+def out(tmp_path):
+    yield tmp_path / "out"
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def refused(message, models, method="linear", error=(PlanError, ValueError), **kwargs):
+    with pytest.raises(error, match=message):
+        merge_models(models, method, progress=False, **kwargs)
+
+
+def test_methods_and_parameters(paths, out):
+    refused("did you mean slerp", paths, "slurp", out=out)
+    refused("unknown parameter 'wieght'.*did you mean weight", paths, wieght=1, out=out)
+    refused("'weight' is required", paths, out=out)
+    refused("has 2 values, needed one for each of 3", paths, weight=[1, 2], out=out)
+    refused(
+        r"density is 1.5, needed a number in \(0, 1\]",
+        paths[1:],
+        "ties",
+        base_model=paths[0],
+        weight=1,
+        density=1.5,
+        out=out,
+    )
+    refused(r"density is 0, needed", paths[1:], "dare_linear", base_model=paths[0], weight=1, density=0, out=out)
+    refused(r"t is 2, needed a number in \[0, 1\]", [paths[1]], "slerp", base_model=paths[0], t=2, out=out)
+    refused("normalize is 'yes', needed true or false", paths, weight=1, normalize="yes", out=out)
+    refused("needed a finite number", paths, weight=float("nan"), out=out)
+    refused("needed a whole number", paths, "karcher", max_iter=2.5, out=out)
+    refused("needed one of tensor, global", paths[1:], "ties", base_model=paths[0], weight=1, scope="layer", out=out)
+    refused("sum to 0", paths[:2], weight=[1, -1], out=out)
+    refused("density - epsilon", paths[1:], "della", base_model=paths[0], weight=1, density=0.9, out=out)
+
+
+def test_models_and_bases(paths, out):
+    refused("needs a base model and none was given", paths, "ties", weight=1, out=out)
+    refused("this method uses none", paths[1:], base_model=paths[0], weight=1, out=out)
+    refused("listed twice", [paths[0], paths[0]], weight=1, out=out)
+    refused(
+        "got 2 models beside the base model, needed exactly 1", paths[1:], "slerp", base_model=paths[0], t=0.5, out=out
+    )
+    refused("at least 2", [paths[1]], "model_stock", base_model=paths[0], out=out)
+    refused("no such folder", [paths[0], "./nowhere"], weight=1, out=out)
+    refused("needed a list", paths[0], weight=1, out=out)
+    refused("not int", [paths[0], 3], weight=1, out=out)
+    refused("maps names to tensors", [paths[0], {"a": 1}], weight=1, out=out)
+    refused("threads is 0", paths, weight=1, threads=0, out=out)
+    refused("max_shard_size", paths, weight=1, max_shard_size="big", out=out)
+
+
+def test_shapes_names_and_architectures_are_all_listed_at_once(paths, tmp_path, out):
+    wide = save(tiny("llama", 5, intermediate_size=32), tmp_path / "wide")
+    with pytest.raises(PlanError) as caught:
+        merge_models([paths[0], wide], weight=1, out=out, progress=False)
+    assert len(caught.value.problems) == 12  # three MLP matrices in four layers
+    assert "mlp.up_proj.weight" in str(caught.value)
+    assert "[24, 16]" in str(caught.value)
+    assert "[32, 16]" in str(caught.value)
+    deep = save(tiny("llama", 5, num_hidden_layers=6), tmp_path / "deep")
+    refused("lacks 18 tensors", [paths[0], deep], weight=1, out=out)
+    other = save(tiny("gpt2", 5), tmp_path / "gpt2")
+    refused("different architectures: model_type is 'llama'", [paths[0], other], weight=1, out=out)
+    heads = save(tiny("llama", 5, num_attention_heads=2, num_key_value_heads=1, head_dim=8), tmp_path / "heads")
+    refused("num_attention_heads", [paths[0], heads], weight=1, out=out)
+    grown = save(tiny("llama", 5, vocab_size=100), tmp_path / "grown")
+    refused("tokenizer_source: union", [paths[0], grown], weight=1, out=out)
+
+
+def header(entries, body=b""):
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + body
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "cut short"),
+        (b"\xff" * 20, "not a safetensors file"),
+        (header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"1234"), "cut short"),
+        (header({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, b"12345678"), "needs 12 bytes, has 8"),
+        (
+            header(
+                {
+                    "a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
+                    "b": {"dtype": "U8", "shape": [4], "data_offsets": [2, 6]},
+                },
+                b"123456",
+            ),
+            "b overlaps",
+        ),
+        (header({"a": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}, b"1"), "F8_E4M3.*quantised"),
+        (header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}), "negative"),
+        (header({"a": {"dtype": "F32"}}), "not valid safetensors"),
+        (header([1]), "not valid safetensors"),
+        ((9).to_bytes(8, "little") + b'{"a": 1, "', "not valid"),
+        ((18).to_bytes(8, "little") + b'{"a": {}, "a": {}}', "names a tensor twice"),
+    ],
+)
+def test_unsound_files(data, message, tmp_path, paths, out):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=message):
+        read_header(tmp_path / "m" / "model.safetensors")
+    refused(message, [paths[0], tmp_path / "m"], weight=1, out=out)
+
+
+def test_unsound_indexes(tmp_path, out):
+    folder = tmp_path / "m"
+    folder.mkdir()
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, folder / "x.safetensors")
+    save_file({"a": torch.zeros(2)}, tmp_path / "outside.safetensors")
+
+    def index(weight_map):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    for weight_map, message in [
+        ({"a": "../outside.safetensors"}, "not a file of this folder"),
+        ({"a": str(tmp_path / "outside.safetensors")}, "not a file of this folder"),
+        ({"a": "y.safetensors"}, "which is not there"),
+        ({"a": "x.safetensors", "b": "x.safetensors", "c": "x.safetensors"}, "c should be in x.safetensors"),
+        ({"a": "x.safetensors"}, "holds b, which the index does not place there"),
+        ({}, "no weight_map"),
+    ]:
+        index(weight_map)
+        refused(message, [folder], "passthrough", out=out)
+    (folder / "model.safetensors.index.json").write_text("{")
+    refused("not valid JSON", [folder], "passthrough", out=out)
+
+
+def test_quantised_and_adapter_only_folders(paths, tmp_path, out):
+    shutil.copytree(paths[0], tmp_path / "q")
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    (tmp_path / "q" / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    refused(r"is quantised \(gptq\)", [tmp_path / "q"], "passthrough", out=out)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    refused("is a LoRA adapter; name it as", [tmp_path / "adapter"], "passthrough", out=out)
+    refused("has no adapter_model", [f"{paths[0]}+{tmp_path / 'adapter'}"], "passthrough", out=out)
+    save_file(
+        {"base_model.model.nowhere.lora_A.weight": torch.zeros(1, 2)},
+        tmp_path / "adapter" / "adapter_model.safetensors",
+    )
+    refused("needed an A and a B", [f"{paths[0]}+{tmp_path / 'adapter'}"], "passthrough", out=out)
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"use_dora": true}')
+    refused("no DoRA", [f"{paths[0]}+{tmp_path / 'adapter'}"], "passthrough", out=out)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("merge_method: linear\nmodles: [a]", "unknown key 'modles'.*did you mean models"),
+        ("models: [a]", "no merge_method"),
+        ("merge_method: linear\nmodels: []", "either models or slices"),
+        ("merge_method: linear\nmodels: [a]\nslices: [{sources: [{model: a, layer_range: [0, 1]}]}]", "not both"),
+        ("merge_method: linear\nmodels: [{modell: a}]", "unknown key 'modell'"),
+        ("merge_method: linear\nmodels: [{parameters: {weight: 1}}]", "has no model"),
+        ("merge_method: linear\nmodels: [a]\ndtype: int8", "dtype: is 'int8', needed one of"),
+        ("merge_method: linear\nmodules: {a: {}}\nmodels: [a]", "key 'modules'.*not supported"),
+        ("merge_method: linear\nmodels: [a]\nparameters: 3", "needed a mapping"),
+        ("merge_method: x\nslices: [{sources: [{model: a}]}]", "needs a layer_range"),
+        ("merge_method: x\nslices: [{sources: [{model: a, layer_range: [2, 1]}]}]", "0 <= start < end"),
+        (
+            "merge_method: x\nslices: [{sources: [{model: a, layer_range: [0, 1]}, {model: b, layer_range: [0, 2]}]}]",
+            "one length",
+        ),
+        ("merge_method: x\nmodels: [a]\ntokenizer: {source: union}\ntokenizer_source: base", "not both"),
+        ("merge_method: x\nmodels: [a]\ntokenizer: {sauce: union}", "unknown key 'sauce'"),
+        ("merge_method: x\nmodels: [a]\ntokenizer: {pad_to_multiple_of: 0}", "whole number above 0"),
+        ("merge_method: x\nmodels: [a, b, a]", "listed twice"),
+        ("a: [", "not valid YAML"),
+        ("- a\n- b", "needed a mapping"),
+    ],
+)
+def test_recipes(text, message):
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(text + "\n")
+
+
+def test_recipe_values_that_only_the_plan_can_judge(paths, out):
+    def plan(text):
+        merge_models(load_recipe(text), out=out, progress=False)
+
+    head = f"merge_method: linear\nmodels: [{paths[0]}, {paths[1]}]\n"
+    with pytest.raises(RecipeError, match="no such file"):
+        load_recipe("nowhere.yml")
+    with pytest.raises(PlanError, match="unknown parameter 'wight'"):
+        plan(head + "parameters: {wight: 1}")
+    with pytest.raises(PlanError, match="unknown key 'fliter'"):
+        plan(head + "parameters: {weight: [{fliter: mlp, value: 1}]}")
+    with pytest.raises(PlanError, match="'weight' is required"):
+        plan(head + "parameters: {weight: [{filter: mlp, value: 1}]}")
+    with pytest.raises(PlanError, match="needed numbers"):
+        plan(head + "parameters: {weight: [a, b]}")
+    with pytest.raises(PlanError, match="layer_range ends at 9.*has 4 layers"):
+        plan(f"merge_method: passthrough\nslices: [{{sources: [{{model: {paths[0]}, layer_range: [0, 9]}}]}}]")
+    with pytest.raises(PlanError, match="is not auto, not Jinja text and not a file"):
+        plan(head + "parameters: {weight: 1}\nchat_template: chatml")
+    with pytest.raises(PlanError, match="no tokenizer.json"):
+        plan(head + "parameters: {weight: 1}\ntokenizer_source: union")
+    with pytest.raises(ValueError, match="given beside a recipe"):
+        merge_models(load_recipe(head + "parameters: {weight: 1}"), weight=2)

@@ -1,0 +1,319 @@
+"""Whole checkpoints: what transformers wrote goes in, what comes out transformers loads without a word."""
+
+import hashlib
+import json
+import shutil
+import time
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import mergekit_lite.engine
+from mergekit_lite import PlanError, load_recipe, make_plan, merge_models
+from mergekit_lite.methods import slerp
+from tests.support.models import MAKERS, save, save_tokenizer, tiny
+
+
+def load_strictly(folder, kind="AutoModelForCausalLM"):
+    """transformers' own loading, with nothing missing, unexpected or mismatched."""
+    model, info = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"], info
+    assert not info["unexpected_keys"], info
+    assert not info["mismatched_keys"], info
+    return model.eval()
+
+
+def auto_class(kind):
+    return "AutoModel" if kind == "bert" else "AutoModelForCausalLM"
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_average_of_real_architectures(kind, dtype, tmp_path, recwarn):
+    a, b = tiny(kind, 1), tiny(kind, 2)
+    paths = [save(a, tmp_path / "a", dtype, "20KB"), save(b, tmp_path / "b", dtype)]
+    report = merge_models(paths, weight=[0.25, 0.75], out=tmp_path / "out", max_shard_size="10KB", progress=False)
+    merged = load_strictly(tmp_path / "out", auto_class(kind))
+    assert merged.dtype == dtype
+    assert merged.config.tie_word_embeddings == a.config.tie_word_embeddings
+    states = a.state_dict(), b.state_dict(), merged.state_dict()
+    for name, value in states[2].items():
+        expected = (states[0][name].float() * 0.25 + states[1][name].float() * 0.75).to(dtype)
+        # One rounding: in float32 a fused multiply-add may differ from two roundings in the last bit.
+        torch.testing.assert_close(value, expected, rtol=1e-6 if dtype == torch.float32 else 0, atol=1e-7, msg=name)
+    assert len(report.paths) > 1
+    assert report.bytes_written == sum(
+        t.numel() * t.element_size() for p in report.paths for t in load_file(p).values()
+    )
+    assert not [w for w in recwarn if "mergekit_lite" in str(w.filename)]
+
+
+def test_the_merge_of_a_model_with_itself_gives_its_logits(tmp_path):
+    model = tiny("llama", 1)
+    save(model, tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    merge_models([tmp_path / "a", tmp_path / "b"], weight=0.5, out=tmp_path / "out", progress=False)
+    ids = torch.arange(20)[None]
+    assert torch.equal(load_strictly(tmp_path / "out")(ids).logits, model(ids).logits)
+
+
+def test_modules_state_dicts_and_folders_mix(tmp_path):
+    a, b, c = (tiny("llama-tied", i) for i in range(3))
+    save(a, tmp_path / "a")
+    state = {k: v for k, v in c.state_dict().items() if k != "lm_head.weight"}
+    merged = merge_models([tmp_path / "a", b, state], weight=[1, 1, 1], progress=False)
+    assert "lm_head.weight" not in merged
+    for name, value in merged.items():
+        expected = (a.state_dict()[name] + b.state_dict()[name] + c.state_dict()[name]) / 3
+        torch.testing.assert_close(value, expected)
+
+
+def test_a_tied_base_and_an_untied_expert_give_an_untied_model(tmp_path):
+    base, expert = tiny("llama-tied", 1), tiny("llama", 2)
+    paths = save(base, tmp_path / "base"), save(expert, tmp_path / "expert")
+    merge_models([paths[1]], "task_arithmetic", base_model=paths[0], weight=1.0, out=tmp_path / "out", progress=False)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    ids = torch.arange(10)[None]
+    torch.testing.assert_close(load_strictly(tmp_path / "out")(ids).logits, expert(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_dtype_and_out_dtype(tmp_path):
+    a, b = (save(tiny("gpt2", i), tmp_path / str(i), torch.bfloat16) for i in range(2))
+    for settings, expected in [
+        ({}, torch.bfloat16),
+        ({"dtype": "float32"}, torch.float32),
+        ({"dtype": torch.float32, "out_dtype": torch.float16}, torch.float16),
+        ({"dtype": "float64", "out_dtype": "bfloat16"}, torch.bfloat16),
+    ]:
+        out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+        merge_models([a, b], weight=1.0, out=out, progress=False, **settings)
+        assert {t.dtype for t in load_file(out / "model.safetensors").values()} == {expected}
+        assert json.loads((out / "config.json").read_text())["dtype"] == str(expected).removeprefix("torch.")
+
+
+_QV = {"target_modules": ["q_proj", "v_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("llama", {"r": 4, "lora_alpha": 10, "target_modules": ["q_proj", "v_proj", "down_proj"]}),
+        ("llama", {"r": 4, "use_rslora": True, "target_modules": "all-linear", "modules_to_save": ["lm_head"]}),
+        ("llama", {"r": 4, "rank_pattern": {"1.self_attn.q_proj": 2}, "alpha_pattern": {"v_proj": 32}, **_QV}),
+        ("llama", {"r": 4, "target_modules": ["embed_tokens", "q_proj"]}),
+        ("gpt2", {"r": 3, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+    ],
+)
+def test_adapters_fold_in_as_peft_folds_them(kind, settings, tmp_path):
+    base = tiny(kind, 1)
+    path = save(base, tmp_path / "base")
+    torch.manual_seed(0)
+    wrapped = peft.get_peft_model(tiny(kind, 1), peft.LoraConfig(init_lora_weights=False, **settings))
+    if settings.get("modules_to_save"):
+        with torch.no_grad():
+            wrapped.base_model.model.lm_head.modules_to_save["default"].weight.add_(0.1)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    merge_models([f"{path}+{tmp_path / 'adapter'}"], "passthrough", out=tmp_path / "out", progress=False)
+    merged, expected = load_strictly(tmp_path / "out"), wrapped.merge_and_unload()
+    for name, value in merged.state_dict().items():
+        torch.testing.assert_close(value, expected.state_dict()[name], atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_integer_buffers_are_copied_when_equal_and_refused_when_not(tmp_path):
+    states = [{"w": torch.randn(4), "ids": torch.arange(5), "mask": torch.tensor([True, False])} for _ in range(2)]
+    merged = merge_models(states, weight=1.0, progress=False)
+    assert torch.equal(merged["ids"], torch.arange(5))
+    assert merged["mask"].dtype == torch.bool
+    states[1]["ids"] = torch.arange(5) + 1
+    with pytest.raises(PlanError, match=r"ids: is torch.int64 and differs"):
+        merge_models(states, weight=1.0, progress=False)
+
+
+def test_what_lies_beside_the_weights(tmp_path):
+    a, b = (save(tiny("llama", i), tmp_path / str(i)) for i in range(2))
+    words = ["<unk>", *(f"w{i}" for i in range(95))]
+    save_tokenizer(tmp_path / "1", words, template="{{ messages }}")
+    merge_models([a, b], weight=1.0, out=tmp_path / "out", progress=False)
+    out = tmp_path / "out"
+    names = {p.name for p in out.iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "README.md", "mergekit_config.yml"} <= names
+    assert "chat_template.jinja" in names
+    assert transformers.AutoTokenizer.from_pretrained(out)("w3 w4")["input_ids"] == [4, 5]
+    assert load_recipe(out / "mergekit_config.yml").merge_method == "linear"
+    manifest = json.loads((out / "merge_manifest.json").read_text())
+
+    assert (
+        manifest["sha256"]["model.safetensors"] == hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
+    )
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_frankenmerge_stacks_layers_and_tells_the_config(tmp_path):
+    a, b = tiny("llama", 1), tiny("llama", 2)
+    save(a, tmp_path / "a")
+    save(b, tmp_path / "b")
+    recipe = load_recipe(f"""
+merge_method: passthrough
+slices:
+- sources: [{{model: {tmp_path / "a"}, layer_range: [0, 3]}}]
+- sources: [{{model: {tmp_path / "b"}, layer_range: [1, 4]}}]
+""")
+    merge_models(recipe, out=tmp_path / "out", progress=False)
+    merged = load_strictly(tmp_path / "out")
+    assert merged.config.num_hidden_layers == 6
+    for out, (source, layer) in enumerate([(a, 0), (a, 1), (a, 2), (b, 1), (b, 2), (b, 3)]):
+        left, right = merged.model.layers[out].state_dict(), source.model.layers[layer].state_dict()
+        assert all(torch.equal(left[k], right[k]) for k in left)
+    assert torch.equal(merged.model.embed_tokens.weight, a.model.embed_tokens.weight)
+    assert torch.equal(merged.lm_head.weight, b.lm_head.weight)
+
+
+def test_gradients_and_filters_reach_the_right_tensors(tmp_path):
+    a, b = tiny("llama", 1), tiny("llama", 2)
+    paths = save(a, tmp_path / "a"), save(b, tmp_path / "b")
+    recipe = load_recipe(f"""
+merge_method: slerp
+base_model: {paths[0]}
+models: [{{model: {paths[0]}}}, {{model: {paths[1]}}}]
+parameters:
+  t:
+  - {{filter: self_attn, value: [0, 1]}}
+  - {{filter: embed, value: 0}}
+  - {{value: 1}}
+""")
+    merged = merge_models(recipe, progress=False)
+    left, right = a.state_dict(), b.state_dict()
+
+    def same(name, state):
+        return torch.allclose(merged[name], state[name], atol=1e-6)
+
+    assert same("model.layers.0.self_attn.q_proj.weight", left)
+    assert same("model.layers.3.self_attn.q_proj.weight", right)
+    middle = merged["model.layers.1.self_attn.q_proj.weight"]
+    name = "model.layers.1.self_attn.q_proj.weight"
+    torch.testing.assert_close(middle, slerp([right[name]], left[name], t=1 / 3))
+    assert same("model.embed_tokens.weight", left)
+    assert same("model.layers.0.mlp.up_proj.weight", right)
+
+
+def test_a_global_scope_ranks_the_whole_task_vector(tmp_path, monkeypatch):
+    monkeypatch.setattr(mergekit_lite.engine, "CHUNK", 64)
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (20, 30), "b": (7,), "c": (50, 11), "empty": (0, 3)}
+    base = {k: torch.zeros(s) for k, s in shapes.items()}
+    model = {k: torch.randint(-9, 10, s, generator=generator) * (3.0 if k == "a" else 1.0) for k, s in shapes.items()}
+    for density in (0.05, 0.3, 0.9):
+        options = {"weight": 1.0, "density": density, "scope": "global", "progress": False}
+        merged = merge_models([model], "ties", base_model=base, **options)
+        flat = torch.cat([model[k].flatten() for k in shapes])
+        order = flat.abs().sort(descending=True, stable=True).indices
+        expected = torch.zeros_like(flat)
+        kept = order[: int(density * flat.numel())]
+        expected[kept] = flat[kept]
+        assert torch.equal(torch.cat([merged[k].flatten() for k in shapes]), expected)
+
+
+def test_results_do_not_depend_on_threads_or_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(mergekit_lite.engine, "CHUNK", 64)
+    paths = [save(tiny("llama", i), tmp_path / str(i)) for i in range(3)]
+    for method, extra in [
+        ("ties", {"density": 0.3}),
+        ("dare_ties", {"density": 0.3}),
+        ("della", {"density": 0.5}),
+        ("linear", {}),
+    ]:
+        base = None if method == "linear" else paths[0]
+        runs = []
+        for threads, shard in [(1, "5GB"), (4, "9KB"), (2, "30KB")]:
+            out = tmp_path / f"{method}-{threads}"
+            report = merge_models(
+                paths[1:],
+                method,
+                base_model=base,
+                weight=[0.5, 0.7],
+                out=out,
+                threads=threads,
+                max_shard_size=shard,
+                progress=False,
+                **extra,
+            )
+            runs.append({k: v for p in report.paths for k, v in load_file(p).items()})
+        for other in runs[1:]:
+            assert other.keys() == runs[0].keys()
+            assert all(torch.equal(other[k], runs[0][k]) for k in other), method
+
+
+def test_a_subset_of_tensors_draws_the_same_masks():
+    generator = torch.Generator().manual_seed(0)
+    base = {k: torch.zeros(30, 4) for k in "abc"}
+    model = {k: torch.randn(30, 4, generator=generator) for k in "abc"}
+    options = {"weight": 1.0, "density": 0.4, "progress": False, "seed": 3}
+    whole = merge_models([model], "dare_linear", base_model=base, **options)
+    part = merge_models([{"b": model["b"]}], "dare_linear", base_model={"b": base["b"]}, **options)
+    assert torch.equal(whole["b"], part["b"])
+    other = merge_models([model], "dare_linear", base_model=base, **options | {"seed": 4})
+    assert not torch.equal(whole["b"], other["b"])
+
+
+def test_a_merge_of_405_billion_parameters_is_planned_at_once(tmp_path):
+    """Sparse files: real headers, no data."""
+    hidden, mlp, layers, vocabulary, shard = 16384, 53248, 126, 128256, 40
+    for model in ("base", "x", "y"):
+        folder = tmp_path / model
+        folder.mkdir()
+        shapes = {"model.embed_tokens.weight": (vocabulary, hidden), "lm_head.weight": (vocabulary, hidden)}
+        for i in range(layers):
+            p = f"model.layers.{i}."
+            shapes |= {p + f"self_attn.{n}_proj.weight": (hidden, hidden) for n in "qo"}
+            shapes |= {p + f"self_attn.{n}_proj.weight": (1024, hidden) for n in "kv"}
+            shapes |= {p + f"mlp.{n}_proj.weight": (mlp, hidden) for n in ("gate", "up")}
+            shapes |= {p + "mlp.down_proj.weight": (hidden, mlp), p + "input_layernorm.weight": (hidden,)}
+            shapes |= {p + "post_attention_layernorm.weight": (hidden,)}
+        names = list(shapes)
+        weight_map = {}
+        for begin in range(0, len(names), shard):
+            file, header, end = f"model-{begin:05d}.safetensors", {}, 0
+            for name in names[begin : begin + shard]:
+                size = 2 * torch.Size(shapes[name]).numel()
+                header[name] = {"dtype": "BF16", "shape": shapes[name], "data_offsets": [end, end + size]}
+                weight_map[name], end = file, end + size
+            text = json.dumps(header).encode()
+            with (folder / file).open("wb") as handle:
+                handle.write(len(text).to_bytes(8, "little") + text)
+                handle.truncate(8 + len(text) + end)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": False}))
+    recipe = load_recipe(f"""
+merge_method: ties
+base_model: {tmp_path / "base"}
+models: [{tmp_path / "x"}, {tmp_path / "y"}]
+parameters: {{weight: 0.5, density: 0.2}}
+""")
+    started = time.process_time()
+    plan = make_plan(recipe, threads=4)
+    assert time.process_time() - started < 5
+    text = str(plan)
+    assert 400e9 < plan.parameters < 410e9
+    assert "TB" in text
+    assert "2 passes" in text
+    assert plan.peak_memory < 200e6
+
+
+def test_pickled_checkpoints_need_the_opt_in(tmp_path):
+    (tmp_path / "m").mkdir()
+    torch.save({"w": torch.ones(3)}, tmp_path / "m" / "pytorch_model.bin")
+    with pytest.raises(PlanError, match="weights_only"):
+        merge_models([tmp_path / "m"], "passthrough", progress=False)
+    merged = merge_models([tmp_path / "m"], "passthrough", allow_pickle="weights_only", progress=False)
+    assert torch.equal(merged["w"], torch.ones(3))
+
+
+def test_a_result_that_is_not_finite_is_refused(tmp_path):
+    save_file({"w": torch.tensor([60000.0])}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        merge_models([tmp_path], "passthrough", scale=2.0, out_dtype="float16", out=tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".out*"))

@@ -1,0 +1,187 @@
+"""Every merge method against its definition: in memory with gradients, and streamed through files in small blocks."""
+
+import inspect
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import mergekit_lite.engine
+from mergekit_lite import METHODS, Noise, merge_method, merge_models
+from mergekit_lite.methods import PerModel, get_method
+from tests.mergekit_lite.cases import CASES, NAME, SEED, inputs_for, reference_for, split
+from tests.support.equivalence import judge
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def merged_in_memory(case):
+    method = get_method(case.method)
+
+    def call(**tensors):
+        models, base = split(tensors)
+        return method(models, base, seed=SEED, name=NAME, **case.parameters)
+
+    return call
+
+
+def test_every_method_has_a_row():
+    assert {c.method for c in CASES} == set(METHODS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_in_memory_equals_the_reference(case, dtype):
+    for shape in case.shapes:
+        inputs = inputs_for(case, shape)
+        judge(
+            case.method,
+            "eager",
+            merged_in_memory(case),
+            reference_for(case, inputs),
+            inputs,
+            dtype=dtype,
+            working=torch.float32,
+            gradients=case.gradients,
+            case=f"{case} {list(shape)}",
+        )
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.gradients], ids=str)
+def test_gradients_by_finite_differences(case):
+    inputs = {k: v.double() for k, v in inputs_for(case, (5, 3)).items()}
+    if case.grid:  # step off the grid, where a change of rank would be a jump
+        inputs = {
+            k: v + torch.linspace(0, 1e-3, 15).view(5, 3).double() * (i + 1) for i, (k, v) in enumerate(inputs.items())
+        }
+    leaves = [v.requires_grad_() for v in inputs.values()]
+    call = merged_in_memory(case)
+    assert torch.autograd.gradcheck(lambda *values: call(**dict(zip(inputs, values, strict=True))), leaves)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_streamed_equals_the_reference(case, dtype, threads, tmp_path, monkeypatch):
+    monkeypatch.setattr(mergekit_lite.engine, "CHUNK", 50)
+    monkeypatch.setattr(mergekit_lite.engine, "_CACHED", 0 if threads == 1 else 10**6)
+    monkeypatch.setattr(mergekit_lite.engine, "_SLICE", 3)
+    for number, shape in enumerate([(17, 33), (7,)] if len(case.shapes[0]) == 1 else [(17, 9)]):
+        inputs = inputs_for(case, shape)
+
+        def streamed(number=number, **tensors):
+            models, base = split(tensors)
+            merge_models(
+                [{NAME: m} for m in models],
+                case.method,
+                base_model=None if base is None else {NAME: base},
+                out=tmp_path / str(number),
+                seed=SEED,
+                threads=threads,
+                progress=False,
+                **case.parameters,
+            )
+            return load_file(tmp_path / str(number) / "model.safetensors")[NAME]
+
+        judge(
+            case.method,
+            "stream",
+            streamed,
+            reference_for(case, inputs),
+            inputs,
+            dtype=dtype,
+            working=torch.float32,
+            gradients=False,
+            case=f"{case} {list(shape)}",
+        )
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_odd_inputs(case):
+    method = get_method(case.method)
+    models, base = split(inputs_for(case, (6, 5)))
+    whole = method(models, base, seed=SEED, **case.parameters)
+    turned = [m.mT.contiguous().mT for m in models]  # not contiguous
+    assert torch.equal(method(turned, base, seed=SEED, **case.parameters), whole)
+    empty = [m[:0] for m in models]
+    assert method(empty, None if base is None else base[:0], **case.parameters).shape == (0, 5)
+    if len(models) + (base is not None) > 1:
+        with pytest.raises(ValueError, match="shapes"):
+            method([models[0][:2], *models[1:]], base, **case.parameters)
+
+
+@pytest.mark.parametrize("method", ["ties", "breadcrumbs_ties", "dare_ties", "della"])
+def test_equal_models_merge_to_themselves(method):
+    model, base = torch.randn(8, 8), torch.randn(8, 8)
+    extra = {"normalize": True}
+    merged = get_method(method)([model, model], base, weight=0.5, density=1.0, **extra)
+    torch.testing.assert_close(merged, model)
+
+
+@pytest.mark.parametrize(
+    ("random", "deterministic"),
+    [("dare_linear", "task_arithmetic"), ("dare_ties", "ties"), ("della_linear", "task_arithmetic"), ("della", "ties")],
+)
+def test_density_one_equals_the_deterministic_method(random, deterministic):
+    models, base = [torch.randn(9, 7), torch.randn(9, 7)], torch.randn(9, 7)
+    kwargs = {"weight": [0.4, 0.7]}
+    left = get_method(random)(models, base, density=1.0, normalize=False, **kwargs)
+    assert torch.equal(left, get_method(deterministic)(models, base, normalize=False, **kwargs))
+
+
+def test_trimming_keeps_exactly_k_whatever_the_ties():
+    base = torch.zeros(1000)
+    model = torch.randint(-3, 4, (1000,), generator=torch.Generator().manual_seed(1)).float()
+    for density in (0.001, 0.1, 0.5, 0.77, 0.999):
+        kept = get_method("ties")([model], base, weight=1.0, density=density)
+        nonzero = int((model != 0).sum())
+        assert int((kept != 0).sum()) == min(max(1, int(density * 1000)), nonzero)
+
+
+def test_signatures_are_the_schema():
+    """What the registry says of a method is what its function's signature says."""
+    for method in METHODS.values():
+        named = {
+            p.rstrip("_") for p, a in inspect.signature(method.function).parameters.items() if a.kind is a.KEYWORD_ONLY
+        }
+        assert named - {"noise"} == set(method.parameters)
+
+
+def test_a_method_from_outside_streams_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(mergekit_lite.engine, "CHUNK", 16)
+
+    @merge_method("middle", inputs=(2, None), chunking="elements")
+    def middle(tensors, base, *, weight: PerModel = 1.0, shift: float = 0.0):
+        """The element-wise median."""
+        return torch.stack([t * w for t, w in zip(tensors, weight, strict=True)]).median(0).values + shift
+
+    try:
+        models = [torch.randn(13, 7) for _ in range(3)]
+        merge_models([{"w": m} for m in models], "middle", shift=0.5, out=tmp_path / "o", progress=False)
+        assert torch.equal(load_file(tmp_path / "o" / "model.safetensors")["w"], middle(models, shift=0.5))
+        with pytest.raises(ValueError, match="registered already"):
+            merge_method("middle")(lambda tensors, base: tensors[0])
+    finally:
+        METHODS.pop("middle")
+
+
+def test_random_streams_do_not_depend_on_blocks_and_are_fair():
+    like = torch.empty(1 << 20)
+    for p in (0.5, 0.3, 1e-4):
+        whole = Noise(1, "x").keep(0, like, p)
+        pieces = [Noise(1, "x", a).keep(0, like[a:b], p) for a, b in ((0, 7), (7, 100_001), (100_001, 1 << 20))]
+        assert torch.equal(torch.cat(pieces), whole)
+        deviation = (p * (1 - p) / whole.numel()) ** 0.5
+        assert abs(float(whole.double().mean()) - p) < 5 * deviation
+        for other in (Noise(1, "x").keep(1, like, p), Noise(1, "y").keep(0, like, p), Noise(2, "x").keep(0, like, p)):
+            agreement = ((whole - p) * (other - p)).double().mean() / (p * (1 - p))
+            assert abs(float(agreement)) < 5 / whole.numel() ** 0.5
+
+
+def test_random_streams_past_four_billion_elements():
+    start = (1 << 32) - 5
+    like = torch.empty(10)
+    whole = Noise(0, "x", start).keep(0, like, 0.3)
+    assert torch.equal(torch.cat([Noise(0, "x", start + i).keep(0, like[:1], 0.3) for i in range(10)]), whole)
+    each = Noise(0, "x", start).keep_each(0, torch.full((10,), 0.3))
+    assert torch.equal(each[5:], Noise(0, "x", 1 << 32).keep_each(0, torch.full((5,), 0.3)))

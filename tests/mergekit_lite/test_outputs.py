@@ -1,0 +1,177 @@
+"""Interrupted, doubled and starved runs: nothing half-written gets a final name, and a second try finishes the first."""
+
+import errno
+import fcntl
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import mergekit_lite.outputs
+from mergekit_lite import OutputError, merge_models
+
+SCRIPT = """
+import sys, mergekit_lite.engine as e, mergekit_lite
+e.CHUNK = 512
+mergekit_lite.merge_models(sys.argv[2:4], "dare_ties", base_model=sys.argv[4], weight=0.5, density=0.5, seed=1,
+    out=sys.argv[1], max_shard_size="40KB", threads=2, progress=False)
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for number in range(3):
+        (folder / str(number)).mkdir()
+        generator = torch.Generator().manual_seed(number)
+        state = {f"layers.{i}.w": torch.randn(60, 70, generator=generator).bfloat16() for i in range(24)}
+        save_file(state, folder / str(number) / "model.safetensors")
+    return [str(folder / str(n)) for n in range(3)]
+
+
+def run(out, models, **extra):
+    command = [sys.executable, "-c", SCRIPT, str(out), models[1], models[2], models[0]]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **extra)
+
+
+def contents(folder):
+    return {p.name: p.read_bytes() for p in folder.glob("*.safetensors")}
+
+
+def test_killed_at_random_points_then_finished(models, tmp_path):
+    process = run(tmp_path / "whole", models)
+    assert process.wait() == 0, process.stderr.read()
+    expected = contents(tmp_path / "whole")
+    assert len(expected) > 4
+    chance = random.Random(0)
+    resumed, partial = 0, tmp_path / ".out.partial"
+    for _ in range(12):
+        process = run(tmp_path / "out", models)
+        while process.poll() is None and not partial.exists():
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.25))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stderr.close()
+        if (tmp_path / "out").exists():  # it was faster: whole, or the name would not be there
+            assert contents(tmp_path / "out") == expected
+            assert json.loads((tmp_path / "out" / "merge_manifest.json").read_text())
+            subprocess.run(["rm", "-r", str(tmp_path / "out")], check=True)
+    run_again = run(tmp_path / "out", models)
+    if partial.exists() and (partial / "progress.json").exists():
+        resumed = len(json.loads((partial / "progress.json").read_text())["shards"])
+    assert run_again.wait() == 0, run_again.stderr.read()
+    assert contents(tmp_path / "out") == expected
+    assert resumed <= len(expected)
+    assert not partial.exists()
+
+
+def merge(models, out, **extra):
+    return merge_models(
+        models[1:], base_model=models[0], method="task_arithmetic", weight=0.5, out=out, max_shard_size="40KB",
+        progress=False, threads=1, **extra,
+    )  # fmt: skip
+
+
+def interrupt_after(monkeypatch, shards):
+    """The run stops, as by Ctrl-C, when that many shards are recorded."""
+    finish = mergekit_lite.outputs.OutputFolder.finish
+    done = []
+
+    def finishing(self, shard):
+        finish(self, shard)
+        done.append(shard)
+        if len(done) == shards:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(mergekit_lite.outputs.OutputFolder, "finish", finishing)
+
+
+def test_a_resumed_run_keeps_proved_shards_and_gives_the_same_bytes(models, tmp_path, monkeypatch):
+    merge(models, tmp_path / "whole")
+    with monkeypatch.context() as patched:
+        interrupt_after(patched, 3)
+        with pytest.raises(KeyboardInterrupt):
+            merge(models, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    partial = tmp_path / ".out.partial"
+    recorded = sorted(json.loads((partial / "progress.json").read_text())["shards"])
+    assert len(recorded) == 3
+    damaged = partial / recorded[0]
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")  # its hash no longer proves it
+    report = merge(models, tmp_path / "out")
+    assert report.resumed == recorded[1:]
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_another_merge_or_a_changed_input_starts_over(models, tmp_path, monkeypatch):
+    for change in ({"resume": False}, {"dtype": "float32"}, {"seed": 9}):
+        with monkeypatch.context() as patched:
+            interrupt_after(patched, 3)
+            with pytest.raises(KeyboardInterrupt):
+                merge(models, tmp_path / "out")
+        report = merge(models, tmp_path / "out", **change)
+        assert report.resumed == []
+        subprocess.run(["rm", "-r", str(tmp_path / "out")], check=True)
+
+
+def test_two_runs_into_one_folder(models, tmp_path):
+    partial = tmp_path / ".out.partial"
+    partial.mkdir()
+    holder = os.open(partial, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    with pytest.raises(OutputError, match="another run is writing it"):
+        merge(models, tmp_path / "out")
+    os.close(holder)
+    merge(models, tmp_path / "out")
+
+
+def test_a_folder_that_is_not_empty_is_left_alone(models, tmp_path):
+    (tmp_path / "out").mkdir()
+    merge(models, tmp_path / "out")  # empty: welcome
+    before = contents(tmp_path / "out")
+    with pytest.raises(OutputError, match="not empty"):
+        merge(models, tmp_path / "out")
+    assert contents(tmp_path / "out") == before
+
+
+def test_too_little_disk_is_seen_before(models, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(mergekit_lite.outputs.shutil, "disk_usage", lambda path: usage(10**9, 10**9, 100))
+    with pytest.raises(OutputError, match="GB of disk"):
+        merge(models, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up(models, tmp_path, monkeypatch):
+    real, count = os.pwrite, iter(range(10**9))
+
+    def filling(descriptor, data, position):
+        if next(count) == 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data, position)
+
+    monkeypatch.setattr(mergekit_lite.outputs.os, "pwrite", filling)
+    with pytest.raises(OutputError, match="disk is full"):
+        merge(models, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_report_accounts_for_every_tensor(models, tmp_path):
+    report = merge(models, tmp_path / "out")
+    held = {k: v for p in report.paths for k, v in load_file(p).items()}
+    assert {f.name: (f.shape, f.dtype) for f in report.tensors} == {
+        k: (tuple(v.shape), str(v.dtype).removeprefix("torch.")) for k, v in held.items()
+    }
+    assert report.bytes_written == sum(v.nbytes for v in held.values())
+    assert report.bytes_read == 3 * report.bytes_written
+    assert report.peak_memory > 10**7
+    assert "tensors" in str(report)

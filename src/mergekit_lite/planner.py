@@ -24,6 +24,8 @@ from .sources import open_source
 from .vocabulary import EMBEDDING, HEAD, AlignedSource, Vocabulary, plan_vocabulary
 
 _SHOWN = 20
+# Buffers that transformers computes; older checkpoints hold them and newer ones do not.
+_COMPUTED = re.compile(r"(^|\.)(position_ids|token_type_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$")
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 _MUST_AGREE = ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim", "n_head", "hidden_act")
 _MAY_DIFFER = ("rope_theta", "rope_scaling", "max_position_embeddings", "rms_norm_eps")
@@ -267,6 +269,9 @@ class _Planner:
         for name in names:
             aliases = {m: self.alias(m, name) for m in everyone}
             lacking = [m for m, alias in aliases.items() if alias is None]
+            if lacking and _COMPUTED.search(name):
+                self.notes.append(f"{name} is computed, and not in every model: it is left out")
+                continue
             for m in lacking:
                 missing.setdefault(m, []).append(name)
             if lacking:

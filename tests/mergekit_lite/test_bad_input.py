@@ -35,23 +35,16 @@ def test_methods_and_parameters(paths, out):
     refused("unknown parameter 'wieght'.*did you mean weight", paths, wieght=1, out=out)
     refused("'weight' is required", paths, out=out)
     refused("has 2 values, needed one for each of 3", paths, weight=[1, 2], out=out)
-    refused(
-        r"density is 1.5, needed a number in \(0, 1\]",
-        paths[1:],
-        "ties",
-        base_model=paths[0],
-        weight=1,
-        density=1.5,
-        out=out,
-    )
-    refused(r"density is 0, needed", paths[1:], "dare_linear", base_model=paths[0], weight=1, density=0, out=out)
+    based = {"base_model": paths[0], "weight": 1, "out": out}
+    refused(r"density is 1.5, needed a number in \(0, 1\]", paths[1:], "ties", density=1.5, **based)
+    refused(r"density is 0, needed", paths[1:], "dare_linear", density=0, **based)
     refused(r"t is 2, needed a number in \[0, 1\]", [paths[1]], "slerp", base_model=paths[0], t=2, out=out)
     refused("normalize is 'yes', needed true or false", paths, weight=1, normalize="yes", out=out)
     refused("needed a finite number", paths, weight=float("nan"), out=out)
     refused("needed a whole number", paths, "karcher", max_iter=2.5, out=out)
-    refused("needed one of tensor, global", paths[1:], "ties", base_model=paths[0], weight=1, scope="layer", out=out)
+    refused("needed one of tensor, global", paths[1:], "ties", scope="layer", **based)
     refused("sum to 0", paths[:2], weight=[1, -1], out=out)
-    refused("density - epsilon", paths[1:], "della", base_model=paths[0], weight=1, density=0.9, out=out)
+    refused("density - epsilon", paths[1:], "della", density=0.9, **based)
 
 
 def test_models_and_bases(paths, out):
@@ -167,6 +160,9 @@ def test_quantised_and_adapter_only_folders(paths, tmp_path, out):
     refused("no DoRA", [f"{paths[0]}+{tmp_path / 'adapter'}"], "passthrough", out=out)
 
 
+SLICED = "merge_method: x\nslices: [{sources:"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -179,8 +175,8 @@ def test_quantised_and_adapter_only_folders(paths, tmp_path, out):
         ("merge_method: linear\nmodels: [a]\ndtype: int8", "dtype: is 'int8', needed one of"),
         ("merge_method: linear\nmodules: {a: {}}\nmodels: [a]", "key 'modules'.*not supported"),
         ("merge_method: linear\nmodels: [a]\nparameters: 3", "needed a mapping"),
-        ("merge_method: x\nslices: [{sources: [{model: a}]}]", "needs a layer_range"),
-        ("merge_method: x\nslices: [{sources: [{model: a, layer_range: [2, 1]}]}]", "0 <= start < end"),
+        (f"{SLICED} [{{model: a}}]}}]", "needs a layer_range"),
+        (f"{SLICED} [{{model: a, layer_range: [2, 1]}}]}}]", "0 <= start < end"),
         (
             "merge_method: x\nslices: [{sources: [{model: a, layer_range: [0, 1]}, {model: b, layer_range: [0, 2]}]}]",
             "one length",
@@ -213,11 +209,11 @@ def test_recipe_values_that_only_the_plan_can_judge(paths, out):
         plan(head + "parameters: {weight: [{filter: mlp, value: 1}]}")
     with pytest.raises(PlanError, match="needed numbers"):
         plan(head + "parameters: {weight: [a, b]}")
-    with pytest.raises(PlanError, match="layer_range ends at 9.*has 4 layers"):
+    with pytest.raises(PlanError, match=r"layer_range ends at 9.*has 4 layers"):
         plan(f"merge_method: passthrough\nslices: [{{sources: [{{model: {paths[0]}, layer_range: [0, 9]}}]}}]")
     with pytest.raises(PlanError, match="is not auto, not Jinja text and not a file"):
         plan(head + "parameters: {weight: 1}\nchat_template: chatml")
-    with pytest.raises(PlanError, match="no tokenizer.json"):
+    with pytest.raises(PlanError, match=r"no tokenizer\.json"):
         plan(head + "parameters: {weight: 1}\ntokenizer_source: union")
     with pytest.raises(ValueError, match="given beside a recipe"):
         merge_models(load_recipe(head + "parameters: {weight: 1}"), weight=2)

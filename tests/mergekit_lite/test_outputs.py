@@ -1,4 +1,4 @@
-"""Interrupted, doubled and starved runs: nothing half-written gets a final name, and a second try finishes the first."""
+"""Interrupted, doubled and starved runs: nothing half-written gets a final name; a second try finishes the first."""
 
 import errno
 import fcntl
@@ -37,9 +37,8 @@ def models(tmp_path_factory):
     return [str(folder / str(n)) for n in range(3)]
 
 
-def run(out, models, **extra):
-    command = [sys.executable, "-c", SCRIPT, str(out), models[1], models[2], models[0]]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **extra)
+def run(out, models):
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, str(out), models[1], models[2], models[0]])
 
 
 def contents(folder):
@@ -48,11 +47,11 @@ def contents(folder):
 
 def test_killed_at_random_points_then_finished(models, tmp_path):
     process = run(tmp_path / "whole", models)
-    assert process.wait() == 0, process.stderr.read()
+    assert process.wait() == 0
     expected = contents(tmp_path / "whole")
     assert len(expected) > 4
     chance = random.Random(0)
-    resumed, partial = 0, tmp_path / ".out.partial"
+    partial = tmp_path / ".out.partial"
     for _ in range(12):
         process = run(tmp_path / "out", models)
         while process.poll() is None and not partial.exists():
@@ -60,17 +59,12 @@ def test_killed_at_random_points_then_finished(models, tmp_path):
         time.sleep(chance.uniform(0, 0.25))
         process.send_signal(signal.SIGKILL)
         process.wait()
-        process.stderr.close()
         if (tmp_path / "out").exists():  # it was faster: whole, or the name would not be there
             assert contents(tmp_path / "out") == expected
             assert json.loads((tmp_path / "out" / "merge_manifest.json").read_text())
             subprocess.run(["rm", "-r", str(tmp_path / "out")], check=True)
-    run_again = run(tmp_path / "out", models)
-    if partial.exists() and (partial / "progress.json").exists():
-        resumed = len(json.loads((partial / "progress.json").read_text())["shards"])
-    assert run_again.wait() == 0, run_again.stderr.read()
+    assert run(tmp_path / "out", models).wait() == 0
     assert contents(tmp_path / "out") == expected
-    assert resumed <= len(expected)
     assert not partial.exists()
 
 

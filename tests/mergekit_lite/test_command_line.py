@@ -1,0 +1,97 @@
+"""The command line, alone and under torchrun, in fresh processes; and what importing costs."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mergekit_lite.__main__ import main
+from tests.support.models import save, tiny
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    paths = [save(tiny("llama", i), tmp_path / str(i), torch.bfloat16) for i in range(3)]
+    (tmp_path / "r.yml").write_text(f"""
+merge_method: dare_ties
+base_model: {paths[0]}
+models:
+- {{model: {paths[1]}, parameters: {{weight: 0.5}}}}
+- {{model: {paths[2]}, parameters: {{weight: 0.25}}}}
+parameters: {{density: 0.5}}
+""")
+    return tmp_path / "r.yml"
+
+
+def test_plan_and_merge(recipe, tmp_path, capsys):
+    assert main(["plan", str(recipe)]) == 0
+    printed = capsys.readouterr().out
+    assert "dare_ties of 3 models" in printed
+    assert "2 passes" in printed
+    assert main(["merge", str(recipe), str(tmp_path / "out"), "--no-progress", "--max-shard-size", "10kB"]) == 0
+    assert "peak" in capsys.readouterr().out
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists()
+    assert main(["merge", str(recipe), str(tmp_path / "out")]) == 1
+    assert "not empty" in capsys.readouterr().err
+    recipe.write_text("merge_method: tyes\nmodels: [a]")
+    assert main(["plan", str(recipe)]) == 1
+    assert "did you mean ties" in capsys.readouterr().err
+
+
+def environment(**extra):
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **extra}
+
+
+def test_two_processes_write_the_same_bytes(recipe, tmp_path):
+    assert main(["merge", str(recipe), str(tmp_path / "one"), "--no-progress", "--max-shard-size", "10kB"]) == 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29611"]
+    command += ["-m", "mergekit_lite", "merge", str(recipe), str(tmp_path / "two"), "--max-shard-size", "10kB"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    names = sorted(p.name for p in (tmp_path / "one").iterdir())
+    assert names == sorted(p.name for p in (tmp_path / "two").iterdir())
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+
+
+LEAN = """
+import sys
+BLOCKED = "transformers peft accelerate triton matplotlib datasets safetensors einops".split()
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in BLOCKED:
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Block())
+import mergekit_lite
+"""
+
+
+def python(code, **extra):
+    return subprocess.run([sys.executable, "-c", code], env=environment(**extra), capture_output=True, text=True)
+
+
+def test_import_needs_torch_and_little_else():
+    done = python(LEAN)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_file_merge_never_imports_transformers(recipe, tmp_path):
+    done = python(
+        LEAN
+        + f"from mergekit_lite.__main__ import main\nsys.exit(main(['merge', {str(recipe)!r}, {str(tmp_path / 'o')!r}]))"
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "o" / "model.safetensors").exists()
+
+
+def test_the_public_names_exist_and_are_sorted():
+    import mergekit_lite
+    import mergekit_lite.methods
+
+    for module in (mergekit_lite, mergekit_lite.methods):
+        names = list(module.__all__)
+        assert all(hasattr(module, name) for name in names)
+        assert names == sorted(names, key=lambda n: (not n.isupper(), not n[0].isupper(), n))
+        assert all((getattr(module, n).__doc__ or "").strip() for n in names if callable(getattr(module, n)))

@@ -1,0 +1,89 @@
+"""Recipes: the dialect on disk means what it says, and survives the round trip."""
+
+import json
+
+import pytest
+import torch
+
+from mergekit_lite import MergeRecipe, RecipeError, load_recipe, merge_models
+from mergekit_lite.recipe import evaluate_setting, setting
+
+FULL = """
+merge_method: ties
+slices:
+- sources:
+  - {model: a, layer_range: [0, 2], parameters: {weight: 0.25}}
+  - {model: b, layer_range: [1, 3]}
+  parameters: {density: 0.5}
+base_model: a
+parameters: {weight: 1.0, density: [0.1, 0.9], normalize: false}
+dtype: bfloat16
+out_dtype: float16
+tokenizer: {source: union, pad_to_multiple_of: 8, tokens: {x: {source: a, force: true}}}
+chat_template: auto
+"""
+
+
+def test_round_trips():
+    recipe = load_recipe(FULL)
+    assert load_recipe(recipe.to_yaml()) == recipe
+    assert MergeRecipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+
+
+def test_the_most_specific_place_wins():
+    recipe = load_recipe(FULL)
+    piece = recipe.slices[0]
+    first, second = piece.sources
+    levels = [first.parameters, piece.parameters, recipe.parameters]
+    assert setting(levels, "weight", "layers.0.w", 0.5) == 0.25
+    assert setting([second.parameters, *levels[1:]], "weight", "layers.0.w", 0.5) == 1.0
+    assert setting(levels, "density", "layers.0.w", 0.5) == 0.5
+    assert setting(levels, "normalize", "layers.0.w", 0.5) is False
+    assert setting(levels, "lambda", "layers.0.w", 0.5) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "depth", "expected"),
+    [
+        (0.3, 0.7, 0.3),
+        ([0, 1], 0.25, 0.25),
+        ([0, 1, 0], 0.5, 1),
+        ([0, 1, 0], 0.75, 0.5),
+        ([0, 2], 1.0, 2),
+        ([5], 0.4, 5),
+    ],
+)
+def test_gradients(value, depth, expected):
+    assert evaluate_setting(value, "w", depth) == pytest.approx(expected)
+
+
+def test_a_filter_that_matches_nothing_falls_through():
+    levels = [{"t": [{"filter": "mlp", "value": 1}]}, {"t": 0.5}]
+    assert setting(levels, "t", "layers.0.self_attn.w", 0) == 0.5
+    assert setting(levels, "t", "layers.0.mlp.w", 0) == 1
+    assert setting([{"t": {"filter": "*", "value": [0, 4]}}], "t", "w", 0.5) == 2
+
+
+def test_lambda_by_either_name():
+    base, model = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
+    for name in ("lambda", "lambda_"):
+        merged = merge_models([model], "task_arithmetic", base_model=base, weight=1.0, progress=False, **{name: 0.5})
+        assert merged["w"].tolist() == [0.5, 0.5]
+
+
+def test_parameters_that_never_had_an_effect_are_noted(tmp_path):
+    base, model = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
+    options = {"weight": 1.0, "int8_mask": True, "out": tmp_path / "o", "progress": False}
+    report = merge_models([model], "ties", base_model=base, **options)
+    assert any("int8_mask has no effect" in note for note in report.notes)
+
+
+def test_per_model_lists_skip_the_base():
+    base, a, b = ({"w": torch.full((2,), v)} for v in (0.0, 1.0, 2.0))
+    merged = merge_models([base, a, b], "task_arithmetic", base_model=base, weight=[1.0, 10.0], progress=False)
+    assert merged["w"].tolist() == [21.0, 21.0]
+
+
+def test_a_model_is_text():
+    with pytest.raises(RecipeError, match="needed a path or hub id"):
+        load_recipe("merge_method: linear\nmodels: [{model: {path: a}}]")

@@ -1,0 +1,115 @@
+"""Models with different vocabularies: rows follow their tokens."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
+
+import mergekit_lite.engine
+from mergekit_lite import PlanError, load_recipe, merge_models
+from tests.support.models import save, save_tokenizer, tiny
+
+COMMON = [f"w{i}" for i in range(20)]
+WORDS = {
+    "base": ["<unk>", *COMMON, "only-base"],
+    "x": ["<unk>", *reversed(COMMON), "only-x", "shared-xy"],
+    "y": ["<unk>", "shared-xy", *COMMON],
+}
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for number, (name, words) in enumerate(WORDS.items()):
+        rows = len(words) + (5 if name == "base" else 0)  # the base's embedding is padded
+        save(tiny("llama", number, vocab_size=rows), tmp_path / name)
+        save_tokenizer(tmp_path / name, words)
+    return {name: str(tmp_path / name) for name in WORDS}
+
+
+def merge(folders, out, extra, method="linear", dtype="float32"):
+    base = f"base_model: {folders['base']}\n" if method != "linear" else ""
+    models = [folders["base"]] if method == "linear" else []
+    models += [folders["x"], folders["y"]]
+    text = f"merge_method: {method}\n{base}models: {json.dumps(models)}\nparameters: {{weight: 1}}\n{extra}\n"
+    merge_models(load_recipe(text), out=out, progress=False)
+    return load_file(out / "model.safetensors")
+
+
+def row(folders, name, token, tensor="model.embed_tokens.weight"):
+    return load_file(f"{folders[name]}/model.safetensors")[tensor][WORDS[name].index(token)]
+
+
+@pytest.mark.parametrize("tensor", ["model.embed_tokens.weight", "lm_head.weight"])
+@pytest.mark.parametrize("chunk", [1 << 18, 24])
+def test_a_union_matches_rows_by_token(folders, tmp_path, tensor, chunk, monkeypatch):
+    monkeypatch.setattr(mergekit_lite.engine, "CHUNK", chunk)
+    merged = merge(folders, tmp_path / "out", "tokenizer_source: union")[tensor]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    at = tokenizer.get_vocab()
+    assert {*WORDS["base"], *WORDS["x"], *WORDS["y"]} <= set(at)
+    for token in ("w0", "w7", "<unk>"):
+        rows = [row(folders, name, token, tensor) for name in WORDS]
+        torch.testing.assert_close(merged[at[token]], sum(rows) / 3)
+    only_base, only_x = (row(folders, n, f"only-{n}", tensor) for n in ("base", "x"))
+    torch.testing.assert_close(merged[at["only-base"]], only_base)  # the others take the base's row
+    torch.testing.assert_close(merged[at["only-x"]], only_x)  # one has it: the mean of those that have it
+    shared = (row(folders, "x", "shared-xy", tensor) + row(folders, "y", "shared-xy", tensor)) / 2
+    torch.testing.assert_close(merged[at["shared-xy"]], (shared + 2 * shared) / 3)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.vocab_size == merged.shape[0] == 27  # the base's padding holds the two new tokens
+    assert tokenizer("w3 only-x shared-xy")["input_ids"] == [at["w3"], at["only-x"], at["shared-xy"]]
+
+
+def test_the_base_vocabulary_keeps_the_base_padding(folders, tmp_path):
+    merged = merge(folders, tmp_path / "out", "tokenizer_source: base", "task_arithmetic")
+    embedding = merged["model.embed_tokens.weight"]
+    assert embedding.shape[0] == len(WORDS["base"]) + 5
+    expected = sum(row(folders, n, "w4") for n in ("x", "y")) - row(folders, "base", "w4")
+    torch.testing.assert_close(embedding[WORDS["base"].index("w4")], expected)
+
+
+def test_padding_a_source_path_and_placed_tokens(folders, tmp_path):
+    placed = f"tokens: {{w2: {{source: {folders['y']}, force: true}}}}"
+    spec = f"tokenizer: {{source: {folders['x']}, pad_to_multiple_of: 8, {placed}}}"
+    merged = merge(folders, tmp_path / "out", spec)["model.embed_tokens.weight"]
+    assert merged.shape[0] == 24
+    torch.testing.assert_close(merged[WORDS["x"].index("w2")], row(folders, "y", "w2"))
+    at = transformers.AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()
+    assert at == {w: i for i, w in enumerate(WORDS["x"])}
+
+
+def test_bad_token_rules(folders, tmp_path):
+    for spec, message in [
+        ("tokens: {nope: {source: a}}", "'nope' is not a token"),
+        ("tokens: {w2: {source: elsewhere}}", "source must name one of the recipe's models"),
+        (f"tokens: {{only-x: {{source: {folders['y']}}}}}", "has no such token"),
+    ]:
+        with pytest.raises(PlanError, match=message):
+            merge(folders, tmp_path / "out", f"tokenizer: {{source: union, {spec}}}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_union_of_bpe_vocabularies_brings_the_merges(tmp_path):
+    """A token that nothing could produce would be a dead row."""
+    letters = list("abcdef")
+    for name, merges in (("p", [("a", "b")]), ("q", [("c", "d"), ("cd", "e")])):
+        vocabulary = letters + ["".join(m) for m in merges]
+        made = Tokenizer(models.BPE({t: i for i, t in enumerate(vocabulary)}, merges))
+        save(tiny("llama", len(merges), vocab_size=len(vocabulary)), tmp_path / name)
+        transformers.PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path / name)
+    text = f"merge_method: linear\nmodels: [{tmp_path}/p, {tmp_path}/q]\nparameters: {{weight: 1}}\n"
+    merge_models(load_recipe(text + "tokenizer_source: union\n"), out=tmp_path / "out", progress=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.tokenize("abcdef") == ["ab", "cde", "f"]
+
+
+def test_chat_templates(folders, tmp_path):
+    for name, template in (("base", "A {{ x }}"), ("x", "B {{ x }}"), ("y", "B {{ x }}")):
+        save_tokenizer(tmp_path / name, WORDS[name], template=template)
+    for number, (asked, expected) in enumerate([("auto", "B {{ x }}"), ("'C {{ y }}'", "C {{ y }}")]):
+        out = tmp_path / f"out{number}"
+        merge(folders, out, f"tokenizer_source: base\nchat_template: {asked}")
+        assert transformers.AutoTokenizer.from_pretrained(out).chat_template == expected

@@ -41,8 +41,9 @@ class LoraSource:
             value = stored.read(key, 0, info.count).view(info.shape)
             if match := _LORA_KEY.match(key):
                 found.setdefault(match["module"], {})[match["part"]] = value.float()
-            else:  # modules_to_save, and biases that were trained
-                self._replaced[key.removeprefix("base_model.model.").replace(".modules_to_save", "")] = value
+            else:  # modules_to_save, biases that were trained, embeddings saved beside their adapters
+                plain = key.removeprefix("base_model.model.")
+                self._replaced[plain.replace(".modules_to_save", "").replace(".base_layer", "")] = value
         for module, parts in found.items():
             self._add_pair(f"{module}.weight", parts, settings)
         for name, value in self._replaced.items():
@@ -97,16 +98,15 @@ class LoraSource:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements of the folded weight: float32 where an adapter changes it, as stored elsewhere."""
-        if name in self._replaced:
-            return self._replaced[name].reshape(-1)[start:stop]
-        stored = self._base.read(name, start, stop)
+        replaced = self._replaced.get(name)
+        stored = self._base.read(name, start, stop) if replaced is None else replaced.reshape(-1)[start:stop]
         if name not in self._pairs or start == stop:
             return stored
         up, down, scale = self._pairs[name]
         columns = down.shape[1]
         first, last = start // columns, -(-stop // columns)
         change = (up[first:last] @ down).reshape(-1)[start - first * columns : stop - first * columns]
-        return stored.to(torch.promote_types(stored.dtype, torch.float32)).add_(change, alpha=scale)
+        return torch.add(stored.to(torch.promote_types(stored.dtype, torch.float32)), change, alpha=scale)
 
     def fingerprint(self) -> Any:
         """The base's, and the adapter file's."""

@@ -78,10 +78,8 @@ def test_import_needs_torch_and_little_else():
 
 
 def test_a_file_merge_never_imports_transformers(recipe, tmp_path):
-    done = python(
-        LEAN
-        + f"from mergekit_lite.__main__ import main\nsys.exit(main(['merge', {str(recipe)!r}, {str(tmp_path / 'o')!r}]))"
-    )
+    arguments = ["merge", str(recipe), str(tmp_path / "o")]
+    done = python(LEAN + f"from mergekit_lite.__main__ import main\nsys.exit(main({arguments}))")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "o" / "model.safetensors").exists()
 

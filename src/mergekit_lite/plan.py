@@ -14,7 +14,7 @@ from .methods import MergeMethod
 from .recipe import MergeRecipe
 from .vocabulary import Vocabulary
 
-CHUNK = 1 << 18
+CHUNK = 1 << 17
 """Elements that one thread holds of each input at a time."""
 
 

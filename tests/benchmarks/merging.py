@@ -1,0 +1,190 @@
+"""File merges: ours, mergekit, and the floors, each run in a fresh process, in turn.
+
+Three random Llama-like checkpoints (bfloat16, shards of about 100 MB) are built once under the work folder. The
+floors are a plain copy (read every input, write one output, 16 MB at a time, no torch) and ``import torch``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+from tests.benchmarks.results import Row, append, commit, hardware, percentiles, today
+
+WORK = Path(__file__).parent / "work"
+SIZES = {"30M": (512, 1408, 4), "300M": (2048, 2816, 6), "1B": (2048, 5632, 18)}  # hidden, mlp, layers
+METHODS = {
+    "linear": (["a", "b"], None, {"weight": 0.5}),
+    "slerp": (["b"], "a", {"t": 0.5}),
+    "model_stock": (["b", "c"], "a", {}),
+    "dare_ties": (["b", "c"], "a", {"weight": 0.5, "density": 0.5}),
+    "ties": (["b", "c"], "a", {"weight": 0.5, "density": 0.5}),
+}
+COPY = """
+import os, sys
+block = bytearray(1 << 24)
+view = memoryview(block)
+def shards(folder):
+    return sorted(os.path.join(folder, f) for f in os.listdir(folder) if f.endswith(".safetensors"))
+out, *models = sys.argv[1:]
+os.makedirs(out)
+for number, model in enumerate(models):
+    for path in shards(model):
+        with open(path, "rb", buffering=0) as source:
+            target = open(os.path.join(out, os.path.basename(path)), "wb", buffering=0) if number == 0 else None
+            while got := source.readinto(view):
+                if target:
+                    target.write(view[:got])
+"""
+
+
+def build(size: str, name: str, seed: int) -> Path:
+    """One random checkpoint: a common base plus noise of a tenth of its size."""
+    folder = WORK / size / name
+    if (folder / "config.json").exists():
+        return folder
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, mlp, layers = SIZES[size]
+    vocabulary, kv = 32000, hidden // 4
+    shapes = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for i in range(layers):
+        p = f"model.layers.{i}."
+        shapes |= {p + f"self_attn.{n}_proj.weight": (hidden, hidden) for n in "qo"}
+        shapes |= {p + f"self_attn.{n}_proj.weight": (kv, hidden) for n in "kv"}
+        shapes |= {p + f"mlp.{n}_proj.weight": (mlp, hidden) for n in ("gate", "up")}
+        shapes |= {p + "mlp.down_proj.weight": (hidden, mlp)}
+        shapes |= {p + f"{n}_layernorm.weight": (hidden,) for n in ("input", "post_attention")}
+    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+    common, own = torch.Generator().manual_seed(99), torch.Generator().manual_seed(seed)
+    shards, held = [{}], 0
+    for tensor, shape in shapes.items():
+        value = torch.randn(shape, generator=common) * 0.02
+        value = (value + torch.randn(shape, generator=own) * 0.002 if seed else value).bfloat16()
+        if held and held + value.nbytes > 100e6:
+            shards.append({})
+            held = 0
+        shards[-1][tensor] = value
+        held += value.nbytes
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for file, shard in zip(files, shards, strict=True):
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    weight_map = {t: f for f, s in zip(files, shards, strict=True) for t in s}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "intermediate_size": mlp,
+        "num_hidden_layers": layers, "num_attention_heads": hidden // 128, "num_key_value_heads": kv // 128,
+        "head_dim": 128, "vocab_size": vocabulary, "tie_word_embeddings": False, "dtype": "bfloat16",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def recipe(size: str, method: str) -> Path:
+    """The YAML that both read."""
+    models, base, parameters = METHODS[method]
+    folder = WORK / size
+    listed = [folder / base, *(folder / m for m in models)] if method == "slerp" else [folder / m for m in models]
+    text = f"merge_method: {method}\nmodels: {json.dumps([{'model': str(m)} for m in listed])}\n"
+    text += f"base_model: {folder / base}\n" if base else ""
+    text += f"parameters: {json.dumps(parameters)}\ndtype: bfloat16\n"
+    path = folder / f"{method}.yml"
+    path.write_text(text)
+    return path
+
+
+def commands(size: str, method: str, out: Path, device: str, peer: bool) -> dict[tuple[str, str], list[str]]:
+    """(implementation, mode) → command line."""
+    models, base, _ = METHODS[method]
+    inputs = [str(WORK / size / m) for m in [*([base] if base else []), *models]]
+    path = str(recipe(size, method))
+    ours = [sys.executable, "-m", "mergekit_lite", "merge", path, str(out), "--no-progress", "--device", device]
+    made = {
+        ("copy", f"{len(inputs)} in, 1 out"): [sys.executable, "-c", COPY, str(out), *inputs],
+        ("import torch", ""): [sys.executable, "-c", "import torch"],
+        ("mergekit_lite", "1 thread"): [*ours, "--threads", "1"],
+        ("mergekit_lite", f"{os.cpu_count()} threads"): [*ours, "--threads", str(os.cpu_count())],
+    }
+    if peer:
+        theirs = [str(Path(sys.executable).parent / "mergekit-yaml"), path, str(out), "--no-write-model-card"]
+        made[f"mergekit {version('mergekit')}", "1 thread"] = theirs + (["--cuda"] if device == "cuda" else [])
+    return made
+
+
+def timed(command: list[str], out: Path) -> tuple[float, float, int]:
+    """CPU seconds, wall seconds and peak resident bytes of one run in a fresh process."""
+    shutil.rmtree(out, ignore_errors=True)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPYCACHEPREFIX": str(WORK / "pyc"),
+    }
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # both sides run from compiled files, as installed packages do
+    started = time.perf_counter()
+    child = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    errors = child.stderr.read() if child.stderr else b""
+    _, status, used = os.wait4(child.pid, 0)
+    wall = time.perf_counter() - started
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{errors.decode()[-2000:]}")
+    shutil.rmtree(out, ignore_errors=True)
+    return used.ru_utime + used.ru_stime, wall, used.ru_maxrss * 1024
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and append rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", nargs="+", default=["300M", "1B"], choices=SIZES)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--no-peer", action="store_true", help="without mergekit")
+    options = parser.parse_args(arguments)
+
+    versions = f"Python {sys.version.split()[0]}, torch {version('torch')}"
+    for size in options.sizes:
+        for number, name in enumerate("abc"):
+            # In a process of its own: a child inherits its parent's largest resident size as its own first value.
+            maker = multiprocessing.get_context("spawn").Process(target=build, args=(size, name, number))
+            maker.start()
+            maker.join()
+        # Peers are timed at the first size; a larger one shows only how our memory grows.
+        peer = not options.no_peer and size == options.sizes[0]
+        rows = []
+        for method in options.methods:
+            out = WORK / size / "out"
+            held: dict[tuple[str, str], list[tuple[float, float, int]]] = {}
+            for run in range(options.runs + 1):  # the first round fills caches and is not counted
+                for key, command in commands(size, method, out, options.device, peer).items():
+                    measured = timed(command, out)
+                    if run:
+                        held.setdefault(key, []).append(measured)
+                    cpu, wall, peak = measured
+                    print(
+                        f"{size} {method} {' '.join(key)}: {cpu:.2f} CPU s, {wall:.2f} s, {peak / 1e6:.0f} MB",
+                        flush=True,
+                    )
+            for (impl, mode), results in held.items():
+                cpus, walls, peaks = zip(*results, strict=True)
+                place = ("bfloat16", f"Llama-like, {size} parameters", options.runs)
+                times = (*percentiles(cpus), *percentiles(walls), max(peaks), "")
+                rows.append(
+                    Row(today(), commit(), method, impl, mode, *place, *times, hardware(options.device), versions)
+                )
+        append("merge_models.csv", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The runner: equivalence first, then every benchmark, then the page. ``make bench``."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+from tests.benchmarks import merging
+from tests.benchmarks.results import write_page
+
+GATES = {"merging": "tests/mergekit_lite/test_methods.py"}
+SCRIPTS = {"merging": merging.main}
+
+
+def main() -> None:
+    """Run the named benchmarks, or all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(SCRIPTS)} (default: all)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--page-only", action="store_true", help="write docs/performance.md from the rows there are")
+    options, rest = parser.parse_known_args()
+    for name in [] if options.page_only else options.names or SCRIPTS:
+        gate = subprocess.run([sys.executable, "-m", "pytest", "-q", GATES[name]], check=False)
+        if gate.returncode:
+            sys.exit(f"{name}: its equivalence tests fail, so it is not timed")
+        SCRIPTS[name](["--device", options.device, *rest])
+    write_page()
+
+
+if __name__ == "__main__":
+    main()

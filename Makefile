@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test test-slow test-wheel check format bench bench-gpu docs dist clean
+.PHONY: help demo test test-slow test-wheel check format bench bench-gpu numerics docs dist clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -46,6 +47,9 @@ bench: $(VENV)/.bench ## measure speed and memory, append rows, write docs/perfo
 
 bench-gpu: $(VENV)/.bench ## the same on a CUDA device
 	$(BIN)/python -m tests.benchmarks.run --device cuda
+
+numerics: $(VENV)/.ready ## judge every operation and write docs/numerics.md
+	$(BIN)/python -m pytest tests --ignore tests/test_documentation.py --write-numerics
 
 docs: $(VENV)/.ready ## build the documentation site into site/
 	$(BIN)/mkdocs build --strict --quiet

@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     merge.add_argument("out", help="folder to write; must not exist or be empty")
     merge.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
     merge.add_argument("--seed", type=int, default=0, help="seed of methods that draw (default: 0)")
-    merge.add_argument("--threads", type=int, help="blocks in work at once (default: 2)")
+    merge.add_argument("--threads", type=int, help="blocks in work at once (default: 1)")
     merge.add_argument("--no-progress", action="store_true", help="no progress bar")
     merge.add_argument("--no-resume", action="store_true", help="start over instead of finishing an interrupted run")
     plan = commands.add_parser("plan", help="check the recipe and print what a merge would read, write and hold")
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recipe = load_recipe(options.recipe)
         if options.command == "plan":
             limit = parse_size(options.max_shard_size)
-            print(make_plan(recipe, max_shard_size=limit, threads=2, allow_pickle=options.allow_pickle))
+            print(make_plan(recipe, max_shard_size=limit, allow_pickle=options.allow_pickle))
             return 0
         report = merge_models(
             recipe,

@@ -71,6 +71,10 @@ class Source(Protocol):
         """Elements ``start`` to ``stop`` of the flattened tensor, shape (stop - start,)."""
         ...
 
+    def prefetch(self, name: str) -> None:
+        """Let the system fetch a tensor while something else is computed."""
+        ...
+
     def fingerprint(self) -> Any:
         """Something JSON can hold that changes when the stored values may have."""
         ...
@@ -193,6 +197,13 @@ class FolderSource:
             done += got
         return out
 
+    def prefetch(self, name: str) -> None:
+        """Ask the kernel to read ahead; at most 256 MB, so as not to push out what is in use."""
+        info = self.tensors[name]
+        if hasattr(os, "posix_fadvise") and info.file is not None:
+            size = min(info.nbytes, 1 << 28)
+            os.posix_fadvise(self._descriptor(info.file), info.start, size, os.POSIX_FADV_WILLNEED)
+
     def fingerprint(self) -> Any:
         """Sizes and modification times of the files that hold tensors."""
         files = sorted({info.file for info in self.tensors.values() if info.file is not None})
@@ -215,6 +226,9 @@ class DictSource:
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop``; a view where the tensor is contiguous."""
         return self._state[name].reshape(-1)[start:stop]
+
+    def prefetch(self, name: str) -> None:
+        """Nothing to do: it is in memory."""
 
     def fingerprint(self) -> Any:
         """Never equal to another run's: memory leaves no trace to compare."""

@@ -1,14 +1,16 @@
 """The engine that carries a plan out: reads, computes and hands on one block of one tensor at a time.
 
-Blocks run side by side on an executor, which is how reading, arithmetic and writing overlap; sums are added in block
+Reading and writing overlap with arithmetic through the system's cache: the next tensor is fetched during the last,
+and written pages go to disk behind our back. With an executor blocks also run side by side; sums are added in block
 order, so results do not depend on the number of threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -151,6 +153,16 @@ class Engine:
                 collector.advance()
         for (t, *_), first in zip(asking, firsts, strict=True):
             self._global[t.name] = [_Shifted(c, first) for c in collectors]  # pyrefly: ignore
+
+    def run_all(
+        self, tensors: Sequence[TensorPlan], sink: Callable[[TensorPlan, int, Tensor], None]
+    ) -> Iterator[TensorFact]:
+        """Run tensors in order; the system reads the next one's inputs while one is computed."""
+        for t, following in zip_longest(tensors, tensors[1:]):
+            if following is not None:
+                for i in (*following.inputs, *([following.base] if following.base else [])):
+                    self.plan.sources[i.source].prefetch(i.name)
+            yield self.run(t, sink)
 
     def run(self, t: TensorPlan, sink: Callable[[TensorPlan, int, Tensor], None]) -> TensorFact:
         """Compute one tensor and hand its blocks, rounded, to ``sink(plan, start, values)``."""

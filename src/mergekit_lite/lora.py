@@ -108,6 +108,10 @@ class LoraSource:
         change = (up[first:last] @ down).reshape(-1)[start - first * columns : stop - first * columns]
         return torch.add(stored.to(torch.promote_types(stored.dtype, torch.float32)), change, alpha=scale)
 
+    def prefetch(self, name: str) -> None:
+        """The base's; the adapter is in memory."""
+        self._base.prefetch(name)
+
     def fingerprint(self) -> Any:
         """The base's, and the adapter file's."""
         file = (self._adapter_folder / "adapter_model.safetensors").stat()

@@ -259,6 +259,10 @@ class AlignedSource:
         ]
         return torch.stack(held).mean(0) if held else torch.zeros(width, dtype=dtype)
 
+    def prefetch(self, name: str) -> None:
+        """The model's own tensor; rows of others are few."""
+        self._sources[self._index].prefetch(name)
+
     def fingerprint(self) -> Any:
         """The model's own."""
         return self._sources[self._index].fingerprint()

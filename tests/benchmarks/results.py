@@ -12,7 +12,9 @@ from datetime import date
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+ROOT = Path(__file__).parents[2]
+PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
+_BEGIN, _END = "<!-- results:begin -->\n", "<!-- results:end -->"
 
 
 @dataclass(frozen=True)
@@ -136,3 +138,32 @@ def write_page() -> None:
                 )
             lines.append("")
     PAGE.write_text("\n".join(lines), encoding="utf-8")
+
+
+def write_readme_table() -> None:
+    """The README's table: file merges of the first size, ours with one thread beside the peer and the floors."""
+    rows = latest("merge_models.csv")
+    shape = next((r["shape"] for r in rows), None)
+    rows = [r for r in rows if r["shape"] == shape]
+    lines = [
+        f"Merging {shape} ({rows[0]['dtype']}; {rows[0]['hardware']}), whole process with imports, one thread:",
+        "median CPU seconds / peak resident MB, written by `make bench`:",
+        "",
+        "| method | mergekit_lite | mergekit 0.1.5 | CPU ratio | memory ratio | plain file copy | `import torch` |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for op in dict.fromkeys(r["op"] for r in rows):
+        found = {r["impl"].split()[0]: r for r in rows if r["op"] == op and r["mode"] != "2 threads"}
+        ours, peer = found["mergekit_lite"], found.get("mergekit")
+
+        def cell(r: dict[str, str] | None) -> str:
+            return f"{float(r['cpu_p50']):.1f} s / {int(r['peak_bytes']) / 1e6:.0f} MB" if r else ""
+
+        cpu = f"{float(peer['cpu_p50']) / float(ours['cpu_p50']):.1f}" if peer else ""
+        memory = f"{int(peer['peak_bytes']) / int(ours['peak_bytes']):.1f}" if peer else ""
+        floors = [cell(found.get("copy")), cell(found.get("import"))]
+        lines.append(f"| {op} | {cell(ours)} | {cell(peer)} | {cpu} | {memory} | {floors[0]} | {floors[1]} |")
+    text = README.read_text(encoding="utf-8")
+    head, rest = text.split(_BEGIN)
+    tail = rest.split(_END)[1]
+    README.write_text(head + _BEGIN + "\n".join(lines) + "\n" + _END + tail, encoding="utf-8")

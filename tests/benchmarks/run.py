@@ -1,4 +1,4 @@
-"""The runner: equivalence first, then every benchmark, then the page. ``make bench``."""
+"""The runner: equivalence first, then every benchmark, then the pages made from the rows. ``make bench``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from tests.benchmarks import merging
-from tests.benchmarks.results import write_page
+from tests.benchmarks.results import write_page, write_readme_table
 
 GATES = {"merging": "tests/mergekit_lite/test_methods.py"}
 SCRIPTS = {"merging": merging.main}
@@ -18,7 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(SCRIPTS)} (default: all)")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--page-only", action="store_true", help="write docs/performance.md from the rows there are")
+    parser.add_argument("--page-only", action="store_true", help="only write what is made from the rows")
     options, rest = parser.parse_known_args()
     for name in [] if options.page_only else options.names or SCRIPTS:
         gate = subprocess.run([sys.executable, "-m", "pytest", "-q", GATES[name]], check=False)
@@ -26,6 +26,7 @@ def main() -> None:
             sys.exit(f"{name}: its equivalence tests fail, so it is not timed")
         SCRIPTS[name](["--device", options.device, *rest])
     write_page()
+    write_readme_table()
 
 
 if __name__ == "__main__":

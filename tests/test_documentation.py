@@ -1,0 +1,72 @@
+"""The documentation says what the code does: every method, every parameter and default, every judged operation."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mergekit_lite import METHODS, load_recipe
+
+ROOT = Path(__file__).parents[1]
+MERGING = (ROOT / "docs" / "merging.md").read_text(encoding="utf-8")
+
+
+def shown(value):
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "none"}[value]
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_guide_has_each_method_with_its_parameters(name):
+    line = next((row for row in MERGING.splitlines() if row.startswith(f"| `{name}` |")), None)
+    assert line is not None
+    if "| as `" in line:  # said once for a pair of methods
+        assert re.search(r"as `(\w+)`", line)[1] in METHODS
+        return
+    for parameter in METHODS[name].parameters.values():
+        default = "required" if parameter.required else re.escape(shown(parameter.default))
+        default = default.replace("1e\\-05", "1e-5").replace("1e\\-08", "1e-8")
+        assert re.search(rf"`{parameter.name}` (\*per model\* )?\({default}\)", line), (name, parameter.name)
+
+
+@pytest.mark.parametrize("impl", ["eager", "stream"])
+@pytest.mark.parametrize("name", METHODS)
+def test_the_numerics_page_has_each_method(name, impl):
+    page = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
+    for dtype in ("float32", "bfloat16"):
+        assert f"| `{name}` | {impl} | {dtype} |" in page
+
+
+def test_recipes_in_the_examples_load():
+    recipes = sorted((ROOT / "examples" / "recipes").glob("*.yml"))
+    assert recipes
+    for path in recipes:
+        assert load_recipe(path).merge_method in METHODS
+
+
+def test_the_merging_example_runs(tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "merge_checkpoints.py"), "--smoke", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [line.split() for line in done.stdout.splitlines() if "%" in line]
+    assert [r[0] for r in rows][-5:] == ["linear", "slerp", "task_arithmetic", "ties", "dare_ties"]
+    assert all((tmp_path / f"merged-{r[0]}" / "model.safetensors").exists() for r in rows[-5:])
+
+
+def test_the_readme_example_of_the_guide_registers_and_merges(tmp_path):
+    """The user-defined method of the guide, as printed there."""
+    import torch
+
+    from mergekit_lite import merge_models
+
+    code = re.search(r"```python\n(import torch\nfrom mergekit_lite import PerModel.*?)```", MERGING, re.S)[1]
+    models = {"model_a": {"w": torch.randn(4, 3)}, "model_b": {"w": torch.randn(4, 3)}}
+    try:
+        exec(code.replace('out="out"', f"out={str(tmp_path / 'o')!r}, progress=False"), models)
+        merged = merge_models([models["model_a"], models["model_b"]], "soft_vote", sharpness=2.0, progress=False)
+        assert merged["w"].shape == (4, 3)
+    finally:
+        METHODS.pop("soft_vote", None)

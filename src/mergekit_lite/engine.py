@@ -18,12 +18,14 @@ from torch import Tensor
 
 from .checkpoint import Source
 from .evaluate import Block, Collector, Evaluation
+from .memory import HeapWatch
 from .methods.registry import block_shape
 from .noise import Noise
 from .plan import CHUNK, MergePlan, TensorPlan
 from .select import Largest, Selector
 
 _CACHED = 24_000_000  # bytes of one tensor's inputs that are kept between passes
+_ALLOWANCE = 32_000_000  # bytes that the process may grow by beyond the plan's estimate before freed memory goes back
 _SLICES, _SLICE = 32, 2048  # the sample that thresholds start from
 
 
@@ -41,8 +43,8 @@ class TensorFact:
 class StreamBlocks:
     """The blocks of one planned tensor, read on demand and cast to the dtype to compute in."""
 
-    def __init__(self, t: TensorPlan, sources: Sequence[Source], device: torch.device):
-        self._plan, self._sources, self._device = t, sources, device
+    def __init__(self, t: TensorPlan, sources: Sequence[Source], device: torch.device, heap: HeapWatch):
+        self._plan, self._sources, self._device, self._heap = t, sources, device, heap
         self.total = t.info.count
         row = block_shape(t.shape, "rows")[1] if t.chunking == "rows" else 1
         size = max(1, self.total) if t.chunking == "tensor" else max(row, CHUNK // max(1, row) * row)
@@ -59,6 +61,7 @@ class StreamBlocks:
         return self._edges[index], self._edges[index + 1]
 
     def _read(self, start: int, stop: int) -> Block:
+        self._heap.check()
         t = self._plan
         view = (
             block_shape(t.shape, t.chunking) if stop - start == self.total else (-1, self._row)[t.chunking != "rows" :]
@@ -106,11 +109,12 @@ class Engine:
     def __init__(self, plan: MergePlan, seed: int, device: torch.device, executor: Executor | None):
         self.plan, self._seed, self._device, self._executor = plan, seed, device, executor
         self._global: dict[str, list[Collector]] = {}
+        self._heap = HeapWatch(_ALLOWANCE + 2 * plan.peak_memory)
 
     def evaluation(self, t: TensorPlan) -> tuple[Evaluation, StreamBlocks]:
         """The tensor's method, bound to its blocks."""
         assert t.method is not None
-        blocks = StreamBlocks(t, self.plan.sources, self._device)
+        blocks = StreamBlocks(t, self.plan.sources, self._device, self._heap)
         noise = Noise(self._seed, t.name) if t.method.noisy else None
         return Evaluation(t.method.function, t.parameters, blocks, noise, self._executor), blocks
 

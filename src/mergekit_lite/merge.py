@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .engine import Engine, TensorFact
+from .memory import keep_freed_blocks
 from .methods import get_method
 from .outputs import OutputError, OutputFolder, chosen_template, plan_fingerprint
 from .plan import MergePlan, PlanError, TensorPlan
@@ -221,8 +222,7 @@ def merge_models(
     plan = make_plan(recipe, max_shard_size=limit, threads=workers, allow_pickle=allow_pickle)
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # blocks are the parallel unit
-    # glibc learns from one large free to keep freed blocks; else every block is mapped and faulted in afresh.
-    torch.empty(31 << 20, dtype=torch.uint8)
+    keep_freed_blocks()
     try:
         with ThreadPoolExecutor(workers) as executor, torch.no_grad():
             engine = Engine(plan, seed, target, executor if workers > 1 else None)

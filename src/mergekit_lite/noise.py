@@ -117,8 +117,8 @@ class Noise:
     def keep(self, model: int, like: Tensor, probability: float) -> Tensor:
         """Independent keep decisions of one probability, one for each element of ``like``.
 
-        An element has 16 bits of a word that it shares with its neighbour. Where those equal the probability's
-        first 16 bits, which happens once in 65536 elements, 31 bits of a word of its own decide.
+        Elements share words: four a word where the probability is a multiple of 1/256, else two. Where an element's
+        16 bits equal the probability's first 16, once in 65536, 31 bits of a word of its own decide.
 
         Args:
             model: Index of the model, which has a stream of its own.
@@ -131,10 +131,12 @@ class Noise:
         if probability >= 1:
             return torch.ones_like(like)
         key = f"{self.seed}|{self.name}|{model}"
-        first = self.offset // 2
-        words = random_bits(key, first, (self.offset + like.numel() + 1) // 2 - first, like.device)
-        lanes = words.view(torch.int16)[self.offset % 2 :][: like.numel()]
-        whole, rest = divmod(probability * (1 << 16) - (1 << 15), 1)
+        lane, bits = (torch.int8, 8) if (probability * 256).is_integer() else (torch.int16, 16)
+        share = 32 // bits
+        first = self.offset // share
+        words = random_bits(key, first, -(-(self.offset + like.numel()) // share) - first, like.device)
+        lanes = words.view(lane)[self.offset % share :][: like.numel()]
+        whole, rest = divmod(probability * (1 << bits) - (1 << (bits - 1)), 1)
         # A difference of whole numbers, clamped, is the decision: several times faster than a boolean mask.
         kept = lanes.to(like.dtype).neg_().add_(whole).clamp_(0, 1)
         if rest:

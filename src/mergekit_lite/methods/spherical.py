@@ -20,7 +20,7 @@ from .averaging import deltas, refuse_zero_sum
 from .registry import PerModel, Range, merge_method
 
 _COLINEAR = 1e-8  # on sin θ
-_SLICE = 1 << 15
+_SLICE = 1 << 16
 
 
 def gram(tensors: list[Tensor]) -> Tensor:

@@ -1,5 +1,6 @@
 """The documentation says what the code does: every method, every parameter and default, every judged operation."""
 
+import json
 import re
 import subprocess
 import sys
@@ -70,3 +71,18 @@ def test_the_readme_example_of_the_guide_registers_and_merges(tmp_path):
         assert merged["w"].shape == (4, 3)
     finally:
         METHODS.pop("soft_vote", None)
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    """Cell by cell in one namespace, as a reader would run it."""
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((ROOT / "notebooks" / "merging.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) >= 5
+    namespace = {}
+    try:
+        for cell in cells:
+            exec(cell, namespace)
+    finally:
+        METHODS.pop("equal_energy", None)
+    assert namespace["merged"]

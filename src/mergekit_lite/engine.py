@@ -63,10 +63,7 @@ class StreamBlocks:
     def _read(self, start: int, stop: int) -> Block:
         self._heap.check()
         t = self._plan
-        view = (
-            block_shape(t.shape, t.chunking) if stop - start == self.total else (-1, self._row)[t.chunking != "rows" :]
-        )
-        view = (-1,) if t.chunking == "elements" else view
+        view = {"elements": (-1,), "rows": (-1, self._row), "tensor": t.shape}[t.chunking]
 
         def values(source: int, name: str) -> Tensor:
             stored = self._sources[source].read(name, start, stop)
@@ -164,7 +161,7 @@ class Engine:
         """Run tensors in order; the system reads the next one's inputs while one is computed."""
         for t, following in zip_longest(tensors, tensors[1:]):
             if following is not None:
-                for i in (*following.inputs, *([following.base] if following.base else [])):
+                for i in following.everything:
                     self.plan.sources[i.source].prefetch(i.name)
             yield self.run(t, sink)
 

@@ -85,9 +85,9 @@ class LoraSource:
         self._pairs[name] = (up, down, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank))
 
     def _is_transposed(self, name: str, product: tuple[int, int]) -> bool:
-        """Peft sets fan_in_fan_out for GPT-2's Conv1D by module class; where the product only fits turned, it is."""
+        """Whether the stored weight is (in, out): its shape says so; a square one goes by peft's fan_in_fan_out."""
         shape = self._base.tensors[name].shape
-        return self._transposed or (shape != product and shape == product[::-1])
+        return self._transposed if product[0] == product[1] else shape == product[::-1]
 
     @staticmethod
     def _pattern(settings: dict[str, Any], key: str, module: str, default: float) -> float:

@@ -244,7 +244,7 @@ def merge_models(
     return MergeReport(
         out=folder,
         paths=paths,
-        bytes_read=plan.bytes_read,
+        bytes_read=sum(f.passes * plan.input_bytes(t) for f, t in zip(facts, plan.tensors, strict=True)),
         bytes_written=plan.bytes_written,
         seconds=time.perf_counter() - started,
         cpu_seconds=time.process_time() - cpu_started,

@@ -53,6 +53,11 @@ class TensorPlan:
     offset: int = 0
 
     @property
+    def everything(self) -> tuple[Input, ...]:
+        """The inputs and the base."""
+        return self.inputs if self.base is None else (*self.inputs, self.base)
+
+    @property
     def info(self) -> TensorInfo:
         """Name, shape and dtype as a checkpoint would describe them."""
         return TensorInfo(self.name, self.shape, self.dtype)
@@ -80,11 +85,11 @@ class MergePlan:
     @property
     def bytes_read(self) -> int:
         """Bytes that all passes read together."""
-        return sum(
-            t.passes * self.sources[i.source].tensors[i.name].nbytes
-            for t in self.tensors
-            for i in (*t.inputs, *([t.base] if t.base else []))
-        )
+        return sum(t.passes * self.input_bytes(t) for t in self.tensors)
+
+    def input_bytes(self, t: TensorPlan) -> int:
+        """Bytes that one pass over a tensor reads."""
+        return sum(self.sources[i.source].tensors[i.name].nbytes for i in t.everything)
 
     @property
     def bytes_written(self) -> int:
@@ -101,7 +106,7 @@ class MergePlan:
         """Estimated bytes beyond what importing torch takes."""
         peak = 0
         for t in self.tensors:
-            inputs = len(t.inputs) + (t.base is not None)
+            inputs = len(t.everything)
             if t.chunking == "tensor":
                 peak = max(peak, t.info.count * (t.work.itemsize * inputs + 8 * (inputs + 3)))
             else:

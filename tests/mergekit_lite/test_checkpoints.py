@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import shutil
 import time
 
@@ -17,9 +18,26 @@ from mergekit_lite.methods import slerp
 from tests.support.models import MAKERS, save, save_tokenizer, tiny
 
 
+class Complaints(logging.Handler):
+    """Collects what transformers warns of through its logger."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.said = []
+
+    def emit(self, record):
+        self.said.append(record.getMessage())
+
+
 def load_strictly(folder, kind="AutoModelForCausalLM"):
-    """transformers' own loading, with nothing missing, unexpected or mismatched."""
-    model, info = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True)
+    """transformers' own loading, with nothing missing, unexpected or mismatched, and without a warning."""
+    complaints = Complaints()
+    logging.getLogger("transformers").addHandler(complaints)
+    try:
+        model, info = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True)
+    finally:
+        logging.getLogger("transformers").removeHandler(complaints)
+    assert complaints.said == []
     assert not info["missing_keys"], info
     assert not info["unexpected_keys"], info
     assert not info["mismatched_keys"], info
@@ -317,3 +335,27 @@ def test_a_result_that_is_not_finite_is_refused(tmp_path):
         merge_models([tmp_path], "passthrough", scale=2.0, out_dtype="float16", out=tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_hub_id_is_fetched_with_weights_and_texts_only(tmp_path, monkeypatch):
+    """No network in a test: the download is played; what it is asked for is what counts."""
+    model = tiny("llama", 1)
+    save(model, tmp_path / "cache")
+    asked = {}
+
+    def snapshot_download(name, allow_patterns):
+        asked[name] = allow_patterns
+        return str(tmp_path / "cache")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    merged = merge_models(["someone/model"], "passthrough", progress=False)
+    assert torch.equal(merged["lm_head.weight"], model.lm_head.weight)
+    assert "*.safetensors" in asked["someone/model"]
+    assert not any("bin" in pattern for pattern in asked["someone/model"])
+
+    def offline(name, allow_patterns):
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    with pytest.raises(PlanError, match="could not be fetched from the hub"):
+        merge_models(["someone/other"], "passthrough", progress=False)

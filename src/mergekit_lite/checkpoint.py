@@ -103,14 +103,15 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     try:
         entries = json.loads(raw, object_pairs_hook=unique)
         entries.pop("__metadata__", None)
-        described = [(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in entries.items()]
+        described = [(n, e["dtype"], tuple(e["shape"]), *map(int, e["data_offsets"])) for n, e in entries.items()]
+        described.sort(key=lambda d: (d[3], d[4]))
     except CheckpointError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{path}: the header is not valid safetensors JSON ({error})") from error
     tensors: dict[str, TensorInfo] = {}
     end, body = 0, size - 8 - length
-    for name, code, shape, start, stop in sorted(described, key=lambda d: (d[3], d[4])):
+    for name, code, shape, start, stop in described:
         if code not in DTYPES:
             raise CheckpointError(f"{path}: {name} has dtype {code}, which is quantised or unknown; merge originals")
         if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop)):
@@ -173,15 +174,16 @@ class FolderSource:
     def __init__(self, folder: Path, label: str, tensors: dict[str, TensorInfo]):
         self.label, self.tensors = label, tensors
         self.folder: Path | None = folder
-        self.config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
         self._descriptors: dict[Path, int] = {}
+        self.config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
         self._lock = threading.Lock()
 
     def _descriptor(self, path: Path) -> int:
-        with self._lock:
-            if path not in self._descriptors:
-                self._descriptors[path] = os.open(path, os.O_RDONLY)
-            return self._descriptors[path]
+        if path not in self._descriptors:
+            with self._lock:
+                if path not in self._descriptors:
+                    self._descriptors[path] = os.open(path, os.O_RDONLY)
+        return self._descriptors[path]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop``, read with pread into fresh memory."""
@@ -225,7 +227,10 @@ class DictSource:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop``; a view where the tensor is contiguous."""
-        return self._state[name].reshape(-1)[start:stop]
+        value = self._state[name]
+        if not value.is_contiguous():  # once, rather than a copy for every stretch
+            value = self._state[name] = value.contiguous()
+        return value.view(-1)[start:stop]
 
     def prefetch(self, name: str) -> None:
         """Nothing to do: it is in memory."""

@@ -29,6 +29,10 @@ _ALLOWANCE = 32_000_000  # bytes that the process may grow by beyond the plan's 
 _SLICES, _SLICE = 32, 2048  # the sample that thresholds start from
 
 
+class NotFiniteError(ValueError):
+    """A merge that would write NaN or infinity."""
+
+
 @dataclass(frozen=True)
 class TensorFact:
     """What was done to make one output tensor."""
@@ -43,7 +47,7 @@ class TensorFact:
 class StreamBlocks:
     """The blocks of one planned tensor, read on demand and cast to the dtype to compute in."""
 
-    def __init__(self, t: TensorPlan, sources: Sequence[Source], device: torch.device, heap: HeapWatch):
+    def __init__(self, t: TensorPlan, sources: Sequence[Source], device: torch.device, heap: HeapWatch, cached: bool):
         self._plan, self._sources, self._device, self._heap = t, sources, device, heap
         self.total = t.info.count
         row = block_shape(t.shape, "rows")[1] if t.chunking == "rows" else 1
@@ -51,7 +55,7 @@ class StreamBlocks:
         self._row = row
         self._edges = [*range(0, self.total, size), self.total] if self.total else [0, 0]
         held = self.total * t.work.itemsize * (len(t.inputs) + 1)
-        self._cache: dict[int, Block] | None = {} if t.passes > 1 and held <= _CACHED else None
+        self._cache: dict[int, Block] | None = {} if cached and t.passes > 1 and held <= _CACHED else None
 
     def __len__(self) -> int:
         return len(self._edges) - 1
@@ -105,55 +109,58 @@ class Engine:
 
     def __init__(self, plan: MergePlan, seed: int, device: torch.device, executor: Executor | None):
         self.plan, self._seed, self._device, self._executor = plan, seed, device, executor
-        self._global: dict[str, list[Collector]] = {}
+        self._global: dict[str, list[_Shifted]] = {}
         self._heap = HeapWatch(_ALLOWANCE + 2 * plan.peak_memory)
 
-    def evaluation(self, t: TensorPlan) -> tuple[Evaluation, StreamBlocks]:
+    def evaluation(self, t: TensorPlan, cached: bool = True) -> tuple[Evaluation, StreamBlocks]:
         """The tensor's method, bound to its blocks."""
         assert t.method is not None
-        blocks = StreamBlocks(t, self.plan.sources, self._device, self._heap)
+        blocks = StreamBlocks(t, self.plan.sources, self._device, self._heap, cached)
         noise = Noise(self._seed, t.name) if t.method.noisy else None
         return Evaluation(t.method.function, t.parameters, blocks, noise, self._executor), blocks
 
     def measure_globally(self, progress: Callable[[str], None]) -> None:
-        """Answer the requests whose scope is the whole merge: every model's threshold over all tensors."""
-        members = [t for t in self.plan.tensors if t.parameters.get("scope") == "global" and t.info.count]
-        asking = []
-        for t in members:
-            evaluation, blocks = self.evaluation(t)
-            if (requests := evaluation.requests()) is not None:
-                asking.append((t, evaluation, blocks, requests))
+        """Answer the requests whose scope is the whole merge: every model's threshold over all tensors.
+
+        Every pass reads every tensor anew; what is kept between passes is a window or a histogram for each model.
+        """
+        asking: list[tuple[TensorPlan, int, int]] = []  # plan, number of blocks, number of requests
+        sizes: dict[str, int] = {}  # tensors with equal parameters are one vector, whose share is rounded once
+        for t in self.plan.tensors:
+            if t.parameters.get("scope") == "global" and t.info.count:
+                evaluation, blocks = self.evaluation(t, cached=False)
+                if (requests := evaluation.requests()) is not None:
+                    asking.append((t, len(blocks), len(requests)))
+                    sizes[repr(t.parameters)] = sizes.get(repr(t.parameters), 0) + t.info.count
         if not asking:
             return
-        total = sum(blocks.total for _, _, blocks, _ in asking)
-        counts = [0] * len(asking[0][3])
-        sizes: dict[str, int] = {}  # tensors with equal parameters are one vector, whose share is rounded once
-        for t, _, blocks, _ in asking:
-            sizes[repr(t.parameters)] = sizes.get(repr(t.parameters), 0) + blocks.total
-        samples: list[list[Tensor]] = [[] for _ in counts]
-        for t, evaluation, blocks, requests in asking:
+        total, models = sum(sizes.values()), asking[0][2]
+        counts, samples = [0] * models, [[] for _ in range(models)]
+        for t, _, _ in asking:
+            evaluation, _ = self.evaluation(t, cached=False)
             size = sizes.pop(repr(t.parameters), 0)
-            held = evaluation.samples(len(requests))
+            held, requests = evaluation.samples(models), evaluation.requests()
+            assert requests is not None
             for i, request in enumerate(requests):
                 assert isinstance(request, Largest)
                 counts[i] += request.count(size)
                 scores = torch.cat(held[i]) if held[i] else request.compute().detach().flatten()
-                wanted = max(1, round(blocks.total / total * (1 << 18)))  # a tensor's share of the sample is its size
-                samples[i].append(scores[:: max(1, scores.numel() // wanted)])
-        dtype = asking[0][0].work
-        collectors = [Selector(k, total, torch.cat(s).to(dtype), dtype) for k, s in zip(counts, samples, strict=True)]
-        firsts, number = [], 0
-        for _, _, blocks, _ in asking:
-            firsts.append(number)
-            number += len(blocks)
-        while not all(c.done for c in collectors):
+                wanted = max(1, round(t.info.count / total * (1 << 18)))  # a tensor's share of the sample is its size
+                samples[i].append(scores[:: max(1, scores.numel() // wanted)].clone())
+        dtype = torch.float64 if any(t.work == torch.float64 for t, _, _ in asking) else torch.float32
+        collectors = [Selector(k, total, torch.cat(s), dtype) for k, s in zip(counts, samples, strict=True)]
+        while not all(collector.done for collector in collectors):
             progress("thresholds over all tensors")
-            for (_, evaluation, _, _), first in zip(asking, firsts, strict=True):
-                evaluation.observe(collectors, first)
+            first = 0
+            for t, count, _ in asking:
+                self.evaluation(t, cached=False)[0].observe(collectors, first)
+                first += count
             for collector in collectors:
                 collector.advance()
-        for (t, *_), first in zip(asking, firsts, strict=True):
-            self._global[t.name] = [_Shifted(c, first) for c in collectors]  # pyrefly: ignore
+        first = 0
+        for t, count, _ in asking:
+            self._global[t.name] = [_Shifted(collector, first) for collector in collectors]
+            first += count
 
     def run_all(
         self, tensors: Sequence[TensorPlan], sink: Callable[[TensorPlan, int, Tensor], None]
@@ -172,24 +179,25 @@ class Engine:
         if t.method is None:
             source = self.plan.sources[t.inputs[0].source]
             for start in range(0, t.info.count, CHUNK):
-                sink(t, start, source.read(t.inputs[0].name, start, min(start + CHUNK, t.info.count)))
+                sink(t, start, source.read(t.inputs[0].name, start, min(start + CHUNK, t.info.count)).cpu())
             return self.fact(t, 1)
         evaluation, blocks = self.evaluation(t)
         if t.name in self._global:
             evaluation.answer(self._global[t.name])
         evaluation.measure()
 
-        def finish(index: int) -> None:
+        def finish(index: int) -> int:
             rounded = evaluation.result(index).reshape(-1).to(t.dtype)
             # A finite sum has finite terms; the slow look happens only when the sum is not.
             if not torch.isfinite(rounded.sum(dtype=t.work)) and not bool(torch.isfinite(rounded).all()):
-                raise ValueError(
+                raise NotFiniteError(
                     f"{t.name}: the merge gives NaN or infinity in {t.dtype}; the inputs hold such values, or their "
                     f"{t.method.name if t.method else ''} overflows"
                 )
             sink(t, blocks.span(index)[0], rounded.cpu())
+            return rounded.numel()
 
-        evaluation.map(finish)
+        assert sum(evaluation.map(finish)) == t.info.count, f"{t.name}: not every element was written"
         return self.fact(t, evaluation.passes + 1)
 
     @staticmethod

@@ -27,6 +27,14 @@ Request = Sum | Largest
 Collector = Summation | Selector
 
 
+class Answering(Protocol):
+    """What knows a request's answer."""
+
+    def answer(self, block: int) -> Any:
+        """The answer as it applies to block number ``block``."""
+        ...
+
+
 @dataclass(frozen=True)
 class Block:
     """One stretch of a tensor: the models' values, the base's, and where it starts."""
@@ -95,7 +103,7 @@ class Evaluation:
     ):
         self._function, self._parameters, self._blocks = function, parameters, blocks
         self._noise, self._executor = noise, executor
-        self._answered: list[list[Collector]] = []
+        self._answered: list[list[Answering]] = []
         self.passes = 0
 
     def map(self, work: Callable[[int], Any]) -> list[Any]:
@@ -124,7 +132,7 @@ class Evaluation:
         """What the method asks next, as closures over the first block; None when it would return a result."""
         return self._replay(self._blocks.load(0), 0)[0]
 
-    def answer(self, collectors: Sequence[Collector]) -> None:
+    def answer(self, collectors: Sequence[Answering]) -> None:
         """Give the answers to the requests now open; they were collected elsewhere (the global scope)."""
         self._answered.append(list(collectors))
 

@@ -17,13 +17,18 @@ _LORA_KEY = re.compile(
 )
 
 
+_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_RESIDUAL = ("pissa", "olora", "corda", "loftq")  # initialisations that subtract the adapter from the base
+_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")  # their linear layers store (in, out)
+
+
 class LoraSource:
     """A model with a peft LoRA adapter folded in, stretch by stretch: W + s B A, with no merged copy anywhere."""
 
     def __init__(self, base: Source, adapter: Path):
         self.label, self.folder = f"{base.label}+{adapter}", base.folder
         self._base, self._adapter_folder = base, adapter
-        for needed in ("adapter_config.json", "adapter_model.safetensors"):
+        for needed in _FILES:
             if not (adapter / needed).is_file():
                 raise CheckpointError(f"adapter {adapter}: has no {needed}")
         settings = read_json(adapter / "adapter_config.json")
@@ -31,11 +36,19 @@ class LoraSource:
             raise CheckpointError(
                 f"adapter {adapter}: only plain LoRA adapters can be folded in (no DoRA, no lora_bias)"
             )
+        if str(settings.get("init_lora_weights", "")).lower().startswith(_RESIDUAL):
+            raise CheckpointError(
+                f"adapter {adapter}: was initialised by {settings['init_lora_weights']}, which also changed the base "
+                "weights; save it with path_initial_model_for_weight_conversion, then fold it in"
+            )
+        if missing := {"r", "lora_alpha"} - settings.keys():
+            raise CheckpointError(f"adapter {adapter}: its config has no {' and no '.join(sorted(missing))}")
         self.config = dict(base.config)
         stored = FolderSource(adapter, str(adapter), read_header(adapter / "adapter_model.safetensors"))
         self._pairs: dict[str, tuple[Tensor, Tensor, float]] = {}
         self._replaced: dict[str, Tensor] = {}
-        self._transposed = bool(settings.get("fan_in_fan_out"))
+        # peft's flag is that of the last layer it saw, so the architecture's own word comes first.
+        self._transposed = bool(settings.get("fan_in_fan_out")) or base.config.get("model_type") in _CONV1D
         found: dict[str, dict[str, Tensor]] = {}
         for key, info in stored.tensors.items():
             value = stored.read(key, 0, info.count).view(info.shape)
@@ -113,6 +126,6 @@ class LoraSource:
         self._base.prefetch(name)
 
     def fingerprint(self) -> Any:
-        """The base's, and the adapter file's."""
-        file = (self._adapter_folder / "adapter_model.safetensors").stat()
-        return [self._base.fingerprint(), file.st_size, file.st_mtime_ns]
+        """The base's, and those of the adapter's two files."""
+        files = [(self._adapter_folder / name).stat() for name in _FILES]
+        return [self._base.fingerprint(), *([file.st_size, file.st_mtime_ns] for file in files)]

@@ -39,8 +39,10 @@ class HeapWatch:
     def __init__(self, allowance: int):
         self._limit = resident() + allowance
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if resident() else None
+        self._calls = 0
 
     def check(self) -> None:
-        """Look, and trim when it is time; cheap enough for every block."""
-        if self._trim is not None and resident() > self._limit:
+        """Look at every eighth call, and trim when it is time; cheap enough for every block."""
+        self._calls += 1
+        if self._calls % 8 == 0 and self._trim is not None and resident() > self._limit:
             self._trim(0)

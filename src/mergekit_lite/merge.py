@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import functools
+import importlib.metadata
 import os
 import re
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,15 +20,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .engine import Engine, TensorFact
+from .engine import Engine, NotFiniteError, TensorFact
 from .memory import keep_freed_blocks
 from .methods import get_method
 from .outputs import OutputError, OutputFolder, chosen_template, plan_fingerprint
-from .plan import MergePlan, PlanError, TensorPlan
+from .plan import PlanError, TensorPlan
 from .planner import make_plan
 from .recipe import MergeRecipe, ModelEntry, model_key
-
-VERSION = "0.1.0"
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,12 @@ class MergeReport:
         )
 
 
+@functools.cache
+def version() -> str:
+    """This distribution's version."""
+    return importlib.metadata.version("model-components")
+
+
 class _Ranks:
     """The processes of a `torchrun`, or this one alone."""
 
@@ -79,12 +85,24 @@ class _Ranks:
             self._dist.barrier()
 
     def share(self, value: Any) -> Any:
-        """Rank 0's value, on every rank; an exception there is raised everywhere."""
+        """Rank 0's value, on every rank."""
         if self._dist is None:
             return value
         box = [value]
         self._dist.broadcast_object_list(box)
         return box[0]
+
+    def lead(self, work: Callable[[], Any]) -> None:
+        """Rank 0 does the work while the others wait; what it raises is raised everywhere."""
+        error = None
+        if self.rank == 0:
+            try:
+                work()
+            except BaseException as raised:
+                error = raised
+        error = self.share(error)
+        if error is not None:
+            raise error
 
     def gather(self, value: list[Any]) -> list[Any]:
         if self._dist is None:
@@ -215,7 +233,7 @@ def merge_models(
         recipe = build_recipe(models, method, base_model, parameters, **rest)
     if threads is not None and threads < 1:
         raise ValueError(f"merge_models: threads is {threads}, needed 1 or more")
-    limit, target = parse_size(max_shard_size), torch.device(device)
+    limit, target = parse_size(max_shard_size), _usable(device)
     workers = threads or 1
     if out is not None:
         _refuse_occupied(Path(out))
@@ -232,18 +250,17 @@ def merge_models(
                 unit="B",
                 unit_scale=True,
                 disable=not progress or ranks.rank > 0,
-                desc=method_name(plan),
+                desc=recipe.merge_method,
             )
             with bar:
-                engine.measure_globally(lambda text: bar.set_postfix_str(text))
                 if out is None:
                     return _to_memory(engine, bar)
-                folder, facts, paths, resumed = _to_folder(engine, Path(out), seed, resume, ranks, bar, executor)
+                facts, resumed = _to_folder(engine, Path(out), seed, resume, ranks, bar, executor)
     finally:
         torch.set_num_threads(torch_threads)
     return MergeReport(
-        out=folder,
-        paths=paths,
+        out=Path(out),
+        paths=[Path(out) / name for name in plan.shards],
         bytes_read=sum(f.passes * plan.input_bytes(t) for f, t in zip(facts, plan.tensors, strict=True)),
         bytes_written=plan.bytes_written,
         seconds=time.perf_counter() - started,
@@ -255,9 +272,15 @@ def merge_models(
     )
 
 
-def method_name(plan: MergePlan) -> str:
-    """What the progress bar calls the merge."""
-    return plan.recipe.merge_method
+def _usable(device: str | torch.device) -> torch.device:
+    try:
+        found = torch.device(device)
+        if found.type == "cuda" and found.index is None and "LOCAL_RANK" in os.environ:
+            found = torch.device("cuda", int(os.environ["LOCAL_RANK"]))  # one device a process under torchrun
+        torch.empty(1, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"merge_models: device {device!s} cannot be used here ({error})") from error
+    return found
 
 
 def _refuse_occupied(out: Path) -> None:
@@ -266,6 +289,7 @@ def _refuse_occupied(out: Path) -> None:
 
 
 def _to_memory(engine: Engine, bar: tqdm) -> dict[str, Tensor]:
+    engine.measure_globally(bar.set_postfix_str)
     merged = {t.name: torch.empty(t.shape, dtype=t.dtype) for t in engine.plan.tensors}
 
     def sink(t: TensorPlan, start: int, values: Tensor) -> None:
@@ -278,18 +302,18 @@ def _to_memory(engine: Engine, bar: tqdm) -> dict[str, Tensor]:
 
 def _to_folder(
     engine: Engine, out: Path, seed: int, resume: bool, ranks: _Ranks, bar: tqdm, executor: Executor
-) -> tuple[Path, list[TensorFact], list[Path], list[str]]:
+) -> tuple[list[TensorFact], list[str]]:
     plan = engine.plan
-    chosen_template(plan)  # refuse a bad one before anything is written
-    fingerprint = plan_fingerprint(plan, seed, VERSION)
-    folder = OutputFolder(out, plan, fingerprint, resume, leader=True) if ranks.rank == 0 else None
-    ranks.barrier()
-    if folder is None:
-        folder = OutputFolder(out, plan, fingerprint, resume, leader=False)
+    chosen_template(plan)  # what could fail at the end is tried first
+    plan.recipe.to_yaml()
+    fingerprint = plan_fingerprint(plan, seed, version())
+    folder = OutputFolder(out, plan, fingerprint)
+    ranks.lead(lambda: folder.prepare(resume))
     resumed = ranks.share(sorted(folder.finished))
     facts: list[TensorFact] = []
     hashing: Future[None] | None = None
     try:
+        engine.measure_globally(bar.set_postfix_str)
         for shard, name in enumerate(plan.shards):
             members = [t for t in plan.tensors if t.shard == shard]
             if name in resumed:
@@ -313,23 +337,18 @@ def _to_folder(
             hashing.result()
         order = {t.name: i for i, t in enumerate(plan.tensors)}
         facts = sorted(ranks.gather(facts), key=lambda f: order[f.name])
-        paths = folder.publish([asdict(f) for f in facts], seed, VERSION) if ranks.rank == 0 else []
-        ranks.barrier()
-    except KeyboardInterrupt:
-        folder.release()
-        raise
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
+        ranks.lead(lambda: folder.publish([asdict(f) for f in facts], seed, version()))
+    except BaseException as error:
+        executor.shutdown(wait=True, cancel_futures=True)  # nothing may write once the folder is let go
+        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        if ranks.rank == 0 and (full or isinstance(error, NotFiniteError)):
             folder.discard()
-            raise OutputError(
-                errno.ENOSPC, f"merge to {out}: the disk is full; what was written has been removed"
-            ) from error
         folder.release()
+        if full:
+            text = f"merge to {out}: the disk is full; what was written has been removed"
+            raise OutputError(errno.ENOSPC, text) from error
         raise
-    except BaseException:
-        folder.discard()
-        raise
-    return out, facts, paths or [out / name for name in plan.shards], resumed
+    return facts, resumed
 
 
 __all__ = ["MergeReport", "PlanError", "TensorFact", "merge_models"]

@@ -30,9 +30,15 @@ def _xor_shift_(x: Tensor, scratch: Tensor, shift: int) -> None:
     x.bitwise_xor_(scratch)
 
 
-@functools.lru_cache(maxsize=8)
-def _counter(count: int, device: torch.device) -> Tensor:
+@functools.lru_cache(maxsize=4)
+def _kept_counter(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, dtype=torch.int32, device=device)
+
+
+def _counter(count: int, device: torch.device) -> Tensor:
+    """0 … count - 1; those of a block's size are kept, since making them costs as much as hashing."""
+    make = _kept_counter if count <= 1 << 20 else _kept_counter.__wrapped__
+    return make(count, device)
 
 
 def _hash_(counters: Tensor, key: str) -> Tensor:

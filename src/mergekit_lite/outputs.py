@@ -61,14 +61,9 @@ class OutputFolder:
         out: The final name.
         plan: What will be written.
         fingerprint: From `plan_fingerprint`.
-        resume: Keep what an interrupted run of the same merge finished.
-        leader: This process prepares, hashes and renames.
-
-    Raises:
-        OutputError: The folder is not empty, another run is writing it, or the disk is too small.
     """
 
-    def __init__(self, out: Path, plan: MergePlan, fingerprint: str, resume: bool, leader: bool = True):
+    def __init__(self, out: Path, plan: MergePlan, fingerprint: str):
         self._out, self._plan, self._fingerprint = out, plan, fingerprint
         self.folder = out.parent / f".{out.name}.partial"
         self.finished: dict[str, str] = {}
@@ -78,10 +73,16 @@ class OutputFolder:
             self._members[t.shard].append(t)
         self._body = [len(header_bytes(members)) for members in self._members]
         self._lock: int | None = None
-        if leader:
-            self._prepare(resume)
 
-    def _prepare(self, resume: bool) -> None:
+    def prepare(self, resume: bool) -> None:
+        """Lock the hidden folder and decide what of it is kept.
+
+        Args:
+            resume: Keep what an interrupted run of the same merge finished.
+
+        Raises:
+            OutputError: Another run is writing it, or the disk is too small.
+        """
         self._out.parent.mkdir(parents=True, exist_ok=True)
         self.folder.mkdir(exist_ok=True)
         self._lock = os.open(self.folder, os.O_RDONLY)
@@ -91,27 +92,35 @@ class OutputFolder:
             os.close(self._lock)
             self._lock = None
             raise OutputError(f"merge to {self._out}: another run is writing it now") from None
-        progress = self.folder / "progress.json"
-        held: dict[str, Any] = {}
-        if resume and progress.exists():
-            held = json.loads(progress.read_text(encoding="utf-8"))
+        try:
+            if resume:
+                self._keep_finished()
+            for path in self.folder.iterdir():
+                if path.name not in self.finished:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            self._save_progress()
+            left = sum(t.nbytes for t in self._plan.tensors if self._plan.shards[t.shard] not in self.finished)
+            free = shutil.disk_usage(self.folder).free
+            if left > free:
+                if not self.finished:
+                    shutil.rmtree(self.folder)
+                text = f"needs {left / 1e9:.2f} GB of disk and {free / 1e9:.2f} GB are free"
+                raise OutputError(errno.ENOSPC, f"merge to {self._out}: {text}")
+        except BaseException:
+            self.release()
+            raise
+
+    def _keep_finished(self) -> None:
+        """Find the shards that an earlier run of this merge recorded and that still have the recorded hash."""
+        try:
+            held = json.loads((self.folder / "progress.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return
         if held.get("fingerprint") == self._fingerprint:
             for name, digest in held["shards"].items():
                 path = self.folder / name
                 if path.exists() and file_hash(path) == digest:
                     self.finished[name] = digest
-        for path in self.folder.iterdir():
-            if path.name not in self.finished:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        self._save_progress()
-        left = sum(t.nbytes for t in self._plan.tensors if self._plan.shards[t.shard] not in self.finished)
-        free = shutil.disk_usage(self.folder).free
-        if left > free:
-            self.discard()
-            raise OutputError(
-                errno.ENOSPC,
-                f"merge to {self._out}: needs {left / 1e9:.2f} GB of disk and {free / 1e9:.2f} GB are free",
-            )
 
     def _save_progress(self) -> None:
         _write_json(self.folder / "progress.json", {"fingerprint": self._fingerprint, "shards": self.finished})
@@ -148,7 +157,6 @@ class OutputFolder:
     def discard(self) -> None:
         """Remove everything of this run; the target was never touched."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.release()
 
     def release(self) -> None:
         """Let go of the lock and of open files, keeping what is written for a later run."""
@@ -159,7 +167,7 @@ class OutputFolder:
             os.close(self._lock)
             self._lock = None
 
-    def publish(self, facts: Sequence[dict[str, Any]], seed: int, version: str) -> list[Path]:
+    def publish(self, facts: Sequence[dict[str, Any]], seed: int, version: str) -> None:
         """Write everything that is not a tensor, then rename the folder to its final name."""
         plan, folder = self._plan, self.folder
         if len(plan.shards) > 1:
@@ -181,7 +189,6 @@ class OutputFolder:
             "tensors": list(facts),
         }
         _write_json(folder / MANIFEST, manifest)
-        (folder / "progress.json").unlink()
         if self._out.is_dir() and not any(self._out.iterdir()):
             self._out.rmdir()
         if self._out.exists():
@@ -189,8 +196,8 @@ class OutputFolder:
                 f"merge to {self._out}: something was put there during the merge; the result is in {folder}"
             )
         os.rename(folder, self._out)
+        (self._out / "progress.json").unlink()
         self.release()
-        return [self._out / name for name in plan.shards]
 
     def _copy_beside(self, folder: Path) -> None:
         donor = self._plan.sources[self._plan.donor].folder

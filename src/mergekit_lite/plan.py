@@ -14,17 +14,23 @@ from .methods import MergeMethod
 from .recipe import MergeRecipe
 from .vocabulary import Vocabulary
 
-CHUNK = 1 << 17
+CHUNK = 1 << 18
 """Elements that one thread holds of each input at a time."""
 
 
+_SHOWN = 20
+
+
 class PlanError(ValueError):
-    """A merge that cannot be done; the message lists every reason found."""
+    """A merge that cannot be done; the message lists the first 20 reasons."""
 
     def __init__(self, problems: Sequence[str]):
         self.problems = list(problems)
         count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
-        super().__init__(f"this merge cannot be done ({count}):\n" + "\n".join(f"- {p}" for p in self.problems))
+        lines = [f"- {p}" for p in self.problems[:_SHOWN]]
+        if len(self.problems) > _SHOWN:
+            lines.append(f"and {len(self.problems) - _SHOWN} more; PlanError.problems has them all")
+        super().__init__(f"this merge cannot be done ({count}):\n" + "\n".join(lines))
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ class MergePlan:
             if t.chunking == "tensor":
                 peak = max(peak, t.info.count * (t.work.itemsize * inputs + 8 * (inputs + 3)))
             else:
-                row = t.info.count // max(1, t.shape[0]) if t.chunking == "rows" and len(t.shape) > 1 else 0
+                row = t.shape[-1] if t.chunking == "rows" and t.shape else 0
                 block = min(t.info.count, max(CHUNK, row))
                 peak = max(peak, self.threads * block * t.work.itemsize * (2 * inputs + 6))
         return peak

@@ -175,7 +175,8 @@ class _Planner:
         return self.method.bind(len(entries), values)
 
     def check_parameter_names(self) -> None:
-        known = set(self.method.parameters) | {"lambda_"} | set(self.method.unused)
+        known = set(self.method.parameters) | set(self.method.unused)
+        known |= {"lambda_"} if "lambda" in known else set()
         places = [("parameters", self.recipe.parameters)]
         places += [(f"parameters of {model_label(e.model)}", e.parameters) for e in self.recipe.entries()]
         places += [("parameters of a slice", s.parameters) for s in self.recipe.slices]
@@ -288,6 +289,8 @@ class _Planner:
     @staticmethod
     def depth(name: str, layers: int, first: int = 0) -> float:
         layer = layer_of(name)
+        if layer is None and HEAD.search(name):
+            return 1.0
         if layer is None:
             return 0.0 if EMBEDDING.search(name) or "wpe" in name or "embed" in name else 1.0
         return (layer - first) / (layers - 1) if layers > 1 else 1.0
@@ -298,7 +301,7 @@ class _Planner:
         for number, piece in enumerate(self.recipe.slices):
             members = [self.index[model_key(s.model)] for s in piece.sources]
             ranges = [s.layer_range or (0, 0) for s in piece.sources]
-            lead, (begin, end) = members[0], ranges[0]
+            begin, end = ranges[0]
             for m, (_, stop) in zip(members, ranges, strict=True):
                 count = 1 + max((layer_of(n) or 0 for n in self.sources[m].tensors), default=-1)
                 if stop > count:
@@ -306,25 +309,27 @@ class _Planner:
                         f"slice: layer_range ends at {stop}, {self.sources[m].label} has {count} layers"
                     )
             self.stop_if_unsound()
-            outside = [n for n in self.sources[lead].tensors if layer_of(n) is None]
-            before = [n for n in outside if self.depth(n, 1) == 0.0]
-            after = [n for n in outside if self.depth(n, 1) == 1.0]
+            everyone = [self.sources[m].tensors for m in members]
+            outside = list(dict.fromkeys(n for names in everyone for n in names if layer_of(n) is None))
             if piece is first:
-                planned += [self._outside(n, members, piece, 0.0) for n in before]
+                planned += [self._outside(n, members, piece, 0.0) for n in outside if self.depth(n, 1) == 0.0]
             for step in range(end - begin):
                 depth = step / (end - begin - 1) if end - begin > 1 else 1.0
-                for name in [n for n in self.sources[lead].tensors if layer_of(n) == begin + step]:
+                held = [
+                    [_with_layer(n, out + step) for n in names if layer_of(n) == start + step]
+                    for names, (start, _) in zip(everyone, ranges, strict=True)
+                ]
+                for name in dict.fromkeys(n for names in held for n in names):
                     inputs = []
-                    for m, (start, _) in zip(members, ranges, strict=True):
-                        own = _with_layer(name, start + step)
-                        if own not in self.sources[m].tensors:
-                            self.problems.append(f"{self.sources[m].label} has no {own}")
-                        inputs.append((m, own))
+                    for m, names, (start, _) in zip(members, held, ranges, strict=True):
+                        if name not in names:
+                            self.problems.append(f"{self.sources[m].label} has no {_with_layer(name, start + step)}")
+                        inputs.append((m, _with_layer(name, start + step)))
                     self.stop_if_unsound()
-                    planned.append(self.tensor(_with_layer(name, out + step), inputs, piece.sources, piece, depth))
+                    planned.append(self.tensor(name, inputs, piece.sources, piece, depth))
             out += end - begin
             if number == len(self.recipe.slices) - 1:
-                planned += [self._outside(n, members, piece, 1.0) for n in after]
+                planned += [self._outside(n, members, piece, 1.0) for n in outside if self.depth(n, 1) == 1.0]
         return [t for t in planned if t is not None]
 
     def _outside(self, name: str, members: Sequence[int], piece: Slice, depth: float) -> TensorPlan | None:
@@ -344,9 +349,12 @@ class _Planner:
             config.pop("torch_dtype", None)
             common = reduce(torch.promote_types, floats)
             config["dtype"] = str(common).removeprefix("torch.")
-        members = [self.sources[i].config.get("tie_word_embeddings") for i in range(len(self.sources))]
-        if any(flag is False for flag in members):
-            config["tie_word_embeddings"] = False
+        flags = [source.config.get("tie_word_embeddings") for source in self.sources]
+        if any(HEAD.search(t.name) for t in tensors):
+            if False in flags:
+                config["tie_word_embeddings"] = False
+        elif config.get("tie_word_embeddings") is False and True in flags:
+            config["tie_word_embeddings"] = True  # the head came from a tied model, as its embedding
         if self.vocabulary is not None:
             config["vocab_size"] = self.vocabulary.rows
         if self.recipe.slices:
@@ -357,7 +365,8 @@ class _Planner:
                 if key in config:
                     config[key] = count
             for key, value in config.items():  # layer_types and the like: one entry a layer
-                if isinstance(value, list) and old is not None and len(value) == old and key.endswith("types"):
+                listed = isinstance(value, list) and old is not None and len(value) == old
+                if listed and ("layer" in key or key.endswith("types")):
                     config[key] = [value[i] for begin, end in spans for i in range(begin, end)]
         return config
 
@@ -405,6 +414,8 @@ def make_plan(
     names = [t.name for t in tensors]
     if len(set(names)) < len(names):
         planner.problems.append("the slices give one tensor twice")
+    if recipe.slices and any(t.parameters.get("scope") == "global" for t in tensors):
+        planner.problems.append("scope global ranks whole models; a recipe with slices can only use scope tensor")
     planner.stop_if_unsound()
     planner.check_copies(tensors)
     planner.stop_if_unsound()

@@ -216,7 +216,12 @@ class MergeRecipe:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    for kind in (bool, int, float, str):  # numpy's numbers are subclasses that YAML does not know
+        if isinstance(value, kind):
+            return kind(value)
+    return value
 
 
 def model_label(model: Any) -> str:

@@ -73,18 +73,17 @@ def nuslerp(
     nuslerp_flatten: bool = True,
     nuslerp_row_wise: bool = False,
 ) -> Tensor:
-    """Arc between the two models or task vectors, whole, by row or by column."""
+    """Arc between the two models or task vectors: whole, or vector by vector along the last or the first dimension."""
     x, y = tensors if base is None else [t - base for t in tensors]
     t = 0.5 if abs(sum(weight)) < 1e-6 else weight[1] / sum(weight)
     near = 1e-16
     if nuslerp_flatten:
         merged = _arc(x, y, t, near)
     else:
-        flat = [z.reshape(z.shape[0] if z.dim() > 1 else 1, -1) for z in (x, y)]
-        if not nuslerp_row_wise:
-            flat = [z.mT for z in flat]
-        rows = torch.stack([_arc(a, b, t, near) for a, b in zip(*flat, strict=True)])
-        merged = (rows if nuslerp_row_wise else rows.mT).reshape(x.shape)
+        x, y = (z.movedim(0, -1) if nuslerp_row_wise else z for z in (x, y))
+        pairs = zip(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]), strict=True)
+        merged = torch.stack([_arc(a, b, t, near) for a, b in pairs]).reshape(x.shape)
+        merged = merged.movedim(-1, 0) if nuslerp_row_wise else merged
     return merged if base is None else base + merged
 
 
@@ -141,7 +140,7 @@ def model_stock(tensors: list[Tensor], base: Tensor, *, filter_wise: bool = Fals
     """Interpolation towards the mean by the angle between task vectors."""
     if filter_wise and base.dim() > 1:
         rows = zip(base, *tensors, strict=True)
-        return torch.stack([model_stock(list(row[1:]), row[0]) for row in rows])
+        return torch.stack([model_stock(list(row[1:]), row[0], filter_wise=True) for row in rows])
     changes, count = [t - base for t in tensors], len(tensors)
     cosines = []
     for i in range(count):
@@ -338,7 +337,7 @@ def keep_probabilities(change: Tensor, density: float, epsilon: float) -> Tensor
 def arcee_fusion(tensors: list[Tensor], base: Tensor) -> Tensor:
     """Take the model where importance is an outlier."""
     model = tensors[0]
-    w, b = (t.detach().reshape(t.shape[0] if t.dim() > 1 else 1, -1) for t in (model, base))
+    w, b = (t.detach().reshape(-1, t.shape[-1]) for t in (model, base))
     p, q = w.softmax(-1), b.softmax(-1)
     importance = (w - b).abs() * (p * (p.log() - q.log())).sum(-1, keepdim=True).clamp(min=0)
     ordered = importance.flatten().sort().values

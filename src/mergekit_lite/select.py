@@ -67,7 +67,7 @@ class Selector:
     """
 
     def __init__(self, k: int, total: int, sample: Tensor, dtype: torch.dtype):
-        self._k = k
+        self._k, self._dtype = k, dtype
         self._int, self._np = (torch.int64, np.float64) if dtype == torch.float64 else (torch.int32, np.float32)
         self._top = int(np.array(np.inf, self._np).view(f"i{self._np().itemsize}")) + 1
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ class Selector:
         self._histogram = None if self._collect or high - low == 1 else np.zeros(_BINS, np.int64)
 
     def _bits(self, scores: Tensor) -> Tensor:
-        return scores.detach().contiguous().view(self._int)
+        return scores.detach().to(self._dtype).contiguous().view(self._int)
 
     def _split(self, scores: Tensor) -> tuple[int, np.ndarray]:
         """How many scores lie above the window, and the bit patterns inside it."""
@@ -134,6 +134,8 @@ class Selector:
                 raise ValueError("selecting the largest elements: the tensor holds NaN")
             return self._open(self._high, self._top, False)
         if self._above + self._inside < self._k:
+            if self._low == 0:  # NaN with its sign set lies below zero
+                raise ValueError("selecting the largest elements: the tensor holds NaN")
             return self._open(0, self._low, False)
         if self._high - self._low == 1:
             return self._finish(self._low, {i: int(n) for i, n in self._blocks.items()})
@@ -156,7 +158,6 @@ class Selector:
 
     def _finish(self, bits: int, equal: dict[int, int]) -> None:
         self.threshold = float(np.array(bits, f"i{self._np().itemsize}").view(self._np))
-        self._equal = {}
         left = self._k - self._above
         if sum(equal.values()) > left:
             for block in sorted(equal):

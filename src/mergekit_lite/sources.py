@@ -36,7 +36,7 @@ def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | Non
 def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+    patterns = ["model*.safetensors", "adapter_*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
     return Path(snapshot_download(name, allow_patterns=patterns))
 
 
@@ -87,8 +87,8 @@ def open_source(model: Any, *, allow_pickle: str | None = None, label: str | Non
             raise CheckpointError(f"{text}: holds no model.safetensors and no index of shards")
         return pickled
     source = FolderSource(folder, label or text, tensors)
-    if "quantization_config" in source.config:
-        kind = source.config["quantization_config"].get("quant_method", "unknown")
+    if quantised := source.config.get("quantization_config"):
+        kind = quantised.get("quant_method", "unknown")
         raise CheckpointError(f"{text}: is quantised ({kind}); merge the original weights and quantise the result")
     return source
 

@@ -7,6 +7,7 @@ of the models that have it; a recipe's ``tokens`` entry can name the model to ta
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -82,8 +83,7 @@ class Vocabulary:
     tokens: Mapping[str, int]
     row_of: Sequence[np.ndarray]
     folder: Path | None
-    new_tokens: Sequence[str] = ()
-    merged_from: Sequence[Path] = ()
+    tokenizer_json: str | None = None
 
     def write_tokenizer(self, out: Path) -> None:
         """Put the tokenizer's files into ``out``, tokens of the union added."""
@@ -92,35 +92,43 @@ class Vocabulary:
         for name in TOKENIZER_FILES:
             if (self.folder / name).exists():
                 shutil.copyfile(self.folder / name, out / name)
-        if self.new_tokens:
-            _extend_tokenizer(out / "tokenizer.json", self.tokens, self.new_tokens, self.merged_from)
+        if self.tokenizer_json is not None:
+            (out / "tokenizer.json").write_text(self.tokenizer_json, encoding="utf-8")
 
 
-def _extend_tokenizer(path: Path, tokens: Mapping[str, int], new: Sequence[str], others: Sequence[Path]) -> None:
-    """Add tokens, and the BPE merges that build them, to a tokenizer.json."""
+def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Path]) -> str:
+    """A tokenizer.json with every one of ``tokens``, and the BPE merges of ``others`` that build the new ones.
+
+    Raises:
+        CheckpointError: The kind of tokenizer cannot be extended with its ids in place.
+    """
+    from tokenizers import Tokenizer
+
     data = json.loads(path.read_text(encoding="utf-8"))
-    model, wanted = data["model"], set(new)
-    added = {t["content"] for t in data.get("added_tokens", [])}
+    model = data["model"]
+    if not isinstance(model["vocab"], dict):
+        raise CheckpointError(f"{path}: a union cannot extend a {model.get('type')} tokenizer; use base or a path")
+    added = {t["content"]: t for t in data.get("added_tokens", [])}
+    held = {json.dumps(m) for m in model.get("merges", [])}
     for other in others:
         theirs = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
         for token in theirs.get("added_tokens", []):
-            if token["content"] in wanted and token["content"] not in added:
-                data.setdefault("added_tokens", []).append(token | {"id": tokens[token["content"]]})
-                added.add(token["content"])
-        held = {json.dumps(m) for m in model.get("merges", [])}
-        for merge in theirs["model"].get("merges", []):
+            if token["content"] in tokens:
+                added.setdefault(token["content"], token | {"id": tokens[token["content"]]})
+        for merge in theirs["model"].get("merges", []) if "merges" in model else ():
             pair = merge if isinstance(merge, list) else merge.split(" ")
-            if "".join(pair) in wanted and json.dumps(merge) not in held:
+            new = "".join(pair) not in model["vocab"]
+            if new and all(t in tokens for t in (*pair, "".join(pair))) and json.dumps(merge) not in held:
                 model["merges"].append(merge)
                 held.add(json.dumps(merge))
-        if isinstance(model["vocab"], list):
-            model["vocab"] += [
-                p for p in theirs["model"]["vocab"] if p[0] in wanted - added - {v[0] for v in model["vocab"]}
-            ]
-    if isinstance(model["vocab"], dict):
-        model["vocab"] |= {t: tokens[t] for t in new if t not in added}
-    data.get("added_tokens", []).sort(key=lambda t: t["id"])
-    path.write_text(json.dumps(data, ensure_ascii=False), encoding="utf-8")
+    # Added tokens stand in the model's vocabulary too, or loading would number them after it.
+    model["vocab"] = dict(sorted(tokens.items(), key=lambda item: item[1]))
+    data["added_tokens"] = sorted(added.values(), key=lambda t: t["id"])
+    text = json.dumps(data, ensure_ascii=False)
+    loaded = Tokenizer.from_str(text).get_vocab(with_added_tokens=True)
+    if wrong := [t for t, row in tokens.items() if loaded.get(t) != row]:
+        raise CheckpointError(f"{path}: in a union token {wrong[0]!r} would lose its row; use base or a path")
+    return text
 
 
 def plan_vocabulary(
@@ -139,7 +147,7 @@ def plan_vocabulary(
         RecipeError: A token rule that names an unknown token.
     """
     vocabularies = [read_vocabulary(source.folder, source.label) for source in sources]
-    folder, new_tokens = sources[base].folder, []
+    folder, extended = sources[base].folder, None
     tokens = dict(vocabularies[base])
     rows = _rows(sources[base])
     if spec.source == "union":
@@ -147,10 +155,15 @@ def plan_vocabulary(
         for vocabulary in vocabularies:
             for token in sorted(vocabulary, key=vocabulary.__getitem__):
                 if token not in tokens:
-                    tokens[token] = free + len(new_tokens)
-                    new_tokens.append(token)
-        if new_tokens and not (folder and (folder / "tokenizer.json").exists()):
-            raise CheckpointError(f"{sources[base].label}: a union of vocabularies needs a tokenizer.json to extend")
+                    tokens[token] = free
+                    free += 1
+        if len(tokens) > len(vocabularies[base]):
+            if folder is None or not (folder / "tokenizer.json").exists():
+                raise CheckpointError(
+                    f"{sources[base].label}: a union of vocabularies needs a tokenizer.json to extend"
+                )
+            others = [s.folder for s in sources if s.folder is not None and (s.folder / "tokenizer.json").exists()]
+            extended = extend_tokenizer(folder / "tokenizer.json", tokens, others)
     elif spec.source != "base":
         folder = sources[index_of(spec.source)].folder if _known(spec.source, index_of) else Path(spec.source)
         tokens = read_vocabulary(folder, spec.source)
@@ -167,13 +180,12 @@ def plan_vocabulary(
         own = np.full(rows, -1, np.int64)
         for token, row in tokens.items():
             own[row] = vocabulary.get(token, -1)
-        for row in range(rows):  # padding keeps its place, where the model has a row there that is no token's
+        for row in range(rows):  # rows that are no token of the output keep their place, where the model has one
             if row not in used and row < _rows(source):
                 own[row] = row
         own[own >= _rows(source)] = -1
         maps.append(own)
-    others = [s.folder for s in sources if s.folder is not None and (s.folder / "tokenizer.json").exists()]
-    return Vocabulary(rows, tokens, maps, folder, new_tokens, others)
+    return Vocabulary(rows, tokens, maps, folder, extended)
 
 
 def _known(name: str, index_of: Callable[[str], int]) -> bool:
@@ -264,5 +276,6 @@ class AlignedSource:
         self._sources[self._index].prefetch(name)
 
     def fingerprint(self) -> Any:
-        """The model's own."""
-        return self._sources[self._index].fingerprint()
+        """The model's own, and where its rows come from."""
+        rows = hashlib.sha256(self._donor.tobytes() + self._row.tobytes()).hexdigest()
+        return [self._sources[self._index].fingerprint(), rows]

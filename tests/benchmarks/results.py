@@ -109,9 +109,10 @@ def write_page() -> None:
         "that ran all implementations in turn, in fresh processes. The machines are shared and noisy: read the ratios. "
         "An operation is only timed after its equivalence tests have passed.",
         "",
-        "CUDA: not measured on a GPU yet.",
-        "",
     ]
+    everything = [r for file in sorted(RESULTS.glob("*.csv")) for r in latest(file.name)]
+    if all("CPU" in r["hardware"] for r in everything):
+        lines += ["CUDA: not measured on a GPU yet.", ""]
     for file in sorted(RESULTS.glob("*.csv")):
         rows = latest(file.name)
         for shape in dict.fromkeys(r["shape"] for r in rows):
@@ -142,7 +143,7 @@ def write_page() -> None:
 
 def write_readme_table() -> None:
     """The README's table: file merges of the first size, ours with one thread beside the peer and the floors."""
-    rows = latest("merge_models.csv")
+    rows = [r for r in latest("merge_models.csv") if "CPU" in r["hardware"]]
     shape = next((r["shape"] for r in rows), None)
     rows = [r for r in rows if r["shape"] == shape]
     lines = [
@@ -153,7 +154,7 @@ def write_readme_table() -> None:
         "|---|---|---|---|---|---|---|",
     ]
     for op in dict.fromkeys(r["op"] for r in rows):
-        found = {r["impl"].split()[0]: r for r in rows if r["op"] == op and r["mode"] != "2 threads"}
+        found = {r["impl"].split()[0]: r for r in rows if r["op"] == op and not r["mode"].endswith("threads")}
         ours, peer = found["mergekit_lite"], found.get("mergekit")
 
         def cell(r: dict[str, str] | None) -> str:

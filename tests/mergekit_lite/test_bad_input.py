@@ -60,6 +60,7 @@ def test_models_and_bases(paths, out):
     refused("not int", [paths[0], 3], weight=1, out=out)
     refused("maps names to tensors", [paths[0], {"a": 1}], weight=1, out=out)
     refused("threads is 0", paths, weight=1, threads=0, out=out)
+    refused("cannot be used here", paths, weight=1, device="nonsense", out=out)
     refused("max_shard_size", paths, weight=1, max_shard_size="big", out=out)
 
 
@@ -148,7 +149,12 @@ def test_quantised_and_adapter_only_folders(paths, tmp_path, out):
     (tmp_path / "q" / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
     refused(r"is quantised \(gptq\)", [tmp_path / "q"], "passthrough", out=out)
     (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    settings = {"r": 1, "lora_alpha": 1}
+
+    def configure(**changes):
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings | changes))
+
+    configure()
     refused("is a LoRA adapter; name it as", [tmp_path / "adapter"], "passthrough", out=out)
     refused("has no adapter_model", [f"{paths[0]}+{tmp_path / 'adapter'}"], "passthrough", out=out)
     save_file(
@@ -156,8 +162,12 @@ def test_quantised_and_adapter_only_folders(paths, tmp_path, out):
         tmp_path / "adapter" / "adapter_model.safetensors",
     )
     refused("needed an A and a B", [f"{paths[0]}+{tmp_path / 'adapter'}"], "passthrough", out=out)
-    (tmp_path / "adapter" / "adapter_config.json").write_text('{"use_dora": true}')
+    configure(use_dora=True)
     refused("no DoRA", [f"{paths[0]}+{tmp_path / 'adapter'}"], "passthrough", out=out)
+    configure(init_lora_weights="pissa_niter_4")
+    refused("also changed the base", [f"{paths[0]}+{tmp_path / 'adapter'}"], "passthrough", out=out)
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    refused("no lora_alpha and no r", [f"{paths[0]}+{tmp_path / 'adapter'}"], "passthrough", out=out)
 
 
 SLICED = "merge_method: x\nslices: [{sources:"
@@ -207,6 +217,10 @@ def test_recipe_values_that_only_the_plan_can_judge(paths, out):
         plan(head + "parameters: {weight: [{fliter: mlp, value: 1}]}")
     with pytest.raises(PlanError, match="'weight' is required"):
         plan(head + "parameters: {weight: [{filter: mlp, value: 1}]}")
+    piece = f"[{{model: {paths[0]}, layer_range: [0, 1]}}, {{model: {paths[1]}, layer_range: [0, 1]}}]"
+    scope = "parameters: {weight: 1, density: 0.5, scope: global}"
+    with pytest.raises(PlanError, match="scope global ranks whole models"):
+        plan(f"merge_method: ties\nbase_model: {paths[0]}\nslices: [{{sources: {piece}}}]\n{scope}")
     with pytest.raises(PlanError, match="needed numbers"):
         plan(head + "parameters: {weight: [a, b]}")
     with pytest.raises(PlanError, match=r"layer_range ends at 9.*has 4 layers"):

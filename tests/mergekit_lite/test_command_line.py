@@ -46,7 +46,7 @@ def environment(**extra):
 
 def test_two_processes_write_the_same_bytes(recipe, tmp_path):
     assert main(["merge", str(recipe), str(tmp_path / "one"), "--no-progress", "--max-shard-size", "10kB"]) == 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29611"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += ["-m", "mergekit_lite", "merge", str(recipe), str(tmp_path / "two"), "--max-shard-size", "10kB"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -7,8 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 import mergekit_lite.engine
+import mergekit_lite.select
 from mergekit_lite import METHODS, Noise, merge_method, merge_models
 from mergekit_lite.methods import PerModel, get_method
+from mergekit_lite.select import Selector
 from tests.mergekit_lite.cases import CASES, NAME, SEED, inputs_for, reference_for, split
 from tests.support.equivalence import judge
 
@@ -185,3 +187,52 @@ def test_random_streams_past_four_billion_elements():
     assert torch.equal(torch.cat([Noise(0, "x", start + i).keep(0, like[:1], 0.3) for i in range(10)]), whole)
     each = Noise(0, "x", start).keep_each(0, torch.full((10,), 0.3))
     assert torch.equal(each[5:], Noise(0, "x", 1 << 32).keep_each(0, torch.full((5,), 0.3)))
+
+
+def test_each_element_can_have_its_own_chance():
+    chances = torch.linspace(0.01, 0.99, 64).repeat(20_000, 1)
+    kept = Noise(3, "x").keep_each(1, chances)
+    spread = (chances[0] * (1 - chances[0]) / 20_000).sqrt()
+    assert float(((kept.mean(0) - chances[0]) / spread).abs().max()) < 5
+    assert torch.equal(kept[7:9].flatten(), Noise(3, "x", 7 * 64).keep_each(1, chances[7:9]).flatten())
+
+
+@pytest.mark.parametrize("collected", [1 << 20, 64])
+@pytest.mark.parametrize("kind", ["spread", "equal", "two", "infinite"])
+def test_the_selector_is_exact_whatever_the_distribution(kind, collected, monkeypatch):
+    """By passes over blocks, with the sample misleading or absent, and windows too full to collect."""
+    monkeypatch.setattr(mergekit_lite.select, "_COLLECT", collected)
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(5000, generator=generator).abs()
+    scores = {
+        "spread": scores,
+        "equal": torch.full_like(scores, 0.7),
+        "two": (scores > 0.5).float(),
+        "infinite": torch.where(scores > 2, torch.inf, scores),
+    }[kind]
+    order = scores.sort(descending=True, stable=True).indices
+    for sample in (scores[::50], scores[:0], torch.zeros(20), torch.full((20,), 9.0)):
+        for k in (1, 37, 2500, 4999, 5000):
+            selector = Selector(k, 5000, sample, torch.float32)
+            passes = 0
+            while not selector.done:
+                for i in range(10):
+                    selector.observe(i, scores[i * 500 : (i + 1) * 500])
+                selector.advance()
+                passes += 1
+                assert passes < 12
+            masks = [selector.answer(i).mask(scores[i * 500 : (i + 1) * 500]) for i in range(10)]
+            expected = torch.zeros(5000, dtype=torch.bool)
+            expected[order[:k]] = True
+            assert torch.equal(torch.cat(masks), expected), (k, passes)
+
+
+@pytest.mark.parametrize(("bits", "k"), [(0x7FC00000, 1), (-0x400000, 100)], ids=["positive", "negative"])
+def test_the_selector_refuses_a_rank_that_only_nan_could_fill(bits, k):
+    scores = torch.ones(100)
+    scores.view(torch.int32)[3] = bits
+    assert scores[3].isnan()
+    selector = Selector(k, 100, scores[:0], torch.float32)
+    selector.observe(0, scores)
+    with pytest.raises(ValueError, match="NaN"):
+        selector.advance()

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,22 +51,32 @@ def test_killed_at_random_points_then_finished(models, tmp_path):
     assert process.wait() == 0
     expected = contents(tmp_path / "whole")
     assert len(expected) > 4
-    chance = random.Random(0)
-    partial = tmp_path / ".out.partial"
+    chance, partial, kept = random.Random(0), tmp_path / ".out.partial", []
     for _ in range(12):
         process = run(tmp_path / "out", models)
-        while process.poll() is None and not partial.exists():
-            time.sleep(0.001)
-        time.sleep(chance.uniform(0, 0.25))
+        started = progress(partial)
+        while process.poll() is None and progress(partial) == started:  # killed while it writes, not while it imports
+            time.sleep(0.0005)
+        time.sleep(chance.uniform(0, 0.05))
         process.send_signal(signal.SIGKILL)
         process.wait()
         if (tmp_path / "out").exists():  # it was faster: whole, or the name would not be there
             assert contents(tmp_path / "out") == expected
             assert json.loads((tmp_path / "out" / "merge_manifest.json").read_text())
-            subprocess.run(["rm", "-r", str(tmp_path / "out")], check=True)
+            shutil.rmtree(tmp_path / "out")
+        else:
+            kept.append(len(json.loads((partial / "progress.json").read_text())["shards"]))
+    assert any(kept)  # some were killed with whole shards behind them
     assert run(tmp_path / "out", models).wait() == 0
     assert contents(tmp_path / "out") == expected
     assert not partial.exists()
+
+
+def progress(partial):
+    try:
+        return (partial / "progress.json").stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def merge(models, out, **extra):
@@ -114,7 +125,7 @@ def test_another_merge_or_a_changed_input_starts_over(models, tmp_path, monkeypa
                 merge(models, tmp_path / "out")
         report = merge(models, tmp_path / "out", **change)
         assert report.resumed == []
-        subprocess.run(["rm", "-r", str(tmp_path / "out")], check=True)
+        shutil.rmtree(tmp_path / "out")
 
 
 def test_two_runs_into_one_folder(models, tmp_path):
@@ -169,3 +180,13 @@ def test_the_report_accounts_for_every_tensor(models, tmp_path):
     assert report.bytes_read == 3 * report.bytes_written
     assert report.peak_memory > 10**7
     assert "tensors" in str(report)
+
+
+def test_a_late_failure_keeps_what_was_finished(models, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(mergekit_lite.outputs, "model_card", lambda plan: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            merge(models, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    report = merge(models, tmp_path / "out")
+    assert len(report.resumed) == len(report.paths)

@@ -113,3 +113,24 @@ def test_chat_templates(folders, tmp_path):
         out = tmp_path / f"out{number}"
         merge(folders, out, f"tokenizer_source: base\nchat_template: {asked}")
         assert transformers.AutoTokenizer.from_pretrained(out).chat_template == expected
+
+
+def test_special_tokens_keep_their_rows_in_a_union(tmp_path):
+    """The base's added tokens lie after its vocabulary; new tokens must not push them on."""
+    words = {"p": ["<unk>", "a", "b"], "q": ["<unk>", "b", "a", "c", "d"]}
+    for seed, name in enumerate(words):
+        save(tiny("llama", seed, vocab_size=len(words[name]) + 2), tmp_path / name)
+        save_tokenizer(tmp_path / name, words[name], special=["<sys>", f"<only-{name}>"])
+    text = f"merge_method: linear\nmodels: [{tmp_path}/p, {tmp_path}/q]\nparameters: {{weight: 1}}\n"
+    merge_models(load_recipe(text + "tokenizer_source: union\n"), out=tmp_path / "out", progress=False)
+    merged = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    at = merged.get_vocab()
+    assert {t: at[t] for t in ("<unk>", "a", "b", "<sys>", "<only-p>")} == {
+        "<unk>": 0, "a": 1, "b": 2, "<sys>": 3, "<only-p>": 4,
+    }  # fmt: skip
+    assert sorted(at.values()) == list(range(8))
+    assert merged.tokenize("a <sys> d <only-q>") == ["a", "<sys>", "d", "<only-q>"]
+    rows = load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]
+    theirs = load_file(tmp_path / "q" / "model.safetensors")["model.embed_tokens.weight"]
+    torch.testing.assert_close(rows[at["d"]], theirs[4])
+    torch.testing.assert_close(rows[at["<only-q>"]], theirs[6])

@@ -14,6 +14,7 @@ threshold) yields `Sum` or `Largest` requests and is then a generator; see `merg
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import inspect
@@ -33,7 +34,7 @@ PerModel = Sequence[float]
 """Annotation of a parameter that has one value for each model."""
 
 Chunking = str
-"""``"elements"``: any stretch of elements; ``"rows"``: whole rows; ``"tensor"``: the whole tensor at once."""
+"""``"elements"``: any stretch; ``"rows"``: whole rows of the last dimension; ``"tensor"``: all at once."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,9 @@ class Parameter:
             if not isinstance(value, (bool, int)) or value not in (0, 1):
                 raise ValueError(f"{method}: {self.name} is {value!r}, needed true or false")
             return bool(value)
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                value = float(value)  # YAML reads 1e-5 as text
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ValueError(f"{method}: {self.name} is {value!r}, needed a finite number")
         if self.type is int and value != int(value):
@@ -114,7 +118,7 @@ class MergeMethod:
         chunking: How a tensor may be cut, or a function from parameters to that.
         unused: Parameters that old recipes carry and that never had an effect on this method.
         validate: Checks the parameters of one tensor together; raises ValueError.
-        paired: The base is itself one of the two models (slerp).
+        noisy: It takes the random source; found from its signature.
     """
 
     name: str
@@ -231,17 +235,17 @@ class MergeMethod:
 
 
 def block_shape(shape: tuple[int, ...], chunking: Chunking) -> tuple[int, ...]:
-    """The shape in which a whole tensor is handed to a method: flat, (rows, columns), or as it is.
+    """The shape in which a whole tensor is handed to a method: flat, rows of the last dimension, or as it is.
 
     >>> block_shape((4, 3, 2), "rows"), block_shape((5,), "rows"), block_shape((4, 3), "elements")
-    ((4, 6), (1, 5), (12,))
+    ((12, 2), (1, 5), (12,))
     """
     count = math.prod(shape)
     if chunking == "elements":
         return (count,)
     if chunking == "rows":
-        rows = shape[0] if len(shape) > 1 else 1
-        return (rows, count // rows if rows else 0)
+        columns = shape[-1] if shape else 1
+        return (count // columns if columns else 0, columns)
     return shape
 
 

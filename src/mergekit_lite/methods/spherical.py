@@ -20,7 +20,7 @@ from .averaging import deltas, refuse_zero_sum
 from .registry import PerModel, Range, merge_method
 
 _COLINEAR = 1e-8  # on sin θ
-_SLICE = 1 << 16
+_SLICE = 1 << 17
 
 
 def gram(tensors: list[Tensor]) -> Tensor:
@@ -85,7 +85,7 @@ def slerp(tensors: list[Tensor], base: Tensor, *, t: float) -> Generator[Any, An
 def _nuslerp_chunking(parameters: dict[str, Any]) -> str:
     if parameters["nuslerp_flatten"]:
         return "elements"
-    return "rows" if parameters["nuslerp_row_wise"] else "tensor"
+    return "tensor" if parameters["nuslerp_row_wise"] else "rows"
 
 
 @merge_method("nuslerp", base="optional", inputs=(2, 2), chunking=_nuslerp_chunking)
@@ -99,8 +99,9 @@ def nuslerp(
 ) -> Generator[Any, Any, Tensor]:
     """Spherical interpolation of two models at t = w_2 / (w_1 + w_2); with a base, of their task vectors.
 
-    The angle is taken over the whole tensor, or with ``nuslerp_flatten=False`` over each column, or each row with
-    ``nuslerp_row_wise``. Colinear or zero inputs are interpolated along the line; weights that sum to 0 give t = 1/2.
+    The angle is taken over the whole tensor, or with ``nuslerp_flatten=False`` over each vector along the last
+    dimension, or along the first with ``nuslerp_row_wise`` (mergekit's names and meaning). Colinear or zero inputs
+    are interpolated along the line; weights that sum to 0 give t = 1/2.
     Source: Shoemake 1985 as for slerp; normalised weights after mergekit's documentation.
 
     >>> nuslerp([torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])], weight=[1.0, 1.0])
@@ -108,16 +109,16 @@ def nuslerp(
     """
     inputs = tensors if base is None else deltas(tensors, base)
     t = 0.5 if abs(sum(weight)) < 1e-6 else weight[1] / sum(weight)
-    columns = not nuslerp_flatten and not nuslerp_row_wise
-    shape = inputs[0].shape
-    if columns:  # the whole tensor is here: turn it so that its columns are rows
-        inputs = [x.reshape(shape[0] if x.dim() > 1 else 1, -1).mT for x in inputs]
+    along_first = nuslerp_row_wise and not nuslerp_flatten
+    shape = inputs[0].movedim(0, -1).shape if along_first else inputs[0].shape
+    if along_first:  # the whole tensor is here
+        inputs = [x.movedim(0, -1).reshape(-1, x.shape[0]) for x in inputs]
     g = (yield Sum(lambda: gram(inputs))) if nuslerp_flatten else gram(inputs)
     cosine, defined = cosines(g)
     straight = ~defined | (1 - cosine.square() <= _COLINEAR**2)
     merged = combine(inputs, great_circle(g, t, straight, cosine))
-    if columns:
-        merged = merged.mT.reshape(shape)
+    if along_first:
+        merged = merged.reshape(shape).movedim(-1, 0)
     return merged if base is None else base + merged
 
 

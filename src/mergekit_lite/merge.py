@@ -10,7 +10,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from .methods import get_method
 from .outputs import OutputError, OutputFolder, chosen_template, plan_fingerprint
 from .plan import PlanError, TensorPlan
 from .planner import make_plan
+from .ranks import Ranks
 from .recipe import MergeRecipe, ModelEntry, model_key
 
 
@@ -68,59 +69,6 @@ class MergeReport:
 def version() -> str:
     """This distribution's version."""
     return importlib.metadata.version("model-components")
-
-
-class _Ranks:
-    """The processes of a `torchrun`, or this one alone."""
-
-    def __init__(self) -> None:
-        import torch.distributed as dist
-
-        self._dist = dist if dist.is_available() and dist.is_initialized() else None
-        self.rank = self._dist.get_rank() if self._dist else 0
-        self.count = self._dist.get_world_size() if self._dist else 1
-
-    def barrier(self) -> None:
-        if self._dist:
-            self._dist.barrier()
-
-    def share(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
-        if self._dist is None:
-            return value
-        box = [value]
-        self._dist.broadcast_object_list(box)
-        return box[0]
-
-    def lead(self, work: Callable[[], Any]) -> None:
-        """Rank 0 does the work while the others wait; what it raises is raised everywhere."""
-        error = None
-        if self.rank == 0:
-            try:
-                work()
-            except BaseException as raised:
-                error = raised
-        error = self.share(error)
-        if error is not None:
-            raise error
-
-    def gather(self, value: list[Any]) -> list[Any]:
-        if self._dist is None:
-            return value
-        boxes: list[Any] = [None] * self.count
-        self._dist.all_gather_object(boxes, value)
-        return [item for box in boxes for item in box]
-
-    def mine(self, tensors: Sequence[TensorPlan]) -> list[TensorPlan]:
-        """This rank's tensors: largest first to the rank with least, in a fixed order."""
-        loads = [0] * self.count
-        chosen = []
-        for t in sorted(tensors, key=lambda t: -t.nbytes):
-            rank = loads.index(min(loads))
-            loads[rank] += t.nbytes
-            if rank == self.rank:
-                chosen.append(t)
-        return sorted(chosen, key=lambda t: t.offset)
 
 
 def parse_size(size: int | str) -> int:
@@ -244,7 +192,7 @@ def merge_models(
     try:
         with ThreadPoolExecutor(workers) as executor, torch.no_grad():
             engine = Engine(plan, seed, target, executor if workers > 1 else None)
-            ranks = _Ranks()
+            ranks = Ranks()
             bar = tqdm(
                 total=plan.bytes_written,
                 unit="B",
@@ -301,7 +249,7 @@ def _to_memory(engine: Engine, bar: tqdm) -> dict[str, Tensor]:
 
 
 def _to_folder(
-    engine: Engine, out: Path, seed: int, resume: bool, ranks: _Ranks, bar: tqdm, executor: Executor
+    engine: Engine, out: Path, seed: int, resume: bool, ranks: Ranks, bar: tqdm, executor: Executor
 ) -> tuple[list[TensorFact], list[str]]:
     plan = engine.plan
     chosen_template(plan)  # what could fail at the end is tried first

@@ -5,7 +5,6 @@ Nothing but headers is read before a plan is sound, except integer and boolean b
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from .checkpoint import CheckpointError, Source
+from .configs import compare_configs, output_config
 from .evaluate import Block, Evaluation, OneBlock
 from .methods import get_method
 from .methods.registry import block_shape
@@ -27,9 +27,6 @@ _SHOWN = 20
 # Buffers that transformers computes; older checkpoints hold them and newer ones do not.
 _COMPUTED = re.compile(r"(^|\.)(position_ids|token_type_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$")
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
-_MUST_AGREE = ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim", "n_head", "hidden_act")
-_MAY_DIFFER = ("rope_theta", "rope_scaling", "max_position_embeddings", "rms_norm_eps")
-_LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 def layer_of(name: str) -> int | None:
@@ -84,26 +81,6 @@ class _Planner:
         if self.problems:
             raise PlanError(list(dict.fromkeys(self.problems)))
 
-    # --- the models against each other
-
-    def check_configs(self) -> None:
-        configs = [(s.label, s.config) for s in self.sources if s.config]
-        if not configs:
-            return
-        first_label, first = configs[0]
-        for label, config in configs[1:]:
-            for key in _MUST_AGREE:
-                if key in first and key in config and first[key] != config[key]:
-                    self.problems.append(
-                        f"different architectures: {key} is {first[key]!r} in {first_label}, {config[key]!r} in {label}"
-                    )
-            for key in _MAY_DIFFER:
-                if first.get(key) != config.get(key):
-                    self.notes.append(
-                        f"config {key}: {first.get(key)!r} in {first_label}, {config.get(key)!r} in {label}; "
-                        f"the output keeps {self.sources[self.donor].label}'s"
-                    )
-
     def align_vocabularies(self) -> None:
         spec = self.recipe.tokenizer
         if spec is None:
@@ -142,8 +119,6 @@ class _Planner:
         if HEAD.search(name) and self.sources[source].config.get("tie_word_embeddings", True):
             return next((n for n in tensors if EMBEDDING.search(n)), None)
         return None
-
-    # --- the tensors
 
     def levels(self, entry: ModelEntry | None, piece: Slice | None) -> list[Mapping[str, Any]]:
         levels = [entry.parameters] if entry else []
@@ -340,36 +315,6 @@ class _Planner:
                 return None
         return self.tensor(name, [(m, a) for m, a in aliases if a], piece.sources, piece, depth)
 
-    def output_config(self, tensors: Sequence[TensorPlan]) -> dict[str, Any]:
-        config = copy.deepcopy(self.sources[self.donor].config)
-        if not config:
-            return config
-        floats = {t.dtype for t in tensors if t.dtype.is_floating_point}
-        if floats:
-            config.pop("torch_dtype", None)
-            common = reduce(torch.promote_types, floats)
-            config["dtype"] = str(common).removeprefix("torch.")
-        flags = [source.config.get("tie_word_embeddings") for source in self.sources]
-        if any(HEAD.search(t.name) for t in tensors):
-            if False in flags:
-                config["tie_word_embeddings"] = False
-        elif config.get("tie_word_embeddings") is False and True in flags:
-            config["tie_word_embeddings"] = True  # the head came from a tied model, as its embedding
-        if self.vocabulary is not None:
-            config["vocab_size"] = self.vocabulary.rows
-        if self.recipe.slices:
-            spans = [s.sources[0].layer_range or (0, 0) for s in self.recipe.slices]
-            count = sum(end - begin for begin, end in spans)
-            old = next((config[k] for k in _LAYER_KEYS if k in config), None)
-            for key in _LAYER_KEYS:
-                if key in config:
-                    config[key] = count
-            for key, value in config.items():  # layer_types and the like: one entry a layer
-                listed = isinstance(value, list) and old is not None and len(value) == old
-                if listed and ("layer" in key or key.endswith("types")):
-                    config[key] = [value[i] for begin, end in spans for i in range(begin, end)]
-        return config
-
     def check_copies(self, tensors: Sequence[TensorPlan]) -> None:
         """Integer and boolean buffers are copied when all models agree on them."""
         for t in tensors:
@@ -400,7 +345,8 @@ def make_plan(
         PlanError: With every problem found.
     """
     planner = _Planner(recipe, allow_pickle)
-    planner.check_configs()
+    problems, planner.notes = compare_configs(planner.sources, planner.donor)
+    planner.problems += problems
     planner.check_parameter_names()
     distinct = {planner.index[model_key(e.model)] for e in recipe.entries()} - {planner.base}
     if not recipe.slices:
@@ -420,12 +366,13 @@ def make_plan(
     planner.check_copies(tensors)
     planner.stop_if_unsound()
     placed, shards = shard_layout(tensors, max_shard_size)
+    rows = planner.vocabulary.rows if planner.vocabulary else None
     return MergePlan(
         recipe,
         planner.sources,
         placed,
         shards,
-        planner.output_config(placed),
+        output_config(planner.sources, planner.donor, placed, rows, recipe.slices),
         planner.donor,
         planner.vocabulary,
         list(dict.fromkeys(planner.notes)),

@@ -7,7 +7,7 @@
 """
 
 from .checkpoint import CheckpointError
-from .merge import MergeReport, TensorFact, merge_models
+from .merge import MergeReport, NotFiniteError, TensorFact, merge_models
 from .methods import METHODS, MergeMethod, PerModel, Range, get_method, merge_method
 from .noise import Noise
 from .outputs import OutputError
@@ -26,6 +26,7 @@ __all__ = [
     "MergeReport",
     "ModelEntry",
     "Noise",
+    "NotFiniteError",
     "OutputError",
     "PerModel",
     "PlanError",

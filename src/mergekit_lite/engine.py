@@ -191,8 +191,8 @@ class Engine:
             # A finite sum has finite terms; the slow look happens only when the sum is not.
             if not torch.isfinite(rounded.sum(dtype=t.work)) and not bool(torch.isfinite(rounded).all()):
                 raise NotFiniteError(
-                    f"{t.name}: the merge gives NaN or infinity in {t.dtype}; the inputs hold such values, or their "
-                    f"{t.method.name if t.method else ''} overflows"
+                    f"{t.name}: the merge gives NaN or infinity in {t.dtype}: the inputs hold such values, or "
+                    f"{t.method.name if t.method else 'the copy'} overflows or divides by zero there"
                 )
             sink(t, blocks.span(index)[0], rounded.cpu())
             return rounded.numel()

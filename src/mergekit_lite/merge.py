@@ -160,7 +160,7 @@ def merge_models(
 
     Raises:
         PlanError: The merge cannot be done; every reason found is listed, and nothing was written.
-        ValueError: A bad argument, or a result that is not finite.
+        ValueError: A bad argument; `NotFiniteError`: a result that is not finite.
         OutputError: ``out`` is not empty, is being written by another run, or the disk is full.
 
     >>> a, b = {"w": torch.tensor([0.0, 2.0])}, {"w": torch.tensor([4.0, 4.0])}
@@ -299,4 +299,4 @@ def _to_folder(
     return facts, resumed
 
 
-__all__ = ["MergeReport", "PlanError", "TensorFact", "merge_models"]
+__all__ = ["MergeReport", "NotFiniteError", "PlanError", "TensorFact", "merge_models"]

@@ -6,7 +6,7 @@ Nothing but headers is read before a plan is sound, except integer and boolean b
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -45,6 +45,17 @@ def _with_layer(name: str, layer: int) -> str:
     return f"{name[: match.start(1)]}{layer}{name[match.end(1) :]}"
 
 
+def _leaves(value: Any) -> Iterator[Any]:
+    """The plain values in a setting: of gradients and filter entries, each."""
+    if isinstance(value, Mapping):
+        yield from _leaves(value.get("value"))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+    elif value is not None:
+        yield value
+
+
 def _some(items: Sequence[str], limit: int = _SHOWN) -> str:
     return ", ".join(items[:limit]) + (f" and {len(items) - limit} more" if len(items) > limit else "")
 
@@ -56,8 +67,9 @@ class _Planner:
         self.index: dict[Any, int] = {}
         try:
             self.method = get_method(recipe.merge_method)
+            self.check_parameters()
         except ValueError as error:
-            raise PlanError([str(error)]) from None
+            self.problems.append(str(error))
         entries = [*recipe.entries(), *([ModelEntry(model=recipe.base_model)] if recipe.base_model is not None else [])]
         for entry in entries:
             key = model_key(entry.model)
@@ -149,21 +161,34 @@ class _Planner:
                     values[key] = value
         return self.method.bind(len(entries), values)
 
-    def check_parameter_names(self) -> None:
-        known = set(self.method.parameters) | set(self.method.unused)
-        known |= {"lambda_"} if "lambda" in known else set()
+    def check_parameters(self) -> None:
+        """Every name, and every number wherever it stands, before any model is opened."""
         places = [("parameters", self.recipe.parameters)]
         places += [(f"parameters of {model_label(e.model)}", e.parameters) for e in self.recipe.entries()]
         places += [("parameters of a slice", s.parameters) for s in self.recipe.slices]
         for where, given in places:
-            for key in given:
-                if key not in known:
-                    try:
-                        self.method.bind(0, {key: 0})
-                    except ValueError as error:
-                        self.problems.append(f"{where}: {error}")
-                elif key in self.method.unused:
+            for key, value in given.items():
+                name = "lambda" if key == "lambda_" else key
+                if name in self.method.unused:
                     self.notes.append(f"{where}: {key} has no effect on {self.method.name}")
+                    continue
+                try:
+                    parameter = self.method.parameter(name)
+                    for leaf in _leaves(value):
+                        parameter.check(leaf, self.method.name)
+                except ValueError as error:
+                    self.problems.append(f"{where}: {error}")
+
+    def note_idle_filters(self, tensors: Sequence[TensorPlan]) -> None:
+        """Say which filters are in no tensor's name."""
+        places = [self.recipe.parameters, *(e.parameters for e in self.recipe.entries())]
+        places += [s.parameters for s in self.recipe.slices]
+        for given in places:
+            for key, value in given.items():
+                for entry in value if isinstance(value, (list, tuple)) else [value]:
+                    wanted = entry.get("filter") if isinstance(entry, Mapping) else None
+                    if wanted not in (None, "*") and not any(str(wanted) in t.name for t in tensors):
+                        self.notes.append(f"{key}: filter {wanted!r} is in no tensor's name")
 
     def tensor(
         self,
@@ -345,9 +370,9 @@ def make_plan(
         PlanError: With every problem found.
     """
     planner = _Planner(recipe, allow_pickle)
-    problems, planner.notes = compare_configs(planner.sources, planner.donor)
+    problems, notes = compare_configs(planner.sources, planner.donor)
     planner.problems += problems
-    planner.check_parameter_names()
+    planner.notes += notes
     distinct = {planner.index[model_key(e.model)] for e in recipe.entries()} - {planner.base}
     if not recipe.slices:
         try:
@@ -364,6 +389,7 @@ def make_plan(
         planner.problems.append("scope global ranks whole models; a recipe with slices can only use scope tensor")
     planner.stop_if_unsound()
     planner.check_copies(tensors)
+    planner.note_idle_filters(tensors)
     planner.stop_if_unsound()
     placed, shards = shard_layout(tensors, max_shard_size)
     rows = planner.vocabulary.rows if planner.vocabulary else None

@@ -99,4 +99,5 @@ def _resolve(name: str) -> Path:
     try:
         return _download(name)
     except Exception as error:  # huggingface_hub raises many unrelated classes for "not there" and "no network"
-        raise CheckpointError(f"{name}: is no folder here and could not be fetched from the hub ({error})") from error
+        reason = str(error).strip().split("\n")[0]
+        raise CheckpointError(f"{name}: there is no such folder, and the hub did not give it ({reason})") from error

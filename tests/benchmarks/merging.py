@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
             out = WORK / size / "out"
             held: dict[tuple[str, str], list[tuple[float, float, int]]] = {}
             for run in range(options.runs + 1):  # the first round fills caches and is not counted
-                for key, command in commands(size, method, out, options.device, peer).items():
+                for key, command in commands(size, method, out, options.device, peer and run > 0).items():
                     measured = timed(command, out)
                     if run:
                         held.setdefault(key, []).append(measured)

@@ -64,6 +64,16 @@ def test_models_and_bases(paths, out):
     refused("max_shard_size", paths, weight=1, max_shard_size="big", out=out)
 
 
+def test_wrong_folders_names_and_values_are_said_together(paths, out):
+    with pytest.raises(PlanError) as caught:
+        merge_models(
+            [paths[0], "./nowhere", "./elsewhere"], "ties", base_model=paths[1], desnity=0.5, density=1.5, out=out,
+        )  # fmt: skip
+    said = "\n".join(caught.value.problems)
+    assert len(caught.value.problems) == 4
+    assert all(word in said for word in ("./nowhere", "./elsewhere", "'desnity'", "density is 1.5"))
+
+
 def test_shapes_names_and_architectures_are_all_listed_at_once(paths, tmp_path, out):
     wide = save(tiny("llama", 5, intermediate_size=32), tmp_path / "wide")
     with pytest.raises(PlanError) as caught:
@@ -221,7 +231,7 @@ def test_recipe_values_that_only_the_plan_can_judge(paths, out):
     scope = "parameters: {weight: 1, density: 0.5, scope: global}"
     with pytest.raises(PlanError, match="scope global ranks whole models"):
         plan(f"merge_method: ties\nbase_model: {paths[0]}\nslices: [{{sources: {piece}}}]\n{scope}")
-    with pytest.raises(PlanError, match="needed numbers"):
+    with pytest.raises(PlanError, match="weight is 'a', needed a finite number"):
         plan(head + "parameters: {weight: [a, b]}")
     with pytest.raises(PlanError, match=r"layer_range ends at 9.*has 4 layers"):
         plan(f"merge_method: passthrough\nslices: [{{sources: [{{model: {paths[0]}, layer_range: [0, 9]}}]}}]")

@@ -87,3 +87,9 @@ def test_per_model_lists_skip_the_base():
 def test_a_model_is_text():
     with pytest.raises(RecipeError, match="needed a path or hub id"):
         load_recipe("merge_method: linear\nmodels: [{model: {path: a}}]")
+
+
+def test_a_filter_that_no_tensor_answers_to_is_noted(tmp_path):
+    options = {"t": [{"filter": "mlp", "value": 1}, {"value": 0}], "out": tmp_path / "o", "progress": False}
+    report = merge_models([{"w": torch.ones(2)}], "slerp", base_model={"w": torch.zeros(2)}, **options)
+    assert report.notes == ["t: filter 'mlp' is in no tensor's name"]

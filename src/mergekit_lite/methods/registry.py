@@ -134,6 +134,18 @@ class MergeMethod:
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.function)
 
+    def parameter(self, name: str) -> Parameter:
+        """The parameter of that public name.
+
+        Raises:
+            ValueError: There is none; the nearest names are given.
+        """
+        if name in self.parameters:
+            return self.parameters[name]
+        near = difflib.get_close_matches(name, self.parameters, n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"{self.name}: unknown parameter {name!r}; it takes {', '.join(self.parameters)}{hint}")
+
     def bind(self, number_of_models: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Check parameter values and complete them with defaults.
 
@@ -149,12 +161,7 @@ class MergeMethod:
         """
         given = {("lambda" if k == "lambda_" else k): v for k, v in values.items() if k not in self.unused}
         for name in given:
-            if name not in self.parameters:
-                near = difflib.get_close_matches(name, self.parameters, n=3)
-                hint = f"; did you mean {' or '.join(near)}?" if near else ""
-                raise ValueError(
-                    f"{self.name}: unknown parameter {name!r}; it takes {', '.join(self.parameters)}{hint}"
-                )
+            self.parameter(name)
         bound: dict[str, Any] = {}
         for name, parameter in self.parameters.items():
             if name not in given and parameter.required:
@@ -181,6 +188,10 @@ class MergeMethod:
 
     def check_inputs(self, number_of_models: int, has_base: bool) -> None:
         """Refuse a wrong number of models or a base where it does not belong."""
+        if has_base and self.base == "unused":
+            raise ValueError(f"{self.name}: a base model was given, but this method uses none")
+        if not has_base and self.base == "required":
+            raise ValueError(f"{self.name}: needs a base model and none was given")
         fewest, most = self.inputs
         if number_of_models < fewest or (most is not None and number_of_models > most):
             need = (
@@ -188,10 +199,6 @@ class MergeMethod:
             )
             beside = " beside the base model" if self.base == "required" else ""
             raise ValueError(f"{self.name}: got {number_of_models} models{beside}, needed {need}")
-        if has_base and self.base == "unused":
-            raise ValueError(f"{self.name}: a base model was given, but this method uses none")
-        if not has_base and self.base == "required":
-            raise ValueError(f"{self.name}: needs a base model and none was given")
 
     def chunking_for(self, bound: dict[str, Any]) -> Chunking:
         """How a tensor may be cut under these parameters."""
@@ -263,7 +270,22 @@ def merge_method(
     unused: tuple[str, ...] = (),
     validate: Callable[[dict[str, Any]], None] | None = None,
 ) -> Callable[[Callable[..., Any]], MergeMethod]:
-    """Register a function as a merge method; see the head of this module and `MergeMethod` for the arguments.
+    """Register a function ``(tensors, base, *, parameters) -> Tensor`` as a merge method.
+
+    Its keyword-only arguments are its parameters: annotated `PerModel`, one number for each model; else one value for
+    all. No default means required; a trailing underscore is dropped (``lambda_`` is ``lambda``); one called ``noise``
+    receives a `Noise`. A generator function yields `Sum` and `Largest` requests and returns the tensor.
+
+    Args:
+        name: What recipes call it.
+        base: ``"required"``, ``"optional"`` or ``"unused"``.
+        inputs: Fewest and most models beside the base; None for no limit.
+        chunking: ``"elements"`` (any stretch, flat), ``"rows"`` (whole rows of the last dimension) or ``"tensor"``;
+            or a function from the parameters to one of these.
+        ranges: `Range` of numeric parameters, by name.
+        choices: Allowed texts of text parameters, by name.
+        unused: Names that are accepted and have no effect.
+        validate: Checks the parameters of a tensor together; raises ValueError.
 
     Raises:
         ValueError: The name is taken.

@@ -2,8 +2,8 @@
 
 Command   python examples/merge_checkpoints.py            (this is what `make demo` runs)
 Time      about 1 minute on 2 CPU cores; nothing is downloaded
-Result    a table of accuracy on both tasks: each specialist does its own task and not the other's; averages keep one whole
-          and most of the other; the sign elections of ties and dare_ties hurt, since each specialist had to unlearn
+Result    a table of accuracy on both tasks: each specialist does its own task and not the other's; averages keep one
+          whole and most of the other; sign election (ties, dare_ties) hurts, since each had to unlearn the other's
 
 The ancestor is trained on three tasks for a while, not to the end: to copy a six-letter word, to reverse it, and to put
 it into upper case (`reverse:fadbce>ecbdaf`, `upper:fadbce>FADBCE`). All checkpoints stay in the output folder.

@@ -25,7 +25,7 @@ from .plan import CHUNK, MergePlan, TensorPlan
 from .select import Largest, Selector
 
 _CACHED = 24_000_000  # bytes of one tensor's inputs that are kept between passes
-_ALLOWANCE = 32_000_000  # bytes that the process may grow by beyond the plan's estimate before freed memory goes back
+_ALLOWANCE = 16_000_000  # bytes that the process may grow by beyond the plan's estimate before freed memory goes back
 _SLICES, _SLICE = 32, 2048  # the sample that thresholds start from
 
 

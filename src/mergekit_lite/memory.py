@@ -42,7 +42,7 @@ class HeapWatch:
         self._calls = 0
 
     def check(self) -> None:
-        """Look at every eighth call, and trim when it is time; cheap enough for every block."""
+        """Look at every fourth call, and trim when it is time; cheap enough for every block."""
         self._calls += 1
-        if self._calls % 8 == 0 and self._trim is not None and resident() > self._limit:
+        if self._calls % 4 == 0 and self._trim is not None and resident() > self._limit:
             self._trim(0)

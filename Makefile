@@ -25,7 +25,7 @@ test: $(VENV)/.ready ## the whole suite, doctests included, from the source tree
 	$(BIN)/python -m pytest
 
 test-slow: $(VENV)/.ready ## the long trainings
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow || test $$? -eq 5 # 5: there are none
 
 test-wheel: $(VENV)/.ready ## build the wheel and run the suite against it instead of the source tree
 	rm -rf build/wheel && $(BIN)/python -m build --wheel --no-isolation --outdir build/wheel . >/dev/null

@@ -120,7 +120,7 @@ def write_page() -> None:
             lines += [
                 f"## {file.stem.replace('_', ' ')}: {shape}",
                 "",
-                f"{group[-1]['hardware']}; {group[-1]['versions']}; {group[-1]['runs']} runs of each. `CPU ratio` is "
+                f"{group[-1]['hardware']}; {group[-1]['versions']}; runs of each: {group[-1]['runs']}. `CPU ratio` is "
                 "the peer's CPU seconds divided by ours with one thread (imports included on both sides).",
                 "",
                 "| op | implementation | mode | CPU s (p20 / p50 / p80) | wall s | peak MB | CPU ratio | measured |",

@@ -197,7 +197,8 @@ class Engine:
             sink(t, blocks.span(index)[0], rounded.cpu())
             return rounded.numel()
 
-        assert sum(evaluation.map(finish)) == t.info.count, f"{t.name}: not every element was written"
+        written = sum(evaluation.map(finish))
+        assert written == t.info.count, f"{t.name}: not every element was written"
         return self.fact(t, evaluation.passes + 1)
 
     @staticmethod

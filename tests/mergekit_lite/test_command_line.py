@@ -40,8 +40,8 @@ def test_plan_and_merge(recipe, tmp_path, capsys):
     assert "did you mean ties" in capsys.readouterr().err
 
 
-def environment(**extra):
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **extra}
+def environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
 
 def test_two_processes_write_the_same_bytes(recipe, tmp_path):
@@ -68,8 +68,8 @@ import mergekit_lite
 """
 
 
-def python(code, **extra):
-    return subprocess.run([sys.executable, "-c", code], env=environment(**extra), capture_output=True, text=True)
+def python(code):
+    return subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
 
 
 def test_import_needs_torch_and_little_else():
@@ -82,6 +82,16 @@ def test_a_file_merge_never_imports_transformers(recipe, tmp_path):
     done = python(LEAN + f"from mergekit_lite.__main__ import main\nsys.exit(main({arguments}))")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "o" / "model.safetensors").exists()
+
+
+def test_assertions_do_no_work(recipe, tmp_path):
+    """python -O drops them, and must write the same bytes."""
+    code = "import sys; from mergekit_lite.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    for name, options in (("plain", []), ("optimised", ["-O"])):
+        command = [sys.executable, *options, "-c", code, "merge", str(recipe), str(tmp_path / name), "--no-progress"]
+        assert subprocess.run(command, env=environment(), capture_output=True).returncode == 0
+    left, right = (tmp_path / name / "model.safetensors" for name in ("plain", "optimised"))
+    assert left.read_bytes() == right.read_bytes()
 
 
 def test_the_public_names_exist_and_are_sorted():

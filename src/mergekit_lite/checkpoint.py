@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -59,6 +59,7 @@ class TensorInfo:
         return self.count * self.dtype.itemsize
 
 
+@runtime_checkable
 class Source(Protocol):
     """One model to merge."""
 

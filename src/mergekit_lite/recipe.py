@@ -226,7 +226,9 @@ def _plain(value: Any) -> Any:
 
 def model_label(model: Any) -> str:
     """What to call a model in messages and recipes."""
-    return os.fspath(model) if isinstance(model, (str, os.PathLike)) else f"<{type(model).__name__} in memory>"
+    if isinstance(model, (str, os.PathLike)):
+        return os.fspath(model)
+    return str(getattr(model, "label", f"<{type(model).__name__} in memory>"))
 
 
 def model_key(model: Any) -> Any:

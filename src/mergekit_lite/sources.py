@@ -44,13 +44,15 @@ def open_source(model: Any, *, allow_pickle: str | None = None, label: str | Non
     """Whatever a user names a model by, as a `Source`.
 
     Args:
-        model: A folder, a hub id, ``"model+adapter"``, an ``nn.Module``, or a state dict.
+        model: A folder, a hub id, ``"model+adapter"``, an ``nn.Module``, a state dict, or a `Source` as it is.
         allow_pickle: ``"weights_only"`` admits pickled ``.bin`` files.
         label: What to call it in messages.
 
     Raises:
         CheckpointError: It is not there, is quantised or pickled, or its files are unsound.
     """
+    if isinstance(model, Source):
+        return model
     if isinstance(model, nn.Module):
         to_dict = getattr(getattr(model, "config", None), "to_dict", None)
         config = to_dict() if callable(to_dict) else {}

@@ -18,7 +18,7 @@ import mergekit_lite.engine
 import mergekit_lite.select
 from mergekit_lite import PlanError, load_recipe, make_plan, merge_models
 from mergekit_lite.methods import slerp
-from tests.support.models import MAKERS, save, save_tokenizer, tiny
+from tests.support.models import MAKERS, auto_class, save, save_tokenizer, tiny
 
 
 class Complaints(logging.Handler):
@@ -32,12 +32,12 @@ class Complaints(logging.Handler):
         self.said.append(record.getMessage())
 
 
-def load_strictly(folder, kind="AutoModelForCausalLM"):
+def load_strictly(folder, auto=transformers.AutoModelForCausalLM):
     """transformers' own loading, with nothing missing, unexpected or mismatched, and without a warning."""
     complaints = Complaints()
     logging.getLogger("transformers").addHandler(complaints)
     try:
-        model, info = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True)
+        model, info = auto.from_pretrained(folder, output_loading_info=True)
     finally:
         logging.getLogger("transformers").removeHandler(complaints)
     assert complaints.said == []
@@ -45,10 +45,6 @@ def load_strictly(folder, kind="AutoModelForCausalLM"):
     assert not info["unexpected_keys"], info
     assert not info["mismatched_keys"], info
     return model.eval()
-
-
-def auto_class(kind):
-    return "AutoModel" if kind == "bert" else "AutoModelForCausalLM"
 
 
 @pytest.mark.parametrize("kind", MAKERS)

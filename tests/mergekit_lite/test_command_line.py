@@ -84,6 +84,16 @@ def test_a_file_merge_never_imports_transformers(recipe, tmp_path):
     assert (tmp_path / "o" / "model.safetensors").exists()
 
 
+def test_learned_masks_load_nothing_that_transformers_does_not():
+    """Kernels and plotting wait until they are asked for."""
+    done = python(
+        "import sys; from transformers import AutoModelForCausalLM, Trainer; before = set(sys.modules)\n"
+        "import mergekit_lite.masks; new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "print(sorted(new & set('triton matplotlib datasets peft'.split())), 'matplotlib' in sys.modules)"
+    )
+    assert done.stdout.strip() == "[] False", done.stderr
+
+
 def test_assertions_do_no_work(recipe, tmp_path):
     """python -O drops them, and must write the same bytes."""
     code = "import sys; from mergekit_lite.__main__ import main; sys.exit(main(sys.argv[1:]))"
@@ -96,9 +106,10 @@ def test_assertions_do_no_work(recipe, tmp_path):
 
 def test_the_public_names_exist_and_are_sorted():
     import mergekit_lite
+    import mergekit_lite.masks
     import mergekit_lite.methods
 
-    for module in (mergekit_lite, mergekit_lite.methods):
+    for module in (mergekit_lite, mergekit_lite.methods, mergekit_lite.masks):
         names = list(module.__all__)
         assert all(hasattr(module, name) for name in names)
         assert names == sorted(names, key=lambda n: (not n.isupper(), not n[0].isupper(), n))

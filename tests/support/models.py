@@ -31,30 +31,41 @@ def _llama(**changes):
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config | changes))
 
 
+_BERT = {
+    "vocab_size": 96,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
+
+
 def _bert(**changes):
-    config = {
-        "vocab_size": 96,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 32,
-    }
-    return transformers.BertModel(transformers.BertConfig(**config | changes))
+    return transformers.BertModel(transformers.BertConfig(**_BERT | changes))
 
 
-def _mixtral(**changes):
-    config = {
-        "vocab_size": 96,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_local_experts": 3,
-        "max_position_embeddings": 64,
-    }
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**config | changes))
+def _decoder(kind: str, **own):
+    """A decoder of a Llama-like family."""
+
+    def make(**changes):
+        config = {
+            "vocab_size": 96,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 4,
+            "max_position_embeddings": 64,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        }
+        config_class = getattr(transformers, f"{kind}Config")
+        return getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config_class(**config | own | changes))
+
+    return make
 
 
 MAKERS = {
@@ -62,8 +73,23 @@ MAKERS = {
     "llama": _llama,
     "llama-tied": lambda **changes: _llama(**{"tie_word_embeddings": True} | changes),
     "bert": _bert,
-    "mixtral": _mixtral,
+    "classifier": lambda **changes: transformers.BertForSequenceClassification(
+        transformers.BertConfig(**_BERT | {"num_labels": 3} | changes)
+    ),
+    "qwen2": _decoder("Qwen2"),
+    "qwen3": _decoder("Qwen3"),
+    "mistral": _decoder("Mistral"),
+    "gemma": _decoder("Gemma"),
+    "gemma2": _decoder("Gemma2", final_logit_softcapping=0.5),
+    "gemma3": _decoder("Gemma3Text", sliding_window=8),
+    "mixtral": _decoder("Mixtral", num_local_experts=3),
 }
+
+
+def auto_class(kind: str):
+    """The Auto class that loads a tiny model's checkpoint."""
+    own = {"bert": "AutoModel", "classifier": "AutoModelForSequenceClassification"}
+    return getattr(transformers, own.get(kind, "AutoModelForCausalLM"))
 
 
 def tiny(kind: str, seed: int = 0, **changes) -> PreTrainedModel:

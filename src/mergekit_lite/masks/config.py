@@ -1,0 +1,148 @@
+"""What a user chooses: how masks lie over the weights (`MaskConfig`), and what they learn from (`KLConfig`)."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+MODES = ("accurate", "efficient", "auto")
+GRANULARITIES = ("scalar", "input", "output", "element")
+CONSTRAINTS = ("none", "unit_interval", "symmetric", "sum_to_one", "unit_sphere")
+COEFFICIENTS = ("task", "confidence", "fixed", "uniform")
+DIRECTIONS = ("forward", "reverse", "jensen_shannon")
+
+
+def _one_of(owner: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{owner}: {name} is {value!r}, needed one of {', '.join(allowed)}")
+
+
+def _at_least(owner: str, low: float, **values: float) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < float("inf"):
+            raise ValueError(f"{owner}: {name} is {value!r}, needed a finite number of at least {low:g}")
+
+
+class _Json:
+    def to_json(self) -> str:
+        """As JSON text."""
+        return json.dumps(asdict(self))  # pyrefly: ignore
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """From `to_json`'s text.
+
+        Raises:
+            ValueError: A field that there is not, or a bad value.
+        """
+        values = json.loads(text)
+        known = [f.name for f in fields(cls)]  # pyrefly: ignore
+        if unknown := sorted(values.keys() - set(known)):
+            raise ValueError(f"{cls.__name__}: unknown field {unknown[0]!r}; it has {', '.join(known)}")
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskConfig(_Json):
+    """How masks lie over the weights of a merged model.
+
+    Args:
+        mode: ``"accurate"`` blends the weights, then multiplies once: ``x @ (Σ m_k W_k).T``; ``"efficient"``
+            multiplies by every component: ``Σ (m_k * x) @ W_k.T``; ``"auto"`` is efficient for very few tokens, where
+            it is the faster one, and accurate elsewhere.
+        granularity: One mask value for each weight matrix (``"scalar"``), input column (``"input"``), output row
+            (``"output"``) or element (``"element"``). Vectors (biases, norms) have one value an element unless
+            ``"scalar"``. An embedding is read as the output head it may be tied to: ``"input"`` is one value for each
+            hidden feature, ``"output"`` one for each token.
+        constraint: What the K values at a place must satisfy: ``"none"``, ``"unit_interval"`` (each in 0..1),
+            ``"symmetric"`` (each in -1..1), ``"sum_to_one"``, ``"unit_sphere"`` (squares sum to one).
+        initial: A number for every mask; ``"average"`` (1 / K); ``"component:1"`` (that component alone);
+            ``"random"`` (uniform in 0..1, then divided by their sum); or the path of a YAML recipe (`linear` or
+            `task_arithmetic`) whose weights are taken.
+        seed: Of ``"random"``.
+
+    Raises:
+        ValueError: A value outside these, or ``"element"`` without ``mode="accurate"``.
+
+    >>> MaskConfig.from_json(MaskConfig(granularity="output").to_json()).granularity
+    'output'
+    """
+
+    mode: str = "accurate"
+    granularity: str = "input"
+    constraint: str = "none"
+    initial: float | str = "average"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("MaskConfig", "mode", self.mode, MODES)
+        _one_of("MaskConfig", "granularity", self.granularity, GRANULARITIES)
+        _one_of("MaskConfig", "constraint", self.constraint, CONSTRAINTS)
+        if self.granularity == "element" and self.mode != "accurate":
+            raise ValueError(
+                f"MaskConfig: mode {self.mode!r} cannot do granularity 'element', which masks weights and not inputs "
+                "or outputs; needed mode 'accurate'"
+            )
+        if isinstance(self.initial, str):
+            named = self.initial in ("average", "random") or re.fullmatch(r"component:\d+", self.initial)
+            if not named and not self.initial.endswith((".yml", ".yaml")):
+                raise ValueError(
+                    f"MaskConfig: initial is {self.initial!r}, needed a number, average, random, component:INDEX or "
+                    "the path of a recipe (.yml)"
+                )
+        else:
+            _at_least("MaskConfig", float("-1e30"), initial=self.initial)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLConfig(_Json):
+    """What the merged model is trained towards: ``Σ_k c_k KL(component k, merged)``, averaged over positions.
+
+    Args:
+        coefficients: Where the teachers' shares c_k come from: ``"task"`` (the component whose index is the example's
+            ``task``), ``"confidence"`` (per token, softmax of minus the teachers' entropies), ``"fixed"`` (``shares``)
+            or ``"uniform"``.
+        shares: One a component, for ``"fixed"``; divided by their sum.
+        confidence_temperature: Of ``"confidence"``; 0 takes the teacher of least entropy alone.
+        temperature: T: logits of students and teachers are divided by it, the loss is multiplied by T².
+        direction: ``"forward"`` KL(teacher, merged), ``"reverse"`` KL(merged, teacher), ``"jensen_shannon"``.
+        cross_entropy: Weight of the cross-entropy towards the labels, added.
+        l1: Weight of the mean absolute mask.
+        l2: Weight of the mean squared mask.
+        similarity: Weight of the mean cosine similarity between the components' masks: pulls them apart.
+        closeness: Weight of the mean squared difference between the components' masks: pulls them together.
+        decay: Weight of mean(m_k²) of all components but the first, divided by that of all: towards the first.
+
+    Raises:
+        ValueError: A value outside these.
+
+    >>> KLConfig(coefficients="confidence", temperature=2.0).direction
+    'forward'
+    """
+
+    coefficients: str = "task"
+    shares: tuple[float, ...] | None = None
+    confidence_temperature: float = 1.0
+    temperature: float = 1.0
+    direction: str = "forward"
+    cross_entropy: float = 0.0
+    l1: float = 0.0
+    l2: float = 0.0
+    similarity: float = 0.0
+    closeness: float = 0.0
+    decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _one_of("KLConfig", "coefficients", self.coefficients, COEFFICIENTS)
+        _one_of("KLConfig", "direction", self.direction, DIRECTIONS)
+        weights = ("confidence_temperature", "cross_entropy", "l1", "l2", "similarity", "closeness", "decay")
+        _at_least("KLConfig", 0, **{name: getattr(self, name) for name in weights})
+        _at_least("KLConfig", 1e-6, temperature=self.temperature)
+        if (self.shares is None) == (self.coefficients == "fixed"):
+            raise ValueError("KLConfig: shares belong to coefficients='fixed', and that needs them")
+        if self.shares is not None:
+            _at_least("KLConfig", 0, **{f"shares[{i}]": v for i, v in enumerate(self.shares)})
+            if not sum(self.shares) > 0:
+                raise ValueError(f"KLConfig: shares are {self.shares}, needed a sum above 0")

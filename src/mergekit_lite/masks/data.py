@@ -1,0 +1,241 @@
+"""Batches of several tasks (`TaskMixture`, `MaskCollator`), and teachers that run once for all (`cache_teachers`)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+from .config import KLConfig
+from .distillation import positions
+from .merger import Merger
+
+
+class TaskMixture(Dataset):
+    """The examples of several data sets, each with the ``task`` that it is of: the index of its component.
+
+    Args:
+        datasets: One a component, in the merger's order; examples are dicts with ``input_ids`` and perhaps ``labels``.
+
+    >>> mixture = TaskMixture([[{"input_ids": [1]}], [{"input_ids": [2]}, {"input_ids": [3]}]])
+    >>> len(mixture), mixture[1]
+    (3, {'input_ids': [2], 'task': 1})
+    """
+
+    def __init__(self, datasets: Sequence[Any]):
+        self.datasets = list(datasets)
+        self._places = [(k, i) for k, d in enumerate(self.datasets) for i in range(len(d))]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        k, i = self._places[index]
+        return {**self.datasets[k][i], "task": k}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskCollator:
+    """Makes a batch of examples of several tasks.
+
+    Padded, it holds ``input_ids``, ``attention_mask``, ``labels`` (B, L) and ``task`` (B,). Packed, examples of one
+    task share a row, one row a task, ``position_ids`` begin anew at each example, and ``task`` is (rows, L); it is
+    for decoders, which transformers keeps from looking across examples by their positions.
+
+    The first label of an example is set to -100, since nothing predicts it. Labels default to the tokens.
+
+    Args:
+        pad_token_id: Fills up rows; its positions never count.
+        pack: Put examples of one task into one row.
+        max_length: Longer examples lose their end.
+
+    >>> batch = MaskCollator(pad_token_id=0)([{"input_ids": [5, 6], "task": 0}, {"input_ids": [7], "task": 1}])
+    >>> batch["labels"].tolist(), batch["task"].tolist()
+    ([[-100, 6], [-100, -100]], [0, 1])
+    """
+
+    pad_token_id: int
+    pack: bool = False
+    max_length: int | None = None
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """A batch.
+
+        Raises:
+            ValueError: An example without a task that is a whole number, or whose labels are not as long as its tokens.
+        """
+        examples = [self._example(f) for f in features]
+        if self.pack:
+            examples.sort(key=lambda e: e["task"])  # a stable sort: rows keep the order of the batch
+            rows = [[e for e in examples if e["task"] == k] for k in sorted({e["task"] for e in examples})]
+        else:
+            rows = [[e] for e in examples]
+        length = max(sum(len(e["input_ids"]) for e in row) for row in rows)
+
+        def fill(key: str, empty: int) -> Tensor:
+            made = torch.full((len(rows), length), empty)
+            for line, row in zip(made, rows, strict=True):
+                values = torch.cat([torch.as_tensor(e[key]) for e in row])
+                line[: len(values)] = values
+            return made
+
+        batch = {"input_ids": fill("input_ids", self.pad_token_id), "labels": fill("labels", -100)}
+        if self.pack:
+            batch["position_ids"] = fill("position_ids", 0)
+            own = torch.tensor([row[0]["task"] for row in rows])
+            batch["task"] = own[:, None].expand(-1, length).contiguous()
+        else:
+            batch["attention_mask"] = fill("attention_mask", 0)
+            batch["task"] = torch.tensor([e["task"] for e in examples])
+        if "label" in examples[0]:  # a classifier's, one an example
+            batch["labels"] = torch.tensor([e["label"] for e in examples])
+        if "teacher_hidden" in examples[0]:
+            batch["teacher_hidden"] = torch.cat([e["teacher_hidden"] for e in examples])
+        return batch
+
+    def _example(self, feature: Mapping[str, Any]) -> dict[str, Any]:
+        ids = torch.as_tensor(feature["input_ids"])[: self.max_length]
+        task = feature.get("task")
+        if not isinstance(task, int) or isinstance(task, bool) or task < 0:
+            raise ValueError(f"MaskCollator: an example's task is {task!r}, needed the index of a component")
+        given = feature.get("labels", feature.get("label"))
+        made = {"input_ids": ids, "task": task, "attention_mask": torch.ones_like(ids)}
+        made["position_ids"] = torch.arange(len(ids))
+        if given is not None and torch.as_tensor(given).dim() == 0:
+            made |= {"label": int(given), "labels": torch.full_like(ids, -100)}
+        else:
+            labels = ids.clone() if given is None else torch.as_tensor(given)[: self.max_length].clone()
+            if labels.shape != ids.shape:
+                raise ValueError(f"MaskCollator: an example has {len(ids)} tokens and {len(labels)} labels")
+            labels[:1] = -100
+            made["labels"] = labels
+        if "teacher_hidden" in feature:
+            made["teacher_hidden"] = feature["teacher_hidden"]
+        return made
+
+
+_SHARD = 512  # examples in a file
+
+
+class CachedTeachers(Dataset):
+    """Examples with their teachers' final hidden states, read from disk when they are asked for.
+
+    Args:
+        dataset: The examples that `cache_teachers` saw.
+        folder: Where it wrote.
+    """
+
+    def __init__(self, dataset: Any, folder: Path):
+        self._dataset = dataset
+        self._files = [safe_open(path, "pt") for path in sorted(folder.glob("hidden-*.safetensors"))]
+        self._offsets = [file.get_tensor("offsets").tolist() for file in self._files]
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        shard, place = divmod(index, _SHARD)
+        start, stop = self._offsets[shard][place : place + 2]
+        return {**self._dataset[index], "teacher_hidden": self._files[shard].get_slice("hidden")[start:stop]}
+
+
+@torch.no_grad()
+def cache_teachers(
+    merger: Merger,
+    dataset: Any,
+    collator: MaskCollator,
+    folder: str | os.PathLike[str],
+    *,
+    kl: KLConfig | None = None,
+    batch_size: int = 8,
+    progress: bool = True,
+) -> CachedTeachers:
+    """Run the teachers once and keep their final hidden states at supervised positions.
+
+    Training then runs no teacher, and gives the very loss that it would have given. A hidden state has H values where
+    logits have V: some 40 times less. Files are memory-mapped; a run that was interrupted goes on where it stopped.
+
+    Args:
+        merger: Whose components are the teachers.
+        dataset: Examples with a ``task``, as training will see them.
+        collator: The one of training; what it truncates is truncated here.
+        folder: Where to write, or to find what an earlier call wrote.
+        kl: What training will use: with ``coefficients="task"`` only each example's own teacher is kept, else all.
+        batch_size: Examples that run at once.
+        progress: Show a bar.
+
+    Returns:
+        The data set to train on, its examples with ``teacher_hidden``.
+
+    Raises:
+        ValueError: The model's head is not one plain product, so hidden states do not determine logits; or the folder
+            holds a cache of other components, examples or settings.
+    """
+    kl, folder = kl or KLConfig(), Path(folder)
+    if merger.output_head() is None:
+        raise ValueError("cache_teachers: this model's logits are not one product of its hidden states; cannot cache")
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = MaskCollator(**{**asdict(collator), "pack": False})
+    settings = {
+        "components": merger.hashes(),
+        "collator": asdict(plain),
+        "task": kl.coefficients == "task",
+        "examples": len(dataset),
+    }
+    device = merger.model.device
+    training = merger.training
+    merger.eval()
+    bar = tqdm(range(0, len(dataset), _SHARD), desc="teachers", disable=not progress, unit="shard")
+    try:
+        for number, first in enumerate(bar):
+            path = folder / f"hidden-{number:05d}.safetensors"
+            examples = [dataset[i] for i in range(first, min(first + _SHARD, len(dataset)))]
+            described = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+            for example in examples:
+                described.update(repr([torch.as_tensor(example[k]).tolist() for k in sorted(example)]).encode())
+            if path.exists():
+                with safe_open(path, "pt") as file:
+                    if (file.metadata() or {}).get("fingerprint") == described.hexdigest():
+                        continue
+                raise ValueError(f"cache_teachers: {path} was made from other components, examples or settings")
+            held: list[Tensor] = []
+            for start in range(0, len(examples), batch_size):
+                batch = plain(examples[start : start + batch_size])
+                held += _hidden(merger, {k: v.to(device) for k, v in batch.items()}, kl.coefficients == "task")
+            offsets = torch.tensor([0] + [len(h) for h in held]).cumsum(0)
+            temporary = path.with_name(f".{path.name}.partial")
+            save_file(
+                {"hidden": torch.cat(held), "offsets": offsets}, temporary, {"fingerprint": described.hexdigest()}
+            )
+            os.replace(temporary, path)
+    finally:
+        merger.train(training)
+    return CachedTeachers(dataset, folder)
+
+
+def _hidden(merger: Merger, batch: dict[str, Tensor], by_task: bool) -> list[Tensor]:
+    """For each example (positions, 1 or K, H), on the CPU."""
+    task, labels = batch.pop("task"), batch.pop("labels")
+    where, _ = positions(merger, batch["input_ids"], labels, batch.get("attention_mask"))
+    states = []
+    for k in range(merger.count):
+        rows = (task == k).nonzero()[:, 0] if by_task else torch.arange(len(task), device=task.device)
+        with merger.component(k):
+            made = merger.final_hidden(**{n: v[rows] for n, v in batch.items()}) if len(rows) else None
+        states.append(dict(zip(rows.tolist(), made, strict=True)) if made is not None else {})
+    found = []
+    for i in range(len(task)):
+        own = [state[i][where[i]] for state in states if i in state]
+        found.append(torch.stack(own, 1).cpu())
+    return found

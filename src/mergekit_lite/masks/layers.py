@@ -1,0 +1,261 @@
+"""The modules: one frozen stock layer a component, masks over them, and the merged layer as their forward.
+
+A masked layer keeps the components' own layers as ``components`` and one mask tensor for each of their parameters in
+``masks``. `Selection` says whether the merged layer or one component runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from .config import MaskConfig
+from .constraints import constrain, initial_masks, mask_shape
+from .functional import blend, blend_eager, linear, masked_embedding, masked_linear
+
+
+@dataclass
+class Selection:
+    """Which component runs, shared by the layers of a merger; None is the merged model."""
+
+    component: int | None = None
+
+
+class MaskedLayer(nn.Module):
+    """K frozen layers of one kind, and a mask for each parameter.
+
+    Args:
+        components: The stock layers; their parameters are frozen in place.
+        config: Mode, granularity, constraint and initial value.
+        selection: Shared with other layers; default: one of its own.
+        masks: Ready mask parameters by parameter name (tied weights); others are made.
+        initial: Initial value by parameter name, where it is not the config's.
+
+    Raises:
+        ValueError: Fewer than two components, or a parameter that differs in shape or dtype.
+    """
+
+    def __init__(
+        self,
+        components: Sequence[nn.Module],
+        config: MaskConfig | None = None,
+        *,
+        selection: Selection | None = None,
+        masks: Mapping[str, nn.Parameter] | None = None,
+        initial: Callable[[str], float | str | Sequence[float]] | None = None,
+        generator: torch.Generator | None = None,
+    ):
+        super().__init__()
+        if len(components) < 2:
+            raise ValueError(f"{type(self).__name__}: got {len(components)} components, needed at least 2")
+        self.config, self.selection = config or MaskConfig(), selection or Selection()
+        self.components = nn.ModuleList(components)
+        self.transposed = isinstance(components[0], Conv1D) or bool(getattr(components[0], "is_transposed", False))
+        self.folded: dict[str, Tensor] | None = None
+        self.masks = nn.ParameterDict()
+        generator = generator or torch.Generator().manual_seed(self.config.seed)
+        for name, first in components[0].named_parameters(recurse=False):
+            own = [dict(c.named_parameters(recurse=False)).get(name) for c in components]
+            found = [None if p is None else (tuple(p.shape), p.dtype) for p in own]
+            if len(set(found)) > 1:
+                raise ValueError(
+                    f"{type(self).__name__}: {name} is {found} in the components, needed one shape and dtype"
+                )
+            for parameter in own:
+                assert parameter is not None
+                parameter.requires_grad_(False)
+            if masks and name in masks:
+                self.masks[name] = masks[name]
+                continue
+            value = initial(name) if initial else self.config.initial
+            shape = mask_shape(first.shape, self.config.granularity, self.transposed)
+            made = initial_masks(len(components), shape, value, generator)
+            self.masks[name] = nn.Parameter(made.to(first.device))
+
+    def frozen(self, name: str) -> list[Tensor]:
+        """The components' parameters of that name."""
+        return [getattr(c, name) for c in self.components]
+
+    def mask(self, name: str) -> Tensor:
+        """The constrained mask over a parameter, (K, broadcasts over it)."""
+        return constrain(self.masks[name], self.config.constraint)
+
+    def merged(self, name: str) -> Tensor:
+        """The merged parameter, differentiable in its mask."""
+        return blend(self.frozen(name), self.mask(name))
+
+    @property
+    def weight(self) -> Tensor:
+        """The merged weight, built anew at each look."""
+        return self.merged("weight")
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The merged bias, or None."""
+        return self.merged("bias") if "bias" in self.masks else None
+
+    @torch.no_grad()
+    def fold_(self) -> None:
+        """Keep merged parameters, so that evaluation blends nothing; one more model in memory, until `unfold_`."""
+        self.folded = {name: blend_eager(self.frozen(name), self.mask(name)) for name in self.masks}
+
+    def unfold_(self) -> None:
+        """Drop what `fold_` keeps."""
+        self.folded = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The merged layer; one component's where the selection says so."""
+        k = self.selection.component
+        if k is not None:
+            return self.components[k](*args, **kwargs)
+        if self.folded is not None and not self.training:
+            return self.stock(self.folded, *args, **kwargs)
+        return self.run(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The merged layer's arithmetic: the stock forward on blended parameters."""
+        parameters = {name: self.merged(name) for name in self.masks}
+        with _rebuilt(parameters, self):
+            return self.stock(parameters, *args, **kwargs)
+
+    def stock(self, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        """The first component's own forward, with these in the place of its parameters."""
+        first = self.components[0]
+        held = {name: first._parameters[name] for name in parameters}
+        try:
+            first._parameters.update(parameters)  # pyrefly: ignore
+            return first(*args, **kwargs)
+        finally:
+            first._parameters.update(held)
+
+    def extra_repr(self) -> str:
+        """Mode, granularity and mask shapes."""
+        shapes = ", ".join(f"{name} {list(m.shape)}" for name, m in self.masks.items())
+        return f"{self.config.granularity} masks: {shapes}"
+
+
+_WORTH_REBUILDING = 1 << 16  # elements; smaller parameters are kept by autograd as they are
+
+
+@contextlib.contextmanager
+def _rebuilt(parameters: Mapping[str, Tensor], layer: MaskedLayer) -> Iterator[None]:
+    """Whatever autograd would save of a large blended parameter is blended again in backward instead.
+
+    A part of a stack (one expert) is rebuilt alone; any other view is cut from the whole.
+    """
+    large = {p.untyped_storage().data_ptr(): (n, p) for n, p in parameters.items() if p.numel() >= _WORTH_REBUILDING}
+    if not large or not torch.is_grad_enabled():
+        yield
+        return
+
+    def pack(saved: Tensor) -> Any:
+        if not isinstance(saved, Tensor) or saved.untyped_storage().data_ptr() not in large:
+            return saved
+        name, whole = large[saved.untyped_storage().data_ptr()]
+        return name, tuple(whole.shape), whole.stride(0), saved.size(), saved.stride(), saved.storage_offset()
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        name, shape, step, size, stride, offset = packed
+        masks, weights = layer.mask(name), layer.frozen(name)
+        if len(shape) > 2:  # within one member of the stack?
+            first = offset // step
+            last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+            if last // step == first:
+                part = masks[:, first : first + 1] if masks.shape[1] > 1 else masks
+                weights, masks, offset = [w[first : first + 1] for w in weights], part, offset - first * step
+        return blend_eager(weights, masks).as_strided(size, stride, offset)
+
+    def unpack_without_grad(packed: Any) -> Tensor:
+        with torch.no_grad():
+            return unpack(packed)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack_without_grad):
+        yield
+
+
+class AccurateMaskedLinear(MaskedLayer):
+    """K frozen `nn.Linear` (or transformers' `Conv1D`) and masks: ``x @ (Σ m_k W_k).T + Σ m_k b_k``.
+
+    In evaluation it gives the bits of a stock layer with the baked weight.
+
+    >>> layer = AccurateMaskedLinear([nn.Linear(4, 3), nn.Linear(4, 3)])
+    >>> layer(torch.zeros(5, 4)).shape, layer.masks["weight"].shape
+    (torch.Size([5, 3]), torch.Size([2, 1, 4]))
+    """
+
+    mode = "accurate"
+
+    def run(self, x: Tensor) -> Tensor:
+        """`masked_linear` in the layer's mode."""
+        weights, masks = self.frozen("weight"), self.mask("weight")
+        return masked_linear(x, weights, masks, self.bias, mode=self.mode, transposed=self.transposed)
+
+    def stock(self, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        """The stock layer's product."""
+        return linear(args[0], parameters["weight"], parameters.get("bias"), self.transposed)
+
+
+class EfficientMaskedLinear(AccurateMaskedLinear):
+    """K frozen `nn.Linear` and masks: ``Σ (m_k x) @ W_k.T + Σ m_k b_k``; no weight is ever built.
+
+    Equal to the accurate layer but for rounding: one of each product, where the accurate one has one of the weight.
+
+    >>> EfficientMaskedLinear([nn.Linear(4, 3), nn.Linear(4, 3)])(torch.zeros(5, 4)).shape
+    torch.Size([5, 3])
+    """
+
+    mode = "efficient"
+
+
+class AutoMaskedLinear(AccurateMaskedLinear):
+    """`EfficientMaskedLinear` for very few tokens, where it is the faster one, else `AccurateMaskedLinear`."""
+
+    mode = "auto"
+
+
+class MaskedEmbedding(MaskedLayer):
+    """K frozen `nn.Embedding` and masks: rows are gathered first, then blended.
+
+    A subclass that multiplies by an ``embed_scale`` (Gemma) keeps doing so.
+
+    >>> MaskedEmbedding([nn.Embedding(9, 4), nn.Embedding(9, 4)])(torch.tensor([[1, 8]])).shape
+    torch.Size([1, 2, 4])
+    """
+
+    def run(self, ids: Tensor) -> Tensor:
+        """`masked_embedding`, scaled where the stock layer is."""
+        return self._scaled(masked_embedding(ids, self.frozen("weight"), self.mask("weight")))
+
+    def _scaled(self, rows: Tensor) -> Tensor:
+        scale = getattr(self.components[0], "embed_scale", None)
+        return rows if scale is None else rows * torch.as_tensor(scale).to(rows.dtype)
+
+
+class MaskedNorm(MaskedLayer):
+    """K frozen norms (LayerNorm, or any class of RMSNorm) and masks: the stock forward on the blended parameters.
+
+    >>> MaskedNorm([nn.LayerNorm(4), nn.LayerNorm(4)])(torch.zeros(2, 4)).shape
+    torch.Size([2, 4])
+    """
+
+
+LINEAR = {"accurate": AccurateMaskedLinear, "efficient": EfficientMaskedLinear, "auto": AutoMaskedLinear}
+
+
+def masked_class(module: nn.Module, mode: str) -> type[MaskedLayer]:
+    """The masked layer that takes the place of a stock one that owns parameters."""
+    if type(module).forward is nn.Linear.forward or isinstance(module, Conv1D):
+        return LINEAR[mode]
+    if isinstance(module, nn.Embedding):
+        plain = type(module).forward is nn.Embedding.forward or hasattr(module, "embed_scale")
+        if plain and module.max_norm is None and not module.scale_grad_by_freq:
+            return MaskedEmbedding
+    return MaskedNorm if "norm" in type(module).__name__.lower() else MaskedLayer

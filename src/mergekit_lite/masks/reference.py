@@ -1,0 +1,86 @@
+"""The definitions: dense, slow, obvious, in any float dtype. The fast paths are judged against these.
+
+Letters: K components, O out_features, I in_features, V vocabulary, H hidden size, N positions, *B any leading shape.
+A mask tensor has one more dimension than the weight it belongs to: K, then sizes that broadcast over the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def blend(weights: Sequence[Tensor], masks: Tensor) -> Tensor:
+    """Σ_k masks[k] * weights[k]."""
+    return torch.stack([m * w for m, w in zip(masks, weights, strict=True)]).sum(0)
+
+
+def masked_linear(
+    x: Tensor,  # (*B, I)
+    weights: Sequence[Tensor],  # K of (O, I), or (I, O) when transposed
+    masks: Tensor,  # (K, broadcasts over a weight)
+    bias: Tensor | None = None,  # (O,)
+    *,
+    mode: str = "accurate",
+    transposed: bool = False,
+) -> Tensor:
+    """``x @ (Σ m_k W_k).T + b``; efficient: each component's own product, its input or output masked."""
+    if transposed:
+        weights, masks = [w.T for w in weights], masks.transpose(1, 2)
+    if mode == "accurate":
+        return F.linear(x, blend(weights, masks), bias)
+    if masks.shape[1] > 1:  # one value an output row
+        terms = [(x @ w.T) * m[:, 0] for w, m in zip(weights, masks, strict=True)]
+    else:
+        terms = [(x * m[0]) @ w.T for w, m in zip(weights, masks, strict=True)]
+    total = torch.stack(terms).sum(0)
+    return total if bias is None else total + bias
+
+
+def masked_embedding(ids: Tensor, weights: Sequence[Tensor], masks: Tensor) -> Tensor:
+    """Rows of the blended table: (*B,) → (*B, H)."""
+    return blend(weights, masks)[ids]
+
+
+def masked_kl(
+    student: Tensor,  # (N, H), or (N, V) logits where there are no heads
+    teachers: Sequence[Tensor],  # K of the same
+    heads: Sequence[Tensor] | None = None,  # K of (V, H)
+    masks: Tensor | None = None,  # (K, broadcasts over a head)
+    *,
+    coefficients: Tensor | None = None,  # (N, K), rows sum to one; None: by confidence
+    confidence_temperature: float = 1.0,
+    temperature: float = 1.0,
+    direction: str = "forward",
+    labels: Tensor | None = None,  # (N,)
+    cross_entropy: float = 0.0,
+) -> Tensor:
+    """Mean over positions of T² · D(target, student), target = Σ c_k softmax(teacher_k / T)."""
+    if heads is not None:
+        own = heads[0] if masks is None else blend(heads, masks)
+        student = student @ own.T
+        teachers = [t @ h.T for t, h in zip(teachers, heads, strict=True)]
+    logs = torch.stack([torch.log_softmax(t / temperature, -1) for t in teachers], 1)  # (N, K, V)
+    if coefficients is None:
+        entropies = -(logs.exp() * logs).sum(-1)
+        if confidence_temperature == 0:
+            coefficients = F.one_hot(entropies.argmin(-1), len(teachers)).to(logs.dtype)
+        else:
+            coefficients = torch.softmax(-entropies / confidence_temperature, -1)
+    target = (coefficients[..., None] * logs.exp()).sum(1)
+    log_s = torch.log_softmax(student / temperature, -1)
+    if direction == "forward":
+        loss = torch.xlogy(target, target) - target * log_s
+    elif direction == "reverse":
+        loss = log_s.exp() * (log_s - target.log())
+    else:
+        middle = (target + log_s.exp()) / 2
+        loss = (torch.xlogy(target, target) + log_s.exp() * log_s) / 2 - torch.xlogy(middle, middle)
+    loss = temperature**2 * loss.sum(-1).mean()
+    if cross_entropy:
+        assert labels is not None
+        loss = loss + cross_entropy * F.cross_entropy(student, labels)
+    return loss

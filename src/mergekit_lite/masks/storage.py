@@ -1,0 +1,203 @@
+"""Masks on disk, bound to their components by hash; and baking, which hands masked components to `merge_models`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..checkpoint import DictSource, Source, TensorInfo, byte_view
+from ..merge import MergeReport, merge_models
+from ..sources import open_source
+from .config import MaskConfig
+
+if TYPE_CHECKING:
+    from .merger import Merger
+
+_FORMAT = "mergekit_lite masks 1"
+MASKS = "masks.safetensors"
+_HASHED = 1 << 22  # elements at a time
+
+
+def component_hashes(components: Sequence[Mapping[str, Tensor]]) -> list[str]:
+    """A SHA-256 of each component: names, shapes, dtypes and values of the weights that masks lie over."""
+    found = []
+    for weights in components:
+        digest = hashlib.sha256()
+        for name in sorted(weights):
+            value = weights[name]
+            digest.update(f"{name} {list(value.shape)} {value.dtype}".encode())
+            flat = value.detach().reshape(-1)
+            for start in range(0, flat.numel(), _HASHED):
+                digest.update(byte_view(flat[start : start + _HASHED].cpu().contiguous()))
+        found.append(digest.hexdigest())
+    return found
+
+
+def save_masks(
+    path: Path, masks: Mapping[str, Tensor], config: MaskConfig, labels: Sequence[str], hashes: Sequence[str]
+) -> Path:
+    """Write masks beside their final name and rename them when whole."""
+    metadata = {
+        "format": _FORMAT,
+        "config": config.to_json(),
+        "components": json.dumps(list(labels)),
+        "sha256": json.dumps(list(hashes)),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.partial")
+    save_file({n: m.detach().cpu().contiguous() for n, m in masks.items()}, temporary, metadata)
+    os.replace(temporary, path)
+    return path
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    if not path.is_file():
+        raise ValueError(f"load_masks: {path} is not there")
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+    except Exception as error:  # safetensors raises its own class for every malformed file
+        raise ValueError(f"load_masks: {path} is not a whole safetensors file ({error})") from error
+    if metadata.get("format") != _FORMAT:
+        raise ValueError(f"load_masks: {path} holds no masks (format {metadata.get('format')!r}, needed {_FORMAT!r})")
+    return metadata
+
+
+def read_config(path: Path) -> MaskConfig:
+    """The config that masks were made with."""
+    return MaskConfig.from_json(_metadata(path)["config"])
+
+
+def load_masks(
+    path: Path, masks: Mapping[str, Tensor], config: MaskConfig, labels: Sequence[str], hashes: Sequence[str]
+) -> dict[str, Tensor]:
+    """The values in a file of masks, once it is sure that they belong to these components and this config."""
+    metadata = _metadata(path)
+    theirs, names = json.loads(metadata["sha256"]), json.loads(metadata["components"])
+    if len(theirs) != len(hashes):
+        raise ValueError(f"load_masks: {path} is for {len(theirs)} components, this merger has {len(hashes)}")
+    for k, (own, other) in enumerate(zip(hashes, theirs, strict=True)):
+        if own != other:
+            raise ValueError(
+                f"load_masks: {path} was made for other components: number {k} was {names[k]} with sha256 "
+                f"{other[:12]}…, here it is {labels[k]} with {own[:12]}…"
+            )
+    made = MaskConfig.from_json(metadata["config"])
+    if (made.granularity, made.constraint) != (config.granularity, config.constraint):
+        raise ValueError(
+            f"load_masks: {path} has {made.granularity} masks with constraint {made.constraint}, this merger "
+            f"{config.granularity} with {config.constraint}"
+        )
+    with safe_open(path, "pt") as file:
+        loaded = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
+    if odd := sorted(loaded.keys() ^ masks.keys()):
+        raise ValueError(f"load_masks: {path} and the merger differ in {odd[0]} ({len(odd)} such)")
+    for name, values in loaded.items():
+        if values.shape != masks[name].shape or not torch.isfinite(values).all():
+            raise ValueError(
+                f"load_masks: {name} in {path} is {list(values.shape)} or not finite, needed {list(masks[name].shape)}"
+            )
+    return loaded
+
+
+class MaskedSource:
+    """A component times its mask, as a source of a linear merge: products in float32, the sum's terms.
+
+    Args:
+        inner: The component's tensors.
+        k: Which component it is.
+        masks: All masks, (K, broadcasts over the tensor), on the CPU; a float tensor without one is the first
+            component's.
+        dtypes: The dtype that the merger holds each tensor in, which values are rounded to first.
+    """
+
+    def __init__(self, inner: Source, k: int, masks: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]):
+        self._inner, self._k, self._masks = inner, k, masks
+        self.label = f"{inner.label} x mask {k}"
+        self.config, self.folder = inner.config, inner.folder
+        self.tensors = {
+            name: TensorInfo(name, info.shape, dtypes.get(name, info.dtype), info.file, info.start)
+            for name, info in inner.tensors.items()
+        }
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` of mask times weight, float32 or better; integers as they are."""
+        values, info = self._inner.read(name, start, stop), self.tensors[name]
+        if not info.dtype.is_floating_point:
+            return values
+        work = torch.float64 if info.dtype == torch.float64 else torch.float32
+        values = values.cpu().to(info.dtype).to(work)
+        if name not in self._masks:
+            return values if self._k == 0 else torch.zeros_like(values)
+        return values * stretch(self._masks[name][self._k], info.shape, start, stop)
+
+    def prefetch(self, name: str) -> None:
+        """As the component does."""
+        self._inner.prefetch(name)
+
+    def fingerprint(self) -> Any:
+        """The component's, and the masks' values."""
+        digest = hashlib.sha256()
+        for name in sorted(self._masks):
+            digest.update(name.encode() + byte_view(self._masks[name][self._k].contiguous()))
+        return [self._inner.fingerprint(), digest.hexdigest()]
+
+
+def stretch(mask: Tensor, shape: Sequence[int], start: int, stop: int) -> Tensor:
+    """Elements ``start`` to ``stop`` of a mask that is broadcast to ``shape`` and flattened.
+
+    >>> stretch(torch.tensor([[1.0, 2.0, 3.0]]), (2, 3), 1, 5)
+    tensor([2., 3., 1., 2.])
+    """
+    if not shape:
+        return mask.expand(1)[start:stop]
+    columns = shape[-1]
+    first, last = start // columns, math.ceil(stop / columns)
+    index, rows = [], torch.arange(first, last)
+    for size, own in zip(reversed(shape[:-1]), reversed(mask.shape[:-1]), strict=True):
+        index.insert(0, rows % size if own > 1 else torch.zeros_like(rows))
+        rows = rows // size
+    held = (mask[tuple(index)] if index else mask[None]).expand(last - first, columns)
+    return held.reshape(-1)[start - first * columns : stop - first * columns]
+
+
+def bake(merger: Merger, out: Path, options: Mapping[str, Any]) -> MergeReport:
+    """`Merger.bake`: from the components' files where their tensors bear the model's names, else from memory."""
+    masks = {name: mask.detach().cpu() for name, mask in merger.effective_masks().items()}
+    if bad := [name for name, mask in masks.items() if not torch.isfinite(mask).all()]:
+        raise ValueError(f"bake: the mask of {bad[0]} is not finite ({len(bad)} such); training has diverged")
+    inner = [_stored(merger, k) for k in range(merger.count)]
+    if any(source is None for source in inner):
+        inner = [_resident(merger, k) for k in range(merger.count)]
+    dtypes = {name: value.dtype for name, value in merger.state(0).items()}
+    models = [MaskedSource(source, k, masks, dtypes) for k, source in enumerate(inner) if source is not None]
+    weight = [1.0] * merger.count
+    made = merge_models(models, "linear", weight=weight, normalize=False, out=out, **options)
+    assert isinstance(made, MergeReport)
+    return made
+
+
+def _stored(merger: Merger, k: int) -> Source | None:
+    """The component's own files, where they hold what the merger runs, under the same names."""
+    if not Path(merger.labels[k]).is_dir():
+        return None
+    source, state = open_source(merger.labels[k]), merger.state(k)
+    same = all(n in source.tensors and source.tensors[n].shape == tuple(v.shape) for n, v in state.items())
+    return source if same else None
+
+
+def _resident(merger: Merger, k: int) -> Source:
+    """The component's weights in memory; tokenizer files still come from its folder."""
+    source = DictSource(merger.state(k), merger.labels[k], merger.model.config.to_dict())
+    source.folder = Path(merger.labels[k]) if Path(merger.labels[k]).is_dir() else None
+    return source

@@ -1,0 +1,121 @@
+"""`MaskTrainer`: transformers' Trainer with the masks' loss and the masks' files; frozen weights sharded over ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from .config import KLConfig
+from .merger import Merger
+from .storage import MASKS
+
+
+class MaskTrainer(Trainer):
+    """A `transformers.Trainer` for a `Merger`: only masks learn, and only masks are saved.
+
+    The learning rate, schedule, accumulation, mixed precision, gradient checkpointing, logs, resume and DDP are
+    `TrainingArguments`' own. A dict as ``eval_dataset`` is evaluated task by task (``eval_NAME_loss``). Checkpoints
+    hold ``masks.safetensors`` beside optimizer, schedule and random state.
+
+    Args:
+        model: A `Merger`.
+        args: `TrainingArguments`; ``remove_unused_columns`` is turned off, since examples carry their task.
+        kl: What to learn from.
+        **rest: Of `Trainer`: ``train_dataset``, ``eval_dataset``, ``data_collator`` (a `MaskCollator`), ...
+
+    Raises:
+        ValueError: ``model`` is not a `Merger`.
+    """
+
+    def __init__(self, model: Merger, args: Any, *, kl: KLConfig | None = None, **rest: Any):
+        if not isinstance(model, Merger):
+            raise ValueError(f"MaskTrainer: model is {type(model).__name__}, needed a Merger")
+        args.remove_unused_columns = False
+        if args.ddp_find_unused_parameters is None and model.model.can_generate():
+            args.ddp_find_unused_parameters = False  # every mask takes part in every step
+        self.kl = kl or KLConfig()
+        super().__init__(model=model, args=args, **rest)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """`Merger.distill`, over the positions of all micro-batches and ranks of a step."""
+        loss = model(kl=self.kl, normalizer=num_items_in_batch, **inputs)
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes  # DDP takes the mean of gradients
+        return (loss, {}) if return_outputs else loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor, None, None]:
+        """The loss; logits are never made."""
+        with torch.no_grad(), self.compute_loss_context_manager():
+            return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
+
+    def _masks_of(self, folder: str | None) -> Path:
+        return Path(folder or self.args.output_dir or ".") / MASKS
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self.args.should_save:
+            self.merger.save_masks(self._masks_of(output_dir))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self.merger.load_masks(self._masks_of(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        self.merger.load_masks(self._masks_of(self.state.best_model_checkpoint))
+
+    @property
+    def merger(self) -> Merger:
+        """The model without wrappers."""
+        found = self.accelerator.unwrap_model(self.model)
+        assert isinstance(found, Merger)
+        return found
+
+
+def shard_frozen_(merger: Merger, mesh: Any = None) -> list[str]:
+    """Shard the blocks' frozen weights over the ranks (FSDP2), for models larger than one card; masks stay whole.
+
+    Each block is gathered when it runs, forward and backward, and let go after. Call it in every process, before the
+    trainer is made; DDP then reduces the masks' gradients as ever. Embeddings and head stay whole on every rank.
+
+    Args:
+        merger: Changed in place.
+        mesh: A `DeviceMesh` of one dimension; default: all ranks.
+
+    Returns:
+        The names of the sharded blocks.
+
+    Raises:
+        ValueError: No process group, or a model without a list of blocks.
+    """
+    from torch.distributed import is_initialized
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not is_initialized():
+        raise ValueError("shard_frozen_: there is no process group; start with torchrun")
+    lists = {n: m for n, m in merger.model.named_modules() if isinstance(m, nn.ModuleList)}
+    blocks = {
+        f"{name}.{i}": block
+        for name, held in lists.items()
+        if not any(name.startswith(f"{other}.") for other in lists) and not name.endswith("components")
+        for i, block in enumerate(held)
+    }
+    if not blocks:
+        raise ValueError(f"shard_frozen_: {type(merger.model).__name__} has no list of blocks")
+    merger.hashes()  # from whole weights
+    masks = set(merger.masks().values())
+    for block in blocks.values():
+        fully_shard(block, mesh=mesh, ignored_params=masks)
+    held = [n for n, p in merger.named_parameters() if not p.requires_grad]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(merger, held)
+    return list(blocks)

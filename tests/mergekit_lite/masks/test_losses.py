@@ -1,0 +1,213 @@
+"""masked_kl against the dense definition, and that it never holds a (positions, vocabulary) tensor."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mergekit_lite.masks import KLConfig, mask_penalty, masked_kl, reference
+from mergekit_lite.masks.constraints import mask_shape
+from tests.support.equivalence import judge
+
+N, H, V, K = 37, 8, 50, 3
+DIRECTIONS = ("forward", "reverse", "jensen_shannon")
+GRANULARITIES = ("scalar", "input", "output", "element")
+
+
+def made(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def shares(kind, positions=N, count=K):
+    generator = torch.Generator().manual_seed(3)
+    if kind == "task":
+        return torch.nn.functional.one_hot(torch.randint(count, (positions,), generator=generator), count).double()
+    if kind == "mixed":
+        return torch.rand(positions, count, generator=generator, dtype=torch.float64).softmax(-1)
+    return None
+
+
+CASES = [
+    (d, c, "input", t, e) for d in DIRECTIONS for c in ("task", "mixed", "confidence") for t, e in [(1, 0), (2, 0.3)]
+]
+CASES += [("forward", "hard", "input", 1, 0)] + [("forward", "task", g, 1, 0) for g in GRANULARITIES]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("direction", "kind", "granularity", "temperature", "cross_entropy"), CASES)
+def test_masked_kl(direction, kind, granularity, temperature, cross_entropy, dtype):
+    if dtype == torch.float16 and direction != "forward":
+        pytest.skip("the definition itself underflows to NaN in float16: it sets no budget")
+    teachers = [made(N, H, seed=k).to(dtype) for k in range(K)]
+    heads = [made(V, H, seed=10 + k).to(dtype) for k in range(K)]
+    options = {
+        "coefficients": shares(kind),
+        "confidence_temperature": 0.0 if kind == "hard" else 0.7,
+        "temperature": float(temperature),
+        "direction": direction,
+        "labels": torch.randint(V, (N,), generator=torch.Generator().manual_seed(4)),
+        "cross_entropy": cross_entropy,
+    }
+
+    def fast(student, masks):
+        return masked_kl(student, teachers, heads, masks, **options).to(dtype)
+
+    def dense(student, masks):
+        cast = [[t.to(student.dtype) for t in ts] for ts in (teachers, heads)]
+        own = None if options["coefficients"] is None else options["coefficients"].to(student.dtype)
+        return reference.masked_kl(student, *cast, masks, **options | {"coefficients": own})
+
+    inputs = {"student": made(N, H, seed=20), "masks": made(K, *mask_shape((V, H), granularity), seed=21).abs()}
+    case = f"{direction}, {kind}, {granularity} masks, T {temperature}, cross-entropy {cross_entropy}"
+    judge("masked_kl", "eager", fast, dense, inputs, dtype=dtype, case=case)
+
+
+def test_logits_without_heads_and_a_head_without_masks():
+    students, teachers = made(N, V), [made(N, V, seed=k) for k in (1, 2)]
+    options = {"coefficients": shares("mixed", count=2)}
+    for heads in (None, [torch.eye(V, dtype=torch.float64)] * 2):
+        leaf = students.clone().requires_grad_()
+        found = masked_kl(leaf, teachers, heads, **options)
+        expected = reference.masked_kl(leaf, teachers, **options)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(v, leaf)[0] for v in (found, expected)))
+
+
+def test_a_bias_and_a_normalizer():
+    student, teacher, head = made(N, H).requires_grad_(), made(N, H, seed=1), made(V, H, seed=2)
+    bias, other = made(V, seed=3).requires_grad_(), made(V, seed=4)
+    found = masked_kl(
+        student, [teacher], [head], coefficients=torch.ones(1), bias=bias, teacher_biases=[other], normalizer=5.0
+    )
+    expected = reference.masked_kl(
+        student @ head.T + bias, [teacher @ head.T + other], coefficients=torch.ones(N, 1, dtype=torch.float64)
+    )
+    torch.testing.assert_close(found, expected * N / 5)
+    for a, b in zip(
+        torch.autograd.grad(found, (student, bias)), torch.autograd.grad(expected, (student, bias)), strict=True
+    ):
+        torch.testing.assert_close(a, b * N / 5)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_targets_that_underflow_give_finite_losses(direction):
+    student = torch.randn(4, V).requires_grad_()
+    teachers = [torch.full((4, V), -300.0), torch.full((4, V), -300.0)]
+    teachers[0][:, 0] = teachers[1][:, 1] = 300.0
+    for coefficients in (torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5]), None):
+        loss = masked_kl(student, teachers, coefficients=coefficients, direction=direction)
+        assert torch.isfinite(loss)
+        assert torch.isfinite(torch.autograd.grad(loss, student)[0]).all()
+
+
+class Largest(TorchDispatchMode):
+    """The largest result of any operation that is not a view, in elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if not function.is_view:
+            given = {id(a) for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)}
+            for value in tree_leaves(result):
+                if isinstance(value, torch.Tensor) and id(value) not in given:
+                    self.seen = max(self.seen, value.numel())
+        return result
+
+
+@pytest.mark.parametrize("kind", ["task", "mixed", "confidence", "hard"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_no_tensor_is_as_large_as_the_logits(direction, kind):
+    positions, vocabulary = 600, 3000
+    student = torch.randn(positions, H, requires_grad=True)
+    heads, teachers = [torch.randn(vocabulary, H) for _ in range(K)], [torch.randn(positions, H) for _ in range(K)]
+    masks = torch.rand(K, 1, H, requires_grad=True)
+    own = shares(kind, positions)
+    options = {"coefficients": own, "confidence_temperature": 0.0 if kind == "hard" else 1.0, "direction": direction}
+    with Largest() as seen:
+        masked_kl(student, teachers, heads, masks, **options).backward()
+    assert seen.seen <= positions * vocabulary / 6
+    with Largest() as plain:
+        reference.masked_kl(student, teachers, heads, masks, **options | {"coefficients": own}).backward()
+    assert plain.seen >= positions * vocabulary  # the measure sees what it should
+
+
+def test_no_positions_give_zero_with_a_graph():
+    student, masks = torch.zeros(0, H, requires_grad=True), torch.ones(2, 1, H, requires_grad=True)
+    loss = masked_kl(student, [None, None], [torch.ones(V, H)] * 2, masks, coefficients=torch.zeros(0, 2))
+    loss.backward()
+    assert loss == 0
+    assert masks.grad.abs().sum() == 0
+
+
+def test_nothing_is_kept_when_no_gradient_is_asked_for():
+    with torch.no_grad():
+        loss = masked_kl(made(N, V), [made(N, V, seed=1)], coefficients=torch.ones(1))
+    assert loss.grad_fn is None
+
+
+BAD = {
+    "direction is 'up'": {"direction": "up"},
+    "impl is 'fused'": {"impl": "fused"},
+    "needed one (N, H)": {"teachers": [torch.zeros(3, 5), None]},
+    "needed 2 of (V, 4)": {"heads": [torch.zeros(6, 4)]},
+    "needed heads and (2": {"masks": torch.ones(3, 1, 4)},
+    "coefficients are": {"coefficients": torch.ones(4)},
+    "teacher 1 has coefficients": {"coefficients": torch.tensor([0.5, 0.5])},
+    "needs labels": {"cross_entropy": 1.0},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_refuses(message):
+    arguments = {
+        "student": torch.zeros(3, 4),
+        "teachers": [torch.zeros(3, 4), None],
+        "heads": [torch.zeros(6, 4)] * 2,
+        "masks": torch.ones(2, 1, 4),
+        "coefficients": torch.tensor([1.0, 0.0]),
+    }
+    with pytest.raises(ValueError) as caught:  # noqa: PT011, the message is looked at
+        masked_kl(**arguments | BAD[message])
+    assert message in str(caught.value)
+
+
+def test_penalties():
+    masks = [torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([[0.5], [-0.5]])]
+    a, b = torch.tensor([1.0, 2.0, 0.5]), torch.tensor([3.0, 0.0, -0.5])
+    expected = {
+        "l1": torch.cat([a, b]).abs().mean(),
+        "l2": torch.cat([a, b]).square().mean(),
+        "similarity": torch.cosine_similarity(a, b, dim=0),
+        "closeness": (a - b).square().mean(),
+        "decay": b.square().mean() / (a.square().mean() + b.square().mean()),
+    }
+    for name, value in expected.items():
+        torch.testing.assert_close(mask_penalty(masks, KLConfig(**{name: 2.0})), 2 * value)
+    assert mask_penalty(masks, KLConfig()) == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"coefficients": "loud"}, "needed one of task"),
+        ({"direction": "up"}, "needed one of forward"),
+        ({"temperature": 0}, "temperature is 0"),
+        ({"l1": -1}, "l1 is -1"),
+        ({"coefficients": "fixed"}, "shares belong"),
+        ({"shares": (1.0, 2.0)}, "shares belong"),
+        ({"coefficients": "fixed", "shares": (0.0, 0.0)}, "sum above 0"),
+    ],
+)
+def test_config_refuses(values, message):
+    with pytest.raises(ValueError, match=message):
+        KLConfig(**values)
+
+
+def test_configs_round_trip():
+    config = KLConfig(coefficients="fixed", shares=(1.0, 3.0), direction="reverse", decay=0.1)
+    assert KLConfig.from_json(config.to_json()) == config
+    with pytest.raises(ValueError, match="unknown field 'mode'"):
+        KLConfig.from_json('{"mode": 1}')

@@ -1,0 +1,404 @@
+"""Merger over real architectures: components' own bits, baked bits, masks on disk, and what is refused."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from mergekit_lite import merge_models
+from mergekit_lite.masks import (
+    AccurateMaskedLinear,
+    EfficientMaskedLinear,
+    MaskConfig,
+    MaskedEmbedding,
+    MaskedLayer,
+    MaskedNorm,
+    Merger,
+    constrain,
+)
+from tests.support.models import auto_class, save, save_tokenizer, tiny
+
+DECODERS = ["gpt2", "llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "mixtral"]
+GRANULARITIES = ("scalar", "input", "output", "element")
+IDS = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def pair(kind, folder, dtype=torch.float32, count=2):
+    return [save(tiny(kind, seed), folder / str(seed), dtype) for seed in range(count)]
+
+
+def open_merger(paths, kind="gpt2", **config):
+    return Merger.from_pretrained(paths, auto_class=auto_class(kind), **{"initial": "random"} | config).eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [*DECODERS, "classifier"])
+def test_a_baked_checkpoint_has_the_bits_of_the_merger(kind, dtype, tmp_path):
+    paths = pair(kind, tmp_path, dtype)
+    granularities = GRANULARITIES if kind in ("gpt2", "llama-tied", "mixtral") else ("input",)
+    for granularity in granularities:
+        merger = open_merger(paths, kind, granularity=granularity)
+        report = merger.bake(tmp_path / granularity, progress=False)
+        baked = auto_class(kind).from_pretrained(tmp_path / granularity, dtype="auto").eval()
+        assert baked.dtype == dtype
+        assert torch.equal(logits(merger), logits(baked))
+        assert report.bytes_written > 0
+        folded = logits(merger.fold_())
+        assert torch.equal(folded, logits(baked))
+
+
+@pytest.mark.parametrize("kind", [*DECODERS, "classifier"])
+def test_a_component_runs_with_its_own_bits(kind, tmp_path):
+    paths = pair(kind, tmp_path, count=3)
+    merger = open_merger(paths, kind, granularity="scalar")
+    for k, path in enumerate(paths):
+        with merger.component(k):
+            own = logits(merger)
+        assert torch.equal(own, logits(auto_class(kind).from_pretrained(path).eval()))
+    assert not torch.equal(own, logits(merger))
+    with pytest.raises(ValueError, match="needed 0 to 2"), merger.component(3):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama-tied", "qwen2", "mixtral", "classifier"])
+def test_efficient_and_auto_differ_from_accurate_by_rounding_alone(kind, tmp_path):
+    paths = pair(kind, tmp_path)
+    accurate = logits(open_merger(paths, kind))
+    for mode in ("efficient", "auto"):
+        torch.testing.assert_close(logits(open_merger(paths, kind, mode=mode)), accurate, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama-tied", "gemma3", "mixtral"])
+def test_gradients_of_masks_are_those_of_the_dense_merge(kind, tmp_path):
+    """Against autograd through functional_call on Σ m_k W_k of whole state dicts."""
+    models = [tiny(kind, seed) for seed in range(2)]
+    merger = Merger(models, MaskConfig(initial="random", granularity="input"))
+    masks = merger.masks()
+    (merger(input_ids=IDS).logits.float().square().sum()).backward()
+    leaves = {n: m.detach().clone().requires_grad_() for n, m in masks.items()}
+    states = [dict(m.named_parameters()) for m in models]
+    merged = {n: sum(m * s[n] for m, s in zip(leaf, states, strict=True)) for n, leaf in leaves.items()}
+    out = torch.func.functional_call(models[0], merged, kwargs={"input_ids": IDS}, tie_weights=True)
+    out.logits.float().square().sum().backward()
+    for name, mask in masks.items():
+        torch.testing.assert_close(mask.grad, leaves[name].grad, rtol=2e-3, atol=2e-3, msg=name)
+
+
+def test_what_is_masked_and_what_is_trainable():
+    merger = Merger([tiny("llama-tied", seed) for seed in range(2)])
+    kinds = {type(layer) for layer in merger.layers().values()}
+    assert kinds == {AccurateMaskedLinear, MaskedEmbedding, MaskedNorm}
+    assert {n for n, p in merger.named_parameters() if p.requires_grad} == {
+        n for n, _ in merger.named_parameters() if ".masks." in n
+    }
+    masks = merger.masks()
+    assert "lm_head.weight" not in masks  # tied: one mask
+    assert merger.model.lm_head.masks["weight"] is masks["model.embed_tokens.weight"]
+    stock = dict(tiny("llama-tied").named_parameters())
+    assert list(masks) == list(stock)
+    assert "input masks: weight [2, 1, 16]" in repr(merger.model.model.layers[0].self_attn.q_proj)
+    experts = Merger([tiny("mixtral", seed) for seed in range(2)], MaskConfig(granularity="output")).masks()
+    assert experts["model.layers.0.mlp.experts.down_proj"].shape == (2, 3, 16, 1)
+
+
+def test_models_are_shared_and_not_changed():
+    models = [tiny("gpt2", seed) for seed in range(2)]
+    before = logits(models[0])
+    merger = Merger(models)
+    layer = merger.model.transformer.h[0].attn.c_attn
+    for k, model in enumerate(models):
+        assert layer.components[k].weight.data_ptr() == model.transformer.h[0].attn.c_attn.weight.data_ptr()
+        assert all(p.requires_grad for p in model.parameters())
+    assert torch.equal(logits(models[0]), before)
+
+
+def test_it_generates_and_passes_on_what_the_model_has(tmp_path):
+    paths = pair("gpt2", tmp_path)
+    merger = open_merger(paths, mode="accurate")
+    merger.bake(tmp_path / "out", progress=False)
+    baked = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = baked.generate(IDS, **options)
+    assert torch.equal(merger.generate(IDS, **options), expected)
+    assert torch.equal(merger.fold_().generate(IDS, **options), expected)
+    assert merger.config.n_embd == 16
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        merger.no_such_thing  # noqa: B018
+
+
+def test_folding_ends_with_training_and_with_new_masks(tmp_path):
+    merger = Merger([tiny("gpt2", seed) for seed in range(2)]).eval().fold_()
+    before = logits(merger)
+    merger.save_masks(tmp_path / "m.safetensors")
+    with torch.no_grad():
+        merger.masks()["transformer.h.0.mlp.c_fc.weight"].mul_(2)
+    assert torch.equal(logits(merger), before)  # folded weights are what was folded
+    changed = logits(merger.train().eval())
+    assert not torch.equal(changed, before)
+    merger.fold_().load_masks(tmp_path / "m.safetensors")
+    assert torch.equal(logits(merger), before)
+
+
+def test_masks_go_to_disk_and_come_back(tmp_path):
+    paths = pair("gpt2", tmp_path)
+    merger = open_merger(paths, granularity="output", constraint="unit_sphere")
+    path = merger.save_masks(tmp_path / "deep" / "m.safetensors")
+    again = Merger.from_pretrained(paths, masks=path).eval()
+    assert again.mask_config == merger.mask_config
+    assert torch.equal(logits(again), logits(merger))
+    assert [p.name for p in path.parent.iterdir()] == ["m.safetensors"]
+    with pytest.raises(ValueError, match="granularity was given beside masks"):
+        Merger.from_pretrained(paths, masks=path, granularity="input")
+
+
+def test_masks_of_other_components_are_refused(tmp_path):
+    paths = pair("gpt2", tmp_path, count=3)
+    path = open_merger(paths[:2]).save_masks(tmp_path / "m.safetensors")
+    other = open_merger(paths[1:])
+    with pytest.raises(ValueError, match="made for other components: number 0"):
+        other.load_masks(path)
+    with pytest.raises(ValueError, match="is for 2 components, this merger has 3"):
+        open_merger(paths).load_masks(path)
+    with pytest.raises(ValueError, match="has input masks"):
+        open_merger(paths[:2], granularity="scalar").load_masks(path)
+    held = load_file(path)
+    with pytest.raises(ValueError, match="is not there"):
+        other.load_masks(tmp_path / "none")
+    save_file(held, tmp_path / "bare.safetensors")
+    with pytest.raises(ValueError, match="holds no masks"):
+        other.load_masks(tmp_path / "bare.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        other.load_masks(tmp_path / "cut.safetensors")
+
+
+def test_baking_reads_the_components_files_in_blocks_and_keeps_what_lies_beside(tmp_path):
+    paths = pair("llama", tmp_path)
+    save_tokenizer(tmp_path / "0", [f"t{i}" for i in range(96)])
+    merger = open_merger(paths)
+    report = merger.bake(tmp_path / "out", max_shard_size="20kB", progress=False)
+    assert len(report.paths) > 2
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert set(report.tensors[0].__dict__)  # the engine's own report
+    in_memory = Merger([tiny("llama", seed) for seed in range(2)], MaskConfig(initial="random"))
+    in_memory.bake(tmp_path / "memory", progress=False)
+    a, b = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / n) for n in ("out", "memory"))
+    assert torch.equal(logits(a), logits(b))
+
+
+def test_baking_rounds_like_the_merger_when_it_was_loaded_in_another_dtype(tmp_path):
+    paths = pair("llama", tmp_path)
+    merger = Merger.from_pretrained(paths, dtype=torch.bfloat16, initial="random").eval()
+    merger.bake(tmp_path / "out", progress=False)
+    baked = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").eval()
+    assert baked.dtype == torch.bfloat16
+    assert torch.equal(logits(merger), logits(baked))
+
+
+def test_a_mask_that_is_not_finite_is_not_baked(tmp_path):
+    merger = Merger([tiny("gpt2", seed) for seed in range(2)])
+    with torch.no_grad():
+        merger.masks()["transformer.h.0.mlp.c_fc.weight"][0, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"h\.0\.mlp\.c_fc\.weight is not finite"):
+        merger.bake(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+INITIAL = {"average": 0.5, 0.25: 0.25, "component:1": None, "random": None}
+
+
+@pytest.mark.parametrize("initial", INITIAL)
+def test_initial_masks(initial, tmp_path):
+    models = [tiny("gpt2", seed) for seed in range(2)]
+    merger = Merger(models, MaskConfig(initial=initial)).eval()
+    mask = merger.masks()["transformer.h.1.mlp.c_proj.weight"]
+    if INITIAL[initial] is not None:
+        assert (mask == INITIAL[initial]).all()
+    elif initial == "random":
+        torch.testing.assert_close(mask.sum(0), torch.ones_like(mask[0]))
+        assert mask.std() > 0.1
+        again = Merger(models, MaskConfig(initial=initial)).masks()["transformer.h.1.mlp.c_proj.weight"]
+        assert torch.equal(mask, again)
+    else:
+        assert torch.equal(logits(merger), logits(models[1]))
+
+
+@pytest.mark.parametrize("method", ["linear", "task_arithmetic"])
+def test_masks_begin_as_a_recipe(method, tmp_path):
+    paths = pair("llama", tmp_path, count=3)
+    base = f"base_model: {paths[0]}\n" if method == "task_arithmetic" else ""
+    weights = "{weight: [{filter: mlp, value: 0.25}, {value: [0.5, 0.75]}]}"
+    models = paths[1:] if method == "task_arithmetic" else paths
+    lines = "".join(f"- {{model: {p}, parameters: {weights if p == paths[1] else '{weight: 0.5}'}}}\n" for p in models)
+    recipe = tmp_path / "r.yml"
+    recipe.write_text(f"merge_method: {method}\n{base}models:\n{lines}")
+    merger = Merger.from_pretrained(paths, initial=str(recipe), granularity="scalar").eval()
+    from mergekit_lite import load_recipe
+
+    merge_models(load_recipe(recipe), out=tmp_path / "static", progress=False)
+    static = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "static").eval()
+    torch.testing.assert_close(logits(merger), logits(static), rtol=1e-4, atol=1e-5)
+    recipe.write_text(f"merge_method: slerp\nbase_model: {paths[0]}\nparameters: {{t: 0.5}}\nmodels: [{paths[1]}]")
+    with pytest.raises(ValueError, match="cannot begin as slerp"):
+        Merger.from_pretrained(paths, initial=str(recipe))
+    recipe.write_text(f"merge_method: linear\nparameters: {{weight: 1}}\nmodels: [{paths[0]}, {paths[2]}]")
+    with pytest.raises(ValueError, match="is not among the components"):
+        Merger.from_pretrained(paths[:2], initial=str(recipe))
+
+
+CONSTRAINTS = {
+    "unit_interval": lambda m: ((m >= 0) & (m <= 1)).all(),
+    "symmetric": lambda m: (m.abs() <= 1).all(),
+    "sum_to_one": lambda m: torch.allclose(m.sum(0), torch.ones_like(m[0])),
+    "unit_sphere": lambda m: torch.allclose(m.square().sum(0), torch.ones_like(m[0])),
+}
+
+
+@pytest.mark.parametrize("constraint", CONSTRAINTS)
+def test_constraints_hold_and_let_gradients_through(constraint):
+    raw = (3 * torch.randn(3, 5, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    masks = constrain(raw, constraint)
+    assert CONSTRAINTS[constraint](masks)
+    torch.testing.assert_close(constrain(masks, constraint), masks)  # what holds already stays
+    inner = torch.rand(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).mul(0.8).add(0.1)
+    assert torch.autograd.gradcheck(lambda r: constrain(r, constraint), (inner.requires_grad_(),))
+
+
+@pytest.mark.parametrize("constraint", ["unit_interval", "symmetric"])
+def test_a_mask_far_outside_its_bounds_comes_back(constraint):
+    raw = (3 * torch.randn(3, 5, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    optimizer = torch.optim.SGD([raw], lr=0.1)
+    for _ in range(300):
+        optimizer.zero_grad()
+        (constrain(raw, constraint) - 0.2).square().sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(constrain(raw, constraint).detach(), torch.full((3, 5), 0.2), rtol=0, atol=1e-3)
+
+
+def test_report_and_heat_map(tmp_path):
+    pytest.importorskip("matplotlib")
+    merger = Merger([tiny("llama", seed) for seed in range(2)], labels=["models/a", "models/b"])
+    with torch.no_grad():
+        merger.masks()["model.layers.1.mlp.up_proj.weight"][0] = 0.9
+    report = merger.report()
+    row = next(r for r in report.rows if r.name == "model.layers.1.mlp.up_proj.weight")
+    assert row.mean == (0.9, 0.5)
+    assert row.winner == 0
+    assert row.wins == (1.0, 0.0)
+    assert "0 at 100%" in str(report)
+    assert "component 1: models/b" in str(report)
+    assert report.plot(tmp_path / "heat.png").stat().st_size > 5000
+
+
+class Odd(torch.nn.Module):
+    """A module that owns a parameter and has children that do: both are masked."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.randn(4))
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x * self.scale)
+
+
+def test_nested_owners_of_parameters():
+    from mergekit_lite.masks.layers import Selection
+    from mergekit_lite.masks.surgery import Surgeon
+
+    roots = [torch.nn.Sequential(Odd()) for _ in range(2)]
+    stock = [root(torch.ones(1, 4)).detach() for root in roots]
+    selection = Selection()
+    surgeon = Surgeon(MaskConfig(initial="component:1"), selection, None)
+    surgeon.replace(roots[0], [roots[1]])
+    assert set(surgeon.raw) == {"0.scale", "0.inner.weight", "0.inner.bias"}
+    assert torch.equal(roots[0](torch.ones(1, 4)), stock[1])
+    for k in range(2):
+        selection.component = k
+        assert torch.equal(roots[0](torch.ones(1, 4)), stock[k])
+
+
+def spoiled(change):
+    model = tiny("llama", 1)
+    change(model)
+    return model
+
+
+def nan(model):
+    model.model.layers[0].mlp.up_proj.weight.data[0, 0] = torch.nan
+
+
+DIFFERENT = {
+    "different architectures: LlamaForCausalLM": lambda: tiny("mistral"),
+    "different architectures: model.layers": lambda: tiny("llama", num_hidden_layers=3),
+    "has shapes [24, 16]": lambda: tiny("llama", intermediate_size=20),
+    "align the vocabularies first": lambda: tiny("llama", vocab_size=100),
+    "is torch.float32 (a) and torch.bfloat16 (b)": lambda: tiny("llama").to(torch.bfloat16),
+    "is tied to another tensor in one of": lambda: tiny("llama-tied"),
+    "variance_epsilon is 1e-06 (a) and 0.001": lambda: tiny("llama", rms_norm_eps=1e-3),
+    "the buffer model.rotary_emb.inv_freq differs": lambda: tiny(
+        "llama", rope_parameters={"rope_type": "default", "rope_theta": 500.0}
+    ),
+    "up_proj.weight of b holds NaN": lambda: spoiled(nan),
+}
+
+
+@pytest.mark.parametrize("message", DIFFERENT)
+def test_components_that_do_not_fit_are_refused(message):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011, the message is looked at
+        Merger([tiny("llama"), DIFFERENT[message]()], labels=["a", "b"])
+    assert message in str(caught.value)
+
+
+def test_files_that_do_not_fit_are_refused_before_a_weight_is_read(tmp_path, monkeypatch):
+    paths = [save(tiny("llama"), tmp_path / "a"), save(tiny("llama", intermediate_size=20), tmp_path / "b")]
+    monkeypatch.setattr(
+        transformers.LlamaForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read")
+    )
+    with pytest.raises(ValueError, match="has shapes"):
+        Merger.from_pretrained(paths)
+    with pytest.raises(ValueError, match="needed a list of at least two models"):
+        Merger.from_pretrained(paths[:1])
+    with pytest.raises(ValueError, match="needed a list of at least two models"):
+        Merger.from_pretrained(paths[0])
+
+
+def test_a_layer_alone_refuses_too():
+    with pytest.raises(ValueError, match="got 1 components"):
+        AccurateMaskedLinear([torch.nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match=r"weight is .* in the components"):
+        MaskedLayer([torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"mode": "fast"}, "needed one of accurate"),
+        ({"granularity": "row"}, "needed one of scalar"),
+        ({"constraint": "01"}, "needed one of none"),
+        ({"mode": "efficient", "granularity": "element"}, "cannot do granularity 'element'"),
+        ({"mode": "auto", "granularity": "element"}, "cannot do granularity 'element'"),
+        ({"initial": "half"}, "needed a number, average"),
+        ({"initial": float("nan")}, "initial is nan"),
+    ],
+)
+def test_config_refuses(values, message):
+    with pytest.raises(ValueError, match=message):
+        MaskConfig(**values)
+
+
+def test_efficient_layers_keep_component_bits():
+    layers = [torch.nn.Linear(4, 3) for _ in range(2)]
+    masked = EfficientMaskedLinear(layers)
+    masked.selection.component = 1
+    x = torch.randn(2, 4)
+    assert torch.equal(masked(x), layers[1](x))

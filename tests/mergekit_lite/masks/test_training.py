@@ -1,0 +1,346 @@
+"""Batches, the loss of a batch, cached teachers, and the trainer: alone, resumed, checkpointed and on two processes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import TrainingArguments
+
+from mergekit_lite.masks import KLConfig, MaskCollator, MaskConfig, MaskTrainer, Merger, TaskMixture, cache_teachers
+from tests.support.models import tiny
+
+
+def merger_of(kind="gpt2", count=2, **config):
+    changes = {} if kind != "gpt2" else {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return Merger([tiny(kind, seed, **changes) for seed in range(count)], MaskConfig(**config))
+
+
+def examples(count, seed, prompt=2):
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(count):
+        length = int(torch.randint(4, 12, (1,), generator=generator))
+        ids = torch.randint(3, 90, (length,), generator=generator).tolist()
+        made.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    return made
+
+
+MIXTURE = TaskMixture([examples(9, 1), examples(7, 2)])
+BATCH = MaskCollator(pad_token_id=0)([MIXTURE[i] for i in (0, 8, 9, 12, 15)])
+
+
+def dense_loss(merger, batch, temperature=1.0):
+    """What `distill` computes by task, with whole logits, position by position."""
+    inputs = {k: batch[k] for k in ("input_ids", "attention_mask")}
+    student, total, count = merger.eval()(**inputs).logits, 0.0, 0
+    for row, task in enumerate(batch["task"].tolist()):
+        with torch.no_grad(), merger.component(task):
+            teacher = merger(**inputs).logits[row]
+        for t in range(batch["labels"].shape[1] - 1):
+            if batch["labels"][row, t + 1] != -100:  # the label at t + 1 belongs to the logits at t
+                log_p = F.log_softmax(teacher[t] / temperature, -1)
+                log_q = F.log_softmax(student[row, t] / temperature, -1)
+                total = total + temperature**2 * (log_p.exp() * (log_p - log_q)).sum()
+                count += 1
+    return total / count
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma2", "gemma3", "mixtral"])
+def test_the_loss_of_a_batch_is_the_dense_one(kind, recwarn):
+    merger = merger_of(kind, initial="random")
+    found = merger(kl=KLConfig(temperature=2.0), **BATCH)
+    capped = kind == "gemma2"  # a soft cap on the logits: found out, and said
+    assert any("more to its logits" in str(w.message) for w in recwarn) == capped
+    assert (merger.output_head() is None) == capped
+    expected = dense_loss(merger, BATCH, 2.0)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+    masks = list(merger.masks().values())
+    for a, b in zip(torch.autograd.grad(found, masks), torch.autograd.grad(expected, masks), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
+
+
+def test_only_the_teachers_with_a_share_run_and_only_on_their_rows():
+    merger = merger_of(count=3)
+    merger.output_head()  # looks once at what the head does
+    seen = []
+    for k in range(3):
+        layer = merger.model.transformer.h[0].mlp.c_fc.components[k]
+        layer.register_forward_hook(lambda module, given, out, k=k: seen.append((k, given[0].shape[0])))
+    merger(kl=KLConfig(), **BATCH)
+    assert seen == [(0, 2), (1, 3)]
+    seen.clear()
+    merger(kl=KLConfig(coefficients="fixed", shares=(0.0, 1.0, 3.0)), **BATCH)
+    assert seen == [(1, 5), (2, 5)]
+    seen.clear()
+    merger(kl=KLConfig(coefficients="confidence"), **BATCH)
+    assert [k for k, _ in seen] == [0, 1, 2]
+
+
+def test_teachers_do_not_drop_out_and_the_student_does():
+    dropping = Merger([tiny("gpt2", seed, resid_pdrop=0.5) for seed in range(2)], MaskConfig(initial="component:0"))
+    batch = {k: v[:2] for k, v in BATCH.items()}  # both of task 0, which the student is
+    assert dropping.eval()(kl=KLConfig(), **batch) < 1e-6
+    assert dropping.train()(kl=KLConfig(), **batch) > 1e-4
+    assert dropping.training
+
+
+def test_padding_and_prompts_never_count():
+    merger = merger_of(initial="random")
+    loss = merger(kl=KLConfig(), **BATCH)
+    wider = MaskCollator(pad_token_id=7)([*[MIXTURE[i] for i in (0, 8, 9, 12, 15)], {"input_ids": [1] * 20, "task": 0}])
+    wider = {k: v[:5] for k, v in wider.items()}
+    torch.testing.assert_close(merger(kl=KLConfig(), **wider), loss)
+    plain = {k: v for k, v in BATCH.items() if k != "labels"}
+    every = merger(kl=KLConfig(), **plain)  # without labels: every token but padding
+    labels = BATCH["input_ids"].masked_fill(BATCH["attention_mask"] == 0, -100)
+    torch.testing.assert_close(every, merger(kl=KLConfig(), labels=labels, **plain))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_packed_is_padded(kind):
+    merger = merger_of(kind, initial="random")
+    chosen = [MIXTURE[i] for i in (0, 9, 3, 12, 15)]
+    padded, packed = (MaskCollator(pad_token_id=0, pack=p)(chosen) for p in (False, True))
+    assert packed["input_ids"].shape[0] == 2
+    masks = list(merger.masks().values())
+    losses = [merger(kl=KLConfig(), **batch) for batch in (padded, packed)]
+    torch.testing.assert_close(*losses)
+    for a, b in zip(*(torch.autograd.grad(loss, masks) for loss in losses), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-7)
+
+
+def test_a_classifier_learns_from_its_components():
+    merger = merger_of("classifier", initial="random")
+    features = [{"input_ids": [3, 4, 5 + i], "label": i % 3, "task": i % 2} for i in range(4)]
+    batch = MaskCollator(pad_token_id=0)(features)
+    loss = merger(kl=KLConfig(), **batch)
+    inputs = {k: batch[k] for k in ("input_ids", "attention_mask")}
+    student = F.log_softmax(merger.eval()(**inputs).logits, -1)
+    teachers = []
+    for k in range(2):
+        with merger.component(k), torch.no_grad():
+            teachers.append(F.log_softmax(merger(**inputs).logits, -1))
+    target = torch.stack([teachers[t][i] for i, t in enumerate(batch["task"])])
+    torch.testing.assert_close(loss, (target.exp() * (target - student)).sum(-1).mean(), rtol=1e-4, atol=1e-7)
+
+
+def test_a_batch_without_supervised_positions_warns_and_gives_zero():
+    merger = merger_of()
+    batch = BATCH | {"labels": torch.full_like(BATCH["labels"], -100)}
+    with pytest.warns(UserWarning, match="no supervised position"):
+        loss = merger(kl=KLConfig(l2=0.0), **batch)
+    loss.backward()
+    assert loss == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"task": torch.tensor([0, 1, 2, 0, 1])}, "task labels span 0 to 2, needed 0 to 1"),
+        ({"task": None}, "need a task for each example"),
+        ({"teacher_hidden": torch.zeros(3, 1, 16)}, "the cache was made from other batches"),
+    ],
+)
+def test_bad_batches_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        merger_of()(kl=KLConfig(), **BATCH | change)
+
+
+def test_bad_examples_and_shares_are_refused():
+    collator = MaskCollator(pad_token_id=0)
+    with pytest.raises(ValueError, match="task is None"):
+        collator([{"input_ids": [1, 2]}])
+    with pytest.raises(ValueError, match="2 tokens and 3 labels"):
+        collator([{"input_ids": [1, 2], "labels": [1, 2, 3], "task": 0}])
+    with pytest.raises(ValueError, match="3 shares"):
+        merger_of()(kl=KLConfig(coefficients="fixed", shares=(1.0, 1.0, 1.0)), **BATCH)
+    with pytest.raises(ValueError, match="model is GPT2LMHeadModel"):
+        MaskTrainer(tiny("gpt2"), None)
+
+
+@pytest.mark.parametrize("coefficients", ["task", "confidence"])
+@pytest.mark.parametrize("pack", [False, True])
+def test_cached_teachers_give_the_very_loss(coefficients, pack, tmp_path, monkeypatch):
+    monkeypatch.setattr("mergekit_lite.masks.data._SHARD", 6)
+    merger, kl = merger_of(initial="random"), KLConfig(coefficients=coefficients)
+    collator = MaskCollator(pad_token_id=0, pack=pack, max_length=9)
+    cached = cache_teachers(merger, MIXTURE, collator, tmp_path / "c", kl=kl, batch_size=4, progress=False)
+    assert len(cached) == len(MIXTURE)
+    chosen = (0, 9, 3, 12, 15)
+    live, stored = collator([MIXTURE[i] for i in chosen]), collator([cached[i] for i in chosen])
+    expected = merger(kl=kl, **live)
+    hooks = [
+        part.register_forward_hook(lambda *_: pytest.fail("a teacher ran"))
+        for part in merger.model.transformer.h[0].mlp.c_fc.components
+    ]
+    torch.testing.assert_close(merger(kl=kl, **stored), expected, rtol=1e-5, atol=1e-8)
+    for hook in hooks:
+        hook.remove()
+    times = {p: p.stat().st_mtime_ns for p in (tmp_path / "c").iterdir()}
+    (tmp_path / "c" / "hidden-00001.safetensors").unlink()
+    cache_teachers(merger, MIXTURE, collator, tmp_path / "c", kl=kl, batch_size=4, progress=False)
+    kept = {p: p.stat().st_mtime_ns for p in (tmp_path / "c").iterdir()}
+    assert [p.name for p in kept if kept[p] != times.get(p)] == ["hidden-00001.safetensors"]  # the rest was found
+    with pytest.raises(ValueError, match="other components, examples or settings"):
+        cache_teachers(merger_of(count=3), MIXTURE, collator, tmp_path / "c", kl=kl, progress=False)
+
+
+def arguments(folder, **changes):
+    options = {
+        "output_dir": str(folder),
+        "max_steps": 6,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+    return TrainingArguments(**options | changes)
+
+
+def train(folder, merger=None, resume=None, dataset=MIXTURE, **changes):
+    merger = merger or merger_of()
+    collator = MaskCollator(pad_token_id=0)
+    trainer = MaskTrainer(
+        merger, arguments(folder, **changes), train_dataset=dataset, data_collator=collator, kl=KLConfig(l2=0.01)
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def values(merger):
+    return {n: m.detach().clone() for n, m in merger.masks().items()}
+
+
+def same(a, b, **tolerance):
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], msg=name, **tolerance)
+
+
+def test_training_lowers_the_loss_and_changes_masks_alone(tmp_path):
+    merger = merger_of()
+    before = merger.hashes()
+    trainer = train(tmp_path, merger, max_steps=40, learning_rate=3e-2)
+    losses = [h["loss"] for h in trainer.state.log_history if "loss" in h]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    merger._hashes = None
+    assert merger.hashes() == before
+
+
+def test_resumed_is_never_stopped(tmp_path):
+    whole = train(tmp_path / "a", save_strategy="steps", save_steps=3)
+    files = sorted(p.name for p in (tmp_path / "a" / "checkpoint-3").iterdir())
+    assert "masks.safetensors" in files
+    assert "model.safetensors" not in files
+    again = train(tmp_path / "a", resume=str(tmp_path / "a" / "checkpoint-3"))
+    same(values(whole.merger), values(again.merger), rtol=0, atol=0)
+
+
+def test_accumulated_and_checkpointed_steps_are_plain_steps(tmp_path):
+    plain = values(train(tmp_path / "a").merger)
+    accumulated = train(tmp_path / "b", per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    same(plain, values(accumulated.merger), rtol=1e-3, atol=1e-4)
+    new = "activation_checkpointing" in TrainingArguments.__dataclass_fields__  # its name since transformers 5.2x
+    name = "activation_checkpointing" if new else "gradient_checkpointing"
+    checkpointed = train(tmp_path / "c", **{name: True})
+    assert checkpointed.merger.model.is_gradient_checkpointing
+    same(plain, values(checkpointed.merger), rtol=1e-4, atol=1e-5)
+
+
+def test_evaluation_is_task_by_task_and_the_best_masks_come_back(tmp_path):
+    merger = merger_of()
+    sets = {"first": TaskMixture([examples(4, 3)]), "second": TaskMixture([[], examples(4, 4)])}
+    trainer = MaskTrainer(
+        merger,
+        arguments(
+            tmp_path, max_steps=4, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+            load_best_model_at_end=True, metric_for_best_model="eval_second_loss", greater_is_better=False,
+        ),
+        train_dataset=MIXTURE, eval_dataset=sets, data_collator=MaskCollator(pad_token_id=0),
+    )  # fmt: skip
+    trainer.train()
+    found = trainer.evaluate()
+    assert {"eval_first_loss", "eval_second_loss"} <= set(found)
+    history = [h["eval_second_loss"] for h in trainer.state.log_history if "eval_second_loss" in h]
+    assert found["eval_second_loss"] == pytest.approx(min(history), rel=1e-5)
+
+
+RANK = """
+import sys, torch, torch.distributed as dist
+from mergekit_lite.masks import *
+from tests.mergekit_lite.masks.test_training import MIXTURE, arguments, examples, merger_of
+out, mode = sys.argv[1], sys.argv[2]
+if mode == "sharded":
+    dist.init_process_group("gloo")
+merger = merger_of("llama")
+if mode == "sharded":
+    blocks = shard_frozen_(merger, torch.distributed.init_device_mesh("cpu", (dist.get_world_size(),)))
+    assert len(blocks) == 4, blocks
+    held = merger.model.model.layers[0].mlp.up_proj.components[0].weight
+    assert held.to_local().numel() * 2 == held.numel()
+options = arguments(out, per_device_train_batch_size=2, ddp_backend="gloo")
+trainer = MaskTrainer(merger, options, train_dataset=MIXTURE, data_collator=MaskCollator(pad_token_id=0), kl=KLConfig())
+trainer.train()
+if trainer.args.process_index == 0:
+    merger.save_masks(out + "/masks.safetensors")
+if dist.is_initialized():
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("mode", ["ddp", "sharded"])
+def test_two_processes_give_the_masks_of_one(mode, tmp_path):
+    single = merger_of("llama")
+    options = arguments(tmp_path / "one", per_device_train_batch_size=4)
+    MaskTrainer(single, options, train_dataset=MIXTURE, data_collator=MaskCollator(pad_token_id=0)).train()
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *(p for p in sys.path if p)])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    done = subprocess.run([*command, str(tmp_path), mode], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    double = merger_of("llama")
+    double.load_masks(tmp_path / "masks.safetensors")
+    same(values(single), values(double), rtol=1e-3, atol=1e-4)
+
+
+def test_masked_layers_keep_nothing_but_activations(monkeypatch):
+    """A training step keeps no blended weight, the experts' stack included."""
+    merger = merger_of("mixtral", initial="random")
+    monkeypatch.setattr("mergekit_lite.masks.layers._WORTH_REBUILDING", 1)
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tuple(tensor.shape)
+        return tensor
+
+    weights = {tuple(p.shape) for layer in merger.layers().values() for p in layer.components[0].parameters(False)}
+    large = {shape for shape in weights if len(shape) > 1}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = merger(input_ids=BATCH["input_ids"]).logits.sum()
+    assert not large & set(kept.values()), large & set(kept.values())
+    loss.backward()
+
+
+def test_an_expert_is_rebuilt_alone_in_backward(monkeypatch):
+    from mergekit_lite.masks import layers
+
+    models = [tiny("mixtral", seed, experts_implementation="eager") for seed in range(2)]
+    merger = Merger(models, MaskConfig(initial="random"))
+    monkeypatch.setattr(layers, "_WORTH_REBUILDING", 1)
+    loss = merger(input_ids=BATCH["input_ids"]).logits.sum()
+    rebuilt, real = [], layers.blend_eager
+    monkeypatch.setattr(
+        layers, "blend_eager", lambda weights, masks: rebuilt.append(weights[0].shape) or real(weights, masks)
+    )
+    loss.backward()
+    assert (1, 48, 16) in rebuilt  # one expert's gate and up projections
+    assert not any(shape[0] > 1 for shape in rebuilt if len(shape) == 3)

@@ -18,8 +18,8 @@ $(VENV)/.ready: constraints.txt pyproject.toml
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,docs,plot]'
 	touch $@
 
-demo: $(VENV)/.ready ## train two small specialists, merge them, print what each merge can do (3 minutes)
-	$(BIN)/python examples/merge_checkpoints.py
+demo: $(VENV)/.ready ## train two small specialists, merge them by formulas and by learned masks, print what each can do (5 min)
+	$(BIN)/python examples/train_masks.py
 
 test: $(VENV)/.ready ## the whole suite, doctests included, from the source tree
 	$(BIN)/python -m pytest
@@ -46,7 +46,7 @@ bench: $(VENV)/.bench ## measure speed and memory, append rows, write docs/perfo
 	$(BIN)/python -m tests.benchmarks.run
 
 bench-gpu: $(VENV)/.bench ## the same on a CUDA device
-	$(BIN)/python -m tests.benchmarks.run --device cuda
+	$(BIN)/python -m tests.benchmarks.run merging masked_linear masked_kl mask_step --device cuda
 
 numerics: $(VENV)/.ready ## judge every operation and write docs/numerics.md
 	$(BIN)/python -m pytest tests --ignore tests/test_documentation.py --write-numerics

@@ -17,7 +17,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.benchmarks.results import Row, append, commit, hardware, percentiles, today
+from tests.benchmarks.results import Row, append
 
 WORK = Path(__file__).parent / "work"
 SIZES = {"30M": (512, 1408, 4), "300M": (2048, 2816, 6), "1B": (2048, 5632, 18)}  # hidden, mlp, layers
@@ -153,7 +153,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--no-peer", action="store_true", help="without mergekit")
     options = parser.parse_args(arguments)
 
-    versions = f"Python {sys.version.split()[0]}, torch {version('torch')}"
     for size in options.sizes:
         for number, name in enumerate("abc"):
             # In a process of its own: a child inherits its parent's largest resident size as its own first value.
@@ -177,12 +176,9 @@ def main(arguments: list[str] | None = None) -> None:
                         flush=True,
                     )
             for (impl, mode), results in held.items():
-                cpus, walls, peaks = zip(*results, strict=True)
-                place = ("bfloat16", f"Llama-like, {size} parameters", options.runs)
-                times = (*percentiles(cpus), *percentiles(walls), max(peaks), "")
-                rows.append(
-                    Row(today(), commit(), method, impl, mode, *place, *times, hardware(options.device), versions)
-                )
+                times, peak = [r[:2] for r in results], max(r[2] for r in results)
+                shape = f"Llama-like, {size} parameters"
+                rows.append(Row.of(method, impl, mode, "bfloat16", shape, times, peak, device=options.device))
         append("merge_models.csv", rows)
 
 

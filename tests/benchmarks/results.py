@@ -9,12 +9,12 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parents[2]
-PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
-_BEGIN, _END = "<!-- results:begin -->\n", "<!-- results:end -->"
+PAGE, GUIDE, README = ROOT / "docs" / "performance.md", ROOT / "docs" / "masks.md", ROOT / "README.md"
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,27 @@ class Row:
     saved_bytes: str
     hardware: str
     versions: str
+
+    @classmethod
+    def of(
+        cls,
+        op: str,
+        impl: str,
+        mode: str,
+        dtype: str,
+        shape: str,
+        times: Sequence[tuple[float, float]],
+        peak: int,
+        *,
+        saved: object = "",
+        device: str = "cpu",
+        packages: Sequence[str] = ("torch",),
+    ) -> Row:
+        """From (CPU, wall) seconds of every run."""
+        cpus, walls = zip(*times, strict=True)
+        versions = ", ".join([f"Python {platform.python_version()}", *(f"{p} {version(p)}" for p in packages)])
+        place = (today(), commit(), op, impl, mode, dtype.removeprefix("torch."), shape, len(times))
+        return cls(*place, *percentiles(cpus), *percentiles(walls), peak, str(saved), hardware(device), versions)
 
 
 def commit() -> str:
@@ -100,45 +121,124 @@ def latest(file: str) -> list[dict[str, str]]:
     return list(held.values())
 
 
+@dataclass(frozen=True)
+class Table:
+    """How one file of results is shown: times are divided by those of ``baseline``."""
+
+    title: str
+    baseline: tuple[str, str]  # implementation and mode; "" for any mode
+    clock: str
+    text: str
+
+
+TABLES = {
+    "merge_models": Table(
+        "merge_models", ("mergekit_lite", "1 thread"), "cpu",
+        "CPU seconds of whole processes, imports included. `ratio` is against mergekit_lite with one thread.",
+    ),
+    "masked_linear": Table(
+        "masked_linear", ("nn.Linear", ""), "wall",
+        "Wall seconds; all in turn in one process. `ratio` is against a trainable `nn.Linear` of the same size, which "
+        "is the floor (three products). `plain` is `F.linear(x, m[0] * W[0] + m[1] * W[1])`. `saved` is what autograd "
+        "keeps until backward beyond what is resident; peaks are of processes of their own.",
+    ),
+    "masked_kl": Table(
+        "masked_kl", ("plain", ""), "wall",
+        "Wall seconds; in turn in one process. `ratio` is against the plain way: whole logits, `log_softmax`, "
+        "`kl_div`. Peaks are of processes of their own.",
+    ),
+    "mask_training_step": Table(
+        "One training step of masks", ("plain", ""), "wall",
+        "Wall seconds; in turn in one process. Peaks are what the step adds to two resident models, each in a process "
+        "of its own. `ratio` is of time, against the plain way: every merged weight and whole logits in the graph.",
+    ),
+}  # fmt: skip
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+
+
 def write_page() -> None:
     """docs/performance.md from the newest rows of every file."""
     lines = [
         "# Performance",
         "",
         "Generated from `tests/benchmarks/results/*.csv` by `make bench`; every row was written by a benchmark script "
-        "that ran all implementations in turn, in fresh processes. The machines are shared and noisy: read the ratios. "
-        "An operation is only timed after its equivalence tests have passed.",
+        "that ran all implementations in turn. The machines are shared and noisy: read the ratios. An operation is "
+        "only timed after its equivalence tests have passed.",
         "",
     ]
-    everything = [r for file in sorted(RESULTS.glob("*.csv")) for r in latest(file.name)]
+    everything = [r for name in TABLES for r in latest(f"{name}.csv")]
     if all("CPU" in r["hardware"] for r in everything):
         lines += ["CUDA: not measured on a GPU yet.", ""]
-    for file in sorted(RESULTS.glob("*.csv")):
-        rows = latest(file.name)
-        for shape in dict.fromkeys(r["shape"] for r in rows):
-            group = [r for r in rows if r["shape"] == shape]
-            lines += [
-                f"## {file.stem.replace('_', ' ')}: {shape}",
-                "",
-                f"{group[-1]['hardware']}; {group[-1]['versions']}; runs of each: {group[-1]['runs']}. `CPU ratio` is "
-                "the peer's CPU seconds divided by ours with one thread (imports included on both sides).",
-                "",
-                "| op | implementation | mode | CPU s (p20 / p50 / p80) | wall s | peak MB | CPU ratio | measured |",
-                "|---|---|---|---|---|---|---|---|",
-            ]
-            ours = {
-                r["op"]: float(r["cpu_p50"]) for r in group if r["impl"] == "mergekit_lite" and r["mode"] == "1 thread"
-            }
-            for r in sorted(group, key=lambda r: (r["op"], r["impl"] != "mergekit_lite", r["impl"], r["mode"])):
-                peer = r["impl"].startswith("mergekit ") and r["op"] in ours
-                ratio = f"{float(r['cpu_p50']) / ours[r['op']]:.1f}" if peer else ""
-                cpu = " / ".join(f"{float(r[k]):.2f}" for k in ("cpu_p20", "cpu_p50", "cpu_p80"))
-                lines.append(
-                    f"| {r['op']} | {r['impl']} | {r['mode']} | {cpu} | {float(r['wall_p50']):.2f} | "
-                    f"{int(r['peak_bytes']) / 1e6:.0f} | {ratio} | {r['date']} {r['commit']} |"
-                )
-            lines.append("")
+    for name, table in TABLES.items():
+        rows = latest(f"{name}.csv")
+        if not rows:
+            continue
+        lines += [f"## {table.title}", "", f"{table.text} {rows[-1]['hardware']}; {rows[-1]['versions']}.", ""]
+        saved = any(r["saved_bytes"] for r in rows)
+        columns = [
+            "shape",
+            "op",
+            "implementation",
+            "mode",
+            "dtype",
+            f"{table.clock} p20 / p50 / p80",
+            "ratio",
+            "peak MB",
+        ]
+        columns += [*(["saved MB"] if saved else []), "runs", "measured"]
+        lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+        for r in rows:
+            key = [r[k] for k in ("op", "shape", "dtype", "hardware")]
+            impl, mode = table.baseline
+            base = next(
+                (
+                    float(b[f"{table.clock}_p50"])
+                    for b in rows
+                    if [b[k] for k in ("op", "shape", "dtype", "hardware")] == key
+                    and (b["impl"], b["mode"]) == (impl, mode or r["mode"])
+                ),
+                None,
+            )
+            own = float(r[f"{table.clock}_p50"])
+            times = " / ".join(_time(float(r[f"{table.clock}_{p}"])) for p in ("p20", "p50", "p80"))
+            peak = f"{int(r['peak_bytes']) / 1e6:.0f}" if int(r["peak_bytes"]) else ""
+            cells = [r["shape"], r["op"], r["impl"], r["mode"], r["dtype"], times]
+            cells += [f"{own / base:.2f}" if base else "", peak]
+            cells += [f"{int(r['saved_bytes']) / 1e6:.2f}" if r["saved_bytes"] else ""] if saved else []
+            lines.append("| " + " | ".join([*cells, r["runs"], f"{r['date']} {r['commit']}"]) + " |")
+        lines.append("")
     PAGE.write_text("\n".join(lines), encoding="utf-8")
+
+
+def put(path: Path, lines: Sequence[str], name: str = "results") -> None:
+    """Replace what stands between a page's markers."""
+    begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+    head, rest = path.read_text(encoding="utf-8").split(begin)
+    path.write_text(head + begin + "\n".join(lines) + "\n" + end + rest.split(end)[1], encoding="utf-8")
+
+
+def write_memory_account() -> None:
+    """The guide's table of a training step's memory against context."""
+    rows = [r for r in latest("mask_training_step.csv") if "CPU" in r["hardware"]]
+    impls = list(dict.fromkeys(r["impl"] for r in rows))
+    contexts = list(dict.fromkeys(int(r["shape"].rsplit(" ", 1)[1]) for r in rows))
+    peaks = {(r["impl"], int(r["shape"].rsplit(" ", 1)[1])): int(r["peak_bytes"]) / 1e6 for r in rows}
+    place = f"{rows[0]['dtype']}; {rows[0]['hardware']}"
+    lines = [
+        f"Peak MB that one step adds to two resident GPT-2 of 124M parameters ({place}):",
+        "",
+        f"| context | {' | '.join(impls)} |",
+        "|---" * (len(impls) + 1) + "|",
+    ]
+    lines += [f"| {c} | {' | '.join(f'{peaks[i, c]:.0f}' for i in impls)} |" for c in contexts]
+    span = contexts[-1] - contexts[0]
+    slopes = [(peaks[i, contexts[-1]] - peaks[i, contexts[0]]) / span for i in impls]
+    lines.append(f"| MB a token | {' | '.join(f'{s:.2f}' for s in slopes)} |")
+    lines.append(f"| slope, plain ÷ this | {' | '.join(f'{slopes[0] / s:.1f}' for s in slopes)} |")
+    put(GUIDE, lines)
 
 
 def write_readme_table() -> None:
@@ -164,7 +264,4 @@ def write_readme_table() -> None:
         memory = f"{int(peer['peak_bytes']) / int(ours['peak_bytes']):.1f}" if peer else ""
         floors = [cell(found.get("copy")), cell(found.get("import"))]
         lines.append(f"| {op} | {cell(ours)} | {cell(peer)} | {cpu} | {memory} | {floors[0]} | {floors[1]} |")
-    text = README.read_text(encoding="utf-8")
-    head, rest = text.split(_BEGIN)
-    tail = rest.split(_END)[1]
-    README.write_text(head + _BEGIN + "\n".join(lines) + "\n" + _END + tail, encoding="utf-8")
+    put(README, lines)

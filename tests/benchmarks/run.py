@@ -6,11 +6,24 @@ import argparse
 import subprocess
 import sys
 
-from tests.benchmarks import merging
-from tests.benchmarks.results import write_page, write_readme_table
+from tests.benchmarks import mask_ablation, mask_step, masked_kl, masked_linear, merging
+from tests.benchmarks.results import write_memory_account, write_page, write_readme_table
 
-GATES = {"merging": "tests/mergekit_lite/test_methods.py"}
-SCRIPTS = {"merging": merging.main}
+MASKS = "tests/mergekit_lite/masks"
+GATES = {
+    "merging": ["tests/mergekit_lite/test_methods.py"],
+    "masked_linear": [f"{MASKS}/test_functional.py"],
+    "masked_kl": [f"{MASKS}/test_losses.py"],
+    "mask_step": [f"{MASKS}/test_training.py", "-k", "dense_one"],
+    "mask_ablation": [f"{MASKS}/test_merger.py", "-k", "baked"],
+}
+SCRIPTS = {
+    "merging": merging.main,
+    "masked_linear": masked_linear.main,
+    "masked_kl": masked_kl.main,
+    "mask_step": mask_step.main,
+    "mask_ablation": mask_ablation.main,
+}
 
 
 def main() -> None:
@@ -21,11 +34,13 @@ def main() -> None:
     parser.add_argument("--page-only", action="store_true", help="only write what is made from the rows")
     options, rest = parser.parse_known_args()
     for name in [] if options.page_only else options.names or SCRIPTS:
-        gate = subprocess.run([sys.executable, "-m", "pytest", "-q", GATES[name]], check=False)
+        gate = subprocess.run([sys.executable, "-m", "pytest", "-q", *GATES[name]], check=False)
         if gate.returncode:
             sys.exit(f"{name}: its equivalence tests fail, so it is not timed")
         SCRIPTS[name](["--device", options.device, *rest])
     write_page()
+    write_memory_account()
+    mask_ablation.write_table()
     write_readme_table()
 
 

@@ -1,0 +1,79 @@
+"""How benchmarks measure: implementations in turn within one process, and peaks of memory in processes of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def interleave(
+    functions: Mapping[Any, Callable[[], object]], runs: int, device: str = "cpu"
+) -> dict[Any, list[tuple[float, float]]]:
+    """CPU and wall seconds of each function, called in turn ``runs`` times, after one turn that is not counted."""
+    held: dict[Any, list[tuple[float, float]]] = {key: [] for key in functions}
+    for run in range(runs + 1):
+        for key, function in functions.items():
+            if device == "cuda":
+                torch.cuda.synchronize()
+            cpu, wall = time.process_time(), time.perf_counter()
+            function()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            if run:
+                held[key].append((time.process_time() - cpu, time.perf_counter() - wall))
+    return held
+
+
+def saved_bytes(function: Callable[[], object], frozen: int = 0) -> int:
+    """Bytes that autograd keeps after ``function``, each storage once, less what is resident anyway."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        result = function()
+    del result
+    return sum(kept.values()) - frozen
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def _child(prepare: Callable[..., Callable[[], object]], arguments: tuple, device: str, pipe: Any) -> None:
+    step = prepare(*arguments)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        pipe.send(torch.cuda.max_memory_allocated() - before)
+        return
+    Path("/proc/self/clear_refs").write_text("5")  # the largest resident size counts anew from here
+    before = _resident()
+    step()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    pipe.send(int(status["VmHWM"].split()[0]) * 1024 - before)
+
+
+def peak_bytes(prepare: Callable[..., Callable[[], object]], *arguments: Any, device: str = "cpu") -> int:
+    """How far memory rises above what ``prepare`` left, while the function that it returns runs in a fresh process."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(False)
+    child = context.Process(target=_child, args=(prepare, arguments, device, sender))
+    child.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        raise RuntimeError(f"{prepare.__name__}{arguments} failed in its process") from None
+    finally:
+        child.join()

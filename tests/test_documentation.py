@@ -1,5 +1,6 @@
 """The documentation says what the code does: every method, every parameter and default, every judged operation."""
 
+import itertools
 import json
 import re
 import subprocess
@@ -48,13 +49,79 @@ def test_recipes_in_the_examples_load():
         assert load_recipe(path).merge_method in METHODS
 
 
-def test_the_merging_example_runs(tmp_path):
-    command = [sys.executable, str(ROOT / "examples" / "merge_checkpoints.py"), "--smoke", "--out", str(tmp_path)]
+def run_example(name, *options):
+    command = [sys.executable, str(ROOT / "examples" / name), "--smoke", *map(str, options)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    rows = [line.split() for line in done.stdout.splitlines() if "%" in line]
+    return done.stdout
+
+
+def test_the_merging_example_runs(tmp_path):
+    rows = [line.split() for line in run_example("merge_checkpoints.py", "--out", tmp_path).splitlines() if "%" in line]
     assert [r[0] for r in rows][-5:] == ["linear", "slerp", "task_arithmetic", "ties", "dare_ties"]
     assert all((tmp_path / f"merged-{r[0]}" / "model.safetensors").exists() for r in rows[-5:])
+
+
+def test_the_masks_example_runs(tmp_path):
+    printed = run_example("train_masks.py", "--out", tmp_path)
+    assert all(f"masks, {kind}" in printed for kind in ("accurate", "efficient", "baked"))
+    assert (tmp_path / "masks-accurate" / "masks.png").stat().st_size > 10_000
+    assert (tmp_path / "merged-masks" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_masks_keep_both_tasks_where_no_formula_does(tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "train_masks.py"), "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = {
+        line[:24].strip(): [float(v) for v in re.findall(r"([\d.]+)%", line)]
+        for line in done.stdout.splitlines()
+        if line.count("%") == 2 and "keep" not in line
+    }
+    best = found["reverse specialist"][0], found["upper specialist"][1]
+    kept = {name: min(a / b for a, b in zip(values, best, strict=True)) for name, values in found.items()}
+    assert kept["masks, baked"] >= 0.95
+    assert all(kept[name] < 0.95 for name in ("linear", "slerp", "task_arithmetic", "ties", "dare_ties"))
+
+
+def test_the_instruction_example_runs(tmp_path):
+    words = ["red", "green", "blue", "round", "square", "small", "large", "old", "new", "warm", "cold"]
+    rows = [
+        {"instruction": f"Say {a} and {b}", "input": a * (i % 2), "output": f"{a} and {b}, " * 3}
+        for i, (a, b) in enumerate(itertools.product(words * 3, words * 2))
+    ]
+    rows = [{**row, "instruction": f"{row['instruction']} {i}"} for i, row in enumerate(rows)]
+    (tmp_path / "data.json").write_text(json.dumps(rows))
+    printed = run_example("train_masks_on_instructions.py", "--data", tmp_path, "--out", tmp_path / "out")
+    assert "masks, baked" in printed
+
+
+GRANULARITIES = ("scalar", "input", "output", "element")
+MASKED = ["blend", "masked_embedding", "masked_kl", "masked_linear accurate", "masked_linear efficient"]
+MASK_ROWS = [(op, g, "eager", d) for op in MASKED for g in GRANULARITIES for d in ("float32", "bfloat16")]
+MASK_ROWS = [row for row in MASK_ROWS if row[:2] != ("masked_linear efficient", "element")]  # there is no such thing
+FUSED = ["blend", "masked_embedding", "masked_linear accurate"]
+MASK_ROWS += [(op, g, "fused", "float32") for op in FUSED for g in GRANULARITIES]
+
+
+@pytest.mark.parametrize(("op", "granularity", "impl", "dtype"), MASK_ROWS)
+def test_the_numerics_page_has_each_masked_operation(op, granularity, impl, dtype):
+    page = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
+    assert f"| `{op}, {granularity}` | {impl} | {dtype} |" in page
+
+
+def test_the_guide_to_masks_has_every_field_and_every_public_name():
+    import dataclasses
+
+    from mergekit_lite import masks
+
+    guide = (ROOT / "docs" / "masks.md").read_text(encoding="utf-8")
+    for config in (masks.MaskConfig, masks.KLConfig):
+        for field in dataclasses.fields(config):
+            assert f"`{field.name}`" in guide or field.name in ("seed", "shares"), field.name
+    documented = re.findall(r"^::: mergekit_lite\.masks\.(\w+)$", guide, re.M)
+    assert set(masks.__all__) - set(documented) <= {"CachedTeachers", "MaskRow"}
 
 
 def test_the_readme_example_of_the_guide_registers_and_merges(tmp_path):

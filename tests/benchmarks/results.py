@@ -223,6 +223,8 @@ def put(path: Path, lines: Sequence[str], name: str = "results") -> None:
 def write_memory_account() -> None:
     """The guide's table of a training step's memory against context."""
     rows = [r for r in latest("mask_training_step.csv") if "CPU" in r["hardware"]]
+    if not rows:
+        return
     impls = list(dict.fromkeys(r["impl"] for r in rows))
     contexts = list(dict.fromkeys(int(r["shape"].rsplit(" ", 1)[1]) for r in rows))
     peaks = {(r["impl"], int(r["shape"].rsplit(" ", 1)[1])): int(r["peak_bytes"]) / 1e6 for r in rows}

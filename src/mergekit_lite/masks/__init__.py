@@ -12,20 +12,21 @@ towards the components' own logits.
 True
 """
 
+from .blending import blend
 from .config import KLConfig, MaskConfig
 from .constraints import constrain
 from .data import CachedTeachers, MaskCollator, TaskMixture, cache_teachers
-from .functional import blend, masked_embedding, masked_linear
+from .functional import masked_embedding, masked_linear
 from .layers import (
     AccurateMaskedLinear,
     AutoMaskedLinear,
     EfficientMaskedLinear,
     MaskedEmbedding,
     MaskedLayer,
-    MaskedNorm,
 )
-from .losses import mask_penalty, masked_kl
+from .losses import masked_kl
 from .merger import Merger
+from .penalties import mask_penalty
 from .report import MaskReport, MaskRow
 from .training import MaskTrainer, shard_frozen_
 
@@ -42,7 +43,6 @@ __all__ = [
     "MaskTrainer",
     "MaskedEmbedding",
     "MaskedLayer",
-    "MaskedNorm",
     "Merger",
     "TaskMixture",
     "blend",

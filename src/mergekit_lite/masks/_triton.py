@@ -1,8 +1,8 @@
 """The fused paths of `blend` and of the masks' gradient: each reads every weight once and writes no temporary.
 
-Both are bound by bytes. Blending K weights of n elements of b bytes moves (K + 1) n b; the gradient's reduction moves
-(K + 1) n b and writes almost nothing. Products and sums are rounded one by one (no fused multiply-add), so a GPU makes
-the bits that the CPU makes, and a baked checkpoint holds them.
+Both are bound by bytes: blending K weights of n elements of b bytes moves (K + 1) n b, and so does the reduction of the
+masks' gradient, whose partial sums are few. A blend's products and sums are rounded one by one (no fused multiply-add),
+so a GPU makes the bits that the CPU makes, and a baked checkpoint holds them.
 
 Imported only when chosen. With TRITON_INTERPRET=1 the kernels run on CPU tensors.
 """
@@ -18,6 +18,7 @@ from triton import knobs
 MOST = 4
 """Components that a kernel takes; eager takes any number."""
 _ROWS, _COLUMNS = 4, 256  # a tile: 8 elements a thread; 16 spill on sm_90
+_STEPS = 32  # tiles that a program sums before it writes: partial sums are a 128th of the bytes read
 _INTERPRETED = knobs.runtime.interpret  # when kernels are made, which is now
 
 
@@ -47,40 +48,68 @@ def blend_kernel(
 
 
 @triton.jit
-def _reduced(g, w, at, inside, out, k, rows, columns, i, j, r, c, KIND: tl.constexpr):
-    product = g * tl.load(w + at, inside, 0.0).to(tl.float32)
-    one = tl.arange(0, 1)
-    if KIND == 0:  # element
-        tl.store(out + k * rows * columns + i * columns + j, product, inside)
-    elif KIND == 1:  # input: a partial sum for each band of rows
-        place = out + (r * tl.num_programs(2) + k) * columns + j
-        tl.store(place, tl.sum(product, 0)[None, :], j < columns)
-    elif KIND == 2:  # output: a partial sum for each band of columns
-        place = out + (c * tl.num_programs(2) + k) * rows + i
-        tl.store(place, tl.sum(product, 1)[:, None], i < rows)
-    else:  # scalar: a partial sum for each tile
-        place = out + (r * tl.num_programs(1) + c) * tl.num_programs(2) + k
-        tl.store(place + one, tl.sum(tl.sum(product, 1), 0) + tl.zeros((1,), tl.float32))
+def reduce_kernel(
+    grad, w0, w1, w2, w3, out, rows, columns, g_row, w_row,
+    K: tl.constexpr, KIND: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sums of grad * w_k for every k: a program walks STEPS tiles along what is summed and writes one partial sum.
+
+    KIND 0 (element): no sum. 1 (input): down the rows. 2 (output): along the columns. 3 (scalar): both.
+    """
+    r, c = tl.program_id(0), tl.program_id(1)
+    DOWN: tl.constexpr = KIND == 1 or KIND == 3
+    SHAPE0: tl.constexpr = 1 if KIND == 1 else ROWS
+    SHAPE1: tl.constexpr = 1 if KIND == 2 else COLUMNS
+    a0 = tl.zeros((SHAPE0, SHAPE1), tl.float32)
+    a1 = tl.zeros((SHAPE0, SHAPE1), tl.float32)
+    a2 = tl.zeros((SHAPE0, SHAPE1), tl.float32)
+    a3 = tl.zeros((SHAPE0, SHAPE1), tl.float32)
+    for step in range(STEPS):
+        i, j, inside = _tile(
+            rows, columns, r * STEPS + step if DOWN else r, c * STEPS + step if KIND == 2 else c, ROWS, COLUMNS
+        )
+        g = tl.load(grad + i * g_row + j, inside, 0.0).to(tl.float32)
+        at = i * w_row + j
+        a0 += _summed(g * tl.load(w0 + at, inside, 0.0).to(tl.float32), KIND)
+        if K > 1:
+            a1 += _summed(g * tl.load(w1 + at, inside, 0.0).to(tl.float32), KIND)
+        if K > 2:
+            a2 += _summed(g * tl.load(w2 + at, inside, 0.0).to(tl.float32), KIND)
+        if K > 3:
+            a3 += _summed(g * tl.load(w3 + at, inside, 0.0).to(tl.float32), KIND)
+    _put(a0, out, 0, rows, columns, r, c, K, KIND, ROWS, COLUMNS)
+    if K > 1:
+        _put(a1, out, 1, rows, columns, r, c, K, KIND, ROWS, COLUMNS)
+    if K > 2:
+        _put(a2, out, 2, rows, columns, r, c, K, KIND, ROWS, COLUMNS)
+    if K > 3:
+        _put(a3, out, 3, rows, columns, r, c, K, KIND, ROWS, COLUMNS)
 
 
 @triton.jit
-def reduce_kernel(
-    grad, w0, w1, w2, w3, out, rows, columns, g_row, w_row,
-    KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Grad * w_k over one tile and one component, summed as the masks' granularity asks."""
-    r, c, k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    i, j, inside = _tile(rows, columns, r, c, ROWS, COLUMNS)
-    g = tl.load(grad + i * g_row + j, inside, 0.0).to(tl.float32)
-    at = i * w_row + j
-    if k == 0:
-        _reduced(g, w0, at, inside, out, k, rows, columns, i, j, r, c, KIND)
-    elif k == 1:
-        _reduced(g, w1, at, inside, out, k, rows, columns, i, j, r, c, KIND)
-    elif k == 2:
-        _reduced(g, w2, at, inside, out, k, rows, columns, i, j, r, c, KIND)
+def _summed(product, KIND: tl.constexpr):
+    if KIND == 1:
+        return tl.sum(product, 0)[None, :]
+    elif KIND == 2:
+        return tl.sum(product, 1)[:, None]
     else:
-        _reduced(g, w3, at, inside, out, k, rows, columns, i, j, r, c, KIND)
+        return product
+
+
+@triton.jit
+def _put(
+    total, out, k, rows, columns, r, c, K: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    i = (r * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    j = c * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    if KIND == 0:
+        tl.store(out + k * rows * columns + i * columns + j, total, (i < rows) & (j < columns))
+    elif KIND == 1:
+        tl.store(out + (r * K + k) * columns + j, total, j < columns)
+    elif KIND == 2:
+        tl.store(out + (c * K + k) * rows + i, total, i < rows)
+    else:
+        tl.store(out + (r * tl.num_programs(1) + c) * K + k, tl.sum(tl.sum(total, 1), 0))
 
 
 def unsupported(weights: list[Tensor]) -> str | None:
@@ -146,18 +175,20 @@ def reduce(grad: Tensor, weights: list[Tensor], shape: list[int]) -> Tensor:
     g = _matrix(grad)
     rows, columns = g.shape
     count, m_rows, m_columns = _shape(shape)
-    bands = triton.cdiv(rows, _ROWS), triton.cdiv(columns, _COLUMNS)
-    full = m_rows == rows, m_columns == columns
-    kind, parts = {
-        (True, True): (0, [count, rows, columns]),
-        (False, True): (1, [bands[0], count, columns]),
-        (True, False): (2, [bands[1], count, rows]),
-        (False, False): (3, [bands[0] * bands[1], count]),
-    }[full]
+    kind = {(1, 1): 0, (0, 1): 1, (1, 0): 2, (0, 0): 3}[m_rows == rows, m_columns == columns]
+    steps = {0: 1, 1: _STEPS, 2: _STEPS // 8, 3: _STEPS}[kind]
+    down, along = (steps if kind in (1, 3) else 1), (steps if kind == 2 else 1)
+    bands = triton.cdiv(rows, _ROWS * down), triton.cdiv(columns, _COLUMNS * along)
+    parts = [
+        [count, rows, columns], [bands[0], count, columns], [bands[1], count, rows], [*bands, count]
+    ][kind]  # fmt: skip
     out = torch.empty(parts, dtype=torch.float32, device=grad.device)
-    reduce_kernel[(*bands, count)](
-        g, *four, out, rows, columns, g.stride(0), stride, KIND=kind, ROWS=_ROWS, COLUMNS=_COLUMNS
-    )
+    reduce_kernel[bands](
+        g, *four, out, rows, columns, g.stride(0), stride,
+        K=count, KIND=kind, STEPS=steps, ROWS=_ROWS, COLUMNS=_COLUMNS,
+    )  # fmt: skip
+    if kind == 3:
+        out = out.flatten(0, 1)
     return (out if kind == 0 else out.sum(0)).view(shape)
 
 

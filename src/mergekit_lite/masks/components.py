@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 _IGNORED = ("training", "name_or_path", "p", "_is_hf_initialized", "gradient_checkpointing", "warnings_issued")
+
+_COSMETIC = re.compile(r"drop|token|dtype|name|version|label|architectures|use_cache|task_|initializer|return_|output_")
 
 
 def share_frozen(model: PreTrainedModel) -> PreTrainedModel:
@@ -34,25 +37,43 @@ def load_components(
     """
     if isinstance(paths, (str, os.PathLike)) or len(paths) < 2:
         raise ValueError(f"Merger: got {paths!r}, needed a list of at least two models")
-    trusted = {k: v for k, v in options.items() if k in ("trust_remote_code", "revision", "token")}
-    configs = [AutoConfig.from_pretrained(path, **trusted) for path in paths]
+    where = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir", "local_files_only")
+    found = {k: v for k, v in options.items() if k in where}
+    configs = [AutoConfig.from_pretrained(path, **found) for path in paths]
+    making = {} if dtype == "auto" else {"dtype": dtype}
+    making |= {"trust_remote_code": True} if options.get("trust_remote_code") else {}
     with torch.device("meta"):
-        described = [auto_class.from_config(config) for config in configs]
+        described = [auto_class.from_config(config, **making) for config in configs]
     refuse_different(described, [str(p) for p in paths], values=False)
     return [auto_class.from_pretrained(path, dtype=dtype, **options).eval() for path in paths]
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    kept = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str))}
+    """The settings that a module keeps: plain values among its attributes."""
     if isinstance(module, nn.Dropout):
         return {}
-    return {k: v for k, v in kept.items() if k not in _IGNORED and "dropout" not in k}
+    kept = {k: v for k, v in vars(module).items() if v is None or isinstance(v, (bool, int, float, str))}
+    return {k: v for k, v in kept.items() if k not in _IGNORED and "drop" not in k}
+
+
+def _settings(model: nn.Module) -> dict[str, Any]:
+    """What of a config says how the model computes: all but names, tokens, dtypes and dropout."""
+    if not isinstance(model, PreTrainedModel):
+        return {}
+    kept = model.config.to_dict()
+    return {k: v for k, v in kept.items() if not _COSMETIC.search(k)}
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
     """Every parameter's name, and the first name of the same tensor."""
     first: dict[int, str] = {}
     return {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _unequal(where: str, one: dict[str, Any], other: dict[str, Any], labels: tuple[str, str]) -> Iterator[str]:
+    for key in one.keys() & other.keys():
+        if one[key] != other[key]:
+            yield f"{where}.{key} is {one[key]!r} ({labels[0]}) and {other[key]!r} ({labels[1]})"
 
 
 def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str], values: bool) -> Iterator[str]:
@@ -80,10 +101,12 @@ def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str], valu
             yield f"{name} is {parameter.dtype} ({labels[0]}) and {theirs[name].dtype} ({labels[1]}); load both in one"
     modules = dict(other.named_modules())
     for name, module in one.named_modules():
-        pair = _attributes(module), _attributes(modules[name])
-        for key in pair[0].keys() & pair[1].keys():
-            if pair[0][key] != pair[1][key]:
-                yield f"{name or 'model'}.{key} is {pair[0][key]!r} ({labels[0]}) and {pair[1][key]!r} ({labels[1]})"
+        twin = modules.get(name)
+        if type(twin) is not type(module):
+            yield f"{name} is {type(module).__name__} ({labels[0]}) and {type(twin).__name__} ({labels[1]})"
+            continue
+        yield from _unequal(name or "model", _attributes(module), _attributes(twin), labels)
+    yield from _unequal("config", _settings(one), _settings(other), labels)
     if values:
         buffers = dict(other.named_buffers())
         for name, buffer in one.named_buffers():

@@ -101,7 +101,10 @@ def initial_masks(
     if initial == "average":
         values = [1 / count] * count
     elif isinstance(initial, str):
-        values = [float(k == int(initial.removeprefix("component:"))) for k in range(count)]
+        chosen = int(initial.removeprefix("component:"))
+        if chosen >= count:
+            raise ValueError(f"MaskConfig: initial is {initial!r}, but there are {count} components")
+        values = [float(k == chosen) for k in range(count)]
     else:
         values = [float(initial)] * count if isinstance(initial, (int, float)) else [float(v) for v in initial]
     return torch.tensor(values).view(count, *[1] * len(shape)).expand(count, *shape).clone()

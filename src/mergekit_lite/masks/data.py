@@ -55,6 +55,8 @@ class MaskCollator:
 
     The first label of an example is set to -100, since nothing predicts it. Labels default to the tokens.
 
+    Examples that a tokenizer padded are cut to their ``attention_mask``. ``token_type_ids`` are carried along.
+
     Args:
         pad_token_id: Fills up rows; its positions never count.
         pack: Put examples of one task into one row.
@@ -98,6 +100,8 @@ class MaskCollator:
         else:
             batch["attention_mask"] = fill("attention_mask", 0)
             batch["task"] = torch.tensor([e["task"] for e in examples])
+        if "token_type_ids" in examples[0]:
+            batch["token_type_ids"] = fill("token_type_ids", 0)
         if "label" in examples[0]:  # a classifier's, one an example
             batch["labels"] = torch.tensor([e["label"] for e in examples])
         if "teacher_hidden" in examples[0]:
@@ -105,7 +109,13 @@ class MaskCollator:
         return batch
 
     def _example(self, feature: Mapping[str, Any]) -> dict[str, Any]:
-        ids = torch.as_tensor(feature["input_ids"])[: self.max_length]
+        given_ids = torch.as_tensor(feature["input_ids"])
+        kept = torch.as_tensor(feature.get("attention_mask", torch.ones_like(given_ids))).bool()
+
+        def own(values: Any) -> Tensor:
+            return torch.as_tensor(values)[kept][: self.max_length]
+
+        ids = own(given_ids)
         task = feature.get("task")
         if not isinstance(task, int) or isinstance(task, bool) or task < 0:
             raise ValueError(f"MaskCollator: an example's task is {task!r}, needed the index of a component")
@@ -115,17 +125,19 @@ class MaskCollator:
         if given is not None and torch.as_tensor(given).dim() == 0:
             made |= {"label": int(given), "labels": torch.full_like(ids, -100)}
         else:
-            labels = ids.clone() if given is None else torch.as_tensor(given)[: self.max_length].clone()
-            if labels.shape != ids.shape:
-                raise ValueError(f"MaskCollator: an example has {len(ids)} tokens and {len(labels)} labels")
-            labels[:1] = -100
-            made["labels"] = labels
+            if given is not None and len(given) != len(given_ids):
+                raise ValueError(f"MaskCollator: an example has {len(given_ids)} tokens and {len(given)} labels")
+            made["labels"] = own(given_ids if given is None else given).clone()
+            made["labels"][:1] = -100
+        if "token_type_ids" in feature:
+            made["token_type_ids"] = own(feature["token_type_ids"])
         if "teacher_hidden" in feature:
             made["teacher_hidden"] = feature["teacher_hidden"]
         return made
 
 
 _SHARD = 512  # examples in a file
+_SEEN = ("input_ids", "attention_mask", "token_type_ids", "labels", "label", "task")  # what the collator reads
 
 
 class CachedTeachers(Dataset):
@@ -136,18 +148,23 @@ class CachedTeachers(Dataset):
         folder: Where it wrote.
     """
 
-    def __init__(self, dataset: Any, folder: Path):
+    def __init__(self, dataset: Any, folder: str | os.PathLike[str]):
         self._dataset = dataset
-        self._files = [safe_open(path, "pt") for path in sorted(folder.glob("hidden-*.safetensors"))]
-        self._offsets = [file.get_tensor("offsets").tolist() for file in self._files]
+        self._paths = sorted(Path(folder).glob("hidden-*.safetensors"))
+        self._open: dict[int, Any] = {}  # each process of a loader opens its own
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         shard, place = divmod(index, _SHARD)
-        start, stop = self._offsets[shard][place : place + 2]
-        return {**self._dataset[index], "teacher_hidden": self._files[shard].get_slice("hidden")[start:stop]}
+        if shard not in self._open:
+            self._open[shard] = safe_open(self._paths[shard], "pt")
+        start, stop = self._open[shard].get_slice("offsets")[place : place + 2].tolist()
+        return {**self._dataset[index], "teacher_hidden": self._open[shard].get_slice("hidden")[start:stop]}
 
 
 @torch.no_grad()
@@ -165,6 +182,7 @@ def cache_teachers(
 
     Training then runs no teacher, and gives the very loss that it would have given. A hidden state has H values where
     logits have V: some 40 times less. Files are memory-mapped; a run that was interrupted goes on where it stopped.
+    Under torchrun, let one process make the cache before the others.
 
     Args:
         merger: Whose components are the teachers.
@@ -194,16 +212,15 @@ def cache_teachers(
         "examples": len(dataset),
     }
     device = merger.model.device
-    training = merger.training
-    merger.eval()
     bar = tqdm(range(0, len(dataset), _SHARD), desc="teachers", disable=not progress, unit="shard")
-    try:
+    with merger.evaluating():
         for number, first in enumerate(bar):
             path = folder / f"hidden-{number:05d}.safetensors"
             examples = [dataset[i] for i in range(first, min(first + _SHARD, len(dataset)))]
             described = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
             for example in examples:
-                described.update(repr([torch.as_tensor(example[k]).tolist() for k in sorted(example)]).encode())
+                seen = [k for k in _SEEN if k in example]
+                described.update(repr([(k, torch.as_tensor(example[k]).tolist()) for k in seen]).encode())
             if path.exists():
                 with safe_open(path, "pt") as file:
                     if (file.metadata() or {}).get("fingerprint") == described.hexdigest():
@@ -214,19 +231,19 @@ def cache_teachers(
                 batch = plain(examples[start : start + batch_size])
                 held += _hidden(merger, {k: v.to(device) for k, v in batch.items()}, kl.coefficients == "task")
             offsets = torch.tensor([0] + [len(h) for h in held]).cumsum(0)
-            temporary = path.with_name(f".{path.name}.partial")
+            temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
             save_file(
                 {"hidden": torch.cat(held), "offsets": offsets}, temporary, {"fingerprint": described.hexdigest()}
             )
             os.replace(temporary, path)
-    finally:
-        merger.train(training)
     return CachedTeachers(dataset, folder)
 
 
 def _hidden(merger: Merger, batch: dict[str, Tensor], by_task: bool) -> list[Tensor]:
     """For each example (positions, 1 or K, H), on the CPU."""
     task, labels = batch.pop("task"), batch.pop("labels")
+    if int(task.max()) >= merger.count:
+        raise ValueError(f"cache_teachers: an example's task is {int(task.max())}, needed 0 to {merger.count - 1}")
     where, _ = positions(merger, batch["input_ids"], labels, batch.get("attention_mask"))
     states = []
     for k in range(merger.count):

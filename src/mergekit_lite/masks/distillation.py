@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from .config import KLConfig
-from .losses import mask_penalty, masked_kl
+from .losses import masked_kl
+from .penalties import mask_penalty
 
 if TYPE_CHECKING:
     from .merger import Merger
@@ -45,6 +46,7 @@ def distill(
     Raises:
         ValueError: A task that is no component; none where ``kl`` needs it; a cache that does not fit.
     """
+    _refuse_leaks(merger, inputs)
     first = next(v for v in inputs.values() if isinstance(v, Tensor))
     where, targets = positions(merger, first, labels, inputs.get("attention_mask"))
     places = where.nonzero(as_tuple=True)
@@ -56,7 +58,7 @@ def distill(
     if teacher_hidden is None:
         teachers = _run_teachers(merger, shares, places, head is not None, inputs)
     else:
-        teachers = _cached(merger, shares, count, teacher_hidden)
+        teachers = _cached(merger, kl, count, teacher_hidden)
     student = _outputs(merger, head is not None, inputs)[places]
     options: dict[str, Any] = {}
     if head is not None:
@@ -75,8 +77,11 @@ def distill(
         normalizer=normalizer,
         **options,
     )
-    part = 1.0 if normalizer is None else count / normalizer  # this batch's share of the step
-    return loss + part * mask_penalty(list(merger.effective_masks().values()), kl)
+    if count and normalizer is not None:  # this batch's share of the step
+        loss = loss + count / normalizer * mask_penalty(list(merger.effective_masks().values()), kl)
+    elif count:
+        loss = loss + mask_penalty(list(merger.effective_masks().values()), kl)
+    return loss
 
 
 def positions(
@@ -88,13 +93,28 @@ def positions(
     causal = merger.model.can_generate()
     if labels is None and causal:
         labels = ids if attention is None else ids.masked_fill(attention == 0, -100)
-    if labels is None:
+    if labels is None and type(merger.model).__name__.endswith("ForSequenceClassification"):
         return torch.ones(ids.shape[:1], dtype=torch.bool, device=ids.device), None
+    if labels is None:  # an encoder's every token
+        return torch.ones_like(ids, dtype=torch.bool) if attention is None else attention.bool(), None
     if labels.dim() > 1 and causal:
         shifted = torch.full_like(labels, -100)
         shifted[:, :-1] = labels[:, 1:]
         return shifted != -100, shifted
     return labels != -100, labels
+
+
+def _refuse_leaks(merger: Merger, inputs: Mapping[str, Any]) -> None:
+    """Examples packed into a row are kept apart by their positions, which not every attention looks at."""
+    places = inputs.get("position_ids")
+    if places is None or not bool((places[:, 1:] <= places[:, :-1]).any()):
+        return
+    attention = str(getattr(merger.model.config, "_attn_implementation", ""))
+    if not merger.model.can_generate() or ("flash" in attention and places.shape[0] > 1):
+        raise ValueError(
+            f"Merger.distill: packed rows, but {type(merger.model).__name__} with {attention or 'its'} attention would "
+            "look across examples; needed a decoder (one row a batch with flash attention), or MaskCollator(pack=False)"
+        )
 
 
 def _shares(
@@ -120,15 +140,16 @@ def _shares(
 
 
 def _outputs(merger: Merger, hidden: bool, inputs: Mapping[str, Any]) -> Tensor:
-    return merger.final_hidden(**inputs) if hidden else merger.model(**inputs).logits
+    return merger.final_hidden(**inputs) if hidden else merger.model(**merger.uncached(inputs)).logits
 
 
-def _cached(merger: Merger, shares: Tensor | None, count: int, cached: Tensor) -> list[Tensor | None]:
+def _cached(merger: Merger, kl: KLConfig, count: int, cached: Tensor) -> list[Tensor | None]:
+    needed = 1 if kl.coefficients == "task" else merger.count  # by task, each position keeps its own teacher's alone
     kept = cached.shape[1] if cached.dim() == 3 else 0
-    if cached.shape[0] != count or kept not in (1, merger.count) or (kept == 1 and shares is None):
+    if cached.shape[0] != count or kept not in (needed, merger.count):
         raise ValueError(
-            f"Merger.distill: teacher_hidden is {list(cached.shape)}, needed ({count}, 1 or {merger.count}, H) for "
-            "these positions and coefficients; the cache was made from other batches or settings"
+            f"Merger.distill: teacher_hidden is {list(cached.shape)}, needed ({count}, {needed}, H) for this batch "
+            f"and coefficients {kl.coefficients!r}; the cache was made from other batches or settings"
         )
     return [cached[:, min(k, kept - 1)] for k in range(merger.count)]
 
@@ -142,9 +163,7 @@ def _run_teachers(
     count = rows.numel()
     batch = next(v.shape[0] for v in inputs.values() if isinstance(v, Tensor))
     found: list[Tensor | None] = []
-    training = merger.training
-    merger.eval()  # teachers drop nothing out
-    try:
+    with merger.evaluating():  # teachers drop nothing out
         for k in range(merger.count):
             used = torch.arange(count, device=device) if shares is None else shares[:, k].nonzero()[:, 0]
             if used.numel() == 0:
@@ -158,6 +177,4 @@ def _run_teachers(
             full = chosen.new_zeros(count, chosen.shape[-1])
             full[used] = chosen
             found.append(full)
-    finally:
-        merger.train(training)
     return found

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from .blending import blend, blend_eager
 from .config import MaskConfig
 from .constraints import constrain, initial_masks, mask_shape
-from .functional import blend, blend_eager, linear, masked_embedding, masked_linear
+from .functional import linear, masked_embedding, masked_linear
 
 
 @dataclass
@@ -28,7 +29,9 @@ class Selection:
 
 
 class MaskedLayer(nn.Module):
-    """K frozen layers of one kind, and a mask for each parameter.
+    """K frozen layers of one kind, and a mask for each parameter: norms, expert stacks, routers, anything.
+
+    Its forward is the stock one on blended parameters. Subclasses do better for linear layers and embeddings.
 
     Args:
         components: The stock layers; their parameters are frozen in place.
@@ -39,6 +42,9 @@ class MaskedLayer(nn.Module):
 
     Raises:
         ValueError: Fewer than two components, or a parameter that differs in shape or dtype.
+
+    >>> MaskedLayer([nn.LayerNorm(4), nn.LayerNorm(4)])(torch.zeros(2, 4)).shape
+    torch.Size([2, 4])
     """
 
     def __init__(
@@ -90,15 +96,31 @@ class MaskedLayer(nn.Module):
         """The merged parameter, differentiable in its mask."""
         return blend(self.frozen(name), self.mask(name))
 
+    def current(self, name: str) -> Tensor:
+        """The parameter of whatever runs: the selected component's, the folded one, or the merged one, built anew."""
+        if self.selection.component is not None:
+            return getattr(self.components[self.selection.component], name)
+        if self.folded is not None and not self.training:
+            return self.folded[name]
+        return self.merged(name)
+
     @property
     def weight(self) -> Tensor:
-        """The merged weight, built anew at each look."""
-        return self.merged("weight")
+        """The weight of whatever runs, for modules that look at their children's."""
+        return self.current("weight")
 
     @property
     def bias(self) -> Tensor | None:
-        """The merged bias, or None."""
-        return self.merged("bias") if "bias" in self.masks else None
+        """The bias of whatever runs, or None."""
+        return self.current("bias") if "bias" in self.masks else None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "components":
+                raise
+            return getattr(self.components[0], name)  # in_features, padding_idx, ...
 
     @torch.no_grad()
     def fold_(self) -> None:
@@ -149,7 +171,15 @@ def _rebuilt(parameters: Mapping[str, Tensor], layer: MaskedLayer) -> Iterator[N
 
     A part of a stack (one expert) is rebuilt alone; any other view is cut from the whole.
     """
-    large = {p.untyped_storage().data_ptr(): (n, p) for n, p in parameters.items() if p.numel() >= _WORTH_REBUILDING}
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        yield  # gradient checkpointing, or offloading, has hooks of its own; ours would take their place
+        return
+    # what describes them, and not they: hooks live as long as the graph
+    large = {
+        p.untyped_storage().data_ptr(): (n, tuple(p.shape), p.stride(0))
+        for n, p in parameters.items()
+        if p.numel() >= _WORTH_REBUILDING and p.dim()
+    }
     if not large or not torch.is_grad_enabled():
         yield
         return
@@ -157,8 +187,7 @@ def _rebuilt(parameters: Mapping[str, Tensor], layer: MaskedLayer) -> Iterator[N
     def pack(saved: Tensor) -> Any:
         if not isinstance(saved, Tensor) or saved.untyped_storage().data_ptr() not in large:
             return saved
-        name, whole = large[saved.untyped_storage().data_ptr()]
-        return name, tuple(whole.shape), whole.stride(0), saved.size(), saved.stride(), saved.storage_offset()
+        return *large[saved.untyped_storage().data_ptr()], saved.size(), saved.stride(), saved.storage_offset()
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
@@ -196,7 +225,8 @@ class AccurateMaskedLinear(MaskedLayer):
     def run(self, x: Tensor) -> Tensor:
         """`masked_linear` in the layer's mode."""
         weights, masks = self.frozen("weight"), self.mask("weight")
-        return masked_linear(x, weights, masks, self.bias, mode=self.mode, transposed=self.transposed)
+        bias = self.merged("bias") if "bias" in self.masks else None
+        return masked_linear(x, weights, masks, bias, mode=self.mode, transposed=self.transposed)
 
     def stock(self, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         """The stock layer's product."""
@@ -236,15 +266,9 @@ class MaskedEmbedding(MaskedLayer):
 
     def _scaled(self, rows: Tensor) -> Tensor:
         scale = getattr(self.components[0], "embed_scale", None)
-        return rows if scale is None else rows * torch.as_tensor(scale).to(rows.dtype)
-
-
-class MaskedNorm(MaskedLayer):
-    """K frozen norms (LayerNorm, or any class of RMSNorm) and masks: the stock forward on the blended parameters.
-
-    >>> MaskedNorm([nn.LayerNorm(4), nn.LayerNorm(4)])(torch.zeros(2, 4)).shape
-    torch.Size([2, 4])
-    """
+        if scale is None:
+            return rows
+        return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)  # as the stock layers do
 
 
 LINEAR = {"accurate": AccurateMaskedLinear, "efficient": EfficientMaskedLinear, "auto": AutoMaskedLinear}
@@ -258,4 +282,6 @@ def masked_class(module: nn.Module, mode: str) -> type[MaskedLayer]:
         plain = type(module).forward is nn.Embedding.forward or hasattr(module, "embed_scale")
         if plain and module.max_norm is None and not module.scale_grad_by_freq:
             return MaskedEmbedding
-    return MaskedNorm if "norm" in type(module).__name__.lower() else MaskedLayer
+    if isinstance(module, nn.RNNBase):
+        raise ValueError(f"Merger: {type(module).__name__} keeps its weights in a flat copy, which masks cannot reach")
+    return MaskedLayer

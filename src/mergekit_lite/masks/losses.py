@@ -1,4 +1,4 @@
-"""`masked_kl`: distillation towards several teachers without a (positions, vocabulary) tensor; penalties on masks.
+"""`masked_kl`: distillation towards several teachers without a (positions, vocabulary) tensor.
 
 Positions are worked on in chunks. In a chunk the teachers' logits become one buffer of log target probabilities, the
 student's logits another, which then turns into the gradient. So the gradient is made in forward, and backward only
@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import reference
-from .config import DIRECTIONS, KLConfig
-from .functional import blend_eager, reduce_eager, work_dtype
+from .blending import blend_any, part_of, pieces, reduce_any, uses_fused, work_dtype
+from .config import DIRECTIONS
 
-_ROWS = 1 << 18  # elements of a chunk that one elementwise step touches: what a cache holds
-_BLOCK = 2048  # vocabulary rows of the head that are blended at a time
-_SMALLEST, _SHARE, _LARGEST = 16, 12, 512  # positions in a chunk: at most a twelfth of all, between these
+_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}  # of a chunk that one elementwise step touches
+_BLOCK = {"cpu": 2048, "cuda": 16384}  # vocabulary rows of the head that are blended at a time
+_SMALLEST, _SHARE, _LARGEST = 16, 16, 512  # positions in a chunk: a sixteenth of all, between these
 
 
 class _Heads:
@@ -32,17 +32,14 @@ class _Heads:
 
     def __init__(self, heads: Sequence[Tensor] | None, masks: Tensor | None, biases: Sequence[Tensor | None]):
         self.heads, self.masks, self.biases = heads, masks, biases
+        self.fused = heads is not None and uses_fused("auto", heads, "masked_kl")
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """The student's head by rows."""
         assert self.heads is not None
-        for start in range(0, self.heads[0].shape[0], _BLOCK):
-            rows = slice(start, min(start + _BLOCK, self.heads[0].shape[0]))
-            if self.masks is None:
-                yield rows, self.heads[0][rows]
-            else:
-                masks = self.masks[:, rows] if self.masks.shape[1] > 1 else self.masks
-                yield rows, blend_eager([h[rows] for h in self.heads], masks)
+        for rows in pieces(self.heads[0].shape[0], _BLOCK.get(self.heads[0].device.type, 16384)):
+            held = [h[rows] for h in self.heads]
+            yield rows, held[0] if self.masks is None else blend_any(held, part_of(self.masks, rows, 1), self.fused)
 
     def teacher(self, k: int, hidden: Tensor, out: Tensor) -> Tensor:
         """Logits of component k into ``out``."""
@@ -82,11 +79,13 @@ class _Work:
         self.student, self.teachers, self.heads, self.bias = student, teachers, heads, bias
         self.coefficients, self.labels, self.options = coefficients, labels, options
         self.temperature, self.cross_entropy = options["temperature"], options["cross_entropy"]
-        self.scale = 1 / normalizer
+        self.normalizer = normalizer
         work = self.work = work_dtype(student.dtype)
-        self.loss = torch.zeros((), dtype=work, device=student.device)
-        self.d_student = torch.empty_like(student) if gradients[0] else None
-        self.d_masks = torch.zeros_like(heads.masks) if gradients[1] and heads.masks is not None else None
+        self.loss = torch.zeros((), dtype=torch.float64, device=student.device)  # of many small terms
+        # float32, and divided by the normalizer last: in float16 the quotient would vanish before a scaler sees it
+        self.d_student = torch.empty_like(student, dtype=work) if gradients[0] else None
+        masks = heads.masks if gradients[1] else None
+        self.d_masks = None if masks is None else torch.zeros_like(masks, dtype=work)
         self.d_bias = torch.zeros_like(bias, dtype=work) if gradients[2] and bias is not None else None
         self.wants_gradient = any(gradients)
 
@@ -96,20 +95,23 @@ class _Work:
         vocabulary = self.student.shape[1] if self.heads.heads is None else self.heads.heads[0].shape[0]
         size = min(positions, max(_SMALLEST, min(_LARGEST, positions // _SHARE)))
         buffers = [torch.empty(size, vocabulary, dtype=self.work, device=self.student.device) for _ in range(2)]
-        for start in range(0, positions, size):
-            stop = min(start + size, positions)
-            target, logits = (b[: stop - start] for b in buffers)
-            self.mix(slice(start, stop), target, logits)
-            hidden = self.student[start:stop]
+        used = None if self.coefficients is None else (self.coefficients > 0).cumsum(0).tolist()  # looked at once
+        for chunk in pieces(positions, size):
+            target, logits = (b[: chunk.stop - chunk.start] for b in buffers)
+            counts = None if used is None else _between(used, chunk)
+            self.mix(chunk, counts, target, logits)
+            hidden = self.student[chunk]
             self.heads.student(hidden, self.bias, logits)
-            for rows in _stretches(stop - start, vocabulary):
-                labels = None if self.labels is None else self.labels[start:stop][rows]
+            for rows in _stretches(logits):
+                labels = None if self.labels is None else self.labels[chunk][rows]
                 self.compare(target[rows], logits[rows], labels)
             if self.wants_gradient:
-                self.give_back(slice(start, stop), hidden, logits)
-        self.loss *= self.scale
+                self.give_back(chunk, hidden, logits)
+        for total in (self.loss, self.d_student, self.d_masks, self.d_bias):
+            if total is not None:
+                total /= self.normalizer
 
-    def mix(self, chunk: slice, target: Tensor, scratch: Tensor) -> None:
+    def mix(self, chunk: slice, counts: Sequence[int] | None, target: Tensor, scratch: Tensor) -> None:
         """Fill ``target`` with the log of Σ_k c_k softmax(teacher_k / T); ``scratch`` holds one teacher at a time."""
         shares = None if self.coefficients is None else self.coefficients[chunk]
         sharpness = self.options["confidence_temperature"]
@@ -118,11 +120,11 @@ class _Work:
         for k, teacher in enumerate(self.teachers):
             rows: Tensor | slice = slice(None)
             if shares is not None:
-                used = shares[:, k] > 0
-                if not bool(used.any()):
+                assert counts is not None
+                if not counts[k]:
                     continue
-                if not bool(used.all()):
-                    rows = used.nonzero()[:, 0]
+                if counts[k] < shares.shape[0]:
+                    rows = (shares[:, k] > 0).nonzero()[:, 0]
             assert teacher is not None
             hidden = teacher[chunk][rows]
             logs = self.heads.teacher(k, hidden, scratch[: hidden.shape[0]])
@@ -138,7 +140,7 @@ class _Work:
             else:  # the surest teacher so far
                 better = (-entropy > total)[:, 0].nonzero()[:, 0]
                 total = torch.maximum(total, -entropy)
-                for piece in _stretches(better.numel(), target.shape[1]):
+                for piece in _stretches(target[: better.numel()]):
                     target[better[piece]] = logs[better[piece]]
         if shares is None and sharpness:
             target -= total
@@ -150,7 +152,7 @@ class _Work:
         if self.cross_entropy and labels is not None:
             own = torch.log_softmax(logits, -1)
             chosen = own.gather(1, labels[:, None])
-            self.loss -= self.cross_entropy * chosen.sum()
+            self.loss -= self.cross_entropy * chosen.sum(dtype=torch.float64)
             if self.wants_gradient:
                 extra = own.exp_().mul_(self.cross_entropy)
                 extra.scatter_add_(1, labels[:, None], torch.full_like(chosen, -self.cross_entropy))
@@ -160,27 +162,26 @@ class _Work:
         if self.options["direction"] == "forward":
             p = target.exp()
             # where the target is exactly 0 its log is -inf, and the term is 0
-            self.loss += t * t * torch.where(p > 0, p * (target - logits), 0).sum()
+            self.loss += t * t * _total(torch.where(p > 0, p * (target - logits), 0))
             gradient = logits.exp_().sub_(p) if self.wants_gradient else None
         elif self.options["direction"] == "reverse":
             p = logits.exp()
             difference = torch.where(p > 0, logits - target, 0)
             rows = (p * difference).sum(-1, keepdim=True)
-            self.loss += t * t * rows.sum()
+            self.loss += t * t * rows.sum(dtype=torch.float64)
             gradient = torch.mul(p, difference - rows, out=logits)
         else:
             p, q = logits.exp(), target.exp()
             middle = torch.logaddexp(logits, target).sub_(math.log(2))
             difference = logits - middle
             rows = (p * difference).sum(-1, keepdim=True)
-            other = torch.where(q > 0, q * (target - middle), 0).sum()
-            self.loss += t * t * (rows.sum() + other) / 2
+            other = _total(torch.where(q > 0, q * (target - middle), 0))
+            self.loss += t * t * (rows.sum(dtype=torch.float64) + other) / 2
             gradient = torch.mul(p, difference - rows, out=logits).div_(2)
         if gradient is not None and self.wants_gradient:
             gradient *= t
             if extra is not None:
                 gradient += extra
-            gradient *= self.scale
 
     def give_back(self, chunk: slice, hidden: Tensor, gradient: Tensor) -> None:
         """From the gradient of a chunk's logits to those of hidden states, masks and bias."""
@@ -188,7 +189,7 @@ class _Work:
             self.d_bias += gradient.sum(0)
         if self.heads.heads is None:
             if self.d_student is not None:
-                self.d_student[chunk] = gradient.to(hidden.dtype)
+                self.d_student[chunk] = gradient
             return
         total = torch.zeros(hidden.shape, dtype=self.work, device=hidden.device)
         for rows, weight in self.heads.blocks():
@@ -199,23 +200,33 @@ class _Work:
                 else:
                     total += torch.mm(g, weight)
             if self.d_masks is not None:
-                part = self.d_masks[:, rows] if self.d_masks.shape[1] > 1 else self.d_masks
-                part += reduce_eager(torch.mm(g.T, hidden), [h[rows] for h in self.heads.heads], part.shape)
+                part = part_of(self.d_masks, rows, 1)
+                held = [h[rows] for h in self.heads.heads]
+                part += reduce_any(torch.mm(g.T, hidden), held, part.shape, self.heads.fused)
         if self.d_student is not None:
-            self.d_student[chunk] = total.to(hidden.dtype)
+            self.d_student[chunk] = total
 
 
-def _stretches(rows: int, columns: int) -> Iterator[slice]:
-    """Rows that fit a cache together."""
-    step = max(1, _ROWS // max(1, columns))
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+def _between(cumulative: list[list[int]], chunk: slice) -> list[int]:
+    """How many positions of a chunk each teacher has a share in."""
+    before = cumulative[chunk.start - 1] if chunk.start else [0] * len(cumulative[0])
+    return [b - a for a, b in zip(before, cumulative[chunk.stop - 1], strict=True)]
+
+
+def _stretches(rows: Tensor) -> Iterator[slice]:
+    """Rows of logits that fit a cache together."""
+    return pieces(rows.shape[0], max(1, _ELEMENTS.get(rows.device.type, 1 << 26) // max(1, rows.shape[1])))
+
+
+def _total(terms: Tensor) -> Tensor:
+    """The sum of all, rows first."""
+    return terms.sum(-1).sum(dtype=torch.float64)
 
 
 def _log_softmax_(logits: Tensor, entropy: bool = False) -> Tensor:
     """In place; returns the rows' entropies (N, 1) where asked for."""
     entropies = logits.new_zeros(logits.shape[0], 1)
-    for piece in _stretches(*logits.shape):
+    for piece in _stretches(logits):
         rows = logits[piece]
         torch.sub(rows, torch.logsumexp(rows, -1, keepdim=True), out=rows)
         if entropy:
@@ -226,7 +237,7 @@ def _log_softmax_(logits: Tensor, entropy: bool = False) -> Tensor:
 
 def _logaddexp_(total: Tensor, other: Tensor, rows: Tensor | slice) -> None:
     """``total[rows] = logaddexp(total[rows], other)``."""
-    for piece in _stretches(*other.shape):
+    for piece in _stretches(other):
         if isinstance(rows, slice):
             torch.logaddexp(total[piece], other[piece], out=total[piece])
         else:
@@ -247,14 +258,15 @@ class _MaskedKL(torch.autograd.Function):
             arguments["normalizer"], arguments["options"], gradients,
         )  # fmt: skip
         work.run()
-        d_bias = None if work.d_bias is None or bias is None else work.d_bias.to(bias.dtype)
-        ctx.save_for_backward(work.d_student, work.d_masks, d_bias)
-        return work.loss
+        ctx.save_for_backward(work.d_student, work.d_masks, work.d_bias)
+        ctx.dtypes = [None if t is None else t.dtype for t in (student, masks, bias)]
+        return work.loss.to(work.work)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
-        return *(None if d is None else d * grad.to(d.dtype) for d in ctx.saved_tensors), None
+        made = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(None if d is None else (d * grad).to(dtype) for d, dtype in made), None
 
 
 def masked_kl(
@@ -276,8 +288,8 @@ def masked_kl(
 ) -> Tensor:
     """``T² Σ_n D(Σ_k c_nk softmax(teacher_k / T), softmax(student / T)) / normalizer``, from final hidden states.
 
-    There is never a (positions, vocabulary) tensor: two buffers of a chunk of positions take its place, at most a
-    sixth of one such tensor together (and never fewer than 16 positions each). Until backward the gradients of
+    There is never a (positions, vocabulary) tensor: two buffers of a chunk of positions take its place, at most an
+    eighth of one such tensor together (and never fewer than 16 positions each). Until backward the gradients of
     ``student`` and ``masks`` are kept.
 
     Args:
@@ -343,7 +355,7 @@ def masked_kl(
         "cross_entropy": cross_entropy,
     }
     if positions == 0:
-        return student.float().sum() + (0 if masks is None else 0 * masks.sum())
+        return student.float().sum() + sum(0 * t.sum() for t in (masks, bias) if t is not None)
     if impl == "reference":
         if any(t is None for t in teachers) or bias is not None or normalizer is not None:
             raise ValueError("masked_kl: impl 'reference' takes every teacher, no bias and no normalizer")
@@ -360,26 +372,3 @@ def masked_kl(
     }
     with torch.autocast(student.device.type, enabled=False):
         return _MaskedKL.apply(student, masks, bias, arguments)
-
-
-def mask_penalty(masks: Sequence[Tensor], config: KLConfig) -> Tensor:
-    """What `KLConfig`'s regularisers add to the loss; every mask tensor (K, ...) counts by its number of elements.
-
-    >>> mask_penalty([torch.tensor([[1.0], [0.5]])], KLConfig(l1=1.0, decay=1.0))
-    tensor(0.9500)
-    """
-    flat = torch.cat([m.flatten(1) for m in masks], 1)
-    total = flat.new_zeros(())
-    if config.l1:
-        total = total + config.l1 * flat.abs().mean()
-    if config.l2:
-        total = total + config.l2 * flat.square().mean()
-    if config.similarity or config.closeness:
-        pairs = [(a, b) for i, a in enumerate(flat) for b in flat[i + 1 :]]
-        similar = torch.stack([torch.cosine_similarity(a, b, dim=0) for a, b in pairs])
-        apart = torch.stack([(a - b).square().mean() for a, b in pairs])
-        total = total + config.similarity * similar.mean() + config.closeness * apart.mean()
-    if config.decay:
-        energy = flat.square().mean(1)
-        total = total + config.decay * energy[1:].sum() / energy.sum()
-    return total

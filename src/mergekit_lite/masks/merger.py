@@ -6,6 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,6 +25,14 @@ from .surgery import Surgeon
 
 if TYPE_CHECKING:
     from .report import MaskReport
+
+
+_HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+_OTHERWISE = {
+    "save_pretrained": "bake(out) writes the merged model, save_masks(path) the masks",
+    "push_to_hub": "bake(out) writes the merged model, which huggingface_hub can upload",
+    "resize_token_embeddings": "change the components before they are merged",
+}  # what the model inside has, and would do to all components' weights
 
 
 class Merger(nn.Module):
@@ -77,6 +86,7 @@ class Merger(nn.Module):
         self._layers, self._raw = surgeon.layers, surgeon.raw
         self._hashes: list[str] | None = None
         self._plain_head: bool | None = None
+        self.paths: list[str] | None = None  # where the components are stored, if that is known for sure
         self.eval()
 
     @classmethod
@@ -109,7 +119,9 @@ class Merger(nn.Module):
             )
         settings = read_config(Path(masks)) if masks is not None else MaskConfig(**config)
         models = load_components(paths, auto_class, dtype, model_options or {})
-        merger = cls(models, settings, labels=[os.fspath(p) for p in paths])
+        begun = replace(settings, initial="average") if masks is not None else settings  # its recipe may be gone
+        merger = cls(models, begun, labels=[os.fspath(p) for p in paths])
+        merger.mask_config, merger.paths = settings, list(merger.labels)
         if masks is not None:
             merger.load_masks(masks)
         return merger
@@ -122,6 +134,8 @@ class Merger(nn.Module):
         except AttributeError:
             if name == "model":
                 raise
+            if name in _OTHERWISE:
+                raise AttributeError(f"Merger has no {name}: {_OTHERWISE[name]}") from None
             return getattr(self.model, name)  # config, device, generate, gradient_checkpointing_enable, ...
 
     def forward(self, *args: Any, kl: KLConfig | None = None, **inputs: Any) -> Any:
@@ -163,6 +177,14 @@ class Merger(nn.Module):
 
     # -- the masks ---------------------------------------------------------------------------------------------
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        before = self.model.dtype
+        super()._apply(fn, recurse)
+        self.unfold_()
+        if self.model.dtype != before:
+            self._hashes = None
+        return self
+
     def layers(self) -> dict[str, MaskedLayer]:
         """The masked layers by module name."""
         return {n.removeprefix("model."): m for n, m in self.named_modules() if isinstance(m, MaskedLayer)}
@@ -188,7 +210,7 @@ class Merger(nn.Module):
 
     def save_masks(self, path: str | os.PathLike[str]) -> Path:
         """Write the masks, their config and the components' hashes as safetensors."""
-        return save_masks(Path(path), self.masks(), self.mask_config, self.labels, self.hashes())
+        return save_masks(self, Path(path))
 
     def load_masks(self, path: str | os.PathLike[str]) -> None:
         """Read masks that `save_masks` wrote for these components.
@@ -196,7 +218,7 @@ class Merger(nn.Module):
         Raises:
             ValueError: They belong to other components, or were made with another config.
         """
-        loaded = load_masks(Path(path), self.masks(), self.mask_config, self.labels, self.hashes())
+        loaded = load_masks(self, Path(path))
         with torch.no_grad():
             for name, values in loaded.items():
                 self._raw[name].copy_(values)
@@ -237,15 +259,11 @@ class Merger(nn.Module):
     def _is_plain(self, head: MaskedLayer) -> bool:
         """Try it: a head with a soft cap, a scale or a transform in between gives other logits."""
         ids = torch.tensor([[0, 1]], device=self.model.device)
-        training = self.training
-        self.eval()
-        try:
-            with self.component(0):
-                logits = self.model(input_ids=ids).logits
-                own = head(self.final_hidden(input_ids=ids))
-        finally:
-            self.train(training)
-        same = torch.equal(own, logits)
+        with self.evaluating(), self.component(0):
+            logits = self.model(**self.uncached({"input_ids": ids})).logits
+            own = head(self.final_hidden(input_ids=ids))
+        changed = [key for key in _HEAD_SETTINGS if getattr(self.model.config, key, None) not in (None, 1, 1.0)]
+        same = torch.equal(own, logits) and not changed
         if not same:
             warnings.warn(
                 f"{type(self.model).__name__} does more to its logits than one product, so the loss needs whole "
@@ -256,7 +274,22 @@ class Merger(nn.Module):
 
     def final_hidden(self, **inputs: Any) -> Tensor:
         """The final hidden states, (B, L, H), of whatever runs now: the merged model, or a component."""
-        return self.model.base_model(**inputs, **({"use_cache": False} if self.model.can_generate() else {}))[0]
+        return self.model.base_model(**self.uncached(inputs))[0]
+
+    def uncached(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """A model's inputs, and that it need not keep keys and values."""
+        return {**inputs, "use_cache": False} if self.model.can_generate() else dict(inputs)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode within; afterwards each module is in the mode it was in."""
+        before = [(module, module.training) for module in self.modules()]
+        self.eval()
+        try:
+            yield
+        finally:
+            for module, training in before:
+                module.training = training
 
     def distill(self, kl: KLConfig, **batch: Any) -> Tensor:
         """The loss of one batch; see `mergekit_lite.masks.distillation.distill` for what a batch holds."""

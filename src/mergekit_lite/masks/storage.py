@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..checkpoint import DictSource, Source, TensorInfo, byte_view
+from ..checkpoint import CheckpointError, DictSource, Source, TensorInfo, byte_view
 from ..merge import MergeReport, merge_models
 from ..sources import open_source
 from .config import MaskConfig
@@ -43,19 +43,18 @@ def component_hashes(components: Sequence[Mapping[str, Tensor]]) -> list[str]:
     return found
 
 
-def save_masks(
-    path: Path, masks: Mapping[str, Tensor], config: MaskConfig, labels: Sequence[str], hashes: Sequence[str]
-) -> Path:
-    """Write masks beside their final name and rename them when whole."""
+def save_masks(merger: Merger, path: Path) -> Path:
+    """`Merger.save_masks`: beside the final name first, and renamed when whole."""
     metadata = {
         "format": _FORMAT,
-        "config": config.to_json(),
-        "components": json.dumps(list(labels)),
-        "sha256": json.dumps(list(hashes)),
+        "config": merger.mask_config.to_json(),
+        "components": json.dumps(merger.labels),
+        "sha256": json.dumps(merger.hashes()),
+        "dtype": str(merger.model.dtype),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.partial")
-    save_file({n: m.detach().cpu().contiguous() for n, m in masks.items()}, temporary, metadata)
+    save_file({n: m.detach().cpu().contiguous() for n, m in merger.masks().items()}, temporary, metadata)
     os.replace(temporary, path)
     return path
 
@@ -78,21 +77,21 @@ def read_config(path: Path) -> MaskConfig:
     return MaskConfig.from_json(_metadata(path)["config"])
 
 
-def load_masks(
-    path: Path, masks: Mapping[str, Tensor], config: MaskConfig, labels: Sequence[str], hashes: Sequence[str]
-) -> dict[str, Tensor]:
-    """The values in a file of masks, once it is sure that they belong to these components and this config."""
-    metadata = _metadata(path)
+def load_masks(merger: Merger, path: Path) -> dict[str, Tensor]:
+    """The values in a file of masks, once it is sure that they belong to the merger's components and config."""
+    metadata, dtype, masks = _metadata(path), str(merger.model.dtype), merger.masks()
     theirs, names = json.loads(metadata["sha256"]), json.loads(metadata["components"])
-    if len(theirs) != len(hashes):
-        raise ValueError(f"load_masks: {path} is for {len(theirs)} components, this merger has {len(hashes)}")
-    for k, (own, other) in enumerate(zip(hashes, theirs, strict=True)):
+    if len(theirs) != merger.count:
+        raise ValueError(f"load_masks: {path} is for {len(theirs)} components, this merger has {merger.count}")
+    if metadata["dtype"] != dtype:
+        raise ValueError(f"load_masks: {path} is for components in {metadata['dtype']}, here they are in {dtype}")
+    for k, (own, other) in enumerate(zip(merger.hashes(), theirs, strict=True)):
         if own != other:
             raise ValueError(
                 f"load_masks: {path} was made for other components: number {k} was {names[k]} with sha256 "
-                f"{other[:12]}…, here it is {labels[k]} with {own[:12]}…"
+                f"{other[:12]}…, here it is {merger.labels[k]} with {own[:12]}…"
             )
-    made = MaskConfig.from_json(metadata["config"])
+    made, config = MaskConfig.from_json(metadata["config"]), merger.mask_config
     if (made.granularity, made.constraint) != (config.granularity, config.constraint):
         raise ValueError(
             f"load_masks: {path} has {made.granularity} masks with constraint {made.constraint}, this merger "
@@ -118,7 +117,7 @@ class MaskedSource:
         k: Which component it is.
         masks: All masks, (K, broadcasts over the tensor), on the CPU; a float tensor without one is the first
             component's.
-        dtypes: The dtype that the merger holds each tensor in, which values are rounded to first.
+        dtypes: What the merger holds, and in which dtype; values are rounded to it first. Other tensors are left out.
     """
 
     def __init__(self, inner: Source, k: int, masks: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]):
@@ -126,8 +125,9 @@ class MaskedSource:
         self.label = f"{inner.label} x mask {k}"
         self.config, self.folder = inner.config, inner.folder
         self.tensors = {
-            name: TensorInfo(name, info.shape, dtypes.get(name, info.dtype), info.file, info.start)
+            name: TensorInfo(name, info.shape, dtypes[name], info.file, info.start)
             for name, info in inner.tensors.items()
+            if name in dtypes
         }
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -189,15 +189,19 @@ def bake(merger: Merger, out: Path, options: Mapping[str, Any]) -> MergeReport:
 
 def _stored(merger: Merger, k: int) -> Source | None:
     """The component's own files, where they hold what the merger runs, under the same names."""
-    if not Path(merger.labels[k]).is_dir():
+    if merger.paths is None:
+        return None  # in memory they may have been changed since they were loaded
+    try:
+        source, state = open_source(merger.paths[k]), merger.state(k)
+    except CheckpointError:  # pickled, say: what is resident is as good
         return None
-    source, state = open_source(merger.labels[k]), merger.state(k)
     same = all(n in source.tensors and source.tensors[n].shape == tuple(v.shape) for n, v in state.items())
     return source if same else None
 
 
 def _resident(merger: Merger, k: int) -> Source:
     """The component's weights in memory; tokenizer files still come from its folder."""
-    source = DictSource(merger.state(k), merger.labels[k], merger.model.config.to_dict())
+    config = {**merger.model.config.to_dict(), "architectures": [type(merger.model).__name__]}
+    source = DictSource(merger.state(k), merger.labels[k], config)
     source.folder = Path(merger.labels[k]) if Path(merger.labels[k]).is_dir() else None
     return source

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from .config import KLConfig
+from .data import TaskMixture
 from .merger import Merger
 from .storage import MASKS
 
@@ -28,12 +29,30 @@ class MaskTrainer(Trainer):
         **rest: Of `Trainer`: ``train_dataset``, ``eval_dataset``, ``data_collator`` (a `MaskCollator`), ...
 
     Raises:
-        ValueError: ``model`` is not a `Merger`.
+        ValueError: ``model`` is not a `Merger`; more tasks than components; several GPUs without torchrun.
+
+    >>> import tempfile
+    >>> from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+    >>> from mergekit_lite.masks import MaskCollator
+    >>> tiny = GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=1, n_head=1)
+    >>> merger = Merger([GPT2LMHeadModel(tiny), GPT2LMHeadModel(tiny)])
+    >>> data = TaskMixture([[{"input_ids": [1, 2, 3]}], [{"input_ids": [4, 5]}]])
+    >>> with tempfile.TemporaryDirectory() as out:
+    ...     arguments = TrainingArguments(out, max_steps=1, report_to="none", use_cpu=True, disable_tqdm=True)
+    ...     collator = MaskCollator(pad_token_id=0)
+    ...     MaskTrainer(merger, arguments, train_dataset=data, data_collator=collator).train().global_step
+    {'train_runtime': ...}
+    1
     """
 
     def __init__(self, model: Merger, args: Any, *, kl: KLConfig | None = None, **rest: Any):
         if not isinstance(model, Merger):
             raise ValueError(f"MaskTrainer: model is {type(model).__name__}, needed a Merger")
+        if args.n_gpu > 1:
+            raise ValueError(f"MaskTrainer: {args.n_gpu} GPUs in one process; start one for each with torchrun")
+        data = rest.get("train_dataset")
+        if isinstance(data, TaskMixture) and len(data.datasets) > model.count:
+            raise ValueError(f"MaskTrainer: {len(data.datasets)} tasks, but the merger has {model.count} components")
         args.remove_unused_columns = False
         if args.ddp_find_unused_parameters is None and model.model.can_generate():
             args.ddp_find_unused_parameters = False  # every mask takes part in every step

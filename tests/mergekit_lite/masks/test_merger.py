@@ -14,10 +14,10 @@ from mergekit_lite.masks import (
     MaskConfig,
     MaskedEmbedding,
     MaskedLayer,
-    MaskedNorm,
     Merger,
     constrain,
 )
+from mergekit_lite.masks.layers import masked_class
 from tests.support.models import auto_class, save, save_tokenizer, tiny
 
 DECODERS = ["gpt2", "llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "mixtral"]
@@ -94,7 +94,7 @@ def test_gradients_of_masks_are_those_of_the_dense_merge(kind, tmp_path):
 def test_what_is_masked_and_what_is_trainable():
     merger = Merger([tiny("llama-tied", seed) for seed in range(2)])
     kinds = {type(layer) for layer in merger.layers().values()}
-    assert kinds == {AccurateMaskedLinear, MaskedEmbedding, MaskedNorm}
+    assert kinds == {AccurateMaskedLinear, MaskedEmbedding, MaskedLayer}
     assert {n for n, p in merger.named_parameters() if p.requires_grad} == {
         n for n, _ in merger.named_parameters() if ".masks." in n
     }
@@ -204,6 +204,78 @@ def test_baking_rounds_like_the_merger_when_it_was_loaded_in_another_dtype(tmp_p
     assert torch.equal(logits(merger), logits(baked))
 
 
+def test_models_that_were_changed_after_loading_are_baked_as_they_are(tmp_path):
+    models = [transformers.AutoModelForCausalLM.from_pretrained(p) for p in pair("llama", tmp_path)]
+    models[0].model.layers[0].mlp.up_proj.weight.data.mul_(2)
+    merger = Merger(models, MaskConfig(initial="component:0"))
+    merger.bake(tmp_path / "out", progress=False)
+    baked = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(logits(baked), logits(models[0].eval()))
+    assert baked.config.architectures == ["LlamaForCausalLM"]
+
+
+def test_what_files_hold_beyond_the_model_is_left_out(tmp_path):
+    """A tied head that is stored all the same would be the first component's."""
+    paths = pair("llama-tied", tmp_path)
+    for path in paths:
+        held = load_file(f"{path}/model.safetensors")
+        held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
+        save_file(held, f"{path}/model.safetensors", {"format": "pt"})
+    merger = open_merger(paths)
+    merger.bake(tmp_path / "out", progress=False)
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+    baked = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(logits(baked), logits(merger))
+
+
+def test_pickled_components_are_baked_from_memory(tmp_path):
+    paths = pair("gpt2", tmp_path)
+    for path in paths:
+        torch.save(load_file(f"{path}/model.safetensors"), f"{path}/pytorch_model.bin")
+        (tmp_path / path / "model.safetensors").unlink()
+    merger = open_merger(paths)
+    merger.bake(tmp_path / "out", progress=False)
+    assert torch.equal(
+        logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()), logits(merger)
+    )
+
+
+def test_saving_goes_through_bake(tmp_path):
+    merger = Merger([tiny("gpt2", seed) for seed in range(2)])
+    with pytest.raises(AttributeError, match="bake"):
+        merger.save_pretrained(tmp_path)
+
+
+def test_one_dtype_for_checkpoints_of_two(tmp_path):
+    paths = [save(tiny("llama", 0), tmp_path / "a"), save(tiny("llama", 1), tmp_path / "b", torch.bfloat16)]
+    with pytest.raises(ValueError, match="load both in one"):
+        Merger.from_pretrained(paths)
+    assert Merger.from_pretrained(paths, dtype=torch.bfloat16).model.dtype == torch.bfloat16
+
+
+def test_a_layer_shows_the_parameters_of_what_runs():
+    merger = Merger([tiny("llama", seed) for seed in range(2)]).eval()
+    layer = merger.model.model.layers[0].mlp.up_proj
+    assert layer.in_features == 16
+    with merger.component(1):
+        assert layer.weight is layer.components[1].weight
+    merged = layer.weight
+    assert not torch.equal(merged, layer.components[0].weight)
+    merger.fold_()
+    assert layer.weight is layer.folded["weight"]
+    assert layer.bias is None
+
+
+def test_masks_know_the_dtype_of_their_components(tmp_path):
+    paths = pair("llama", tmp_path)
+    path = Merger.from_pretrained(paths, dtype=torch.bfloat16).save_masks(tmp_path / "m.safetensors")
+    with pytest.raises(ValueError, match=r"is for components in torch\.bfloat16"):
+        Merger.from_pretrained(paths, masks=path)
+    merger = Merger.from_pretrained(paths)
+    before = merger.hashes()
+    assert merger.to(torch.float16).hashes() != before
+
+
 def test_a_mask_that_is_not_finite_is_not_baked(tmp_path):
     merger = Merger([tiny("gpt2", seed) for seed in range(2)])
     with torch.no_grad():
@@ -247,6 +319,11 @@ def test_masks_begin_as_a_recipe(method, tmp_path):
     merge_models(load_recipe(recipe), out=tmp_path / "static", progress=False)
     static = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "static").eval()
     torch.testing.assert_close(logits(merger), logits(static), rtol=1e-4, atol=1e-5)
+    masks = merger.save_masks(tmp_path / "m.safetensors")
+    text = recipe.read_text()
+    recipe.unlink()  # trained masks need no recipe any more
+    assert torch.equal(logits(Merger.from_pretrained(paths, masks=masks).eval()), logits(merger))
+    assert text
     recipe.write_text(f"merge_method: slerp\nbase_model: {paths[0]}\nparameters: {{t: 0.5}}\nmodels: [{paths[1]}]")
     with pytest.raises(ValueError, match="cannot begin as slerp"):
         Merger.from_pretrained(paths, initial=str(recipe))
@@ -345,6 +422,9 @@ DIFFERENT = {
     "is torch.float32 (a) and torch.bfloat16 (b)": lambda: tiny("llama").to(torch.bfloat16),
     "is tied to another tensor in one of": lambda: tiny("llama-tied"),
     "variance_epsilon is 1e-06 (a) and 0.001": lambda: tiny("llama", rms_norm_eps=1e-3),
+    "config.hidden_act is 'silu' (a) and 'gelu' (b)": lambda: tiny("llama", hidden_act="gelu"),
+    "mlp.act_fn is SiLUActivation (a) and GELUActivation (b)": lambda: tiny("llama", hidden_act="gelu"),
+    "k_proj.bias is in one of a and b alone": lambda: tiny("llama", attention_bias=True),
     "the buffer model.rotary_emb.inv_freq differs": lambda: tiny(
         "llama", rope_parameters={"rope_type": "default", "rope_theta": 500.0}
     ),
@@ -388,12 +468,28 @@ def test_a_layer_alone_refuses_too():
         ({"mode": "efficient", "granularity": "element"}, "cannot do granularity 'element'"),
         ({"mode": "auto", "granularity": "element"}, "cannot do granularity 'element'"),
         ({"initial": "half"}, "needed a number, average"),
+        ({"initial": "component:"}, "needed a number, average"),
         ({"initial": float("nan")}, "initial is nan"),
     ],
 )
 def test_config_refuses(values, message):
     with pytest.raises(ValueError, match=message):
         MaskConfig(**values)
+
+
+def test_a_component_that_there_is_not_cannot_be_the_start():
+    with pytest.raises(ValueError, match="there are 2 components"):
+        Merger([tiny("gpt2", seed) for seed in range(2)], MaskConfig(initial="component:5"))
+
+
+def test_settings_that_only_the_config_holds_are_compared():
+    with pytest.raises(ValueError, match=r"sliding_window is None \(a\) and 4"):
+        Merger([tiny("mistral", sliding_window=None), tiny("mistral", sliding_window=4)], labels=["a", "b"])
+
+
+def test_recurrent_layers_are_refused():
+    with pytest.raises(ValueError, match="LSTM keeps its weights in a flat copy"):
+        masked_class(torch.nn.LSTM(2, 2), "accurate")
 
 
 def test_efficient_layers_keep_component_bits():

@@ -28,7 +28,8 @@ for capability in (80, 90):
         blend |= numbers("rows", "columns", "w_row", "m_k", "m_row", "m_column")
         reduce = {"grad": "*" + dtype, **four, "out": "*fp32", **numbers("rows", "columns", "g_row", "w_row")}
         jobs = [(kernels.blend_kernel, blend, {"K": k}) for k in (2, 4)]
-        jobs += [(kernels.reduce_kernel, reduce, {"KIND": kind}) for kind in range(4)]
+        steps = [1, kernels._STEPS, kernels._STEPS // 8, kernels._STEPS]
+        jobs += [(kernels.reduce_kernel, reduce, {"K": 4, "KIND": k, "STEPS": s}) for k, s in enumerate(steps)]
         for kernel, signature, own in jobs:
             constants = own | sizes
             source = ASTSource(kernel, signature | {n: "constexpr" for n in constants}, constants)

@@ -134,6 +134,11 @@ class KLConfig(_Json):
     closeness: float = 0.0
     decay: float = 0.0
 
+    @property
+    def penalises(self) -> bool:
+        """Whether masks add to the loss."""
+        return any((self.l1, self.l2, self.similarity, self.closeness, self.decay))
+
     def __post_init__(self) -> None:
         _one_of("KLConfig", "coefficients", self.coefficients, COEFFICIENTS)
         _one_of("KLConfig", "direction", self.direction, DIRECTIONS)

@@ -199,6 +199,16 @@ def cache_teachers(
     Raises:
         ValueError: The model's head is not one plain product, so hidden states do not determine logits; or the folder
             holds a cache of other components, examples or settings.
+
+    >>> import tempfile
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> tiny = GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=1, n_head=1)
+    >>> merger = Merger([GPT2LMHeadModel(tiny), GPT2LMHeadModel(tiny)])
+    >>> data = TaskMixture([[{"input_ids": [1, 2, 3]}], [{"input_ids": [4, 5]}]])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     cached = cache_teachers(merger, data, MaskCollator(pad_token_id=0), folder, progress=False)
+    ...     cached[0]["teacher_hidden"].shape  # positions that predict a token, teachers kept, H
+    torch.Size([2, 1, 4])
     """
     kl, folder = kl or KLConfig(), Path(folder)
     if merger.output_head() is None:

@@ -77,10 +77,9 @@ def distill(
         normalizer=normalizer,
         **options,
     )
-    if count and normalizer is not None:  # this batch's share of the step
-        loss = loss + count / normalizer * mask_penalty(list(merger.effective_masks().values()), kl)
-    elif count:
-        loss = loss + mask_penalty(list(merger.effective_masks().values()), kl)
+    if count and kl.penalises:
+        part = 1.0 if normalizer is None else count / normalizer  # this batch's share of the step
+        loss = loss + part * mask_penalty(list(merger.effective_masks().values()), kl)
     return loss
 
 

@@ -370,5 +370,8 @@ def masked_kl(
         "normalizer": positions if normalizer is None else normalizer,
         "options": options,
     }
+    if heads is not None and student.dtype != heads[0].dtype:  # autocast's
+        student = student.to(heads[0].dtype)
+        arguments["teachers"] = [None if t is None else t.to(heads[0].dtype) for t in arguments["teachers"]]
     with torch.autocast(student.device.type, enabled=False):
         return _MaskedKL.apply(student, masks, bias, arguments)

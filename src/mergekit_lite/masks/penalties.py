@@ -21,7 +21,7 @@ def mask_penalty(masks: Sequence[Tensor], config: KLConfig) -> Tensor:
     tensor(0.9500)
     """
     total = masks[0].new_zeros(())
-    if not (config.l1 or config.l2 or config.similarity or config.closeness or config.decay):
+    if not config.penalises:
         return total
     count, places = masks[0].shape[0], sum(m[0].numel() for m in masks)
     # sums over all tensors, so that they need not be one

@@ -115,6 +115,12 @@ def shard_frozen_(merger: Merger, mesh: Any = None) -> list[str]:
 
     Raises:
         ValueError: No process group, or a model without a list of blocks.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> tiny = GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=1, n_head=1)
+    >>> shard_frozen_(Merger([GPT2LMHeadModel(tiny), GPT2LMHeadModel(tiny)]))
+    Traceback (most recent call last):
+    ValueError: shard_frozen_: there is no process group; start with torchrun
     """
     from torch.distributed import is_initialized
     from torch.distributed.fsdp import fully_shard

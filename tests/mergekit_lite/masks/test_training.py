@@ -303,6 +303,17 @@ def test_accumulated_and_checkpointed_steps_are_plain_steps(tmp_path):
     same(plain, values(checkpointed.merger), rtol=1e-4, atol=1e-5)
 
 
+def test_training_under_autocast(tmp_path):
+    plain = values(train(tmp_path / "a", merger_of("llama")).merger)
+    half = train(tmp_path / "b", merger_of("llama"), bf16=True).merger
+    assert all(mask.dtype == torch.float32 for mask in half.masks().values())
+    same(plain, values(half), rtol=0.05, atol=0.02)
+    start = values(merger_of("llama"))
+    moved = sum((plain[n] - start[n]).square().sum() for n in start)
+    apart = sum((plain[n] - m).square().sum() for n, m in values(half).items())
+    assert apart < moved / 10
+
+
 def test_evaluation_is_task_by_task_and_the_best_masks_come_back(tmp_path):
     merger = merger_of()
     sets = {"first": TaskMixture([examples(4, 3)]), "second": TaskMixture([[], examples(4, 4)])}

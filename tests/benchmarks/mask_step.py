@@ -8,6 +8,7 @@ a process of its own; the peak is what the step adds to the two resident models.
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -62,7 +63,8 @@ def prepare(impl: str, context: int, device: str, dtype: torch.dtype) -> Callabl
     merger = Merger(pair)
     merger.output_head()
     if impl == "Merger, checkpointed":
-        merger.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with warnings.catch_warnings(action="ignore"):  # it has a new name since transformers 5.2x
+            merger.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     merger.train()
     task = torch.zeros(1, dtype=torch.long, device=device)
     return lambda: merger(kl=KLConfig(), input_ids=ids, task=task).backward()

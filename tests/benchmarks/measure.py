@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import resource
 import time
 from collections.abc import Callable, Mapping
@@ -65,7 +66,11 @@ def _child(prepare: Callable[..., Callable[[], object]], arguments: tuple, devic
 
 
 def peak_bytes(prepare: Callable[..., Callable[[], object]], *arguments: Any, device: str = "cpu") -> int:
-    """How far memory rises above what ``prepare`` left, while the function that it returns runs in a fresh process."""
+    """How far memory rises above what ``prepare`` left, while the function that it returns runs in a fresh process.
+
+    There the allocator gives freed blocks of 2 MB and more back at once, so that what counts is what is in use.
+    """
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 21)  # read when the child starts
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(False)
     child = context.Process(target=_child, args=(prepare, arguments, device, sender))

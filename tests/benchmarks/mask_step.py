@@ -2,7 +2,7 @@
 
 The plain way is what a notebook does: every weight Σ m_k W_k built in the graph (`functional_call`), whole logits of
 student and teacher, `kl_div`. Ours is `Merger` with `KLConfig()`, without and with gradient checkpointing. Each runs in
-a process of its own; the peak is what the step adds to the two resident models.
+a process of its own, in turn; the peak is what the step adds to the two resident models.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from tests.benchmarks.measure import interleave, peak_bytes
+from tests.benchmarks.measure import run_alone
 from tests.benchmarks.results import Row, append
 
 CONTEXTS = (128, 512, 1024, 2048)
@@ -78,17 +78,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
     options = parser.parse_args(arguments)
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    rows = []
     for context in options.contexts:
-        steps = {impl: prepare(impl, context, options.device, dtype) for impl in IMPLS}
-        for impl, times in interleave(steps, options.runs, options.device).items():
-            peak = peak_bytes(prepare, impl, context, options.device, dtype, device=options.device)
+        held: dict[str, list[tuple[int, tuple[float, float]]]] = {impl: [] for impl in IMPLS}
+        for _ in range(options.runs):
+            for impl in IMPLS:
+                held[impl].append(run_alone(prepare, impl, context, options.device, dtype, device=options.device))
+        rows = []
+        for impl, results in held.items():
+            peak, times = max(r[0] for r in results), [r[1] for r in results]
             shape, packages = f"GPT-2 124M pair, context {context}", ("torch", "transformers")
             made = ("training step", impl, "forward + backward", str(dtype), shape, times, peak)
             rows.append(Row.of(*made, device=options.device, packages=packages))
             print(f"context {context} {impl}: peak {peak / 1e6:.0f} MB, {rows[-1].wall_p50:.2f} s", flush=True)
-        del steps
-    append("mask_training_step.csv", rows)
+        append("mask_training_step.csv", rows)
 
 
 if __name__ == "__main__":

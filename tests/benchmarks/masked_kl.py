@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from mergekit_lite.masks import masked_kl
-from tests.benchmarks.measure import interleave, peak_bytes
+from tests.benchmarks.measure import interleave, run_alone
 from tests.benchmarks.results import Row, append
 
 IMPLS = ("masked_kl", "plain")
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
             place = (*shape, dtype, options.device)
             steps = {impl: prepare(impl, *place) for impl in IMPLS}
             for impl, results in interleave(steps, options.runs, options.device).items():
-                peak = peak_bytes(prepare, impl, *place, device=options.device)
+                peak = run_alone(prepare, impl, *place, device=options.device)[0]
                 described = "{} positions, hidden {}, vocabulary {}, 2 components".format(*shape)
                 made = ("masked_kl", impl, "loss + gradients", str(dtype), described, results, peak)
                 rows.append(Row.of(*made, device=options.device))

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from mergekit_lite.masks import masked_linear
-from tests.benchmarks.measure import interleave, peak_bytes, saved_bytes
+from tests.benchmarks.measure import interleave, run_alone, saved_bytes
 from tests.benchmarks.results import Row, append
 
 IMPLS = ("accurate", "efficient", "plain", "nn.Linear")
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
         saved = {i: saved_bytes(s.forward, s.frozen) if backward else "" for i, s in steps.items()}
         whole = tokens == shape[0]
         for impl, results in interleave(steps, options.runs if whole else 4 * options.runs, options.device).items():
-            peak = peak_bytes(prepare, impl, *place, device=options.device) if whole else 0
+            peak = run_alone(prepare, impl, *place, device=options.device)[0] if whole else 0
             mode = "forward + backward" if backward else "forward"
             described = f"{tokens} tokens, {inputs} to {outputs}, 2 components, input masks"
             made = ("masked_linear", impl, mode, str(dtype), described, results, peak)

@@ -53,22 +53,32 @@ def _resident() -> int:
 def _child(prepare: Callable[..., Callable[[], object]], arguments: tuple, device: str, pipe: Any) -> None:
     step = prepare(*arguments)
     if device == "cuda":
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        step()
-        pipe.send(torch.cuda.max_memory_allocated() - before)
-        return
-    Path("/proc/self/clear_refs").write_text("5")  # the largest resident size counts anew from here
-    before = _resident()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # the largest resident size counts anew from here
+        before = _resident()
+    cpu, wall = time.process_time(), time.perf_counter()
     step()
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    pipe.send(int(status["VmHWM"].split()[0]) * 1024 - before)
+    if device == "cuda":
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        peak = int(status["VmHWM"].split()[0]) * 1024
+    pipe.send((peak - before, (time.process_time() - cpu, time.perf_counter() - wall)))
 
 
-def peak_bytes(prepare: Callable[..., Callable[[], object]], *arguments: Any, device: str = "cpu") -> int:
-    """How far memory rises above what ``prepare`` left, while the function that it returns runs in a fresh process.
+def run_alone(
+    prepare: Callable[..., Callable[[], object]], *arguments: Any, device: str = "cpu"
+) -> tuple[int, tuple[float, float]]:
+    """Run once, in a fresh process, the function that ``prepare`` returns.
 
-    There the allocator gives freed blocks of 2 MB and more back at once, so that what counts is what is in use.
+    The allocator gives freed blocks of 2 MB and more back at once there, so that what counts is what is in use.
+
+    Returns:
+        How far memory rises above what ``prepare`` left, in bytes; CPU and wall seconds.
     """
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 21)  # read when the child starts
     context = multiprocessing.get_context("spawn")

@@ -149,8 +149,8 @@ TABLES = {
     ),
     "mask_training_step": Table(
         "One training step of masks", ("plain", ""), "wall",
-        "Wall seconds; in turn in one process. Peaks are what the step adds to two resident models, each in a process "
-        "of its own. `ratio` is of time, against the plain way: every merged weight and whole logits in the graph.",
+        "Wall seconds of a first step, each in a process of its own, in turn. Peaks are what it adds to two resident "
+        "models. `ratio` is of time, against the plain way: every merged weight and whole logits in the graph.",
     ),
 }  # fmt: skip
 

@@ -95,5 +95,6 @@ def options(description: str) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/two_tasks"), help="folder for checkpoints")
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
     set_seed(0)
+    torch.set_num_threads(1)  # matrices of 64 columns gain nothing from more, and on a busy machine lose much
     logging.disable_progress_bar()  # of loading; training keeps its own
     return parser.parse_args()

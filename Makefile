@@ -18,7 +18,7 @@ $(VENV)/.ready: constraints.txt pyproject.toml
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,docs,plot]'
 	touch $@
 
-demo: $(VENV)/.ready ## train two small specialists, merge them by formulas and by learned masks, print what each can do (5 min)
+demo: $(VENV)/.ready ## train two small specialists, merge them by formulas and by learned masks, print what each can do (4 min)
 	$(BIN)/python examples/train_masks.py
 
 test: $(VENV)/.ready ## the whole suite, doctests included, from the source tree

@@ -85,7 +85,6 @@ def main() -> None:
     given = parser.parse_args()
     set_seed(0)
     logging.disable_progress_bar()
-    shutil.rmtree(given.out, ignore_errors=True)
     if not any(given.data.glob("*.json")):
         print(f"skipped: {given.data} holds no *.json of instructions; name a folder that does with --data")
         return
@@ -101,6 +100,8 @@ def main() -> None:
         start, out = GPT2LMHeadModel.from_pretrained(models["ancestor"]), given.out / kind.replace(" ", "_")
         models[f"tuned {kind}"] = tune(start, TaskMixture([kinds[kind][200:]]), steps, 3e-3, out)
     components = [models[f"tuned {kind}"] for kind in KINDS]
+    for name in ("linear", "baked"):  # an earlier run's
+        shutil.rmtree(given.out / name, ignore_errors=True)
     merge_models(components, weight=[0.5, 0.5], out=given.out / "linear", progress=False)
     merger = Merger.from_pretrained(components)
     collator = MaskCollator(pad_token_id=0)

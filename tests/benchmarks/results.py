@@ -236,9 +236,9 @@ def write_memory_account() -> None:
         "|---" * (len(impls) + 1) + "|",
     ]
     lines += [f"| {c} | {' | '.join(f'{peaks[i, c]:.0f}' for i in impls)} |" for c in contexts]
-    span = contexts[-1] - contexts[0]
-    slopes = [(peaks[i, contexts[-1]] - peaks[i, contexts[0]]) / span for i in impls]
-    lines.append(f"| MB a token | {' | '.join(f'{s:.2f}' for s in slopes)} |")
+    first, last = contexts[-2:]  # where every activation is a block of its own, which the allocator gives back at once
+    slopes = [(peaks[i, last] - peaks[i, first]) / (last - first) for i in impls]
+    lines.append(f"| MB a token, {first} to {last} | {' | '.join(f'{s:.2f}' for s in slopes)} |")
     lines.append(f"| slope, plain ÷ this | {' | '.join(f'{slopes[0] / s:.1f}' for s in slopes)} |")
     put(GUIDE, lines)
 

@@ -39,13 +39,23 @@ def load_components(
         raise ValueError(f"Merger: got {paths!r}, needed a list of at least two models")
     where = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir", "local_files_only")
     found = {k: v for k, v in options.items() if k in where}
-    configs = [AutoConfig.from_pretrained(path, **found) for path in paths]
+    configs = [_config(path, found) for path in paths]
     making = {} if dtype == "auto" else {"dtype": dtype}
     making |= {"trust_remote_code": True} if options.get("trust_remote_code") else {}
     with torch.device("meta"):
         described = [auto_class.from_config(config, **making) for config in configs]
     refuse_different(described, [str(p) for p in paths], values=False)
     return [auto_class.from_pretrained(path, dtype=dtype, **options).eval() for path in paths]
+
+
+def _config(path: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path, **options)
+    except OSError as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"Merger: {os.fspath(path)}: no such folder, and the hub did not give it ({reason})"
+        ) from error
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -94,7 +104,8 @@ def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str], valu
         if parameter.shape != theirs[name].shape:
             shapes = f"{list(parameter.shape)} ({labels[0]}) and {list(theirs[name].shape)} ({labels[1]})"
             hint = ""
-            if isinstance(one, PreTrainedModel) and parameter is getattr(one.get_input_embeddings(), "weight", None):
+            tokens = one.get_input_embeddings() if isinstance(one, PreTrainedModel) else None
+            if parameter is getattr(tokens, "weight", None) and parameter.shape[1:] == theirs[name].shape[1:]:
                 hint = "; align the vocabularies first: merge_models with a recipe whose tokenizer source is union"
             yield f"{name} has shapes {shapes}{hint}"
         elif parameter.dtype != theirs[name].dtype:

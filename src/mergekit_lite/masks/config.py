@@ -64,7 +64,7 @@ class MaskConfig(_Json):
         seed: Of ``"random"``.
 
     Raises:
-        ValueError: A value outside these, or ``"element"`` without ``mode="accurate"``.
+        ValueError: A value outside these, or ``"element"`` with ``mode="efficient"``.
 
     >>> MaskConfig.from_json(MaskConfig(granularity="output").to_json()).granularity
     'output'
@@ -80,10 +80,10 @@ class MaskConfig(_Json):
         _one_of("MaskConfig", "mode", self.mode, MODES)
         _one_of("MaskConfig", "granularity", self.granularity, GRANULARITIES)
         _one_of("MaskConfig", "constraint", self.constraint, CONSTRAINTS)
-        if self.granularity == "element" and self.mode != "accurate":
+        if self.granularity == "element" and self.mode == "efficient":
             raise ValueError(
                 f"MaskConfig: mode {self.mode!r} cannot do granularity 'element', which masks weights and not inputs "
-                "or outputs; needed mode 'accurate'"
+                "or outputs; needed mode 'accurate' or 'auto'"
             )
         if isinstance(self.initial, str):
             named = self.initial in ("average", "random") or re.fullmatch(r"component:\d+", self.initial)

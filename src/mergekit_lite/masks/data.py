@@ -34,6 +34,8 @@ class TaskMixture(Dataset):
     """
 
     def __init__(self, datasets: Sequence[Any]):
+        if isinstance(datasets, Mapping):
+            raise ValueError("TaskMixture: datasets is a mapping, needed a list in the order of the components")
         self.datasets = list(datasets)
         self._places = [(k, i) for k, d in enumerate(self.datasets) for i in range(len(d))]
 
@@ -70,6 +72,10 @@ class MaskCollator:
     pad_token_id: int
     pack: bool = False
     max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pad_token_id, int) or isinstance(self.pad_token_id, bool):
+            raise ValueError(f"MaskCollator: pad_token_id is {self.pad_token_id!r}, needed a token's id (any will do)")
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """A batch.
@@ -118,7 +124,9 @@ class MaskCollator:
         ids = own(given_ids)
         task = feature.get("task")
         if not isinstance(task, int) or isinstance(task, bool) or task < 0:
-            raise ValueError(f"MaskCollator: an example's task is {task!r}, needed the index of a component")
+            raise ValueError(
+                f"MaskCollator: an example's task is {task!r}, needed a component's index; see TaskMixture"
+            )
         given = feature.get("labels", feature.get("label"))
         made = {"input_ids": ids, "task": task, "attention_mask": torch.ones_like(ids)}
         made["position_ids"] = torch.arange(len(ids))
@@ -235,7 +243,10 @@ def cache_teachers(
                 with safe_open(path, "pt") as file:
                     if (file.metadata() or {}).get("fingerprint") == described.hexdigest():
                         continue
-                raise ValueError(f"cache_teachers: {path} was made from other components, examples or settings")
+                raise ValueError(
+                    f"cache_teachers: {path} was made from other components, examples or settings; delete the "
+                    "folder or name a new one"
+                )
             held: list[Tensor] = []
             for start in range(0, len(examples), batch_size):
                 batch = plain(examples[start : start + batch_size])

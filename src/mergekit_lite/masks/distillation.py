@@ -148,7 +148,7 @@ def _cached(merger: Merger, kl: KLConfig, count: int, cached: Tensor) -> list[Te
     if cached.shape[0] != count or kept not in (needed, merger.count):
         raise ValueError(
             f"Merger.distill: teacher_hidden is {list(cached.shape)}, needed ({count}, {needed}, H) for this batch "
-            f"and coefficients {kl.coefficients!r}; the cache was made from other batches or settings"
+            f"and coefficients {kl.coefficients!r}; the cache was made from other batches or settings (its kl)"
         )
     return [cached[:, min(k, kept - 1)] for k in range(merger.count)]
 

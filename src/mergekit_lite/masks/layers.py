@@ -64,6 +64,7 @@ class MaskedLayer(nn.Module):
         self.components = nn.ModuleList(components)
         self.transposed = isinstance(components[0], Conv1D) or bool(getattr(components[0], "is_transposed", False))
         self.folded: dict[str, Tensor] | None = None
+        self._folded_at: list[int] = []
         self.masks = nn.ParameterDict()
         generator = generator or torch.Generator().manual_seed(self.config.seed)
         for name, first in components[0].named_parameters(recurse=False):
@@ -100,9 +101,8 @@ class MaskedLayer(nn.Module):
         """The parameter of whatever runs: the selected component's, the folded one, or the merged one, built anew."""
         if self.selection.component is not None:
             return getattr(self.components[self.selection.component], name)
-        if self.folded is not None and not self.training:
-            return self.folded[name]
-        return self.merged(name)
+        folded = self._fold()
+        return self.merged(name) if folded is None else folded[name]
 
     @property
     def weight(self) -> Tensor:
@@ -124,8 +124,18 @@ class MaskedLayer(nn.Module):
 
     @torch.no_grad()
     def fold_(self) -> None:
-        """Keep merged parameters, so that evaluation blends nothing; one more model in memory, until `unfold_`."""
+        """Keep merged parameters, so that evaluation blends nothing; until `unfold_`, training, or new masks."""
         self.folded = {name: blend_eager(self.frozen(name), self.mask(name)) for name in self.masks}
+        self._folded_at = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [mask._version for mask in self.masks.values()]
+
+    def _fold(self) -> dict[str, Tensor] | None:
+        """The folded parameters, as long as they are those of the masks."""
+        if self.folded is not None and self._folded_at != self._versions():
+            self.folded = None
+        return None if self.training else self.folded
 
     def unfold_(self) -> None:
         """Drop what `fold_` keeps."""
@@ -136,8 +146,9 @@ class MaskedLayer(nn.Module):
         k = self.selection.component
         if k is not None:
             return self.components[k](*args, **kwargs)
-        if self.folded is not None and not self.training:
-            return self.stock(self.folded, *args, **kwargs)
+        folded = self._fold()
+        if folded is not None:
+            return self.stock(folded, *args, **kwargs)
         return self.run(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -117,6 +117,9 @@ class Merger(nn.Module):
             raise ValueError(
                 f"Merger.from_pretrained: {next(iter(config))} was given beside masks, which say it already"
             )
+        known = [field.name for field in fields(MaskConfig)]
+        if unknown := [name for name in config if name not in known]:
+            raise ValueError(f"Merger.from_pretrained: {unknown[0]!r} is no field of MaskConfig: {', '.join(known)}")
         settings = read_config(Path(masks)) if masks is not None else MaskConfig(**config)
         models = load_components(paths, auto_class, dtype, model_options or {})
         begun = replace(settings, initial="average") if masks is not None else settings  # its recipe may be gone
@@ -164,7 +167,7 @@ class Merger(nn.Module):
         return super().train(mode)
 
     def fold_(self) -> Self:
-        """Keep the merged weights, for fast generation: as much memory as one more model, until `unfold_`."""
+        """Keep the merged weights, for fast generation, as one more model in memory; until `unfold_` or new masks."""
         for layer in self.layers().values():
             layer.fold_()
         return self

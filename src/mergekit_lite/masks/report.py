@@ -86,15 +86,16 @@ class MaskReport:
         figure = Figure(
             figsize=(1.5 + count * (1.0 + 0.32 * len(columns)), 2.2 + 0.26 * len(layers)), layout="constrained"
         )
-        low, high = (float(f(grid[~grid.isnan()])) for f in (torch.min, torch.max))
-        colours = colormaps["viridis"].with_extremes(bad="0.92")
+        even = 1 / count  # where all components count alike: the middle of the scale
+        reach = max(0.05, float((grid[~grid.isnan()] - even).abs().max()))
+        colours = colormaps["RdBu_r"].with_extremes(bad="0.92")
         axes = figure.subplots(1, count, sharey=True, squeeze=False)[0]
         for k, axis in enumerate(axes):
-            image = axis.imshow(grid[k].numpy(), vmin=low, vmax=high, cmap=colours, aspect="auto")
+            image = axis.imshow(grid[k].numpy(), vmin=even - reach, vmax=even + reach, cmap=colours, aspect="auto")
             axis.set_title(f"{k}: {Path(self.labels[k]).name}", fontsize=9)
             axis.set_xticks(range(len(columns)), columns, rotation=60, ha="right", rotation_mode="anchor", fontsize=7)
             axis.set_yticks(range(len(layers)), layers, fontsize=7)
-        figure.colorbar(image, ax=list(axes), label="mean mask", shrink=0.8)
+        figure.colorbar(image, ax=list(axes), label=f"mean mask (white: {even:.2g})", shrink=0.8)
         figure.savefig(path, dpi=150)
         return Path(path)
 

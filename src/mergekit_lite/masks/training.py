@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,19 @@ class MaskTrainer(Trainer):
             raise ValueError(f"MaskTrainer: model is {type(model).__name__}, needed a Merger")
         if args.n_gpu > 1:
             raise ValueError(f"MaskTrainer: {args.n_gpu} GPUs in one process; start one for each with torchrun")
+        if rest.get("data_collator") is None:
+            raise ValueError(
+                "MaskTrainer: data_collator is missing, needed a MaskCollator, which pads and keeps the task"
+            )
         data = rest.get("train_dataset")
         if isinstance(data, TaskMixture) and len(data.datasets) > model.count:
             raise ValueError(f"MaskTrainer: {len(data.datasets)} tasks, but the merger has {model.count} components")
+        if isinstance(data, TaskMixture) and (kl or KLConfig()).coefficients == "task":
+            idle = [k for k in range(model.count) if k >= len(data.datasets) or not len(data.datasets[k])]
+            if idle:
+                warnings.warn(
+                    f"MaskTrainer: no example follows component {idle[0]} ({model.labels[idle[0]]})", stacklevel=2
+                )
         args.remove_unused_columns = False
         if args.ddp_find_unused_parameters is None and model.model.can_generate():
             args.ddp_find_unused_parameters = False  # every mask takes part in every step

@@ -198,9 +198,18 @@ def test_bad_examples_and_shares_are_refused():
         merger_of()(kl=KLConfig(coefficients="fixed", shares=(1.0, 1.0, 1.0)), **BATCH)
     with pytest.raises(ValueError, match="model is GPT2LMHeadModel"):
         MaskTrainer(tiny("gpt2"), None)
+    with pytest.raises(ValueError, match="needed a MaskCollator"):
+        MaskTrainer(merger_of(), TrainingArguments("x", use_cpu=True), train_dataset=MIXTURE)
+    with pytest.raises(ValueError, match="pad_token_id is None"):
+        MaskCollator(pad_token_id=None)
+    with pytest.raises(ValueError, match="needed a list in the order"):
+        TaskMixture({"a": [], "b": []})
+    one = TaskMixture([examples(2, 1)])
+    with pytest.warns(UserWarning, match="no example follows component 1"):
+        MaskTrainer(merger_of(), TrainingArguments("x", use_cpu=True), train_dataset=one, data_collator=collator)
     three = TaskMixture([examples(2, 1)] * 3)
     with pytest.raises(ValueError, match="3 tasks, but the merger has 2 components"):
-        MaskTrainer(merger_of(), TrainingArguments("x", use_cpu=True), train_dataset=three)
+        MaskTrainer(merger_of(), TrainingArguments("x", use_cpu=True), train_dataset=three, data_collator=collator)
 
 
 @pytest.mark.parametrize("coefficients", ["task", "confidence"])

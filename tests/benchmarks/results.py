@@ -149,9 +149,9 @@ TABLES = {
     ),
     "mask_training_step": Table(
         "One training step of masks", ("plain", ""), "wall",
-        "Wall seconds of a first step, each in a process of its own, in turn. Peaks are what it adds to two resident "
-        "models; the plain way has every merged weight and whole logits in the graph. The rows of 2026-11-20 are one "
-        "run each with one thread, on a machine that was busy with other work: read their peaks, not their times.",
+        "Wall seconds of a first, cold step, one run in a process of its own. Peaks are what it adds to two resident "
+        "models; the plain way has every merged weight and whole logits in the graph. The rows at context 2048 were "
+        "taken with one thread on a machine busy with other work: read their peaks, not their times.",
     ),
 }  # fmt: skip
 

@@ -39,6 +39,7 @@ class MaskedLayer(nn.Module):
         selection: Shared with other layers; default: one of its own.
         masks: Ready mask parameters by parameter name (tied weights); others are made.
         initial: Initial value by parameter name, where it is not the config's.
+        generator: What random masks are drawn from; default: one of the config's seed.
 
     Raises:
         ValueError: Fewer than two components, or a parameter that differs in shape or dtype.

@@ -11,7 +11,7 @@ Letters: N positions, H hidden size, V vocabulary, K components.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,46 +19,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import reference
-from .blending import blend_any, part_of, pieces, reduce_any, uses_fused, work_dtype
+from .blending import part_of, pieces, reduce_any, work_dtype
 from .config import DIRECTIONS
+from .logits import Heads, log_softmax_, logaddexp_, stretches, sum_of
 
-_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}  # of a chunk that one elementwise step touches
-_BLOCK = {"cpu": 2048, "cuda": 16384}  # vocabulary rows of the head that are blended at a time
 _SMALLEST, _SHARE, _LARGEST = 16, 16, 512  # positions in a chunk: a sixteenth of all, between these
-
-
-class _Heads:
-    """Hidden states to logits: through the frozen heads, blended for the student; or as they are."""
-
-    def __init__(self, heads: Sequence[Tensor] | None, masks: Tensor | None, biases: Sequence[Tensor | None]):
-        self.heads, self.masks, self.biases = heads, masks, biases
-        self.fused = heads is not None and uses_fused("auto", heads, "masked_kl")
-
-    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """The student's head by rows."""
-        assert self.heads is not None
-        for rows in pieces(self.heads[0].shape[0], _BLOCK.get(self.heads[0].device.type, 16384)):
-            held = [h[rows] for h in self.heads]
-            yield rows, held[0] if self.masks is None else blend_any(held, part_of(self.masks, rows, 1), self.fused)
-
-    def teacher(self, k: int, hidden: Tensor, out: Tensor) -> Tensor:
-        """Logits of component k into ``out``."""
-        if self.heads is None:
-            return out.copy_(hidden)
-        if out.dtype == hidden.dtype:
-            torch.mm(hidden, self.heads[k].T, out=out)
-        else:
-            out.copy_(torch.mm(hidden, self.heads[k].T))
-        bias = self.biases[k]
-        return out if bias is None else out.add_(bias)
-
-    def student(self, hidden: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-        """Logits of the merged model into ``out``."""
-        if self.heads is None:
-            return out.copy_(hidden)
-        for rows, weight in self.blocks():
-            out[:, rows] = torch.mm(hidden, weight.T)
-        return out if bias is None else out.add_(bias)
 
 
 class _Work:
@@ -68,7 +33,7 @@ class _Work:
         self,
         student: Tensor,
         teachers: Sequence[Tensor | None],
-        heads: _Heads,
+        heads: Heads,
         bias: Tensor | None,
         coefficients: Tensor | None,
         labels: Tensor | None,
@@ -102,7 +67,7 @@ class _Work:
             self.mix(chunk, counts, target, logits)
             hidden = self.student[chunk]
             self.heads.student(hidden, self.bias, logits)
-            for rows in _stretches(logits):
+            for rows in stretches(logits):
                 labels = None if self.labels is None else self.labels[chunk][rows]
                 self.compare(target[rows], logits[rows], labels)
             if self.wants_gradient:
@@ -130,17 +95,17 @@ class _Work:
             logs = self.heads.teacher(k, hidden, scratch[: hidden.shape[0]])
             if self.temperature != 1:
                 logs /= self.temperature
-            entropy = _log_softmax_(logs, entropy=shares is None)
+            entropy = log_softmax_(logs, entropy=shares is None)
             if shares is not None:
-                _logaddexp_(target, logs.add_(shares[rows, k, None].log()), rows)
+                logaddexp_(target, logs.add_(shares[rows, k, None].log()), rows)
             elif sharpness:
                 weight = -entropy / sharpness
                 total = torch.logaddexp(total, weight)
-                _logaddexp_(target, logs.add_(weight), rows)
+                logaddexp_(target, logs.add_(weight), rows)
             else:  # the surest teacher so far
                 better = (-entropy > total)[:, 0].nonzero()[:, 0]
                 total = torch.maximum(total, -entropy)
-                for piece in _stretches(target[: better.numel()]):
+                for piece in stretches(target[: better.numel()]):
                     target[better[piece]] = logs[better[piece]]
         if shares is None and sharpness:
             target -= total
@@ -158,11 +123,11 @@ class _Work:
                 extra.scatter_add_(1, labels[:, None], torch.full_like(chosen, -self.cross_entropy))
         if t != 1:
             logits /= t
-        _log_softmax_(logits)
+        log_softmax_(logits)
         if self.options["direction"] == "forward":
             p = target.exp()
             # where the target is exactly 0 its log is -inf, and the term is 0
-            self.loss += t * t * _total(torch.where(p > 0, p * (target - logits), 0))
+            self.loss += t * t * sum_of(torch.where(p > 0, p * (target - logits), 0))
             gradient = logits.exp_().sub_(p) if self.wants_gradient else None
         elif self.options["direction"] == "reverse":
             p = logits.exp()
@@ -175,7 +140,7 @@ class _Work:
             middle = torch.logaddexp(logits, target).sub_(math.log(2))
             difference = logits - middle
             rows = (p * difference).sum(-1, keepdim=True)
-            other = _total(torch.where(q > 0, q * (target - middle), 0))
+            other = sum_of(torch.where(q > 0, q * (target - middle), 0))
             self.loss += t * t * (rows.sum(dtype=torch.float64) + other) / 2
             gradient = torch.mul(p, difference - rows, out=logits).div_(2)
         if gradient is not None and self.wants_gradient:
@@ -213,37 +178,6 @@ def _between(cumulative: list[list[int]], chunk: slice) -> list[int]:
     return [b - a for a, b in zip(before, cumulative[chunk.stop - 1], strict=True)]
 
 
-def _stretches(rows: Tensor) -> Iterator[slice]:
-    """Rows of logits that fit a cache together."""
-    return pieces(rows.shape[0], max(1, _ELEMENTS.get(rows.device.type, 1 << 26) // max(1, rows.shape[1])))
-
-
-def _total(terms: Tensor) -> Tensor:
-    """The sum of all, rows first."""
-    return terms.sum(-1).sum(dtype=torch.float64)
-
-
-def _log_softmax_(logits: Tensor, entropy: bool = False) -> Tensor:
-    """In place; returns the rows' entropies (N, 1) where asked for."""
-    entropies = logits.new_zeros(logits.shape[0], 1)
-    for piece in _stretches(logits):
-        rows = logits[piece]
-        torch.sub(rows, torch.logsumexp(rows, -1, keepdim=True), out=rows)
-        if entropy:
-            p = rows.exp()
-            entropies[piece] = -torch.where(p > 0, p * rows, 0).sum(-1, keepdim=True)
-    return entropies
-
-
-def _logaddexp_(total: Tensor, other: Tensor, rows: Tensor | slice) -> None:
-    """``total[rows] = logaddexp(total[rows], other)``."""
-    for piece in _stretches(other):
-        if isinstance(rows, slice):
-            torch.logaddexp(total[piece], other[piece], out=total[piece])
-        else:
-            total[rows[piece]] = torch.logaddexp(total[rows[piece]], other[piece])
-
-
 class _MaskedKL(torch.autograd.Function):
     """Saves the gradients that forward made: (N, H), the head masks' and the bias's; backward scales them."""
 
@@ -252,7 +186,7 @@ class _MaskedKL(torch.autograd.Function):
         ctx: Any, student: Tensor, masks: Tensor | None, bias: Tensor | None, arguments: dict[str, Any]
     ) -> Tensor:
         gradients = tuple(ctx.needs_input_grad[:3])
-        heads = _Heads(arguments["heads"], masks, arguments["biases"])
+        heads = Heads(arguments["heads"], masks, arguments["biases"])
         work = _Work(
             student, arguments["teachers"], heads, bias, arguments["coefficients"], arguments["labels"],
             arguments["normalizer"], arguments["options"], gradients,

@@ -1,0 +1,78 @@
+"""Logits of a chunk of positions: made by heads, blended for the student, and worked on in place by rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .blending import blend_any, part_of, pieces, uses_fused
+
+_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}  # of a chunk that one elementwise step touches
+_BLOCK = {"cpu": 2048, "cuda": 16384}  # vocabulary rows of the head that are blended at a time
+
+
+class Heads:
+    """Hidden states to logits: through the frozen heads, blended for the student; or as they are."""
+
+    def __init__(self, heads: Sequence[Tensor] | None, masks: Tensor | None, biases: Sequence[Tensor | None]):
+        self.heads, self.masks, self.biases = heads, masks, biases
+        self.fused = heads is not None and uses_fused("auto", heads, "masked_kl")
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """The student's head by rows."""
+        assert self.heads is not None
+        for rows in pieces(self.heads[0].shape[0], _BLOCK.get(self.heads[0].device.type, 16384)):
+            held = [h[rows] for h in self.heads]
+            yield rows, held[0] if self.masks is None else blend_any(held, part_of(self.masks, rows, 1), self.fused)
+
+    def teacher(self, k: int, hidden: Tensor, out: Tensor) -> Tensor:
+        """Logits of component k into ``out``."""
+        if self.heads is None:
+            return out.copy_(hidden)
+        if out.dtype == hidden.dtype:
+            torch.mm(hidden, self.heads[k].T, out=out)
+        else:
+            out.copy_(torch.mm(hidden, self.heads[k].T))
+        bias = self.biases[k]
+        return out if bias is None else out.add_(bias)
+
+    def student(self, hidden: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        """Logits of the merged model into ``out``."""
+        if self.heads is None:
+            return out.copy_(hidden)
+        for rows, weight in self.blocks():
+            out[:, rows] = torch.mm(hidden, weight.T)
+        return out if bias is None else out.add_(bias)
+
+
+def stretches(rows: Tensor) -> Iterator[slice]:
+    """Rows of logits that fit a cache together."""
+    return pieces(rows.shape[0], max(1, _ELEMENTS.get(rows.device.type, 1 << 26) // max(1, rows.shape[1])))
+
+
+def sum_of(terms: Tensor) -> Tensor:
+    """The sum of all, rows first."""
+    return terms.sum(-1).sum(dtype=torch.float64)
+
+
+def log_softmax_(logits: Tensor, entropy: bool = False) -> Tensor:
+    """In place; returns the rows' entropies (N, 1) where asked for."""
+    entropies = logits.new_zeros(logits.shape[0], 1)
+    for piece in stretches(logits):
+        rows = logits[piece]
+        torch.sub(rows, torch.logsumexp(rows, -1, keepdim=True), out=rows)
+        if entropy:
+            p = rows.exp()
+            entropies[piece] = -torch.where(p > 0, p * rows, 0).sum(-1, keepdim=True)
+    return entropies
+
+
+def logaddexp_(total: Tensor, other: Tensor, rows: Tensor | slice) -> None:
+    """``total[rows] = logaddexp(total[rows], other)``."""
+    for piece in stretches(other):
+        if isinstance(rows, slice):
+            torch.logaddexp(total[piece], other[piece], out=total[piece])
+        else:
+            total[rows[piece]] = torch.logaddexp(total[rows[piece]], other[piece])

@@ -42,12 +42,13 @@ def _poisoned_memory(monkeypatch):
     """A result that torch.empty left unwritten must show."""
     real = {name: getattr(torch, name) for name in ("empty", "empty_like")}
 
-    def poisoned(name):
-        def make(*args, **kwargs):
-            made = real[name](*args, **kwargs)
-            return made.fill_(float("nan")) if made.is_floating_point() and made.device.type != "meta" else made
+    def fill(made):
+        return made.fill_(float("nan")) if made.is_floating_point() and made.device.type != "meta" else made
 
-        return make
+    def poisoned(name):
+        return lambda *args, **kwargs: fill(real[name](*args, **kwargs))
 
     for name in real:
         monkeypatch.setattr(torch, name, poisoned(name))
+    new_empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *a, **k: fill(new_empty(self, *a, **k)))

@@ -1,0 +1,131 @@
+"""Compress a GPT-2 by Kronecker sums, train it back, and write a stock checkpoint again.
+
+    python examples/compress_gpt2.py                                   # a small GPT-2, trained first: 6 minutes on 2 cores
+    python examples/compress_gpt2.py --model openai-community/gpt2 --text wiki.txt --preset gpt2-82m --steps 2000
+
+For each start (--init) it converts, evaluates, trains back with the original as a teacher, evaluates and folds. Prints a
+table and, with matplotlib, draws the losses. Expect `sequential` to begin far below the others and to stay ahead.
+"""
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+from small_gpt2 import CONTEXT, Rows, arguments, make_tokenizer, python_text, train_original, windows
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from kronecker import PRESETS, DistillConfig, KroneckerConfig, KroneckerTrainer, convert_, fold, perplexity, preset
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder or hub id of a GPT-2 (default: train a small one)")
+    parser.add_argument("--text", help="text file (default: Python's own documentation and sources)")
+    parser.add_argument("--dataset", help="hub data set with a `text` column, instead of --text (needs `datasets`)")
+    parser.add_argument("--preset", choices=PRESETS, help="for GPT-2 124M (default: half of the hidden neurons)")
+    parser.add_argument("--init", nargs="+", default=["random", "van_loan", "prune", "sequential"])
+    parser.add_argument("--steps", type=int, default=300, help="to train back")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--pretrained-learning-rate", type=float, default=3e-4)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--out", type=Path, default=Path("compressed"))
+    parser.add_argument("--resume", action="store_true", help="go on from what --out holds")
+    parser.add_argument("--smoke", action="store_true", help="a few steps of everything")
+    return parser.parse_args()
+
+
+def original(given: argparse.Namespace):
+    """The model to compress, its tokenizer, and rows of tokens to train on and to hold out."""
+    text = Path(given.text).read_text(encoding="utf-8") if given.text else None
+    if given.dataset:
+        from datasets import load_dataset
+
+        text = "\n\n".join(load_dataset(given.dataset, split="train")["text"])
+    text = text or python_text(300_000 if given.smoke else 6_000_000)
+    folder = given.out / "original"
+    name = given.model or (str(folder) if given.resume and (folder / "model.safetensors").exists() else None)
+    if name:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name).eval()
+        return (
+            model,
+            tokenizer,
+            *windows(tokenizer, text, min(512, model.config.n_positions) if given.model else CONTEXT),
+        )
+    tokenizer = make_tokenizer(text, 512 if given.smoke else 2048)
+    rows, held = windows(tokenizer, text)
+    model = train_original(given.out, rows, len(tokenizer), steps=8 if given.smoke else 900)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model, tokenizer, rows, held
+
+
+def one(given: argparse.Namespace, init: str, teacher, tokenizer, rows, held) -> dict:
+    """Convert by one start, train back, fold."""
+    set_seed(0)
+    place, begin = given.out / init, time.perf_counter()
+    model = AutoModelForCausalLM.from_config(teacher.config).eval()
+    model.load_state_dict(teacher.state_dict())
+    calibration = rows[torch.randperm(len(rows))[: 12_000 // rows.shape[1]]].split(8)
+    config = preset(given.preset, init=init) if given.preset else KroneckerConfig(b_shape=(2, 1), init=init)
+    report = convert_(model, config, calibration=calibration, cache=place / "fitted")
+    converted, first = time.perf_counter() - begin, perplexity(model, held.split(16))
+    trainer = KroneckerTrainer(
+        model,
+        arguments(place / "trainer", given.steps, given.learning_rate, given.batch, save_strategy="steps", save_steps=100,
+                  save_total_limit=1),
+        teacher=teacher,
+        distill=DistillConfig(logits=1.0, labels=1.0),
+        pretrained_learning_rate=given.pretrained_learning_rate,
+        train_dataset=Rows(rows),
+    )  # fmt: skip
+    last = get_last_checkpoint(place / "trainer") if given.resume and (place / "trainer").exists() else None
+    trainer.train(resume_from_checkpoint=last)
+    curve = [(row["step"], row["loss"]) for row in trainer.state.log_history if "loss" in row]
+    made = {"init": init, "parameters": report.after, "before": math.log(first), "seconds to convert": converted}
+    made |= {"after": math.log(perplexity(model.eval(), held.split(16))), "seconds": time.perf_counter() - begin}
+    if not (place / "folded").exists():
+        fold(model, place / "folded")
+        tokenizer.save_pretrained(place / "folded")
+    return made | {"curve": curve}
+
+
+def draw(found: list[dict], path: Path) -> None:
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        print("matplotlib is not installed: no plot (pip install 'model-components[plot]')")
+        return
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    for row in found:
+        axes.plot(*zip(*row["curve"], strict=True), label=row["init"])
+    axes.set(xlabel="step", ylabel="training loss (cross-entropy + distillation)", yscale="log")
+    axes.legend(title="start")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main() -> None:
+    given = options()
+    if given.smoke:
+        given.steps = min(given.steps, 4)
+    teacher, tokenizer, rows, held = original(given)
+    goal, count = math.log(perplexity(teacher, held.split(16))), sum(p.numel() for p in teacher.parameters())
+    found = [one(given, init, teacher, tokenizer, rows, held) for init in given.init]
+    print(
+        f"\n{'start':22}{'parameters':>12}{'loss before':>13}{f'after {given.steps}':>13}{'convert':>10}{'in all':>9}"
+    )
+    print(f"{'the original':22}{count:>12,}{goal:>13.3f}")
+    for row in found:
+        times = f"{row['seconds to convert']:>8.0f} s{row['seconds']:>7.0f} s"
+        print(f"{row['init']:22}{row['parameters']:>12,}{row['before']:>13.3f}{row['after']:>13.3f}{times}")
+    draw(found, given.out / "losses.png")
+    (given.out / "table.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

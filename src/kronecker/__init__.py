@@ -1,0 +1,58 @@
+"""Kronecker sums in the place of a model's weights: far fewer parameters, a faster forward, and the way back.
+
+A weight becomes ``Σ_r s_r A_r ⊗ B_r``. `convert_` compresses a model's layers and starts them from the best point known
+without training; `KroneckerTrainer` trains it back; `fold` writes a stock checkpoint.
+
+>>> from transformers import GPT2Config, GPT2LMHeadModel
+>>> model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=1, n_head=1))
+>>> report = convert_(model, KroneckerConfig(b_shape=(2, 1)), calibration=[torch.tensor([[1, 2, 3]])], progress=False)
+>>> report.after < report.before
+True
+"""
+
+from .compare import Comparison, compare, perplexity
+from .config import PRESETS, KroneckerConfig, preset
+from .convert import ConversionReport, LayerReport, convert_, num_parameters, revert_
+from .distill import DistillConfig, KroneckerTrainer, parameter_groups
+from .experts import KroneckerExperts
+from .functional import kron_embedding, kron_linear
+from .init import Factors, Moments, als, prune, random, van_loan
+from .linear import KroneckerEmbedding, KroneckerLinear
+from .planning import Plan, plan
+from .schedule import FadeIn, FreezePretrained
+from .storage import fold, from_pretrained, save_pretrained
+
+__all__ = [
+    "PRESETS",
+    "Comparison",
+    "ConversionReport",
+    "DistillConfig",
+    "Factors",
+    "FadeIn",
+    "FreezePretrained",
+    "KroneckerConfig",
+    "KroneckerEmbedding",
+    "KroneckerExperts",
+    "KroneckerLinear",
+    "KroneckerTrainer",
+    "LayerReport",
+    "Moments",
+    "Plan",
+    "als",
+    "compare",
+    "convert_",
+    "fold",
+    "from_pretrained",
+    "kron_embedding",
+    "kron_linear",
+    "num_parameters",
+    "parameter_groups",
+    "perplexity",
+    "plan",
+    "preset",
+    "prune",
+    "random",
+    "revert_",
+    "save_pretrained",
+    "van_loan",
+]

@@ -1,0 +1,170 @@
+"""`KroneckerConfig`: the shapes, terms and start of a layer; and the presets for GPT-2."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+INITS = ("sequential", "als", "van_loan", "van_loan_normalized", "prune", "random")
+NEEDS_CALIBRATION = ("sequential", "als")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KroneckerConfig:
+    """How a weight becomes Σ_r s_r A_r ⊗ B_r, and where it starts.
+
+    Give one of the two shapes; the layer's own shape divided by it is the other.
+
+    Args:
+        a_shape: (O1, I1) of every A.
+        b_shape: (O2, I2) of every B.
+        rank: Number of terms r.
+        scales: A trainable number s_r for each term.
+        init: ``"sequential"``: layer by layer on what the compressed model really produces, hidden neurons sorted
+            first; ``"als"``: activation-aware, each layer alone; ``"van_loan"``, ``"van_loan_normalized"``: nearest
+            weight, the second with the norm of the original; ``"prune"``: keep some rows and columns; ``"random"``.
+        keep: What ``"prune"`` keeps, and the other two start from: ``"even"``, ``"odd"``, ``"energy"``, or the position
+            (row, column) within B.
+        rounds: Of alternating least squares.
+        share_a: One A for all experts of a mixture (their B differ).
+
+    Raises:
+        ValueError: Neither or both shapes, sizes below 1, an unknown init.
+
+    >>> KroneckerConfig(b_shape=(2, 1)).shapes(3072, 768)
+    ((1536, 768), (2, 1))
+    >>> KroneckerConfig(b_shape=(2, 1)).opposite().b_shape
+    (1, 2)
+    """
+
+    a_shape: tuple[int, int] | None = None
+    b_shape: tuple[int, int] | None = None
+    rank: int = 1
+    scales: bool = False
+    init: str = "sequential"
+    keep: str | tuple[int, int] = "even"
+    rounds: int = 10
+    share_a: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("a_shape", "b_shape", "keep"):
+            value = getattr(self, name)
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+        if (self.a_shape is None) == (self.b_shape is None):
+            raise ValueError(
+                f"KroneckerConfig: a_shape is {self.a_shape} and b_shape is {self.b_shape}, needed one of them"
+            )
+        shape = self.a_shape or self.b_shape
+        if shape is None or len(shape) != 2 or any(not isinstance(n, int) or n < 1 for n in shape):
+            raise ValueError(f"KroneckerConfig: shape is {shape}, needed two whole numbers, 1 or more")
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"KroneckerConfig: rank is {self.rank}, needed 1 or more")
+        if self.rounds < 1:
+            raise ValueError(f"KroneckerConfig: rounds is {self.rounds}, needed 1 or more")
+        if self.init not in INITS:
+            raise ValueError(f"KroneckerConfig: init is {self.init!r}, needed one of {', '.join(INITS)}")
+        if self.keep not in ("even", "odd", "energy") and not (isinstance(self.keep, tuple) and len(self.keep) == 2):
+            raise ValueError(f"KroneckerConfig: keep is {self.keep!r}, needed even, odd, energy or (row, column)")
+
+    def shapes(
+        self, out_features: int, in_features: int, operation: str = "KroneckerConfig"
+    ) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The shapes of A and B for a weight of (out_features, in_features)."""
+        given = self.a_shape or self.b_shape
+        assert given is not None
+        weight = (out_features, in_features)
+        if any(n % g for n, g in zip(weight, given, strict=True)):
+            near = " and ".join(f"{_near(n, g)} of {n}" for n, g in zip(weight, given, strict=True))
+            name = "a_shape" if self.a_shape else "b_shape"
+            raise ValueError(
+                f"{operation}: {name} {given} does not divide a weight of {weight}; the nearest that do: {near}"
+            )
+        other = (out_features // given[0], in_features // given[1])
+        a, b = (given, other) if self.a_shape else (other, given)
+        most = min(a[0] * a[1], b[0] * b[1])
+        if self.rank > most:
+            raise ValueError(
+                f"{operation}: rank is {self.rank}, but A {a} and B {b} need at most {most}, where it is exact"
+            )
+        return a, b
+
+    def opposite(self) -> KroneckerConfig:
+        """The same for a layer of transposed shape: for c_proj when this is for c_fc."""
+        a_shape, b_shape = (None if s is None else (s[1], s[0]) for s in (self.a_shape, self.b_shape))
+        keep = self.keep if isinstance(self.keep, str) else self.keep[::-1]
+        return replace(self, a_shape=a_shape, b_shape=b_shape, keep=keep)
+
+    def count(self, out_features: int, in_features: int) -> int:
+        """Parameters of the compressed weight, scales included.
+
+        >>> KroneckerConfig(a_shape=(1024, 256), rank=2).count(3072, 768)
+        524306
+        """
+        a, b = self.shapes(out_features, in_features)
+        return self.rank * (a[0] * a[1] + b[0] * b[1] + (1 if self.scales else 0))
+
+    def to_dict(self) -> dict:
+        """As JSON has it; only what differs from the defaults."""
+        return {
+            f.name: list(v) if isinstance(v, tuple) else v
+            for f in fields(self)
+            if (v := getattr(self, f.name)) != f.default
+        }
+
+    @classmethod
+    def from_dict(cls, held: Mapping) -> KroneckerConfig:
+        """From `to_dict`; unknown names are refused."""
+        unknown = sorted(set(held) - {f.name for f in fields(cls)})
+        if unknown:
+            raise ValueError(f"KroneckerConfig: unknown fields {', '.join(unknown)}")
+        return cls(**held)
+
+
+def _near(total: int, wanted: int) -> str:
+    """Divisors of ``total`` nearest to ``wanted``."""
+    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    return ", ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:5])))
+
+
+def _gpt2(a_shape: tuple[int, int], rank: int = 1, scales: bool = False) -> dict[str, KroneckerConfig]:
+    config = KroneckerConfig(a_shape=a_shape, rank=rank, scales=scales)
+    return {"*.mlp.c_fc": config, "*.mlp.c_proj": config.opposite()}
+
+
+PRESETS: dict[str, dict[str, KroneckerConfig]] = {
+    "gpt2-96m": _gpt2((1536, 768)),
+    "gpt2-96m-model-dim": _gpt2((3072, 384)),
+    "gpt2-93m": _gpt2((1024, 256), 4),
+    "gpt2-87m": _gpt2((1024, 256), 3),
+    "gpt2-82m": _gpt2((768, 768)),
+    "gpt2-82m-2x2": _gpt2((1536, 384)),
+    "gpt2-80m": _gpt2((1024, 256), 2),
+    "gpt2-74m": _gpt2((1024, 256)),
+    "gpt2-69m": _gpt2((256, 64), 2),
+    "gpt2-68m": _gpt2((256, 64)),
+    "gpt2-68m-64x32": _gpt2((64, 32)),
+}
+"""For GPT-2 124M, by the size they leave; ``gpt2-96m`` halves hidden neurons, ``-model-dim`` the model's width."""
+
+
+def preset(name: str, *, init: str | None = None, scales: bool = False) -> dict[str, KroneckerConfig]:
+    """A preset's map from layer names to configs.
+
+    >>> preset("gpt2-80m")["*.mlp.c_proj"].a_shape
+    (256, 1024)
+    """
+    if name not in PRESETS:
+        raise ValueError(f"kronecker: preset is {name!r}, needed one of {', '.join(PRESETS)}")
+    return {p: replace(c, scales=scales, init=init or c.init) for p, c in PRESETS[name].items()}
+
+
+def to_json(configs: Mapping[str, KroneckerConfig]) -> str:
+    """A map from names to configs as text."""
+    return json.dumps({name: config.to_dict() for name, config in configs.items()}, indent=1)
+
+
+def from_json(text: str) -> dict[str, KroneckerConfig]:
+    """The map of `to_json`."""
+    return {name: KroneckerConfig.from_dict(held) for name, held in json.loads(text).items()}

@@ -1,0 +1,273 @@
+"""The eager arithmetic of `kron_linear`: two products with the factors, or the weight rebuilt for one.
+
+Everything is made of three sums over the small factor and one large product:
+
+- `inward`: (n, u, v), (r, q, v) → (q, n, r, u), the sum over v
+- `outward`: (q, n, r, u), (r, q, v) → (n, u, v), the sum over q and r: its adjoint
+- `gram`: (q, n, r, u), (n, u, v) → (r, q, v), the sum over n and u: the small factor's gradient
+
+B first is inward then a product with A, the sum over r inside it; A first is its adjoint with the roles of in and out
+exchanged. Each costs r |A| min(O2, I2) multiply-adds a token in the large product.
+
+Letters: n tokens; p, u index A's rows and columns, q, v those of B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+ORDERS = ("b_first", "a_first", "rebuild")
+_WORTH = 1.3  # two products have overheads; below this gain the weight is rebuilt instead
+_REBUILD_TOKENS = 24  # building one term's weight costs about as much as so many tokens' dense product
+_SMALL = 256  # elements of B's gradient up to which its long sums are made in the next better dtype
+_FEW = 8  # rows of a product below which A is best read where it lies
+_BLOCK = 256  # tokens at a time on a CPU, so that what lies between two products stays in its cache
+
+
+def order_of(a_shape: tuple[int, int], b_shape: tuple[int, int], rank: int, tokens: int) -> str:
+    """The cheapest order by multiply-adds: ``"b_first"``, ``"a_first"`` or ``"rebuild"``.
+
+    >>> order_of((3072, 384), (1, 2), 1, tokens=1024), order_of((384, 3072), (2, 1), 1, tokens=1024)
+    ('b_first', 'a_first')
+    >>> order_of((3072, 384), (1, 2), 4, tokens=1024)
+    'rebuild'
+    """
+    (o1, i1), (o2, i2) = a_shape, b_shape
+    dense = o1 * o2 * i1 * i2
+    costs = {"b_first": rank * (i1 * i2 * o2 + i1 * o1 * o2), "a_first": rank * (i1 * i2 * o1 + i2 * o1 * o2)}
+    order = min(costs, key=costs.__getitem__)
+    rebuilt = dense * (tokens + _REBUILD_TOKENS * rank)
+    return order if costs[order] * tokens * _WORTH <= rebuilt else "rebuild"
+
+
+def build(a: Tensor, b: Tensor) -> Tensor:
+    """The dense weight Σ_r A_r ⊗ B_r, (O, I): one product of rank r, then one copy into place."""
+    (r, o1, i1), (_, o2, i2) = a.shape, b.shape
+    flat = torch.mm(b.reshape(r, -1).T, a.reshape(r, -1))
+    return flat.view(o2, i2, o1, i1).permute(2, 0, 3, 1).reshape(o1 * o2, i1 * i2)
+
+
+def inward(x: Tensor, b: Tensor) -> Tensor:
+    """Σ_v b[r, q, v] x[n, u, v], as (q, n, r, u)."""
+    n, u, v = x.shape
+    r, q, _ = b.shape
+    rows = x.permute(2, 0, 1).reshape(v, n * u)
+    made = torch.mm(b.transpose(0, 1).reshape(q * r, v), rows).view(q, r, n, u)
+    return made.transpose(1, 2)
+
+
+def outward(t: Tensor, b: Tensor) -> Tensor:
+    """Σ_{q, r} b[r, q, v] t[q, n, r, u], as (n, u, v)."""
+    q, n, r, u = t.shape
+    v = b.shape[2]
+    if q * r <= v:
+        rows = t.permute(1, 3, 2, 0).reshape(n * u, r * q)
+        return torch.mm(rows, b.reshape(r * q, v)).view(n, u, v)
+    columns = t.permute(0, 2, 1, 3).reshape(q * r, n * u)
+    return torch.mm(b.transpose(0, 1).reshape(q * r, v).T, columns).view(v, n, u).permute(1, 2, 0)
+
+
+def gram(t: Tensor, x: Tensor) -> Tensor:
+    """Σ_{n, u} t[q, n, r, u] x[n, u, v], as (r, q, v)."""
+    q, n, r, u = t.shape
+    rows = t.permute(0, 2, 1, 3).reshape(q * r, n * u)
+    return _long_product(rows, x.reshape(n * u, x.shape[2])).view(q, r, -1).transpose(0, 1)
+
+
+def _long_product(left: Tensor, right: Tensor) -> Tensor:
+    """Left @ right, few elements that are sums of very many: in the next better dtype where that costs little."""
+    if left.shape[0] * right.shape[1] <= _SMALL:
+        better = torch.float64 if left.dtype in (torch.float32, torch.float64) else torch.float32
+        return torch.mm(left.to(better), right.to(better))
+    return torch.mm(left, right).to(_work(left.dtype))
+
+
+def scaled(b: Tensor, scales: Tensor | None) -> Tensor:
+    """The small factors times their scales."""
+    return b if scales is None else b * scales.view(-1, 1, 1)
+
+
+def small_gradients(db: Tensor, b: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Gradients of b and of the scales, from that of their product."""
+    if scales is None:
+        return db.to(b.dtype), None
+    db = db.double()
+    return (db * scales.view(-1, 1, 1)).to(b.dtype), (db * b).sum((1, 2)).to(scales.dtype)
+
+
+def _work(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _packed(a: Tensor) -> Tensor:
+    """A as (O1, r I1); a view when r is 1."""
+    r, o1, i1 = a.shape
+    return a.transpose(0, 1).reshape(o1, r * i1)
+
+
+def _few(a: Tensor, rows: Tensor) -> Tensor:
+    """Σ_r A_r rows_rᵀ, (O1, m), for rows (r, m, I1): so few that A is best read where it lies, on the left."""
+    return torch.bmm(a, rows.transpose(1, 2)).sum(0, dtype=_work(rows.dtype)).to(rows.dtype)
+
+
+def _blocks(x: Tensor, alone: int) -> Iterator[slice]:
+    """Stretches of tokens; one of all where the small factor has size one there, so that nothing is permuted."""
+    tokens = x.shape[0]
+    step = _BLOCK if x.device.type == "cpu" and alone > 1 else max(1, tokens)
+    for start in range(0, tokens, step):
+        yield slice(start, min(start + step, tokens))
+
+
+class _BFirst(torch.autograd.Function):
+    """Σ_v with B, then the product with A. Saves x and the factors; what lies between is made again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:  # (N, I), factors
+        ctx.save_for_backward(x, a, b, scales)
+        b = scaled(b, scales)
+        (r, o1, i1), (_, o2, i2) = a.shape, b.shape
+        n = x.shape[0]
+        if n * o2 <= _FEW:
+            t = inward(x.view(n, i1, i2), b).permute(2, 0, 1, 3).reshape(r, o2 * n, i1)
+            return _few(a, t).view(o1, o2, n).permute(2, 0, 1).reshape(n, o1 * o2)
+        out, packed = x.new_empty(n, o1, o2), _packed(a)
+        for block in _blocks(x, o2):
+            t = inward(x[block].view(-1, i1, i2), b).reshape(-1, r * i1)
+            if o2 == 1:
+                torch.mm(t, packed.T, out=out.view(n, o1))
+            else:
+                out[block] = torch.mm(t, packed.T).view(o2, -1, o1).permute(1, 2, 0)
+        return out.view(n, o1 * o2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
+        x, a, b, scales = ctx.saved_tensors
+        small, packed = scaled(b, scales), _packed(a)
+        (r, o1, i1), (_, o2, i2) = a.shape, b.shape
+        need_x, need_a, need_b = _needs(ctx)
+        dx = x.new_empty(x.shape) if need_x else None
+        da = torch.zeros(o1, r * i1, dtype=_work(a.dtype), device=a.device) if need_a else None
+        db: Any = 0
+        for block in _blocks(x, o2):
+            xb = x[block]
+            n = xb.shape[0]
+            xb = xb.view(n, i1, i2)
+            g = grad[block].reshape(n, o1, o2).permute(2, 0, 1).reshape(o2 * n, o1)
+            if da is not None:
+                _add_product(da, g.T, inward(xb, small).reshape(o2 * n, r * i1))
+            if dx is not None or need_b:
+                dt = torch.mm(g, packed).view(o2, n, r, i1)
+                if dx is not None:
+                    dx[block].view(n, i1, i2).copy_(outward(dt, small))
+                if need_b:
+                    db = db + gram(dt, xb)
+        da = None if da is None else da.view(o1, r, i1).transpose(0, 1).to(a.dtype)
+        return dx, da, *(small_gradients(_some(db, b), b, scales) if need_b else (None, None))
+
+
+class _AFirst(torch.autograd.Function):
+    """The product with A, then Σ_q with B. Saves x, the factors and x Aᵀ, dear to make again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:  # (N, I), factors
+        (r, o1, i1), (_, o2, i2) = a.shape, b.shape
+        n = x.shape[0]
+        out = x.new_empty(n, o1, o2)
+        keep = _needs(ctx)[2]
+        kept = x.new_empty(n, i2, r, o1) if keep else None
+        flat, turned = a.reshape(r * o1, i1), scaled(b, scales).transpose(1, 2)
+        for block in _blocks(x, i2):
+            rows = _split(x[block], i1, i2)
+            if rows.shape[0] <= _FEW:
+                s = torch.bmm(a, rows.T.expand(r, -1, -1)).view(r, o1, i2, -1).permute(2, 3, 0, 1)
+            else:
+                s = torch.mm(rows, flat.T).view(i2, -1, r, o1)
+            if kept is not None:
+                kept[block] = s.transpose(0, 1)
+            out[block] = outward(s, turned)
+        ctx.save_for_backward(x, a, b, scales, kept)
+        return out.view(n, o1 * o2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
+        x, a, b, scales, kept = ctx.saved_tensors
+        (r, o1, i1), (_, o2, i2) = a.shape, b.shape
+        need_x, need_a, need_b = _needs(ctx)
+        dx = x.new_empty(x.shape) if need_x else None
+        da = torch.zeros(r * o1, i1, dtype=_work(a.dtype), device=a.device) if need_a else None
+        db: Any = 0
+        flat, turned = a.reshape(r * o1, i1), scaled(b, scales).transpose(1, 2)
+        for block in _blocks(x, i2):
+            n = x[block].shape[0]
+            g = grad[block].reshape(n, o1, o2)
+            if dx is not None or da is not None:
+                ds = inward(g, turned).reshape(i2 * n, r * o1)
+                if dx is not None:
+                    dx[block].view(n, i1, i2).copy_(torch.mm(ds, flat).view(i2, n, i1).permute(1, 2, 0))
+                if da is not None:
+                    _add_product(da, ds.T, _split(x[block], i1, i2))
+            if need_b:
+                db = db + gram(kept[block].transpose(0, 1), g).transpose(1, 2)
+        da = None if da is None else da.view(r, o1, i1).to(a.dtype)
+        return dx, da, *(small_gradients(_some(db, b), b, scales) if need_b else (None, None))
+
+
+class _Rebuild(torch.autograd.Function):
+    """The weight for one dense product, dropped after it and built again in backward. Saves x and the factors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:  # (N, I), factors
+        ctx.save_for_backward(x, a, b, scales)
+        return F.linear(x, build(a, scaled(b, scales)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
+        x, a, b, scales = ctx.saved_tensors
+        small = scaled(b, scales)
+        (r, o1, i1), (_, o2, i2) = a.shape, b.shape
+        need_x, need_a, need_b = _needs(ctx)
+        dx = torch.mm(grad, build(a, small)) if need_x else None
+        da, db = None, (None, None)
+        if need_a or need_b:
+            dw = torch.mm(grad.T, x).view(o1, o2, i1, i2).permute(1, 3, 0, 2).reshape(o2 * i2, o1 * i1)
+            if need_a:
+                da = torch.mm(small.reshape(r, -1), dw).view_as(a)
+            if need_b:
+                db = small_gradients(_long_product(a.reshape(r, -1), dw.T).view_as(b), b, scales)
+        return dx, da, *db
+
+
+def _needs(ctx: Any) -> tuple[bool, bool, bool]:
+    """Whether x, A, and B or its scales need gradients."""
+    x, a, b, scales = ctx.needs_input_grad
+    return x, a, b or scales
+
+
+def _some(db: Any, b: Tensor) -> Tensor:
+    """A sum over no blocks is zero."""
+    return db if isinstance(db, Tensor) else torch.zeros_like(b)
+
+
+def _split(x: Tensor, i1: int, i2: int) -> Tensor:
+    """(n, I) as (v n, u)."""
+    return x.view(-1, i1, i2).permute(2, 0, 1).reshape(-1, i1)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Total += left @ right, whose own sums are at least float32."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += torch.mm(left, right)
+
+
+CONTRACTIONS: dict[str, type[torch.autograd.Function]] = {"b_first": _BFirst, "a_first": _AFirst, "rebuild": _Rebuild}

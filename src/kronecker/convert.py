@@ -1,0 +1,252 @@
+"""`convert_` and `revert_`: a model's layers become Kronecker sums, and dense layers again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from .config import NEEDS_CALIBRATION, KroneckerConfig
+from .experts import KroneckerExperts, is_experts
+from .linear import KroneckerEmbedding, KroneckerLinear, dense
+from .sequential import batches, fit_
+from .sites import COMPRESSED, is_linear, put, resolve
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer that was converted."""
+
+    name: str
+    shapes: str
+    before: int
+    after: int
+    error: float  # of its weight or, for inits that look at inputs, of its outputs; relative
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What `convert_` touched, and what it left alone and why."""
+
+    layers: tuple[LayerReport, ...]
+    skipped: Mapping[str, str]
+    before: int
+    after: int
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.before:,} to {self.after:,} parameters ({self.after / self.before:.1%}), {len(self.layers)} layers"
+        ]
+        width = max((len(r.name) for r in self.layers), default=0)
+        lines += [
+            f"  {r.name:{width}}  {r.shapes}  {r.after / r.before:6.1%}  error {r.error:.3f}" for r in self.layers
+        ]
+        lines += [f"  skipped {name}: {why}" for name, why in self.skipped.items()]
+        return "\n".join(lines)
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Parameters, tied ones once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def convert_(
+    model: nn.Module,
+    config: KroneckerConfig | Mapping[str, KroneckerConfig],
+    *,
+    filter_fn: Callable[[str, nn.Module], bool] | None = None,
+    calibration: Iterable[Any] | None = None,
+    fade_in: bool = False,
+    cache: str | Path | None = None,
+    progress: bool = True,
+) -> ConversionReport:
+    """Replace layers of any Hugging Face model by Kronecker sums, in place; all of them or, on any error, none.
+
+    A single config compresses the MLPs (and stacks of experts), with opposite shapes for the layer that writes the
+    block's width; attention, embeddings and head are left alone. With ``filter_fn`` it compresses whatever that
+    accepts. A map from name patterns (``"*.mlp.c_fc"``) to configs says it layer by layer; `preset` gives such maps.
+    Tied weights stay tied.
+
+    Args:
+        model: Changed in place.
+        config: One config, or a map from patterns to configs.
+        filter_fn: (name, module) to whether to convert it.
+        calibration: Batches for ``init="sequential"`` and ``"als"``: dicts of the model's arguments, or tensors of
+            token ids (B, T). A few thousand tokens of the text it is for; 12,000 are plenty.
+        fade_in: Keep each original linear layer beside its factors and run it alone at first, for `FadeIn`.
+        cache: A folder that keeps each fitted block, so that an interrupted fit goes on.
+        progress: Show a progress bar.
+
+    Returns:
+        What was touched, with errors, and what was skipped and why.
+
+    Raises:
+        ValueError: A pattern or filter that fits nothing, shapes that do not divide, a rank out of range, missing
+            calibration data, weights that are zero, not finite, quantised or on the meta device, a layer that is
+            compressed already. Nothing has changed then.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1))
+    >>> report = convert_(model, KroneckerConfig(b_shape=(2, 1), init="van_loan"))
+    >>> model.transformer.h[0].mlp.c_proj
+    KroneckerLinear(16 to 4, 1 x (4, 8) ⊗ (1, 2), 53.1% of the dense weight)
+    """
+    configs = resolve(model, config, filter_fn)
+    modules = {name: model.get_submodule(name) for name in configs}
+    tied = _tied(model)
+    for name, module in modules.items():
+        _check(name, module, configs[name])
+    linears = {n: c for n, c in configs.items() if is_linear(modules[n]) and n not in tied}
+    fitted = {n: c for n, c in linears.items() if c.init in NEEDS_CALIBRATION}
+    if fitted and calibration is None:
+        raise ValueError(
+            f"convert_: init {next(iter(fitted.values())).init!r} looks at what layers see, needed calibration data "
+            f"(batches of token ids), or init='van_loan'"
+        )
+    data = batches(calibration) if fitted and calibration is not None else []
+    before, training = num_parameters(model), model.training
+    original = {n: m for n, m in model.named_modules() if n in {*configs, *(t for ts in tied.values() for t in ts)}}
+    sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in original.items()}
+    errors: dict[str, float] = {}
+    try:
+        model.eval()
+        for name in configs:
+            if name not in fitted:
+                errors[name] = _convert_alone(model, name, configs[name], tied)
+                if fade_in and name in linears:
+                    model.get_submodule(name).fade_in_(modules[name])  # pyrefly: ignore
+        if fitted:
+            with tqdm(total=len(fitted), desc="fitting", unit="layer", disable=not progress) as bar:
+
+                def done(name: str) -> None:
+                    bar.update(1)
+
+                path = None if cache is None else Path(cache)
+                errors |= fit_(model, fitted, data, keep_originals=fade_in, cache=path, progress=done)
+    except BaseException:
+        for name, module in original.items():
+            put(model, name, module)
+        raise
+    finally:
+        model.train(training)
+    rows = []
+    for name in configs:
+        made = model.get_submodule(name)
+        shapes = f"{configs[name].rank} x {made.a_shape} ⊗ {made.b_shape}" if hasattr(made, "a_shape") else "experts"
+        after = sum(p.numel() for p in made.parameters())
+        rows.append(LayerReport(name, shapes, sizes[name], after, errors[name]))
+    skipped = {
+        n: "tied to a layer that was converted" if any(n in ts for ts in tied.values()) else "not asked for"
+        for n, m in model.named_modules()
+        if n not in configs and (is_linear(m) or is_experts(m))
+    }
+    skipped = {n: why for n, why in skipped.items() if why != "not asked for" or filter_fn is not None}
+    return ConversionReport(tuple(rows), skipped, before, num_parameters(model))
+
+
+def _tied(model: nn.Module) -> dict[str, list[str]]:
+    """Modules that share a weight, by the name of the embedding among them."""
+    holders: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            holders.setdefault(id(weight), []).append(name)
+    made: dict[str, list[str]] = {}
+    for names in holders.values():
+        if len(names) > 1:
+            for name in names:
+                made[name] = [n for n in names if n != name]
+    return made
+
+
+def _check(name: str, module: nn.Module, config: KroneckerConfig) -> None:
+    """Refuse what cannot be converted, before anything is."""
+    if isinstance(module, COMPRESSED):
+        raise ValueError(f"convert_: {name} is compressed already; revert_(model) first, or leave it out")
+    parameters = list(module.parameters())
+    if any(p.is_meta for p in parameters):
+        raise ValueError(f"convert_: {name} is on the meta device, needed loaded weights")
+    if (
+        not all(p.is_floating_point() for p in parameters)
+        or hasattr(module, "quant_state")
+        or "quant" in type(module).__module__
+        or "bnb" in type(module).__module__
+    ):
+        raise ValueError(f"convert_: {name} is a quantised {type(module).__name__}, needed float weights")
+    for p in parameters:
+        if not torch.isfinite(p).all() or (p.dim() > 1 and not p.any()):
+            raise ValueError(f"convert_: {name} has a weight that is zero or not finite, needed numbers")
+    if is_experts(module):
+        KroneckerExperts.like(module, config)
+        return
+    shape = dense(module).shape
+    config.shapes(*shape, operation=f"convert_: {name}")
+
+
+def _convert_alone(model: nn.Module, name: str, config: KroneckerConfig, tied: Mapping[str, list[str]]) -> float:
+    """Convert one layer by its weights alone; whatever shares its weight shares its factors. Returns the error."""
+    module = model.get_submodule(name)
+    if isinstance(module, COMPRESSED):
+        return float("nan")  # came along with the one it is tied to
+    if is_experts(module):
+        made = KroneckerExperts.from_experts(module, config)
+        weights = dict(module.named_parameters(recurse=False))
+        parts = [(w - made.dense_weights()[n]).square().sum() for n, w in weights.items()]
+        put(model, name, made)
+        energies = [w.square().sum() for w in weights.values()]
+        return float((torch.stack(parts).sum() / torch.stack(energies).sum()).detach().sqrt())
+    weight = dense(module)
+    others = tied.get(name, [])
+    if others and config.init in NEEDS_CALIBRATION:
+        config = replace(config, init="van_loan")
+    if isinstance(module, nn.Embedding):
+        layer: Any = KroneckerEmbedding.from_embedding(module, config)
+    else:
+        layer = KroneckerLinear.from_linear(module, config)
+    put(model, name, layer)
+    for other in others:
+        twin = model.get_submodule(other)
+        if isinstance(twin, nn.Embedding):
+            shared: Any = KroneckerEmbedding.like(twin, config)
+        else:
+            shared = KroneckerLinear.like(twin, config)
+        shared.a, shared.b, shared.scales = layer.a, layer.b, layer.scales
+        put(model, other, shared)
+    return float((layer.dense_weight() - weight).norm().detach() / weight.norm())
+
+
+@torch.no_grad()
+def revert_(model: nn.Module) -> list[str]:
+    """Replace compressed layers by dense ones of the stock kind, with the same function, in place.
+
+    What compression lost stays lost: the originals are gone. Tied layers stay tied.
+
+    Returns:
+        The names of the layers.
+
+    Raises:
+        ValueError: There is nothing to revert.
+
+    >>> model = nn.Sequential(nn.Linear(4, 6))
+    >>> config = KroneckerConfig(b_shape=(2, 1), init="van_loan")
+    >>> _ = convert_(model, config, filter_fn=lambda name, module: True)
+    >>> revert_(model), model[0]
+    (['0'], Linear(in_features=4, out_features=6, bias=True))
+    """
+    found = {n: m for n, m in model.named_modules() if isinstance(m, COMPRESSED)}
+    if not found:
+        raise ValueError(f"revert_: {type(model).__name__} has no compressed layer")
+    weights: dict[int, nn.Parameter] = {}
+    for name, module in found.items():
+        if isinstance(module, KroneckerExperts):
+            put(model, name, module.to_experts())
+            continue
+        made: Any = module.to_linear() if isinstance(module, KroneckerLinear) else module.to_embedding()
+        made.weight = weights.setdefault(id(module.a), made.weight)
+        put(model, name, made)
+    return list(found)

@@ -1,0 +1,159 @@
+"""`KroneckerExperts`: a mixture's stack of experts (Mixtral and its kin), each expert's matrices as Kronecker sums."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from . import init
+from .config import KroneckerConfig
+from .contraction import build, scaled
+from .functional import kron_linear
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether it is a stack of gated experts as transformers 5 holds them: (E, 2 I, H) and (E, H, I)."""
+    parameters = dict(module.named_parameters(recurse=False))
+    return (
+        set(parameters) == {"gate_up_proj", "down_proj"}
+        and all(p.dim() == 3 for p in parameters.values())
+        and hasattr(module, "act_fn")
+    )
+
+
+class KroneckerExperts(nn.Module):
+    """Gated experts with compressed matrices; routing is the model's own.
+
+    State: ``gate_up_a`` (E or 1, r, O1, I1), ``gate_up_b`` (E, r, O2, I2), ``down_a``, ``down_b`` and, when asked for,
+    ``gate_up_scales``, ``down_scales`` (E, r). One A for all experts with ``share_a``.
+
+    Args:
+        sizes: (E, 2 I, H) and (E, H, I) by name, ``gate_up_proj`` and ``down_proj``.
+        config: For gate_up_proj; down_proj has the opposite shapes.
+        act_fn: Between them.
+        dtype: Of the parameters.
+        device: Of the parameters.
+
+    >>> sizes = {"gate_up_proj": (4, 16, 6), "down_proj": (4, 6, 8)}
+    >>> made = KroneckerExperts(sizes, KroneckerConfig(b_shape=(2, 1), share_a=True), nn.SiLU())
+    >>> made.gate_up_a.shape, made.gate_up_b.shape
+    (torch.Size([1, 1, 8, 6]), torch.Size([4, 1, 2, 1]))
+    """
+
+    stock: nn.Module
+
+    def __init__(
+        self,
+        sizes: Mapping[str, tuple[int, int, int]],
+        config: KroneckerConfig,
+        act_fn: nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+    ):
+        super().__init__()
+        self.config, self.act_fn, self.sizes = config, act_fn, dict(sizes)
+        self.num_experts = sizes["gate_up_proj"][0]
+        place = {"dtype": dtype or torch.get_default_dtype(), "device": device}
+        self.b_shapes: dict[str, tuple[int, int]] = {}
+        for name, own in self._configs().items():
+            a, b = own.shapes(*sizes[f"{name}_proj"][1:], operation="KroneckerExperts")
+            self.b_shapes[name] = b
+            count = 1 if config.share_a else self.num_experts
+            self.register_parameter(f"{name}_a", nn.Parameter(torch.zeros(count, own.rank, *a, **place)))
+            self.register_parameter(f"{name}_b", nn.Parameter(torch.zeros(self.num_experts, own.rank, *b, **place)))
+            made = nn.Parameter(torch.ones(self.num_experts, own.rank, **place)) if config.scales else None
+            self.register_parameter(f"{name}_scales", made)
+
+    def _configs(self) -> dict[str, KroneckerConfig]:
+        return {"gate_up": self.config, "down": self.config.opposite()}
+
+    def _factors(self, name: str, expert: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        a, scales = getattr(self, f"{name}_a"), getattr(self, f"{name}_scales")
+        b = getattr(self, f"{name}_b")[expert]
+        return a[expert if len(a) > 1 else 0], b, None if scales is None else scales[expert]
+
+    @classmethod
+    def like(cls, experts: nn.Module, config: KroneckerConfig) -> Self:
+        """Empty factors of a dense stack's sizes."""
+        weights = dict(experts.named_parameters(recurse=False))
+        first = weights["gate_up_proj"]
+        act_fn = experts.act_fn
+        assert isinstance(act_fn, nn.Module)
+        sizes = {name: tuple(w.shape) for name, w in weights.items()}
+        made = cls(sizes, config, act_fn, dtype=first.dtype, device=first.device)  # pyrefly: ignore
+        shell = copy.copy(experts)
+        shell._parameters = {name: nn.Parameter(w.detach().to("meta")) for name, w in weights.items()}
+        object.__setattr__(made, "stock", shell)  # not a child: only what `to_experts` fills
+        return made.train(experts.training)
+
+    @classmethod
+    @torch.no_grad()
+    def from_experts(cls, experts: nn.Module, config: KroneckerConfig) -> Self:
+        """A compressed stack, started from its weights: by Van Loan where the config asks for calibration, too.
+
+        With ``share_a`` the experts' matrices are one tall matrix: its A is shared, and each expert has its own B.
+        """
+        made = cls.like(experts, config)
+        for name, own in made._configs().items():
+            weight, (o2, i2) = getattr(experts, f"{name}_proj").detach(), made.b_shapes[name]
+            if config.share_a:
+                count, o, i = weight.shape
+                tall = weight.view(count, o // o2, o2, i).transpose(0, 1).reshape(o * count, i)
+                factors = init.van_loan(tall, (count * o2, i2), own.rank)  # B of all experts, one above the other
+                made._set(name, factors.a[None], factors.b.view(own.rank, count, o2, i2).transpose(0, 1))
+                continue
+            pairs = [_start(w, (o2, i2), own) for w in weight]
+            made._set(name, torch.stack([f.a for f in pairs]), torch.stack([f.b for f in pairs]))
+        return made
+
+    def _set(self, name: str, a: Tensor, b: Tensor) -> None:
+        getattr(self, f"{name}_a").copy_(a)
+        getattr(self, f"{name}_b").copy_(b)
+
+    @torch.no_grad()
+    def dense_weights(self) -> dict[str, Tensor]:
+        """``gate_up_proj`` (E, 2 I, H) and ``down_proj`` (E, H, I)."""
+        made = {}
+        for name in self._configs():
+            held = [self._factors(name, e) for e in range(self.num_experts)]
+            made[f"{name}_proj"] = torch.stack([build(a, scaled(b, s)) for a, b, s in held])
+        return made
+
+    def to_experts(self) -> nn.Module:
+        """The stock stack with the same function."""
+        made = copy.copy(self.stock)
+        made._parameters = {name: nn.Parameter(w) for name, w in self.dense_weights().items()}
+        return made.train(self.training)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Tokens (N, H), their experts (N, k) and weights (N, k) to (N, H)."""
+        out = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            token, place = torch.where(top_k_index == expert)
+            if not len(token):
+                continue
+            a, b, scales = self._factors("gate_up", expert)
+            gate, up = kron_linear(hidden_states[token], a, b, None, scales).chunk(2, dim=-1)
+            a, b, scales = self._factors("down", expert)
+            made = kron_linear(self.act_fn(gate) * up, a, b, None, scales) * top_k_weights[token, place, None]
+            out.index_add_(0, token, made.to(out.dtype))
+        return out
+
+    def extra_repr(self) -> str:
+        """Shapes."""
+        shapes = ", ".join(f"{n} {list(p.shape)}" for n, p in self.named_parameters(recurse=False))
+        return f"{self.num_experts} experts: {shapes}"
+
+
+def _start(weight: Tensor, b_shape: tuple[int, int], config: KroneckerConfig) -> init.Factors:
+    if config.init == "prune":
+        return init.prune(weight, b_shape, keep=config.keep)
+    if config.init == "random":
+        return init.random(tuple(weight.shape), b_shape, config.rank, dtype=weight.dtype)  # pyrefly: ignore
+    normalize = config.init == "van_loan_normalized"
+    return init.van_loan(weight, b_shape, config.rank, normalize=normalize)

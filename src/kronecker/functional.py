@@ -1,0 +1,185 @@
+"""`kron_linear` and `kron_embedding`: layers whose weights are sums of Kronecker products, rarely built.
+
+Letters: r terms; A is (r, O1, I1), B is (r, O2, I2); out_features O = O1 O2, in_features I = I1 I2; *B any shape.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import reference
+from .contraction import CONTRACTIONS, ORDERS, order_of, scaled, small_gradients
+
+IMPLS = ("reference", "eager", "fused", "auto")
+
+
+def check_factors(operation: str, a: Tensor, b: Tensor, scales: Tensor | None) -> None:
+    """Refuse factors that do not belong together."""
+    if a.dim() != 3 or b.dim() != 3 or a.shape[0] != b.shape[0] or not a.shape[0]:
+        raise ValueError(
+            f"{operation}: a is {list(a.shape)} and b {list(b.shape)}, needed (r, O1, I1) and (r, O2, I2), r >= 1"
+        )
+    if a.dtype != b.dtype or not a.is_floating_point():
+        raise ValueError(f"{operation}: a is {a.dtype} and b is {b.dtype}, needed one float dtype")
+    if scales is not None and tuple(scales.shape) != (a.shape[0],):
+        raise ValueError(f"{operation}: scales have shape {list(scales.shape)}, needed ({a.shape[0]},), one a term")
+
+
+def kron_linear(
+    x: Tensor,  # (*B, I)
+    a: Tensor,  # (r, O1, I1)
+    b: Tensor,  # (r, O2, I2)
+    bias: Tensor | None = None,  # (O,)
+    scales: Tensor | None = None,  # (r,)
+    *,
+    order: str = "auto",
+    impl: str = "auto",
+) -> Tensor:
+    """A linear layer with the weight Σ_r s_r A_r ⊗ B_r: ``x @ (Σ s A ⊗ B).T + bias``.
+
+    ``order`` says how: contract B first, A first, or rebuild the weight for one dense product; ``"auto"`` takes the
+    cheapest by its multiply-adds a token, r(I O2 + I1 O), r(I O1 + I2 O) or O I. B first and rebuild keep x and the
+    factors until backward; A first also x Aᵀ, (tokens, r I2 O1).
+
+    Args:
+        x: Input, (*B, I1 I2).
+        a: The large factors, (r, O1, I1).
+        b: The small factors, (r, O2, I2). The two exchange roles freely: only speed differs.
+        bias: (O1 O2,) or None.
+        scales: One number for each term, or None for ones.
+        order: ``"b_first"``, ``"a_first"``, ``"rebuild"`` or ``"auto"``.
+        impl: ``"reference"`` (`torch.kron`), ``"eager"``, ``"fused"`` (Triton: small B, float32 and half precisions) or
+            ``"auto"``: fused on CUDA where the case is supported, else eager.
+
+    Returns:
+        (*B, O1 O2), in x's dtype.
+
+    Raises:
+        ValueError: Shapes or dtypes that do not fit, fused where it cannot run.
+
+    Source: Van Loan, "The ubiquitous Kronecker product", 2000: (A ⊗ B) vec(X) = vec(B X Aᵀ).
+
+    >>> a, b = torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[1.0], [10.0]]])
+    >>> kron_linear(torch.tensor([[1.0, 1.0]]), a, b)
+    tensor([[ 3., 30.]])
+    """
+    check_factors("kron_linear", a, b, scales)
+    (r, o1, i1), (_, o2, i2) = a.shape, b.shape
+    if impl not in IMPLS:
+        raise ValueError(f"kron_linear: impl is {impl!r}, needed one of {', '.join(IMPLS)}")
+    if order not in (*ORDERS, "auto"):
+        raise ValueError(f"kron_linear: order is {order!r}, needed one of {', '.join(ORDERS)} or auto")
+    if not x.dim() or x.shape[-1] != i1 * i2:
+        raise ValueError(
+            f"kron_linear: last dim of x is {x.shape[-1] if x.dim() else 'missing'}, but a {(o1, i1)} and b {(o2, i2)} "
+            f"need {i1} * {i2} = {i1 * i2}"
+        )
+    if bias is not None and tuple(bias.shape) != (o1 * o2,):
+        raise ValueError(f"kron_linear: bias has shape {list(bias.shape)}, needed ({o1 * o2},)")
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, a, b = x.to(dtype), a.to(dtype), b.to(dtype)
+    elif x.dtype != a.dtype:
+        raise ValueError(f"kron_linear: x is {x.dtype} and the factors are {a.dtype}, needed one dtype")
+    bias, scales = (None if t is None else t.to(x.dtype) for t in (bias, scales))
+    with torch.autocast(device, enabled=False):
+        if impl == "reference":
+            return reference.kron_linear(x, a, b, bias, scales)
+        flat = x.reshape(-1, i1 * i2)
+        if _uses_fused(impl, x, a, b, order):
+            from . import _triton
+
+            made = _triton.kron_matmul(flat, a, b, scales)
+        else:
+            chosen = order_of((o1, i1), (o2, i2), r, flat.shape[0]) if order == "auto" else order
+            made = CONTRACTIONS[chosen].apply(flat, a, b, scales)
+        if bias is not None:
+            made = made + bias if torch.is_grad_enabled() else made.add_(bias)
+        return made.view(*x.shape[:-1], o1 * o2)
+
+
+def _uses_fused(impl: str, x: Tensor, a: Tensor, b: Tensor, order: str) -> bool:
+    """Whether the Triton path runs; an explicit choice that cannot run raises."""
+    if impl != "fused" and (impl != "auto" or not x.is_cuda or order != "auto"):
+        return False
+    from . import _triton
+
+    reason = _triton.unsupported(x, a, b)
+    if reason is None and order != "auto":
+        reason = f"order is {order!r}, which it chooses itself"
+    if reason is not None and impl == "fused":
+        raise ValueError(f"kron_linear: impl 'fused' cannot run: {reason}")
+    return reason is None
+
+
+def kron_embedding(
+    ids: Tensor,  # (*B,)
+    a: Tensor,  # (r, O1, I1)
+    b: Tensor,  # (r, O2, I2)
+    scales: Tensor | None = None,  # (r,)
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """Rows of the embedding table Σ_r s_r A_r ⊗ B_r, made from gathered rows of A and B: never the table.
+
+    Args:
+        ids: Token ids, (*B,), below O1 O2.
+        a: (r, O1, I1).
+        b: (r, O2, I2).
+        scales: (r,) or None.
+        impl: ``"reference"``, ``"eager"`` or ``"auto"``; there is no fused path, a gather is bound by its bytes.
+
+    Returns:
+        (*B, I1 I2), in the factors' dtype.
+
+    Raises:
+        ValueError: Factors that do not fit, ids that are not integers.
+
+    >>> a, b = torch.tensor([[[1.0], [2.0]]]), torch.tensor([[[1.0, 5.0]]])
+    >>> kron_embedding(torch.tensor([1, 0]), a, b)
+    tensor([[ 2., 10.],
+            [ 1.,  5.]])
+    """
+    check_factors("kron_embedding", a, b, scales)
+    if impl not in IMPLS or impl == "fused":
+        raise ValueError(f"kron_embedding: impl is {impl!r}, needed reference, eager or auto")
+    if ids.is_floating_point() or ids.is_complex():
+        raise ValueError(f"kron_embedding: ids are {ids.dtype}, needed integers")
+    if impl == "reference":
+        return reference.kron_embedding(ids, a, b, scales)
+    return _Embedding.apply(ids, a, b, None if scales is None else scales.to(a.dtype))
+
+
+class _Embedding(torch.autograd.Function):
+    """Saves the ids and the factors; gathers again in backward, where what belongs to one row is summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:
+        ctx.save_for_backward(ids, a, b, scales)
+        p, q = _rows(ids, b)
+        made = torch.einsum("rnu,rnv->nuv", a[:, p], scaled(b, scales)[:, q])
+        return made.reshape(*ids.shape, a.shape[2] * b.shape[2])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
+        ids, a, b, scales = ctx.saved_tensors
+        p, q = _rows(ids, b)
+        better = torch.float32 if a.dtype in (torch.float16, torch.bfloat16) else torch.float64
+        g = grad.reshape(-1, a.shape[2], b.shape[2]).to(better)
+        da, db = (torch.zeros(t.shape, dtype=better, device=t.device) for t in (a, b))
+        small = scaled(b, scales)
+        da.index_add_(1, p, torch.einsum("nuv,rnv->rnu", g, small[:, q].to(better)))
+        db.index_add_(1, q, torch.einsum("nuv,rnu->rnv", g, a[:, p].to(better)))
+        return None, da.to(a.dtype), *small_gradients(db, b, scales)
+
+
+def _rows(ids: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The row of A and the row of B of every id."""
+    flat, o2 = ids.reshape(-1), b.shape[1]
+    return torch.div(flat, o2, rounding_mode="floor"), flat % o2

@@ -1,0 +1,288 @@
+"""Starts: weights, or what a layer sees and should say, become factors.
+
+Each is a pure function that returns `Factors` with their error. Van Loan looks at the weight alone; `als` at what goes
+in (`Moments`), which is what quality follows: the weight's own error does not predict it.
+
+Letters: r terms; p, u index A's rows and columns, q, v those of B; O = O1 O2, I = I1 I2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .contraction import build
+
+RIDGE = 3e-2
+"""Added to the diagonal of inputs' second moments, as a share of its mean: keeps what was never seen where it was."""
+
+
+class Factors(NamedTuple):
+    """The factors of a weight, and how far they are from what they stand for."""
+
+    a: Tensor  # (r, O1, I1)
+    b: Tensor  # (r, O2, I2)
+    error: float  # relative: of the weight, or for `als` of the outputs
+
+    def weight(self) -> Tensor:
+        """The dense weight."""
+        return build(self.a, self.b)
+
+
+@dataclass
+class Moments:
+    """What a layer sees and should say, over calibration tokens: all that least squares needs.
+
+    Sums over tokens, in float64.
+    """
+
+    inputs: Tensor  # Σ x xᵀ, (I, I)
+    cross: Tensor  # Σ y xᵀ, (O, I)
+    energy: Tensor  # Σ |y|²
+    mean_x: Tensor  # Σ x, (I,)
+    mean_y: Tensor  # Σ y, (O,)
+    count: int = 0
+
+    @classmethod
+    def zeros(cls, out_features: int, in_features: int) -> Moments:
+        """Of no tokens yet."""
+        made = {"inputs": (in_features, in_features), "cross": (out_features, in_features), "energy": ()}
+        made |= {"mean_x": (in_features,), "mean_y": (out_features,)}
+        return cls(**{k: torch.zeros(s, dtype=torch.float64) for k, s in made.items()})  # pyrefly: ignore
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Count tokens: inputs (N, I) and wanted outputs (N, O)."""
+        x, y = x.detach().float().cpu(), y.detach().float().cpu()
+        self.inputs += x.T @ x
+        self.cross += y.T @ x
+        self.energy += y.double().square().sum()
+        self.mean_x += x.double().sum(0)
+        self.mean_y += y.double().sum(0)
+        self.count += len(x)
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Moments:
+        """Of inputs (N, I), where the layer should go on saying what it says."""
+        made = cls.zeros(*weight.shape)
+        made.add(x, torch.nn.functional.linear(x, weight, bias))
+        return made
+
+    def centred(self) -> Moments:
+        """Around the means: what is left for a weight when a bias takes care of them."""
+        n = max(1, self.count)
+        return Moments(
+            self.inputs - torch.outer(self.mean_x, self.mean_x) / n,
+            self.cross - torch.outer(self.mean_y, self.mean_x) / n,
+            self.energy - self.mean_y.square().sum() / n,
+            torch.zeros_like(self.mean_x),
+            torch.zeros_like(self.mean_y),
+            self.count,
+        )
+
+    def damped(self) -> Tensor:
+        """The inputs' second moments with the ridge."""
+        ridge = RIDGE * self.inputs.diagonal().mean().clamp_min(1e-30)
+        return self.inputs + ridge * torch.eye(len(self.inputs), dtype=self.inputs.dtype)
+
+    def error(self, weight: Tensor) -> float:
+        """Σ |W x - y|² over Σ |y|², its square root."""
+        w = weight.double().cpu()
+        left = ((w @ self.inputs) * w).sum() - 2 * (w * self.cross).sum() + self.energy
+        return float((left.clamp_min(0) / self.energy.clamp_min(1e-300)).sqrt())
+
+
+def _relative(weight: Tensor, a: Tensor, b: Tensor) -> float:
+    w = weight.double()
+    return float((build(a.double(), b.double()) - w).norm() / w.norm().clamp_min(1e-300))
+
+
+def _blocks(weight: Tensor, b_shape: tuple[int, int]) -> tuple[int, int, int, int]:
+    (o2, i2), (o, i) = b_shape, weight.shape
+    if o % o2 or i % i2:
+        raise ValueError(f"kronecker.init: b_shape {b_shape} does not divide a weight of {tuple(weight.shape)}")
+    return o // o2, i // i2, o2, i2
+
+
+def _check(operation: str, weight: Tensor, rank: int, most: int) -> None:
+    if not torch.isfinite(weight).all() or not weight.any():
+        raise ValueError(f"{operation}: the weight {list(weight.shape)} is zero or not finite, needed numbers")
+    if not 1 <= rank <= most:
+        raise ValueError(f"{operation}: rank is {rank}, needed 1 to {most}")
+
+
+def random(
+    shape: tuple[int, int],
+    b_shape: tuple[int, int],
+    rank: int = 1,
+    *,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Factors:
+    """Normal factors whose product keeps the size of activations.
+
+    Standard deviations are min(1, √(O_k / I_k)) / √I_k of each factor, and the sum over r has that of one term
+    ("Compute Better Spent", arXiv 2406.06248, section 3).
+
+    Args:
+        shape: (O, I) of the weight.
+        b_shape: (O2, I2).
+        rank: Number of terms.
+        generator: What is drawn from; default: torch's own.
+        dtype: Of the factors.
+
+    >>> random((8, 6), (2, 3), 2).a.shape
+    torch.Size([2, 4, 2])
+    """
+    o1, i1, o2, i2 = _blocks(torch.empty(shape, device="meta"), b_shape)
+
+    def draw(o: int, i: int) -> Tensor:
+        std = min(1.0, (o / i) ** 0.5) / i**0.5
+        return torch.randn(rank, o, i, generator=generator, dtype=torch.float32) * std
+
+    a, b = draw(o1, i1), draw(o2, i2) / rank**0.5
+    return Factors(a.to(dtype), b.to(dtype), float("nan"))
+
+
+def van_loan(weight: Tensor, b_shape: tuple[int, int], rank: int = 1, *, normalize: bool = False) -> Factors:
+    """The nearest sum of ``rank`` Kronecker products: the truncated SVD of the rearranged weight.
+
+    By the eigenvectors of its smaller Gram matrix, in float64: 2 x 2 for a B of (1, 2), whatever the weight's size.
+
+    Args:
+        weight: (O, I).
+        b_shape: (O2, I2).
+        rank: Number of terms, up to the smaller number of elements of A and B, where it is exact.
+        normalize: Multiply by ‖W‖ / ‖Ŵ‖, so that the norm of the weight is kept (Krony-PT, arXiv 2412.12351).
+
+    Raises:
+        ValueError: A shape that does not divide, a rank out of range, a weight that is zero or not finite.
+
+    Source: Van Loan and Pitsianis, "Approximation with Kronecker products", 1993.
+
+    >>> w = torch.kron(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0], [4.0]]))
+    >>> van_loan(w, (2, 1)).error < 1e-6
+    True
+    """
+    o1, i1, o2, i2 = _blocks(weight, b_shape)
+    _check("van_loan", weight, rank, min(o1 * i1, o2 * i2))
+    rows = weight.detach().double().view(o1, o2, i1, i2).permute(0, 2, 1, 3).reshape(o1 * i1, o2 * i2)
+    if o2 * i2 <= o1 * i1:
+        b = torch.linalg.eigh(rows.T @ rows).eigenvectors.flip(1)[:, :rank]
+        a = rows @ b
+    else:
+        a = torch.linalg.eigh(rows @ rows.T).eigenvectors.flip(1)[:, :rank]
+        b = rows.T @ a
+    a, b = a.T.reshape(rank, o1, i1), b.T.reshape(rank, o2, i2)
+    sign = torch.where(b.flatten(1).gather(1, b.flatten(1).abs().argmax(1, True)) < 0, -1.0, 1.0).view(-1, 1, 1)
+    a, b = a * sign, b * sign
+    if normalize:
+        a = a * (weight.double().norm() / build(a, b).norm())
+    return Factors(a.to(weight.dtype), b.to(weight.dtype), _relative(weight, a, b))
+
+
+def prune(weight: Tensor, b_shape: tuple[int, int], *, keep: str | tuple[int, int] = "even") -> Factors:
+    """Keep one row in O2 and one column in I2: A is that part of the weight, B a unit matrix entry.
+
+    Kept outputs are exact where I2 is 1.
+
+    Args:
+        weight: (O, I).
+        b_shape: (O2, I2).
+        keep: ``"even"`` the first of each group, ``"odd"`` the second, ``"energy"`` the position with the most energy,
+            or (row, column) within B.
+
+    Raises:
+        ValueError: As `van_loan`; a position outside B.
+
+    >>> prune(torch.tensor([[1.0], [2.0], [3.0], [4.0]]), (2, 1), keep="odd").a
+    tensor([[[2.],
+             [4.]]])
+    """
+    o1, i1, o2, i2 = _blocks(weight, b_shape)
+    _check("prune", weight, 1, 1)
+    parts = weight.detach().view(o1, o2, i1, i2)
+    if keep == "energy":
+        q, v = divmod(int(parts.double().square().sum((0, 2)).argmax()), i2)
+    else:
+        q, v = {"even": (0, 0), "odd": (min(1, o2 - 1), min(1, i2 - 1))}[keep] if isinstance(keep, str) else keep
+    if not (0 <= q < o2 and 0 <= v < i2):
+        raise ValueError(f"prune: keep is {(q, v)}, needed a position within B {b_shape}")
+    a = parts[:, q, :, v].clone()[None]
+    b = torch.zeros(1, o2, i2, dtype=weight.dtype)
+    b[0, q, v] = 1
+    return Factors(a, b, _relative(weight, a, b))
+
+
+def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
+    """Activation-aware factors: alternating least squares of Σ |Σ_r (A_r ⊗ B_r) x - y|² over calibration tokens.
+
+    For a given B the best A is one linear solve of r I1 unknowns, shared by all its rows; for a given A the best B one
+    of r I2. With wanted outputs y = W x this is min ‖(W - Σ A ⊗ B) C^½‖, C the inputs' second moments.
+
+    Args:
+        moments: Of the layer's inputs and wanted outputs.
+        start: Where to begin; terms beyond the start's are not added.
+        rounds: Of one step for each factor.
+
+    Returns:
+        Factors in the start's dtype; ``error`` is the relative error of the outputs.
+
+    Raises:
+        ValueError: No tokens, or shapes that do not fit.
+
+    >>> x, w = torch.randn(50, 4), torch.randn(6, 4)
+    >>> start = van_loan(w, (2, 1))
+    >>> moments = Moments.of(x, w)
+    >>> als(moments, start).error <= moments.error(start.weight()) + 1e-3
+    True
+    """
+    (r, o1, i1), (_, o2, i2) = start.a.shape, start.b.shape
+    if not moments.count:
+        raise ValueError("als: there are no calibration tokens, needed some")
+    if tuple(moments.cross.shape) != (o1 * o2, i1 * i2):
+        raise ValueError(f"als: moments are of a weight {list(moments.cross.shape)}, needed {[o1 * o2, i1 * i2]}")
+    damped = moments.damped()
+    ridge = damped - moments.inputs
+    # the ridge pulls towards the start, not towards nothing
+    wanted = (moments.cross + start.weight().double() @ ridge).view(o1, o2, i1, i2)
+    seen = damped.view(i1, i2, i1, i2)
+    solved = None
+    if i2 == 1:  # the solve for A is the same in every round
+        solved = _solve(damped, wanted.reshape(o1 * o2, i1).T).T.view(o1, o2, i1)
+    a, b = start.a.double(), start.b.double()
+    for _ in range(rounds):
+        if solved is not None:
+            mixed = torch.einsum("rq,pqu->rpu", b[:, :, 0], solved)
+            a = _solve(b[:, :, 0] @ b[:, :, 0].T, mixed.reshape(r, -1)).view(r, o1, i1)
+        else:
+            small = torch.einsum("rqv,sqw->rvsw", b, b)
+            normal = torch.einsum("rvsw,uvxw->rusx", small, seen).reshape(r * i1, r * i1)
+            right = torch.einsum("rqv,pquv->rup", b, wanted).reshape(r * i1, o1)
+            a = _solve(normal, right).view(r, i1, o1).transpose(1, 2)
+        flat = a.transpose(1, 2).reshape(r * i1, o1)
+        large = (flat @ flat.T).view(r, i1, r, i1)
+        normal = torch.einsum("rusx,uvxw->rvsw", large, seen).reshape(r * i2, r * i2)
+        right = torch.einsum("rpu,pquv->rvq", a, wanted).reshape(r * i2, o2)
+        b = _solve(normal, right).view(r, i2, o2).transpose(1, 2)
+        norm = b.flatten(1).norm(dim=1).clamp_min(1e-30).view(-1, 1, 1)
+        a, b = a * norm, b / norm
+    dtype = start.a.dtype
+    return Factors(a.to(dtype).contiguous(), b.to(dtype).contiguous(), moments.error(build(a, b)))
+
+
+def _solve(normal: Tensor, right: Tensor) -> Tensor:
+    """A symmetric positive (semi)definite system; a breath of a diagonal keeps dependent terms apart."""
+    scale = normal.diagonal().mean().clamp_min(1e-300)
+    factor, info = torch.linalg.cholesky_ex(normal + 1e-10 * scale * torch.eye(len(normal), dtype=normal.dtype))
+    if int(info):
+        return torch.linalg.lstsq(normal, right, driver="gelsd").solution
+    return torch.cholesky_solve(right, factor)
+
+
+def correct_bias(moments: Moments, weight: Tensor) -> Tensor:
+    """The bias that gives the layer's outputs the wanted mean: E[y] - Ŵ E[x]."""
+    n = max(1, moments.count)
+    return (moments.mean_y - weight.double().cpu() @ moments.mean_x) / n

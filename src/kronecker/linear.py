@@ -1,0 +1,298 @@
+"""The modules: `KroneckerLinear` and `KroneckerEmbedding`.
+
+Letters: r terms; A is (r, O1, I1), B is (r, O2, I2); out_features O = O1 O2, in_features I = I1 I2.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from . import init
+from .config import KroneckerConfig
+from .contraction import build, scaled
+from .functional import kron_embedding, kron_linear
+
+
+class KroneckerLayer(nn.Module):
+    """A weight (rows, columns) held as factors ``a``, ``b`` and ``scales``, all ordinary parameters."""
+
+    a: nn.Parameter
+    b: nn.Parameter
+    scales: nn.Parameter | None
+
+    def __init__(self, rows: int, columns: int, config: KroneckerConfig, dtype: torch.dtype | None, device: Any = None):
+        super().__init__()
+        self.config = config
+        self.a_shape, self.b_shape = config.shapes(rows, columns, type(self).__name__)
+        place = {"dtype": dtype or torch.get_default_dtype(), "device": device}
+        self.a = nn.Parameter(torch.empty(config.rank, *self.a_shape, **place))
+        self.b = nn.Parameter(torch.empty(config.rank, *self.b_shape, **place))
+        self.register_parameter("scales", nn.Parameter(torch.ones(config.rank, **place)) if config.scales else None)
+        if self.a.device.type != "meta":
+            self.set_factors_(init.random((rows, columns), self.b_shape, config.rank))
+
+    @torch.no_grad()
+    def set_factors_(self, factors: init.Factors) -> None:
+        """Take these factors; with ``scales``, each term's size goes there."""
+        a, b = factors.a, factors.b
+        if self.scales is not None:
+            size = (a.double().flatten(1).norm(dim=1) * b.double().flatten(1).norm(dim=1)).clamp_min(1e-30)
+            unit = (self.a_shape[0] * self.b_shape[0]) ** 0.5  # a weight whose rows have norm 1
+            self.scales.copy_(size / unit)
+            a = a / (size / unit).view(-1, 1, 1).to(a.dtype)
+        self.a.copy_(a)
+        self.b.copy_(b)
+
+    def dense_weight(self) -> Tensor:
+        """Σ s A ⊗ B, (rows, columns), differentiable."""
+        return build(self.a, scaled(self.b, self.scales))
+
+    def learning_rate_multipliers(self) -> dict[str, float]:
+        """For Adam, by parameter: I / (I_k times the number of factors) (arXiv 2406.06248, section 3)."""
+        columns = self.a_shape[1] * self.b_shape[1]
+        return {"a": columns / self.a_shape[1] / 2, "b": columns / self.b_shape[1] / 2}
+
+    @property
+    def compression(self) -> float:
+        """Parameters of the factors over those of the dense weight."""
+        held = sum(p.numel() for p in (self.a, self.b, self.scales) if p is not None)
+        return held / (self.a_shape[0] * self.b_shape[0] * self.a_shape[1] * self.b_shape[1])
+
+    def extra_repr(self) -> str:
+        """Shapes and compression."""
+        return f"{self.config.rank} x {self.a_shape} ⊗ {self.b_shape}, {self.compression:.1%} of the dense weight"
+
+
+class KroneckerLinear(KroneckerLayer):
+    """A linear layer ``x @ (Σ_r s_r A_r ⊗ B_r).T + bias``.
+
+    Its state is ``a``, ``b``, ``scales`` (when asked for) and ``bias``, stored as they stand.
+
+    Args:
+        in_features: I.
+        out_features: O.
+        config: Shapes and terms.
+        bias: Whether there is one.
+        dtype: Of the parameters.
+        device: Of the parameters.
+
+    Raises:
+        ValueError: Shapes that do not divide the layer's, a rank out of range.
+
+    >>> layer = KroneckerLinear(768, 3072, KroneckerConfig(a_shape=(1024, 256), rank=2))
+    >>> layer
+    KroneckerLinear(768 to 3072, 2 x (1024, 256) ⊗ (3, 3), 22.2% of the dense weight)
+    >>> layer(torch.zeros(2, 5, 768)).shape
+    torch.Size([2, 5, 3072])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        config: KroneckerConfig,
+        *,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+    ):
+        super().__init__(out_features, in_features, config, dtype, device)
+        self.in_features, self.out_features = in_features, out_features
+        made = torch.zeros(out_features, dtype=self.a.dtype, device=self.a.device) if bias else None
+        self.register_parameter("bias", None if made is None else nn.Parameter(made))
+        self.conv1d = False  # what `to_linear` makes
+        self._folded: tuple[Tensor, list[int]] | None = None
+        self.original: nn.Module | None = None
+        self.share = 1.0
+
+    @classmethod
+    def like(cls, linear: nn.Module, config: KroneckerConfig) -> Self:
+        """An empty layer of a dense one's sizes, dtype and device; its bias copied."""
+        out_features, in_features = dense(linear).shape
+        bias = getattr(linear, "bias", None)
+        weight = linear.weight
+        assert isinstance(weight, Tensor)
+        made = cls(in_features, out_features, config, bias=bias is not None, dtype=weight.dtype, device=weight.device)
+        made.conv1d = isinstance(linear, Conv1D)
+        if bias is not None and made.bias is not None and not bias.is_meta:
+            made.bias.data.copy_(bias.data)
+        return made.train(linear.training)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Module, config: KroneckerConfig, moments: init.Moments | None = None) -> Self:
+        """A compressed `nn.Linear` or transformers' `Conv1D`, started as the config says.
+
+        Args:
+            linear: Left as it is.
+            config: Shapes, terms and start.
+            moments: What the layer sees, for the inits that need it; with them a bias is corrected.
+
+        Raises:
+            ValueError: No moments where the init needs them; a weight that is zero or not finite.
+
+        >>> config = KroneckerConfig(b_shape=(2, 1), init="van_loan")
+        >>> KroneckerLinear.from_linear(nn.Linear(4, 6), config).a.shape
+        torch.Size([1, 3, 4])
+        """
+        made = cls.like(linear, config)
+        factors = start(dense(linear), made.b_shape, config, moments, centred=made.bias is not None)
+        made.set_factors_(factors)
+        if moments is not None and made.bias is not None:
+            made.bias.data.copy_(init.correct_bias(moments, factors.weight()))
+        return made
+
+    @torch.no_grad()
+    def to_linear(self) -> nn.Module:
+        """The dense layer of the same kind (`nn.Linear` or `Conv1D`) with the same function."""
+        weight = self.dense_weight()
+        if self.conv1d:
+            made: nn.Module = Conv1D(self.out_features, self.in_features)
+            made.weight = nn.Parameter(weight.T.contiguous())
+        else:
+            made = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
+            made.weight = nn.Parameter(weight)
+        if self.bias is not None:
+            made.bias = nn.Parameter(self.bias.detach().clone())
+        return made.train(self.training)
+
+    @torch.no_grad()
+    def fold_(self) -> None:
+        """Keep the dense weight for evaluation until `unfold_`, training, or new factors: worth it where r is large."""
+        self._folded = self.dense_weight(), self._versions()
+
+    def unfold_(self) -> None:
+        """Drop what `fold_` keeps."""
+        self._folded = None
+
+    def _versions(self) -> list[int]:
+        return [p._version for p in (self.a, self.b, self.scales) if p is not None]
+
+    def fade_in_(self, original: nn.Module | None, share: float = 0.0) -> None:
+        """Run (1 - share) of the original layer and share of the factors; None ends it."""
+        if original is not None:
+            original.requires_grad_(False)
+        object.__setattr__(self, "original", original)  # not a child: it is not saved
+        self.share = share if original is not None else 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(*B, in_features) to (*B, out_features)."""
+        if self._folded is not None:
+            if self._folded[1] != self._versions() or self.training:
+                self._folded = None
+            elif not torch.is_grad_enabled():
+                return F.linear(x, self._folded[0], self.bias)
+        if self.original is None:
+            return kron_linear(x, self.a, self.b, self.bias, self.scales)
+        kept = self.original(x)
+        if self.share == 0.0:
+            return kept
+        return torch.lerp(kept, kron_linear(x, self.a, self.b, self.bias, self.scales), self.share)
+
+    def extra_repr(self) -> str:
+        """Sizes, shapes and compression."""
+        bias = "" if self.bias is not None else ", no bias"
+        return f"{self.in_features} to {self.out_features}, {super().extra_repr()}{bias}"
+
+
+class KroneckerEmbedding(KroneckerLayer):
+    """An embedding whose table is Σ_r s_r A_r ⊗ B_r; rows are made from gathered rows of the factors.
+
+    Args:
+        num_embeddings: V.
+        embedding_dim: H.
+        config: Shapes and terms.
+        padding_idx: Kept for `to_embedding`; its row is not forced to zero.
+        dtype: Of the parameters.
+        device: Of the parameters.
+
+    >>> table = KroneckerEmbedding(50257, 768, KroneckerConfig(b_shape=(1, 2)))
+    >>> table(torch.tensor([[1, 50256]])).shape
+    torch.Size([1, 2, 768])
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        config: KroneckerConfig,
+        *,
+        padding_idx: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+    ):
+        super().__init__(num_embeddings, embedding_dim, config, dtype, device)
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+
+    @classmethod
+    def like(cls, embedding: nn.Embedding, config: KroneckerConfig) -> Self:
+        """An empty table of a dense one's sizes, dtype and device."""
+        weight, padding = embedding.weight, embedding.padding_idx
+        rows, columns = weight.shape
+        return cls(rows, columns, config, padding_idx=padding, dtype=weight.dtype, device=weight.device)
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, config: KroneckerConfig) -> Self:
+        """A compressed `nn.Embedding`, by the config's start where that looks at weights alone, else by Van Loan."""
+        made = cls.like(embedding, config)
+        made.set_factors_(start(embedding.weight.detach(), made.b_shape, config, None, embedding=True))
+        return made
+
+    @torch.no_grad()
+    def to_embedding(self) -> nn.Embedding:
+        """The dense `nn.Embedding` with the same rows."""
+        made = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
+        made.weight = nn.Parameter(self.dense_weight())
+        return made
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Ids (*B,) to rows (*B, embedding_dim)."""
+        return kron_embedding(ids, self.a, self.b, self.scales)
+
+    def extra_repr(self) -> str:
+        """Sizes, shapes and compression."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, {super().extra_repr()}"
+
+
+def dense(linear: nn.Module) -> Tensor:
+    """The weight of an `nn.Linear` or `Conv1D` as (O, I)."""
+    weight = linear.weight
+    assert isinstance(weight, Tensor)
+    return weight.detach().T if isinstance(linear, Conv1D) else weight.detach()
+
+
+def start(
+    weight: Tensor,
+    b_shape: tuple[int, int],
+    config: KroneckerConfig,
+    moments: init.Moments | None,
+    *,
+    centred: bool = False,
+    embedding: bool = False,
+) -> init.Factors:
+    """The factors that a config's ``init`` gives a weight.
+
+    A sequential or activation-aware fit of one layer starts from pruning and, for more terms, from Van Loan.
+    """
+    weight, name = weight.contiguous(), config.init
+    if embedding and name in ("sequential", "als"):
+        name = "van_loan"
+    if name == "random":
+        return init.random(tuple(weight.shape), b_shape, config.rank, dtype=weight.dtype)  # pyrefly: ignore
+    if name.startswith("van_loan") or (name != "prune" and config.rank > 1):
+        factors = init.van_loan(weight, b_shape, config.rank, normalize=name == "van_loan_normalized")
+    else:
+        factors = init.prune(weight, b_shape, keep=config.keep)
+        if config.rank > 1:  # what pruning leaves, in further terms
+            rest = init.van_loan(weight - factors.weight(), b_shape, config.rank - 1)
+            a, b = torch.cat([factors.a, rest.a]), torch.cat([factors.b, rest.b])
+            factors = init.Factors(a, b, float((build(a, b) - weight).norm() / weight.norm()))
+    if name not in ("sequential", "als"):
+        return factors
+    if moments is None:
+        raise ValueError(f"kronecker: init {config.init!r} looks at a layer's inputs, needed calibration data")
+    return init.als(moments.centred() if centred else moments, factors, rounds=config.rounds)

@@ -1,0 +1,80 @@
+"""The definitions: dense, slow, obvious, any float dtype.
+
+Letters: r terms; A is (r, O1, I1), B is (r, O2, I2); out_features O = O1 O2, in_features I = I1 I2; *B any shape.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def kron_weight(a: Tensor, b: Tensor, scales: Tensor | None = None) -> Tensor:
+    """The dense weight Σ_r s_r A_r ⊗ B_r, (O, I)."""
+    terms = [torch.kron(one, other) for one, other in zip(a, b, strict=True)]
+    if scales is not None:
+        terms = [s * term for s, term in zip(scales, terms, strict=True)]
+    return torch.stack(terms).sum(0)
+
+
+def kron_linear(
+    x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, scales: Tensor | None = None
+) -> Tensor:  # (*B, I) to (*B, O)
+    """``x @ (Σ_r s_r A_r ⊗ B_r).T + bias``."""
+    return F.linear(x, kron_weight(a, b, scales), bias)
+
+
+def kron_embedding(ids: Tensor, a: Tensor, b: Tensor, scales: Tensor | None = None) -> Tensor:
+    """Rows of the dense table Σ_r s_r A_r ⊗ B_r."""
+    return F.embedding(ids, kron_weight(a, b, scales))
+
+
+def rearranged(weight: Tensor, b_shape: tuple[int, int]) -> Tensor:
+    """R(W), (O1 I1, O2 I2): row (p, u) is the block that A[p, u] multiplies; Kronecker products become rank one."""
+    o2, i2 = b_shape
+    rows = [
+        weight[p * o2 : (p + 1) * o2, u * i2 : (u + 1) * i2].reshape(-1)
+        for p in range(weight.shape[0] // o2)
+        for u in range(weight.shape[1] // i2)
+    ]
+    return torch.stack(rows)
+
+
+def van_loan(weight: Tensor, b_shape: tuple[int, int], rank: int, normalize: bool = False) -> Tensor:
+    """The nearest sum of ``rank`` Kronecker products, as a dense weight (Van Loan and Pitsianis 1993)."""
+    (o2, i2), (o, i) = b_shape, weight.shape
+    u, s, v = torch.linalg.svd(rearranged(weight, b_shape), full_matrices=False)
+    a = (u[:, :rank] * s[:rank]).T.reshape(rank, o // o2, i // i2)
+    made = kron_weight(a, v[:rank].reshape(rank, o2, i2))
+    return made * (weight.norm() / made.norm()) if normalize else made
+
+
+def prune(weight: Tensor, b_shape: tuple[int, int], keep: tuple[int, int]) -> Tensor:
+    """Zero all but one row in ``b_shape[0]`` and one column in ``b_shape[1]``: those at position ``keep``."""
+    made = torch.zeros_like(weight)
+    rows, columns = (slice(k, None, step) for k, step in zip(keep, b_shape, strict=True))
+    made[rows, columns] = weight[rows, columns]
+    return made
+
+
+def als(cross: Tensor, moment: Tensor, a: Tensor, b: Tensor, rounds: int) -> Tensor:
+    """Alternating least squares of ‖(W - Σ A ⊗ B) C^½‖ with D = W C, by the whole design matrix, as a dense weight.
+
+    vec of the weight is linear in A for a given B, and in B for a given A; each half step solves the normal equations
+    that C makes of that linear map.
+    """
+    for _ in range(rounds):
+        for which in (0, 1):
+            free, basis = (a, b)[which], []
+            for k in range(free.numel()):
+                unit = torch.zeros_like(free).reshape(-1)
+                unit[k] = 1
+                unit = unit.reshape(free.shape)
+                basis.append(kron_weight(unit, b) if which == 0 else kron_weight(a, unit))
+            design = torch.stack(basis)  # (unknowns, O, I)
+            normal = torch.einsum("koi,ij,loj->kl", design, moment, design)
+            target = torch.einsum("koi,oi->k", design, cross)
+            solved = torch.linalg.solve(normal, target).reshape(free.shape)
+            a, b = (solved, b) if which == 0 else (a, solved)
+    return kron_weight(a, b)

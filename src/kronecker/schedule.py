@@ -1,0 +1,105 @@
+"""Callbacks that decide what learns when: `FreezePretrained` and `FadeIn`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from .linear import KroneckerLinear
+from .sites import COMPRESSED
+
+
+def factor_parameters(model: nn.Module) -> set[int]:
+    """The ids of all factors and scales."""
+    return {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, COMPRESSED)
+        for name, p in module.named_parameters(recurse=False)
+        if name != "bias"
+    }
+
+
+class FreezePretrained(TrainerCallback):
+    """Train only the factors for the first ``steps`` steps, then everything; with ``repeat``, in turns.
+
+    Args:
+        steps: Optimizer steps of each phase.
+        repeat: Freeze again after as many steps, and so on.
+
+    >>> [FreezePretrained(2, repeat=True).frozen_at(step) for step in range(6)]
+    [True, True, False, False, True, True]
+    """
+
+    def __init__(self, steps: int, *, repeat: bool = False):
+        if steps < 1:
+            raise ValueError(f"FreezePretrained: steps is {steps}, needed 1 or more")
+        self.steps, self.repeat = steps, repeat
+
+    def frozen_at(self, step: int) -> bool:
+        """Whether the pretrained rest is frozen in this step."""
+        phase = step // self.steps
+        return phase % 2 == 0 if self.repeat else phase == 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set what learns."""
+        model = kwargs["model"]
+        frozen, factors = self.frozen_at(state.global_step), factor_parameters(model)
+        for parameter in model.parameters():
+            if id(parameter) not in factors:
+                parameter.requires_grad_(not frozen)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Release everything."""
+        kwargs["model"].requires_grad_(True)
+
+
+class FadeIn(TrainerCallback):
+    """Bring the factors in while the original layers go: ``(1 - α) W x + α (Σ A ⊗ B) x``, α from 0 to 1.
+
+    For models converted with ``convert_(..., fade_in=True)``. One layer at a time: ``every`` steps apart; all together
+    with ``every=0``. The originals are not saved: to resume, convert the original again, then load the checkpoint.
+
+    Args:
+        every: Steps from one layer's start to the next's.
+        over: Steps that one layer's α takes from 0 to 1; 0 switches at once.
+        order: ``"low_to_high"``: the first layer of the model first, or ``"high_to_low"``.
+
+    Raises:
+        ValueError: Negative steps or an unknown order.
+
+    >>> fade = FadeIn(every=10, over=5)
+    >>> [fade.share(layer, step=12) for layer in (0, 1, 2)]
+    [1.0, 0.4, 0.0]
+    """
+
+    def __init__(self, *, every: int = 0, over: int = 0, order: str = "low_to_high"):
+        if every < 0 or over < 0 or order not in ("low_to_high", "high_to_low"):
+            raise ValueError(
+                f"FadeIn: every={every}, over={over}, order={order!r}; needed 0 or more, low_to_high or high_to_low"
+            )
+        self.every, self.over, self.order = every, over, order
+
+    def share(self, layer: int, step: int) -> float:
+        """α of the layer that is the ``layer``-th to come in."""
+        since = step - layer * self.every
+        if since < 0:
+            return 0.0
+        return 1.0 if since >= self.over else since / self.over
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse a model without originals."""
+        model = kwargs["model"]
+        if not state.global_step and not any(isinstance(m, KroneckerLinear) and m.original for m in model.modules()):
+            raise ValueError("FadeIn: no layer has its original; convert with convert_(..., fade_in=True)")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set every layer's share; an original whose share is gone is dropped."""
+        layers = [m for m in kwargs["model"].modules() if isinstance(m, KroneckerLinear)]
+        for place, layer in enumerate(layers if self.order == "low_to_high" else reversed(layers)):
+            if layer.original is not None:
+                layer.share = self.share(place, state.global_step)
+                if layer.share == 1.0:
+                    layer.fade_in_(None)

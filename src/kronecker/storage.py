@@ -1,0 +1,204 @@
+"""Compressed models on disk: factors in safetensors beside the stock config, and dense stock checkpoints again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from .config import KroneckerConfig
+from .experts import KroneckerExperts
+from .linear import KroneckerEmbedding, KroneckerLinear
+from .sites import COMPRESSED, put
+
+MARK = "kronecker.json"
+WEIGHTS = "model.safetensors"
+
+
+@contextmanager
+def whole_folder(out: str | Path, operation: str) -> Iterator[Path]:
+    """A new folder that gets its name when everything is in it, and vanishes on an error."""
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{operation}: {out} exists and is not an empty folder")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        yield part
+        part.chmod(0o755)
+        if out.exists():
+            out.rmdir()
+        part.rename(out)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def compressed(model: nn.Module) -> dict[str, nn.Module]:
+    """The compressed layers by name."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, COMPRESSED)}
+
+
+def is_compressed(folder: str | Path) -> bool:
+    """Whether a folder holds a compressed model."""
+    return (Path(folder) / MARK).is_file()
+
+
+def save_pretrained(model: nn.Module, out: str | Path) -> None:
+    """Write a compressed model: ``config.json``, ``kronecker.json`` and ``model.safetensors``; it loads by itself.
+
+    Args:
+        model: A transformers model with compressed layers.
+        out: A folder that does not exist or is empty.
+
+    Raises:
+        ValueError: Not a transformers model, nothing compressed, or a folder that is in use.
+
+    >>> save_pretrained(nn.Linear(2, 2), "out")
+    Traceback (most recent call last):
+    ValueError: save_pretrained: model is Linear, needed a transformers model
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"save_pretrained: model is {type(model).__name__}, needed a transformers model")
+    layers = compressed(model)
+    if not layers:
+        raise ValueError("save_pretrained: the model has no compressed layer; its own save_pretrained writes it")
+    tensors, aliases = {}, {}
+    first: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in first:
+            aliases[name] = first[id(tensor)]
+        else:
+            first[id(tensor)] = name
+            tensors[name] = tensor.detach().contiguous()
+    held = {name: layer.config.to_dict() for name, layer in layers.items()}  # pyrefly: ignore
+    mark = {"format": 1, "class": type(model).__name__, "layers": held, "aliases": aliases}
+    with whole_folder(out, "save_pretrained") as folder:
+        model.config.save_pretrained(folder)
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        (folder / MARK).write_text(json.dumps(mark, indent=1) + "\n", encoding="utf-8")
+
+
+def _class(name: str, operation: str) -> type[PreTrainedModel]:
+    found = getattr(transformers, name, None)
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+        raise ValueError(f"{operation}: {name!r} is not a model class of transformers")
+    return found
+
+
+def _stock(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """An empty dense model; its buffers are real, its weights memory that nobody has touched."""
+    with no_init_weights():
+        return cls._from_config(config, dtype=dtype).eval()
+
+
+def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedModel:
+    """Load a compressed model that `save_pretrained` wrote, in evaluation mode; the original is not needed.
+
+    Args:
+        folder: What `save_pretrained` wrote.
+        device: Where to put it.
+
+    Raises:
+        ValueError: Not such a folder, a truncated file, or tensors that do not fit the layers it lists.
+
+    >>> from_pretrained("nowhere")
+    Traceback (most recent call last):
+    ValueError: from_pretrained: nowhere has no kronecker.json; a dense checkpoint loads with transformers itself
+    """
+    folder = Path(folder)
+    if not is_compressed(folder):
+        raise ValueError(f"from_pretrained: {folder} has no {MARK}; a dense checkpoint loads with transformers itself")
+    mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
+    if mark.get("format") != 1:
+        raise ValueError(f"from_pretrained: {folder} has format {mark.get('format')}, needed 1")
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"from_pretrained: {folder / WEIGHTS} cannot be read: {error}") from None
+    config = AutoConfig.from_pretrained(folder)
+    dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
+    model = _stock(_class(mark["class"], "from_pretrained"), config, dtype)
+    for name, held in mark["layers"].items():
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:
+            raise ValueError(f"from_pretrained: {mark['class']} has no layer {name}") from None
+        put(model, name, _empty(module, KroneckerConfig.from_dict(held)))
+    tensors |= {name: tensors[kept] for name, kept in mark["aliases"].items()}
+    own = model.state_dict()
+    for name, tensor in own.items():
+        if name not in tensors or tensors[name].shape != tensor.shape:
+            found = list(tensors[name].shape) if name in tensors else "nothing"
+            raise ValueError(f"from_pretrained: {name} is {found} in {folder}, needed {list(tensor.shape)}")
+    if unknown := sorted(set(tensors) - set(own)):
+        raise ValueError(f"from_pretrained: {folder} has tensors the model has no place for: {', '.join(unknown[:3])}")
+    model.load_state_dict(tensors, assign=True)
+    for name, kept in mark["aliases"].items():
+        _parent(model, name)._parameters[name.rpartition(".")[2]] = model.get_parameter(kept)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model.to(device)
+
+
+def _parent(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def _empty(module: nn.Module, config: KroneckerConfig) -> nn.Module:
+    if isinstance(module, nn.Embedding):
+        return KroneckerEmbedding.like(module, config)
+    if "gate_up_proj" in dict(module.named_parameters(recurse=False)):
+        return KroneckerExperts.like(module, config)
+    return KroneckerLinear.like(module, config)
+
+
+@torch.no_grad()
+def fold(model: nn.Module, out: str | Path) -> None:
+    """Write a stock dense checkpoint with the same function, which plain transformers loads.
+
+    Args:
+        model: A compressed transformers model, left as it is, or the folder of one.
+        out: A folder that does not exist or is empty.
+
+    Raises:
+        ValueError: As `save_pretrained`.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"fold: model is {type(model).__name__}, needed a transformers model")
+    layers = compressed(model)
+    if not layers:
+        raise ValueError("fold: the model has no compressed layer")
+    state: dict[str, Tensor] = {}
+    shared: dict[int, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name.rpartition(".")[0] not in layers:
+            state[name] = tensor
+    for name, layer in layers.items():
+        if isinstance(layer, KroneckerExperts):
+            dense = layer.to_experts()
+        else:
+            dense = layer.to_linear() if isinstance(layer, KroneckerLinear) else layer.to_embedding()  # pyrefly: ignore
+            dense.weight = shared.setdefault(id(layer.a), dense.weight)  # pyrefly: ignore
+        state |= {f"{name}.{k}": v for k, v in dense.named_parameters(recurse=False)}
+    stock = _stock(type(model), model.config, next(model.parameters()).dtype)
+    stock.load_state_dict(state, assign=True)
+    stock.tie_weights()
+    if model.can_generate() and model.generation_config is not None:
+        stock.generation_config = model.generation_config
+    with whole_folder(out, "fold") as folder:
+        stock.save_pretrained(folder)

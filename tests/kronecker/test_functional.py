@@ -1,0 +1,214 @@
+"""kron_linear and kron_embedding: every impl × order × dtype × shape against the dense definition."""
+
+import importlib.util
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from kronecker import kron_embedding, kron_linear, reference
+from kronecker.contraction import ORDERS, build, order_of
+from tests.benchmarks.measure import saved_bytes
+from tests.support.equivalence import judge
+
+CUDA = torch.cuda.is_available()
+# (O1, I1), (O2, I2), r, leading shape of x: sizes of 1, odd, not powers of two, none
+SHAPES = [
+    ((6, 5), (1, 2), 1, (2, 7)),
+    ((5, 6), (2, 1), 3, (9,)),
+    ((70, 33), (4, 1), 2, (3, 1, 5)),
+    ((33, 70), (2, 2), 1, (300,)),
+    ((7, 3), (3, 3), 4, (17,)),
+    ((4, 3), (5, 7), 2, (11,)),
+    ((1, 5), (1, 3), 1, (1,)),
+    ((3, 4), (2, 3), 2, (0,)),
+    ((12, 7), (2, 3), 2, ()),
+]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# triton's interpreter stores bfloat16 wrongly: that dtype is for a GPU
+FUSED = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32, torch.float16)
+PATHS = [("eager", order, dtype) for order in ORDERS for dtype in DTYPES]
+if CUDA or importlib.util.find_spec("triton"):
+    PATHS += [("fused", "auto", dtype) for dtype in FUSED]
+
+
+def place(tensor, impl):
+    return tensor.cuda() if CUDA and impl == "fused" and tensor is not None else tensor
+
+
+def made(*shape, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def parts(a_shape, b_shape, r, leading, dtype=torch.float32):
+    out_features, in_features = (m * n for m, n in zip(a_shape, b_shape, strict=True))
+    return {
+        "x": made(*leading, in_features, seed=1, dtype=dtype),
+        "a": made(r, *a_shape, seed=2, dtype=dtype),
+        "b": made(r, *b_shape, seed=3, dtype=dtype),
+        "bias": made(out_features, seed=4, dtype=dtype),
+        "scales": made(r, seed=5, dtype=dtype),
+    }
+
+
+@pytest.mark.parametrize(("impl", "order", "dtype"), PATHS)
+@pytest.mark.parametrize(("a_shape", "b_shape", "r", "leading"), SHAPES)
+def test_kron_linear(a_shape, b_shape, r, leading, impl, order, dtype):
+    def fast(**tensors):
+        moved = {k: place(v, impl) for k, v in tensors.items()}
+        return kron_linear(**moved, order=order, impl=impl).cpu()
+
+    inputs = parts(a_shape, b_shape, r, leading)
+    name = "kron_linear" if impl == "fused" else f"kron_linear, {order}"
+    case = f"{r} of {a_shape} x {b_shape}, x {[*leading]}"
+    judge(name, impl, fast, reference.kron_linear, inputs, dtype=dtype, case=case)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_few_tokens_take_another_way_to_the_same_result(order):
+    inputs = parts((40, 24), (2, 3), 3, (2,))
+    judge(f"kron_linear, {order}", "eager", lambda **t: kron_linear(**t, order=order), reference.kron_linear, inputs,
+          dtype=torch.float32, case="2 tokens")  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("a_shape", "b_shape", "r", "leading"), [s for s in SHAPES if s[3]])
+def test_kron_embedding(a_shape, b_shape, r, leading, dtype):
+    inputs = {k: v for k, v in parts(a_shape, b_shape, r, leading).items() if k in ("a", "b", "scales")}
+    rows = a_shape[0] * b_shape[0]
+    ids = torch.randint(0, rows, leading, generator=torch.Generator().manual_seed(0))
+
+    def fast(**t):
+        return kron_embedding(ids, **t)
+
+    def dense(**t):
+        return reference.kron_embedding(ids, **t)
+
+    judge("kron_embedding", "eager", fast, dense, inputs, dtype=dtype, case=f"{r} of {a_shape} x {b_shape}")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_finite_differences(order):
+    held = [t.requires_grad_() for t in parts((3, 4), (2, 3), 2, (2, 3), torch.float64).values()]
+    assert torch.autograd.gradcheck(lambda x, a, b, bias, s: kron_linear(x, a, b, bias, s, order=order), held)
+    ids = torch.tensor([[0, 5], [5, 3]])
+    assert torch.autograd.gradcheck(lambda a, b, s: kron_embedding(ids, a, b, s), (held[1], held[2], held[4]))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_inputs_that_are_not_contiguous(order):
+    t = parts((4, 6), (3, 2), 2, (5,))
+    x = made(12, 5).T.requires_grad_()
+    a, b = t["a"].transpose(1, 2).contiguous().transpose(1, 2), t["b"].transpose(1, 2).contiguous().transpose(1, 2)
+    y = kron_linear(x, a, b, order=order)
+    torch.testing.assert_close(y, reference.kron_linear(x, t["a"], t["b"]))
+    y.sum().backward()  # the gradient of a sum is broadcast, with strides of 0
+    torch.testing.assert_close(x.grad, reference.kron_weight(t["a"], t["b"]).sum(0).expand(5, -1))
+
+
+def test_the_order_is_the_cheapest():
+    assert order_of((3072, 384), (1, 2), 1, 1024) == "b_first"
+    assert order_of((384, 3072), (2, 1), 1, 1024) == "a_first"
+    assert order_of((768, 768), (4, 1), 2, 1024) == "a_first"
+    assert order_of((1024, 256), (3, 3), 2, 1024) == "b_first"
+    assert order_of((1024, 256), (3, 3), 4, 1024) == "rebuild"
+    assert order_of((1024, 256), (3, 3), 4, 1) == "b_first"  # building a weight for one token is dearer
+
+
+def test_what_is_saved_for_backward():
+    t = parts((64, 32), (1, 2), 1, (10,))
+    x, a, b = (t[k].requires_grad_() for k in ("x", "a", "b"))
+    kept = x.nbytes + a.nbytes + b.nbytes
+    for order in ("b_first", "rebuild"):
+        assert saved_bytes(lambda order=order: kron_linear(x, a, b, order=order)) == kept
+    assert saved_bytes(lambda: kron_linear(x, a, b, order="a_first")) == kept + 10 * 2 * 64 * 4
+    assert saved_bytes(lambda: reference.kron_linear(x, a, b)) >= kept + 64 * 64 * 4
+
+
+def test_only_the_gradients_that_are_asked_for_are_made():
+    for order in ORDERS:
+        t = parts((4, 3), (2, 2), 2, (5,))
+        t["a"].requires_grad_()
+        kron_linear(t["x"], t["a"], t["b"], order=order).sum().backward()
+        assert t["a"].grad is not None
+        assert t["x"].grad is None
+        assert t["b"].grad is None
+
+
+def test_autocast_computes_in_its_dtype():
+    t = parts((4, 3), (2, 2), 2, (5,))
+    a = t["a"].requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = kron_linear(t["x"], a, t["b"], t["bias"], t["scales"])
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert a.grad.dtype == torch.float32
+
+
+def test_checkpointing_gives_the_same_gradients():
+    t = parts((4, 3), (2, 2), 2, (5,))
+    x, a = t["x"].requires_grad_(), t["a"].requires_grad_()
+    kron_linear(x, a, t["b"]).square().sum().backward()
+    first = a.grad.clone()
+    a.grad = None
+    checkpoint(lambda x: kron_linear(x, a, t["b"]), x, use_reentrant=False).square().sum().backward()
+    assert torch.equal(a.grad, first)
+
+
+@pytest.mark.parametrize("impl", ["eager", "fused"] if len(PATHS) > 9 else ["eager"])
+def test_torch_compile_takes_it_whole(impl):
+    t = {k: place(v, impl) for k, v in parts((8, 6), (2, 1), 2, (7,)).items()}
+    for v in t.values():
+        v.requires_grad_()
+    order = "auto" if impl == "fused" else "a_first"
+
+    def f(x, a, b, bias, scales):
+        return kron_linear(x, a, b, bias, scales, order=order, impl=impl)
+
+    y = torch.compile(f, fullgraph=True, backend="aot_eager")(**t)
+    torch.testing.assert_close(y, f(**t))
+    y.square().sum().backward()
+    grads = {k: v.grad.clone() for k, v in t.items()}
+    for v in t.values():
+        v.grad = None
+    f(**t).square().sum().backward()
+    for name, v in t.items():
+        torch.testing.assert_close(grads[name], v.grad)
+
+
+def test_build_is_the_dense_weight():
+    t = parts((5, 4), (3, 2), 3, (1,), torch.float64)
+    torch.testing.assert_close(build(t["a"], t["b"]), reference.kron_weight(t["a"], t["b"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.ones(2, 7)}, r"last dim of x is 7, but a \(4, 2\) and b \(5, 3\) need 2 \* 3 = 6"),
+        ({"x": torch.ones(2, 6, dtype=torch.float64)}, "x is torch.float64 and the factors are torch.float32"),
+        ({"a": torch.ones(4, 2)}, r"needed \(r, O1, I1\) and \(r, O2, I2\)"),
+        ({"a": torch.ones(2, 4, 2)}, r"needed \(r, O1, I1\)"),
+        ({"a": torch.ones(1, 4, 2, dtype=torch.float64)}, "needed one float dtype"),
+        ({"bias": torch.ones(3)}, r"bias has shape \[3\], needed \(20,\)"),
+        ({"scales": torch.ones(3)}, r"scales have shape \[3\], needed \(1,\)"),
+        ({"impl": "fast"}, "needed one of reference, eager, fused, auto"),
+        ({"order": "c_first"}, "needed one of b_first"),
+        ({"impl": "fused", "order": "a_first"}, "impl 'fused' cannot run"),
+        ({"impl": "fused", "b": torch.ones(1, 9, 3)}, "sides up to 8"),
+    ],
+)
+def test_bad_input_is_refused(change, message):
+    if change.get("impl") == "fused":
+        pytest.importorskip("triton")
+    good = {"x": torch.ones(2, 6), "a": torch.ones(1, 4, 2), "b": torch.ones(1, 5, 3)}
+    with pytest.raises(ValueError, match=message):
+        kron_linear(**good | change)
+
+
+def test_bad_ids_are_refused():
+    a, b = torch.ones(1, 2, 2), torch.ones(1, 2, 2)
+    with pytest.raises(ValueError, match=r"ids are torch\.float32, needed integers"):
+        kron_embedding(torch.ones(2), a, b)
+    with pytest.raises(ValueError, match="needed reference, eager or auto"):
+        kron_embedding(torch.tensor([1]), a, b, impl="fused")

@@ -1,0 +1,286 @@
+"""Training back: groups, schedules, distillation, resume, two processes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import TrainingArguments, set_seed
+
+from kronecker import (
+    DistillConfig,
+    FadeIn,
+    FreezePretrained,
+    KroneckerConfig,
+    KroneckerLinear,
+    KroneckerTrainer,
+    convert_,
+    parameter_groups,
+)
+from kronecker.schedule import factor_parameters
+from tests.support.models import tiny
+
+SMALL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def rows(count=24, length=10):
+    made = torch.randint(3, 96, (count, length), generator=torch.Generator().manual_seed(3))
+    labels = made.clone()
+    labels[::3, :4] = -100  # unequal numbers of tokens
+    return [{"input_ids": i, "labels": y, "attention_mask": torch.ones_like(i)} for i, y in zip(made, labels, strict=True)]
+
+
+def student(kind="gpt2", init="van_loan", **named):
+    model = tiny(kind, **(SMALL if kind == "gpt2" else {}))
+    convert_(model, KroneckerConfig(b_shape=(2, 1), init=init, scales=True), progress=False, **named)
+    return model
+
+
+def arguments(out, **changes):
+    common = {"max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 0.1, "optim": "sgd", "use_cpu": True}
+    common |= {"lr_scheduler_type": "constant", "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    common |= {"logging_steps": 2, "max_grad_norm": 0.0, "weight_decay": 0.0}
+    return TrainingArguments(str(out), **common | changes)
+
+
+def train(model, out, callbacks=None, resume=None, **named):
+    own = {k: named.pop(k) for k in list(named) if k in ("teacher", "distill", "pretrained_learning_rate")}
+    trainer = KroneckerTrainer(model, arguments(out, **named), train_dataset=rows(), callbacks=callbacks, **own)
+    set_seed(0)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def same(a, b, **close):
+    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, msg=lambda m, name=name: f"{name}: {m}", **close)
+
+
+def test_groups_have_their_rates_and_only_factors_decay():
+    model = student()
+    groups = {g["name"]: g for g in parameter_groups(model, learning_rate=1.0, pretrained_learning_rate=0.1)}
+    assert {n: (g["lr"], g["weight_decay"]) for n, g in groups.items()} == {
+        "factors": (1.0, 0.1),
+        "scales": (1.0, 0.0),
+        "pretrained": (0.1, 0.0),
+    }
+    assert sum(len(g["params"]) for g in groups.values()) == len(list(model.parameters()))
+    aware = parameter_groups(model, learning_rate=1.0, structure_aware=True)
+    rates = {g["name"]: g["lr"] for g in aware}
+    fc, out = model.transformer.h[0].mlp.c_fc, model.transformer.h[0].mlp.c_proj
+    assert fc.learning_rate_multipliers() == {"a": 0.5, "b": 8.0}
+    assert out.learning_rate_multipliers() == {"a": 1.0, "b": 16.0}
+    assert rates == {"factors x0.5": 0.5, "factors x8": 8.0, "factors x1": 1.0, "factors x16": 16.0} | {
+        "scales": 1.0,
+        "pretrained": 1.0,
+    }
+    assert "pretrained" not in {g["name"] for g in parameter_groups(model, learning_rate=1.0, pretrained_learning_rate=0)}
+    with pytest.raises(ValueError, match="no compressed layer"):
+        parameter_groups(tiny("gpt2"), learning_rate=1.0)
+
+
+def dense_loss(model, teacher, batch, config):
+    """The distillation loss position by position."""
+    ours, theirs = (
+        m(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], output_hidden_states=True)
+        for m in (model, teacher)
+    )
+    t, kl, ce, count = config.temperature, 0.0, 0.0, 0
+    for row in range(len(batch["labels"])):
+        for i in range(batch["labels"].shape[1] - 1):
+            label = batch["labels"][row, i + 1]
+            if label == -100:
+                continue
+            p, q = (F.log_softmax(z.logits[row, i] / t, -1) for z in (theirs, ours))
+            kl, count = kl + t * t * (p.exp() * (p - q)).sum(), count + 1
+            ce = ce - F.log_softmax(ours.logits[row, i], -1)[label]
+    hidden = [
+        (a - b).square().mean() / b.square().mean()
+        for a, b in zip(ours.hidden_states, theirs.hidden_states, strict=True)
+    ]
+    return (config.logits * kl + config.labels * ce) / count + config.hidden * sum(hidden) / len(hidden)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_loss_is_the_dense_one(kind, tmp_path):
+    model, teacher = student(kind), tiny(kind)
+    config = DistillConfig(logits=0.7, labels=0.3, hidden=0.5, temperature=1.5)
+    trainer = KroneckerTrainer(model, arguments(tmp_path), teacher=teacher, distill=config, train_dataset=rows())
+    batch = {k: torch.stack([r[k] for r in rows()[:5]]) for k in rows()[0]}
+    model.train()
+    found = trainer.compute_loss(model, dict(batch))
+    expected = dense_loss(model, teacher, batch, config)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    parameters = list(model.parameters())
+    for a, b in zip(torch.autograd.grad(found, parameters), torch.autograd.grad(expected, parameters), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_layers_learn_on_the_teachers_real_inputs(kind, tmp_path):
+    model, teacher = student(kind), tiny(kind)
+    config = DistillConfig(logits=0.0, layers=1.0)
+    trainer = KroneckerTrainer(model, arguments(tmp_path), teacher=teacher, distill=config, train_dataset=rows())
+    batch = {k: torch.stack([r[k] for r in rows()[:5]]) for k in ("input_ids", "attention_mask")}
+    model.train()
+    model.requires_grad_(True)
+    for p in model.modules():
+        if isinstance(p, torch.nn.Dropout):
+            p.p = 0.0
+    found = trainer.compute_loss(model, dict(batch))
+    assert float(found.detach()) > 0
+    found.backward()
+    learned = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    assert learned
+    held = [n for n, m in model.named_modules() if isinstance(m, KroneckerLinear)]
+    assert all(any(n.startswith(h) for h in held) for n in learned)  # each MLP alone: nothing flows through attention
+    same_weights = tiny(kind)
+    convert_(same_weights, KroneckerConfig(b_shape=(2, 1), rank=2, init="van_loan"), progress=False)
+    exact = KroneckerTrainer(same_weights, arguments(tmp_path), teacher=teacher, distill=config, train_dataset=rows())
+    for p in same_weights.train().modules():
+        if isinstance(p, torch.nn.Dropout):
+            p.p = 0.0
+    assert float(exact.compute_loss(same_weights, dict(batch)).detach()) < 1e-6
+
+
+def test_training_back_brings_the_loss_down(tmp_path):
+    model, teacher = student(init="prune"), tiny("gpt2", **SMALL)
+    trainer = train(model, tmp_path, teacher=teacher, max_steps=60, optim="adamw_torch", learning_rate=1e-2)
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert losses[-1] < 0.5 * losses[0]
+    last = [row for row in trainer.state.log_history if "loss" in row][-1]
+    assert {"norm/factors", "norm/scales", "norm/pretrained", "gradient/factors", "gradient/pretrained"} <= set(last)
+    factors = [p for p in model.parameters() if id(p) in factor_parameters(model)]
+    scales = [m.scales for m in model.modules() if isinstance(m, KroneckerLinear)]
+    norm = sum(float(p.detach().square().sum()) for p in factors if all(p is not s for s in scales)) ** 0.5
+    assert last["norm/factors"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_freezing_and_releasing(tmp_path):
+    for steps, repeat, moved in ((3, False, [False, False, False, True]), (1, True, [False, True, False, True])):
+        model, seen = student(), []
+        schedule = FreezePretrained(steps, repeat=repeat)
+        before = model.transformer.wte.weight.detach().clone()
+
+        class Look(FreezePretrained):
+            def on_step_end(self, args, state, control, model, **rest):
+                seen.append(not torch.equal(model.transformer.wte.weight, before))
+                before.copy_(model.transformer.wte.weight.detach())
+
+            def on_step_begin(self, *given, **rest):
+                pass
+
+        train(model, tmp_path, callbacks=[schedule, Look(1)], max_steps=4)
+        assert seen == moved
+        assert all(p.requires_grad for p in model.parameters())
+    with pytest.raises(ValueError, match="steps is 0"):
+        FreezePretrained(0)
+
+
+@pytest.mark.parametrize("order", ["low_to_high", "high_to_low"])
+def test_layers_come_in_one_at_a_time(order, tmp_path):
+    original = tiny("gpt2", **SMALL)
+    model = student(init="sequential", calibration=[torch.stack([r["input_ids"] for r in rows()])], fade_in=True)
+    ids = rows()[0]["input_ids"][None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ids).logits, original(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
+    shares = []
+
+    class Look(FreezePretrained):
+        def on_step_end(self, args, state, control, model, **rest):
+            shares.append([m.share for m in model.modules() if isinstance(m, KroneckerLinear)])
+
+        def on_step_begin(self, *given, **rest):
+            pass
+
+    train(model, tmp_path, callbacks=[FadeIn(every=1, over=2, order=order), Look(1)], max_steps=8)
+    assert shares[0] == [0.0] * 6
+    assert shares[2] == ([1.0, 0.5] + [0.0] * 4 if order == "low_to_high" else [0.0] * 4 + [0.5, 1.0])
+    assert shares[7] == [1.0] * 6
+    assert all(m.original is None for m in model.modules() if isinstance(m, KroneckerLinear))
+    with pytest.raises(ValueError, match="no layer has its original"):
+        train(model, tmp_path, callbacks=[FadeIn()])
+    with pytest.raises(ValueError, match="low_to_high or high_to_low"):
+        FadeIn(order="middle")
+
+
+def test_fading_is_between_the_two_layers():
+    linear = torch.nn.Linear(6, 8)
+    layer = KroneckerLinear.from_linear(linear, KroneckerConfig(b_shape=(2, 1), init="van_loan"))
+    x = torch.randn(3, 6)
+    plain = layer(x).detach()
+    layer.fade_in_(linear, 0.25)
+    torch.testing.assert_close(layer(x), 0.75 * linear(x) + 0.25 * plain)
+    assert set(layer.state_dict()) == {"a", "b", "bias"}
+
+
+def test_resumed_is_as_if_never_stopped(tmp_path):
+    teacher = tiny("gpt2", **SMALL)
+    common = {"teacher": teacher, "optim": "adamw_torch", "learning_rate": 1e-2, "lr_scheduler_type": "linear"}
+    whole = student()
+    train(whole, tmp_path / "whole", **common)
+    first = student()
+    train(first, tmp_path / "parts", save_strategy="steps", save_steps=3, **common)
+    again = student()
+    train(again, tmp_path / "parts", resume=str(tmp_path / "parts" / "checkpoint-3"), **common)
+    for a, b in zip(whole.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_accumulation_gives_the_same_step(tmp_path):
+    teacher, models = tiny("gpt2", **SMALL), []
+    for batch, steps in ((8, 1), (2, 4)):
+        models.append(student())
+        named = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps}
+        config = DistillConfig(logits=1.0, labels=0.5)
+        train(models[-1], tmp_path, teacher=teacher, distill=config, max_steps=3, **named)
+    same(*models, rtol=1e-4, atol=1e-6)
+
+
+RANK = """
+import sys, torch
+import torch.distributed as dist
+from kronecker import DistillConfig, FreezePretrained
+from tests.kronecker.test_training import SMALL, student, tiny, train
+out = sys.argv[1]
+model = student()
+trainer = train(model, out, teacher=tiny("gpt2", **SMALL), distill=DistillConfig(logits=1.0, labels=0.5),
+                per_device_train_batch_size=2, ddp_backend="gloo", callbacks=[FreezePretrained(2)])
+if trainer.args.process_index == 0:
+    torch.save(model.state_dict(), out + "/state.pt")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes_give_what_one_gives(tmp_path):
+    single = student()
+    config = DistillConfig(logits=1.0, labels=0.5)
+    train(single, tmp_path / "one", teacher=tiny("gpt2", **SMALL), distill=config, callbacks=[FreezePretrained(2)])
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *(p for p in sys.path if p)])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    done = subprocess.run([*command, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    double = student()
+    double.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    same(single, double, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda out: KroneckerTrainer(tiny("gpt2"), arguments(out)), "no compressed layer; convert_ it first"),
+        (lambda out: KroneckerTrainer(student(), arguments(out), distill=DistillConfig()), "distill needs a teacher"),
+        (lambda out: DistillConfig(logits=0.0), "needed none below 0 and one above"),
+        (lambda out: DistillConfig(labels=-1.0), "needed none below 0"),
+        (lambda out: DistillConfig(temperature=0.0), "temperature is 0.0"),
+    ],
+)
+def test_bad_input_is_refused(call, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        call(tmp_path)

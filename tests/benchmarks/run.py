@@ -6,16 +6,30 @@ import argparse
 import subprocess
 import sys
 
-from tests.benchmarks import mask_ablation, mask_step, masked_kl, masked_linear, merging
+from tests.benchmarks import (
+    kron_ablation,
+    kron_linear,
+    kron_model,
+    kron_starts,
+    mask_ablation,
+    mask_step,
+    masked_kl,
+    masked_linear,
+    merging,
+)
 from tests.benchmarks.results import write_memory_account, write_page, write_readme_table
 
-MASKS = "tests/mergekit_lite/masks"
+MASKS, KRONECKER = "tests/mergekit_lite/masks", "tests/kronecker"
 GATES = {
     "merging": ["tests/mergekit_lite/test_methods.py"],
     "masked_linear": [f"{MASKS}/test_functional.py"],
     "masked_kl": [f"{MASKS}/test_losses.py"],
     "mask_step": [f"{MASKS}/test_training.py", "-k", "dense_one"],
     "mask_ablation": [f"{MASKS}/test_merger.py", "-k", "baked"],
+    "kron_linear": [f"{KRONECKER}/test_functional.py"],
+    "kron_model": [f"{KRONECKER}/test_convert.py", "-k", "all_terms or golden"],
+    "kron_starts": [f"{KRONECKER}/test_init.py"],
+    "kron_ablation": [f"{KRONECKER}/test_training.py", "-k", "dense_one"],
 }
 SCRIPTS = {
     "merging": merging.main,
@@ -23,6 +37,10 @@ SCRIPTS = {
     "masked_kl": masked_kl.main,
     "mask_step": mask_step.main,
     "mask_ablation": mask_ablation.main,
+    "kron_linear": kron_linear.main,
+    "kron_model": kron_model.main,
+    "kron_starts": kron_starts.main,
+    "kron_ablation": kron_ablation.main,
 }
 
 
@@ -40,7 +58,8 @@ def main() -> None:
         SCRIPTS[name](["--device", options.device, *rest])
     write_page()
     write_memory_account()
-    mask_ablation.write_table()
+    for script in (mask_ablation, kron_starts, kron_ablation):
+        script.write_table()
     write_readme_table()
 
 

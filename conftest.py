@@ -1,5 +1,6 @@
 """What every test and doctest sees: torch in doctests, memory from torch.empty full of NaN, the judge's rows."""
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -20,11 +21,10 @@ def pytest_configure(config):
     torch.set_num_threads(1)
     folder = config.getoption("--expect-wheel")
     if folder:
-        import mergekit_lite
-
-        origin = Path(mergekit_lite.__file__).resolve()
-        if not origin.is_relative_to(Path(folder).resolve()):
-            raise pytest.UsageError(f"mergekit_lite comes from {origin}, not from {folder}")
+        for package in ("kronecker", "mergekit_lite"):
+            found = importlib.util.find_spec(package)
+            if found is None or not Path(found.origin or "").resolve().is_relative_to(Path(folder).resolve()):
+                raise pytest.UsageError(f"{package} comes from {found and found.origin}, not from {folder}")
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -70,6 +70,18 @@ def test_the_masks_example_runs(tmp_path):
 
 
 @pytest.mark.slow
+def test_half_of_the_mlps_parameters_can_go_and_training_brings_the_loss_back(tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "compress_gpt2.py"), "--out", str(tmp_path)]
+    done = subprocess.run([*command, "--init", "prune", "sequential"], capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr[-2000:]
+    original = float(re.search(r"^the original +[\d,]+ +([\d.]+)", done.stdout, re.M)[1])
+    rows = {name: list(map(float, re.search(rf"^{name} +[\d,]+ +([\d.]+) +([\d.]+)", done.stdout, re.M).groups()))
+            for name in ("prune", "sequential")}  # fmt: skip
+    assert rows["sequential"][0] < original + 0.05 < rows["prune"][0]
+    assert rows["sequential"][1] <= original
+
+
+@pytest.mark.slow
 def test_masks_keep_both_tasks_where_no_formula_does(tmp_path):
     command = [sys.executable, str(ROOT / "examples" / "train_masks.py"), "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
@@ -124,6 +136,41 @@ def test_the_guide_to_masks_has_every_field_and_every_public_name():
     assert set(masks.__all__) - set(documented) <= {"CachedTeachers", "MaskRow"}
 
 
+KRONECKER_ROWS = [
+    (f"kron_linear, {o}", "eager", d) for o in ("b_first", "a_first", "rebuild") for d in ("float32", "bfloat16")
+]
+KRONECKER_ROWS += [("kron_linear", "fused", "float32"), ("kron_embedding", "eager", "float32")]
+KRONECKER_ROWS += [(op, "eager", "float32") for op in ("van_loan", "van_loan, normalized", "prune", "als", "to_linear")]
+
+
+@pytest.mark.parametrize(("op", "impl", "dtype"), KRONECKER_ROWS)
+def test_the_numerics_page_has_each_kronecker_operation(op, impl, dtype):
+    page = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
+    assert f"| `{op}` | {impl} | {dtype} |" in page
+
+
+def test_the_guide_to_kronecker_has_every_preset_start_and_public_name():
+    import kronecker
+    from kronecker.config import INITS
+
+    guide = (ROOT / "docs" / "kronecker.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^::: kronecker\.(\w+)$", guide, re.M)) == set(kronecker.__all__)
+    assert all(f"`{name}` " in guide for name in kronecker.PRESETS)
+    assert all(f'`"{name}"`' in guide for name in INITS)
+    assert len(re.findall(r"^\| (half|quarter),", guide, re.M)) == 6  # the starts that were measured
+
+
+def test_the_compression_example_runs(tmp_path):
+    printed = run_example("compress_gpt2.py", "--out", tmp_path)
+    assert all(re.search(rf"^{start} +[\d,]+ +[\d.]+ +[\d.]+", printed, re.M) for start in ("prune", "sequential"))
+    assert (tmp_path / "losses.png").stat().st_size > 10_000
+    assert (tmp_path / "sequential" / "folded" / "model.safetensors").exists()
+    again = run_example("compress_gpt2.py", "--out", tmp_path, "--resume")
+    assert [line.split()[:4] for line in again.splitlines() if line.startswith("sequential")] == [
+        line.split()[:4] for line in printed.splitlines() if line.startswith("sequential")
+    ]
+
+
 def test_the_readme_example_of_the_guide_registers_and_merges(tmp_path):
     """The user-defined method of the guide, as printed there."""
     import torch
@@ -140,10 +187,11 @@ def test_the_readme_example_of_the_guide_registers_and_merges(tmp_path):
         METHODS.pop("soft_vote", None)
 
 
-def test_the_notebook_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "made"), [("merging", "merged"), ("kronecker", "small")])
+def test_the_notebooks_run(name, made, tmp_path, monkeypatch):
     """Cell by cell in one namespace, as a reader would run it."""
     monkeypatch.chdir(tmp_path)
-    notebook = json.loads((ROOT / "notebooks" / "merging.ipynb").read_text(encoding="utf-8"))
+    notebook = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8"))
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert len(cells) >= 5
     namespace = {}
@@ -152,4 +200,4 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
             exec(cell, namespace)
     finally:
         METHODS.pop("equal_energy", None)
-    assert namespace["merged"]
+    assert namespace[made]

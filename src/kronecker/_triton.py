@@ -191,7 +191,8 @@ def _outer(x: Tensor, a: Tensor, b: Tensor, other: Tensor | None, mix: bool) -> 
     parts = x.new_empty(grid[0] * grid[1], pairs, o2, dtype=torch.float32) if other is not None else x
     outer_kernel[grid](
         x, a, b, out, x if other is None else other, parts, n, p, u, *a.stride(),
-        R=rank, O2=o2, I2=i2, MIX=mix, REDUCE=other is not None, SUMS=sums, BM=_M, BP=outer_block(sums), BU=_U, num_warps=WARPS,
+        R=rank, O2=o2, I2=i2, MIX=mix, REDUCE=other is not None, SUMS=sums,
+        BM=_M, BP=outer_block(sums), BU=_U, num_warps=WARPS,
     )  # fmt: skip
     return out, None if other is None else parts.sum(0).view(rank, i2, o2).transpose(1, 2)
 

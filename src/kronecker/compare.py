@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from .convert import num_parameters
 
+_PROMPT = 8  # tokens that generation starts from
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -53,8 +55,10 @@ def compare(models: Mapping[str, Any], batches: Sequence[Tensor], *, runs: int =
         models: By name, in evaluation mode.
         batches: Token ids (B, T): perplexity is over all, speed over the first.
         runs: Times that each is timed, after one that is not counted.
-        new: Tokens to generate.
+        new: Tokens to generate, or as many as the models have positions for.
     """
+    positions = [getattr(m.config, "max_position_embeddings", None) for m in models.values()]
+    new = min([new, *(p - _PROMPT for p in positions if p)])
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     ids = batches[0]
     for run in range(runs + 1):
@@ -62,10 +66,8 @@ def compare(models: Mapping[str, Any], batches: Sequence[Tensor], *, runs: int =
             begin = time.perf_counter()
             model(input_ids=ids)
             middle = time.perf_counter()
-            model.generate(
-                ids[:1, :8], attention_mask=torch.ones_like(ids[:1, :8]), min_new_tokens=new, max_new_tokens=new,
-                do_sample=False, pad_token_id=0,
-            )  # fmt: skip
+            prompt, length = ids[:1, :_PROMPT], {"min_new_tokens": new, "max_new_tokens": new}
+            model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0, **length)
             if run:
                 times[name].append((middle - begin, time.perf_counter() - middle))
     rows = []

@@ -2,9 +2,9 @@
 
 Two copies of the hidden states walk through the blocks: those of the original model and those of the compressed one. In
 a block, the hidden neurons of each MLP are sorted by importance first (both its matrices then drop the same neurons,
-and nothing else changes); then each layer is started and fitted by `als` on the compressed model's inputs, towards what the
-original layer said at the original inputs. The layer that writes into the residual stream also makes up for what the
-stream has lost before it, where the stream can be read. Biases take care of means.
+and nothing else changes); then each layer is started and fitted by `als` on the compressed model's inputs, towards
+what the original layer said at the original inputs. The layer that writes into the residual stream also makes up for
+what the stream has lost before it, where the stream can be read. Biases take care of means.
 """
 
 from __future__ import annotations
@@ -375,8 +375,8 @@ class _Block:
     def _residual_kind(self, call: _Call, states: Tensor) -> str | None:
         """Where the stream that the MLP adds to can be read.
 
-        ``"output"``: the block's output is that stream plus what the MLP says (pre-norm). ``"read"``: the stream is what
-        the MLP reads, and a norm takes the sum of both (post-norm). None: neither, or the whole model is one block.
+        ``"output"``: the block's output is that stream plus what the MLP says (pre-norm). ``"read"``: the stream is
+        what the MLP reads, and a norm takes the sum of both (post-norm). None: neither, or the model is one block.
         """
         if isinstance(call, _Whole):
             return None

@@ -1,6 +1,6 @@
 """kron_linear against `nn.Linear`, `torch.kron`, einsum and tensorly-torch, with the presets' shapes.
 
-tensorly-torch's peer is its factorised layer with a block tensor train of two cores: the same sum of Kronecker products.
+tensorly-torch's is its factorised layer, a block tensor train of two cores: the same sum of Kronecker products.
 One token is timed over twelve layers with weights of their own, as in decoding: no cache holds them all.
 """
 

@@ -156,15 +156,15 @@ TABLES = {
     ),
     "kron_linear": Table(
         "kron_linear", ("nn.Linear", ""), "cpu",
-        "CPU seconds, one thread; in turn in one process. `ratio` is against `nn.Linear` of the same size. One token is "
+        "CPU seconds, one thread; in turn in one process. `ratio` is against a dense `nn.Linear`. One token is "
         "timed over twelve layers with weights of their own, a layer's time is shown. `saved` is what autograd keeps "
         "until backward beyond the parameters, x included. tensorly-torch: its factorised block tensor train, the same "
         "sum of Kronecker products.",
     ),
     "kron_model": Table(
         "GPT-2 124M, dense and compressed", ("dense", ""), "wall",
-        "Wall seconds; in turn in one process. A training step is forward, backward and fused AdamW; generation is greedy "
-        "with a cache. The sequential start is one run.",
+        "Wall seconds; in turn in one process. A training step is forward, backward and fused AdamW; generation is "
+        "greedy, with a cache. The sequential start is one run.",
     ),
 }  # fmt: skip
 

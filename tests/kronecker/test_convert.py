@@ -48,7 +48,9 @@ def output(model, batch=None):
 
 
 def compressed(model):
-    return [n for n, m in model.named_modules() if isinstance(m, (KroneckerLinear, KroneckerEmbedding, KroneckerExperts))]
+    return [
+        n for n, m in model.named_modules() if isinstance(m, (KroneckerLinear, KroneckerEmbedding, KroneckerExperts))
+    ]
 
 
 @pytest.mark.parametrize("init", ["sequential", "als", "van_loan", "van_loan_normalized", "prune", "random"])

@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import TrainingArguments, set_seed
+from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from kronecker import (
     DistillConfig,
@@ -29,7 +30,9 @@ def rows(count=24, length=10):
     made = torch.randint(3, 96, (count, length), generator=torch.Generator().manual_seed(3))
     labels = made.clone()
     labels[::3, :4] = -100  # unequal numbers of tokens
-    return [{"input_ids": i, "labels": y, "attention_mask": torch.ones_like(i)} for i, y in zip(made, labels, strict=True)]
+    return [
+        {"input_ids": i, "labels": y, "attention_mask": torch.ones_like(i)} for i, y in zip(made, labels, strict=True)
+    ]
 
 
 def student(kind="gpt2", init="van_loan", **named):
@@ -76,7 +79,9 @@ def test_groups_have_their_rates_and_only_factors_decay():
         "scales": 1.0,
         "pretrained": 1.0,
     }
-    assert "pretrained" not in {g["name"] for g in parameter_groups(model, learning_rate=1.0, pretrained_learning_rate=0)}
+    assert "pretrained" not in {
+        g["name"] for g in parameter_groups(model, learning_rate=1.0, pretrained_learning_rate=0)
+    }
     with pytest.raises(ValueError, match="no compressed layer"):
         parameter_groups(tiny("gpt2"), learning_rate=1.0)
 
@@ -158,23 +163,27 @@ def test_training_back_brings_the_loss_down(tmp_path):
     assert last["norm/factors"] == pytest.approx(norm, rel=1e-4)
 
 
-def test_freezing_and_releasing(tmp_path):
-    for steps, repeat, moved in ((3, False, [False, False, False, True]), (1, True, [False, True, False, True])):
-        model, seen = student(), []
-        schedule = FreezePretrained(steps, repeat=repeat)
-        before = model.transformer.wte.weight.detach().clone()
+class Look(TrainerCallback):
+    """What ``see(model)`` says after every step."""
 
-        class Look(FreezePretrained):
-            def on_step_end(self, args, state, control, model, **rest):
-                seen.append(not torch.equal(model.transformer.wte.weight, before))
-                before.copy_(model.transformer.wte.weight.detach())
+    def __init__(self, see):
+        self.see, self.seen = see, []
 
-            def on_step_begin(self, *given, **rest):
-                pass
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seen.append(self.see(kwargs["model"]))
 
-        train(model, tmp_path, callbacks=[schedule, Look(1)], max_steps=4)
-        assert seen == moved
-        assert all(p.requires_grad for p in model.parameters())
+
+@pytest.mark.parametrize(
+    ("steps", "repeat", "moved"), [(3, False, [False, False, False, True]), (1, True, [False, True, False, True])]
+)
+def test_freezing_and_releasing(steps, repeat, moved, tmp_path):
+    model = student()
+    look = Look(lambda m: m.transformer.wte.weight.detach().clone())
+    weights = [model.transformer.wte.weight.detach().clone()]
+    train(model, tmp_path, callbacks=[FreezePretrained(steps, repeat=repeat), look], max_steps=4)
+    weights += look.seen
+    assert [not torch.equal(a, b) for a, b in pairwise(weights)] == moved
+    assert all(p.requires_grad for p in model.parameters())
     with pytest.raises(ValueError, match="steps is 0"):
         FreezePretrained(0)
 
@@ -186,16 +195,9 @@ def test_layers_come_in_one_at_a_time(order, tmp_path):
     ids = rows()[0]["input_ids"][None]
     with torch.no_grad():
         torch.testing.assert_close(model(input_ids=ids).logits, original(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
-    shares = []
-
-    class Look(FreezePretrained):
-        def on_step_end(self, args, state, control, model, **rest):
-            shares.append([m.share for m in model.modules() if isinstance(m, KroneckerLinear)])
-
-        def on_step_begin(self, *given, **rest):
-            pass
-
-    train(model, tmp_path, callbacks=[FadeIn(every=1, over=2, order=order), Look(1)], max_steps=8)
+    look = Look(lambda m: [layer.share for layer in m.modules() if isinstance(layer, KroneckerLinear)])
+    train(model, tmp_path, callbacks=[FadeIn(every=1, over=2, order=order), look], max_steps=8)
+    shares = look.seen
     assert shares[0] == [0.0] * 6
     assert shares[2] == ([1.0, 0.5] + [0.0] * 4 if order == "low_to_high" else [0.0] * 4 + [0.5, 1.0])
     assert shares[7] == [1.0] * 6

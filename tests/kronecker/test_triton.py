@@ -61,7 +61,9 @@ def environment():
 
 
 def test_kernels_compile_for_gpus_that_are_not_here():
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment(), capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment(), capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "compiled 84" in done.stdout
 

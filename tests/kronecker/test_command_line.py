@@ -1,0 +1,97 @@
+"""The command line, comparing, and what importing needs."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kronecker import KroneckerConfig, compare, convert_, from_pretrained, num_parameters, perplexity
+from kronecker.__main__ import main
+from kronecker.compare import table
+from tests.support.models import save, save_tokenizer, tiny
+
+WORDS = ["<unk>", *(f"w{i}" for i in range(95))]
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A model with a tokenizer, and a text."""
+    save(tiny("gpt2"), tmp_path / "model")
+    save_tokenizer(tmp_path / "model", WORDS)
+    ids = torch.randint(1, 96, (600,), generator=torch.Generator().manual_seed(0)).tolist()
+    (tmp_path / "text.txt").write_text(" ".join(WORDS[i] for i in ids))
+    return tmp_path
+
+
+COMMON = ["--context", "16", "--tokens", "320"]
+
+
+def test_plan_convert_compare_and_fold(place, capsys):
+    model, text = str(place / "model"), ["--calibration", str(place / "text.txt"), *COMMON]
+    budget = num_parameters(tiny("gpt2")) - 2500
+    command = ["plan", model, "--budget", str(budget), "--out", str(place / "plan.json"), "--no-progress", *text]
+    assert main(command) == 0
+    assert f"budget of {budget:,}" in capsys.readouterr().out
+    small = str(place / "small")
+    assert main(["convert", model, small, "--plan", str(place / "plan.json"), "--no-progress", *text]) == 0
+    assert "parameters" in capsys.readouterr().out
+    assert not list(place.glob(".*"))
+    assert num_parameters(from_pretrained(small)) <= budget
+    assert main(["fold", small, str(place / "dense")]) == 0
+    capsys.readouterr()
+    assert main(["compare", model, small, str(place / "dense"), *text]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert "perplexity" in lines[0]
+    figures = [line.split() for line in lines[1:]]
+    assert figures[1][2] == figures[2][2]  # folded: the same perplexity
+    assert figures[0][1] == figures[2][1]  # and the original's parameters
+
+
+def test_shapes_in_the_command(place, capsys):
+    command = ["convert", str(place / "model"), str(place / "out"), "--b-shape", "2", "1", "--init", "prune"]
+    assert main([*command, "--no-progress"]) == 0
+    capsys.readouterr()
+    assert main([*command, "--no-progress"]) == 1
+    assert "exists and is not an empty folder" in capsys.readouterr().err
+    command[2] = str(place / "other")
+    assert main([*command[:-1], "sequential"]) == 1
+    assert "needed calibration data" in capsys.readouterr().err
+    assert main(["plan", str(place / "model"), "--budget", "1"]) == 1
+    assert "--calibration is missing" in capsys.readouterr().err
+    (place / "text.txt").write_text("")
+    assert main(["compare", str(place / "model"), "--calibration", str(place / "text.txt")]) == 1
+    assert "needed some text" in capsys.readouterr().err
+
+
+def test_comparing_measures_what_it_says():
+    model = tiny("gpt2")
+    ids = torch.randint(3, 96, (4, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        loss = model(input_ids=ids, labels=ids).loss
+    assert perplexity(model, [ids]) == pytest.approx(float(loss.exp()), rel=1e-4)
+    assert perplexity(model, list(ids.split(1))) == pytest.approx(float(loss.exp()), rel=1e-4)
+    small = tiny("gpt2")
+    convert_(small, KroneckerConfig(b_shape=(2, 1), init="prune"))
+    rows = compare({"dense": model, "small": small}, [ids], runs=1, new=4)
+    assert [r.parameters for r in rows] == [num_parameters(model), num_parameters(small)]
+    assert all(r.forward_tokens_per_second > 0 and r.generated_tokens_per_second > 0 for r in rows)
+    assert table(rows).count("\n") == 2
+    with pytest.raises(ValueError, match="no token to predict"):
+        perplexity(model, [ids[:, :1]])
+
+
+def test_importing_needs_no_triton_peft_plotting_or_datasets():
+    code = """
+import sys
+for name in ("triton", "peft", "matplotlib", "datasets", "tltorch"):
+    sys.modules[name] = None  # as if it were not installed
+import torch, kronecker
+kronecker.kron_linear(torch.ones(1, 4), torch.ones(1, 2, 2), torch.ones(1, 1, 2))
+assert "mergekit_lite" not in sys.modules
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -66,6 +66,8 @@ def outward(t: Tensor, b: Tensor) -> Tensor:
     """Σ_{q, r} b[r, q, v] t[q, n, r, u], as (n, u, v)."""
     q, n, r, u = t.shape
     v = b.shape[2]
+    if q * r == 1:
+        return t.reshape(n, u, 1) * b.view(v)
     if q * r <= v:
         rows = t.permute(1, 3, 2, 0).reshape(n * u, r * q)
         return torch.mm(rows, b.reshape(r * q, v)).view(n, u, v)
@@ -120,7 +122,7 @@ def _blocks(x: Tensor, alone: int) -> Iterator[slice]:
     """Stretches of tokens; one of all where the small factor has size one there, so that nothing is permuted."""
     tokens = x.shape[0]
     step = _BLOCK if x.device.type == "cpu" and alone > 1 else max(1, tokens)
-    for start in range(0, tokens, step):
+    for start in range(0, max(1, tokens), step):
         yield slice(start, min(start + step, tokens))
 
 
@@ -136,14 +138,12 @@ class _BFirst(torch.autograd.Function):
         if n * o2 <= _FEW:
             t = inward(x.view(n, i1, i2), b).permute(2, 0, 1, 3).reshape(r, o2 * n, i1)
             return _few(a, t).view(o1, o2, n).permute(2, 0, 1).reshape(n, o1 * o2)
-        out, packed = x.new_empty(n, o1, o2), _packed(a)
+        out, packed = None, _packed(a)
         for block in _blocks(x, o2):
-            t = inward(x[block].view(-1, i1, i2), b).reshape(-1, r * i1)
-            if o2 == 1:
-                torch.mm(t, packed.T, out=out.view(n, o1))
-            else:
-                out[block] = torch.mm(t, packed.T).view(o2, -1, o1).permute(1, 2, 0)
-        return out.view(n, o1 * o2)
+            part = x[block]
+            t = inward(part.view(len(part), i1, i2), b).reshape(-1, r * i1)
+            out = _put(out, block, torch.mm(t, packed.T).view(o2, len(part), o1).permute(1, 2, 0), n)
+        return _whole(out, n, o1 * o2)
 
     @staticmethod
     @once_differentiable
@@ -152,7 +152,7 @@ class _BFirst(torch.autograd.Function):
         small, packed = scaled(b, scales), _packed(a)
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
         need_x, need_a, need_b = _needs(ctx)
-        dx = x.new_empty(x.shape) if need_x else None
+        dx = None
         da = torch.zeros(o1, r * i1, dtype=_work(a.dtype), device=a.device) if need_a else None
         db: Any = 0
         for block in _blocks(x, o2):
@@ -162,14 +162,15 @@ class _BFirst(torch.autograd.Function):
             g = grad[block].reshape(n, o1, o2).permute(2, 0, 1).reshape(o2 * n, o1)
             if da is not None:
                 _add_product(da, g.T, inward(xb, small).reshape(o2 * n, r * i1))
-            if dx is not None or need_b:
+            if need_x or need_b:
                 dt = torch.mm(g, packed).view(o2, n, r, i1)
-                if dx is not None:
-                    dx[block].view(n, i1, i2).copy_(outward(dt, small))
+                if need_x:
+                    dx = _put(dx, block, outward(dt, small), len(x))
                 if need_b:
                     db = db + gram(dt, xb)
         da = None if da is None else da.view(o1, r, i1).transpose(0, 1).to(a.dtype)
-        return dx, da, *(small_gradients(_some(db, b), b, scales) if need_b else (None, None))
+        dx = _whole(dx, *x.shape) if need_x else None
+        return dx, da, *(small_gradients(db, b, scales) if need_b else (None, None))
 
 
 class _AFirst(torch.autograd.Function):
@@ -178,22 +179,19 @@ class _AFirst(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:  # (N, I), factors
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
-        n = x.shape[0]
-        out = x.new_empty(n, o1, o2)
-        keep = _needs(ctx)[2]
-        kept = x.new_empty(n, i2, r, o1) if keep else None
+        n, out, kept = x.shape[0], None, None
         flat, turned = a.reshape(r * o1, i1), scaled(b, scales).transpose(1, 2)
         for block in _blocks(x, i2):
             rows = _split(x[block], i1, i2)
             if rows.shape[0] <= _FEW:
-                s = torch.bmm(a, rows.T.expand(r, -1, -1)).view(r, o1, i2, -1).permute(2, 3, 0, 1)
+                s = torch.bmm(a, rows.T.expand(r, -1, -1)).view(r, o1, i2, n).permute(2, 3, 0, 1)
             else:
-                s = torch.mm(rows, flat.T).view(i2, -1, r, o1)
-            if kept is not None:
-                kept[block] = s.transpose(0, 1)
-            out[block] = outward(s, turned)
+                s = torch.mm(rows, flat.T).view(i2, len(rows) // i2, r, o1)
+            if _needs(ctx)[2]:
+                kept = _put(kept, block, s.transpose(0, 1), n)
+            out = _put(out, block, outward(s, turned), n)
         ctx.save_for_backward(x, a, b, scales, kept)
-        return out.view(n, o1 * o2)
+        return _whole(out, n, o1 * o2)
 
     @staticmethod
     @once_differentiable
@@ -201,23 +199,24 @@ class _AFirst(torch.autograd.Function):
         x, a, b, scales, kept = ctx.saved_tensors
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
         need_x, need_a, need_b = _needs(ctx)
-        dx = x.new_empty(x.shape) if need_x else None
+        dx = None
         da = torch.zeros(r * o1, i1, dtype=_work(a.dtype), device=a.device) if need_a else None
         db: Any = 0
         flat, turned = a.reshape(r * o1, i1), scaled(b, scales).transpose(1, 2)
         for block in _blocks(x, i2):
             n = x[block].shape[0]
             g = grad[block].reshape(n, o1, o2)
-            if dx is not None or da is not None:
+            if need_x or need_a:
                 ds = inward(g, turned).reshape(i2 * n, r * o1)
-                if dx is not None:
-                    dx[block].view(n, i1, i2).copy_(torch.mm(ds, flat).view(i2, n, i1).permute(1, 2, 0))
+                if need_x:
+                    dx = _put(dx, block, torch.mm(ds, flat).view(i2, n, i1).permute(1, 2, 0), len(x))
                 if da is not None:
                     _add_product(da, ds.T, _split(x[block], i1, i2))
             if need_b:
                 db = db + gram(kept[block].transpose(0, 1), g).transpose(1, 2)
         da = None if da is None else da.view(r, o1, i1).to(a.dtype)
-        return dx, da, *(small_gradients(_some(db, b), b, scales) if need_b else (None, None))
+        dx = _whole(dx, *x.shape) if need_x else None
+        return dx, da, *(small_gradients(db, b, scales) if need_b else (None, None))
 
 
 class _Rebuild(torch.autograd.Function):
@@ -252,14 +251,24 @@ def _needs(ctx: Any) -> tuple[bool, bool, bool]:
     return x, a, b or scales
 
 
-def _some(db: Any, b: Tensor) -> Tensor:
-    """A sum over no blocks is zero."""
-    return db if isinstance(db, Tensor) else torch.zeros_like(b)
+def _put(out: Tensor | None, block: slice, made: Tensor, n: int) -> Tensor:
+    """Rows of a result of ``n`` rows; where one block is all of it, without a copy."""
+    if out is None:
+        if len(made) == n:
+            return made
+        out = made.new_empty(n, *made.shape[1:])
+    out[block] = made
+    return out
+
+
+def _whole(out: Tensor | None, rows: int, columns: int) -> Tensor:
+    assert out is not None
+    return out.reshape(rows, columns)
 
 
 def _split(x: Tensor, i1: int, i2: int) -> Tensor:
     """(n, I) as (v n, u)."""
-    return x.view(-1, i1, i2).permute(2, 0, 1).reshape(-1, i1)
+    return x.view(len(x), i1, i2).permute(2, 0, 1).reshape(-1, i1)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

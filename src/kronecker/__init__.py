@@ -13,9 +13,10 @@ True
 from .compare import Comparison, compare, perplexity
 from .config import PRESETS, KroneckerConfig, preset
 from .convert import ConversionReport, LayerReport, convert_, num_parameters, revert_
-from .distill import DistillConfig, KroneckerTrainer, parameter_groups
+from .distill import DistillConfig, KroneckerTrainer
 from .experts import KroneckerExperts
 from .functional import kron_embedding, kron_linear
+from .groups import parameter_groups
 from .init import Factors, Moments, als, prune, random, van_loan
 from .linear import KroneckerEmbedding, KroneckerLinear
 from .planning import Plan, plan

@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from .compare import compare, table
 from .config import INITS, PRESETS, KroneckerConfig, from_json, preset, to_json
 from .convert import convert_
 from .planning import plan
-from .storage import _class, fold, from_pretrained, is_compressed, save_pretrained
+from .storage import fold, from_pretrained, is_compressed, model_class, save_pretrained
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,11 +62,14 @@ def load(name: str) -> PreTrainedModel:
     architectures = config.architectures or []
     if not architectures:
         raise ValueError(f"kronecker: {name} does not say its architecture in config.json")
-    return _class(architectures[0], "kronecker").from_pretrained(name).eval()
+    return model_class(architectures[0], "kronecker").from_pretrained(name).eval()
 
 
-def tokens(path: str, tokenizer: str, count: int, context: int, batch: int = 4) -> list[Tensor]:
-    """Batches of token ids (batch, context) from the beginning of a text file."""
+def tokens(options: argparse.Namespace, tokenizer: str, *models: PreTrainedModel) -> list[Tensor]:
+    """Batches of token ids from the beginning of the text file, in rows that the models have positions for."""
+    path, count = options.calibration, options.tokens
+    positions = [getattr(m.config, "max_position_embeddings", None) for m in models]
+    context = min([options.context, *(p for p in positions if p)])
     text = Path(path).read_text(encoding="utf-8", errors="replace")[: 20 * count]
     encode = AutoTokenizer.from_pretrained(tokenizer)
     made = encode(text, return_tensors="pt", verbose=False)["input_ids"][0][:count]  # pyrefly: ignore
@@ -73,23 +77,24 @@ def tokens(path: str, tokenizer: str, count: int, context: int, batch: int = 4) 
         raise ValueError(f"kronecker: {path} has {len(made)} tokens, needed some text")
     context = min(context, len(made))
     rows = made[: len(made) // context * context].view(-1, context)
-    return list(rows.split(batch))
+    return list(rows.split(4))
 
 
 def _convert(options: argparse.Namespace) -> None:
     if options.preset:
         config: object = preset(options.preset, init=options.init)
     elif options.plan:
-        config = from_json(Path(options.plan).read_text(encoding="utf-8"))
+        planned = from_json(Path(options.plan).read_text(encoding="utf-8"))
+        config = {name: replace(c, init=options.init) for name, c in planned.items()}
     else:
         config = KroneckerConfig(b_shape=tuple(options.b_shape), rank=options.rank, init=options.init)
     out = Path(options.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"convert: {out} exists and is not an empty folder")
     tokenizer = options.tokenizer or options.model
-    data = tokens(options.calibration, tokenizer, options.tokens, options.context) if options.calibration else None
-    cache = out.with_name(f".{out.name}.fitted")
     model = load(options.model)
+    data = tokens(options, tokenizer, model) if options.calibration else None
+    cache = out.with_name(f".{out.name}.fitted")
     report = convert_(model, config, calibration=data, cache=cache, progress=not options.no_progress)  # pyrefly: ignore
     save_pretrained(model, out)
     _copy_tokenizer(tokenizer, out)
@@ -107,8 +112,9 @@ def _copy_tokenizer(name: str, out: Path) -> None:
 def _plan(options: argparse.Namespace) -> None:
     if not options.calibration:
         raise ValueError("plan: --calibration is missing, needed a text file")
-    data = tokens(options.calibration, options.tokenizer or options.model, options.tokens, options.context)
-    made = plan(load(options.model), budget=options.budget, calibration=data, progress=not options.no_progress)
+    model = load(options.model)
+    data = tokens(options, options.tokenizer or options.model, model)
+    made = plan(model, budget=options.budget, calibration=data, progress=not options.no_progress)
     print(made)
     if options.out:
         Path(options.out).write_text(to_json(made.configs) + "\n", encoding="utf-8")
@@ -127,8 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _copy_tokenizer(options.model, Path(options.out))
         else:
             tokenizer = options.tokenizer or options.models[0]
-            data = tokens(options.calibration, tokenizer, options.tokens, options.context)
-            print(table(compare({name: load(name) for name in options.models}, data)))
+            models = {name: load(name) for name in options.models}
+            print(table(compare(models, tokens(options, tokenizer, *models.values()))))
     except (ValueError, OSError, json.JSONDecodeError) as error:
         print(f"kronecker: {error}", file=sys.stderr)
         return 1

@@ -36,8 +36,8 @@ def perplexity(model: nn.Module, batches: Sequence[Tensor]) -> float:
     >>> 8 < perplexity(model, [torch.tensor([[1, 2, 3]])]) < 10
     True
     """
-    loss, count = 0.0, 0
-    for ids in batches:
+    loss, count, device = 0.0, 0, next(model.parameters()).device
+    for ids in (batch.to(device) for batch in batches):
         logits = model(input_ids=ids).logits[:, :-1].float()
         labels = ids[:, 1:].reshape(-1)
         loss += float(nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum"))
@@ -52,7 +52,7 @@ def compare(models: Mapping[str, Any], batches: Sequence[Tensor], *, runs: int =
     """Measure language models in turn within one process; times are medians.
 
     Args:
-        models: By name, in evaluation mode.
+        models: By name, in evaluation mode, on one device.
         batches: Token ids (B, T): perplexity is over all, speed over the first.
         runs: Times that each is timed, after one that is not counted.
         new: Tokens to generate, or as many as the models have positions for.
@@ -60,14 +60,16 @@ def compare(models: Mapping[str, Any], batches: Sequence[Tensor], *, runs: int =
     positions = [getattr(m.config, "max_position_embeddings", None) for m in models.values()]
     new = min([new, *(p - _PROMPT for p in positions if p)])
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
-    ids = batches[0]
+    ids = batches[0].to(next(next(iter(models.values())).parameters()).device)
     for run in range(runs + 1):
         for name, model in models.items():
             begin = time.perf_counter()
             model(input_ids=ids)
+            _finish(ids.device)
             middle = time.perf_counter()
             prompt, length = ids[:1, :_PROMPT], {"min_new_tokens": new, "max_new_tokens": new}
             model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0, **length)
+            _finish(ids.device)
             if run:
                 times[name].append((middle - begin, time.perf_counter() - middle))
     rows = []
@@ -76,6 +78,11 @@ def compare(models: Mapping[str, Any], batches: Sequence[Tensor], *, runs: int =
         figures = (num_parameters(model), perplexity(model, batches), ids.numel() / forward, new / generate)
         rows.append(Comparison(name, *figures))
     return rows
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def table(rows: Sequence[Comparison]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +15,9 @@ from tqdm.auto import tqdm
 from .config import NEEDS_CALIBRATION, KroneckerConfig
 from .experts import KroneckerExperts, is_experts
 from .linear import KroneckerEmbedding, KroneckerLinear, dense
-from .sequential import batches, fit_
-from .sites import COMPRESSED, is_linear, put, resolve
+from .sequential import fit_
+from .sites import COMPRESSED, convertible, is_linear, put, resolve
+from .walk import batches
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class LayerReport:
     shapes: str
     before: int
     after: int
+    init: str  # the start it got: Van Loan's where a fit is not possible
     error: float  # of its weight or, for inits that look at inputs, of its outputs; relative
 
 
@@ -43,10 +46,9 @@ class ConversionReport:
             f"{self.before:,} to {self.after:,} parameters ({self.after / self.before:.1%}), {len(self.layers)} layers"
         ]
         width = max((len(r.name) for r in self.layers), default=0)
-        lines += [
-            f"  {r.name:{width}}  {r.shapes}  {r.after / r.before:6.1%}  error {r.error:.3f}" for r in self.layers
-        ]
-        lines += [f"  skipped {name}: {why}" for name, why in self.skipped.items()]
+        for r in self.layers:
+            lines.append(f"  {r.name:{width}}  {r.shapes}  {r.after / r.before:6.1%}  {r.init}, error {r.error:.3f}")
+        lines += [f"  left alone, {why}: {n}" for why, n in Counter(self.skipped.values()).items()]
         return "\n".join(lines)
 
 
@@ -100,7 +102,8 @@ def convert_(
     modules = {name: model.get_submodule(name) for name in configs}
     tied = _tied(model)
     for name, module in modules.items():
-        _check(name, module, configs[name])
+        check_layer("convert_", name, module)
+        _check_shapes(name, module, configs[name])
     linears = {n: c for n, c in configs.items() if is_linear(modules[n]) and n not in tied}
     fitted = {n: c for n, c in linears.items() if c.init in NEEDS_CALIBRATION}
     if fitted and calibration is None:
@@ -112,6 +115,7 @@ def convert_(
     before, training = num_parameters(model), model.training
     original = {n: m for n, m in model.named_modules() if n in {*configs, *(t for ts in tied.values() for t in ts)}}
     sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in original.items()}
+    gradients = [(p, p.requires_grad) for p in model.parameters()]  # fading in freezes originals
     errors: dict[str, float] = {}
     try:
         model.eval()
@@ -131,6 +135,8 @@ def convert_(
     except BaseException:
         for name, module in original.items():
             put(model, name, module)
+        for parameter, wanted in gradients:
+            parameter.requires_grad_(wanted)
         raise
     finally:
         model.train(training)
@@ -139,13 +145,10 @@ def convert_(
         made = model.get_submodule(name)
         shapes = f"{configs[name].rank} x {made.a_shape} ⊗ {made.b_shape}" if hasattr(made, "a_shape") else "experts"
         after = sum(p.numel() for p in made.parameters())
-        rows.append(LayerReport(name, shapes, sizes[name], after, errors[name]))
-    skipped = {
-        n: "tied to a layer that was converted" if any(n in ts for ts in tied.values()) else "not asked for"
-        for n, m in model.named_modules()
-        if n not in configs and (is_linear(m) or is_experts(m))
-    }
-    skipped = {n: why for n, why in skipped.items() if why != "not asked for" or filter_fn is not None}
+        used = configs[name].init if name in linears or configs[name].init not in NEEDS_CALIBRATION else "van_loan"
+        rows.append(LayerReport(name, shapes, sizes[name], after, used, errors[name]))
+    why = "not part of an MLP" if isinstance(config, KroneckerConfig) and filter_fn is None else "not asked for"
+    skipped = {n: why for n, m in model.named_modules() if n not in configs and convertible(m)}
     return ConversionReport(tuple(rows), skipped, before, num_parameters(model))
 
 
@@ -164,23 +167,26 @@ def _tied(model: nn.Module) -> dict[str, list[str]]:
     return made
 
 
-def _check(name: str, module: nn.Module, config: KroneckerConfig) -> None:
-    """Refuse what cannot be converted, before anything is."""
+def check_layer(operation: str, name: str, module: nn.Module) -> None:
+    """Refuse a layer that cannot be converted."""
     if isinstance(module, COMPRESSED):
-        raise ValueError(f"convert_: {name} is compressed already; revert_(model) first, or leave it out")
+        raise ValueError(f"{operation}: {name} is compressed already; revert_(model) first, or leave it out")
     parameters = list(module.parameters())
     if any(p.is_meta for p in parameters):
-        raise ValueError(f"convert_: {name} is on the meta device, needed loaded weights")
+        raise ValueError(f"{operation}: {name} is on the meta device, needed loaded weights")
     if (
         not all(p.is_floating_point() for p in parameters)
         or hasattr(module, "quant_state")
         or "quant" in type(module).__module__
         or "bnb" in type(module).__module__
     ):
-        raise ValueError(f"convert_: {name} is a quantised {type(module).__name__}, needed float weights")
+        raise ValueError(f"{operation}: {name} is a quantised {type(module).__name__}, needed float weights")
     for p in parameters:
         if not torch.isfinite(p).all() or (p.dim() > 1 and not p.any()):
-            raise ValueError(f"convert_: {name} has a weight that is zero or not finite, needed numbers")
+            raise ValueError(f"{operation}: {name} has a weight that is zero or not finite, needed numbers")
+
+
+def _check_shapes(name: str, module: nn.Module, config: KroneckerConfig) -> None:
     if is_experts(module):
         KroneckerExperts.like(module, config)
         return
@@ -215,6 +221,7 @@ def _convert_alone(model: nn.Module, name: str, config: KroneckerConfig, tied: M
             shared: Any = KroneckerEmbedding.like(twin, config)
         else:
             shared = KroneckerLinear.like(twin, config)
+            shared.bias = twin.bias  # pyrefly: ignore
         shared.a, shared.b, shared.scales = layer.a, layer.b, layer.scales
         put(model, other, shared)
     return float((layer.dense_weight() - weight).norm().detach() / weight.norm())
@@ -241,6 +248,8 @@ def revert_(model: nn.Module) -> list[str]:
     found = {n: m for n, m in model.named_modules() if isinstance(m, COMPRESSED)}
     if not found:
         raise ValueError(f"revert_: {type(model).__name__} has no compressed layer")
+    if any(isinstance(m, KroneckerLinear) and m.original is not None for m in found.values()):
+        raise ValueError("revert_: a layer still runs its original; train on, or end it with fade_in_(None)")
     weights: dict[int, nn.Parameter] = {}
     for name, module in found.items():
         if isinstance(module, KroneckerExperts):

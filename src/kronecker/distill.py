@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
-from .linear import KroneckerLayer
-from .schedule import FadeIn, FreezePretrained, factor_parameters
+from .groups import group_kind, parameter_groups
+from .schedule import FadeIn, FreezePretrained
 from .sites import COMPRESSED, find_mlps
+from .storage import is_compressed, read_files, write_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,63 +51,6 @@ class DistillConfig:
             raise ValueError(f"DistillConfig: temperature is {self.temperature}, needed above 0")
 
 
-def parameter_groups(
-    model: nn.Module,
-    *,
-    learning_rate: float,
-    pretrained_learning_rate: float | None = None,
-    weight_decay: float = 0.1,
-    structure_aware: bool = False,
-) -> list[dict[str, Any]]:
-    """Optimizer groups: new factors, their scales, and the pretrained rest; weight decay on factors only.
-
-    Args:
-        model: With compressed layers.
-        learning_rate: Of factors and scales.
-        pretrained_learning_rate: Of the rest; default: the same. 0 leaves it out.
-        weight_decay: Of the factors.
-        structure_aware: Multiply each factor's rate by I / (2 I_k), what keeps its updates the size of a dense layer's
-            under Adam (arXiv 2406.06248, section 3). Factors with the same multiplier share a group.
-
-    Raises:
-        ValueError: No compressed layer.
-
-    >>> from kronecker import KroneckerConfig, KroneckerLinear
-    >>> layer = KroneckerLinear(4, 6, KroneckerConfig(b_shape=(2, 1)))
-    >>> [(g["name"], len(g["params"])) for g in parameter_groups(layer, learning_rate=1e-3)]
-    [('factors', 2), ('pretrained', 1)]
-    """
-    factors = factor_parameters(model)
-    if not factors:
-        raise ValueError(f"parameter_groups: {type(model).__name__} has no compressed layer")
-    groups: dict[str, dict[str, Any]] = {}
-    for module in model.modules():
-        if not isinstance(module, COMPRESSED):
-            continue
-        times = module.learning_rate_multipliers() if isinstance(module, KroneckerLayer) else {}
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in factors:
-                continue
-            if name.endswith("scales"):
-                key, rate, decay = "scales", learning_rate, 0.0
-            else:
-                many = times.get(name, 1.0) if structure_aware else 1.0
-                key, rate, decay = (
-                    f"factors x{many:g}" if structure_aware else "factors",
-                    learning_rate * many,
-                    weight_decay,
-                )
-            group = groups.setdefault(key, {"name": key, "params": [], "lr": rate, "weight_decay": decay})
-            if not any(parameter is p for p in group["params"]):
-                group["params"].append(parameter)
-    made = list(groups.values())
-    rate = learning_rate if pretrained_learning_rate is None else pretrained_learning_rate
-    rest = [p for p in model.parameters() if id(p) not in factors]
-    if rate > 0 and rest:
-        made.append({"name": "pretrained", "params": rest, "lr": rate, "weight_decay": 0.0})
-    return made
-
-
 def hidden_loss(student: tuple[Tensor, ...], teacher: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
     """Mean over layers of the squared error over the teacher's mean square, on tokens that are not padding."""
     losses = [_relative(s, t, mask) for s, t in zip(student, teacher, strict=True)]
@@ -118,6 +64,13 @@ def _relative(student: Tensor, teacher: Tensor, mask: Tensor | None) -> Tensor:
     return (student.float() - teacher).square().mean() / teacher.square().mean().clamp_min(1e-12)
 
 
+def _takes_one(module: nn.Module) -> bool:
+    """Whether its forward needs nothing but one tensor."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return len(needed) == 1
+
+
 class _Mlps:
     """A teacher's MLPs, watched, and the student's on the same inputs."""
 
@@ -128,7 +81,7 @@ class _Mlps:
             up, down = mlp.ups[0].rpartition("."), mlp.down.rpartition(".")
             if up[0] != down[0] and not mlp.ups[0].endswith("intermediate.dense"):
                 raise ValueError(f"KroneckerTrainer: layers={mlp.down!r} has no MLP of its own to run; needed layers=0")
-            if up[2] == "fc1" and not up[0].endswith("mlp"):
+            if not mlp.ups[0].endswith("intermediate.dense") and not _takes_one(teacher.get_submodule(up[0])):
                 raise ValueError(f"KroneckerTrainer: {up[0]} is more than an MLP; needed layers=0")
 
     def watch(self, found: dict[str, tuple[Tensor, Tensor]]) -> list[Any]:
@@ -205,8 +158,10 @@ class KroneckerTrainer(Trainer):
         super().__init__(model=model, args=args, **rest)
         if self.teacher is not None:
             self.teacher.to(self.args.device)
+        self._accepts = self.model_accepts_loss_kwargs
         if self.distill is not None:
             self.model_accepts_loss_kwargs = True  # losses are over the tokens of a whole step
+        self.add_callback(_GradientNorms(self._gradients))
 
     def create_optimizer(self, *ignored: Any, **named: Any) -> torch.optim.Optimizer:
         """The arguments' optimizer over `parameter_groups`."""
@@ -231,7 +186,7 @@ class KroneckerTrainer(Trainer):
     ) -> Any:
         """The weighted sum of `DistillConfig`; without a teacher the model's own loss."""
         if self.distill is None or self.teacher is None or not model.training:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return self._own_loss(model, inputs, return_outputs, num_items_in_batch)
         config, found = self.distill, {}
         named = {"output_hidden_states": config.hidden > 0}
         given = {k: v for k, v in inputs.items() if k not in ("labels", "label")}
@@ -247,24 +202,36 @@ class KroneckerTrainer(Trainer):
         loss = torch.zeros((), device=self.args.device)
         if config.logits or config.labels:
             loss = loss + self._token_loss(ours, theirs, labels, mask, num_items_in_batch)
+        # the trainer divides by the micro-batches of a step itself, when nothing is counted
+        share = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
         if config.hidden:
-            loss = loss + config.hidden * self._share(hidden_loss(ours.hidden_states, theirs.hidden_states, mask))
+            loss = loss + config.hidden * hidden_loss(ours.hidden_states, theirs.hidden_states, mask) / share
         if self._mlps:
-            loss = loss + config.layers * self._share(self._mlps.loss(found, mask))
+            everything = 0.0 * ours[0].float().sum()  # DDP waits for every parameter that the forward used
+            loss = loss + config.layers * self._mlps.loss(found, mask) / share + everything
         return (loss, ours) if return_outputs else loss
 
-    def _share(self, mean: Tensor) -> Tensor:
-        """A mean over a micro-batch, as a share of its step."""
-        return mean / self.args.gradient_accumulation_steps
+    def _own_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, items: Any) -> Any:
+        """The stock trainer's loss, with the stock flag."""
+        held, self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs, self._accepts
+        try:
+            return super().compute_loss(model, inputs, return_outputs, items if self._accepts else None)
+        finally:
+            self.model_accepts_loss_kwargs = held
 
     def _token_loss(
         self, ours: Any, theirs: Any, labels: Tensor | None, mask: Tensor | None, items: Tensor | int | None
     ) -> Tensor:
         """KL and cross-entropy over the tokens of a step: those that have a label, shifted for language models."""
-        config, student, teacher = self.distill, ours.logits, theirs.logits
+        config, student, teacher = self.distill, getattr(ours, "logits", None), getattr(theirs, "logits", None)
         assert config is not None
+        if student is None or teacher is None:
+            raise ValueError(
+                f"KroneckerTrainer: {type(self._unwrapped()).__name__} has no logits; needed "
+                f"DistillConfig(logits=0) with hidden or layers"
+            )
         if labels is not None and student.dim() == 3 and labels.shape == student.shape[:2]:
-            if self._unwrapped().can_generate():
+            if self._unwrapped().can_generate() and not self._unwrapped().config.is_encoder_decoder:
                 labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
             keep = labels != -100
             student, teacher, labels = student[keep], teacher[keep], labels[keep]
@@ -282,7 +249,7 @@ class KroneckerTrainer(Trainer):
                 raise ValueError("KroneckerTrainer: DistillConfig has labels > 0, but the batch has none")
             total = total + config.labels * F.cross_entropy(student, labels.reshape(-1), reduction="sum")
         if items is None:
-            return self._share(total / max(1, len(student)))
+            return total / max(1, len(student))
         return total / count * (self.accelerator.num_processes if self.args.average_tokens_across_devices else 1)
 
     def _unwrapped(self) -> Any:
@@ -293,27 +260,50 @@ class KroneckerTrainer(Trainer):
         if "loss" in logs and self.optimizer is not None:
             groups = getattr(self.optimizer, "optimizer", self.optimizer).param_groups
             for group in groups:
-                kind = group.get("name", "pretrained").split(" ")[0]
+                kind = group_kind(group)
                 held = [p.detach() for p in group["params"]]
                 logs[f"norm/{kind}"] = _norm(held, logs.get(f"norm/{kind}"))
             logs |= self._gradients
         super().log(logs, *rest, **named)
 
-    def training_step(self, *arguments: Any, **named: Any) -> Tensor:
-        """One micro-batch; the gradients' norms by group are kept for the logs."""
-        made = super().training_step(*arguments, **named)
-        if self.args.logging_steps and self.state.global_step % max(1, int(self.args.logging_steps)) == 0:
-            self._gradients = self.gradient_norms()
-        return made
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """A checkpoint that `from_pretrained` loads; tied factors are written once."""
+        folder = Path(output_dir or self.args.output_dir or ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(self._unwrapped(), PreTrainedModel):
+            write_files(self._unwrapped(), folder)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
+            torch.save(self.args, folder / "training_args.bin")
+        else:
+            super()._save(output_dir, state_dict)
 
-    def gradient_norms(self) -> dict[str, float]:
-        """Norm of the gradients of factors and of the rest, as they stand."""
-        factors = factor_parameters(self._unwrapped())
-        held: dict[str, list[Tensor]] = {"factors": [], "pretrained": []}
-        for p in self._unwrapped().parameters():
-            if p.grad is not None:
-                held["factors" if id(p) in factors else "pretrained"].append(p.grad)
-        return {f"gradient/{k}": _norm(v, None) for k, v in held.items() if v}
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if is_compressed(resume_from_checkpoint):
+            self._unwrapped().load_state_dict(read_files(Path(resume_from_checkpoint))[1])
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint or "")
+
+
+class _GradientNorms(TrainerCallback):
+    """Norms of each group's gradients, taken in the step that is logged."""
+
+    def __init__(self, found: dict[str, float]):
+        self.found = found
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        every = max(1, int(state.logging_steps or 1))
+        if (state.global_step + 1) % every and state.global_step:
+            return
+        self.found.clear()
+        optimizer = kwargs["optimizer"]
+        for group in getattr(optimizer, "optimizer", optimizer).param_groups:
+            held = [p.grad for p in group["params"] if p.grad is not None]
+            name = f"gradient/{group_kind(group)}"
+            self.found[name] = _norm(held, self.found.get(name))
 
 
 def _norm(tensors: list[Tensor], before: float | None) -> float:

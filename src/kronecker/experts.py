@@ -13,16 +13,16 @@ from . import init
 from .config import KroneckerConfig
 from .contraction import build, scaled
 from .functional import kron_linear
+from .linear import start
 
 
 def is_experts(module: nn.Module) -> bool:
     """Whether it is a stack of gated experts as transformers 5 holds them: (E, 2 I, H) and (E, H, I)."""
     parameters = dict(module.named_parameters(recurse=False))
-    return (
-        set(parameters) == {"gate_up_proj", "down_proj"}
-        and all(p.dim() == 3 for p in parameters.values())
-        and hasattr(module, "act_fn")
-    )
+    if set(parameters) != {"gate_up_proj", "down_proj"} or not hasattr(module, "act_fn"):
+        return False
+    up, down = parameters["gate_up_proj"].shape, parameters["down_proj"].shape
+    return len(up) == len(down) == 3 and tuple(up[1:]) == (2 * down[2], down[1])
 
 
 class KroneckerExperts(nn.Module):
@@ -107,7 +107,7 @@ class KroneckerExperts(nn.Module):
                 factors = init.van_loan(tall, (count * o2, i2), own.rank)  # B of all experts, one above the other
                 made._set(name, factors.a[None], factors.b.view(own.rank, count, o2, i2).transpose(0, 1))
                 continue
-            pairs = [_start(w, (o2, i2), own) for w in weight]
+            pairs = [start(w, (o2, i2), own, None, alone=True) for w in weight]
             made._set(name, torch.stack([f.a for f in pairs]), torch.stack([f.b for f in pairs]))
         return made
 
@@ -148,12 +148,3 @@ class KroneckerExperts(nn.Module):
         """Shapes."""
         shapes = ", ".join(f"{n} {list(p.shape)}" for n, p in self.named_parameters(recurse=False))
         return f"{self.num_experts} experts: {shapes}"
-
-
-def _start(weight: Tensor, b_shape: tuple[int, int], config: KroneckerConfig) -> init.Factors:
-    if config.init == "prune":
-        return init.prune(weight, b_shape, keep=config.keep)
-    if config.init == "random":
-        return init.random(tuple(weight.shape), b_shape, config.rank, dtype=weight.dtype)  # pyrefly: ignore
-    normalize = config.init == "van_loan_normalized"
-    return init.van_loan(weight, b_shape, config.rank, normalize=normalize)

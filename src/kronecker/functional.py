@@ -91,6 +91,8 @@ def kron_linear(
         if impl == "reference":
             return reference.kron_linear(x, a, b, bias, scales)
         flat = x.reshape(-1, i1 * i2)
+        if not torch.is_grad_enabled():  # nothing is kept for a backward that will not come
+            flat, a, b, scales = flat.detach(), a.detach(), b.detach(), None if scales is None else scales.detach()
         if _uses_fused(impl, x, a, b, order):
             from . import _triton
 

@@ -55,6 +55,11 @@ class Moments:
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Count tokens: inputs (N, I) and wanted outputs (N, O)."""
+        if len(x) != len(y):
+            raise ValueError(
+                f"Moments: {len(x)} inputs and {len(y)} wanted outputs; where routing decides which tokens a layer "
+                f"sees, a sequential fit is not possible, needed init='als' or 'van_loan'"
+            )
         x, y = x.detach().float().cpu(), y.detach().float().cpu()
         self.inputs += x.T @ x
         self.cross += y.T @ x
@@ -211,7 +216,7 @@ def prune(weight: Tensor, b_shape: tuple[int, int], *, keep: str | tuple[int, in
     if not (0 <= q < o2 and 0 <= v < i2):
         raise ValueError(f"prune: keep is {(q, v)}, needed a position within B {b_shape}")
     a = parts[:, q, :, v].clone()[None]
-    b = torch.zeros(1, o2, i2, dtype=weight.dtype)
+    b = torch.zeros(1, o2, i2, dtype=weight.dtype, device=weight.device)
     b[0, q, v] = 1
     return Factors(a, b, _relative(weight, a, b))
 
@@ -244,15 +249,15 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
         raise ValueError("als: there are no calibration tokens, needed some")
     if tuple(moments.cross.shape) != (o1 * o2, i1 * i2):
         raise ValueError(f"als: moments are of a weight {list(moments.cross.shape)}, needed {[o1 * o2, i1 * i2]}")
-    damped = moments.damped()
+    damped, begin = moments.damped(), Factors(start.a.double().cpu(), start.b.double().cpu(), start.error)
     ridge = damped - moments.inputs
     # the ridge pulls towards the start, not towards nothing
-    wanted = (moments.cross + start.weight().double() @ ridge).view(o1, o2, i1, i2)
+    wanted = (moments.cross + begin.weight() @ ridge).view(o1, o2, i1, i2)
     seen = damped.view(i1, i2, i1, i2)
     solved = None
     if i2 == 1:  # the solve for A is the same in every round
         solved = _solve(damped, wanted.reshape(o1 * o2, i1).T).T.view(o1, o2, i1)
-    a, b = start.a.double(), start.b.double()
+    a, b = begin.a, begin.b
     for _ in range(rounds):
         if solved is not None:
             mixed = torch.einsum("rq,pqu->rpu", b[:, :, 0], solved)
@@ -269,8 +274,8 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
         b = _solve(normal, right).view(r, i2, o2).transpose(1, 2)
         norm = b.flatten(1).norm(dim=1).clamp_min(1e-30).view(-1, 1, 1)
         a, b = a * norm, b / norm
-    dtype = start.a.dtype
-    return Factors(a.to(dtype).contiguous(), b.to(dtype).contiguous(), moments.error(build(a, b)))
+    error = moments.error(build(a, b))
+    return Factors(a.to(start.a).contiguous(), b.to(start.b).contiguous(), error)
 
 
 def _solve(normal: Tensor, right: Tensor) -> Tensor:

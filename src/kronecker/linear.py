@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from . import init
-from .config import KroneckerConfig
+from .config import NEEDS_CALIBRATION, KroneckerConfig
 from .contraction import build, scaled
 from .functional import kron_embedding, kron_linear
 
@@ -106,7 +106,7 @@ class KroneckerLinear(KroneckerLayer):
         made = torch.zeros(out_features, dtype=self.a.dtype, device=self.a.device) if bias else None
         self.register_parameter("bias", None if made is None else nn.Parameter(made))
         self.conv1d = False  # what `to_linear` makes
-        self._folded: tuple[Tensor, list[int]] | None = None
+        self._folded: tuple[Tensor, list[tuple[int, int]]] | None = None
         self.original: nn.Module | None = None
         self.share = 1.0
 
@@ -117,7 +117,8 @@ class KroneckerLinear(KroneckerLayer):
         bias = getattr(linear, "bias", None)
         weight = linear.weight
         assert isinstance(weight, Tensor)
-        made = cls(in_features, out_features, config, bias=bias is not None, dtype=weight.dtype, device=weight.device)
+        made = cls(in_features, out_features, config, bias=bias is not None, dtype=weight.dtype, device="meta")
+        made.to_empty(device=weight.device)
         made.conv1d = isinstance(linear, Conv1D)
         if bias is not None and made.bias is not None and not bias.is_meta:
             made.bias.data.copy_(bias.data)
@@ -162,15 +163,27 @@ class KroneckerLinear(KroneckerLayer):
 
     @torch.no_grad()
     def fold_(self) -> None:
-        """Keep the dense weight for evaluation until `unfold_`, training, or new factors: worth it where r is large."""
+        """Keep the dense weight for evaluation until `unfold_`, training, or new factors: worth it where r is large.
+
+        Raises:
+            ValueError: While an original layer fades out.
+        """
+        if self.original is not None:
+            raise ValueError("fold_: the original layer is still fading out; fade_in_(None) ends it")
         self._folded = self.dense_weight(), self._versions()
 
     def unfold_(self) -> None:
         """Drop what `fold_` keeps."""
         self._folded = None
 
-    def _versions(self) -> list[int]:
-        return [p._version for p in (self.a, self.b, self.scales) if p is not None]
+    def _versions(self) -> list[tuple[int, int]]:
+        return [(p.data_ptr(), p._version) for p in (self.a, self.b, self.scales) if p is not None]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self._folded = None
+        if self.original is not None:
+            self.original._apply(fn)
+        return super()._apply(fn, recurse)
 
     def fade_in_(self, original: nn.Module | None, share: float = 0.0) -> None:
         """Run (1 - share) of the original layer and share of the factors; None ends it."""
@@ -239,7 +252,7 @@ class KroneckerEmbedding(KroneckerLayer):
     def from_embedding(cls, embedding: nn.Embedding, config: KroneckerConfig) -> Self:
         """A compressed `nn.Embedding`, by the config's start where that looks at weights alone, else by Van Loan."""
         made = cls.like(embedding, config)
-        made.set_factors_(start(embedding.weight.detach(), made.b_shape, config, None, embedding=True))
+        made.set_factors_(start(embedding.weight.detach(), made.b_shape, config, None, alone=True))
         return made
 
     @torch.no_grad()
@@ -272,14 +285,15 @@ def start(
     moments: init.Moments | None,
     *,
     centred: bool = False,
-    embedding: bool = False,
+    alone: bool = False,
 ) -> init.Factors:
     """The factors that a config's ``init`` gives a weight.
 
-    A sequential or activation-aware fit of one layer starts from pruning and, for more terms, from Van Loan.
+    A sequential or activation-aware fit of one layer starts from pruning and, for more terms, from Van Loan; where
+    there is no fit of that kind (``alone``: embeddings, experts, tied weights) it is Van Loan's.
     """
     weight, name = weight.contiguous(), config.init
-    if embedding and name in ("sequential", "als"):
+    if alone and name in NEEDS_CALIBRATION:
         name = "van_loan"
     if name == "random":
         return init.random(tuple(weight.shape), b_shape, config.rank, dtype=weight.dtype)  # pyrefly: ignore
@@ -291,7 +305,7 @@ def start(
             rest = init.van_loan(weight - factors.weight(), b_shape, config.rank - 1)
             a, b = torch.cat([factors.a, rest.a]), torch.cat([factors.b, rest.b])
             factors = init.Factors(a, b, float((build(a, b) - weight).norm() / weight.norm()))
-    if name not in ("sequential", "als"):
+    if name not in NEEDS_CALIBRATION:
         return factors
     if moments is None:
         raise ValueError(f"kronecker: init {config.init!r} looks at a layer's inputs, needed calibration data")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,10 +11,11 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from .config import KroneckerConfig
-from .convert import num_parameters
+from .convert import check_layer, num_parameters
 from .linear import dense
-from .sequential import Fit, batches
+from .sequential import Fit
 from .sites import Mlp, blocks_of, find_mlps, put
+from .walk import batches
 
 CANDIDATES = tuple(
     KroneckerConfig(b_shape=b, rank=r)
@@ -90,17 +91,21 @@ def plan(
     mlps = find_mlps(model)
     if not mlps:
         raise ValueError(f"plan: no MLP is found in {type(model).__name__}")
+    for mlp in mlps:
+        for name in (*mlp.ups, mlp.down):
+            check_layer("plan", name, model.get_submodule(name))
     total = num_parameters(model)
     fixed = total - sum(_count(model, m, None) for m in mlps)
+    fitting = {m.down: [c for c in candidates if _fits(model, m, c)] for m in mlps}
+    least = fixed + sum(min(_count(model, m, c) for c in (None, *fitting[m.down])) for m in mlps)
+    if not least <= budget < total:
+        raise ValueError(f"plan: budget is {budget:,}, needed {least:,} to {total - 1:,} for {type(model).__name__}")
     data, training = batches(calibration), model.training
     model.eval()
     try:
-        options = _measured(model, mlps, data, candidates, progress)
+        options = _measured(model, mlps, data, fitting, progress)
     finally:
         model.train(training)
-    least = fixed + sum(min(c.parameters for c in held) for held in options.values())
-    if not least <= budget < total:
-        raise ValueError(f"plan: budget is {budget:,}, needed {least:,} to {total - 1:,} for {type(model).__name__}")
     chosen = _choose(options, budget - fixed)
     configs: dict[str, KroneckerConfig] = {}
     for mlp in mlps:
@@ -127,21 +132,24 @@ def _fits(model: nn.Module, mlp: Mlp, config: KroneckerConfig) -> bool:
 
 
 def _measured(
-    model: nn.Module, mlps: Sequence[Mlp], data: Sequence[Any], candidates: Sequence[KroneckerConfig], progress: bool
+    model: nn.Module,
+    mlps: Sequence[Mlp],
+    data: Sequence[Any],
+    fitting: Mapping[str, Sequence[KroneckerConfig]],
+    progress: bool,
 ) -> dict[str, tuple[Choice, ...]]:
     names = [n for m in mlps for n in (*m.ups, m.down)]
     walk = Fit(model, blocks_of(model, names), data)
     made: dict[str, tuple[Choice, ...]] = {}
-    with tqdm(total=len(mlps) * len(candidates), desc="measuring", unit="fit", disable=not progress) as bar:
+    total = sum(map(len, fitting.values()))
+    with tqdm(total=total, desc="measuring", unit="fit", disable=not progress) as bar:
         for index, (_, _, held) in enumerate(walk.blocks):
             theirs = walk.theirs
             for mlp in [m for m in mlps if m.down in held]:
                 choices = [Choice(None, _count(model, mlp, None), 0.0)]
-                for config in candidates:
+                for candidate in fitting[mlp.down]:
                     bar.update(1)
-                    if not _fits(model, mlp, config):
-                        continue
-                    config = replace(config, init="sequential")
+                    config = replace(candidate, init="sequential")
                     own = dict.fromkeys(mlp.ups, config) | {mlp.down: config.opposite()}
                     modules = {n: model.get_submodule(n) for n in own}
                     try:

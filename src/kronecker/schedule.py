@@ -7,19 +7,8 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
+from .groups import factor_parameters
 from .linear import KroneckerLinear
-from .sites import COMPRESSED
-
-
-def factor_parameters(model: nn.Module) -> set[int]:
-    """The ids of all factors and scales."""
-    return {
-        id(p)
-        for module in model.modules()
-        if isinstance(module, COMPRESSED)
-        for name, p in module.named_parameters(recurse=False)
-        if name != "bias"
-    }
 
 
 class FreezePretrained(TrainerCallback):
@@ -37,23 +26,30 @@ class FreezePretrained(TrainerCallback):
         if steps < 1:
             raise ValueError(f"FreezePretrained: steps is {steps}, needed 1 or more")
         self.steps, self.repeat = steps, repeat
+        self._kept: set[int] = set()  # what was frozen before, and stays so
 
     def frozen_at(self, step: int) -> bool:
         """Whether the pretrained rest is frozen in this step."""
         phase = step // self.steps
         return phase % 2 == 0 if self.repeat else phase == 0
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Remember what is frozen anyway."""
+        self._kept = {id(p) for p in kwargs["model"].parameters() if not p.requires_grad}
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set what learns."""
-        model = kwargs["model"]
-        frozen, factors = self.frozen_at(state.global_step), factor_parameters(model)
-        for parameter in model.parameters():
-            if id(parameter) not in factors:
-                parameter.requires_grad_(not frozen)
+        self._set(kwargs["model"], self.frozen_at(state.global_step))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Release everything."""
-        kwargs["model"].requires_grad_(True)
+        """Release what this froze."""
+        self._set(kwargs["model"], frozen=False)
+
+    def _set(self, model: nn.Module, frozen: bool) -> None:
+        left = factor_parameters(model) | self._kept
+        for parameter in model.parameters():
+            if id(parameter) not in left:
+                parameter.requires_grad_(not frozen)
 
 
 class FadeIn(TrainerCallback):
@@ -64,7 +60,7 @@ class FadeIn(TrainerCallback):
 
     Args:
         every: Steps from one layer's start to the next's.
-        over: Steps that one layer's α takes from 0 to 1; 0 switches at once.
+        over: Steps in which a layer's α is between 0 and 1, in even parts; 0 switches at once.
         order: ``"low_to_high"``: the first layer of the model first, or ``"high_to_low"``.
 
     Raises:
@@ -72,7 +68,7 @@ class FadeIn(TrainerCallback):
 
     >>> fade = FadeIn(every=10, over=5)
     >>> [fade.share(layer, step=12) for layer in (0, 1, 2)]
-    [1.0, 0.4, 0.0]
+    [1.0, 0.5, 0.0]
     """
 
     def __init__(self, *, every: int = 0, over: int = 0, order: str = "low_to_high"):
@@ -87,12 +83,13 @@ class FadeIn(TrainerCallback):
         since = step - layer * self.every
         if since < 0:
             return 0.0
-        return 1.0 if since >= self.over else since / self.over
+        return 1.0 if since >= self.over else (since + 1) / (self.over + 1)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse a model without originals."""
-        model = kwargs["model"]
-        if not state.global_step and not any(isinstance(m, KroneckerLinear) and m.original for m in model.modules()):
+        """Refuse a model without the originals that it still needs."""
+        layers = [m for m in kwargs["model"].modules() if isinstance(m, KroneckerLinear)]
+        over = all(self.share(i, state.global_step) == 1.0 for i in range(len(layers)))
+        if not any(layer.original is not None for layer in layers) and (not state.global_step or not over):
             raise ValueError("FadeIn: no layer has its original; convert with convert_(..., fade_in=True)")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

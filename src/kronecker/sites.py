@@ -18,11 +18,15 @@ _MLPS = (  # (layers that read the block's width, the layer that writes it), by 
     (("c_fc",), "c_proj"),
     (("gate_proj", "up_proj"), "down_proj"),
     (("up_proj",), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
     (("intermediate.dense",), "output.dense"),
     (("lin1",), "lin2"),
     (("fc1",), "fc2"),
     (("w1", "w3"), "w2"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
+    (("fc_in",), "fc_out"),
+    (("wi_0", "wi_1"), "wo"),
+    (("wi",), "wo"),
 )
 COMPRESSED = (KroneckerLinear, KroneckerEmbedding, KroneckerExperts)
 
@@ -40,13 +44,25 @@ def is_linear(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward or isinstance(module, Conv1D)
 
 
+def is_embedding(module: nn.Module) -> bool:
+    """Whether it is a plain `nn.Embedding`: one that scales or shifts has a forward of its own."""
+    return type(module).forward is nn.Embedding.forward and module.max_norm is None
+
+
 def convertible(module: nn.Module) -> bool:
     """Whether there is a compressed layer for it."""
-    return is_linear(module) or isinstance(module, nn.Embedding) or is_experts(module)
+    return is_linear(module) or is_embedding(module) or is_experts(module)
+
+
+def _refuse_own_forward(name: str, module: nn.Module) -> None:
+    """A linear layer or embedding that computes in its own way cannot be replaced."""
+    if isinstance(module, (nn.Linear, nn.Embedding)) and not convertible(module):
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        raise ValueError(f"convert_: {name} is a {kind}, quantised or with a forward of its own; needed a plain layer")
 
 
 def find_mlps(model: nn.Module) -> list[Mlp]:
-    """The MLPs of a model, by their layers' names; hidden neurons are elementwise between them.
+    """The MLPs of a model, by their layers' names.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> find_mlps(GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1)))
@@ -83,9 +99,13 @@ def resolve(
     if isinstance(config, KroneckerConfig):
         for name, module in modules.items():
             wanted = (name in members or is_experts(module)) if filter_fn is None else filter_fn(name, module)
+            if wanted:
+                _refuse_own_forward(name, module)
             if wanted and (convertible(module) or isinstance(module, COMPRESSED)):
                 found[name] = config.opposite() if name in downs else config
         if not found:
+            for name, module in modules.items():
+                _refuse_own_forward(name, module)
             near = ", ".join([n for n, m in modules.items() if convertible(m)][:6])
             raise ValueError(f"convert_: nothing to convert in {type(model).__name__}; layers that could be: {near}")
         return found
@@ -94,6 +114,7 @@ def resolve(
         pattern = next((p for p in config if fnmatchcase(name, p)), None)
         if pattern is None or (filter_fn is not None and not filter_fn(name, module)):
             continue
+        _refuse_own_forward(name, module)
         if convertible(module) or isinstance(module, COMPRESSED):
             unused.discard(pattern)
             found[name] = config[pattern]
@@ -104,8 +125,7 @@ def resolve(
 
 
 def _no_match(pattern: str, names: Iterable[str]) -> str:
-    bare = {n: n for n in names}
-    near = difflib.get_close_matches(pattern.replace("*", ""), list(bare), n=3, cutoff=0.3)
+    near = difflib.get_close_matches(pattern.replace("*", ""), list(names), n=3, cutoff=0.3)
     return f"{pattern!r} fits no layer that can be converted; near it: {', '.join(near) or 'nothing'}"
 
 

@@ -75,6 +75,24 @@ def save_pretrained(model: nn.Module, out: str | Path) -> None:
     layers = compressed(model)
     if not layers:
         raise ValueError("save_pretrained: the model has no compressed layer; its own save_pretrained writes it")
+    model_class(type(model).__name__, "save_pretrained")
+    refuse_fading(model, "save_pretrained")
+    with whole_folder(out, "save_pretrained") as folder:
+        write_files(model, folder)
+
+
+def refuse_fading(model: nn.Module, operation: str) -> None:
+    """While originals still run, factors alone are another function."""
+    fading = [n for n, m in compressed(model).items() if isinstance(m, KroneckerLinear) and m.original is not None]
+    if fading:
+        raise ValueError(
+            f"{operation}: {fading[0]} still runs its original layer; train on, or end it with fade_in_(None)"
+        )
+
+
+def write_files(model: PreTrainedModel, folder: Path) -> None:
+    """The files of `save_pretrained`, into a folder that exists."""
+    layers = compressed(model)
     tensors, aliases = {}, {}
     first: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -85,15 +103,27 @@ def save_pretrained(model: nn.Module, out: str | Path) -> None:
             tensors[name] = tensor.detach().contiguous()
     held = {name: layer.config.to_dict() for name, layer in layers.items()}  # pyrefly: ignore
     mark = {"format": 1, "class": type(model).__name__, "layers": held, "aliases": aliases}
-    with whole_folder(out, "save_pretrained") as folder:
-        model.config.save_pretrained(folder)
-        if model.can_generate() and model.generation_config is not None:
-            model.generation_config.save_pretrained(folder)
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        (folder / MARK).write_text(json.dumps(mark, indent=1) + "\n", encoding="utf-8")
+    model.config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / MARK).write_text(json.dumps(mark, indent=1) + "\n", encoding="utf-8")
 
 
-def _class(name: str, operation: str) -> type[PreTrainedModel]:
+def read_files(folder: Path) -> tuple[dict, dict[str, Tensor]]:
+    """What `write_files` wrote: the list of layers, and all tensors, tied ones under each of their names."""
+    mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
+    if mark.get("format") != 1:
+        raise ValueError(f"from_pretrained: {folder} has format {mark.get('format')}, needed 1")
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"from_pretrained: {folder / WEIGHTS} cannot be read: {error}") from None
+    return mark, tensors | {name: tensors[kept] for name, kept in mark["aliases"].items()}
+
+
+def model_class(name: str, operation: str) -> type[PreTrainedModel]:
+    """A class of transformers by its name."""
     found = getattr(transformers, name, None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise ValueError(f"{operation}: {name!r} is not a model class of transformers")
@@ -110,7 +140,7 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
     """Load a compressed model that `save_pretrained` wrote, in evaluation mode; the original is not needed.
 
     Args:
-        folder: What `save_pretrained` wrote.
+        folder: What `save_pretrained` wrote, or a hub id of such a model.
         device: Where to put it.
 
     Raises:
@@ -120,26 +150,19 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
     Traceback (most recent call last):
     ValueError: from_pretrained: nowhere has no kronecker.json; a dense checkpoint loads with transformers itself
     """
-    folder = Path(folder)
+    folder = _local(folder)
     if not is_compressed(folder):
         raise ValueError(f"from_pretrained: {folder} has no {MARK}; a dense checkpoint loads with transformers itself")
-    mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
-    if mark.get("format") != 1:
-        raise ValueError(f"from_pretrained: {folder} has format {mark.get('format')}, needed 1")
-    try:
-        tensors = load_file(folder / WEIGHTS)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"from_pretrained: {folder / WEIGHTS} cannot be read: {error}") from None
+    mark, tensors = read_files(folder)
     config = AutoConfig.from_pretrained(folder)
     dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
-    model = _stock(_class(mark["class"], "from_pretrained"), config, dtype)
+    model = _stock(model_class(mark["class"], "from_pretrained"), config, dtype)
     for name, held in mark["layers"].items():
         try:
             module = model.get_submodule(name)
         except AttributeError:
             raise ValueError(f"from_pretrained: {mark['class']} has no layer {name}") from None
         put(model, name, _empty(module, KroneckerConfig.from_dict(held)))
-    tensors |= {name: tensors[kept] for name, kept in mark["aliases"].items()}
     own = model.state_dict()
     for name, tensor in own.items():
         if name not in tensors or tensors[name].shape != tensor.shape:
@@ -153,6 +176,15 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model.to(device)
+
+
+def _local(folder: str | Path) -> Path:
+    """A folder, or the snapshot of a hub id."""
+    if Path(folder).exists() or str(folder).count("/") != 1 or str(folder).startswith((".", "/")):
+        return Path(folder)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(folder)))
 
 
 def _parent(model: nn.Module, name: str) -> nn.Module:
@@ -172,7 +204,7 @@ def fold(model: nn.Module, out: str | Path) -> None:
     """Write a stock dense checkpoint with the same function, which plain transformers loads.
 
     Args:
-        model: A compressed transformers model, left as it is, or the folder of one.
+        model: A compressed transformers model, left as it is.
         out: A folder that does not exist or is empty.
 
     Raises:
@@ -183,11 +215,12 @@ def fold(model: nn.Module, out: str | Path) -> None:
     layers = compressed(model)
     if not layers:
         raise ValueError("fold: the model has no compressed layer")
+    refuse_fading(model, "fold")
     state: dict[str, Tensor] = {}
     shared: dict[int, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name.rpartition(".")[0] not in layers:
-            state[name] = tensor
+            state[name] = tensor.detach()
     for name, layer in layers.items():
         if isinstance(layer, KroneckerExperts):
             dense = layer.to_experts()

@@ -28,8 +28,8 @@ from kronecker import (
     save_pretrained,
 )
 from kronecker.config import from_json, to_json
-from kronecker.sequential import permuted
 from kronecker.sites import find_mlps
+from kronecker.sorting import permuted
 from tests.kronecker.test_functional import made
 from tests.support.equivalence import judge
 from tests.support.models import auto_class, tiny
@@ -302,7 +302,7 @@ def test_an_interrupted_conversion_changes_nothing_and_goes_on(tmp_path, monkeyp
     whole = tiny("gpt2")
     convert_(whole, config, calibration=calibration, progress=False)
     model, before, fits = tiny("gpt2"), tiny("gpt2").state_dict(), []
-    real = kronecker.sequential._Block.fit
+    real = kronecker.sequential.BlockFit.fit
 
     def interrupted(self, *given, **named):
         fits.append(self.names)
@@ -310,7 +310,7 @@ def test_an_interrupted_conversion_changes_nothing_and_goes_on(tmp_path, monkeyp
             raise KeyboardInterrupt
         return real(self, *given, **named)
 
-    monkeypatch.setattr(kronecker.sequential._Block, "fit", interrupted)
+    monkeypatch.setattr(kronecker.sequential.BlockFit, "fit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert_(model, config, calibration=calibration, cache=tmp_path, progress=False)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
@@ -452,3 +452,144 @@ def test_a_real_encoder_keeps_its_embeddings():
     with torch.no_grad():
         a, b = model(**batch).last_hidden_state[:, 0], small(**batch).last_hidden_state[:, 0]
     assert float(torch.cosine_similarity(a, b).mean()) > 0.8
+
+
+@pytest.mark.parametrize("init", ["prune", "random", "van_loan", "sequential"])
+def test_experts_take_every_start_with_several_terms(init):
+    model = tiny("mixtral")
+    before = model.model.layers[0].mlp.experts.gate_up_proj.detach().clone()
+    report = convert_(model, KroneckerConfig(b_shape=(2, 1), rank=2, init=init), calibration=[ids()], progress=False)
+    experts = model.model.layers[0].mlp.experts
+    made = experts.dense_weights()["gate_up_proj"]
+    error = float((made - before).norm() / before.norm())
+    assert error < 1e-5 if init != "random" else error > 0.5  # all terms: exact
+    assert report.layers[0].init == ("van_loan" if init == "sequential" else init)
+
+
+def test_a_shared_a_is_the_best_one_for_all_experts():
+    model = tiny("mixtral")
+    before = model.model.layers[0].mlp.experts.down_proj.detach().clone()
+    config = KroneckerConfig(b_shape=(2, 1), init="van_loan", share_a=True)
+    convert_(model, config, progress=False)
+    made = model.model.layers[0].mlp.experts.dense_weights()["down_proj"]
+    count, o, i = before.shape  # one A beside a B for each expert: Van Loan of the experts side by side
+    wide = before.view(count, o, i // 2, 2).permute(1, 2, 0, 3).reshape(o, i // 2 * count * 2)
+    best = (
+        reference.van_loan(wide, (1, 2 * count), 1).view(o, i // 2, count, 2).permute(2, 0, 1, 3).reshape(before.shape)
+    )
+    torch.testing.assert_close(made, best, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert", "gpt2"])
+def test_half_precision_models_are_fitted_as_well(kind):
+    batch, found = ids(8, seed=5), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny(kind).to(dtype)
+        before = output(model, batch).float()
+        convert_(model, KroneckerConfig(b_shape=(2, 1)), calibration=ids(64, seed=1).split(8), progress=False)
+        assert all(p.dtype == dtype for p in model.parameters())
+        found[dtype] = float((output(model, batch).float() - before).norm() / before.norm())
+    assert found[torch.bfloat16] < 1.2 * found[torch.float32] + 0.02
+
+
+def test_layers_with_a_forward_of_their_own_are_refused():
+    class Scaled(nn.Embedding):
+        def forward(self, ids):
+            return 2 * super().forward(ids)
+
+    class Quantised(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.half().float())
+
+    for path, layer in (("transformer.wpe", Scaled(32, 16)), ("transformer.h.0.mlp.c_fc", Quantised(16, 64))):
+        model = tiny("gpt2")
+        kronecker.sites.put(model, path, layer)
+        with pytest.raises(ValueError, match=r"with a forward of its own; needed a plain layer"):
+            convert_(model, VAN_LOAN, filter_fn=lambda n, m, path=path: n == path)
+
+
+def test_what_was_left_alone_is_said():
+    model = tiny("gpt2")
+    report = convert_(model, VAN_LOAN, progress=False)
+    assert report.skipped["lm_head"] == report.skipped["transformer.h.0.attn.c_attn"] == "not part of an MLP"
+    assert "left alone, not part of an MLP: 9" in str(report)
+    assert "van_loan, error" in str(report)
+
+
+def test_folding_changes_nothing_of_the_model_and_waits_for_fading(tmp_path):
+    model = tiny("gpt2")
+    convert_(model, VAN_LOAN, fade_in=True, progress=False)
+    for attempt in (lambda: fold(model, tmp_path / "a"), lambda: save_pretrained(model, tmp_path / "a")):
+        with pytest.raises(ValueError, match=r"c_fc still runs its original layer"):
+            attempt()
+    with pytest.raises(ValueError, match="still runs its original"):
+        revert_(model)
+    layers = [m for m in model.modules() if isinstance(m, KroneckerLinear)]
+    with pytest.raises(ValueError, match="still fading out"):
+        layers[0].fold_()
+    for layer in layers:
+        layer.fade_in_(None)
+    model.transformer.wte.weight.requires_grad_(False)
+    wanted = [p.requires_grad for p in model.parameters()]
+    fold(model, tmp_path / "dense")
+    assert [p.requires_grad for p in model.parameters()] == wanted
+
+
+def test_a_failed_conversion_with_fading_gives_gradients_back(monkeypatch):
+    model = tiny("gpt2")
+    real = kronecker.sequential.BlockFit.fit
+    calls = []
+
+    def failing(self, *given, **named):
+        calls.append(0)
+        if len(calls) == 2:
+            raise RuntimeError("no more")
+        return real(self, *given, **named)
+
+    monkeypatch.setattr(kronecker.sequential.BlockFit, "fit", failing)
+    with pytest.raises(RuntimeError, match="no more"):
+        convert_(model, KroneckerConfig(b_shape=(2, 1)), calibration=[ids()], fade_in=True, progress=False)
+    assert all(p.requires_grad for p in model.parameters())
+    assert not compressed(model)
+
+
+def test_a_bias_that_is_tied_stays_tied():
+    config = transformers.BertConfig(vocab_size=96, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+                                     num_attention_heads=2)  # fmt: skip
+    model = transformers.BertForMaskedLM(config).eval()
+    count = num_parameters(model)
+    convert_(model, {"*.word_embeddings": KroneckerConfig(b_shape=(1, 2), init="van_loan")}, progress=False)
+    assert model.cls.predictions.decoder.bias is model.cls.predictions.bias
+    assert num_parameters(model) == count - 96 * 16 + 96 * 8 + 2
+
+
+def test_a_norm_between_the_matrices_keeps_neurons_in_their_order():
+    class Mlp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1, self.norm, self.fc2 = nn.Linear(6, 12), nn.LayerNorm(12), nn.Linear(12, 6)
+            self.norm.weight.data = torch.linspace(0.1, 3, 12)
+
+        def forward(self, hidden_states):
+            return hidden_states + self.fc2(self.norm(torch.relu(self.fc1(hidden_states))))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Mlp(), Mlp()])
+
+        def forward(self, input_ids):
+            for layer in self.layers:
+                input_ids = layer(input_ids)
+            return input_ids
+
+    torch.manual_seed(0)
+    model, x = Model(), made(300, 6)
+    before = model(x).detach()
+    convert_(model, KroneckerConfig(b_shape=(2, 1), rank=2), calibration=[x], progress=False)
+    torch.testing.assert_close(model(x).detach(), before, rtol=1e-2, atol=1e-2)  # all terms: as it was
+
+
+def test_text_is_no_calibration():
+    with pytest.raises(ValueError, match="a batch of calibration is a str, needed a tensor of token ids"):
+        convert_(tiny("gpt2"), KroneckerConfig(b_shape=(2, 1)), calibration=["some text"], progress=False)

@@ -1,0 +1,84 @@
+"""Groups of parameters: new factors, their scales, and the pretrained rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from .linear import KroneckerLayer
+from .sites import COMPRESSED
+
+
+def factor_parameters(model: nn.Module) -> set[int]:
+    """The ids of all factors and scales."""
+    return {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, COMPRESSED)
+        for name, p in module.named_parameters(recurse=False)
+        if name != "bias"
+    }
+
+
+def parameter_groups(
+    model: nn.Module,
+    *,
+    learning_rate: float,
+    pretrained_learning_rate: float | None = None,
+    weight_decay: float = 0.1,
+    structure_aware: bool = False,
+) -> list[dict[str, Any]]:
+    """Optimizer groups: new factors, their scales, and the pretrained rest; weight decay on factors only.
+
+    Args:
+        model: With compressed layers.
+        learning_rate: Of factors and scales.
+        pretrained_learning_rate: Of the rest; default: the same. 0 leaves it out.
+        weight_decay: Of the factors.
+        structure_aware: Multiply each factor's rate by I / (2 I_k), what keeps its updates the size of a dense layer's
+            under Adam (arXiv 2406.06248, section 3). Factors with the same multiplier share a group.
+
+    Raises:
+        ValueError: No compressed layer.
+
+    >>> from kronecker import KroneckerConfig, KroneckerLinear
+    >>> layer = KroneckerLinear(4, 6, KroneckerConfig(b_shape=(2, 1)))
+    >>> [(g["name"], len(g["params"])) for g in parameter_groups(layer, learning_rate=1e-3)]
+    [('factors', 2), ('pretrained', 1)]
+    """
+    factors = factor_parameters(model)
+    if not factors:
+        raise ValueError(f"parameter_groups: {type(model).__name__} has no compressed layer")
+    groups: dict[str, dict[str, Any]] = {}
+    for module in model.modules():
+        if not isinstance(module, COMPRESSED):
+            continue
+        times = module.learning_rate_multipliers() if isinstance(module, KroneckerLayer) else {}
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in factors:
+                continue
+            if name.endswith("scales"):
+                key, rate, decay = "scales", learning_rate, 0.0
+            else:
+                many = times.get(name, 1.0) if structure_aware else 1.0
+                key, rate, decay = (
+                    f"factors x{many:g}" if structure_aware else "factors",
+                    learning_rate * many,
+                    weight_decay,
+                )
+            group = groups.setdefault(key, {"name": key, "params": [], "lr": rate, "weight_decay": decay})
+            if not any(parameter is p for p in group["params"]):
+                group["params"].append(parameter)
+    made = list(groups.values())
+    rate = learning_rate if pretrained_learning_rate is None else pretrained_learning_rate
+    rest = [p for p in model.parameters() if id(p) not in factors]
+    if rate > 0 and rest:
+        made.append({"name": "pretrained", "params": rest, "lr": rate, "weight_decay": 0.0})
+    return made
+
+
+def group_kind(group: Mapping[str, Any]) -> str:
+    """``factors``, ``scales`` or ``pretrained``."""
+    return group.get("name", "pretrained").split(" ")[0]

@@ -101,8 +101,7 @@ def measure(impls, place: tuple, runs: int, options: argparse.Namespace, peak: b
             if tokens > 1
             else f"1 token, {rank} x {a_shape} ⊗ {b_shape}"
         )
-        times = [(cpu / many, wall / many) for cpu, wall in results]
-        rows.append(Row.of("kron_linear", impl, mode, str(dtype), text, times, top, saved=saved, device=device,
+        rows.append(Row.of("kron_linear", impl, mode, str(dtype), text, results, top, saved=saved, device=device,
                            packages=("torch", "tensorly-torch")))  # fmt: skip
     base = rows[0].cpu_p50
     print(text, dtype, mode, {r.impl: round(r.cpu_p50 / base, 2) for r in rows}, flush=True)

@@ -156,10 +156,10 @@ TABLES = {
     ),
     "kron_linear": Table(
         "kron_linear", ("nn.Linear", ""), "cpu",
-        "CPU seconds, one thread; in turn in one process. `ratio` is against a dense `nn.Linear`. One token is "
-        "timed over twelve layers with weights of their own, a layer's time is shown. `saved` is what autograd keeps "
-        "until backward beyond the parameters, x included. tensorly-torch: its factorised block tensor train, the same "
-        "sum of Kronecker products.",
+        "CPU seconds, one thread; in turn in one process. `ratio` is against a dense `nn.Linear`. One token goes "
+        "through twelve layers with weights of their own, as in decoding. `saved` is what autograd keeps beyond "
+        "the parameters, x included. tensorly-torch: its factorised block tensor train, the same sum of Kronecker "
+        "products.",
     ),
     "kron_model": Table(
         "GPT-2 124M, dense and compressed", ("dense", ""), "wall",

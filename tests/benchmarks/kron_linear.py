@@ -99,7 +99,7 @@ def measure(impls, place: tuple, runs: int, options: argparse.Namespace, peak: b
         text = (
             f"{tokens} tokens, {rank} x {a_shape} ⊗ {b_shape}"
             if tokens > 1
-            else f"1 token, {rank} x {a_shape} ⊗ {b_shape}"
+            else f"{LAYERS} layers of 1 token, {rank} x {a_shape} ⊗ {b_shape}"
         )
         rows.append(Row.of("kron_linear", impl, mode, str(dtype), text, results, top, saved=saved, device=device,
                            packages=("torch", "tensorly-torch")))  # fmt: skip

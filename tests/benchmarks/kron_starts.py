@@ -21,8 +21,6 @@ FOUND, DATA = RESULTS / "kron_starts.json", ROOT.parent / "shared" / "data" / "a
 SETTINGS = {
     "half, B (2, 1)": KroneckerConfig(b_shape=(2, 1)),
     "half, B (1, 2)": KroneckerConfig(b_shape=(1, 2)),
-    "half, B (4, 1), 2 terms": KroneckerConfig(b_shape=(4, 1), rank=2),
-    "half, B (2, 2), 2 terms": KroneckerConfig(b_shape=(2, 2), rank=2),
     "quarter, B (4, 1)": KroneckerConfig(b_shape=(4, 1)),
     "quarter, B (2, 2)": KroneckerConfig(b_shape=(2, 2)),
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 Batch = Mapping[str, Any]
 
@@ -63,9 +64,11 @@ def calls_of(model: nn.Module, blocks: Sequence[nn.Module], data: Sequence[Batch
                 hidden, rest = arguments[0], arguments[1:]
             else:
                 hidden, rest = named.pop("hidden_states"), ()
-            for name in ("past_key_values", "past_key_value", "use_cache"):
-                if name in named:
-                    named[name] = None if name != "use_cache" else False
+            # a cache would grow with every walk, and later ones would attend to what earlier ones left there
+            rest = tuple(None if isinstance(a, Cache) else a for a in rest)
+            named = {k: None if isinstance(v, Cache) else v for k, v in named.items()}
+            if "use_cache" in named:
+                named["use_cache"] = False
             held[index].append(Call(hidden if index == 0 else hidden.new_empty(0), (rest, named), keep))
 
         return capture

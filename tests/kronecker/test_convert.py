@@ -28,8 +28,9 @@ from kronecker import (
     save_pretrained,
 )
 from kronecker.config import from_json, to_json
-from kronecker.sites import find_mlps
+from kronecker.sites import blocks_of, find_mlps
 from kronecker.sorting import permuted
+from kronecker.walk import batches, calls_of, outputs_of
 from tests.kronecker.test_functional import made
 from tests.support.equivalence import judge
 from tests.support.models import auto_class, tiny
@@ -593,3 +594,22 @@ def test_a_norm_between_the_matrices_keeps_neurons_in_their_order():
 def test_text_is_no_calibration():
     with pytest.raises(ValueError, match="a batch of calibration is a str, needed a tensor of token ids"):
         convert_(tiny("gpt2"), KroneckerConfig(b_shape=(2, 1)), calibration=["some text"], progress=False)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "gemma2", "qwen3", "mixtral"])
+def test_a_walk_through_the_blocks_is_the_models_own_forward_every_time(kind):
+    model = tiny(kind)
+    data = batches([ids(seed=1), {"input_ids": ids(2, 9, seed=2), "attention_mask": torch.ones(2, 9)}])
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and "expert" not in n]
+    blocks = blocks_of(model, [f"{names[0]}.0.x"])
+    calls = calls_of(model, [block for _, block, _ in blocks], data)
+    with torch.no_grad():
+        for _ in range(3):
+            for parameter in blocks[0][1].parameters():  # as a fit changes them, after the calls were taken
+                parameter.mul_(1.1)
+            expected = [model(**batch, output_hidden_states=True).hidden_states for batch in data]
+            states = [call.hidden for call in calls[0]]
+            for index, (_, block, _) in enumerate(blocks[:-1]):  # after the last one comes a norm
+                states = outputs_of(block, calls[index], states)
+                for own, whole in zip(states, expected, strict=True):
+                    torch.testing.assert_close(own, whole[index + 1], rtol=1e-5, atol=1e-6)

@@ -83,7 +83,7 @@ def draw(found: dict) -> None:
             axes.scatter(place, row["before"], color="C3", zorder=2)
             axes.scatter(place, row["after"], color="C0", zorder=2)
     axes.axhline(found["original"], color="k", linestyle=":", linewidth=1)
-    axes.text(len(starts) - 0.5, found["original"], "the original ", ha="right", va="bottom", fontsize=8)
+    axes.text(-0.5, found["original"], " the original", ha="left", va="bottom", fontsize=8)
     axes.scatter([], [], color="C3", label="before training")
     axes.scatter([], [], color="C0", label=f"after {found['config']['steps']} steps")
     axes.set_xticks(range(len(starts)), starts)

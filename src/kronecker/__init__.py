@@ -13,15 +13,17 @@ True
 from .compare import Comparison, compare, perplexity
 from .config import PRESETS, KroneckerConfig, preset
 from .convert import ConversionReport, LayerReport, convert_, num_parameters, revert_
-from .distill import DistillConfig, KroneckerTrainer
+from .distill import DistillConfig
+from .embedding import KroneckerEmbedding
 from .experts import KroneckerExperts
 from .functional import kron_embedding, kron_linear
 from .groups import parameter_groups
 from .init import Factors, Moments, als, prune, random, van_loan
-from .linear import KroneckerEmbedding, KroneckerLinear
+from .linear import KroneckerLinear
 from .planning import Plan, plan
 from .schedule import FadeIn, FreezePretrained
 from .storage import fold, from_pretrained, save_pretrained
+from .training import KroneckerTrainer
 
 __all__ = [
     "PRESETS",

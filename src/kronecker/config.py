@@ -27,7 +27,7 @@ class KroneckerConfig:
         keep: What ``"prune"`` keeps, and the other two start from: ``"even"``, ``"odd"``, ``"energy"``, or the position
             (row, column) within B.
         rounds: Of alternating least squares.
-        share_a: One A for all experts of a mixture (their B differ).
+        share_a: One A for all experts of a mixture (their B differ), started by Van Loan.
 
     Raises:
         ValueError: Neither or both shapes, sizes below 1, an unknown init.
@@ -61,6 +61,8 @@ class KroneckerConfig:
             raise ValueError(f"KroneckerConfig: shape is {shape}, needed two whole numbers, 1 or more")
         if not isinstance(self.rank, int) or self.rank < 1:
             raise ValueError(f"KroneckerConfig: rank is {self.rank}, needed 1 or more")
+        if self.share_a and self.init not in ("van_loan", *NEEDS_CALIBRATION):
+            raise ValueError(f"KroneckerConfig: share_a with init {self.init!r}; one A for all experts needs van_loan")
         if self.rounds < 1:
             raise ValueError(f"KroneckerConfig: rounds is {self.rounds}, needed 1 or more")
         if self.init not in INITS:

@@ -13,8 +13,11 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from .config import NEEDS_CALIBRATION, KroneckerConfig
+from .contraction import scaled
+from .embedding import KroneckerEmbedding
 from .experts import KroneckerExperts, is_experts
-from .linear import KroneckerEmbedding, KroneckerLinear, dense
+from .init import relative_error
+from .linear import KroneckerLinear, dense
 from .sequential import fit_
 from .sites import COMPRESSED, convertible, is_linear, put, resolve
 from .walk import batches
@@ -81,7 +84,7 @@ def convert_(
         calibration: Batches for ``init="sequential"`` and ``"als"``: dicts of the model's arguments, or tensors of
             token ids (B, T). A few thousand tokens of the text it is for; 12,000 are plenty.
         fade_in: Keep each original linear layer beside its factors and run it alone at first, for `FadeIn`.
-        cache: A folder that keeps each fitted block, so that an interrupted fit goes on.
+        cache: A folder that keeps each fitted block, so that an interrupted fit goes on; not with ``fade_in``.
         progress: Show a progress bar.
 
     Returns:
@@ -224,7 +227,8 @@ def _convert_alone(model: nn.Module, name: str, config: KroneckerConfig, tied: M
             shared.bias = twin.bias  # pyrefly: ignore
         shared.a, shared.b, shared.scales = layer.a, layer.b, layer.scales
         put(model, other, shared)
-    return float((layer.dense_weight() - weight).norm().detach() / weight.norm())
+    a, b = layer.a.detach(), scaled(layer.b, layer.scales).detach()
+    return relative_error(weight, a, b)
 
 
 @torch.no_grad()

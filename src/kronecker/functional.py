@@ -141,6 +141,7 @@ def kron_embedding(
 
     Raises:
         ValueError: Factors that do not fit, ids that are not integers.
+        IndexError: An id below 0 or past the last row.
 
     >>> a, b = torch.tensor([[[1.0], [2.0]]]), torch.tensor([[[1.0, 5.0]]])
     >>> kron_embedding(torch.tensor([1, 0]), a, b)
@@ -164,7 +165,7 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, ids: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:
         ctx.save_for_backward(ids, a, b, scales)
         p, q = _rows(ids, b)
-        made = torch.einsum("rnu,rnv->nuv", a[:, p], scaled(b, scales)[:, q])
+        made = torch.einsum("rnu,rnv->nuv", a.index_select(1, p), scaled(b, scales).index_select(1, q))
         return made.reshape(*ids.shape, a.shape[2] * b.shape[2])
 
     @staticmethod
@@ -176,8 +177,8 @@ class _Embedding(torch.autograd.Function):
         g = grad.reshape(-1, a.shape[2], b.shape[2]).to(better)
         da, db = (torch.zeros(t.shape, dtype=better, device=t.device) for t in (a, b))
         small = scaled(b, scales)
-        da.index_add_(1, p, torch.einsum("nuv,rnv->rnu", g, small[:, q].to(better)))
-        db.index_add_(1, q, torch.einsum("nuv,rnu->rnv", g, a[:, p].to(better)))
+        da.index_add_(1, p, torch.einsum("nuv,rnv->rnu", g, small.index_select(1, q).to(better)))
+        db.index_add_(1, q, torch.einsum("nuv,rnu->rnv", g, a.index_select(1, p).to(better)))
         return None, da.to(a.dtype), *small_gradients(db, b, scales)
 
 

@@ -1,4 +1,4 @@
-"""The modules: `KroneckerLinear` and `KroneckerEmbedding`.
+"""`KroneckerLinear`: a linear layer held as factors; and what every layer of that kind shares.
 
 Letters: r terms; A is (r, O1, I1), B is (r, O2, I2); out_features O = O1 O2, in_features I = I1 I2.
 """
@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from . import init
 from .config import NEEDS_CALIBRATION, KroneckerConfig
 from .contraction import build, scaled
-from .functional import kron_embedding, kron_linear
+from .functional import kron_linear
 
 
 class KroneckerLayer(nn.Module):
@@ -212,65 +212,6 @@ class KroneckerLinear(KroneckerLayer):
         return f"{self.in_features} to {self.out_features}, {super().extra_repr()}{bias}"
 
 
-class KroneckerEmbedding(KroneckerLayer):
-    """An embedding whose table is Σ_r s_r A_r ⊗ B_r; rows are made from gathered rows of the factors.
-
-    Args:
-        num_embeddings: V.
-        embedding_dim: H.
-        config: Shapes and terms.
-        padding_idx: Kept for `to_embedding`; its row is not forced to zero.
-        dtype: Of the parameters.
-        device: Of the parameters.
-
-    >>> table = KroneckerEmbedding(50257, 768, KroneckerConfig(b_shape=(1, 2)))
-    >>> table(torch.tensor([[1, 50256]])).shape
-    torch.Size([1, 2, 768])
-    """
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        config: KroneckerConfig,
-        *,
-        padding_idx: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: Any = None,
-    ):
-        super().__init__(num_embeddings, embedding_dim, config, dtype, device)
-        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
-
-    @classmethod
-    def like(cls, embedding: nn.Embedding, config: KroneckerConfig) -> Self:
-        """An empty table of a dense one's sizes, dtype and device."""
-        weight, padding = embedding.weight, embedding.padding_idx
-        rows, columns = weight.shape
-        return cls(rows, columns, config, padding_idx=padding, dtype=weight.dtype, device=weight.device)
-
-    @classmethod
-    def from_embedding(cls, embedding: nn.Embedding, config: KroneckerConfig) -> Self:
-        """A compressed `nn.Embedding`, by the config's start where that looks at weights alone, else by Van Loan."""
-        made = cls.like(embedding, config)
-        made.set_factors_(start(embedding.weight.detach(), made.b_shape, config, None, alone=True))
-        return made
-
-    @torch.no_grad()
-    def to_embedding(self) -> nn.Embedding:
-        """The dense `nn.Embedding` with the same rows."""
-        made = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
-        made.weight = nn.Parameter(self.dense_weight())
-        return made
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Ids (*B,) to rows (*B, embedding_dim)."""
-        return kron_embedding(ids, self.a, self.b, self.scales)
-
-    def extra_repr(self) -> str:
-        """Sizes, shapes and compression."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, {super().extra_repr()}"
-
-
 def dense(linear: nn.Module) -> Tensor:
     """The weight of an `nn.Linear` or `Conv1D` as (O, I)."""
     weight = linear.weight
@@ -304,7 +245,7 @@ def start(
         if config.rank > 1:  # what pruning leaves, in further terms
             rest = init.van_loan(weight - factors.weight(), b_shape, config.rank - 1)
             a, b = torch.cat([factors.a, rest.a]), torch.cat([factors.b, rest.b])
-            factors = init.Factors(a, b, float((build(a, b) - weight).norm() / weight.norm()))
+            factors = init.Factors(a, b, init.relative_error(weight, a, b))
     if name not in NEEDS_CALIBRATION:
         return factors
     if moments is None:

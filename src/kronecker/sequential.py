@@ -24,6 +24,7 @@ from .init import Moments
 from .linear import KroneckerLinear, dense
 from .sites import Mlp, blocks_of, find_mlps, put
 from .sorting import group_of, importance, neuron_order, permuted
+from .stream import stream_kind, stream_of
 from .walk import Batch, Call, Stop, WholeModel, calls_of, ordered, outputs_of, tokens, watched
 
 
@@ -141,10 +142,8 @@ class BlockFit:
         said: dict[str, list[Tensor]] = {n: [] for n in self.names}
         given: dict[str, list[Tensor]] = {n: [] for n in self.names}
         hidden = {m.down: Moments.zeros(1, dense(self.modules[m.down]).shape[1]) for m in self.mlps}
-        wanted = {n for n in self.names if self.configs[n].init == "als"}
-        kind = self._residual_kind(calls[0], theirs[0]) if self.residual and not wanted else None
-        if kind == "read":
-            wanted = {self.mlps[0].ups[0]}
+        alone = {n for n in self.names if self.configs[n].init == "als"}
+        kind = stream_kind(self.block, *self._ends(), calls[0], theirs[0]) if self.residual and not alone else None
         keep: list[Tensor | None] = [None]
         ran: list[str] = []
 
@@ -152,7 +151,7 @@ class BlockFit:
             if name not in ran:
                 ran.append(name)
             said[name].append(tokens(y, keep[0]))
-            if name in wanted:
+            if name in alone:
                 given[name].append(tokens(x, keep[0]))
             if name in hidden:
                 seen = tokens(x, keep[0])
@@ -166,7 +165,7 @@ class BlockFit:
         if silent := [n for n in self.names if n not in ran]:
             raise ValueError(f"convert_: {silent[0]} saw no calibration token, needed data that it runs on")
         self.names = ran  # in the order they run, not that of their definition
-        streams = self._streams(kind, calls, outputs, said, given)
+        streams = [] if kind is None else stream_of(kind, self.block, *self._ends(), calls, theirs)
         orders = self._sort(hidden, calls[0], theirs[0], outputs[0])
         for step in _fitted_together(self.mlps, self.names):
             moments = {n: Moments.zeros(*dense(self.modules[n]).shape) for n in step}
@@ -176,8 +175,8 @@ class BlockFit:
                     for x, y in zip(given[name], said[name], strict=True):
                         moments[name].add(ordered(x, columns), ordered(y, rows))
             else:
-                if streams and step == [self.mlps[0].down]:
-                    now = self._current_streams(kind, calls, ours)
+                if kind is not None and step == [self.mlps[0].down]:
+                    now = stream_of(kind, self.block, *self._ends(), calls, ours)
                     said[step[0]] = [y + (a - b) for y, a, b in zip(said[step[0]], streams, now, strict=True)]
                 self._collect(step, moments, calls, ours, said, orders)
             for name in step:
@@ -191,6 +190,11 @@ class BlockFit:
                 if progress:
                     progress(name)
         return outputs
+
+    def _ends(self) -> tuple[nn.Module, nn.Module]:
+        """The layers that read and write the stream, as they are now."""
+        mlp = self.mlps[0]
+        return self.model.get_submodule(mlp.ups[0]), self.model.get_submodule(mlp.down)
 
     def _collect(
         self,
@@ -223,68 +227,6 @@ class BlockFit:
             for name, x in seen:
                 yield name, tokens(x, call.keep), index
             seen.clear()
-
-    def _residual_kind(self, call: Call, states: Tensor) -> str | None:
-        """Where the stream that the MLP adds to can be read.
-
-        ``"output"``: the block's output is that stream plus what the MLP says (pre-norm). ``"read"``: the stream is
-        what the MLP reads, and a norm takes the sum of both (post-norm). None: neither, or the model is one block.
-        """
-        if isinstance(call, WholeModel):
-            return None
-        mlp, call.hidden = self.mlps[0], states
-        down, up = self.modules[mlp.down], self.modules[mlp.ups[0]]
-        plain = call.run(self.block).float()
-        step = float(plain.square().mean().sqrt()) or 1.0  # what every dtype can tell from nothing
-        handle = down.register_forward_hook(lambda module, given, out: out + step)
-        moved = call.run(self.block).float()
-        handle.remove()
-        if plain.shape == moved.shape and float((moved - plain - step).abs().mean()) < 0.02 * step:
-            return "output"
-        seen: dict[str, Tensor] = {}
-        found = [False]
-
-        def norm(module: nn.Module, given: tuple) -> None:
-            both = seen.get("read"), seen.get("said")
-            if given and all(isinstance(t, Tensor) and t.shape == given[0].shape for t in both):
-                apart = given[0].float() - sum(t.float() for t in both if t is not None)
-                found[0] |= bool(apart.abs().mean() < 0.02 * given[0].float().abs().mean())
-
-        handles = [
-            up.register_forward_hook(lambda m, given, out: seen.update(read=given[0])),
-            down.register_forward_hook(lambda m, given, out: seen.update(said=out)),
-            *(m.register_forward_pre_hook(norm) for m in self.block.modules() if "Norm" in type(m).__name__),
-        ]
-        call.run(self.block)
-        for handle in handles:
-            handle.remove()
-        return "read" if found[0] else None
-
-    def _streams(
-        self,
-        kind: str | None,
-        calls: Sequence[Call],
-        outputs: Sequence[Tensor],
-        said: Mapping[str, list[Tensor]],
-        given: Mapping[str, list[Tensor]],
-    ) -> list[Tensor]:
-        """The original's stream that the MLP adds to, by batch; nothing where it cannot be read."""
-        if kind is None:
-            return []
-        mlp = self.mlps[0]
-        if kind == "read":
-            return [x.float() for x in given[mlp.ups[0]]]
-        return [tokens(o, c.keep).float() - y for o, c, y in zip(outputs, calls, said[mlp.down], strict=True)]
-
-    def _current_streams(self, kind: str | None, calls: Sequence[Call], ours: Sequence[Tensor]) -> list[Tensor]:
-        """The compressed model's stream that the MLP adds to, by batch."""
-        mlp = self.mlps[0]
-        if kind == "read":
-            return [x.float() for _, x, _ in self._inputs([mlp.ups[0]], calls, ours)]
-        made: list[Tensor] = []
-        with watched({mlp.down: self.model.get_submodule(mlp.down)}, lambda name, x, y: made.append(y)):
-            outputs = outputs_of(self.block, calls, ours)
-        return [tokens(o.float() - y.view_as(o), c.keep) for o, y, c in zip(outputs, made, calls, strict=True)]
 
     def _sort(
         self, hidden: Mapping[str, Moments], call: Call, states: Tensor, expected: Tensor

@@ -11,8 +11,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from .config import KroneckerConfig
+from .embedding import KroneckerEmbedding
 from .experts import KroneckerExperts, is_experts
-from .linear import KroneckerEmbedding, KroneckerLinear
+from .linear import KroneckerLinear
 
 _MLPS = (  # (layers that read the block's width, the layer that writes it), by name within the module that holds them
     (("c_fc",), "c_proj"),

@@ -19,8 +19,9 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from .config import KroneckerConfig
+from .embedding import KroneckerEmbedding
 from .experts import KroneckerExperts
-from .linear import KroneckerEmbedding, KroneckerLinear
+from .linear import KroneckerLinear
 from .sites import COMPRESSED, put
 
 MARK = "kronecker.json"

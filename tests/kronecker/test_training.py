@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -93,7 +94,7 @@ def dense_loss(model, teacher, batch, config):
         m(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], output_hidden_states=True)
         for m in (model, teacher)
     )
-    t, kl, ce, count = config.temperature, 0.0, 0.0, 0
+    t, kl, ce, hidden, count = config.temperature, 0.0, 0.0, 0.0, 0
     for row in range(len(batch["labels"])):
         for i in range(batch["labels"].shape[1] - 1):
             label = batch["labels"][row, i + 1]
@@ -102,11 +103,10 @@ def dense_loss(model, teacher, batch, config):
             p, q = (F.log_softmax(z.logits[row, i] / t, -1) for z in (theirs, ours))
             kl, count = kl + t * t * (p.exp() * (p - q)).sum(), count + 1
             ce = ce - F.log_softmax(ours.logits[row, i], -1)[label]
-    hidden = [
-        (a - b).square().mean() / b.square().mean()
-        for a, b in zip(ours.hidden_states, theirs.hidden_states, strict=True)
-    ]
-    return (config.logits * kl + config.labels * ce) / count + config.hidden * sum(hidden) / len(hidden)
+            pairs = list(zip(ours.hidden_states, theirs.hidden_states, strict=True))
+            errors = [(a[row, i] - b[row, i]).square().sum() / b[row, i].square().sum() for a, b in pairs]
+            hidden = hidden + sum(errors) / len(errors)
+    return (config.logits * kl + config.labels * ce + config.hidden * hidden) / count
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -232,30 +232,27 @@ def test_resumed_is_as_if_never_stopped(tmp_path):
         assert torch.equal(a, b)
 
 
-def test_accumulation_gives_the_same_step(tmp_path):
+PARTS = [
+    DistillConfig(logits=1.0, labels=0.5),
+    DistillConfig(logits=0.0, hidden=1.0),
+    DistillConfig(logits=0.0, layers=0.01),  # its gradients are large
+]
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("config", PARTS)
+def test_accumulation_gives_the_same_step(config, labelled, tmp_path):
+    if not labelled:
+        config = replace(config, labels=0.0)
+    data = [{k: v for k, v in r.items() if labelled or k != "labels"} for r in rows()]
     teacher, models = tiny("gpt2", **SMALL), []
     for batch, steps in ((8, 1), (2, 4)):
         models.append(student())
-        named = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps}
-        config = DistillConfig(logits=1.0, labels=0.5)
-        train(models[-1], tmp_path, teacher=teacher, distill=config, max_steps=3, **named)
-    same(*models, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("config", [DistillConfig(logits=1.0), DistillConfig(logits=0.0, hidden=1.0, layers=1.0)])
-def test_accumulation_without_labels_gives_the_same_step(config, tmp_path):
-    teacher, models = tiny("gpt2", **SMALL), []
-    data = [{k: r[k] for k in ("input_ids", "attention_mask")} for r in rows()]
-    for batch, steps in ((8, 1), (2, 4)):
-        model = student()
-        named = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps, "max_steps": 2}
-        if not config.logits:  # a relative error is over a micro-batch, so that only equal rows can agree
-            data = [data[0]] * 24
-        options = arguments(tmp_path, **named)
+        options = arguments(tmp_path, per_device_train_batch_size=batch, gradient_accumulation_steps=steps, max_steps=3)
         set_seed(0)
-        KroneckerTrainer(model, options, teacher=teacher, distill=config, train_dataset=data).train()
-        models.append(model)
+        KroneckerTrainer(models[-1], options, teacher=teacher, distill=config, train_dataset=data).train()
     same(*models, rtol=1e-4, atol=1e-6)
+    assert not torch.equal(models[0].transformer.h[0].mlp.c_fc.a, student().transformer.h[0].mlp.c_fc.a)
 
 
 def test_evaluation_is_the_models_own_loss(tmp_path):
@@ -301,12 +298,11 @@ def test_an_original_follows_its_layer():
 RANK = """
 import sys, torch
 import torch.distributed as dist
-from kronecker import DistillConfig, FreezePretrained
-from tests.kronecker.test_training import SMALL, student, tiny, train
-out, layers = sys.argv[1], float(sys.argv[2])
+from kronecker import FreezePretrained
+from tests.kronecker.test_training import PARTS, SMALL, student, tiny, train
+out, part = sys.argv[1], int(sys.argv[2])
 model = student()
-config = DistillConfig(logits=1 - layers, labels=0.5 * (1 - layers), layers=layers)
-trainer = train(model, out, teacher=tiny("gpt2", **SMALL), distill=config, learning_rate=0.1 if not layers else 1e-3,
+trainer = train(model, out, teacher=tiny("gpt2", **SMALL), distill=PARTS[part],
                 per_device_train_batch_size=2, ddp_backend="gloo", callbacks=[FreezePretrained(2)])
 if trainer.args.process_index == 0:
     torch.save(model.state_dict(), out + "/state.pt")
@@ -315,27 +311,28 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("layers", [0.0, 1.0])
-def test_two_processes_give_what_one_gives(layers, tmp_path):
+@pytest.mark.parametrize("part", range(len(PARTS)))
+def test_two_processes_give_what_one_gives(part, tmp_path):
     single = student()
-    config = DistillConfig(logits=1 - layers, labels=0.5 * (1 - layers), layers=layers)
-    rate = 0.1 if not layers else 1e-3
-    named = {"teacher": tiny("gpt2", **SMALL), "distill": config, "learning_rate": rate}
+    named = {"teacher": tiny("gpt2", **SMALL), "distill": PARTS[part]}
     train(single, tmp_path / "one", callbacks=[FreezePretrained(2)], **named)
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *(p for p in sys.path if p)])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    done = subprocess.run(
-        [*command, str(tmp_path), str(layers)], env=environment, capture_output=True, text=True, timeout=300
-    )
+    command += [str(tmp_path), str(part)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     double = student()
     double.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    # a layer's error is relative to a micro-batch, so halves of a batch agree only nearly
-    same(single, double, **({"rtol": 1e-4, "atol": 1e-6} if not layers else {"rtol": 1e-2, "atol": 1e-3}))
+    same(single, double, rtol=1e-4, atol=1e-6)
     assert not torch.equal(single.transformer.h[0].mlp.c_fc.a, student().transformer.h[0].mlp.c_fc.a)
+
+
+def loss_of(model, teacher, out):
+    batch = {"input_ids": torch.ones(1, 4, dtype=torch.long)}
+    return KroneckerTrainer(model, arguments(out), teacher=teacher).compute_loss(model.train(), batch)
 
 
 @pytest.mark.parametrize(
@@ -346,6 +343,7 @@ def test_two_processes_give_what_one_gives(layers, tmp_path):
         (lambda out: DistillConfig(logits=0.0), "needed none below 0 and one above"),
         (lambda out: DistillConfig(labels=-1.0), "needed none below 0"),
         (lambda out: DistillConfig(temperature=0.0), "temperature is 0.0"),
+        (lambda out: loss_of(student("bert"), tiny("bert"), out), r"has no logits; needed DistillConfig\(logits=0\)"),
     ],
 )
 def test_bad_input_is_refused(call, message, tmp_path):

@@ -1,0 +1,76 @@
+"""The residual stream that a block's MLP adds to: where it can be read, and what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from .walk import Call, WholeModel, outputs_of, tokens, watched
+
+_NEAR = 0.02  # of the size: far above any dtype's rounding, far below another architecture's difference
+
+
+def stream_kind(block: nn.Module, up: nn.Module, down: nn.Module, call: Call, states: Tensor) -> str | None:
+    """Where the stream can be read, found out by running the block.
+
+    ``"output"``: the block's output is the stream plus what the MLP says (pre-norm). ``"read"``: the stream is what the
+    MLP reads, and a norm takes the sum of both (post-norm). None: neither, or the whole model is one block.
+
+    Args:
+        block: The block.
+        up: A layer that reads the MLP's input.
+        down: The layer that writes its output.
+        call: One batch.
+        states: Its hidden states.
+    """
+    if isinstance(call, WholeModel):
+        return None
+    call.hidden = states
+    plain = call.run(block).float()
+    step = float(plain.square().mean().sqrt()) or 1.0
+    handle = down.register_forward_hook(lambda module, given, out: out + step)
+    moved = call.run(block).float()
+    handle.remove()
+    if plain.shape == moved.shape and float((moved - plain - step).abs().mean()) < _NEAR * step:
+        return "output"
+    seen: dict[str, Tensor] = {}
+    found = [False]
+
+    def norm(module: nn.Module, given: tuple) -> None:
+        both = seen.get("read"), seen.get("said")
+        if given and all(isinstance(t, Tensor) and t.shape == given[0].shape for t in both):
+            apart = given[0].float() - sum(t.float() for t in both if t is not None)
+            found[0] |= bool(apart.abs().mean() < _NEAR * given[0].float().abs().mean())
+
+    handles = [
+        up.register_forward_hook(lambda m, given, out: seen.update(read=given[0])),
+        down.register_forward_hook(lambda m, given, out: seen.update(said=out)),
+        *(m.register_forward_pre_hook(norm) for m in block.modules() if "Norm" in type(m).__name__),
+    ]
+    call.run(block)
+    for handle in handles:
+        handle.remove()
+    return "read" if found[0] else None
+
+
+def stream_of(
+    kind: str,
+    block: nn.Module,
+    up: nn.Module,
+    down: nn.Module,
+    calls: Sequence[Call],
+    hidden: Sequence[Tensor],
+) -> list[Tensor]:
+    """The stream's tokens, (N, H) in float32, batch by batch."""
+    seen: dict[str, list[Tensor]] = {"up": [], "down": []}
+
+    def see(name: str, x: Tensor, y: Tensor) -> None:
+        seen[name].append(x if name == "up" else y)
+
+    with watched({"up": up, "down": down}, see):
+        outputs = outputs_of(block, calls, hidden)
+    if kind == "read":
+        return [tokens(x, c.keep).float() for x, c in zip(seen["up"], calls, strict=True)]
+    pairs = zip(outputs, seen["down"], calls, strict=True)
+    return [tokens(o, c.keep).float() - tokens(y, c.keep).float() for o, y, c in pairs]

@@ -1,0 +1,208 @@
+"""Training back: `KroneckerTrainer`, with groups of parameters, distillation, and norms in its logs."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+
+from .distill import DistillConfig, TeacherMlps, targets_of, token_errors, token_loss
+from .groups import group_kind, parameter_groups
+from .schedule import FadeIn, FreezePretrained
+from .sites import COMPRESSED
+from .storage import is_compressed, read_files, write_files
+
+
+class KroneckerTrainer(Trainer):
+    """A `transformers.Trainer` that trains a compressed model back.
+
+    Learning rates by group (`parameter_groups`), distillation from a teacher in the same process, and the norms of
+    factors, the rest and their gradients in the logs. Schedules are callbacks: `FreezePretrained`, `FadeIn`. Everything
+    else (schedule of rates, accumulation, mixed precision, resume, DDP) is `TrainingArguments`' own; its
+    ``learning_rate`` and ``weight_decay`` are the factors'.
+
+    Args:
+        model: With compressed layers.
+        args: `TrainingArguments`.
+        teacher: The original model; frozen, in evaluation mode.
+        distill: What to learn from; default with a teacher: its logits at temperature 2.
+        pretrained_learning_rate: Of everything but factors; default: the same.
+        structure_aware: See `parameter_groups`.
+        **rest: Of `Trainer`.
+
+    Raises:
+        ValueError: No compressed layer, a ``distill`` that needs a teacher and there is none.
+
+    >>> KroneckerTrainer(nn.Linear(2, 2), None)
+    Traceback (most recent call last):
+    ValueError: KroneckerTrainer: Linear has no compressed layer; convert_ it first
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Any,
+        *,
+        teacher: nn.Module | None = None,
+        distill: DistillConfig | None = None,
+        pretrained_learning_rate: float | None = None,
+        structure_aware: bool = False,
+        **rest: Any,
+    ):
+        if not any(isinstance(m, COMPRESSED) for m in model.modules()):
+            raise ValueError(f"KroneckerTrainer: {type(model).__name__} has no compressed layer; convert_ it first")
+        if distill is not None and teacher is None:
+            raise ValueError("KroneckerTrainer: distill needs a teacher, got None")
+        self.teacher = None if teacher is None else teacher.eval().requires_grad_(False)
+        self.distill = (distill or DistillConfig()) if teacher is not None else None
+        self.rates = {"pretrained_learning_rate": pretrained_learning_rate, "structure_aware": structure_aware}
+        self._mlps = (
+            TeacherMlps(teacher, model) if teacher is not None and self.distill and self.distill.layers else None
+        )
+        callbacks = rest.get("callbacks") or []
+        if any(isinstance(c, (FreezePretrained, FadeIn)) for c in callbacks):
+            args.ddp_find_unused_parameters = True  # what learns changes on the way
+        self._gradients: dict[str, float] = {}
+        super().__init__(model=model, args=args, **rest)
+        if self.teacher is not None:
+            self.teacher.to(self.args.device)
+        self._accepts = self.model_accepts_loss_kwargs
+        if self.distill is not None:
+            self.model_accepts_loss_kwargs = True  # losses are over the tokens of a whole step
+        self.add_callback(_GradientNorms(self._gradients))
+
+    def create_optimizer(self, *ignored: Any, **named: Any) -> torch.optim.Optimizer:
+        """The arguments' optimizer over `parameter_groups`."""
+        if self.optimizer is None:
+            assert self.model is not None
+            groups = parameter_groups(
+                self.model,
+                learning_rate=self.args.learning_rate,
+                weight_decay=self.args.weight_decay,
+                **self.rates,
+            )
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)  # pyrefly: ignore
+            self.optimizer = kind(groups, **options)
+        return self.optimizer
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The weighted sum of `DistillConfig`; without a teacher the model's own loss."""
+        if self.distill is None or self.teacher is None or not model.training:
+            return self._own_loss(model, inputs, return_outputs, num_items_in_batch)
+        config, watch = self.distill, self._mlps.watched() if self._mlps else nullcontext({})
+        named = {"output_hidden_states": config.hidden > 0}
+        given = {k: v for k, v in inputs.items() if k not in ("labels", "label")}
+        with torch.no_grad(), watch as found:
+            theirs = self.teacher(**given, **named)
+        ours = model(**given, **named)
+        states = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
+        keep, labels = targets_of(
+            (states.shape[0], states.shape[1]),
+            inputs.get("labels"),
+            inputs.get("attention_mask"),
+            shifted=self._unwrapped().can_generate() and not self._unwrapped().config.is_encoder_decoder,
+            device=states.device,
+        )
+        loss, own = torch.zeros((), device=self.args.device), keep.sum()
+        if config.logits or config.labels:
+            student, teacher = (self._logits(o) for o in (ours, theirs))
+            if student.dim() == 3:
+                student, teacher = student[keep], teacher[keep]
+            else:
+                own = len(student)  # one answer a row
+            loss = loss + token_loss(config, student, teacher, labels)
+        if config.hidden:
+            pairs = zip(ours.hidden_states, theirs.hidden_states, strict=True)
+            loss = loss + config.hidden * torch.stack([token_errors(s, t, keep) for s, t in pairs]).mean()
+        if self._mlps:
+            everything = 0.0 * ours[0].float().sum()  # DDP waits for every parameter that the forward used
+            loss = loss + config.layers * self._mlps.loss(found, keep) + everything
+        if num_items_in_batch is not None:  # this micro-batch's part of its step; else the trainer takes the mean
+            world = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+            loss = loss * own / num_items_in_batch * world
+        return (loss, ours) if return_outputs else loss
+
+    def _logits(self, outputs: Any) -> Tensor:
+        logits = getattr(outputs, "logits", None)
+        if logits is None:
+            raise ValueError(
+                f"KroneckerTrainer: {type(self._unwrapped()).__name__} has no logits; needed "
+                f"DistillConfig(logits=0) with hidden or layers"
+            )
+        return logits
+
+    def _own_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, items: Any) -> Any:
+        """The stock trainer's loss, with the stock flag."""
+        held, self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs, self._accepts
+        try:
+            return super().compute_loss(model, inputs, return_outputs, items if self._accepts else None)
+        finally:
+            self.model_accepts_loss_kwargs = held
+
+    def _unwrapped(self) -> Any:
+        return self.accelerator.unwrap_model(self.model)
+
+    def log(self, logs: dict[str, float], *rest: Any, **named: Any) -> None:
+        """The logs, with norms of each group's parameters and gradients while it trains."""
+        if "loss" in logs and self.optimizer is not None:
+            groups = getattr(self.optimizer, "optimizer", self.optimizer).param_groups
+            for group in groups:
+                kind = group_kind(group)
+                held = [p.detach() for p in group["params"]]
+                logs[f"norm/{kind}"] = _norm(held, logs.get(f"norm/{kind}"))
+            logs |= self._gradients
+        super().log(logs, *rest, **named)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """A checkpoint that `from_pretrained` loads; tied factors are written once."""
+        folder = Path(output_dir or self.args.output_dir or ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(self._unwrapped(), PreTrainedModel):
+            write_files(self._unwrapped(), folder)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
+            torch.save(self.args, folder / "training_args.bin")
+        else:
+            super()._save(output_dir, state_dict)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if is_compressed(resume_from_checkpoint):
+            self._unwrapped().load_state_dict(read_files(Path(resume_from_checkpoint))[1])
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint or "")
+
+
+class _GradientNorms(TrainerCallback):
+    """Norms of each group's gradients in the step that is logged, as the optimizer gets them: clipped."""
+
+    def __init__(self, found: dict[str, float]):
+        self.found = found
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        every = max(1, int(state.logging_steps or 1))
+        if (state.global_step + 1) % every and state.global_step:
+            return
+        self.found.clear()
+        optimizer = kwargs["optimizer"]
+        for group in getattr(optimizer, "optimizer", optimizer).param_groups:
+            held = [p.grad for p in group["params"] if p.grad is not None]
+            name = f"gradient/{group_kind(group)}"
+            self.found[name] = _norm(held, self.found.get(name))
+
+
+def _norm(tensors: list[Tensor], before: float | None) -> float:
+    total = sum(float(t.float().square().sum()) for t in tensors)
+    return (total + (before or 0.0) ** 2) ** 0.5

@@ -1,0 +1,72 @@
+"""A latent workspace: read once, think n steps, answer; more steps and latents, a better answer.
+
+>>> model = LatentThinker(ThinkerConfig(vocab_size=16, max_input_length=20, max_output_length=20)).eval()
+>>> tokens = torch.randint(16, (2, 7))
+>>> model(tokens, n_step=2, out_len=7).logits.shape
+torch.Size([2, 7, 16])
+>>> print(FlowPlan.every_step(2, memory=False))
+| step | read_input | mem_lookup | mem_write | static_mem_lookup | output |
+|------|------------|------------|-----------|-------------------|--------|
+| 1    | 1          | 0          | 0         | 0                 | 1      |
+| 2    | 1          | 0          | 0         | 0                 | 1      |
+"""
+
+from .callbacks import CurriculumCallback, GridCallback, RewindOnPeak, ThinkerCallback
+from .config import ExitRule, ThinkerConfig
+from .curriculum import CurriculumDataset
+from .evaluate import Accuracy, Grid, evaluate_grid, evaluate_lengths, plot_grid, plot_training
+from .flow import FlowPlan, FlowRow
+from .functional import attention
+from .losses import AllSteps, LastAndRandom, LearnedWeights, LinearWeights, Ponder, ProgressiveLoss, StepLoss
+from .model import LatentThinker
+from .schedules import Coupled, Dynamic, Fixed, Frontier, Linear, Progressive, Schedule, Uniform
+from .state import Context, ThinkerOutput, ThinkerState, Thought
+from .tasks import TASKS, Sample, Task, make_task, register_task
+from .training import ThinkerTrainer, parameter_groups, thinker_arguments
+
+__all__ = [
+    "TASKS",
+    "Accuracy",
+    "AllSteps",
+    "Context",
+    "Coupled",
+    "CurriculumCallback",
+    "CurriculumDataset",
+    "Dynamic",
+    "ExitRule",
+    "Fixed",
+    "FlowPlan",
+    "FlowRow",
+    "Frontier",
+    "Grid",
+    "GridCallback",
+    "LastAndRandom",
+    "LatentThinker",
+    "LearnedWeights",
+    "Linear",
+    "LinearWeights",
+    "Ponder",
+    "Progressive",
+    "ProgressiveLoss",
+    "RewindOnPeak",
+    "Sample",
+    "Schedule",
+    "StepLoss",
+    "Task",
+    "ThinkerCallback",
+    "ThinkerConfig",
+    "ThinkerOutput",
+    "ThinkerState",
+    "ThinkerTrainer",
+    "Thought",
+    "Uniform",
+    "attention",
+    "evaluate_grid",
+    "evaluate_lengths",
+    "make_task",
+    "parameter_groups",
+    "plot_grid",
+    "plot_training",
+    "register_task",
+    "thinker_arguments",
+]

@@ -1,0 +1,91 @@
+"""What a thinker refuses before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .config import ThinkerConfig
+from .flow import FlowRow
+
+
+def check_tokens(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None, *, values: bool) -> None:
+    """Shape, length, and with ``values`` the ids."""
+    if tokens.dim() != 2 or tokens.dtype.is_floating_point or 0 in tokens.shape:
+        raise ValueError(
+            f"LatentThinker: tokens have shape {list(tokens.shape)} and dtype {tokens.dtype}; needed ids (B, L), some"
+        )
+    if mask is not None and mask.shape != tokens.shape:
+        turned = "; that is time first: transpose it" if mask.shape == tokens.shape[::-1] else ""
+        raise ValueError(
+            f"LatentThinker: mask has shape {list(mask.shape)}, tokens {list(tokens.shape)}; needed the same{turned}"
+        )
+    if tokens.shape[1] > config.max_input_length:
+        turned = ""
+        if tokens.shape[0] <= config.max_input_length:
+            turned = "; if these are time first, (L, B), transpose them"
+        raise ValueError(
+            f"LatentThinker: tokens (B, L) have shape {list(tokens.shape)}, so L is {tokens.shape[1]}; needed at most "
+            f"max_input_length, {config.max_input_length}{turned}"
+        )
+    if values:
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= config.vocab_size:
+            wrong = low if low < 0 else high
+            raise ValueError(f"LatentThinker: token id {wrong}; needed 0 to vocab_size - 1, {config.vocab_size - 1}")
+
+
+def check_mask(config: ThinkerConfig, mask: Tensor) -> None:
+    """No row all padding; in a causal flow, padding on the left."""
+    empty = (~mask.any(1)).nonzero()
+    if len(empty):
+        which = "every row" if len(empty) == len(mask) else f"row {int(empty[0])}"
+        raise ValueError(f"LatentThinker: the mask leaves nothing of {which}; needed one token or more")
+    if config.causal and bool((mask[:, :-1] & ~mask[:, 1:]).any()):
+        raise ValueError("LatentThinker: padding after tokens; a causal flow aligns right and needed it on the left")
+
+
+def check_plan(config: ThinkerConfig, rows: Sequence[FlowRow]) -> None:
+    """What the rows look up exists, and can be written."""
+    if config.memory == "none" and any(row.mem_lookup or row.mem_write for row in rows):
+        raise ValueError(
+            'LatentThinker: the plan uses the memory, but memory is "none"; needed ThinkerConfig(memory="grow"), or a '
+            "plan with memory=False"
+        )
+    if not config.num_static_tokens and any(row.static_mem_lookup for row in rows):
+        raise ValueError(
+            "LatentThinker: the plan looks up static tokens; needed ThinkerConfig(num_static_tokens=8) or so"
+        )
+    if config.memory == "static" and torch.is_grad_enabled() and any(row.mem_write for row in rows):
+        raise ValueError(
+            'LatentThinker: memory="static" writes in place, which would change what autograd saved; needed '
+            'memory="grow" or "window", or torch.no_grad()'
+        )
+
+
+def check_latents(
+    config: ThinkerConfig,
+    n_latent: int | None,
+    shape: Sequence[int],
+    context: tuple[int, int],
+    *,
+    carried: bool = False,
+) -> None:
+    """As many latents as there can be, and a carry that belongs to the input."""
+    n = shape[1]
+    if n_latent is not None and n_latent < 1:
+        raise ValueError(f"LatentThinker: n_latent is {n_latent}; needed 1 or more")
+    if carried and (shape[0] != context[0] or (n_latent is not None and n_latent != n)):
+        raise ValueError(
+            f"LatentThinker: the carry has {shape[0]} rows of {n} latents; needed {context[0]} rows"
+            f"{'' if n_latent is None else f' of {n_latent}'}"
+        )
+    if config.causal and n > context[1]:
+        raise ValueError(f"LatentThinker: n_latent is {n}, the input has {context[1]} tokens; needed at most as many")
+    if not config.causal and config.latent_init == "table" and n > config.num_latents:
+        raise ValueError(
+            f"LatentThinker: n_latent is {n}, the table has {config.num_latents}; needed at most as many, or a model "
+            'with latent_init="noise", which thinks with any number'
+        )

@@ -1,0 +1,231 @@
+"""What a `LatentThinker` is made of: `ThinkerConfig`, and when a row may stop: `ExitRule`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from transformers import PreTrainedConfig
+
+Positions = Literal["learned", "sinusoidal", "rotary", "random", "random_float", "aligned"]
+LatentInit = Literal["table", "noise"]
+MemoryKind = Literal["none", "grow", "window", "static"]
+StepUpdate = Literal["replace", "damped", "normalized"]
+ExitKind = Literal["residual", "kl", "argmax", "halt"]
+
+
+def refuse(what: str, got: Any, needed: str) -> None:
+    """Raise the one kind of error that configs raise."""
+    raise ValueError(f"ThinkerConfig: {what} is {got!r}; needed {needed}")
+
+
+class ThinkerConfig(PreTrainedConfig):
+    """The sizes and choices of a `LatentThinker`.
+
+    The defaults are the recipe that solves copying, reversing and addition in seconds on a CPU.
+
+    Args:
+        vocab_size: Token ids of the input are below it.
+        output_size: Symbols of the answer; default ``vocab_size``.
+        hidden_size: d, the width of tokens and latents.
+        num_heads: Attention heads; divides ``hidden_size``.
+        mlp_size: Inner width of the SwiGLU; default 8/3 d, up to a multiple of 8.
+        layers_per_step: Layers in the shared block; each step runs all of them.
+        max_input_length: Longest input.
+        max_output_length: Longest answer.
+        num_latents: Latents when a call does not say; with ``latent_init="table"`` also the most there can be.
+        latent_init: ``"table"``, a learned vector for each, or ``"noise"``, one learned vector plus N(0, 1) each, which
+            lets a trained model think with more latents than it has seen.
+        n_step: Steps when a call does not say.
+        positions: How input and answer are told where they are: ``"learned"`` and ``"sinusoidal"`` by index;
+            ``"rotary"`` turns the input's keys (the answer's queries are learned); ``"random"``, an ordered random
+            subset of ``num_positions`` learned ones, drawn once a batch and shared by both (Ruoss et al. 2023);
+            ``"random_float"``, sorted random reals as sinusoids; ``"aligned"``, by place inside the operand (McLeish et
+            al. 2024), where operands end at ``separators``.
+        from_end: Add a learned position counted from the input's end.
+        num_positions: Of ``"random"`` and ``"random_float"``; default four times the longest sequence.
+        separators: Token ids that end an operand; for ``"aligned"``.
+        max_offset: With ``"aligned"``, positions of a training batch start at a random place up to here.
+        memory: Of past latents' keys and values: ``"none"``, ``"grow"`` keeps all, ``"window"`` the last
+            ``memory_size`` writes, ``"static"`` writes in place into room for ``memory_size`` writes (only without
+            gradients).
+        memory_size: In writes.
+        num_static_tokens: Learned vectors that ``static_mem_lookup`` attends to.
+        step_update: What a step makes of block output f(z): ``"replace"`` z by it; ``"damped"``, (1-λ) z + λ f(z);
+            ``"normalized"``, unit-RMS states and a learned λ for each channel (nGPT's, Loshchilov et al. 2024).
+        damping: λ, or where it starts.
+        step_noise: Standard deviation of what is added to the latents before each training step.
+        sandwich: Norms after attention and MLP too (Huginn, Geiping et al. 2025).
+        decoder_self_attention: Answer positions look at each other before they are read off.
+        causal: Autoregressive flow (Perceiver AR, Hawthorne et al. 2022): the latents are the last ``n_latent`` input
+            tokens, nothing looks ahead, and each latent's own logits are the answer.
+        halting: A head that says when to stop; starts with zero weights and a bias of -5.
+        initializer_range: Standard deviation of embeddings, positions, latents and static tokens at the start. A small
+            one (0.02) never solves copying.
+        **rest: Of `transformers.PreTrainedConfig`.
+
+    Raises:
+        ValueError: A field outside what it says above.
+
+    >>> ThinkerConfig(vocab_size=16).mlp_size
+    176
+    >>> ThinkerConfig(vocab_size=16, num_heads=5)
+    Traceback (most recent call last):
+    ValueError: ThinkerConfig: num_heads is 5; needed a divisor of hidden_size, 64
+    """
+
+    model_type = "latent_thinker"
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 16,
+        output_size: int | None = None,
+        hidden_size: int = 64,
+        num_heads: int = 4,
+        mlp_size: int | None = None,
+        layers_per_step: int = 1,
+        max_input_length: int = 64,
+        max_output_length: int = 64,
+        num_latents: int = 8,
+        latent_init: LatentInit = "table",
+        n_step: int = 4,
+        positions: Positions = "learned",
+        from_end: bool = False,
+        num_positions: int | None = None,
+        separators: Sequence[int] = (),
+        max_offset: int = 0,
+        memory: MemoryKind = "none",
+        memory_size: int | None = None,
+        num_static_tokens: int = 0,
+        step_update: StepUpdate = "replace",
+        damping: float = 0.95,
+        step_noise: float = 0.0,
+        sandwich: bool = False,
+        decoder_self_attention: bool = False,
+        causal: bool = False,
+        halting: bool = False,
+        initializer_range: float = 0.5,
+        **rest: Any,
+    ):
+        self.vocab_size = vocab_size
+        self.output_size = vocab_size if output_size is None else output_size
+        self.hidden_size = hidden_size
+        self.num_heads = num_heads
+        self.mlp_size = mlp_size if mlp_size is not None else -(-hidden_size // 3) * 8
+        self.layers_per_step = layers_per_step
+        self.max_input_length = max_input_length
+        self.max_output_length = max_output_length
+        self.num_latents = num_latents
+        self.latent_init = latent_init
+        self.n_step = n_step
+        self.positions = positions
+        self.from_end = from_end
+        longest = max(max_input_length, max_output_length)
+        self.num_positions = 4 * longest if num_positions is None else num_positions
+        self.separators = list(separators)
+        self.max_offset = max_offset
+        self.memory = memory
+        self.memory_size = memory_size
+        self.num_static_tokens = num_static_tokens
+        self.step_update = step_update
+        self.damping = damping
+        self.step_noise = step_noise
+        self.sandwich = sandwich
+        self.decoder_self_attention = decoder_self_attention
+        self.causal = causal
+        self.halting = halting
+        self.initializer_range = initializer_range
+        self._check()
+        super().__init__(**rest)
+
+    def _check(self) -> None:
+        for name in (
+            "vocab_size",
+            "output_size",
+            "hidden_size",
+            "num_heads",
+            "mlp_size",
+            "layers_per_step",
+            "max_input_length",
+            "max_output_length",
+            "num_latents",
+            "n_step",
+        ):
+            if getattr(self, name) < 1:
+                refuse(name, getattr(self, name), "1 or more")
+        for name, kinds in (
+            ("latent_init", LatentInit),
+            ("positions", Positions),
+            ("memory", MemoryKind),
+            ("step_update", StepUpdate),
+        ):
+            if getattr(self, name) not in get_args(kinds):
+                refuse(name, getattr(self, name), f"one of {', '.join(get_args(kinds))}")
+        if self.hidden_size % self.num_heads:
+            refuse("num_heads", self.num_heads, f"a divisor of hidden_size, {self.hidden_size}")
+        if self.positions == "rotary" and self.hidden_size // self.num_heads % 2:
+            refuse("hidden_size / num_heads", self.hidden_size // self.num_heads, "an even size for rotary positions")
+        if self.positions in ("sinusoidal", "random_float") and self.hidden_size % 2:
+            refuse("hidden_size", self.hidden_size, f"an even size for {self.positions} positions")
+        if self.positions.startswith("random") and self.num_positions < self.longest:
+            refuse("num_positions", self.num_positions, f"at least the longest sequence, {self.longest}")
+        if (self.positions == "aligned") != bool(self.separators):
+            refuse("separators", self.separators, 'token ids with positions="aligned", and none without')
+        if self.max_offset < 0 or (self.max_offset and self.positions != "aligned"):
+            refuse("max_offset", self.max_offset, '0, or more with positions="aligned"')
+        if (self.memory in ("window", "static")) != (self.memory_size is not None) or (self.memory_size or 1) < 1:
+            refuse("memory_size", self.memory_size, "writes, 1 or more, with memory window or static, and none without")
+        if not 0 < self.damping <= 1:
+            refuse("damping", self.damping, "above 0 and at most 1")
+        if self.step_noise < 0 or self.initializer_range <= 0 or self.num_static_tokens < 0:
+            refuse("step_noise, initializer_range or num_static_tokens", "negative", "none below 0")
+        if self.causal and (self.positions not in ("learned", "sinusoidal", "rotary") or self.from_end):
+            refuse("positions", self.positions, "learned, sinusoidal or rotary, and no from_end, in a causal flow")
+        if self.causal and (self.latent_init != "table" or self.decoder_self_attention):
+            refuse(
+                "latent_init or decoder_self_attention", "set", "neither in a causal flow: its latents are the input's"
+            )
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence, of input or answer."""
+        return max(self.max_input_length, self.max_output_length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitRule:
+    """When a row stops thinking, in evaluation; rows that stop leave the batch.
+
+    Args:
+        kind: ``"residual"``, ‖z - z'‖ / ‖z'‖ of the latents against the step before; ``"kl"``, mean
+            KL(answer ‖ answer of the step before); ``"argmax"``, the answer stayed the same; ``"halt"``, the halting
+            head's probability.
+        threshold: Stop below it (residual, kl) or above it (halt); default 0.03, 1e-3, 0.5.
+        patience: In how many steps one after the other.
+        min_steps: Never before.
+
+    >>> ExitRule(kind="kl").threshold
+    0.001
+    >>> ExitRule(kind="soon")
+    Traceback (most recent call last):
+    ValueError: ExitRule: kind is 'soon'; needed one of residual, kl, argmax, halt
+    """
+
+    kind: ExitKind = "residual"
+    threshold: float | None = None
+    patience: int = 1
+    min_steps: int = 1
+
+    def __post_init__(self):
+        if self.kind not in get_args(ExitKind):
+            raise ValueError(f"ExitRule: kind is {self.kind!r}; needed one of {', '.join(get_args(ExitKind))}")
+        if self.patience < 1 or self.min_steps < 1:
+            raise ValueError(f"ExitRule: patience {self.patience}, min_steps {self.min_steps}; needed 1 or more")
+        if self.threshold is None:
+            default = {"residual": 0.03, "kl": 1e-3, "argmax": 0.0, "halt": 0.5}[self.kind]
+            object.__setattr__(self, "threshold", default)
+        assert self.threshold is not None
+        if self.threshold < 0:
+            raise ValueError(f"ExitRule: threshold is {self.threshold}; needed 0 or more")

@@ -1,0 +1,284 @@
+"""`CurriculumDataset`: endless batches of a task, drawn by counters: a batch depends on nothing but its number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from .schedules import Frontier, Schedule
+from .tasks import Sample, Task
+
+_WORD = (1 << 64) - 1
+_ENOUGH = 1000  # lengths with fewer inputs than this have none held out
+
+
+def mix(*words: int) -> int:
+    """64 bits that depend on all of ``words`` and their order (SplitMix64's finaliser, Steele et al. 2014).
+
+    >>> mix(1, 2) == mix(1, 2), mix(1, 2) == mix(2, 1)
+    (True, False)
+    """
+    state = 0
+    for word in words:
+        state = (state + (word & _WORD) + 0x9E3779B97F4A7C15) & _WORD
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _WORD
+        state ^= state >> 31
+    return state
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+class CurriculumDataset(IterableDataset):
+    """Batches of a task, without end.
+
+    Batch number ``step`` is a function of (seed, rank, step) and the schedule's state: the stream is the same with any
+    number of workers and after a resume. What `report` changes takes effect ``delay`` batches later, so that batches
+    drawn ahead do not depend on when they were drawn. Use it in a `DataLoader` with ``batch_size=None``, as
+    `ThinkerTrainer` does.
+
+    Args:
+        task: What to sample.
+        schedule: How long; default half of the rows uniform in 1 .. 20, half at 20.
+        batch_size: Rows.
+        n_step: Steps of each batch, drawn uniformly between two numbers, or one number; the same for all ranks.
+        n_latent: Latents likewise; none: the model's own.
+        holdout: Share of inputs, by hash, that training never sees and `held_out` gives. Lengths with fewer than 1000
+            inputs have none held out.
+        seed: Of everything drawn.
+        rank: Whose stream, in training with several processes.
+        device: Where batches are made.
+        delay: In batches; at least as many as workers draw ahead.
+
+    Raises:
+        ValueError: Numbers outside what is said above.
+
+    >>> from thinker import make_task
+    >>> data = CurriculumDataset(make_task("copy"), Frontier(max_length=5), batch_size=2)
+    >>> batch = data.batch(0)
+    >>> batch["input_ids"].shape, bool((batch["labels"] == data.batch(0)["labels"]).all())
+    (torch.Size([2, 5]), True)
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        schedule: Schedule | None = None,
+        *,
+        batch_size: int = 64,
+        n_step: int | tuple[int, int] = (1, 6),
+        n_latent: int | tuple[int, int] | None = None,
+        holdout: float = 0.1,
+        seed: int = 0,
+        rank: int = 0,
+        device: str | torch.device = "cpu",
+        delay: int = 16,
+    ):
+        self.task = task
+        self.schedule = schedule or Frontier(max_length=20, min_length=task.min_length)
+        self.batch_size, self.holdout, self.seed, self.rank, self.delay = batch_size, holdout, seed, rank, delay
+        self.n_step, self.n_latent = _pair("n_step", n_step), None if n_latent is None else _pair("n_latent", n_latent)
+        self.device = torch.device(device)
+        if batch_size < 1 or delay < 1 or not 0 <= holdout < 1:
+            raise ValueError(
+                f"CurriculumDataset: batch_size {batch_size}, delay {delay}, holdout {holdout}; needed 1 or more, 1 or "
+                f"more, 0 to below 1"
+            )
+        if self.schedule.min_length < task.min_length:
+            raise ValueError(
+                f"CurriculumDataset: {type(self.schedule).__name__} starts at length {self.schedule.min_length}, but "
+                f"{type(task).__name__} needed {task.min_length} or more"
+            )
+        longest = self.schedule.max_length
+        held = [holdout > 0 and task.num_samples(n) >= _ENOUGH for n in range(task.min_length, longest + 1)]
+        self._held_lengths = torch.tensor([False] * task.min_length + held, device=self.device)
+        words = [_signed(mix(seed, 7, i) | 1) for i in range(task.input_length(longest))]
+        self._multipliers = torch.tensor(words, device=self.device)
+        self.step = 0
+        # rows of (from which batch on, state): shared, so that workers that live on see what the trainer reports
+        initial = self.schedule.initial()
+        self._states = torch.full((2 * delay + 2, 1 + len(initial)), -1.0, dtype=torch.float64).share_memory_()
+        self._states[0] = torch.tensor([0.0, *initial], dtype=torch.float64)
+
+    @property
+    def max_input_length(self) -> int:
+        """Of the longest samples."""
+        return self.task.input_length(self.schedule.max_length)
+
+    @property
+    def max_output_length(self) -> int:
+        """Of the longest samples."""
+        return self.task.output_length(self.schedule.max_length)
+
+    def state_at(self, step: int) -> Tensor:
+        """The schedule's state that batch ``step`` is drawn with."""
+        known = self._states[(self._states[:, 0] >= 0) & (self._states[:, 0] <= step)]
+        return known[known[:, 0].argmax(), 1:]
+
+    def difficulty(self, step: int | None = None) -> float:
+        """The schedule's, at a step; default the newest."""
+        return self.schedule.difficulty(
+            self.step if step is None else step, self.newest_state() if step is None else self.state_at(step)
+        )
+
+    def report(self, right: Tensor, total: Tensor, *, step: int) -> None:
+        """Tell the schedule how many answers of each length were right and how many there were.
+
+        Args:
+            right: (max_length + 1,).
+            total: (max_length + 1,).
+            step: Batches that were trained on; the change holds from ``step + delay`` on.
+        """
+        newest = self.newest_state()
+        made = self.schedule.update(newest.clone(), right.cpu(), total.cpu())
+        if not torch.equal(made, newest):
+            self.change(made, step=step)
+
+    def newest_state(self) -> Tensor:
+        """The schedule's state after all reports."""
+        return self._states[self._states[:, 0].argmax(), 1:]
+
+    def change(self, state: Tensor, *, step: int) -> None:
+        """Give the schedule a state, from batch ``step + delay`` on.
+
+        Raises:
+            ValueError: A step before that of an earlier change.
+        """
+        start = float(step + self.delay)
+        if start <= float(self._states[:, 0].max()):
+            raise ValueError(f"CurriculumDataset: a change at step {step} after a later one; needed steps in order")
+        row = self._states[self._states[:, 0].argmin()]
+        row[0] = -1.0
+        row[1:] = state
+        row[0] = start  # last: workers find a row by it
+
+    def batch(self, step: int) -> dict[str, Any]:
+        """Batch number ``step``.
+
+        Returns:
+            ``input_ids`` (B, L), ``attention_mask`` (B, L), ``labels`` (B, O) with -100 where there is no answer,
+            ``lengths`` (B,), and numbers: ``n_step``, ``n_latent`` (or none), ``step``, ``rank``.
+        """
+        generator = self._generator(1, self.rank, step)
+        lengths = self.schedule.lengths(generator, self.batch_size, step, self.state_at(step))
+        sample = self.task.sample(generator, self.batch_size, lengths)
+        if self.holdout:
+            sample = self._without_held_out(generator, sample, lengths)
+        n_step, n_latent = self.schedule.steps_and_latents(lengths)
+        if n_step is None:
+            n_step = _between(self.n_step, mix(self.seed, 4, step))
+        if n_latent is None and self.n_latent is not None:
+            n_latent = _between(self.n_latent, mix(self.seed, 5, step))
+        return _as_dict(sample, lengths) | {"n_step": n_step, "n_latent": n_latent, "step": step, "rank": self.rank}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """From the present step on; several workers take turns."""
+        info = get_worker_info()
+        stride = 1
+        if info is not None:
+            self.step, stride = self.step + info.id, info.num_workers
+        while True:
+            self.step += stride
+            yield self.batch(self.step - stride)
+
+    def is_held_out(self, sample: Sample, lengths: Tensor) -> Tensor:  # (B,)
+        """Which rows training never sees."""
+        if not self.holdout:
+            return torch.zeros(len(lengths), dtype=torch.bool, device=lengths.device)
+        width = sample.tokens.shape[1]
+        word = ((sample.tokens + 1) * sample.mask * self._multipliers[:width]).sum(1)
+        word = (word ^ (word >> 29)) * _signed(0xBF58476D1CE4E5B9)
+        share = (word ^ (word >> 32)) & 0xFFFFFF
+        return (share < self.holdout * (1 << 24)) & self._held_lengths[lengths]
+
+    def held_out(self, batch: int, length: int, *, seed: int = 0) -> dict[str, Any]:
+        """A batch of held-out inputs of one length; where none are held out, of any.
+
+        Args:
+            batch: Rows.
+            length: Of all rows.
+            seed: Which batch.
+        """
+        generator, lengths = self._generator(3, seed, length), torch.full((batch,), length, device=self.device)
+        if length >= len(self._held_lengths) or not bool(
+            self._held_lengths[length]
+        ):  # too long to be seen, or too short
+            return _as_dict(self.task.sample(generator, batch, length), lengths)
+        found: list[Sample] = []
+        missing = batch
+        for _ in range(1000):
+            many = int(missing / self.holdout * 1.2) + 16
+            sample = self.task.sample(generator, many, length)
+            held = self.is_held_out(sample, torch.full((many,), length, device=self.device))
+            found.append(Sample(*(t[held][:missing] for t in sample)))
+            missing -= len(found[-1].tokens)
+            if not missing:
+                break
+        assert not missing
+        whole = Sample(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        return _as_dict(whole, lengths)
+
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+        """What a resume needs: the number of batches that were trained on, the schedule's states.
+
+        Args:
+            step: That number, where workers draw ahead and the data set cannot know.
+        """
+        return {"step": self.step if step is None else step, "seed": self.seed, "states": self._states.tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            ValueError: Another seed, schedule or delay.
+        """
+        states = torch.tensor(state["states"], dtype=torch.float64)
+        if state["seed"] != self.seed or states.shape != self._states.shape:
+            raise ValueError(
+                f"CurriculumDataset: the state has seed {state['seed']} and shape {list(states.shape)}; needed "
+                f"{self.seed} and {list(self._states.shape)}, of the same seed, schedule and delay"
+            )
+        self.step = state["step"]
+        self._states.copy_(states)
+
+    def _generator(self, *words: int) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(_seed(mix(self.seed, *words)))
+
+    def _without_held_out(self, generator: torch.Generator, sample: Sample, lengths: Tensor) -> Sample:
+        wrong = self.is_held_out(sample, lengths).nonzero()[:, 0]
+        for _ in range(64):
+            if not len(wrong):
+                return sample
+            again = self.task.sample(generator, len(wrong), lengths[wrong])
+            for whole, part in zip(sample, again, strict=True):
+                whole[wrong, : part.shape[1]] = part
+            wrong = wrong[self.is_held_out(again, lengths[wrong])]
+        raise ValueError(
+            f"CurriculumDataset: every sample of length {int(lengths[wrong[0]])} is held out; needed a smaller "
+            f"holdout, or a larger min_length"
+        )
+
+
+def _pair(name: str, value: int | tuple[int, int]) -> tuple[int, int]:
+    low, high = (value, value) if isinstance(value, int) else value
+    if not 1 <= low <= high:
+        raise ValueError(f"CurriculumDataset: {name} is {value}; needed a number from 1, or two in order")
+    return low, high
+
+
+def _between(pair: tuple[int, int], word: int) -> int:
+    return pair[0] + word % (pair[1] - pair[0] + 1)
+
+
+def _seed(word: int) -> int:
+    return word >> 1  # a generator takes 63 bits
+
+
+def _as_dict(sample: Sample, lengths: Tensor) -> dict[str, Any]:
+    return {"input_ids": sample.tokens, "attention_mask": sample.mask, "labels": sample.targets, "lengths": lengths}

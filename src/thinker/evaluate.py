@@ -1,0 +1,221 @@
+"""How right a thinker is: by steps and latents, by length; and the plots of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .curriculum import CurriculumDataset
+from .flow import FlowPlan
+from .model import LatentThinker
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Shares of right answers.
+
+    Args:
+        token: Of symbols.
+        sequence: Of rows with every symbol right.
+    """
+
+    token: float
+    sequence: float
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Accuracy by number of latents (rows) and steps (columns)."""
+
+    n_latents: tuple[int, ...]
+    n_steps: tuple[int, ...]
+    cells: tuple[tuple[Accuracy, ...], ...]
+
+    def token(self) -> Tensor:
+        """(latents, steps) shares of right symbols."""
+        return torch.tensor([[cell.token for cell in row] for row in self.cells])
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: both shares, rounded to 4 digits."""
+        parts = {
+            name: [[round(getattr(c, name), 4) for c in row] for row in self.cells] for name in ("token", "sequence")
+        }
+        return {"n_latents": list(self.n_latents), "n_steps": list(self.n_steps), **parts}
+
+    def __str__(self) -> str:
+        lines = ["latents \\ steps " + "".join(f"{n:>7}" for n in self.n_steps)]
+        for n, row in zip(self.n_latents, self.cells, strict=True):
+            lines.append(f"{n:>15} " + "".join(f"{c.token:>7.3f}" for c in row))
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def answers(
+    model: LatentThinker,
+    batch: dict[str, Any],
+    *,
+    n_steps: Sequence[int],
+    n_latent: int | None = None,
+    plan: FlowPlan | None = None,
+) -> list[Accuracy]:
+    """Accuracy on a batch after each number of steps.
+
+    Plans that output in every step run once, with the most steps; others once for each number.
+    """
+    inputs = {
+        "input_ids": batch["input_ids"].to(model.device),
+        "attention_mask": batch["attention_mask"].to(model.device),
+        "out_len": batch["labels"].shape[1],
+        "n_latent": n_latent,
+    }
+    labels, made, was_training = batch["labels"].to(model.device), [], model.training
+    model.eval()
+    chosen, most = plan or model.default_plan(), max(n_steps)
+    try:
+        if chosen.loop and not chosen.prologue and not chosen.epilogue and all(row.output for row in chosen.loop):
+            steps = sorted(set(n_steps))
+            out = model(**inputs, n_step=most, plan=plan, output_steps=steps)
+            by_step = dict(zip(steps, out.step_logits, strict=True))
+            made = [by_step[n] for n in n_steps]
+        else:
+            made = [model(**inputs, n_step=n, plan=plan).logits for n in n_steps]
+    finally:
+        model.train(was_training)
+    counted = labels != -100
+    right = [(logits.argmax(-1) == labels) & counted for logits in made]
+    return [Accuracy(float(r.sum() / counted.sum()), float((r | ~counted).all(1).float().mean())) for r in right]
+
+
+def evaluate_grid(
+    model: LatentThinker,
+    data: CurriculumDataset,
+    *,
+    n_latents: Sequence[int],
+    n_steps: Sequence[int],
+    length: int | None = None,
+    samples: int = 512,
+    plan: FlowPlan | None = None,
+    seed: int = 0,
+) -> Grid:
+    """Accuracy on held-out samples for each number of latents and steps.
+
+    Args:
+        model: In any mode; it is left in it.
+        data: Whose held-out samples.
+        n_latents: Rows.
+        n_steps: Columns.
+        length: Of the samples; default the longest trained on.
+        samples: How many.
+        plan: What each step does.
+        seed: Which samples.
+
+    Raises:
+        ValueError: Nothing to look at; more latents than a model with a table has.
+    """
+    if not n_latents or not n_steps or min(*n_latents, *n_steps, samples) < 1:
+        raise ValueError(
+            f"evaluate_grid: n_latents {list(n_latents)}, n_steps {list(n_steps)}, samples {samples}; needed 1 or more"
+        )
+    batch = data.held_out(samples, data.schedule.max_length if length is None else length, seed=seed)
+    cells = [tuple(answers(model, batch, n_steps=n_steps, n_latent=n, plan=plan)) for n in n_latents]
+    return Grid(tuple(n_latents), tuple(n_steps), tuple(cells))
+
+
+def evaluate_lengths(
+    model: LatentThinker,
+    data: CurriculumDataset,
+    lengths: Sequence[int],
+    *,
+    n_step: int | None = None,
+    n_latent: int | None = None,
+    samples: int = 512,
+    plan: FlowPlan | None = None,
+    seed: int = 0,
+) -> dict[int, Accuracy]:
+    """Accuracy on held-out samples of each length.
+
+    Args:
+        model: In any mode.
+        data: Whose held-out samples; lengths beyond those trained on are all unseen.
+        lengths: Of samples.
+        n_step: Steps; default the config's.
+        n_latent: Latents; default the config's.
+        samples: Of each length.
+        plan: What each step does.
+        seed: Which samples.
+    """
+    steps = [model.config.n_step if n_step is None else n_step]
+    return {
+        n: answers(model, data.held_out(samples, n, seed=seed), n_steps=steps, n_latent=n_latent, plan=plan)[0]
+        for n in lengths
+    }
+
+
+def plot_grid(grid: Grid, path: str | Path, *, title: str = "") -> None:
+    """A heat map of a grid's token accuracy (extra ``plot``).
+
+    Args:
+        grid: Of `evaluate_grid`.
+        path: Where to; the ending says the format.
+        title: Above it.
+    """
+    figure, axes = _figure(0.6 * len(grid.n_steps) + 2.5, 0.45 * len(grid.n_latents) + 1.6)
+    values = grid.token()
+    image = axes.imshow(
+        values.tolist(), cmap="viridis", aspect="auto", origin="lower", vmin=float(values.min()), vmax=1.0
+    )
+    middle = (float(values.min()) + 1) / 2
+    for i, row in enumerate(values.tolist()):
+        for j, value in enumerate(row):
+            shown = f"{value:.3f}".removeprefix("0")
+            axes.text(j, i, shown, ha="center", va="center", fontsize=7, color="white" if value < middle else "black")
+    axes.set_xticks(range(len(grid.n_steps)), [str(n) for n in grid.n_steps])
+    axes.set_yticks(range(len(grid.n_latents)), [str(n) for n in grid.n_latents])
+    axes.set(xlabel="steps", ylabel="latents", title=title)
+    figure.colorbar(image, label="token accuracy")
+    figure.savefig(path)
+
+
+def plot_training(history: Sequence[dict[str, Any]], path: str | Path, *, title: str = "") -> None:
+    """Loss, accuracy and difficulty by step (extra ``plot``).
+
+    Args:
+        history: A trainer's ``state.log_history``.
+        path: Where to.
+        title: Above it.
+    """
+    figure, axes = _figure(7, 3.4)
+    rows = [row for row in history if "loss" in row]
+    steps = [row["step"] for row in rows]
+    axes.semilogy(steps, [row["loss"] for row in rows], color="tab:blue", label="loss")
+    axes.set(xlabel="step", ylabel="loss", title=title)
+    other = axes.twinx()
+    most = max((row.get("difficulty", 0.0) for row in rows), default=0.0)
+    for name, scale, colour in (("accuracy", 1.0, "tab:orange"), ("difficulty", most, "tab:green")):
+        if scale and any(name in row for row in rows):
+            shown = f"{name} (of {most:g})" if name == "difficulty" else name
+            other.plot(steps, [row.get(name, float("nan")) / scale for row in rows], color=colour, label=shown)
+    other.set(ylim=(0, 1.03), ylabel="share")
+    lines = axes.get_lines() + other.get_lines()
+    axes.legend(lines, [line.get_label() for line in lines], loc="center right", fontsize=8)
+    figure.savefig(path)
+
+
+def write_grid(grid: Grid, path: str | Path) -> None:
+    """A grid as JSON."""
+    Path(path).write_text(json.dumps(grid.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+
+def _figure(width: float, height: float) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("plots need matplotlib: pip install 'model-components[plot]'") from None
+    figure = Figure((width, height), layout="constrained", dpi=150)
+    return figure, figure.add_subplot()

@@ -1,0 +1,217 @@
+"""`FlowPlan`: a table that says what each step of thinking does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+
+class FlowRow(NamedTuple):
+    """One step; within it the order is: read, static look-up, memory look-up, self-attention, MLP, write, output.
+
+    All zero is pure thinking: self-attention and MLP.
+    """
+
+    read_input: bool = False
+    mem_lookup: bool = False
+    mem_write: bool = False
+    static_mem_lookup: bool = False
+    output: bool = False
+
+
+COLUMNS = FlowRow._fields
+_TRUE, _FALSE = {"1", "x", "✓", "true", "yes"}, {"", "0", "-", "false", "no"}
+
+
+@dataclass(frozen=True)
+class FlowPlan:
+    """What each step does: rows before, rows that repeat as often as there is room, rows after.
+
+    Without a loop the plan has one length. A memory look-up sees what earlier steps wrote; before the first write it
+    does nothing.
+
+    Args:
+        prologue: First rows.
+        loop: Rows repeated in the middle; one plan then serves many n.
+        epilogue: Last rows.
+
+    Raises:
+        ValueError: No row, no output, or a last step that does not output.
+
+    >>> print(FlowPlan.read_once(4))
+    | step | read_input | mem_lookup | mem_write | static_mem_lookup | output |
+    |------|------------|------------|-----------|-------------------|--------|
+    | 1    | 1          | 0          | 1         | 0                 | 0      |
+    | 2    | 0          | 1          | 1         | 0                 | 0      |
+    | 3    | 0          | 1          | 1         | 0                 | 0      |
+    | 4    | 0          | 1          | 0         | 0                 | 1      |
+    """
+
+    prologue: tuple[FlowRow, ...] = ()
+    loop: tuple[FlowRow, ...] = ()
+    epilogue: tuple[FlowRow, ...] = ()
+
+    def __post_init__(self):
+        for name in ("prologue", "loop", "epilogue"):
+            object.__setattr__(self, name, tuple(FlowRow(*map(bool, row)) for row in getattr(self, name)))
+        every = self.prologue + self.loop + self.epilogue
+        if not any(row.output for row in every):
+            raise ValueError(f"FlowPlan: none of {len(every)} rows outputs; needed at least the last to")
+        if not every[-1].output:
+            raise ValueError("FlowPlan: the last step does not output; needed output = 1 there")
+
+    @classmethod
+    def every_step(cls, n_step: int | None = None, *, memory: bool = True, static: bool = False) -> FlowPlan:
+        """Do all the time: each step reads, looks up, writes and outputs.
+
+        Args:
+            n_step: Fixed length; default: any.
+            memory: Look up and write.
+            static: Look up static tokens too.
+
+        >>> len(FlowPlan.every_step().rows(7))
+        7
+        """
+        plan = cls(loop=(FlowRow(True, memory, memory, static, True),))
+        return plan if n_step is None else cls(plan.rows(n_step))
+
+    @classmethod
+    def read_once(cls, n_step: int | None = None, *, memory: bool = True, static: bool = False) -> FlowPlan:
+        """Read once at the beginning, think with memory, output at the end; two steps or more.
+
+        Args:
+            n_step: Fixed length; default: any from 2.
+            memory: Look up and write.
+            static: Look up static tokens too.
+        """
+        plan = cls(
+            (FlowRow(True, False, memory, static, False),),
+            (FlowRow(False, memory, memory, static, False),),
+            (FlowRow(False, memory, False, static, True),),
+        )
+        return plan if n_step is None else cls(plan.rows(n_step))
+
+    @classmethod
+    def random(
+        cls,
+        p: float | Mapping[str, float],
+        n_step: int,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> FlowPlan:
+        """Each cell 1 with probability p; the first row reads, the last outputs.
+
+        Args:
+            p: One probability, or one by column (others 0).
+            n_step: Rows.
+            generator: Of the draws.
+
+        >>> FlowPlan.random(0.5, 3, generator=torch.Generator().manual_seed(0)).rows(3)[0].read_input
+        True
+        """
+        if n_step < 1:
+            raise ValueError(f"FlowPlan.random: n_step is {n_step}; needed 1 or more")
+        by_column = {c: p.get(c, 0.0) if isinstance(p, Mapping) else p for c in COLUMNS}
+        wrong = [v for v in by_column.values() if not 0 <= v <= 1]
+        if wrong or (isinstance(p, Mapping) and set(p) - set(COLUMNS)):
+            raise ValueError(f"FlowPlan.random: p is {p!r}; needed probabilities, by columns {', '.join(COLUMNS)}")
+        drawn = torch.rand(n_step, len(COLUMNS), generator=generator) < torch.tensor(list(by_column.values()))
+        rows = [FlowRow(*row) for row in drawn.tolist()]
+        rows[0] = rows[0]._replace(read_input=True)
+        rows[-1] = rows[-1]._replace(output=True)
+        return cls(tuple(rows))
+
+    @classmethod
+    def from_table(cls, table: str | Sequence[Sequence[Any] | Mapping[str, Any]]) -> FlowPlan:
+        """A plan from a Markdown table, as people write it in a notebook, or from rows.
+
+        Args:
+            table: Text whose first line names columns (``step`` is ignored, absent columns are 0; cells are 1 or 0, x
+                or empty), or a list of rows: mappings by column, or five values in the order of the columns.
+
+        Raises:
+            ValueError: A column or cell that is none.
+
+        >>> FlowPlan.from_table('''
+        ... step | read_input | output
+        ... -----|------------|-------
+        ...   1  |     1      |   0
+        ...   2  |     0      |   1
+        ... ''') == FlowPlan((FlowRow(read_input=True), FlowRow(output=True)))
+        True
+        """
+        rows: list[Mapping[str, Any]] = []
+        if isinstance(table, str):
+            lines = [line.strip() for line in table.splitlines() if line.strip()]
+            if lines and lines[0].startswith("|"):
+                lines = [line.removeprefix("|").removesuffix("|") for line in lines]
+            cells = [[c.strip() for c in line.split("|")] for line in lines]
+            names, cells = cells[0] if cells else [], [c for c in cells[1:] if set("".join(c)) - set("-: ")]
+            for number, line in enumerate(cells, 1):
+                if len(line) != len(names):
+                    raise ValueError(f"FlowPlan.from_table: row {number} has {len(line)} cells, the head {len(names)}")
+                rows.append(dict(zip(names, line, strict=True)))
+        else:
+            rows = [r if isinstance(r, Mapping) else dict(zip(COLUMNS, r, strict=True)) for r in table]
+        for row in rows:
+            unknown = sorted(set(row) - {*COLUMNS, "step"})
+            if unknown:
+                raise ValueError(f"FlowPlan.from_table: column {unknown[0]!r}; needed some of {', '.join(COLUMNS)}")
+        return cls(tuple(FlowRow(**{c: _cell(v) for c, v in row.items() if c != "step"}) for row in rows))
+
+    @property
+    def min_steps(self) -> int:
+        """The fewest steps that it serves."""
+        return len(self.prologue) + len(self.epilogue) or len(self.loop)
+
+    def rows(self, n_step: int | None = None) -> tuple[FlowRow, ...]:
+        """The row of each step.
+
+        Args:
+            n_step: How many; default the fewest. A loop of several rows is cut where the epilogue must begin.
+
+        Raises:
+            ValueError: A number of steps that the plan does not have, or a cut after which the last does not output.
+        """
+        n = self.min_steps if n_step is None else n_step
+        room = n - len(self.prologue) - len(self.epilogue)
+        if n < 1 or room < 0 or (room and not self.loop):
+            needed = f"{self.min_steps}{' or more' if self.loop else ''}"
+            raise ValueError(f"FlowPlan: n_step is {n}; this plan needed {needed}")
+        rows = self.prologue + (self.loop * -(-room // max(1, len(self.loop))))[:room] + self.epilogue
+        if not rows[-1].output:
+            raise ValueError(f"FlowPlan: with n_step {n} the loop of {len(self.loop)} rows ends where none outputs")
+        return rows
+
+    def to_json(self) -> str:
+        """A JSON object of three lists of rows, for `from_json`."""
+        parts = {
+            name: [[int(v) for v in row] for row in getattr(self, name)] for name in ("prologue", "loop", "epilogue")
+        }
+        return json.dumps(parts)
+
+    @classmethod
+    def from_json(cls, text: str) -> FlowPlan:
+        """What `to_json` wrote."""
+        return cls(**json.loads(text))
+
+    def __str__(self) -> str:
+        names = ["step", *COLUMNS]
+        every, first = self.prologue + self.loop + self.epilogue, len(self.prologue)
+        lines = [f"| {' | '.join(names)} |", f"|{'|'.join('-' * (len(n) + 2) for n in names)}|"]
+        for number, row in enumerate(every):
+            repeated = first <= number < first + len(self.loop)
+            cells = [f"{number + 1}{'*' if repeated else ''}", *(str(int(v)) for v in row)]
+            lines.append(f"| {' | '.join(c.ljust(len(n)) for c, n in zip(cells, names, strict=True))} |")
+        return "\n".join(lines)
+
+
+def _cell(value: Any) -> bool:
+    text = str(int(value) if isinstance(value, bool) else value).strip().lower()
+    if text not in _TRUE | _FALSE:
+        raise ValueError(f"FlowPlan.from_table: cell {value!r}; needed 1 or 0")
+    return text in _TRUE

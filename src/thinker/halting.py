@@ -1,0 +1,122 @@
+"""Rows that stop when they are done, and leave the batch: latents, keys, values and memory of the others close ranks.
+
+Shapes: B batch, b rows still in it, n latents, d width, T steps.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .config import ExitRule
+from .flow import FlowRow
+from .memory import Memory
+from .state import Context, ThinkerState, Thought
+
+if TYPE_CHECKING:
+    from .model import LatentThinker
+
+_CROWD = 7 / 8  # closing ranks copies keys and values: it pays once an eighth of the rows has stopped
+
+
+class Exits:
+    """Bookkeeping of one `LatentThinker.think` with an `ExitRule`."""
+
+    SAME = object()  # nobody left
+
+    def __init__(
+        self,
+        model: LatentThinker,
+        rule: ExitRule,
+        context: Context,
+        state: ThinkerState,
+        num_steps: int,
+        out_len: int | None,
+    ):
+        if rule.kind == "halt" and model.halt is None:
+            raise ValueError('LatentThinker: an exit by "halt" needed ThinkerConfig(halting=True)')
+        self.model, self.rule, self.context, self.out_len = model, rule, context, out_len
+        self.places, batch, device = state.places, len(state.latents), state.latents.device
+        self.rows = torch.arange(batch, device=device)  # which row of the whole each one here is
+        self.going = torch.ones(batch, dtype=torch.bool, device=device)  # of those here
+        self.calm = torch.zeros(batch, dtype=torch.long, device=device)
+        self.latents = state.latents.clone()
+        self.steps = torch.full((batch,), num_steps, device=device)
+        self.residuals = torch.zeros(batch, num_steps, device=device, dtype=torch.float32)
+        self.halted = torch.zeros(batch, num_steps, device=device) if model.halt is not None else None
+        self.before: Tensor | None = None
+        self.num_steps = num_steps
+
+    def merged(self, latents: Tensor) -> Tensor:
+        """The latents of every row: those here, and where the others stopped."""
+        whole = self.latents.clone()
+        whole[self.rows[self.going]] = latents[self.going]
+        return whole
+
+    def step(
+        self,
+        number: int,
+        row: FlowRow,
+        latents: Tensor,
+        memory: Memory | None,
+        residual: Tensor,
+        halted: Tensor | None,
+    ) -> Any:
+        """Note a step; what goes on: `SAME`, a smaller (context, latents, memory), or none when all have stopped."""
+        here = self.rows[self.going]
+        self.latents[here] = latents[self.going]
+        self.residuals[here, number - 1] = residual[self.going].float()
+        if self.halted is not None and halted is not None:
+            self.halted[here, number - 1] = halted[self.going].float()
+        calm = self._calm(latents, residual, halted)
+        self.calm = torch.where(calm, self.calm + 1, 0)
+        done = self.going & (self.calm >= self.rule.patience)
+        if number < self.rule.min_steps or not row.output:
+            done = torch.zeros_like(done)
+        if number == self.num_steps:
+            done = self.going
+        if not bool(done.any()):
+            return self.SAME
+        self.steps[self.rows[done]] = number
+        self.going = self.going & ~done
+        left = int(self.going.sum())
+        if not left:
+            return None
+        if left > _CROWD * len(self.going):
+            return self.SAME
+        keep = self.going.nonzero()[:, 0]
+        self.rows, self.calm, self.going = self.rows[keep], self.calm[keep], self.going[keep]
+        self.before = None if self.before is None else self.before[keep]
+        self.context = self.context.map(lambda t: t[keep])
+        return self.context, latents[keep], None if memory is None else memory.map(lambda t: t[keep])
+
+    def _calm(self, latents: Tensor, residual: Tensor, halted: Tensor | None) -> Tensor:
+        """Which rows here did not change much in this step."""
+        kind, threshold = self.rule.kind, self.rule.threshold
+        assert threshold is not None
+        if kind == "residual":
+            return residual < threshold
+        if kind == "halt":
+            assert halted is not None
+            return halted.sigmoid() > threshold
+        answer = self.model._decode(latents, self.out_len, ThinkerState(latents, None, self.places)).float()
+        before = self.before
+        if kind == "argmax":
+            self.before = answer.argmax(-1)
+            return torch.zeros_like(self.going) if before is None else (self.before == before).all(1)
+        self.before = answer.log_softmax(-1)
+        if before is None:
+            return torch.zeros_like(self.going)
+        return (self.before.exp() * (self.before - before)).sum(-1).mean(1) < threshold
+
+    def thought(self, kept: dict[int, Tensor], asked: set[int]) -> Thought:
+        """What every row found, without memories: those of rows that stopped at different steps differ in length."""
+        return Thought(
+            state=ThinkerState(self.latents, None, self.places),
+            kept={step: kept.get(step, self.latents) for step in asked},
+            residuals=self.residuals,
+            halt_logits=self.halted,
+            steps=self.steps,
+        )

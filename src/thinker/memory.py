@@ -1,0 +1,125 @@
+"""Memory of past latents: their keys and values, of every layer, written once a step and looked up by later ones.
+
+Shapes: B batch, H heads, n latents, h = d / H; keys and values are (B, H, writes · n, h).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .config import ThinkerConfig
+
+KeysValues = tuple[Tensor, Tensor]
+
+
+class Memory(ABC):
+    """What was written so far. Writing gives a new memory; the old one is as it was (but see `StaticMemory`)."""
+
+    def __init__(self, layers: Sequence[KeysValues] = ()):
+        self.layers = tuple(layers)
+
+    @property
+    def length(self) -> int:
+        """Latents that can be looked up."""
+        return self.layers[0][0].shape[2] if self.layers else 0
+
+    def read(self, layer: int) -> KeysValues | None:
+        """Keys and values of a layer; none while nothing was written."""
+        return self.layers[layer] if self.layers else None
+
+    @abstractmethod
+    def write(self, layers: Sequence[KeysValues]) -> Memory:
+        """The memory with another step's keys and values, by layer."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Memory:
+        """The memory with every tensor changed: rows chosen, repeated or detached."""
+        made = object.__new__(type(self))
+        made.__dict__ |= self.__dict__
+        made.layers = tuple((change(k), change(v)) for k, v in self.layers)
+        return made
+
+
+class GrowMemory(Memory):
+    """Keeps every write."""
+
+    def write(self, layers: Sequence[KeysValues]) -> Memory:
+        """Appended."""
+        if not self.layers:
+            return type(self)(layers)
+        joined = zip(self.layers, layers, strict=True)
+        return type(self)([(torch.cat([k, a], 2), torch.cat([v, b], 2)) for (k, v), (a, b) in joined])
+
+
+class WindowMemory(Memory):
+    """Keeps the last writes."""
+
+    def __init__(self, size: int, layers: Sequence[KeysValues] = ()):
+        super().__init__(layers)
+        self.size = size
+
+    def write(self, layers: Sequence[KeysValues]) -> Memory:
+        """Appended; the oldest is dropped when there are more than ``size``."""
+        if not self.layers:
+            return type(self)(self.size, layers)
+        n = layers[0][0].shape[2]
+        keep = n * (self.size - 1)
+        old = [(k[:, :, max(0, k.shape[2] - keep) :], v[:, :, max(0, v.shape[2] - keep) :]) for k, v in self.layers]
+        return type(self)(self.size, GrowMemory(old).write(layers).layers)
+
+
+class StaticMemory(Memory):
+    """Writes in place into room for ``size`` writes; for inference, where growing would copy.
+
+    A memory that was written to is the same object: go on from the newest only.
+    """
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size, self.filled = size, 0
+
+    @property
+    def length(self) -> int:
+        """Latents that can be looked up."""
+        return self.filled
+
+    def read(self, layer: int) -> KeysValues | None:
+        """The written part."""
+        if not self.filled:
+            return None
+        keys, values = self.layers[layer]
+        return keys[:, :, : self.filled], values[:, :, : self.filled]
+
+    def write(self, layers: Sequence[KeysValues]) -> Memory:
+        """In place; refused with gradients, whose saved keys it would overwrite, and past its room."""
+        if torch.is_grad_enabled():
+            raise ValueError(
+                'LatentThinker: memory="static" writes in place, which would change what autograd saved; needed '
+                'memory="grow" or "window", or torch.no_grad()'
+            )
+        batch, heads, n, size = layers[0][0].shape
+        if not self.layers:
+            room = (batch, heads, n * self.size, size)
+            self.layers = tuple((k.new_zeros(room), v.new_zeros(room)) for k, v in layers)
+        if self.filled + n > self.layers[0][0].shape[2]:
+            raise ValueError(
+                f"LatentThinker: static memory has room for {self.size} writes and is full; needed a larger memory_size"
+            )
+        for (keys, values), (k, v) in zip(self.layers, layers, strict=True):
+            keys[:, :, self.filled : self.filled + n] = k
+            values[:, :, self.filled : self.filled + n] = v
+        self.filled += n
+        return self
+
+
+def make_memory(config: ThinkerConfig) -> Memory | None:
+    """An empty memory of the configured kind."""
+    if config.memory == "grow":
+        return GrowMemory()
+    if config.memory == "none":
+        return None
+    assert config.memory_size is not None
+    return WindowMemory(config.memory_size) if config.memory == "window" else StaticMemory(config.memory_size)

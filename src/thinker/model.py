@@ -1,0 +1,436 @@
+"""`LatentThinker`: latents read an input, think n steps with one shared block and a memory, and are read off.
+
+Shapes: B batch, n latents, L input length, O answer length, d width, H heads, h = d / H, T steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .checks import check_latents, check_mask, check_plan, check_tokens
+from .config import ExitRule, ThinkerConfig
+from .flow import FlowPlan, FlowRow
+from .halting import Exits
+from .layers import Readout, ThinkLayer
+from .memory import Memory, make_memory
+from .positions import Positions, token_index
+from .state import Context, ThinkerOutput, ThinkerState, Thought
+
+OutputSteps = Literal["last", "all"] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Masks of one number of latents, and how far rotary queries turn."""
+
+    read: Tensor | None
+    own: Tensor | None = None
+    turn: Tensor | None = None
+
+    def memory(self, length: int) -> Tensor | None:
+        """A look-up sees of each write what self-attention sees of the present."""
+        return None if self.own is None else self.own.repeat(1, 1, 1, length // self.own.shape[-1])
+
+
+class LatentThinker(PreTrainedModel):
+    """Latents that read once, think n steps, and answer.
+
+    Batch first everywhere. Keys and values of the input are projected once and read by every step. How many steps and
+    latents is said with each call: more of them, a better answer.
+
+    Args:
+        config: Sizes and choices.
+
+    >>> model = LatentThinker(ThinkerConfig(vocab_size=16, max_input_length=8, max_output_length=8)).eval()
+    >>> out = model(torch.zeros(2, 5, dtype=torch.long), n_step=3, out_len=4)
+    >>> out.logits.shape, out.steps.tolist()
+    (torch.Size([2, 4, 16]), [3, 3])
+    """
+
+    config: ThinkerConfig  # pyrefly: ignore
+    config_class = ThinkerConfig
+    base_model_prefix = "thinker"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+
+    def __init__(self, config: ThinkerConfig):
+        super().__init__(config)
+        self.loss_function = F.cross_entropy
+        d = config.hidden_size
+        self.embedding = nn.Embedding(config.vocab_size, d)
+        self.positions = Positions(config)
+        rows = config.num_latents if config.latent_init == "table" else 1
+        self.latents = None if config.causal else nn.Parameter(torch.empty(rows, d))
+        self.static_tokens = (
+            nn.Parameter(torch.empty(config.num_static_tokens, d)) if config.num_static_tokens else None
+        )
+        self.layers = nn.ModuleList(ThinkLayer(config) for _ in range(config.layers_per_step))
+        self.rate = nn.Parameter(torch.empty(d)) if config.step_update == "normalized" else None
+        self.readout = Readout(config)
+        self.halt = nn.Linear(d, 1) if config.halting else None
+        self.gradient_checkpointing = False
+        self.check_inputs = True
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        std = self.config.initializer_range
+        if isinstance(module, nn.Linear):
+            if module is self.halt:
+                nn.init.zeros_(module.weight)
+                nn.init.constant_(module.bias, -5.0)
+            else:
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+        elif isinstance(module, nn.LayerNorm):
+            nn.init.ones_(module.weight)
+        elif module is self:
+            for parameter in (self.latents, self.static_tokens):
+                if parameter is not None:
+                    nn.init.normal_(parameter, std=std)
+            if self.rate is not None:
+                nn.init.constant_(self.rate, self.config.damping)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The table of tokens."""
+        return self.embedding
+
+    def default_plan(self) -> FlowPlan:
+        """Everything that is configured, in each step."""
+        return FlowPlan.every_step(memory=self.config.memory != "none", static=self.config.num_static_tokens > 0)
+
+    def encode(
+        self,
+        tokens: Tensor,  # (B, L)
+        mask: Tensor | None = None,  # (B, L)
+        *,
+        out_len: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Context:
+        """Read an input: project its keys and values, once for all steps.
+
+        Args:
+            tokens: Ids below ``vocab_size``.
+            mask: True (or 1) at tokens, False at padding; default: no padding.
+            out_len: Longest answer to come, where positions are drawn for both; default the input's length.
+            generator: Of positions.
+
+        Raises:
+            ValueError: Not (B, L), too long, ids outside the vocabulary, a row all padding.
+        """
+        check_tokens(self.config, tokens, mask, values=self._checked())
+        if mask is not None:
+            mask = mask.bool()
+            if self._checked():
+                check_mask(self.config, mask)
+        longest = max(tokens.shape[1], out_len or 0)
+        places = self.positions.draw(longest, generator=generator, device=tokens.device)
+        embedded = self.embedding(tokens)
+        codes = self.positions.encode(tokens, mask, places, embedded.dtype)
+        if codes is not None:
+            embedded = embedded + codes
+        index = token_index(tokens, mask)
+        turn = self.positions.angles(index)
+        static = self.static_tokens
+        return Context(
+            keys_values=tuple(layer.read.project(embedded, turn) for layer in self._layers()),
+            static=() if static is None else tuple(layer.static.project(static[None]) for layer in self._layers()),  # pyrefly: ignore
+            mask=mask,
+            index=index,
+            places=places,
+            embedded=embedded if self.config.causal else None,
+        )
+
+    def think(
+        self,
+        context: Context,
+        *,
+        n_step: int | None = None,
+        n_latent: int | None = None,
+        plan: FlowPlan | None = None,
+        carry: ThinkerState | None = None,
+        output_steps: OutputSteps = "last",
+        grad_steps: int | None = None,
+        exit_rule: ExitRule | None = None,
+        out_len: int | None = None,
+        step_noise: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Thought:
+        """Think n steps about what was read.
+
+        Args:
+            context: Of `encode`.
+            n_step: Steps; default the config's, or a plan's own.
+            n_latent: Latents; default the config's, or the carry's.
+            plan: What each step does; default `default_plan`.
+            carry: Go on from there.
+            output_steps: Whose latents to keep, counted from 1: ``"last"``, ``"all"`` that the plan outputs, or some.
+            grad_steps: Only the last so many steps have gradients (truncated backpropagation); default all.
+            exit_rule: When a row may stop early (without gradients); rows that did leave the batch.
+            out_len: Of the answer that an exit by ``"kl"`` or ``"argmax"`` watches; default the longest.
+            step_noise: Standard deviation; default the config's in training, none in evaluation.
+            generator: Of noise and noise latents; in evaluation, without one, the same each time.
+
+        Raises:
+            ValueError: No steps, more latents than there are, a plan that looks up what is not configured.
+        """
+        config = self.config
+        plan = plan or self.default_plan()
+        rows = plan.rows(
+            n_step if n_step is not None else (None if not plan.loop else max(config.n_step, plan.min_steps))
+        )
+        check_plan(config, rows)
+        if generator is None and not self.training:
+            generator = torch.Generator(context.index.device).manual_seed(0)
+        if carry is None:
+            state = self._start(context, n_latent, generator)
+        else:
+            state = carry
+            check_latents(config, n_latent, carry.latents.shape, context.shape, carried=True)
+        keep = self._kept_steps(output_steps, rows)
+        noise = (config.step_noise if self.training else 0.0) if step_noise is None else step_noise
+        first_grad = 0 if grad_steps is None else max(0, len(rows) - grad_steps)
+        if exit_rule is not None and torch.is_grad_enabled():
+            raise ValueError("LatentThinker: exit_rule stops rows in evaluation; needed torch.no_grad()")
+        exits = None if exit_rule is None else Exits(self, exit_rule, context, state, len(rows), out_len)
+        latents, memory = state.latents, state.memory or make_memory(config)
+        frame = self._frame(context, latents.shape[1])
+        kept, residuals, pooled = {}, [], []
+        for number, row in enumerate(rows, 1):
+            before = latents
+            with torch.set_grad_enabled(torch.is_grad_enabled() and number > first_grad):
+                if noise:
+                    latents = latents + noise * _normal(latents.shape, latents, generator)
+                latents, memory = self._step(latents, row, context, memory, frame)
+            if number in keep:
+                kept[number] = latents if exits is None else exits.merged(latents)
+            with torch.no_grad():
+                moved = torch.linalg.vector_norm(latents - before, dim=(1, 2))
+                residuals.append(moved / torch.linalg.vector_norm(before, dim=(1, 2)).clamp(min=1e-12))
+            if self.halt is not None:
+                pooled.append(latents.mean(1))
+            if exits is not None:
+                halted = None if self.halt is None else self.halt(pooled.pop())[:, 0]
+                rest = exits.step(number, row, latents, memory, residuals.pop(), halted)
+                if rest is None:
+                    break
+                if rest is not exits.SAME:
+                    context, latents, memory = rest
+                    frame = self._frame(context, latents.shape[1])
+        if exits is not None:
+            return exits.thought(kept, keep)
+        return Thought(
+            state=ThinkerState(latents, memory, state.places),
+            kept=kept,
+            residuals=torch.stack(residuals, 1),
+            halt_logits=None if self.halt is None else self.halt(torch.stack(pooled, 1))[..., 0],
+            steps=torch.full((latents.shape[0],), len(rows), device=latents.device),
+        )
+
+    def decode(
+        self,
+        state: ThinkerState,
+        out_len: int | None = None,
+    ) -> Tensor:  # (B, O, output_size)
+        """Read the answer off.
+
+        Args:
+            state: Of `think`.
+            out_len: O; default the longest. In a causal flow the answer has the latents' length.
+
+        Raises:
+            ValueError: An answer longer than the model's.
+        """
+        return self._decode(state.latents, out_len, state)
+
+    def forward(
+        self,
+        input_ids: Tensor,  # (B, L)
+        attention_mask: Tensor | None = None,  # (B, L)
+        *,
+        labels: Tensor | None = None,  # (B, O), -100 counts nowhere
+        out_len: int | None = None,
+        n_step: int | None = None,
+        n_latent: int | None = None,
+        plan: FlowPlan | None = None,
+        output_steps: OutputSteps = "last",
+        grad_steps: int | None = None,
+        carry: ThinkerState | None = None,
+        exit_rule: ExitRule | None = None,
+        rollouts: int = 1,
+        select: Literal["residual", "confidence"] = "residual",
+        step_noise: float | None = None,
+        generator: torch.Generator | None = None,
+        **ignored: Any,
+    ) -> ThinkerOutput:
+        """Read, think, answer.
+
+        Args:
+            input_ids: Ids below ``vocab_size``.
+            attention_mask: 1 at tokens, 0 at padding.
+            labels: The answer; gives ``loss`` and, without ``out_len``, the length.
+            out_len: Length of the answer; default the longest.
+            n_step: See `think`, as for the rest.
+            n_latent: Latents.
+            plan: What each step does.
+            output_steps: Of which steps to give logits; each costs a read-out.
+            grad_steps: Truncated backpropagation.
+            carry: Of an earlier output.
+            exit_rule: Rows may stop early.
+            rollouts: Think so many times with different noise, and keep each row's best (without gradients).
+            select: The best is the one that moved least at the end, or the one surest of its answer.
+            step_noise: Standard deviation of noise before each step; for rollouts 0.01 when nothing says.
+            generator: Of everything drawn.
+            **ignored: What other models' trainers pass.
+
+        Raises:
+            ValueError: What `encode`, `think` and `decode` refuse.
+        """
+        if out_len is None:
+            out_len = self.config.max_output_length if labels is None else labels.shape[1]
+        context = self.encode(input_ids, attention_mask, out_len=out_len, generator=generator)
+        if rollouts > 1:
+            if torch.is_grad_enabled():
+                raise ValueError(f"LatentThinker: {rollouts} rollouts are for evaluation; needed torch.no_grad()")
+            repeat = lambda t: t.repeat_interleave(rollouts, 0)  # noqa: E731
+            context, carry = context.map(repeat), None if carry is None else carry.map(repeat)
+            if step_noise is None and not self.config.step_noise:
+                step_noise = 0.01
+            step_noise = self.config.step_noise if step_noise is None else step_noise
+        elif rollouts < 1:
+            raise ValueError(f"LatentThinker: rollouts is {rollouts}; needed 1 or more")
+        thought = self.think(
+            context, n_step=n_step, n_latent=n_latent, plan=plan, carry=carry, output_steps=output_steps,
+            grad_steps=grad_steps, exit_rule=exit_rule, out_len=out_len, step_noise=step_noise, generator=generator,
+        )  # fmt: skip
+        steps = tuple(sorted(thought.kept))
+        made = self._decode(torch.cat([thought.kept[s] for s in steps]), out_len, thought.state)
+        step_logits = made.unflatten(0, (len(steps), -1)).unbind(0)  # one read-out for all
+        if rollouts > 1:
+            best = self._best(thought, step_logits[-1], rollouts, select)
+            step_logits = tuple(x[best] for x in step_logits)
+            thought = Thought(
+                state=thought.state.map(lambda t: t[best]),
+                kept={},
+                residuals=thought.residuals[best],
+                halt_logits=None if thought.halt_logits is None else thought.halt_logits[best],
+                steps=thought.steps[best],
+            )
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(step_logits[-1].flatten(0, 1), labels.flatten())
+        return ThinkerOutput(
+            loss=loss, logits=step_logits[-1], step_logits=tuple(step_logits), output_steps=steps,
+            halt_logits=thought.halt_logits, residuals=thought.residuals, steps=thought.steps, carry=thought.state,
+        )  # fmt: skip
+
+    def _layers(self) -> list[ThinkLayer]:
+        return list(self.layers)  # pyrefly: ignore
+
+    def _checked(self) -> bool:
+        return self.check_inputs and not torch.compiler.is_compiling()
+
+    def _start(self, context: Context, n_latent: int | None, generator: torch.Generator | None) -> ThinkerState:
+        """Latents before the first step."""
+        config, (batch, length) = self.config, context.shape
+        n = min(config.num_latents, length) if n_latent is None and config.causal else n_latent or config.num_latents
+        check_latents(config, n_latent, (batch, n, config.hidden_size), context.shape)
+        if config.causal:
+            assert context.embedded is not None
+            latents = context.embedded[:, length - n :]
+        else:
+            assert self.latents is not None
+            latents = self.latents[: n if config.latent_init == "table" else 1].expand(batch, n, -1)
+            if config.latent_init == "noise":
+                latents = latents + _normal(latents.shape, latents, generator)
+        return ThinkerState(latents, None, context.places)
+
+    def _frame(self, context: Context, n: int) -> _Frame:
+        """Where latents may look; in a causal flow the latents are the last tokens and look at none after them."""
+        mask = None if context.mask is None else context.mask[:, None, None]
+        if not self.config.causal:
+            return _Frame(mask)
+        place = torch.arange(context.shape[1], device=context.index.device)
+        before = place <= place[-n:, None]  # (n, L)
+        itself = place == place[-n:, None]  # padding, which nothing looks at, must look somewhere
+        read = before[None, None] if mask is None else before & mask | itself
+        return _Frame(read, read[..., -n:], self.positions.angles(context.index[:, -n:]))
+
+    def _step(
+        self, z: Tensor, row: FlowRow, context: Context, memory: Memory | None, frame: _Frame
+    ) -> tuple[Tensor, Memory | None]:
+        written = [None if memory is None else memory.read(i) for i in range(len(self.layers))]
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            z = self._gradient_checkpointing_func(self._advance, z, row, context, written, frame)
+        else:
+            z = self._advance(z, row, context, written, frame)
+        if row.mem_write and memory is not None:
+            memory = memory.write([layer.memory.project(z) for layer in self._layers()])  # pyrefly: ignore
+        return z, memory
+
+    def _advance(self, z: Tensor, row: FlowRow, context: Context, written: list, frame: _Frame) -> Tensor:
+        made = z
+        for i, layer in enumerate(self.layers):
+            held = written[i]
+            made = layer(
+                made, row, context.keys_values[i], context.static[i] if context.static else None, held,
+                read_mask=frame.read, self_mask=frame.own, turn=frame.turn,
+                memory_mask=None if held is None else frame.memory(held[0].shape[2]),
+            )  # fmt: skip
+        if self.config.step_update == "damped":
+            return torch.lerp(z, made, self.config.damping)
+        if self.rate is not None:
+            unit, to = (F.rms_norm(x, x.shape[-1:]) for x in (z, made))
+            return F.rms_norm(unit + self.rate * (to - unit), z.shape[-1:])
+        return made
+
+    def _decode(self, latents: Tensor, out_len: int | None, state: ThinkerState) -> Tensor:
+        config = self.config
+        if config.causal:
+            return self.readout(latents, None)
+        length = config.max_output_length if out_len is None else out_len
+        if not 1 <= length <= config.max_output_length:
+            raise ValueError(
+                f"LatentThinker: out_len is {length}; needed 1 to max_output_length, {config.max_output_length}"
+            )
+        return self.readout(latents, self.positions.queries(length, state.places, latents.device))
+
+    @staticmethod
+    def _kept_steps(output_steps: OutputSteps, rows: Sequence[FlowRow]) -> set[int]:
+        can = [number for number, row in enumerate(rows, 1) if row.output]
+        if isinstance(output_steps, str):
+            if output_steps not in ("last", "all"):
+                raise ValueError(f"LatentThinker: output_steps is {output_steps!r}; needed last, all, or some of {can}")
+            return set(can if output_steps == "all" else can[-1:])
+        wrong = sorted(set(output_steps) - set(can))
+        if wrong or not output_steps:
+            raise ValueError(f"LatentThinker: output_steps {list(output_steps)}; the plan outputs at {can}")
+        return set(output_steps)
+
+    @staticmethod
+    def _best(thought: Thought, logits: Tensor, rollouts: int, select: str) -> Tensor:
+        """The index of each row's best rollout."""
+        if select == "residual":
+            last = thought.steps[:, None] - 1
+            score = -thought.residuals.gather(1, last)[:, 0]
+        elif select == "confidence":
+            score = logits.float().log_softmax(-1).amax(-1).mean(1)
+        else:
+            raise ValueError(f"LatentThinker: select is {select!r}; needed residual or confidence")
+        best = score.unflatten(0, (-1, rollouts)).argmax(1)
+        return best + rollouts * torch.arange(len(best), device=best.device)
+
+
+def _normal(shape: Sequence[int], like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """N(0, 1), drawn where the generator lives."""
+    where = like.device if generator is None else generator.device
+    return torch.randn(shape, generator=generator, device=where, dtype=like.dtype).to(like.device)

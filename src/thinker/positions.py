@@ -1,0 +1,149 @@
+"""How input and answer are told where they are.
+
+Shapes: B batch, L input length, O answer length, d width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .config import ThinkerConfig
+from .functional import angles, sinusoid
+
+
+@dataclass(frozen=True)
+class Places:
+    """What was drawn for a batch, shared by its input and its answer.
+
+    Args:
+        drawn: Random positions in order, whole or real, (n,); none for kinds that draw none.
+        offset: Where ``"aligned"`` positions start.
+    """
+
+    drawn: Tensor | None = None
+    offset: int = 0
+
+
+def token_index(
+    tokens: Tensor,  # (B, L)
+    mask: Tensor | None,  # (B, L)
+) -> Tensor:  # (B or 1, L)
+    """The place of each token in its row, padding on either side left out.
+
+    >>> token_index(torch.zeros(1, 3), torch.tensor([[False, True, True]]))
+    tensor([[0, 0, 1]])
+    """
+    if mask is None:
+        return torch.arange(tokens.shape[1], device=tokens.device)[None]
+    return (mask.cumsum(1) - 1).clamp_(min=0)
+
+
+def operand_index(
+    tokens: Tensor,  # (B, L)
+    separators: list[int],
+) -> Tensor:  # (B, L)
+    """How far each token is from the start of its operand; a separator is the last token of the one that it ends.
+
+    >>> operand_index(torch.tensor([[5, 5, 9, 5, 5]]), [9])
+    tensor([[0, 1, 2, 0, 1]])
+    """
+    place = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    ends = torch.isin(tokens, torch.tensor(separators, device=tokens.device))
+    after = torch.where(ends, place + 1, 0).cummax(1).values.roll(1, 1)  # where the next operand starts
+    after[:, :1] = 0
+    return place - after
+
+
+class Positions(nn.Module):
+    """Codes of position for the input, and the queries of the answer; see `ThinkerConfig`'s ``positions``."""
+
+    def __init__(self, config: ThinkerConfig):
+        super().__init__()
+        self.config = config
+        d, kind = config.hidden_size, config.positions
+        inputs, outputs = {
+            "random": (config.num_positions, config.num_positions),
+            "aligned": (config.longest + config.max_offset,) * 2,
+        }.get(kind, (config.max_input_length, config.max_output_length))
+        self.input = nn.Embedding(inputs, d) if kind in ("learned", "random", "aligned") else None
+        self.end = nn.Embedding(config.max_input_length, d) if config.from_end else None
+        if config.causal:
+            outputs = 0  # the latents are the answer
+        elif kind in ("sinusoidal", "random_float"):
+            outputs = 1  # one vector tells queries from tokens
+        self.output = nn.Embedding(outputs, d) if outputs else None
+
+    def extra_repr(self) -> str:
+        """The kind."""
+        return f"{self.config.positions!r}"
+
+    def draw(self, length: int, *, generator: torch.Generator | None = None, device: torch.device) -> Places:
+        """Positions for a batch whose longest sequence, input or answer, is ``length``.
+
+        In evaluation, without a generator, the same each time.
+        """
+        config = self.config
+        random, moved = config.positions in ("random", "random_float"), config.max_offset and self.training
+        if not random and not moved:
+            return Places()
+        if generator is None and not self.training:
+            generator = torch.Generator().manual_seed(0)
+        where = generator.device if generator is not None else torch.device("cpu")
+        if moved:
+            return Places(offset=int(torch.randint(config.max_offset + 1, (), generator=generator, device=where)))
+        if config.positions == "random":
+            drawn = torch.randperm(config.num_positions, generator=generator, device=where)[:length].sort().values
+        else:
+            drawn = torch.rand(length, generator=generator, device=where).sort().values * config.num_positions
+        return Places(drawn.to(device))
+
+    def encode(
+        self,
+        tokens: Tensor,  # (B, L)
+        mask: Tensor | None,  # (B, L)
+        places: Places,
+        dtype: torch.dtype,
+    ) -> Tensor | None:  # (B or 1, L, d)
+        """What is added to the input's embeddings; nothing with rotary positions alone."""
+        index, kind, code = token_index(tokens, mask), self.config.positions, None
+        if kind == "aligned":
+            index = operand_index(tokens, self.config.separators) + places.offset
+        elif places.drawn is not None:
+            index = places.drawn[index]
+        if self.input is not None:
+            code = self.input(index)
+        elif kind != "rotary":
+            code = self._waves(index, dtype)
+        if self.end is not None:
+            count = tokens.shape[1] if mask is None else mask.sum(1, keepdim=True)
+            from_end = self.end((count - 1 - token_index(tokens, mask)).clamp(min=0))
+            code = from_end if code is None else code + from_end
+        return code
+
+    def angles(self, index: Tensor) -> Tensor | None:
+        """By how much rotary positions turn keys and queries at ``index``."""
+        if self.config.positions != "rotary":
+            return None
+        return angles(index, self.config.hidden_size // self.config.num_heads // 2)
+
+    def queries(self, out_len: int, places: Places, device: torch.device) -> Tensor:  # (1, O, d)
+        """What the answer's positions ask with."""
+        assert self.output is not None
+        index = torch.arange(out_len, device=device)[None] + places.offset
+        if places.drawn is not None:
+            if out_len > len(places.drawn):
+                raise ValueError(
+                    f"LatentThinker: out_len is {out_len}, but {len(places.drawn)} positions were drawn; needed "
+                    f"encode(..., out_len={out_len})"
+                )
+            index = places.drawn[index]
+        if self.config.positions in ("sinusoidal", "random_float"):
+            return self._waves(index, self.output.weight.dtype) + self.output.weight
+        return self.output(index)
+
+    def _waves(self, index: Tensor, dtype: torch.dtype) -> Tensor:
+        scale = self.config.initializer_range * 2**0.5  # a sinusoid's standard deviation is √½
+        return scale * sinusoid(index, self.config.hidden_size).to(dtype)

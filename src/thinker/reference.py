@@ -1,0 +1,167 @@
+"""The definition of a thinker's answer: keys and values made anew in every step, attention written out, nothing kept.
+
+`think` takes a `LatentThinker`'s parameters by name, in any float dtype. It is the specification that the model is
+judged against; nobody makes it faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .config import ThinkerConfig
+from .flow import FlowRow
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, heads: int, look: Tensor | None) -> Tensor:
+    """softmax(q kᵀ / √h) v for each head; (B, n, d), (B, m, d), (B, m, d); ``look`` (B, n, m) says where."""
+    size, made = query.shape[-1] // heads, []
+    for head in range(heads):
+        part = slice(head * size, (head + 1) * size)
+        scores = query[..., part] @ keys[..., part].transpose(1, 2) / math.sqrt(size)
+        if look is not None:
+            scores = scores.masked_fill(~look, -math.inf)
+        made.append(scores.softmax(-1) @ values[..., part])
+    return torch.cat(made, -1)
+
+
+def think(
+    weights: Mapping[str, Tensor],
+    config: ThinkerConfig,
+    tokens: Tensor,  # (B, L)
+    mask: Tensor | None,  # (B, L)
+    rows: Sequence[FlowRow],
+    out_len: int,
+    *,
+    noise: Tensor | None = None,  # (B, n, d), of latents that start from noise
+    n_latent: int | None = None,
+    drawn: Tensor | None = None,  # positions that were drawn
+) -> Tensor:  # (B, O, output_size)
+    """The logits after ``rows``."""
+    w, d, heads = weights, config.hidden_size, config.num_heads
+    dtype = w["embedding.weight"].dtype
+    batch, length = tokens.shape
+    valid = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
+    place = valid.cumsum(1) - 1
+    place = place.clamp(min=0)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"]
+
+    def waves(position: Tensor, size: int) -> Tensor:
+        frequency = torch.tensor([10_000.0 ** (-i / size) for i in range(size)], dtype=torch.float32)
+        return position[..., None].float() * frequency
+
+    def sinusoid(position: Tensor) -> Tensor:
+        turned = waves(position, d // 2)
+        return math.sqrt(2) * config.initializer_range * torch.cat([turned.sin(), turned.cos()], -1).to(dtype)
+
+    def turned(x: Tensor, position: Tensor) -> Tensor:
+        if config.positions != "rotary":
+            return x
+        size = d // heads
+        angle, parts = waves(position, size // 2), []
+        cosine, sine = angle.cos().to(dtype), angle.sin().to(dtype)
+        for part in x.split(size, -1):
+            first, second = part[..., : size // 2], part[..., size // 2 :]
+            parts += [first * cosine - second * sine, second * cosine + first * sine]
+        return torch.cat(parts, -1)
+
+    def look_up(name: str, z: Tensor, source: Tensor, look: Tensor | None, q_at: Tensor | None, k_at: Tensor | None):
+        query = norm(z, f"{name}.norm") @ w[f"{name}.query.weight"].T
+        keys, values = (norm(source, f"{name}.source_norm") @ w[f"{name}.key_value.weight"].T).split(d, -1)
+        query = query if q_at is None else turned(query, q_at)
+        keys = keys if k_at is None else turned(keys, k_at)
+        query, keys, values = (x.expand(batch, -1, -1) for x in (query, keys, values))
+        return attend(query, keys, values, heads, look) @ w[f"{name}.out.weight"].T
+
+    def itself(name: str, z: Tensor, look: Tensor | None, at: Tensor | None) -> Tensor:
+        made = norm(z, f"{name}.norm") @ w[f"{name}.query_key_value.weight"].T
+        query, keys, values = made.split(d, -1)
+        if at is not None:
+            query, keys = turned(query, at), turned(keys, at)
+        return attend(query, keys, values, heads, look) @ w[f"{name}.out.weight"].T
+
+    def mlp(name: str, z: Tensor) -> Tensor:
+        gate, up = (norm(z, f"{name}.norm") @ w[f"{name}.gate_up.weight"].T).split(config.mlp_size, -1)
+        return (gate / (1 + (-gate).exp()) * up) @ w[f"{name}.down.weight"].T
+
+    def after(layer: int, part: str, x: Tensor) -> Tensor:
+        return norm(x, f"layers.{layer}.after.{part}") if config.sandwich else x
+
+    at = place
+    if config.positions == "aligned":
+        at = torch.zeros_like(place)
+        for row in range(batch):
+            count = 0
+            for i in range(length):
+                at[row, i] = count
+                count = 0 if int(tokens[row, i]) in config.separators else count + 1
+    elif drawn is not None:
+        at = drawn[place]
+    x = w["embedding.weight"][tokens]
+    if config.positions in ("learned", "random", "aligned"):
+        x = x + w["positions.input.weight"][at]
+    elif config.positions != "rotary":
+        x = x + sinusoid(at)
+    if config.from_end:
+        x = x + w["positions.end.weight"][(valid.sum(1, keepdim=True) - 1 - place).clamp(min=0)]
+
+    n = n_latent or config.num_latents
+    own, read, latent_at = None, valid[:, None].expand(batch, n, length), None
+    if config.causal:
+        z, latent_at = x[:, length - n :], place[:, length - n :]
+        read = torch.zeros(batch, n, length, dtype=torch.bool)
+        for i in range(n):
+            read[:, i, : length - n + i + 1] = valid[:, : length - n + i + 1]
+            read[:, i, length - n + i] = True
+        own = read[:, :, length - n :]
+    elif config.latent_init == "noise":
+        assert noise is not None
+        z = w["latents"][None] + noise
+    else:
+        z = w["latents"][None, :n].expand(batch, n, d)
+
+    written: list[Tensor] = []
+    for row in rows:
+        before = z
+        for i in range(config.layers_per_step):
+            name = f"layers.{i}"
+            if row.read_input:
+                z = z + after(i, "read", look_up(f"{name}.read", z, x, read, latent_at, place))
+            if row.static_mem_lookup:
+                tokens_ = w["static_tokens"][None]
+                z = z + after(i, "static", look_up(f"{name}.static", z, tokens_, None, None, None))
+            if row.mem_lookup and written:
+                past = torch.cat(written, 1)
+                look = None if own is None else own.repeat(1, 1, len(written))
+                z = z + after(i, "memory", look_up(f"{name}.memory", z, past, look, None, None))
+            z = z + after(i, "self_attention", itself(f"{name}.self_attention", z, own, latent_at))
+            z = z + after(i, "mlp", mlp(f"{name}.mlp", z))
+        if config.step_update == "damped":
+            z = (1 - config.damping) * before + config.damping * z
+        elif config.step_update == "normalized":
+            unit, to = (y / (y.square().mean(-1, keepdim=True) + torch.finfo(dtype).eps).sqrt() for y in (before, z))
+            z = unit + w["rate"] * (to - unit)
+            z = z / (z.square().mean(-1, keepdim=True) + torch.finfo(dtype).eps).sqrt()
+        if row.mem_write:
+            written.append(z)
+            written = written[-config.memory_size :] if config.memory == "window" and config.memory_size else written
+
+    if config.causal:
+        answer = z
+    else:
+        ask = torch.arange(out_len)
+        if drawn is not None:
+            ask = drawn[ask]
+        codes = w["positions.output.weight"]
+        answer = (sinusoid(ask) + codes if config.positions in ("sinusoidal", "random_float") else codes[ask])[None]
+        answer = answer + look_up("readout.look", answer, z, None, None, None)
+        if config.decoder_self_attention:
+            answer = answer + itself("readout.self_attention", answer, None, None)
+        answer = answer + mlp("readout.mlp", answer)
+    return norm(answer, "readout.norm") @ w["readout.head.weight"].T

@@ -1,0 +1,121 @@
+"""What passes between encoding, thinking and reading off.
+
+Shapes: B batch, n latents, L input length, O answer length, d width, T steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from .memory import KeysValues, Memory
+from .positions import Places
+
+
+@dataclass(frozen=True)
+class Context:
+    """An input that was read: keys and values of every layer, projected once for all steps.
+
+    Args:
+        keys_values: By layer, (B, H, L, h) twice.
+        static: Those of the static tokens, by layer, (1, H, M, h) twice; empty without any.
+        mask: (B, L), False is padding; none when there is none.
+        index: (B or 1, L), the place of each token in its row.
+        places: What was drawn for positions.
+        embedded: (B, L, d), in a causal flow, whose latents start from it.
+    """
+
+    keys_values: tuple[KeysValues, ...]
+    static: tuple[KeysValues, ...]
+    mask: Tensor | None
+    index: Tensor
+    places: Places
+    embedded: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """B and L."""
+        keys = self.keys_values[0][0]
+        return keys.shape[0], keys.shape[2]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Context:
+        """With other rows: every tensor that has rows, changed."""
+        return replace(
+            self,
+            keys_values=tuple((change(k), change(v)) for k, v in self.keys_values),
+            mask=None if self.mask is None else change(self.mask),
+            index=self.index if self.index.shape[0] == 1 else change(self.index),
+            embedded=None if self.embedded is None else change(self.embedded),
+        )
+
+
+@dataclass(frozen=True)
+class ThinkerState:
+    """Latents and memory after some steps: goes back into `LatentThinker.think` as ``carry``.
+
+    Args:
+        latents: (B, n, d).
+        memory: What was written; none without memory.
+        places: The positions that the answer must share.
+    """
+
+    latents: Tensor
+    memory: Memory | None
+    places: Places
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> ThinkerState:
+        """With other rows."""
+        memory = None if self.memory is None else self.memory.map(change)
+        return replace(self, latents=change(self.latents), memory=memory)
+
+    def detach(self) -> ThinkerState:
+        """The state without its history: the next segment's gradients stop here (deep supervision)."""
+        return self.map(Tensor.detach)
+
+
+@dataclass(frozen=True)
+class Thought:
+    """What `LatentThinker.think` found.
+
+    Args:
+        state: After the last step of each row.
+        kept: Latents of the steps asked for, (B, n, d) by step counted from 1.
+        residuals: (B, T), ‖z - z'‖ / ‖z'‖ against the step before; 0 after a row stopped.
+        halt_logits: (B, T) of the halting head; none without one.
+        steps: (B,), how many steps each row took.
+    """
+
+    state: ThinkerState
+    kept: dict[int, Tensor]
+    residuals: Tensor
+    halt_logits: Tensor | None
+    steps: Tensor
+
+
+@dataclass
+class ThinkerOutput(ModelOutput):
+    """What `LatentThinker` returns.
+
+    Args:
+        loss: Cross-entropy of the last answer, when there were labels.
+        logits: (B, O, output_size) of the last step.
+        step_logits: The same of every step asked for, in order.
+        output_steps: Which steps those are, counted from 1.
+        halt_logits: (B, T); none without a halting head.
+        residuals: (B, T), how far each step moved the latents, relative to them.
+        steps: (B,), how many steps each row took.
+        carry: Latents and memory, to think on from.
+    """
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    step_logits: tuple[torch.Tensor, ...] | None = None
+    output_steps: tuple[int, ...] | None = None
+    halt_logits: torch.Tensor | None = None
+    residuals: torch.Tensor | None = None
+    steps: torch.Tensor | None = None
+    carry: ThinkerState | None = None

@@ -1,0 +1,317 @@
+"""`ThinkerTrainer`: a thin `transformers.Trainer` for a thinker and an endless curriculum; the recipe as arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+from .callbacks import CurriculumCallback, ThinkerCallback
+from .curriculum import CurriculumDataset, mix
+from .evaluate import evaluate_lengths
+from .flow import FlowPlan
+from .losses import LastAndRandom, StepLoss
+from .model import LatentThinker
+
+_STATE = "thinker_state.pt"
+_HUGE = 1e9
+
+
+def thinker_arguments(output_dir: str | Path, **changes: Any) -> TrainingArguments:
+    """`TrainingArguments` of the recipe that solves the early tasks in seconds.
+
+    AdamW 3e-3 with β2 .98, weight decay .01 (on matrices only, `parameter_groups`), 100 warm-up steps, cosine to 5 %,
+    gradients clipped at 1.
+
+    Args:
+        output_dir: Of checkpoints.
+        **changes: Other fields, or other values.
+
+    >>> thinker_arguments("runs/x", max_steps=10).learning_rate
+    0.003
+    """
+    recipe: dict[str, Any] = {
+        "max_steps": 1000,
+        "learning_rate": 3e-3,
+        "adam_beta2": 0.98,
+        "weight_decay": 0.01,
+        "warmup_steps": 100,
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.05},
+        "max_grad_norm": 1.0,
+        "optim": "adamw_torch_fused",
+        "logging_steps": 50,
+        "save_strategy": "no",
+        "report_to": "none",
+    }
+    return TrainingArguments(output_dir=str(output_dir), **(recipe | changes))
+
+
+def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+    """Weight decay on matrices of linear layers only: not on embeddings, positions, latents, norms, biases.
+
+    Args:
+        model: Any module.
+        weight_decay: Of the matrices.
+    """
+    matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    held: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            held[id(parameter) in matrices].append(parameter)
+    groups = [{"params": held[True], "weight_decay": weight_decay}, {"params": held[False], "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+class ThinkerTrainer(Trainer):
+    """A `transformers.Trainer` that trains a `LatentThinker` on a `CurriculumDataset`.
+
+    Each batch says how many steps and latents it thinks with; the loss says which steps count. The position in the
+    data, the schedule, noise, the moving average and what callbacks know are in every checkpoint: a run that was
+    stopped and resumed is the run that was not. Evaluation is accuracy on held-out samples. Logs have ``accuracy`` (of
+    training answers) and ``difficulty``.
+
+    Args:
+        model: The thinker.
+        args: `TrainingArguments`; default `thinker_arguments`. The batch size is the data set's.
+        train_dataset: Batches.
+        step_loss: Which steps are supervised; default the last and one random earlier one.
+        plan: What each step does; default everything that the model has.
+        ema: Decay of a moving average of the weights, `ema_model`; default none.
+        eval_lengths: Of held-out samples in `evaluate`; default the longest.
+        eval_samples: Of each.
+        **rest: Of `Trainer`.
+
+    Raises:
+        ValueError: Data longer than the model's positions or with other symbols; a loss that the model has no head for.
+    """
+
+    def __init__(
+        self,
+        model: LatentThinker,
+        args: TrainingArguments | None = None,
+        *,
+        train_dataset: CurriculumDataset,
+        step_loss: StepLoss | None = None,
+        plan: FlowPlan | None = None,
+        ema: float | None = None,
+        eval_lengths: Sequence[int] | None = None,
+        eval_samples: int = 512,
+        **rest: Any,
+    ):
+        _check_fit(model, train_dataset)
+        self.step_loss = step_loss or LastAndRandom()
+        self.step_loss.check(model.config)
+        if ema is not None and not 0 < ema < 1:
+            raise ValueError(f"ThinkerTrainer: ema is {ema}; needed a decay between 0 and 1")
+        self.plan, self.data = plan, train_dataset
+        self.eval_lengths, self.eval_samples = eval_lengths or [train_dataset.schedule.max_length], eval_samples
+        args = args or thinker_arguments("runs/thinker")
+        args.per_device_train_batch_size = train_dataset.batch_size
+        args.ignore_data_skip = True  # the data set knows where it was
+        args.remove_unused_columns = False
+        rest.setdefault("eval_dataset", train_dataset)
+        super().__init__(model=model, args=args, train_dataset=train_dataset, **rest)
+        self.model_accepts_loss_kwargs = True  # losses are over the answers of a whole step
+        self.data.rank = self.args.process_index
+        drawn = self.args.dataloader_num_workers * (self.args.dataloader_prefetch_factor or 2)
+        ahead = self.args.gradient_accumulation_steps + drawn
+        if self.data.schedule.initial() and ahead > self.data.delay:
+            raise ValueError(
+                f"ThinkerTrainer: batches are drawn {ahead} ahead, the data set's delay is {self.data.delay}; needed a "
+                f"delay as large"
+            )
+        self.step_loss.to(self.args.device)
+        self.ema = None
+        if ema is not None:
+            self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema))
+        sizes = self.data.schedule.max_length + 1
+        device = self.args.device
+        self.counts = {  # since the start: what was right, what there was, by length; the loss, and in how many steps
+            "right": torch.zeros(sizes, dtype=torch.float64, device=device),
+            "total": torch.zeros(sizes, dtype=torch.float64, device=device),
+            "loss": torch.zeros(2, dtype=torch.float64, device=device),
+        }
+        self._logged = {name: value.clone() for name, value in self.counts.items()}
+        self.add_callback(_Housekeeping())
+        self.add_callback(CurriculumCallback())
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ThinkerCallback):
+                callback.trainer = self
+
+    @property
+    def ema_model(self) -> LatentThinker:
+        """The moving average of the weights, as a model."""
+        if self.ema is None:
+            raise ValueError("ThinkerTrainer: no moving average is kept; needed ema=0.999 or so")
+        return self.ema.module  # pyrefly: ignore
+
+    @property
+    def batches(self) -> int:
+        """Batches that this process was trained on."""
+        return self.state.global_step * self.args.gradient_accumulation_steps
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Whole batches; each process draws its own stream."""
+        workers = self.args.dataloader_num_workers
+        options: dict[str, Any] = {"prefetch_factor": self.args.dataloader_prefetch_factor} if workers else {}
+        persistent = bool(workers) and self.args.dataloader_persistent_workers
+        return DataLoader(self.data, batch_size=None, num_workers=workers, persistent_workers=persistent, **options)
+
+    def create_optimizer(self, *ignored: Any, **named: Any) -> torch.optim.Optimizer:
+        """The arguments' optimizer over `parameter_groups`, and what the loss learns."""
+        if self.optimizer is None:
+            assert self.model is not None
+            groups = parameter_groups(self.model, weight_decay=self.args.weight_decay)
+            own = [p for p in self.step_loss.parameters() if p.requires_grad]
+            groups += [{"params": own, "weight_decay": 0.0}] if own else []
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)  # pyrefly: ignore
+            self.optimizer = kind(groups, **options)
+        return self.optimizer
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The step loss, over the answers of the whole step."""
+        labels, config = inputs["labels"], self.thinker.config
+        words = (self.args.seed, inputs["rank"], inputs["step"])
+        choose = torch.Generator().manual_seed(mix(*words, 1) >> 1)
+        noise = torch.Generator(labels.device).manual_seed(mix(*words, 2) >> 1)
+        plan, loss, outputs = self.plan or self.thinker.default_plan(), torch.zeros(()), None
+        for part in self.step_loss.passes(inputs["n_step"] or config.n_step, lambda n: _outputs(plan, n), choose):
+            outputs = model(
+                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], out_len=labels.shape[1],
+                n_step=part.n_step, n_latent=inputs["n_latent"], plan=plan, output_steps=part.output_steps,
+                grad_steps=part.grad_steps, generator=noise,
+            )  # fmt: skip
+            loss = loss.to(labels.device) + part.share * self.step_loss(outputs, labels)
+        assert outputs is not None
+        if outputs.halt_logits is not None:
+            loss = loss + 0.0 * outputs.halt_logits.sum()  # DDP waits for every parameter that the forward used
+        if model.training:
+            self._count(outputs.logits, labels, inputs["lengths"], loss)
+        if num_items_in_batch is not None:  # this micro-batch's part of its step; else the trainer takes the mean
+            world = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+            loss = loss * (labels != -100).sum() / num_items_in_batch * world
+        return (loss, outputs) if return_outputs else loss
+
+    @torch.no_grad()
+    def _count(self, logits: Tensor, labels: Tensor, lengths: Tensor, loss: Tensor) -> None:
+        counted = labels != -100
+        right = ((logits.argmax(-1) == labels) & counted).sum(1)
+        self.counts["right"].index_add_(0, lengths, right.double())
+        self.counts["total"].index_add_(0, lengths, counted.sum(1).double())
+        known = loss.detach().double().nan_to_num(_HUGE, _HUGE)  # a sum with nan in it would tell of nothing else
+        self.counts["loss"] += torch.stack([known, torch.ones_like(known)])
+
+    def since(self, before: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`counts` less ``before``, summed over processes; ``before`` becomes the present."""
+        found = {}
+        for name, value in self.counts.items():
+            found[name] = self.accelerator.reduce(value - before[name], "sum")
+            before[name] = value.clone()
+        return found
+
+    def log(self, logs: dict[str, float], *rest: Any, **named: Any) -> None:
+        """The logs, with accuracy and difficulty while it trains."""
+        if "loss" in logs:
+            found = self.since(self._logged)
+            logs["accuracy"] = float(found["right"].sum() / found["total"].sum().clamp(min=1))
+            logs["difficulty"] = round(self.data.difficulty(self.batches), 3)
+        super().log(logs, *rest, **named)
+
+    def evaluate(self, *ignored: Any, metric_key_prefix: str = "eval", **named: Any) -> dict[str, float]:
+        """Token and sequence accuracy on held-out samples of each evaluation length."""
+        found = evaluate_lengths(self.thinker, self.data, self.eval_lengths, samples=self.eval_samples, plan=self.plan)
+        metrics = {f"{metric_key_prefix}_accuracy": sum(a.token for a in found.values()) / len(found)}
+        metrics[f"{metric_key_prefix}_sequence_accuracy"] = sum(a.sequence for a in found.values()) / len(found)
+        if len(found) > 1:
+            metrics |= {f"{metric_key_prefix}_accuracy_{n}": a.token for n, a in found.items()}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    @property
+    def thinker(self) -> LatentThinker:
+        """The model, out of what wraps it in training with several processes."""
+        return self.accelerator.unwrap_model(self.model)  # pyrefly: ignore
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """With the random state, what else a resume needs."""
+        super()._save_rng_state(output_dir)
+        if self.args.process_index:
+            return
+        callbacks = [c for c in self.callback_handler.callbacks if isinstance(c, ThinkerCallback)]
+        held = {
+            "data": self.data.state_dict(self.batches),
+            "counts": self.counts,
+            "logged": self._logged,
+            "ema": None if self.ema is None else self.ema.state_dict(),
+            "step_loss": self.step_loss.state_dict(),
+            "callbacks": {type(c).__name__: c.state_dict() for c in callbacks},
+        }
+        part = Path(output_dir, _STATE + ".part")
+        torch.save(held, part)
+        part.rename(Path(output_dir, _STATE))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is None:
+            return
+        path = Path(checkpoint, _STATE)
+        if not path.exists():
+            raise ValueError(
+                f"ThinkerTrainer: {checkpoint} has no {_STATE}; needed a checkpoint that ThinkerTrainer wrote"
+            )
+        held = torch.load(path, map_location=self.args.device, weights_only=True)
+        self.data.load_state_dict(held["data"])
+        self.step_loss.load_state_dict(held["step_loss"])
+        if self.ema is not None and held["ema"] is not None:
+            self.ema.load_state_dict(held["ema"])
+        self.counts, self._logged = held["counts"], held["logged"]
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ThinkerCallback) and type(callback).__name__ in held["callbacks"]:
+                callback.load_state_dict(held["callbacks"][type(callback).__name__])
+
+
+class _Housekeeping(ThinkerCallback):
+    """What a stock trainer does for the model and not for its loss: one gradient for all processes; and the average."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for parameter in self.trainer.step_loss.parameters():
+            if parameter.grad is not None:
+                parameter.grad = self.trainer.accelerator.reduce(parameter.grad, "mean")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.step_loss.zero_grad()
+        if self.trainer.ema is not None:
+            self.trainer.ema.update_parameters(self.trainer.thinker)
+
+
+def _outputs(plan: FlowPlan, n_step: int) -> list[int]:
+    return [number for number, row in enumerate(plan.rows(n_step), 1) if row.output]
+
+
+def _check_fit(model: LatentThinker, data: CurriculumDataset) -> None:
+    config, task = model.config, data.task
+    for name, needed, has in (
+        ("vocab_size", task.vocab_size, config.vocab_size),
+        ("output_size", task.output_size, config.output_size),
+        ("max_input_length", data.max_input_length, config.max_input_length),
+        ("max_output_length", data.max_output_length, config.max_output_length),
+    ):
+        if needed > has:
+            raise ValueError(
+                f"ThinkerTrainer: the model's {name} is {has}; {type(task).__name__} up to length "
+                f"{data.schedule.max_length} needed {needed}"
+            )

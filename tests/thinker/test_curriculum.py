@@ -1,0 +1,214 @@
+"""Streams that depend on counters alone, held-out samples, schedules."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from thinker import (
+    Coupled,
+    CurriculumDataset,
+    Dynamic,
+    Fixed,
+    Frontier,
+    Linear,
+    Progressive,
+    Uniform,
+    make_task,
+)
+
+
+def data_of(schedule=None, task="copy", **options):
+    return CurriculumDataset(make_task(task), schedule or Frontier(max_length=9), **{"batch_size": 8, **options})
+
+
+def same(a, b):
+    return all(torch.equal(x, b[k]) if isinstance(x, torch.Tensor) else x == b[k] for k, x in a.items())
+
+
+def take(data, count, **options):
+    loader = iter(DataLoader(data, batch_size=None, **options))
+    return [next(loader) for _ in range(count)]
+
+
+def test_the_stream_is_the_same_with_any_number_of_workers():
+    expected = take(data_of(), 7)
+    assert not same(expected[0], expected[1])
+    for workers in (1, 2):
+        found = take(data_of(), 7, num_workers=workers)
+        assert [b["step"] for b in found] == list(range(7))
+        assert all(same(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_streams_differ_by_seed_and_rank_but_ranks_think_alike():
+    first, seed, rank = (data_of(**o).batch(5) for o in ({}, {"seed": 1}, {"rank": 1}))
+    assert not torch.equal(first["input_ids"], seed["input_ids"])
+    assert not same(first, rank)
+    both = [[data_of(rank=r, n_latent=(2, 5)).batch(i) for i in range(30)] for r in (0, 1)]
+    for name, least, most in (("n_step", 1, 6), ("n_latent", 2, 5)):
+        drawn = [[b[name] for b in batches] for batches in both]
+        assert drawn[0] == drawn[1]
+        assert set(drawn[0]) == set(range(least, most + 1))
+
+
+def test_resumed_is_as_if_never_stopped():
+    whole, first = data_of(Progressive(max_length=9, min_answers=1), delay=2), None
+    right, total = torch.zeros(10), torch.zeros(10)
+    right[1:] = total[1:] = 5
+    expected, stream = [], iter(whole)
+    for i in range(8):
+        if i == 3:
+            whole.report(right, total, step=3)
+        if i == 4:
+            first = whole.state_dict()
+        expected.append(next(stream))
+    again = data_of(Progressive(max_length=9, min_answers=1), delay=2)
+    again.load_state_dict(first)
+    stream = iter(again)
+    assert all(same(next(stream), b) for b in expected[4:])
+    assert expected[4]["lengths"].max() == 1  # the report at 3 holds from 5 on
+    assert expected[5]["lengths"].max() == 2
+
+
+def test_a_report_reaches_workers_that_live_on():
+    data = data_of(Progressive(max_length=9, min_answers=1), delay=6)
+    right = torch.ones(10)
+    loader = iter(DataLoader(data, batch_size=None, num_workers=2, prefetch_factor=2, persistent_workers=True))
+    found = []
+    for step in range(30):
+        if step == 4:
+            data.report(right, right, step=4)
+        found.append(next(loader))
+    assert [int(b["lengths"].max()) for b in found] == [1] * 10 + [2] * 20
+
+
+@pytest.mark.parametrize("task", ["copy", "add", "hops", "lookup", "brackets"])
+def test_training_never_sees_what_is_held_out(task):
+    data = data_of(Frontier(max_length=6), task, batch_size=128, holdout=0.3)
+
+    def rows(batch):
+        masked = zip(batch["input_ids"], batch["attention_mask"], strict=True)
+        return [tuple(t[m].tolist()) for t, m in masked]
+
+    held = [data.held_out(64, length) for length in range(1, 7)]
+    for batch in held:
+        assert set(batch["lengths"].tolist()) <= set(range(1, 7))
+    hidden = {r for b in held for r in rows(b) if bool(data._held_lengths[b["lengths"][0]])}
+    assert len(hidden) > 100
+    seen = {r for step in range(60) for r in rows(data.batch(step))}
+    assert not hidden & seen
+    shown = data.held_out(64, 6)
+    sample = [shown[k] for k in ("input_ids", "attention_mask", "labels")]
+    from thinker import Sample
+
+    assert data.is_held_out(Sample(*sample), shown["lengths"]).all()
+
+
+def test_as_many_are_held_out_as_was_asked_whatever_the_padding():
+    data, generator = data_of(holdout=0.2), torch.Generator().manual_seed(0)
+    from thinker import Sample
+
+    lengths = torch.full((4000,), 6)
+    sample = data.task.sample(generator, 4000, lengths)
+    held = data.is_held_out(sample, lengths)
+    assert float(held.float().mean()) == pytest.approx(0.2, abs=0.03)
+    padded = Sample(*(torch.nn.functional.pad(t, (0, 3)) for t in sample))
+    assert torch.equal(held, data.is_held_out(padded, lengths))
+
+
+def test_short_lengths_hold_nothing_out():
+    data = data_of(Uniform(max_length=12), "prefix_sum", holdout=0.5, batch_size=256)
+    assert data._held_lengths.tolist() == [False] * 10 + [True] * 3  # 2^10 inputs are enough
+    batch = data.batch(0)
+    short = batch["input_ids"][batch["lengths"] == 2]
+    assert len(torch.unique(short[:, :2], dim=0)) == 4
+
+
+def test_with_everything_held_out_it_says_so():
+    data = data_of(Fixed(max_length=9), holdout=0.999999)
+    with pytest.raises(ValueError, match="every sample of length 9 is held out; needed a smaller holdout"):
+        data.batch(0)
+
+
+def drawn(schedule, state=None, step=0, batch=4000):
+    state = torch.tensor(schedule.initial() if state is None else state)
+    return schedule.lengths(torch.Generator().manual_seed(0), batch, step, state)
+
+
+def test_schedules_draw_what_they_say():
+    assert set(drawn(Fixed(max_length=5)).tolist()) == {5}
+    assert set(drawn(Uniform(max_length=5, min_length=3)).tolist()) == {3, 4, 5}
+    share = (drawn(Frontier(max_length=10)) == 10).float().mean()
+    assert float(share) == pytest.approx(0.55, abs=0.03)
+    linear = Linear(max_length=11, start=1, steps=100)
+    assert [int(drawn(linear, step=s).max()) for s in (0, 50, 100, 1000)] == [1, 6, 11, 11]
+    assert [linear.difficulty(s, torch.empty(0)) for s in (0, 50, 200)] == [1, 6, 11]
+
+
+def test_progressive_moves_on_back_and_stays():
+    schedule = Progressive(max_length=3, threshold=0.9, retreat=0.3, min_answers=10)
+
+    def after(frontier, right, total):
+        counts = torch.zeros(2, 4)
+        counts[:, frontier] = torch.tensor([right, total], dtype=torch.float32)
+        return schedule.update(torch.tensor([frontier, 0.0, 0.0]), *counts).tolist()
+
+    assert after(1, 9, 10) == [2, 0, 0]
+    assert after(2, 8, 10) == [2, 0, 0]  # between the thresholds it stays
+    assert after(2, 2, 10) == [1, 0, 0]
+    assert after(1, 0, 10) == [1, 0, 0]
+    assert after(3, 10, 10) == [3, 0, 0]
+    assert after(2, 9, 9) == [2, 9, 9]  # too few answers yet
+
+
+def test_dynamic_prefers_what_is_wrong():
+    schedule = Dynamic(max_length=3, floor=0.1, momentum=0.0)
+    state = schedule.update(
+        torch.tensor(schedule.initial()), torch.tensor([0.0, 10, 5, 0]), torch.tensor([0.0, 10, 10, 0])
+    )
+    assert state.tolist() == [1, 0, 0.5, 1]  # nothing was seen of length 3
+    counts = drawn(schedule, state.tolist()).bincount(minlength=4) / 4000
+    torch.testing.assert_close(counts, torch.tensor([0, 0.1, 0.6, 1.1]) / 1.8, rtol=0, atol=0.03)
+
+
+def test_coupled_thinks_longer_about_longer_inputs():
+    data = data_of(Coupled(lengths_from=Linear(max_length=9, steps=100), n_step=(2, 10), n_latent=(4, 8)))
+    found = [data.batch(s) for s in (0, 50, 200)]
+    assert [(b["n_step"], b["n_latent"]) for b in found] == [(2, 4), (6, 6), (10, 8)]
+
+
+def test_what_was_reported_in_the_past_stays():
+    data = data_of(Dynamic(max_length=9), delay=3)
+    generator = torch.Generator().manual_seed(0)
+    seen = {}
+    for step in range(200):
+        state = data.state_at(step)
+        seen[step] = state.clone()
+        assert torch.equal(state, data.state_at(step))
+        if step:
+            right = torch.rand(10, generator=generator)
+            data.report(right, torch.ones(10), step=step)
+            for ahead in range(step, step + 3):  # what is drawn ahead does not change
+                seen.setdefault(ahead, data.state_at(ahead).clone())
+                assert torch.equal(seen[ahead], data.state_at(ahead))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Uniform(max_length=0), "min_length 1, max_length 0"),
+        (lambda: Frontier(max_length=3, share=2), "share is 2"),
+        (lambda: Progressive(max_length=3, threshold=0.2, retreat=0.5), "the first below the second"),
+        (lambda: Progressive(max_length=3, start=4), "start 4"),
+        (lambda: Linear(max_length=3, steps=0), "steps 0"),
+        (lambda: Dynamic(max_length=3, floor=0), "floor 0"),
+        (lambda: Coupled(lengths_from=Fixed(max_length=3), n_step=(3, 1)), r"n_step is \(3, 1\)"),
+        (lambda: data_of(batch_size=0), "batch_size 0"),
+        (lambda: data_of(n_step=0), "n_step is 0; needed a number from 1"),
+        (lambda: data_of(holdout=1.0), "holdout 1.0"),
+        (lambda: data_of().load_state_dict({"seed": 3, "step": 0, "states": [[0.0]]}), "the state has seed 3"),
+        (lambda: [data_of(Dynamic(max_length=9)).change(torch.ones(10), step=s) for s in (-20,)], "after a later one"),
+    ],
+)
+def test_bad_input_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,100 @@
+"""`FlowPlan`: parsing, cutting to length, what is refused."""
+
+import pytest
+import torch
+
+from thinker import FlowPlan, FlowRow
+
+ALL_THE_TIME = """
+step | read_input | mem_lookup | mem_write  | output
+-----|------------|------------|------------|-------
+  1  |     1      |      1     |      1     |   1
+  2  |     1      |      1     |      1     |   1
+  3  |     1      |      1     |      1     |   1
+"""
+READ_ONCE = """
+| step | read_input | mem_lookup | mem_write | output |
+|------|:----------:|-----------:|-----------|--------|
+| 1 | 1 | 0 | 1 | 0 |
+| 2 | 0 | 1 | 1 | 0 |
+| 3 | 0 | 1 | 1 | 0 |
+| 4 | 0 | 1 | 0 | 1 |
+"""
+
+
+def test_the_two_strategies_of_the_early_notes_are_constructors():
+    assert FlowPlan.from_table(ALL_THE_TIME) == FlowPlan.every_step(3)
+    assert FlowPlan.from_table(READ_ONCE) == FlowPlan.read_once(4)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 9])
+def test_one_plan_serves_any_number_of_steps(n):
+    assert FlowPlan.read_once().rows(n) == FlowPlan.read_once(n).rows()
+    assert FlowPlan.every_step().rows(n) == FlowPlan.every_step(n).rows()
+    rows = FlowPlan.read_once().rows(n)
+    assert [r.read_input for r in rows] == [True] + [False] * (n - 1)
+    assert [r.output for r in rows] == [False] * (n - 1) + [True]
+
+
+def test_a_loop_of_several_rows_is_cut():
+    read, think, say = FlowRow(read_input=True), FlowRow(), FlowRow(output=True)
+    plan = FlowPlan(loop=(read, think, say))
+    assert plan.rows(6) == (read, think, say) * 2
+    with pytest.raises(ValueError, match="with n_step 4 the loop of 3 rows ends where none outputs"):
+        plan.rows(4)
+    assert FlowPlan((read,), (read, think), (say,)).rows(5) == (read, read, think, read, say)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        FlowPlan.every_step(static=True),
+        FlowPlan.read_once(),
+        FlowPlan.random(0.5, 6, generator=torch.Generator().manual_seed(1)),
+    ],
+)
+def test_round_trips(plan):
+    assert FlowPlan.from_json(plan.to_json()) == plan
+    fixed = FlowPlan(plan.rows(6))
+    assert FlowPlan.from_table(str(fixed)) == fixed
+    assert hash(plan) == hash(FlowPlan.from_json(plan.to_json()))
+
+
+def test_tables_of_lists_and_other_marks():
+    assert FlowPlan.from_table([[1, 0, 0, 0, 0], [0, 0, 0, 0, 1]]).rows()[1] == FlowRow(output=True)
+    assert FlowPlan.from_table([{"read_input": True, "output": 1}]) == FlowPlan((FlowRow(True, output=True),))
+    assert FlowPlan.from_table("read_input | output\n x | ✓\n | x") == FlowPlan(
+        (FlowRow(True, output=True), FlowRow(output=True))
+    )
+
+
+def test_random_plans():
+    generator = torch.Generator().manual_seed(0)
+    plans = [FlowPlan.random(0.3, 5, generator=generator) for _ in range(400)]
+    assert all(p.rows()[0].read_input and p.rows()[-1].output for p in plans)
+    inner = torch.tensor([[list(r) for r in p.rows()[1:-1]] for p in plans]).float().mean((0, 1))
+    torch.testing.assert_close(inner, torch.full((5,), 0.3), rtol=0, atol=0.06)
+    by_column = FlowPlan.random({"mem_write": 1.0}, 3)
+    assert [tuple(r) for r in by_column.rows()] == [(1, 0, 1, 0, 0), (0, 0, 1, 0, 0), (0, 0, 1, 0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: FlowPlan((FlowRow(True),)), "none of 1 rows outputs"),
+        (lambda: FlowPlan(), "none of 0 rows outputs"),
+        (lambda: FlowPlan((FlowRow(output=True), FlowRow())), "the last step does not output"),
+        (lambda: FlowPlan.read_once(1), "n_step is 1; this plan needed 2 or more"),
+        (lambda: FlowPlan.every_step(3).rows(4), "n_step is 4; this plan needed 3"),
+        (lambda: FlowPlan.from_table("step | think\n1 | 1"), "column 'think'; needed some of read_input"),
+        (lambda: FlowPlan.from_table("step | output\n1 | 2"), "cell '2'; needed 1 or 0"),
+        (lambda: FlowPlan.from_table("step | output\n1 | 1 | 1"), "row 1 has 3 cells, the head 2"),
+        (lambda: FlowPlan.from_table(""), "none of 0 rows outputs"),
+        (lambda: FlowPlan.random(1.5, 3), "needed probabilities"),
+        (lambda: FlowPlan.random({"think": 1.0}, 3), "needed probabilities"),
+        (lambda: FlowPlan.random(0.5, 0), "n_step is 0"),
+    ],
+)
+def test_bad_plans_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,128 @@
+"""Step losses against sums written out."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.thinker.test_model import batch, model_of
+from thinker import AllSteps, FlowPlan, LastAndRandom, LearnedWeights, LinearWeights, Ponder, ProgressiveLoss
+from thinker.training import _outputs
+
+LABELS = torch.tensor([[1, 2, 3, -100], [4, -100, -100, -100], [5, 6, 7, 8]])
+
+
+def can(n, plan=None):
+    return _outputs(plan or FlowPlan.every_step(memory=False), n)
+
+
+def dense(out, weights):
+    """Σ_b Σ_s w_s Σ_o -log p, over the 8 answers."""
+    total = 0.0
+    for logits, w in zip(out.step_logits, weights, strict=True):
+        for row in range(3):
+            for place in range(4):
+                if LABELS[row, place] >= 0:
+                    weight = w if not torch.is_tensor(w) or w.dim() == 0 else w[row]
+                    total = total - weight * F.log_softmax(logits[row, place], -1)[LABELS[row, place]]
+    return total / 8
+
+
+def run(loss, n_step=4, seed=0, **changes):
+    model = model_of(**changes)
+    (part, *more) = loss.passes(n_step, can, torch.Generator().manual_seed(seed))
+    assert not more
+    out = model(*batch(), n_step=part.n_step, out_len=4, output_steps=part.output_steps)
+    return out, part, loss(out, LABELS)
+
+
+def test_last_and_one_random_earlier_step():
+    loss, seen = LastAndRandom(), set()
+    for seed in range(40):
+        out, part, found = run(loss, seed=seed)
+        assert part.output_steps[-1] == 4
+        assert len(part.output_steps) == 2
+        seen.add(part.output_steps[0])
+        if seed == 0:
+            torch.testing.assert_close(found, dense(out, [0.3, 0.7]))
+    assert seen == {1, 2, 3}
+    out, part, found = run(loss, n_step=1)
+    assert part.output_steps == (1,)
+    torch.testing.assert_close(found, dense(out, [1.0]))
+    once = loss.passes(4, lambda n: can(n, FlowPlan.read_once(memory=False)), torch.Generator())
+    assert [p.output_steps for p in once] == [(4,)]
+
+
+def test_all_steps_and_linear_weights():
+    out, part, found = run(AllSteps())
+    assert part.output_steps == (1, 2, 3, 4)
+    torch.testing.assert_close(found, dense(out, [0.25] * 4))
+    out, _, found = run(LinearWeights())
+    torch.testing.assert_close(found, dense(out, [0.1, 0.2, 0.3, 0.4]))
+
+
+def test_learned_weights_never_fall():
+    loss = LearnedWeights(max_steps=8)
+    out, _, found = run(loss)
+    torch.testing.assert_close(found, dense(out, [0.1, 0.2, 0.3, 0.4]))  # equal scores: a straight line
+    found.backward()
+    assert loss.scores.grad.abs().sum() > 0
+    with torch.no_grad():
+        loss.scores.normal_(std=3, generator=torch.Generator().manual_seed(0))
+    weights = loss.weights(out, (1, 2, 3, 4))
+    assert (weights.diff() >= 0).all()
+    assert float(weights.detach().sum()) == pytest.approx(1)
+    with pytest.raises(ValueError, match="step 9; needed at most max_steps, 8"):
+        loss.weights(out, (9,))
+
+
+def test_progressive_passes():
+    loss, seen = ProgressiveLoss(alpha=0.4), set()
+    for seed in range(300):
+        whole, part = loss.passes(4, can, torch.Generator().manual_seed(seed))
+        assert (whole.n_step, whole.output_steps, whole.grad_steps, whole.share) == (4, (4,), None, 0.6)
+        assert part.share == 0.4
+        assert part.output_steps == (part.n_step,)
+        seen.add((part.n_step - part.grad_steps, part.grad_steps))
+    assert seen == {(n, k) for n in range(4) for k in range(1, 5 - n)}
+    assert len(ProgressiveLoss(alpha=0).passes(3, can, torch.Generator())) == 1
+    assert len(ProgressiveLoss(alpha=1).passes(3, can, torch.Generator())) == 1
+
+
+def test_ponder():
+    loss = Ponder(prior=0.3, weight=0.5)
+    model = model_of(halting=True)
+    with torch.no_grad():
+        model.halt.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
+        model.halt.bias.fill_(-1.0)
+    (part,) = loss.passes(4, can, torch.Generator())
+    out = model(*batch(), n_step=4, out_len=4, output_steps=part.output_steps)
+    stop = out.halt_logits.sigmoid()
+    chances = []
+    for row in stop:
+        left, mine = 1.0, []
+        for step in range(4):
+            mine.append(left * row[step] if step < 3 else left)
+            left = left * (1 - row[step])
+        chances.append(torch.stack([torch.as_tensor(m) for m in mine]))
+    chances = torch.stack(chances)
+    torch.testing.assert_close(chances.sum(1), torch.ones(3))
+    prior = torch.tensor([0.3 * 0.7**t for t in range(4)])
+    prior = prior / prior.sum()
+    kl = (chances * (chances / prior).log()).sum(1).mean()
+    torch.testing.assert_close(loss(out, LABELS), dense(out, list(chances.T)) + 0.5 * kl)
+    loss(out, LABELS).backward()
+    assert model.halt.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: LastAndRandom(last=0), "last 0"),
+        (lambda: ProgressiveLoss(alpha=2), "alpha is 2"),
+        (lambda: Ponder(prior=1.0), "prior 1.0"),
+        (lambda: Ponder().check(model_of().config), r"needed ThinkerConfig\(halting=True\)"),
+    ],
+)
+def test_bad_input_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

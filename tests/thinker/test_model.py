@@ -1,0 +1,574 @@
+"""`LatentThinker` against its definition, and every way of thinking against the plain one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.func import functional_call
+
+from tests.support.equivalence import judge
+from thinker import ExitRule, FlowPlan, LatentThinker, ThinkerConfig
+from thinker import reference as definition
+from thinker.state import ThinkerState
+
+SIZES = {"vocab_size": 11, "hidden_size": 16, "num_heads": 2, "max_input_length": 12, "max_output_length": 10}
+
+
+def model_of(seed=0, **changes):
+    torch.manual_seed(seed)
+    return LatentThinker(ThinkerConfig(**{**SIZES, "num_latents": 4, **changes})).eval()
+
+
+def batch(rows=3, length=7, seed=1, padded=True, left=False):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(11, (rows, length), generator=generator)
+    if not padded:
+        return tokens, None
+    lengths = torch.randint(1, length + 1, (rows, 1), generator=generator)
+    lengths[0] = length
+    place = torch.arange(length)
+    return tokens, (place >= length - lengths) if left else (place < lengths)
+
+
+CASES = {
+    "plain": {},
+    "no padding": {"padded": False},
+    "one latent, one token": {"num_latents": 1, "length": 1},
+    "memory": {"memory": "grow"},
+    "window": {"memory": "window", "memory_size": 2},
+    "static tokens": {"num_static_tokens": 3},
+    "everything": {
+        "memory": "grow", "num_static_tokens": 3, "layers_per_step": 2, "sandwich": True, "from_end": True,
+        "decoder_self_attention": True, "step_update": "damped", "damping": 0.8, "output_size": 5,
+    },
+    "normalized": {"step_update": "normalized", "damping": 0.3},
+    "noise": {"latent_init": "noise"},
+    "sinusoidal": {"positions": "sinusoidal"},
+    "rotary": {"positions": "rotary"},
+    "random": {"positions": "random"},
+    "random_float": {"positions": "random_float"},
+    "aligned": {"positions": "aligned", "separators": [10, 3]},
+    "causal": {"causal": True, "memory": "grow"},
+    "causal, rotary": {"causal": True, "positions": "rotary", "memory": "window", "memory_size": 2,
+                       "layers_per_step": 2},
+    "causal, sinusoidal": {"causal": True, "positions": "sinusoidal", "padded": False},
+}  # fmt: skip
+
+
+def packed(model):
+    """Parameters by kind, each kind one vector: the judge's budget needs more than a few numbers to stand on."""
+    kinds = {}
+    for name, parameter in model.named_parameters():
+        kind = "norms" if "norm" in name else "tables" if parameter is model.latents or "embedding" in name else "rest"
+        kind = "tables" if "positions" in name or "static_tokens" in name else kind
+        kinds.setdefault(kind, []).append((name, parameter))
+
+    def unpacked(**vectors):
+        made = {}
+        for kind, members in kinds.items():
+            parts = vectors[kind].split([p.numel() for _, p in members])
+            made |= {name: part.view_as(p) for (name, p), part in zip(members, parts, strict=True)}
+        return made
+
+    return {kind: torch.cat([p.detach().flatten() for _, p in members]) for kind, members in kinds.items()}, unpacked
+
+
+class Whole(torch.nn.Module):
+    """Encode, think from given noise, decode: a model in one call, for functional_call."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens, mask, noise, **options):
+        context = self.model.encode(tokens, mask, out_len=6)
+        if noise is not None:
+            latents = self.model.latents + noise.to(self.model.latents.dtype)
+            options["carry"] = ThinkerState(latents, None, context.places)
+        return self.model.decode(self.model.think(context, **options).state, 6)
+
+
+def pair_of(case):
+    """The model's way and the definition's, as functions of named parameters."""
+    changes = dict(CASES[case])
+    length, padded = changes.pop("length", 7), changes.pop("padded", True)
+    model = model_of(**changes)
+    config, generator = model.config, torch.Generator().manual_seed(0)
+    tokens, mask = batch(length=length, padded=padded, left=config.causal)
+    drawn = model.positions.draw(max(length, 6), generator=generator, device=torch.device("cpu")).drawn
+    noise = torch.randn(3, 4, 16, generator=generator) if config.latent_init == "noise" else None
+
+    def fast(weights):
+        state = {f"model.{name}": value for name, value in weights.items()}
+        return functional_call(Whole(model), state, (tokens, mask, noise), {"n_step": 3})
+
+    def reference(weights):
+        drift = None if noise is None else noise.to(weights["latents"].dtype)
+        rows = model.default_plan().rows(3)
+        return definition.think(weights, config, tokens, mask, rows, 6, noise=drift, drawn=drawn)
+
+    return model, fast, reference
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_projected_once_is_projected_in_every_step(case, dtype):
+    model, fast, reference = pair_of(case)
+    vectors, unpacked = packed(model)
+    judge("think", "eager", lambda **v: fast(unpacked(**v)), lambda **v: reference(unpacked(**v)), vectors, dtype=dtype,
+          case=case)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_parameters_gradient_in_float64(case):
+    model, fast, reference = pair_of(case)
+    results = []
+    for function in (fast, reference):
+        weights = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+        made = function(weights)
+        made.square().sum().backward()
+        results.append({"output": made.detach()} | {name: w.grad for name, w in weights.items()})
+    for name, expected in results[1].items():
+        assert expected is not None, name
+        assert expected.abs().max() > 0 or case == "one latent, one token", name  # nothing to choose from there
+        torch.testing.assert_close(results[0][name], expected, rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+PLANS = {
+    "read once": FlowPlan.read_once(4),
+    "random": FlowPlan.random(0.5, 5, generator=torch.Generator().manual_seed(3)),
+    "look-up before any write": FlowPlan.from_table([[1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 1, 0, 1, 1]]),
+    "pure thinking": FlowPlan.from_table([[0, 0, 0, 0, 0], [0, 0, 0, 0, 1]]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_does_what_its_table_says(name, dtype):
+    """The rows that the table says, unrolled by the definition."""
+    model = model_of(memory="grow", num_static_tokens=3)
+    tokens, mask = batch()
+    vectors, unpacked = packed(model)
+
+    def fast(**v):
+        state = {f"model.{k}": value for k, value in unpacked(**v).items()}
+        return functional_call(Whole(model), state, (tokens, mask, None), {"plan": PLANS[name]})
+
+    def reference(**v):
+        return definition.think(unpacked(**v), model.config, tokens, mask, PLANS[name].rows(), 6)
+
+    judge("think", "plan", fast, reference, vectors, dtype=dtype, case=name)
+
+
+RULES = [
+    ExitRule(kind="residual", threshold=0.2),
+    ExitRule(kind="kl", threshold=0.01),
+    ExitRule(kind="argmax", patience=2, min_steps=3),
+    ExitRule(kind="halt", threshold=0.5),
+]
+
+
+def undecided(rule, **changes):
+    """A model whose rows stop at different steps, and inputs for it."""
+    model = model_of(halting=True, memory="window", memory_size=3, **changes)
+    tokens, mask = batch(rows=24, length=9)
+    with torch.no_grad():
+        model.halt.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
+        model.halt.bias.fill_(-1.5)
+        steps = model(tokens, mask, n_step=12, out_len=6, exit_rule=rule).steps
+    return model, tokens, mask, steps
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.kind)
+def test_rows_that_stop_and_leave_are_as_if_nobody_left(rule):
+    model, tokens, mask, steps = undecided(rule)
+    assert len(steps.unique()) > 2
+    vectors, unpacked = packed(model)
+
+    def fast(**v):
+        with torch.no_grad():
+            return functional_call(
+                model, unpacked(**v), (tokens, mask), {"n_step": 12, "out_len": 6, "exit_rule": rule}
+            ).logits
+
+    def reference(**v):
+        made = [
+            definition.think(unpacked(**v), model.config, tokens[[i]], mask[[i]], model.default_plan().rows(n), 6)
+            for i, n in enumerate(steps.tolist())
+        ]
+        return torch.cat(made)
+
+    judge("think", "early exit", fast, reference, vectors, dtype=torch.float32, gradients=False, case=rule.kind)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.kind)
+def test_exits_are_what_the_rule_says(rule):
+    """Against the rule worked out from a run that nobody leaves."""
+    model, tokens, mask, steps = undecided(rule)
+    with torch.no_grad():
+        whole = model(tokens, mask, n_step=12, out_len=6, output_steps="all")
+    logs = torch.stack([x.log_softmax(-1) for x in whole.step_logits])
+    never = torch.zeros(1, len(tokens), dtype=torch.bool)
+    calm = {
+        "residual": rule.threshold > whole.residuals.T,
+        "kl": torch.cat([never, (logs[1:].exp() * (logs[1:] - logs[:-1])).sum(-1).mean(-1) < rule.threshold]),
+        "argmax": torch.cat([never, (logs[1:].argmax(-1) == logs[:-1].argmax(-1)).all(-1)]),
+        "halt": whole.halt_logits.T.sigmoid() > rule.threshold,
+    }[rule.kind]
+    for row, took in enumerate(steps.tolist()):
+        run, expected = 0, 12
+        for step in range(1, 13):
+            run = run + 1 if calm[step - 1, row] else 0
+            if run >= rule.patience and step >= rule.min_steps:
+                expected = step
+                break
+        assert took == expected, (row, took, expected)
+
+
+def test_an_exit_leaves_what_is_not_needed_out():
+    """Rows that have stopped are in no later projection."""
+    rule = ExitRule(kind="residual", threshold=0.2)
+    model, tokens, mask, steps = undecided(rule)
+    seen = []
+    model.layers[0].mlp.register_forward_hook(lambda m, i, o: seen.append(len(o)))
+    with torch.no_grad():
+        model(tokens, mask, n_step=12, out_len=6, exit_rule=rule)
+    going = [int((steps >= n).sum()) for n in range(1, len(seen) + 1)]
+    assert seen[0] == len(tokens)
+    assert seen[-1] < len(tokens)
+    assert all(g <= s <= g * 8 / 7 + 1 for g, s in zip(going, seen, strict=True))
+
+
+def test_the_inputs_keys_are_projected_once():
+    model, calls = model_of(), []
+    model.layers[0].read.key_value.register_forward_hook(lambda m, i, o: calls.append(o.shape))
+    model(*batch(), n_step=5)
+    assert len(calls) == 1
+
+
+def test_every_steps_logits_are_those_of_as_many_steps():
+    model = model_of(memory="grow")
+    tokens, mask = batch()
+    out = model(tokens, mask, n_step=5, out_len=6, output_steps="all")
+    assert out.output_steps == (1, 2, 3, 4, 5)
+    for n, logits in zip(out.output_steps, out.step_logits, strict=True):
+        torch.testing.assert_close(logits, model(tokens, mask, n_step=n, out_len=6).logits)
+    some = model(tokens, mask, n_step=5, out_len=6, output_steps=[2, 5])
+    assert some.output_steps == (2, 5)
+    torch.testing.assert_close(some.step_logits[0], out.step_logits[1])
+    torch.testing.assert_close(some.logits, out.logits)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"memory": "grow"}, {"memory": "window", "memory_size": 2, "positions": "rotary"}]
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_nothing_leaks_from_the_future_in_a_causal_flow(changes, padded):
+    model = model_of(causal=True, num_latents=5, **changes)
+    tokens, mask = batch(rows=4, length=8, padded=padded, left=True)
+    with torch.no_grad():
+        logits = model(tokens, mask, n_step=4).logits
+        assert logits.shape == (4, 5, 11)
+        for place in range(3, 8):  # the five latents are tokens 3 to 7
+            other = tokens.clone()
+            other[:, place] = (other[:, place] + 1) % 11
+            moved = (model(other, mask, n_step=4).logits - logits).abs().amax((0, 2))
+            assert (moved[: place - 3] == 0).all()
+            assert moved[place - 3] > 0
+        earlier = tokens.clone()
+        earlier[:, 0] = (earlier[:, 0] + 1) % 11
+        assert ((model(earlier, mask, n_step=4).logits - logits)[0].abs().amax(1) > 0).all()  # all of the past is read
+
+
+def test_padding_changes_nothing():
+    for changes in ({"from_end": True}, {"positions": "aligned", "separators": [3]}, {"positions": "rotary"}):
+        model = model_of(**changes)
+        tokens, _ = batch(rows=2, length=5, padded=False)
+        longer = torch.cat([tokens, torch.full((2, 4), 7)], 1)
+        mask = torch.arange(9).expand(2, 9) < 5
+        torch.testing.assert_close(model(longer, mask, out_len=4).logits, model(tokens, out_len=4).logits)
+
+
+def test_going_on_from_a_carry_is_going_on():
+    for memory in ({"memory": "grow"}, {"memory": "window", "memory_size": 3}):
+        model = model_of(**memory)
+        tokens, mask = batch()
+        whole = model(tokens, mask, n_step=5, out_len=6)
+        first = model(tokens, mask, n_step=2, out_len=6)
+        again = [model(tokens, mask, n_step=3, out_len=6, carry=first.carry).logits for _ in range(2)]
+        torch.testing.assert_close(again[0], whole.logits)
+        assert torch.equal(again[0], again[1])  # a carry can be used twice
+
+
+def test_truncated_backpropagation_is_a_detached_carry():
+    model = model_of(memory="grow")
+    tokens, mask = batch()
+    labels = torch.randint(11, (3, 6), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for truncated in (True, False):
+        model.zero_grad()
+        if truncated:
+            out = model(tokens, mask, labels=labels, n_step=5, grad_steps=2)
+        else:
+            carry = model(tokens, mask, n_step=3).carry.detach()
+            out = model(tokens, mask, labels=labels, n_step=2, carry=carry)
+        out.loss.backward()
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], msg=lambda m, n=name: f"{n}: {m}")
+    model.zero_grad()
+    model(tokens, mask, labels=labels, n_step=5).loss.backward()
+    assert not torch.allclose(model.layers[0].mlp.down.weight.grad, gradients[0]["layers.0.mlp.down.weight"])
+
+
+def test_checkpointed_steps_have_the_same_gradients():
+    model = model_of(memory="grow", num_static_tokens=2, step_noise=0.1).train()
+    tokens, mask = batch()
+    labels = torch.randint(11, (3, 6), generator=torch.Generator().manual_seed(0))
+    gradients, saved = [], []
+    for on in (False, True):
+        if on:
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its newer name
+        kept = {}
+
+        def pack(tensor, kept=kept):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = model(tokens, mask, labels=labels, n_step=6, generator=torch.Generator().manual_seed(1))
+        saved.append(sum(t.untyped_storage().nbytes() for t in kept.values()))
+        model.zero_grad()
+        out.loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+    assert saved[1] < 0.7 * saved[0]
+
+
+def test_a_static_memory_is_a_growing_one_without_gradients():
+    grow, static = model_of(memory="grow"), model_of(memory="static", memory_size=6)
+    static.load_state_dict(grow.state_dict())
+    tokens, mask = batch()
+    with torch.no_grad():
+        expected = grow(tokens, mask, n_step=6, out_len=5)
+        torch.testing.assert_close(static(tokens, mask, n_step=6, out_len=5).logits, expected.logits)
+        rule = ExitRule(kind="residual", threshold=0.3)
+        left = [m(tokens, mask, n_step=6, out_len=5, exit_rule=rule) for m in (grow, static)]
+        torch.testing.assert_close(left[0].logits, left[1].logits)
+        with pytest.raises(ValueError, match="room for 6 writes and is full"):
+            static(tokens, mask, n_step=7)
+    with pytest.raises(ValueError, match="writes in place, which would change what autograd saved"):
+        static(tokens, mask, n_step=2)
+
+
+def test_the_write_that_broke_the_early_version_would_break_this_one():
+    """Why a static memory is refused with gradients: autograd finds that its saved keys were overwritten."""
+    room = torch.zeros(1, 2, 6, 4)
+    query, keys = torch.randn(1, 2, 3, 4, requires_grad=True), torch.randn(1, 2, 3, 4, requires_grad=True)
+    room[:, :, :3] = keys
+    seen = query @ room.transpose(2, 3)
+    room[:, :, 3:] = keys
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        seen.sum().backward()
+
+
+def test_looking_up_an_empty_memory_does_nothing():
+    model = model_of(memory="grow")
+    tokens, mask = batch()
+    with_look = FlowPlan.from_table([[1, 1, 0, 0, 0], [1, 1, 0, 0, 1]])
+    without = FlowPlan.from_table([[1, 0, 0, 0, 0], [1, 0, 0, 0, 1]])
+    assert torch.equal(model(tokens, mask, plan=with_look).logits, model(tokens, mask, plan=without).logits)
+
+
+def test_latents_from_noise_come_in_any_number_and_are_repeatable():
+    model = model_of(latent_init="noise")
+    tokens, mask = batch()
+    first = model(tokens, mask, n_latent=9, out_len=4)
+    assert first.carry.latents.shape == (3, 9, 16)
+    assert torch.equal(first.logits, model(tokens, mask, n_latent=9, out_len=4).logits)
+    seeds = [model(tokens, mask, out_len=4, generator=torch.Generator().manual_seed(s)).logits for s in (1, 1, 2)]
+    assert torch.equal(seeds[0], seeds[1])
+    assert not torch.equal(seeds[0], seeds[2])
+    start = model._start(model.encode(tokens, mask), 2000, None).latents
+    assert start.shape == (3, 2000, 16)
+    torch.testing.assert_close(start.mean(1), model.latents.expand(3, 16), rtol=0, atol=0.1)
+    torch.testing.assert_close(start.std(1), torch.ones(3, 16), rtol=0, atol=0.1)
+
+
+def test_step_noise_is_for_training():
+    model = model_of(step_noise=0.1)
+    tokens, mask = batch()
+    assert torch.equal(model(tokens, mask).logits, model(tokens, mask).logits)
+    quiet = model_of()
+    torch.testing.assert_close(model(tokens, mask).logits, quiet(tokens, mask).logits)
+    model.train()
+    assert not torch.equal(model(tokens, mask).logits, model(tokens, mask).logits)
+
+
+@pytest.mark.parametrize("select", ["residual", "confidence"])
+def test_rollouts_keep_each_rows_best(select):
+    model = model_of(latent_init="noise", memory="grow")
+    tokens, mask = batch(rows=5)
+    with torch.no_grad():
+        out = model(tokens, mask, n_step=3, out_len=4, rollouts=6, select=select, step_noise=0.3)
+        many, many_mask = tokens.repeat_interleave(6, 0), mask.repeat_interleave(6, 0)
+        each = model(many, many_mask, n_step=3, out_len=4, step_noise=0.3)
+    score = {"residual": -each.residuals[:, -1], "confidence": each.logits.log_softmax(-1).amax(-1).mean(1)}[select]
+    best = score.view(5, 6).argmax(1) + 6 * torch.arange(5)
+    assert len((best % 6).unique()) > 1
+    torch.testing.assert_close(out.logits, each.logits[best])
+    torch.testing.assert_close(out.residuals, each.residuals[best])
+    torch.testing.assert_close(out.carry.latents, each.carry.latents[best])
+
+
+@pytest.mark.parametrize("case", ["everything", "causal, rotary", "aligned", "noise"])
+def test_saved_and_loaded_it_is_the_same(case, tmp_path):
+    changes = {k: v for k, v in CASES[case].items() if k not in ("padded", "length")}
+    model = model_of(halting=True, **changes)
+    model.save_pretrained(tmp_path)
+    again = LatentThinker.from_pretrained(tmp_path)
+    tokens, mask = batch(left=model.config.causal)
+    assert torch.equal(model(tokens, mask).logits, again(tokens, mask).logits)
+    told = [
+        {k: v for k, v in m.config.to_dict().items() if k not in ("dtype", "_name_or_path")} for m in (model, again)
+    ]
+    assert told[0] == told[1]
+    assert not again.training
+
+
+@pytest.mark.parametrize("changes", [{}, {"memory": "window", "memory_size": 2, "halting": True}, {"causal": True}])
+def test_it_compiles_whole(changes):
+    model = model_of(**changes).train()
+    tokens, mask = batch(left="causal" in changes)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    labels = torch.randint(11, (3, 4), generator=torch.Generator().manual_seed(0))
+    results = []
+    for function in (model, compiled):
+        model.zero_grad()
+        out = function(tokens, mask, labels=labels, n_step=3, n_latent=4)
+        out.loss.backward()
+        results.append(
+            [out.logits, *(torch.zeros(()) if p.grad is None else p.grad.clone() for p in model.parameters())]
+        )
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a.expand_as(b), b)
+
+
+def test_how_it_starts():
+    config = ThinkerConfig(vocab_size=1000, hidden_size=128, num_static_tokens=100, halting=True)
+    torch.manual_seed(0)
+    model = LatentThinker(config)
+    for table in (model.embedding.weight, model.positions.input.weight, model.latents, model.static_tokens):
+        assert table.std().item() == pytest.approx(0.5, rel=0.1)
+    for linear in (model.layers[0].read.query, model.layers[0].mlp.down, model.readout.head):
+        assert linear.weight.std().item() == pytest.approx(linear.in_features**-0.5, rel=0.1)
+    assert not model.halt.weight.any()
+    assert model.halt.bias.item() == -5
+    out = model(torch.zeros(2, 3, dtype=torch.long), n_step=2)
+    assert out.halt_logits.tolist() == [[-5, -5]] * 2
+
+
+def test_random_positions_are_drawn_once_a_batch_and_shared():
+    model = model_of(positions="random", num_positions=48).train()
+    device = torch.device("cpu")
+    drawn = [
+        model.positions.draw(10, generator=torch.Generator().manual_seed(s), device=device).drawn for s in (0, 0, 1)
+    ]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    assert (drawn[0].diff() > 0).all()
+    assert int(drawn[0].max()) < 48
+    context = model.encode(torch.zeros(2, 7, dtype=torch.long), out_len=9)
+    asked = model.positions.queries(9, context.places, device)
+    assert torch.equal(asked[0], model.positions.output.weight[context.places.drawn])
+    with pytest.raises(
+        ValueError, match=r"out_len is 10, but 9 positions were drawn; needed encode\(..., out_len=10\)"
+    ):
+        model.decode(model.think(context).state, 10)
+
+
+def test_aligned_positions_start_anywhere_in_training():
+    model = model_of(positions="aligned", separators=[10], max_offset=20).train()
+    device = torch.device("cpu")
+    offsets = {model.positions.draw(5, device=device).offset for _ in range(200)}
+    assert offsets == set(range(21))
+    assert model.eval().positions.draw(5, device=device).offset == 0
+
+
+TOKENS = torch.zeros(2, 5, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("changes", "call", "message"),
+    [
+        ({}, lambda m: m(torch.zeros(2, 13, dtype=torch.long)), r"L is 13; needed at most max_input_length, 12"),
+        ({}, lambda m: m(torch.zeros(40, 2, dtype=torch.long).T), r"time first, \(L, B\), transpose"),
+        ({}, lambda m: m(TOKENS, torch.ones(5, 2)), "that is time first: transpose it"),
+        ({}, lambda m: m(TOKENS, torch.ones(2, 4)), r"mask has shape \[2, 4\], tokens \[2, 5\]"),
+        ({}, lambda m: m(TOKENS + 11), "token id 11; needed 0 to vocab_size - 1, 10"),
+        ({}, lambda m: m(TOKENS - 1), "token id -1"),
+        ({}, lambda m: m(TOKENS.float()), r"dtype torch.float32; needed ids \(B, L\)"),
+        ({}, lambda m: m(TOKENS[0]), r"shape \[5\]"),
+        ({}, lambda m: m(TOKENS, torch.zeros(2, 5)), "nothing of every row"),
+        ({}, lambda m: m(TOKENS, torch.tensor([[1] * 5, [0] * 5])), "nothing of row 1"),
+        ({}, lambda m: m(TOKENS, n_step=0), "n_step is 0; this plan needed 1 or more"),
+        ({}, lambda m: m(TOKENS, n_latent=0), "n_latent is 0"),
+        ({}, lambda m: m(TOKENS, n_latent=5), 'n_latent is 5, the table has 4; .*latent_init="noise"'),
+        ({}, lambda m: m(TOKENS, out_len=11), "out_len is 11; needed 1 to max_output_length, 10"),
+        ({}, lambda m: m(TOKENS, plan=FlowPlan.read_once()), 'memory is "none"; needed ThinkerConfig'),
+        ({}, lambda m: m(TOKENS, plan=FlowPlan.every_step(memory=False, static=True)), "num_static_tokens=8"),
+        ({}, lambda m: m(TOKENS, output_steps=[5]), r"output_steps \[5\]; the plan outputs at \[1, 2, 3, 4\]"),
+        ({}, lambda m: m(TOKENS, output_steps="first"), "output_steps is 'first'"),
+        ({}, lambda m: m(TOKENS, rollouts=2), r"2 rollouts are for evaluation; needed torch.no_grad\(\)"),
+        ({}, lambda m: m(TOKENS, rollouts=0), "rollouts is 0"),
+        ({}, lambda m: m(TOKENS, exit_rule=ExitRule()), "exit_rule stops rows in evaluation"),
+        ({}, lambda m: torch.no_grad()(m)(TOKENS, exit_rule=ExitRule(kind="halt")), "halting=True"),
+        ({}, lambda m: torch.no_grad()(m)(TOKENS, rollouts=2, select="best"), "select is 'best'"),
+        ({}, lambda m: m(TOKENS, carry=m(TOKENS[:1]).carry), "the carry has 1 rows of 4 latents; needed 2 rows"),
+        ({"causal": True}, lambda m: m(TOKENS, torch.tensor([[1, 1, 1, 1, 0]] * 2)), "needed it on the left"),
+        ({"causal": True}, lambda m: m(TOKENS, n_latent=6), "n_latent is 6, the input has 5 tokens"),
+    ],
+)
+def test_bad_input_is_refused(changes, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(model_of(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"positions": "absolute"}, "needed one of learned, sinusoidal"),
+        ({"memory": "window"}, "memory_size is None"),
+        ({"memory": "grow", "memory_size": 3}, "memory_size is 3"),
+        ({"positions": "aligned"}, r"separators is \[\]"),
+        ({"separators": [3]}, r"separators is \[3\]"),
+        ({"max_offset": 3}, "max_offset is 3"),
+        ({"num_latents": 0}, "num_latents is 0; needed 1 or more"),
+        ({"positions": "random", "num_positions": 5}, "at least the longest sequence, 12"),
+        ({"causal": True, "from_end": True}, "no from_end, in a causal flow"),
+        ({"causal": True, "latent_init": "noise"}, "neither in a causal flow"),
+        ({"damping": 0.0}, "damping is 0.0"),
+        ({"hidden_size": 6, "positions": "rotary"}, "an even size for rotary"),
+    ],
+)
+def test_a_config_refuses(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ThinkerConfig(**{**SIZES, **changes})
+
+
+def test_importing_needs_no_triton_peft_plotting_or_datasets():
+    code = """
+import sys
+for name in ("triton", "peft", "matplotlib", "datasets"):
+    sys.modules[name] = None  # as if it were not installed
+import torch, thinker
+thinker.LatentThinker(thinker.ThinkerConfig(vocab_size=4))(torch.ones(1, 2, dtype=torch.long))
+assert not {"mergekit_lite", "kronecker"} & set(sys.modules)
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

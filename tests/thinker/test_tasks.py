@@ -1,0 +1,189 @@
+"""Every task against its plain definition, row by row in Python; lengths, devices' generators, what is refused."""
+
+import pytest
+import torch
+
+from thinker import TASKS, Sample, Task, make_task, register_task
+from thinker.tasks import SequenceTask
+
+
+def number(digits, base, little=True):
+    return sum(d * base**i for i, d in enumerate(digits if little else digits[::-1]))
+
+
+def arithmetic(op):
+    def check(task, tokens, answer, length):
+        a, b = tokens[:length], tokens[length + 1 : 2 * length + 1]
+        assert tokens[length] == task.base
+        assert tokens[2 * length + 1] == task.base + 1
+        a, b, found = (number(x, task.base, task.little_endian) for x in (a, b, answer))
+        assert found == op(a, b)
+        assert max(a, b) <= (task.max_value or task.base**length)
+
+    return check
+
+
+def hops(task, tokens, answer, length):
+    table, place = tokens[: task.size], tokens[task.size]
+    assert sorted(table) == list(range(task.size))
+    assert tokens[-1] == task.size + length
+    for _ in range(length):
+        place = table[place]
+    assert answer == [place]
+
+
+def modular(task, tokens, answer, length):
+    text = str(tokens[0])
+    for sign, value in zip(tokens[1::2], tokens[2::2], strict=True):
+        text = f"({text}) {'+-*'[sign - task.modulus]} {value}"
+    assert answer == [eval(text) % task.modulus]
+
+
+def brackets(task, tokens, answer, length):
+    open_, good = [], True
+    for t in tokens:
+        if t < task.kinds:
+            open_.append(t)
+        elif open_ and open_[-1] == t - task.kinds:
+            open_.pop()
+        else:
+            good = False
+    assert answer == [int(good and not open_)]
+
+
+def lookup(task, tokens, answer, length):
+    pairs = dict(zip(tokens[:-1:2], tokens[1:-1:2], strict=True))
+    assert len(pairs) == length
+    assert answer == [pairs[tokens[-1]] - task.keys]
+
+
+def majority(task, tokens, answer, length):
+    counts = [tokens.count(s) for s in range(task.symbols)]
+    assert answer == [counts.index(max(counts))]
+
+
+DEFINITIONS = {
+    "copy": lambda task, t, a, n: t == a,
+    "reverse": lambda task, t, a, n: t[::-1] == a,
+    "flip": lambda task, t, a, n: [task.symbols - 1 - x for x in t] == a,
+    "roll": lambda task, t, a, n: [t[(i - task.shift) % n] for i in range(n)] == a,
+    "sort": lambda task, t, a, n: sorted(t) == a,
+    "prefix_sum": lambda task, t, a, n: [sum(t[: i + 1]) % task.symbols for i in range(n)] == a,
+    "parity": lambda task, t, a, n: [sum(t) % task.symbols] == a,
+    "majority": majority,
+    "add": arithmetic(lambda a, b: a + b),
+    "subtract": arithmetic(lambda a, b: a - b),
+    "multiply": arithmetic(lambda a, b: a * b),
+    "modular": modular,
+    "hops": hops,
+    "brackets": brackets,
+    "lookup": lookup,
+}
+OPTIONS = {
+    "roll": [{"shift": 1}, {"shift": 5}, {"shift": -2}],
+    "add": [{}, {"little_endian": False}, {"base": 2, "carry_heavy": 0.5}, {"base": 10, "max_value": 9}],
+    "subtract": [{}, {"little_endian": False, "base": 3}],
+    "multiply": [{}, {"little_endian": False, "base": 10}],
+    "prefix_sum": [{}, {"symbols": 5}],
+    "majority": [{"symbols": 3}],
+    "brackets": [{}, {"kinds": 1}],
+}
+CASES = [(name, options) for name in DEFINITIONS for options in OPTIONS.get(name, [{}])]
+
+
+def test_every_task_is_checked():
+    assert set(DEFINITIONS) == {n for n in TASKS if not n.startswith("test_")}
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+@pytest.mark.parametrize("ragged", [True, False])
+def test_answers_are_right(name, options, ragged):
+    task = make_task(name, **options)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 10, (300,), generator=generator) if ragged else 7
+    sample = task.sample(generator, 300, lengths)
+    longest = int(lengths.max()) if ragged else 7
+    assert sample.tokens.shape == sample.mask.shape == (300, task.input_length(longest))
+    assert sample.targets.shape == (300, task.output_length(longest))
+    assert int(sample.tokens.max()) < task.vocab_size
+    for row in range(300):
+        n = int(lengths[row]) if ragged else 7
+        mask, told = sample.mask[row], sample.targets[row] != -100
+        assert int(mask.sum()) == task.input_length(n)
+        assert mask[: int(mask.sum())].all()  # padding is behind
+        assert int(told.sum()) == task.output_length(n)
+        assert (sample.tokens[row][~mask] == 0).all()
+        tokens, answer = sample.tokens[row][mask].tolist(), sample.targets[row][told].tolist()
+        assert max(answer) < task.output_size
+        assert DEFINITIONS[name](task, tokens, answer, n) is not False, (tokens, answer)
+    assert torch.equal(task.accuracy_mask(sample), sample.targets != -100)
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_a_sample_is_its_generators(name):
+    task = make_task(name)
+    a, b, c = (task.sample(torch.Generator().manual_seed(s), 50, 6) for s in (1, 1, 2))
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert not torch.equal(a.tokens, c.tokens)
+    if task.output_length(6) == 1:
+        assert len(a.targets.unique()) > 1
+
+
+def carries(sample, base, length):
+    a, b = sample.tokens[:, :length], sample.tokens[:, length + 1 : 2 * length + 1]
+    carry, count = torch.zeros(len(a), dtype=torch.long), 0.0
+    for i in range(length):
+        carry = ((a[:, i] + b[:, i] + carry) >= base).long()
+        count += carry.float().mean() / length
+    return count
+
+
+def test_carry_heavy_rows_carry():
+    generator = torch.Generator().manual_seed(0)
+    plain, heavy = (make_task("add", carry_heavy=c).sample(generator, 2000, 8) for c in (0.0, 1.0))
+    assert carries(plain, 16, 8) < 0.5
+    assert carries(heavy, 16, 8) > 0.65
+
+
+def test_brackets_are_half_right():
+    sample = make_task("brackets").sample(torch.Generator().manual_seed(0), 4000, 8)
+    assert float(sample.targets.float().mean()) == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_users_own_task():
+    @register_task("test_double")
+    class Double(SequenceTask):
+        """Twice each symbol."""
+
+        def answer(self, tokens, mask, lengths, place):
+            return (2 * tokens) % self.symbols
+
+    try:
+        sample = make_task("test_double", symbols=7).sample(torch.Generator().manual_seed(0), 4, 5)
+        assert torch.equal(sample.targets, 2 * sample.tokens % 7)
+        with pytest.raises(ValueError, match="'test_double' is taken, by Double"):
+            register_task("test_double")(Double)
+    finally:
+        del TASKS["test_double"]
+    assert isinstance(sample, Sample)
+    assert issubclass(Double, Task)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda g: make_task("juggle"), "no task 'juggle'; needed one of add, brackets"),
+        (lambda g: make_task("copy", symbols=1), "symbols is 1; needed 2 or more"),
+        (lambda g: make_task("copy").sample(g, 2, 0), "Copy: length 0; needed 1 or more"),
+        (
+            lambda g: make_task("copy").sample(g, 3, torch.ones(2, dtype=torch.long)),
+            r"lengths have shape \[2\]; needed \(3,\)",
+        ),
+        (lambda g: make_task("hops", max_hops=3).sample(g, 2, 4), "length 4; needed at most max_hops, 3"),
+        (lambda g: make_task("lookup", keys=3).sample(g, 2, 4), "needed at most as many as keys, 3"),
+        (lambda g: make_task("add", carry_heavy=0.5, max_value=9), "needed a share, without max_value"),
+    ],
+)
+def test_bad_input_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.Generator())

@@ -1,0 +1,356 @@
+"""`ThinkerTrainer`: resume, accumulation, two processes, rewinding, what is logged, what is refused."""
+
+import copy
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from transformers import set_seed
+
+from thinker import (
+    AllSteps,
+    CurriculumDataset,
+    FlowPlan,
+    Frontier,
+    GridCallback,
+    LatentThinker,
+    LearnedWeights,
+    Ponder,
+    Progressive,
+    ProgressiveLoss,
+    RewindOnPeak,
+    ThinkerConfig,
+    ThinkerTrainer,
+    evaluate_grid,
+    evaluate_lengths,
+    make_task,
+    parameter_groups,
+    plot_grid,
+    plot_training,
+    thinker_arguments,
+)
+
+SIZES = {
+    "vocab_size": 16,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "max_input_length": 6,
+    "max_output_length": 6,
+    "num_latents": 4,
+}
+
+
+def model_of(**changes):
+    torch.manual_seed(0)
+    return LatentThinker(ThinkerConfig(**{**SIZES, **changes}))
+
+
+def data_of(schedule=None, **options):
+    return CurriculumDataset(make_task("copy"), schedule or Frontier(max_length=6), **{"batch_size": 8, **options})
+
+
+def trainer_of(out, model=None, data=None, **options):
+    names = ("max_steps", "save_strategy", "save_steps", "gradient_accumulation_steps", "optim", "learning_rate",
+             "logging_steps", "eval_strategy", "eval_steps", "ddp_backend", "lr_scheduler_type", "lr_scheduler_kwargs",
+             "warmup_steps", "max_grad_norm", "dataloader_num_workers", "average_tokens_across_devices",
+             "gradient_checkpointing")  # fmt: skip
+    given = {k: options.pop(k) for k in names if k in options}
+    arguments = thinker_arguments(
+        out, **{"max_steps": 6, "use_cpu": True, "disable_tqdm": True, "warmup_steps": 2, **given}
+    )
+    set_seed(0)
+    return ThinkerTrainer(model or model_of(), arguments, train_dataset=data or data_of(), **options)
+
+
+def same(a, b, **close):
+    for (name, p), q in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
+        torch.testing.assert_close(p, q, msg=lambda m, name=name: f"{name}: {m}", **close)
+
+
+LOSSES = {
+    "default": (None, {}),
+    "learned": (lambda: LearnedWeights(8), {}),
+    "progressive": (ProgressiveLoss, {}),
+    "ponder": (Ponder, {"halting": True}),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_resumed_is_as_if_never_stopped(loss, tmp_path):
+    """Bit for bit: weights, moving average, schedule, rewinding, logs."""
+    make, changes = LOSSES[loss]
+
+    def fresh(out):
+        return trainer_of(
+            out, model_of(latent_init="noise", step_noise=0.1, **changes),
+            data_of(Progressive(max_length=6, threshold=0.01, retreat=0.0, min_answers=1), delay=4, n_latent=(2, 6)),
+            step_loss=make() if make else None, ema=0.9, max_steps=24, save_strategy="steps", save_steps=12,
+            logging_steps=5,
+            callbacks=[RewindOnPeak(factor=1.0, margin=0.0, every=3)],
+        )  # fmt: skip
+
+    whole = fresh(tmp_path / "whole")
+    whole.train()
+    again = fresh(tmp_path / "again")
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-12"))
+    for a, b in zip(whole.model.state_dict().values(), again.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    same(whole.ema_model, again.ema_model, rtol=0, atol=0)
+    same(whole.step_loss, again.step_loss, rtol=0, atol=0)
+    assert whole.data.state_dict() == again.data.state_dict()
+    assert whole.data.difficulty() > 1
+    logs = [[r for r in t.state.log_history if r["step"] > 12 and "loss" in r] for t in (whole, again)]
+    assert [r["accuracy"] for r in logs[0]] == [r["accuracy"] for r in logs[1]]
+    rewinds = [
+        next(c for c in t.callback_handler.callbacks if isinstance(c, RewindOnPeak)).count for t in (whole, again)
+    ]
+    assert rewinds[0] == rewinds[1] > 0
+
+
+def test_it_learns_to_copy(tmp_path):
+    """The short twin of the example: four symbols, three places."""
+    data = CurriculumDataset(make_task("copy", symbols=4), Frontier(max_length=3), batch_size=32)
+    model = model_of(vocab_size=4, hidden_size=32)
+    trainer = trainer_of(tmp_path, model, data, max_steps=150, learning_rate=3e-3, warmup_steps=20, eval_samples=64)
+    before = trainer.evaluate()["eval_accuracy"]
+    trainer.train()
+    assert before < 0.6
+    assert trainer.evaluate()["eval_accuracy"] > 0.97
+    last = [r for r in trainer.state.log_history if "loss" in r][-1]
+    assert last["accuracy"] > 0.9
+    assert last["difficulty"] == 3
+
+
+class Ranks(IterableDataset):
+    """The batches of two ranks in turn, for one process that accumulates them."""
+
+    def __init__(self, *data):
+        self.data = data
+
+    def __iter__(self):
+        streams = [iter(d) for d in self.data]
+        while True:
+            for stream in streams:
+                yield next(stream)
+
+
+class Accumulating(ThinkerTrainer):
+    """One process that takes the batches of two."""
+
+    others: CurriculumDataset
+
+    def get_train_dataloader(self):
+        from torch.utils.data import DataLoader
+
+        return DataLoader(Ranks(self.data, self.others), batch_size=None)
+
+    @property
+    def batches(self):  # of each rank
+        return self.state.global_step
+
+
+SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant",
+       "lr_scheduler_kwargs": None, "warmup_steps": 0}  # fmt: skip
+RANK = """
+import sys, torch
+import torch.distributed as dist
+from tests.thinker.test_training import LOSSES, SGD, data_of, model_of, trainer_of
+from thinker import Progressive
+out, loss = sys.argv[1:]
+make, changes = LOSSES[loss]
+schedule = Progressive(max_length=6, start=3, threshold=0.01, retreat=0.0, min_answers=1)
+trainer = trainer_of(out, model_of(**changes), data_of(schedule, delay=4), step_loss=make() if make else None,
+                     ddp_backend="gloo", max_steps=18, **SGD)
+trainer.train()
+state = {"model": trainer.model.state_dict(), "loss": trainer.step_loss.state_dict()}
+state["data"] = trainer.data.newest_state()
+torch.save(state, f"{out}/state{trainer.args.process_index}.pt")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("loss", ["default", "learned", "ponder"])
+def test_two_processes_give_what_one_gives(loss, tmp_path):
+    make, changes = LOSSES[loss]
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *(p for p in sys.path if p)])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    done = subprocess.run([*command, str(tmp_path), loss], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = [torch.load(tmp_path / f"state{rank}.pt", weights_only=True) for rank in (0, 1)]
+    for name, value in found[0]["model"].items():
+        assert torch.equal(value, found[1]["model"][name]), name
+    for name, value in found[0]["loss"].items():
+        assert torch.equal(value, found[1]["loss"][name]), name
+    assert torch.equal(found[0]["data"], found[1]["data"])
+
+    schedule = Progressive(max_length=6, start=3, threshold=0.01, retreat=0.0, min_answers=1)
+    data = [data_of(schedule, delay=4, rank=rank) for rank in (0, 1)]
+    data[1]._states = data[0]._states
+    arguments = thinker_arguments(
+        tmp_path, max_steps=18, use_cpu=True, disable_tqdm=True, gradient_accumulation_steps=2, **SGD
+    )
+    single = Accumulating(model_of(**changes), arguments, train_dataset=data[0], step_loss=make() if make else None)
+    single.others = data[1]
+    single.train()
+    assert torch.equal(found[0]["data"], data[0].newest_state())
+    assert float(found[0]["data"][0]) == 4
+    for part, held in (("model", single.model), ("loss", single.step_loss)):
+        for name, value in held.state_dict().items():
+            message = f"{name}: {{}}".format
+            torch.testing.assert_close(found[0][part][name], value, rtol=1e-4, atol=1e-6, msg=message)
+    start = model_of(**changes).state_dict()["layers.0.mlp.down.weight"]
+    assert not torch.allclose(single.model.state_dict()["layers.0.mlp.down.weight"], start, atol=1e-3)
+
+
+def test_accumulation_gives_the_same_step(tmp_path):
+    """Two half batches are one: the answers of a whole step are counted, not those of each part."""
+    whole = data_of(batch_size=16).batch(0)
+    halves = [{k: v[i * 8 : i * 8 + 8] if torch.is_tensor(v) else v for k, v in whole.items()} for i in (0, 1)]
+    items = (whole["labels"] != -100).sum()
+    gradients = []
+    for parts in ([whole], halves):
+        trainer = trainer_of(tmp_path, step_loss=AllSteps())
+        for part in parts:
+            trainer.compute_loss(trainer.model, part, num_items_in_batch=items).backward()
+        gradients.append([p.grad for p in trainer.model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_peak_goes_back_to_the_best_point(tmp_path):
+    """Weights are spoilt half-way; the run returns to what it had, with the optimizer, and goes on to learn."""
+    from transformers import TrainerCallback
+
+    class Spoil(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 42:
+                self.before = copy.deepcopy(model.state_dict())
+                with torch.no_grad():
+                    model.readout.head.weight.mul_(-50)
+
+    rewind = RewindOnPeak(every=10)
+    trainer = trainer_of(tmp_path, max_steps=80, callbacks=[Spoil(), rewind])
+    trainer.train()
+    peak = [r for r in trainer.state.log_history if "rewinds" in r]
+    assert [(r["rewinds"], r["rewound_to_step"]) for r in peak] == [(1, 40)]
+    assert peak[0]["peak"] > 3
+    assert rewind.best["step"] > 50
+    assert trainer.data.step == 80  # the stream went on
+
+    again = trainer_of(tmp_path, max_steps=80, callbacks=[RewindOnPeak(every=10, limit=1)])
+    again.train()
+    assert again.callback_handler.callbacks[-1].state_dict() is not None
+    assert not [r for r in again.state.log_history if "rewinds" in r]
+
+
+def test_a_loss_that_is_not_finite_is_a_peak(tmp_path):
+    rewind = RewindOnPeak(every=5)
+    trainer = trainer_of(tmp_path, max_steps=20, callbacks=[rewind])
+    whole = trainer.compute_loss
+
+    def broken(model, inputs, *rest, **named):
+        loss = whole(model, inputs, *rest, **named)
+        return loss * math.nan if inputs["step"] == 11 else loss
+
+    trainer.compute_loss = broken
+    trainer.train()
+    assert rewind.count == 1
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+def test_workers_change_nothing(tmp_path):
+    models = []
+    for workers in (0, 2):
+        schedule = Progressive(max_length=6, start=2, threshold=0.01, retreat=0.0, min_answers=1)
+        trainer = trainer_of(tmp_path, data=data_of(schedule, delay=6), max_steps=30, dataloader_num_workers=workers)
+        trainer.train()
+        assert trainer.data.difficulty(trainer.batches) > 2
+        models.append(trainer.model)
+    same(*models, rtol=0, atol=0)
+
+
+def test_groups_decay_matrices_only():
+    model = model_of(latent_init="table", num_static_tokens=2, halting=True)
+    decayed, rest = parameter_groups(model, weight_decay=0.3)
+    assert (decayed["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
+    names = {id(p): n for n, p in model.named_parameters()}
+    spared = {names[id(p)] for p in rest["params"]}
+    assert {"latents", "static_tokens", "embedding.weight", "positions.input.weight", "halt.bias"} <= spared
+    assert all("norm" in n or n in spared for n, p in model.named_parameters() if p.dim() == 1)
+    assert {names[id(p)] for p in decayed["params"]} | spared == set(names.values())
+    assert all(p.dim() == 2 for p in decayed["params"])
+
+
+def test_grids_lengths_and_plots(tmp_path):
+    model, data = model_of(latent_init="noise", n_step=2).train(), data_of(Frontier(max_length=4))
+    grid = evaluate_grid(model, data, n_latents=[2, 5], n_steps=[3, 1], samples=32)
+    assert model.training
+    batch = data.held_out(32, 4)
+    model.eval()
+    for i, n in enumerate((2, 5)):
+        for j, steps in enumerate((3, 1)):
+            logits = model(batch["input_ids"], batch["attention_mask"], n_latent=n, n_step=steps, out_len=4).logits
+            right = logits.argmax(-1) == batch["labels"]
+            assert grid.cells[i][j].token == pytest.approx(float(right.float().mean()))
+            assert grid.cells[i][j].sequence == pytest.approx(float(right.all(1).float().mean()))
+    whole = FlowPlan.read_once(memory=False)
+    once = evaluate_grid(model, data, n_latents=[4], n_steps=[2, 3], samples=32, plan=whole)
+    logits = model(batch["input_ids"], batch["attention_mask"], n_latent=4, plan=whole, n_step=3, out_len=4).logits
+    assert once.cells[0][1].token == pytest.approx(float((logits.argmax(-1) == batch["labels"]).float().mean()))
+    assert evaluate_lengths(model, data, [4], n_latent=2, n_step=3, samples=32)[4] == grid.cells[0][0]
+    assert len(str(grid).splitlines()) == 3
+    plot_grid(grid, tmp_path / "grid.png", title="copy")
+    history = [{"loss": 2.0 / n, "accuracy": 0.1 * n, "difficulty": n, "step": n} for n in range(1, 9)]
+    plot_training(history, tmp_path / "training.png")
+    assert all((tmp_path / f"{n}.png").stat().st_size > 5000 for n in ("grid", "training"))
+    with pytest.raises(ValueError, match=r"n_latents \[\], n_steps \[1\]"):
+        evaluate_grid(model, data, n_latents=[], n_steps=[1])
+
+
+def test_the_trainer_evaluates_and_logs(tmp_path):
+    grids = GridCallback(4, n_latents=[2, 4], n_steps=[1, 2], samples=16, out=tmp_path / "grids")
+    trainer = trainer_of(
+        tmp_path, max_steps=8, logging_steps=4, eval_strategy="steps", eval_steps=4, eval_lengths=[2, 6],
+        eval_samples=16, callbacks=[grids],
+    )  # fmt: skip
+    trainer.train()
+    history = trainer.state.log_history
+    assert [r["step"] for r in history if "eval_accuracy_6" in r] == [4, 8]
+    assert [r["step"] for r in history if "grid_accuracy" in r] == [4, 8]
+    assert list(grids.grids) == [4, 8]
+    assert {p.name for p in (tmp_path / "grids").iterdir()} == {"grid-4.json", "grid-8.json"}
+    assert all(0 <= r["accuracy"] <= 1 for r in history if "loss" in r)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda out: trainer_of(out, model_of(vocab_size=8)), "vocab_size is 8; Copy up to length 6 needed 16"),
+        (lambda out: trainer_of(out, model_of(max_input_length=5)), "max_input_length is 5; .* needed 6"),
+        (lambda out: trainer_of(out, step_loss=Ponder()), "the model has no halting head"),
+        (lambda out: trainer_of(out, ema=1.0), "ema is 1.0"),
+        (lambda out: trainer_of(out).ema_model, "no moving average is kept; needed ema=0.999"),
+        (lambda out: trainer_of(out, data=data_of(Progressive(max_length=6), delay=3), dataloader_num_workers=2),
+         "drawn 5 ahead, the data set's delay is 3"),
+        (lambda out: RewindOnPeak(factor=0.5), "factor 0.5"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused(call, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        call(tmp_path)
+
+
+def test_a_foreign_checkpoint_is_refused(tmp_path):
+    trainer = trainer_of(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    trainer.train()
+    (tmp_path / "checkpoint-2" / "thinker_state.pt").unlink()
+    with pytest.raises(ValueError, match=r"has no thinker_state[.]pt; needed a checkpoint that ThinkerTrainer wrote"):
+        trainer_of(tmp_path, max_steps=4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

@@ -141,6 +141,7 @@ KRONECKER_ROWS = [
 ]
 KRONECKER_ROWS += [("kron_linear", "fused", "float32"), ("kron_embedding", "eager", "float32")]
 KRONECKER_ROWS += [(op, "eager", "float32") for op in ("van_loan", "van_loan, normalized", "prune", "als", "to_linear")]
+KRONECKER_ROWS += [("fold", "stock checkpoint", d) for d in ("float32", "bfloat16")]
 
 
 @pytest.mark.parametrize(("op", "impl", "dtype"), KRONECKER_ROWS)
@@ -158,6 +159,54 @@ def test_the_guide_to_kronecker_has_every_preset_start_and_public_name():
     assert all(f"`{name}` " in guide for name in kronecker.PRESETS)
     assert all(f'`"{name}"`' in guide for name in INITS)
     assert len(re.findall(r"^\| (half|quarter),", guide, re.M)) == 4  # the starts that were measured
+
+
+THINKER_ROWS = [("think", impl, d) for impl in ("eager", "plan") for d in ("float32", "bfloat16")]
+THINKER_ROWS += [("think", "early exit", "float32"), ("think", "carry", "float32")]
+THINKER_ROWS += [("ThinkerTrainer", "resumed", "float32")]
+
+
+@pytest.mark.parametrize(("op", "impl", "dtype"), THINKER_ROWS)
+def test_the_numerics_page_has_each_way_of_thinking(op, impl, dtype):
+    page = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
+    assert f"| `{op}` | {impl} | {dtype} |" in page
+
+
+def test_the_guide_to_thinking_has_every_task_choice_and_public_name():
+    import dataclasses
+    from typing import get_args
+
+    import thinker
+    from thinker import config
+
+    guide = (ROOT / "docs" / "thinker.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^::: thinker\.(\w+)$", guide, re.M)) == set(thinker.__all__) - {"TASKS"}
+    for name, task in thinker.TASKS.items():
+        assert f"`{name}`" in guide
+        assert all(f"`{f.name}`" in guide for f in dataclasses.fields(task)), name
+    for kinds in (config.Positions, config.LatentInit, config.MemoryKind, config.StepUpdate, config.ExitKind):
+        assert all(f'`"{kind}"`' in guide for kind in get_args(kinds)), kinds
+    for kind in (*thinker.Schedule.__subclasses__(), *thinker.StepLoss.__subclasses__()):
+        assert f"`{kind.__name__}`" in guide
+    results = json.loads((ROOT / "tests" / "benchmarks" / "results" / "thinker_accuracy.json").read_text())
+    assert all(f"| {name} |" in guide for name in results["rows"])
+
+
+def test_the_thinkers_example_runs_and_resumes(tmp_path):
+    printed = run_example("train_thinker.py", "--out", tmp_path, "--test-lengths", 6)
+    assert re.search(r"held out, length 4: [\d.]+ of symbols, [\d.]+ of rows", printed)
+    assert "     6" in printed
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert found["by_length"].keys() == {"1", "2", "3", "4", "6"}
+    assert all((tmp_path / name).stat().st_size > 5_000 for name in ("grid.png", "training.png"))
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    again = run_example("train_thinker.py", "--out", tmp_path, "--test-lengths", 6, "--resume", "--iterations", 24)
+    assert json.loads((tmp_path / "result.json").read_text())["resumed"]
+    assert "24 iterations" in again
+    table = tmp_path / "plan.md"
+    table.write_text("step | read_input | mem_lookup | mem_write | output\n1 | 1 | 0 | 1 | 0\n2 | 0 | 1 | 0 | 1\n")
+    options = ["--task", "add", "--latents", "noise", "--memory", "grow", "--plan", table, "--out", tmp_path / "plan"]
+    assert "add up to length 4" in run_example("train_thinker.py", *options)
 
 
 def test_the_compression_example_runs(tmp_path):
@@ -187,7 +236,7 @@ def test_the_readme_example_of_the_guide_registers_and_merges(tmp_path):
         METHODS.pop("soft_vote", None)
 
 
-@pytest.mark.parametrize(("name", "made"), [("merging", "merged"), ("kronecker", "small")])
+@pytest.mark.parametrize(("name", "made"), [("merging", "merged"), ("kronecker", "small"), ("thinker", "grid")])
 def test_the_notebooks_run(name, made, tmp_path, monkeypatch):
     """Cell by cell in one namespace, as a reader would run it."""
     monkeypatch.chdir(tmp_path)

@@ -21,7 +21,7 @@ from .losses import AllSteps, LastAndRandom, LearnedWeights, LinearWeights, Pond
 from .model import LatentThinker
 from .schedules import Coupled, Dynamic, Fixed, Frontier, Linear, Progressive, Schedule, Uniform
 from .state import Context, ThinkerOutput, ThinkerState, Thought
-from .tasks import TASKS, Sample, Task, make_task, register_task
+from .tasks import TASKS, Sample, SequenceTask, Task, make_task, register_task
 from .training import ThinkerTrainer, parameter_groups, thinker_arguments
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "RewindOnPeak",
     "Sample",
     "Schedule",
+    "SequenceTask",
     "StepLoss",
     "Task",
     "ThinkerCallback",

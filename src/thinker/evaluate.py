@@ -144,13 +144,13 @@ def evaluate_lengths(
         model: In any mode.
         data: Whose held-out samples; lengths beyond those trained on are all unseen.
         lengths: Of samples.
-        n_step: Steps; default the config's.
+        n_step: Steps; default the config's, or the plan's own.
         n_latent: Latents; default the config's.
         samples: Of each length.
         plan: What each step does.
         seed: Which samples.
     """
-    steps = [model.config.n_step if n_step is None else n_step]
+    steps = [(plan or model.default_plan()).num_steps(model.config.n_step) if n_step is None else n_step]
     return {
         n: answers(model, data.held_out(samples, n, seed=seed), n_steps=steps, n_latent=n_latent, plan=plan)[0]
         for n in lengths

@@ -168,6 +168,10 @@ class FlowPlan:
         """The fewest steps that it serves."""
         return len(self.prologue) + len(self.epilogue) or len(self.loop)
 
+    def num_steps(self, usual: int) -> int:
+        """How many steps to take when nobody says: its own number, or as near to ``usual`` as a loop allows."""
+        return max(usual, self.min_steps) if self.loop else self.min_steps
+
     def rows(self, n_step: int | None = None) -> tuple[FlowRow, ...]:
         """The row of each step.
 

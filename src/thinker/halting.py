@@ -51,9 +51,8 @@ class Exits:
 
     def merged(self, latents: Tensor) -> Tensor:
         """The latents of every row: those here, and where the others stopped."""
-        whole = self.latents.clone()
-        whole[self.rows[self.going]] = latents[self.going]
-        return whole
+        whole, here = self.latents.clone(), self.going.nonzero()[:, 0]
+        return whole.index_copy_(0, self.rows[here], latents[here])
 
     def step(
         self,
@@ -65,28 +64,26 @@ class Exits:
         halted: Tensor | None,
     ) -> Any:
         """Note a step; what goes on: `SAME`, a smaller (context, latents, memory), or none when all have stopped."""
-        here = self.rows[self.going]
-        self.latents[here] = latents[self.going]
-        self.residuals[here, number - 1] = residual[self.going].float()
+        self.residuals[self.rows, number - 1] = torch.where(self.going, residual.float(), 0.0)
         if self.halted is not None and halted is not None:
-            self.halted[here, number - 1] = halted[self.going].float()
-        calm = self._calm(latents, residual, halted)
-        self.calm = torch.where(calm, self.calm + 1, 0)
+            self.halted[self.rows, number - 1] = torch.where(self.going, halted.float(), 0.0)
+        self.calm = torch.where(self._calm(latents, residual, halted), self.calm + 1, 0)
         done = self.going & (self.calm >= self.rule.patience)
         if number < self.rule.min_steps or not row.output:
             done = torch.zeros_like(done)
         if number == self.num_steps:
             done = self.going
-        if not bool(done.any()):
+        which = done.nonzero()[:, 0]
+        if not len(which):
             return self.SAME
-        self.steps[self.rows[done]] = number
+        self.steps[self.rows[which]] = number
+        self.latents.index_copy_(0, self.rows[which], latents[which])
         self.going = self.going & ~done
-        left = int(self.going.sum())
-        if not left:
-            return None
-        if left > _CROWD * len(self.going):
-            return self.SAME
         keep = self.going.nonzero()[:, 0]
+        if not len(keep):
+            return None
+        if len(keep) > _CROWD * len(self.going):
+            return self.SAME
         self.rows, self.calm, self.going = self.rows[keep], self.calm[keep], self.going[keep]
         self.before = None if self.before is None else self.before[keep]
         self.context = self.context.map(lambda t: t[keep])

@@ -185,11 +185,10 @@ class LatentThinker(PreTrainedModel):
         """
         config = self.config
         plan = plan or self.default_plan()
-        rows = plan.rows(
-            n_step if n_step is not None else (None if not plan.loop else max(config.n_step, plan.min_steps))
-        )
+        rows = plan.rows(plan.num_steps(config.n_step) if n_step is None else n_step)
         check_plan(config, rows)
-        if generator is None and not self.training:
+        noise = (config.step_noise if self.training else 0.0) if step_noise is None else step_noise
+        if generator is None and not self.training and (noise or config.latent_init == "noise"):
             generator = torch.Generator(context.index.device).manual_seed(0)
         if carry is None:
             state = self._start(context, n_latent, generator)
@@ -197,7 +196,6 @@ class LatentThinker(PreTrainedModel):
             state = carry
             check_latents(config, n_latent, carry.latents.shape, context.shape, carried=True)
         keep = self._kept_steps(output_steps, rows)
-        noise = (config.step_noise if self.training else 0.0) if step_noise is None else step_noise
         first_grad = 0 if grad_steps is None else max(0, len(rows) - grad_steps)
         if exit_rule is not None and torch.is_grad_enabled():
             raise ValueError("LatentThinker: exit_rule stops rows in evaluation; needed torch.no_grad()")

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from .config import ThinkerConfig
 from .functional import angles, sinusoid
 
+SHARED = ("sinusoidal", "random", "random_float", "aligned")  # kinds whose codes are the same for input and answer
+
 
 @dataclass(frozen=True)
 class Places:
@@ -64,16 +66,14 @@ class Positions(nn.Module):
         super().__init__()
         self.config = config
         d, kind = config.hidden_size, config.positions
-        inputs, outputs = {
-            "random": (config.num_positions, config.num_positions),
-            "aligned": (config.longest + config.max_offset,) * 2,
-        }.get(kind, (config.max_input_length, config.max_output_length))
+        inputs = {"random": config.num_positions, "aligned": config.longest + config.max_offset}
+        inputs, outputs = inputs.get(kind, config.max_input_length), config.max_output_length
         self.input = nn.Embedding(inputs, d) if kind in ("learned", "random", "aligned") else None
         self.end = nn.Embedding(config.max_input_length, d) if config.from_end else None
         if config.causal:
             outputs = 0  # the latents are the answer
-        elif kind in ("sinusoidal", "random_float"):
-            outputs = 1  # one vector tells queries from tokens
+        elif kind in SHARED:
+            outputs = 1  # codes are the input's; one vector tells queries from tokens
         self.output = nn.Embedding(outputs, d) if outputs else None
 
     def extra_repr(self) -> str:
@@ -140,9 +140,10 @@ class Positions(nn.Module):
                     f"encode(..., out_len={out_len})"
                 )
             index = places.drawn[index]
-        if self.config.positions in ("sinusoidal", "random_float"):
-            return self._waves(index, self.output.weight.dtype) + self.output.weight
-        return self.output(index)
+        if self.config.positions not in SHARED:
+            return self.output(index)
+        code = self._waves(index, self.output.weight.dtype) if self.input is None else self.input(index)
+        return code + self.output.weight
 
     def _waves(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         scale = self.config.initializer_range * 2**0.5  # a sinusoid's standard deviation is √½

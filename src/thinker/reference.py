@@ -158,8 +158,13 @@ def think(
         ask = torch.arange(out_len)
         if drawn is not None:
             ask = drawn[ask]
-        codes = w["positions.output.weight"]
-        answer = (sinusoid(ask) + codes if config.positions in ("sinusoidal", "random_float") else codes[ask])[None]
+        own = w["positions.output.weight"]
+        if config.positions in ("random", "aligned"):
+            answer = (w["positions.input.weight"][ask] + own)[None]
+        elif config.positions in ("sinusoidal", "random_float"):
+            answer = (sinusoid(ask) + own)[None]
+        else:
+            answer = own[ask][None]
         answer = answer + look_up("readout.look", answer, z, None, None, None)
         if config.decoder_self_attention:
             answer = answer + itself("readout.self_attention", answer, None, None)

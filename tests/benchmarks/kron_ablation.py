@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from kronecker import DistillConfig, FreezePretrained, KroneckerConfig, KroneckerTrainer, convert_, perplexity
-from tests.benchmarks.mask_ablation import settings
+from tests.benchmarks.ablations import settings
 from tests.benchmarks.results import KRONECKER_GUIDE, RESULTS, ROOT, commit, put, today
 
 CONFIG, FOUND = Path(__file__).parent / "kron_ablation.json", RESULTS / "kron_ablation.json"

@@ -6,7 +6,6 @@ Not timed: what is compared is the accuracy of the baked merge on both tasks, an
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import shutil
 import sys
@@ -16,21 +15,11 @@ from pathlib import Path
 import torch
 
 from mergekit_lite.masks import KLConfig, MaskCollator, MaskConfig, MaskTrainer, Merger, TaskMixture
+from tests.benchmarks.ablations import settings
 from tests.benchmarks.results import GUIDE, RESULTS, ROOT, commit, put, today
 
 CONFIG, FOUND = Path(__file__).parent / "ablation.json", RESULTS / "mask_ablation.json"
 sys.path.insert(0, str(ROOT / "examples"))
-
-
-def settings(config: dict) -> list[dict[str, str]]:
-    """The base with each grid's combinations, each once."""
-    found = []
-    for grid in config["grids"]:
-        for values in itertools.product(*grid.values()):
-            made = config["base"] | dict(zip(grid, values, strict=True))
-            if made not in found:
-                found.append(made)
-    return found
 
 
 def run(setting: dict[str, str], config: dict, components: list[Path], data: TaskMixture) -> dict:

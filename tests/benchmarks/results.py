@@ -166,6 +166,12 @@ TABLES = {
         "Wall seconds; in turn in one process. A training step is forward, backward and fused AdamW; generation is "
         "greedy, with a cache. The sequential start is one run.",
     ),
+    "thinker": Table(
+        "thinker", ("nn.TransformerDecoderLayer", ""), "cpu",
+        "CPU seconds, one thread; in turn in one process. `think` is eight steps and one read-out, with the same "
+        "widths and read-out; `ratio` is against torch's decoder layer as the shared block. perceiver-pytorch is its "
+        "weight-tied Perceiver, which reads out a mean. `saved` is what autograd keeps beyond the parameters.",
+    ),
 }  # fmt: skip
 
 

@@ -16,10 +16,13 @@ from tests.benchmarks import (
     masked_kl,
     masked_linear,
     merging,
+    thinker_ablation,
+    thinker_accuracy,
+    thinker_step,
 )
 from tests.benchmarks.results import write_memory_account, write_page, write_readme_table
 
-MASKS, KRONECKER = "tests/mergekit_lite/masks", "tests/kronecker"
+MASKS, KRONECKER, THINKER = "tests/mergekit_lite/masks", "tests/kronecker", "tests/thinker"
 GATES = {
     "merging": ["tests/mergekit_lite/test_methods.py"],
     "masked_linear": [f"{MASKS}/test_functional.py"],
@@ -30,6 +33,9 @@ GATES = {
     "kron_model": [f"{KRONECKER}/test_convert.py", "-k", "all_terms or golden"],
     "kron_starts": [f"{KRONECKER}/test_init.py"],
     "kron_ablation": [f"{KRONECKER}/test_training.py", "-k", "dense_one"],
+    "thinker_step": [f"{THINKER}/test_model.py"],
+    "thinker_accuracy": [f"{THINKER}/test_tasks.py", f"{THINKER}/test_curriculum.py"],
+    "thinker_ablation": [f"{THINKER}/test_training.py", "-k", "learns_to_copy"],
 }
 SCRIPTS = {
     "merging": merging.main,
@@ -41,6 +47,9 @@ SCRIPTS = {
     "kron_model": kron_model.main,
     "kron_starts": kron_starts.main,
     "kron_ablation": kron_ablation.main,
+    "thinker_step": thinker_step.main,
+    "thinker_accuracy": thinker_accuracy.main,
+    "thinker_ablation": thinker_ablation.main,
 }
 
 
@@ -58,7 +67,7 @@ def main() -> None:
         SCRIPTS[name](["--device", options.device, *rest])
     write_page()
     write_memory_account()
-    for script in (mask_ablation, kron_starts, kron_ablation):
+    for script in (mask_ablation, kron_starts, kron_ablation, thinker_accuracy, thinker_ablation, thinker_step):
         script.write_table()
     write_readme_table()
 

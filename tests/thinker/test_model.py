@@ -291,15 +291,41 @@ def test_padding_changes_nothing():
         torch.testing.assert_close(model(longer, mask, out_len=4).logits, model(tokens, out_len=4).logits)
 
 
-def test_going_on_from_a_carry_is_going_on():
-    for memory in ({"memory": "grow"}, {"memory": "window", "memory_size": 3}):
-        model = model_of(**memory)
-        tokens, mask = batch()
-        whole = model(tokens, mask, n_step=5, out_len=6)
-        first = model(tokens, mask, n_step=2, out_len=6)
-        again = [model(tokens, mask, n_step=3, out_len=6, carry=first.carry).logits for _ in range(2)]
-        torch.testing.assert_close(again[0], whole.logits)
-        assert torch.equal(again[0], again[1])  # a carry can be used twice
+class Halves(torch.nn.Module):
+    """Two steps, then three from where they came."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens, mask):
+        context = self.model.encode(tokens, mask, out_len=6)
+        first = self.model.think(context, n_step=2).state
+        return self.model.decode(self.model.think(context, n_step=3, carry=first).state, 6)
+
+
+@pytest.mark.parametrize("changes", [{"memory": "grow"}, {"memory": "window", "memory_size": 3}, {"sandwich": True}])
+def test_thought_in_two_parts_is_thought_in_one(changes):
+    model = model_of(**changes)
+    tokens, mask = batch()
+    vectors, unpacked = packed(model)
+
+    def fast(**v):
+        return functional_call(Halves(model), {f"model.{k}": w for k, w in unpacked(**v).items()}, (tokens, mask))
+
+    def reference(**v):
+        return definition.think(unpacked(**v), model.config, tokens, mask, model.default_plan().rows(5), 6)
+
+    judge("think", "carry", fast, reference, vectors, dtype=torch.float32, case=str(changes))
+
+
+def test_a_carry_can_be_used_twice():
+    model = model_of(memory="grow")
+    tokens, mask = batch()
+    first = model(tokens, mask, n_step=2, out_len=6)
+    again = [model(tokens, mask, n_step=3, out_len=6, carry=first.carry).logits for _ in range(2)]
+    assert torch.equal(again[0], again[1])
+    torch.testing.assert_close(again[0], model(tokens, mask, n_step=5, out_len=6).logits)
 
 
 def test_truncated_backpropagation_is_a_detached_carry():
@@ -456,6 +482,9 @@ def test_it_compiles_whole(changes):
         )
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a.expand_as(b), b)
+    with torch.no_grad():
+        found = [f(tokens, mask, n_step=3).logits for f in (model.eval(), compiled.eval())]
+    torch.testing.assert_close(*found)
 
 
 def test_how_it_starts():
@@ -484,7 +513,7 @@ def test_random_positions_are_drawn_once_a_batch_and_shared():
     assert int(drawn[0].max()) < 48
     context = model.encode(torch.zeros(2, 7, dtype=torch.long), out_len=9)
     asked = model.positions.queries(9, context.places, device)
-    assert torch.equal(asked[0], model.positions.output.weight[context.places.drawn])
+    assert torch.equal(asked[0], model.positions.input.weight[context.places.drawn] + model.positions.output.weight)
     with pytest.raises(
         ValueError, match=r"out_len is 10, but 9 positions were drawn; needed encode\(..., out_len=10\)"
     ):

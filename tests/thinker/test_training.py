@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import set_seed
 
+from tests.support.equivalence import ROWS, Row
 from thinker import (
     AllSteps,
     CurriculumDataset,
@@ -109,6 +110,7 @@ def test_resumed_is_as_if_never_stopped(loss, tmp_path):
         next(c for c in t.callback_handler.callbacks if isinstance(c, RewindOnPeak)).count for t in (whole, again)
     ]
     assert rewinds[0] == rewinds[1] > 0
+    ROWS.append(Row("ThinkerTrainer", "resumed", "float32", f"{loss} loss", 0.0, "every parameter, bit for bit"))
 
 
 def test_it_learns_to_copy(tmp_path):

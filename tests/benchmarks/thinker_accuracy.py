@@ -1,0 +1,116 @@
+"""What the thinker learns with the library's defaults, by the example's own command: a JSON of commands to results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import thinker as th
+from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
+
+CONFIG, FOUND = Path(__file__).parent / "thinker_accuracy.json", RESULTS / "thinker_accuracy.json"
+WORK, GUIDE, README = Path(__file__).parent / "work" / "thinker", ROOT / "docs" / "thinker.md", ROOT / "README.md"
+PLOT = ROOT / "docs" / "thinker_grid.svg"
+
+
+def run(name: str, arguments: str, seed: int, smoke: bool) -> dict[str, Any]:
+    """One run of the example."""
+    out = WORK / f"{name.replace(' ', '_').replace(',', '')}-{seed}"
+    command = [sys.executable, str(ROOT / "examples" / "train_thinker.py"), *arguments.split()]
+    command += ["--seed", str(seed), "--out", str(out), *(["--smoke"] if smoke else [])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    found = json.loads((out / "result.json").read_text(encoding="utf-8"))
+    return {
+        k: found[k]
+        for k in ("seed", "iterations", "cpu_seconds", "parameters", "token", "sequence", "grid", "by_length")
+    }
+
+
+def write_table() -> None:
+    """The guide's and the README's table, from the committed results."""
+    if not FOUND.exists():
+        return
+    found = json.loads(FOUND.read_text(encoding="utf-8"))
+    lines = [
+        "| task | goal | held-out symbols right, by seed | whole answers | CPU seconds | iterations |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in found["rows"].items():
+        runs = row["runs"]
+        tokens = " / ".join(f"{100 * r['token']:.2f} %" for r in runs)
+        whole = " / ".join(f"{100 * r['sequence']:.1f} %" for r in runs)
+        seconds = statistics.median(r["cpu_seconds"] for r in runs)
+        lines.append(f"| {name} | {row['goal']} | {tokens} | {whole} | {seconds:.0f} | {runs[0]['iterations']} |")
+    lines += [
+        "",
+        f"One thread; {found['hardware']}; measured {found['date']} at {found['commit']}. The commands:",
+        "",
+        "```bash",
+    ]
+    lines += [f"python examples/train_thinker.py {row['arguments']}" for row in found["rows"].values()]
+    put(GUIDE, [*lines, "```"], "accuracy")
+    beyond = [(n, r) for n, r in found["rows"].items() if any(int(k) > r["length"] for k in r["runs"][0]["by_length"])]
+    lines = ["| task | trained to | accuracy at length, median of seeds |", "|---|---|---|"]
+    for name, row in beyond:
+        told = {k: statistics.median(r["by_length"][k][0] for r in row["runs"]) for k in row["runs"][0]["by_length"]}
+        shown = ", ".join(f"{k}: {v:.3f}" for k, v in told.items() if int(k) >= row["length"])
+        lines.append(f"| {name} | {row['length']} | {shown} |")
+    put(GUIDE, lines, "lengths")
+    short = ["| task | held-out symbols right, worst of three seeds | CPU seconds, one thread |", "|---|---|---|"]
+    for name, row in found["rows"].items():
+        if row["readme"]:
+            worst = min(r["token"] for r in row["runs"])
+            seconds = statistics.median(r["cpu_seconds"] for r in row["runs"])
+            short.append(f"| {name} | {100 * worst:.2f} % | {seconds:.0f} |")
+    put(README, short, "thinker")
+
+
+def draw(found: dict[str, Any]) -> None:
+    """The heat map of the first run with latents from noise."""
+    import matplotlib
+
+    matplotlib.rcParams["svg.hashsalt"] = "thinker"
+    row = next(r for r in found["rows"].values() if "noise" in r["arguments"])
+    grid = row["runs"][0]["grid"]
+    pairs = [zip(*rows, strict=True) for rows in zip(grid["token"], grid["sequence"], strict=True)]
+    cells = [[th.Accuracy(token, sequence) for token, sequence in row] for row in pairs]
+    whole = th.Grid(tuple(grid["n_latents"]), tuple(grid["n_steps"]), tuple(map(tuple, cells)))
+    th.plot_grid(whole, PLOT, title="copying 20 symbols; trained with 8 to 16 latents, 1 to 6 steps")
+    text = PLOT.read_text(encoding="utf-8").split("\n")
+    PLOT.write_text("\n".join(line.rstrip() for line in text if "<dc:date>" not in line), encoding="utf-8")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run every task with every seed; write results, tables and the plot."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", help="not looked at: the example trains on the CPU")
+    parser.add_argument("--only", help="rows whose name begins so; the others are kept")
+    parser.add_argument("--smoke", action="store_true", help="seconds each, to see that it works; nothing is written")
+    options = parser.parse_args(arguments)
+    config = json.loads(CONFIG.read_text(encoding="utf-8"))
+    before = json.loads(FOUND.read_text(encoding="utf-8"))["rows"] if FOUND.exists() else {}
+    found: dict[str, Any] = {"date": today(), "commit": commit(), "hardware": hardware(), "rows": {}}
+    for name, row in config.items():
+        if options.only and not name.startswith(options.only):
+            if name in before:
+                found["rows"][name] = before[name]
+            continue
+        runs = [run(name, row["arguments"], seed, options.smoke) for seed in row.get("seeds", [0, 1, 2])]
+        found["rows"][name] = {"readme": False} | row | {"runs": runs}
+        print(name, [(r["token"], r["cpu_seconds"]) for r in runs], flush=True)
+        if not options.smoke:
+            FOUND.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if not options.smoke:
+        draw(found)
+        write_table()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""A thinker's loop against the same model of `nn.TransformerDecoderLayer`, itself without cache, and perceiver-pytorch.
+
+One step is forward and backward of eight thinking steps and one read-out. All have the same widths, read-out and, to
+within a few per cent, parameters; perceiver-pytorch's tied Perceiver has no read-out for sequences and is timed with
+its own, a mean. Early exit: the same model, 16 steps, with and without rows that leave at step 4.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from tests.benchmarks.measure import interleave, run_alone, saved_bytes
+from tests.benchmarks.results import ROOT, Row, append, latest, put
+from thinker import CurriculumDataset, ExitRule, LatentThinker, ThinkerConfig, make_task, thinker_arguments
+from thinker.halting import Exits
+
+IMPLS = ("nn.TransformerDecoderLayer", "LatentThinker", "LatentThinker, no cache", "perceiver-pytorch")
+STEPS = 8
+GUIDE = ROOT / "docs" / "thinker.md"
+SHAPES = {  # inputs: rows, width, latents, answer
+    20: (64, 64, 8, 20),
+    256: (16, 128, 16, 20),
+    2048: (4, 128, 32, 20),
+}
+GPU_SHAPES = {20: (512, 64, 8, 20), 256: (512, 128, 16, 20), 2048: (64, 256, 32, 20)}
+
+
+class Recomputing(LatentThinker):
+    """Keys and values of the input made anew in every step."""
+
+    def encode(self, tokens: Tensor, mask: Tensor | None = None, **options):
+        """With the embeddings kept."""
+        context = super().encode(tokens, mask, **options)
+        return replace(context, embedded=self.embedding(tokens) + self.positions.input(context.index))
+
+    def _step(self, z, row, context, memory, frame):
+        fresh = tuple(layer.read.project(context.embedded) for layer in self.layers)
+        return super()._step(z, row, replace(context, keys_values=fresh), memory, frame)
+
+
+class Stock(nn.Module):
+    """The same flow with torch's own decoder layer as the shared block."""
+
+    def __init__(self, config: ThinkerConfig):
+        super().__init__()
+        own = LatentThinker(config)
+        self.embedding, self.positions, self.latents, self.readout = (
+            own.embedding, own.positions.input, own.latents, own.readout,
+        )  # fmt: skip
+        self.queries = own.positions.output
+        self.block = nn.TransformerDecoderLayer(
+            config.hidden_size,
+            config.num_heads,
+            config.mlp_size * 3 // 2,
+            dropout=0.0,
+            batch_first=True,
+            norm_first=True,
+        )
+
+    def forward(self, tokens: Tensor, n_step: int, out_len: int) -> Tensor:
+        """Logits."""
+        read = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
+        z = self.latents.expand(len(tokens), -1, -1)
+        for _ in range(n_step):
+            z = self.block(z, read)
+        return self.readout(z, self.queries.weight[None, :out_len])
+
+
+def prepare(impl: str, length: int, shape: tuple, device: str, backward: bool) -> Callable[[], object]:
+    """A step; ``step.forward`` and ``step.resident`` serve `saved_bytes`."""
+    rows, width, latents, out_len = shape
+    torch.manual_seed(0)
+    config = ThinkerConfig(
+        vocab_size=16, hidden_size=width, num_latents=latents, max_input_length=length, max_output_length=out_len
+    )
+    tokens = torch.randint(16, (rows, length)).to(device)
+    if impl == "perceiver-pytorch":
+        from perceiver_pytorch import Perceiver
+
+        model = Perceiver(
+            input_channels=width, input_axis=1, num_freq_bands=1, max_freq=2.0, depth=STEPS, num_latents=latents,
+            latent_dim=width, cross_heads=4, latent_heads=4, cross_dim_head=width // 4, latent_dim_head=width // 4,
+            num_classes=16, weight_tie_layers=True, fourier_encode_data=False, self_per_cross_attn=1,
+        ).to(device)  # fmt: skip
+        table = nn.Embedding(16, width).to(device)
+        forward = lambda: model(table(tokens))  # noqa: E731
+    else:
+        kind = {IMPLS[0]: Stock, IMPLS[1]: LatentThinker, IMPLS[2]: Recomputing}[impl]
+        model = kind(config).to(device).train()
+        if impl == IMPLS[0]:
+            forward = lambda: model(tokens, STEPS, out_len)  # noqa: E731
+        else:
+            model.check_inputs = device == "cpu"
+            forward = lambda: model(tokens, n_step=STEPS, out_len=out_len).logits  # noqa: E731
+
+    def step() -> object:
+        if not backward:
+            with torch.no_grad():
+                return forward()
+        forward().float().square().mean().backward()
+        model.zero_grad()
+        return None
+
+    step.forward, step.resident = forward, sum(p.nbytes for p in model.parameters())
+    return step
+
+
+def measure_loop(length: int, shape: tuple, backward: bool, runs: int, device: str) -> list[Row]:
+    """Rows of all implementations of one shape, in turn."""
+    steps = {impl: prepare(impl, length, shape, device, backward) for impl in IMPLS}
+    rows, dim, latents, _ = shape
+    text = f"{rows} x {length} tokens, {latents} latents of {dim}, {STEPS} steps"
+    made = []
+    for impl, results in interleave(steps, runs, device).items():
+        saved = saved_bytes(steps[impl].forward, steps[impl].resident) if backward else ""
+        top = run_alone(prepare, impl, length, shape, device, True, device=device)[0] if backward else 0
+        mode = "forward + backward" if backward else "forward"
+        made.append(Row.of("think", impl, mode, "float32", text, results, top, saved=saved, device=device,
+                           packages=("torch", "perceiver-pytorch")))  # fmt: skip
+    report(made)
+    return made
+
+
+class ThreeQuarters(Exits):
+    """Three rows of four are done from the first step that the rule allows."""
+
+    def _calm(self, latents, residual, halted):
+        return self.rows % 4 != 0
+
+
+def measure_exit(runs: int, device: str) -> list[Row]:
+    """512 rows, 16 steps; three quarters leave at step 4."""
+    import thinker.model
+
+    torch.manual_seed(0)
+    config = ThinkerConfig(vocab_size=16, max_input_length=20, max_output_length=20)
+    model, tokens = LatentThinker(config).eval().to(device), torch.randint(16, (512, 20)).to(device)
+    rule = ExitRule(min_steps=4)
+
+    thinker.model.Exits = ThreeQuarters
+
+    @torch.no_grad()
+    def run(rule: ExitRule | None, answer: bool) -> None:
+        context = model.encode(tokens)
+        thought = model.think(context, n_step=16, exit_rule=rule)
+        assert float((thought.steps == 4).float().mean()) == (0.75 if rule else 0.0)
+        if answer:
+            model.decode(thought.state)
+
+    rows = []
+    for mode, answer in (("read and think", False), ("read, think and answer", True)):
+        turns = {"all rows": lambda a=answer: run(None, a), "early exit": lambda a=answer: run(rule, a)}
+        held = interleave(turns, runs, device)
+        text = "512 x 20 tokens, 8 latents of 64, 16 steps, 3 of 4 rows done at 4"
+        made = [Row.of("early exit", impl, mode, "float32", text, t, 0, device=device) for impl, t in held.items()]
+        report(made)
+        rows += made
+    thinker.model.Exits = Exits
+    return rows
+
+
+def measure_data(runs: int) -> list[Row]:
+    """A batch of 512 x 20, vectorised, and row by row in Python as reasoning libraries make them."""
+    import random
+
+    task = make_task("reverse")
+    data = CurriculumDataset(task, batch_size=512)
+    plain, generator, lengths = iter(range(10**9)), torch.Generator().manual_seed(0), torch.randint(1, 21, (512,))
+
+    def by_row() -> None:
+        tokens = torch.zeros(512, 20, dtype=torch.long)
+        labels = torch.full((512, 20), -100)
+        for row in range(512):
+            draw = random.Random(next(plain))
+            made = [draw.randrange(16) for _ in range(draw.randint(1, 20))]
+            tokens[row, : len(made)] = torch.tensor(made)
+            labels[row, : len(made)] = torch.tensor(made[::-1])
+
+    turns = {
+        "a Python loop": by_row,
+        "Task.sample": lambda: task.sample(generator, 512, lengths),
+        "CurriculumDataset": lambda: data.batch(next(plain)),
+    }
+    held = interleave(turns, runs)
+    made = [Row.of("batch", i, "reverse", "int64", "512 x 20", t, 0) for i, t in held.items()]
+    report(made)
+    return made
+
+
+def measure_training(device: str, steps: int) -> list[Row]:
+    """Samples per second of copy-20 training, through the trainer, and of its loop alone."""
+    import tempfile
+    import time
+
+    from thinker import ThinkerTrainer
+
+    task = make_task("copy")
+    rows, made = 64 if device == "cpu" else 512, []
+    for seed in (0, 1, 2):
+        torch.manual_seed(seed)
+        data = CurriculumDataset(task, batch_size=rows, seed=seed, device="cpu")
+        model = LatentThinker(ThinkerConfig(vocab_size=16, max_input_length=20, max_output_length=20))
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = thinker_arguments(
+                folder, max_steps=steps, disable_tqdm=True, use_cpu=device == "cpu", seed=seed
+            )
+            trainer = ThinkerTrainer(model, arguments, train_dataset=data)
+            cpu, wall = time.process_time(), time.perf_counter()
+            trainer.train()
+            made.append(((time.process_time() - cpu) / steps, (time.perf_counter() - wall) / steps))
+    row = Row.of(
+        "copy-20, a training step", "ThinkerTrainer", "train", "float32", f"{rows} rows", made, 0, device=device
+    )
+    print(f"copy-20: {rows / row.wall_p50:.0f} samples a second")
+    return [row]
+
+
+def write_table() -> None:
+    """The guide's table of speed, from the newest rows."""
+    rows = [r for r in latest("thinker.csv") if "CPU" in r["hardware"]]
+    if not rows:
+        return
+    held = {(r["op"], r["shape"], r["mode"], r["impl"]): float(r["cpu_p50"]) for r in rows}
+    lines = [
+        f"Times as fast as the same model with `nn.TransformerDecoderLayer` as its block ({rows[0]['hardware']}, one "
+        f"thread):",
+        "",
+        "| input | forward | forward + backward | without the cache | perceiver-pytorch |",
+        "|---|---|---|---|---|",
+    ]
+    modes = ("forward", "forward + backward")
+    for shape in dict.fromkeys(r["shape"] for r in rows if r["op"] == "think"):
+        base, ours, plain, peer = ([held["think", shape, mode, impl] for mode in modes] for impl in IMPLS)
+        cells = [f"{b / o:.2f}" for b, o in zip(base, ours, strict=True)]
+        cells += [f"{base[1] / other[1]:.2f}" for other in (plain, peer)]
+        lines.append(f"| {shape} | {' | '.join(cells)} |")
+    exits = {mode: {i: v for (op, _, m, i), v in held.items() if (op, m) == ("early exit", mode)}
+             for mode in ("read and think", "read, think and answer")}  # fmt: skip
+    gains = [f"{v['all rows'] / v['early exit']:.2f} ({mode})" for mode, v in exits.items()]
+    batch = {i: v for (op, _, _, i), v in held.items() if op == "batch"}
+    lines += [
+        "",
+        f"512 rows, 16 steps, three quarters done at step 4: early exit is {' and '.join(gains)} times as fast.",
+    ]
+    took = {impl: f"{1e3 * seconds:.2f} ms" for impl, seconds in batch.items()}
+    lines += [
+        f"A batch of 512 x 20: {took['Task.sample']} to sample, {took['CurriculumDataset']} with lengths and hold-out; "
+        f"{took['a Python loop']} row by row in Python."
+    ]
+    train = next(r for r in rows if r["op"].startswith("copy-20"))
+    rate = int(train["shape"].split()[0]) / float(train["wall_p50"])
+    lines.append(f"Training to copy 20 symbols: {rate:.0f} samples a second through `ThinkerTrainer`.")
+    put(GUIDE, lines, "speed")
+
+
+def report(rows: list[Row]) -> None:
+    """Medians against the first."""
+    ratios = {r.impl: round(rows[0].cpu_p50 / r.cpu_p50, 2) for r in rows}
+    print(rows[0].op, rows[0].shape, rows[0].mode, "times as fast:", ratios, flush=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and append rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--runs", type=int, default=15)
+    options = parser.parse_args(arguments)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows = []
+        for length, shape in (SHAPES if options.device == "cpu" else GPU_SHAPES).items():
+            for backward in (False, True):
+                rows += measure_loop(length, shape, backward, options.runs, options.device)
+        rows += measure_exit(options.runs, options.device)
+        rows += measure_data(options.runs)
+        rows += measure_training(options.device, 100)
+    finally:
+        torch.set_num_threads(threads)
+    append("thinker.csv", rows)
+
+
+if __name__ == "__main__":
+    main()

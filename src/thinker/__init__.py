@@ -11,6 +11,7 @@ torch.Size([2, 7, 16])
 | 2    | 1          | 0          | 0         | 0                 | 1      |
 """
 
+from . import arithmetic, puzzles  # noqa: F401  (they put their tasks under their names)
 from .callbacks import CurriculumCallback, GridCallback, RewindOnPeak, ThinkerCallback
 from .config import ExitRule, ThinkerConfig
 from .curriculum import CurriculumDataset
@@ -19,10 +20,12 @@ from .flow import FlowPlan, FlowRow
 from .functional import attention
 from .losses import AllSteps, LastAndRandom, LearnedWeights, LinearWeights, Ponder, ProgressiveLoss, StepLoss
 from .model import LatentThinker
+from .recipe import parameter_groups, thinker_arguments
 from .schedules import Coupled, Dynamic, Fixed, Frontier, Linear, Progressive, Schedule, Uniform
+from .sequences import SequenceTask
 from .state import Context, ThinkerOutput, ThinkerState, Thought
-from .tasks import TASKS, Sample, SequenceTask, Task, make_task, register_task
-from .training import ThinkerTrainer, parameter_groups, thinker_arguments
+from .tasks import TASKS, Sample, Task, make_task, register_task
+from .training import ThinkerTrainer
 
 __all__ = [
     "TASKS",

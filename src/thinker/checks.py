@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .config import ThinkerConfig
+from .config import OutputSteps, ThinkerConfig
 from .flow import FlowRow
 
 
@@ -89,3 +89,16 @@ def check_latents(
             f"LatentThinker: n_latent is {n}, the table has {config.num_latents}; needed at most as many, or a model "
             'with latent_init="noise", which thinks with any number'
         )
+
+
+def chosen_steps(output_steps: OutputSteps, rows: Sequence[FlowRow]) -> set[int]:
+    """The steps, counted from 1, whose answer is asked for; refuses those at which the plan has none."""
+    can = [number for number, row in enumerate(rows, 1) if row.output]
+    if isinstance(output_steps, str):
+        if output_steps not in ("last", "all"):
+            raise ValueError(f"LatentThinker: output_steps is {output_steps!r}; needed last, all, or some of {can}")
+        return set(can if output_steps == "all" else can[-1:])
+    wrong = sorted(set(output_steps) - set(can))
+    if wrong or not output_steps:
+        raise ValueError(f"LatentThinker: output_steps {list(output_steps)}; the plan outputs at {can}")
+    return set(output_steps)

@@ -12,6 +12,7 @@ Positions = Literal["learned", "sinusoidal", "rotary", "random", "random_float",
 LatentInit = Literal["table", "noise"]
 MemoryKind = Literal["none", "grow", "window", "static"]
 StepUpdate = Literal["replace", "damped", "normalized"]
+OutputSteps = Literal["last", "all"] | Sequence[int]
 ExitKind = Literal["residual", "kl", "argmax", "halt"]
 
 

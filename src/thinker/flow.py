@@ -191,6 +191,17 @@ class FlowPlan:
             raise ValueError(f"FlowPlan: with n_step {n} the loop of {len(self.loop)} rows ends where none outputs")
         return rows
 
+    def output_steps(self, n_step: int | None = None) -> tuple[int, ...]:
+        """The steps that output, counted from 1.
+
+        Args:
+            n_step: Of `rows`.
+
+        >>> FlowPlan.read_once().output_steps(5)
+        (5,)
+        """
+        return tuple(number for number, row in enumerate(self.rows(n_step), 1) if row.output)
+
     def to_json(self) -> str:
         """A JSON object of three lists of rows, for `from_json`."""
         parts = {

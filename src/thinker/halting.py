@@ -1,6 +1,6 @@
-"""Rows that stop when they are done, and leave the batch: latents, keys, values and memory of the others close ranks.
+"""Rows that stop when they are done, and leave the batch: those of the others close ranks; and the best of rollouts.
 
-Shapes: B batch, b rows still in it, n latents, d width, T steps.
+Shapes: B batch, n latents, d width, T steps, O answer length, V symbols, K rollouts.
 """
 
 from __future__ import annotations
@@ -117,3 +117,20 @@ class Exits:
             halt_logits=self.halted,
             steps=self.steps,
         )
+
+
+def best_rollouts(
+    thought: Thought,  # of K · B rows, each input's K side by side
+    logits: Tensor,  # (K · B, O, V)
+    rollouts: int,
+    select: str,
+) -> Tensor:  # (B,)
+    """Which rollout of each row to keep: the one that moved least at its end, or the one surest of its answer."""
+    if select == "residual":
+        score = -thought.residuals.gather(1, thought.steps[:, None] - 1)[:, 0]
+    elif select == "confidence":
+        score = logits.float().log_softmax(-1).amax(-1).mean(1)
+    else:
+        raise ValueError(f"LatentThinker: select is {select!r}; needed residual or confidence")
+    best = score.unflatten(0, (-1, rollouts)).argmax(1)
+    return best + rollouts * torch.arange(len(best), device=best.device)

@@ -6,7 +6,6 @@ Shapes: B batch, n latents, L input length, O answer length, d width, H heads, h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -14,29 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .checks import check_latents, check_mask, check_plan, check_tokens
-from .config import ExitRule, ThinkerConfig
+from .checks import check_latents, check_mask, check_plan, check_tokens, chosen_steps
+from .config import ExitRule, OutputSteps, ThinkerConfig
 from .flow import FlowPlan, FlowRow
-from .halting import Exits
+from .frames import Frame, causal_frame, plain_frame
+from .halting import Exits, best_rollouts
 from .layers import Readout, ThinkLayer
 from .memory import Memory, make_memory
 from .positions import Positions, token_index
 from .state import Context, ThinkerOutput, ThinkerState, Thought
-
-OutputSteps = Literal["last", "all"] | Sequence[int]
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """Masks of one number of latents, and how far rotary queries turn."""
-
-    read: Tensor | None
-    own: Tensor | None = None
-    turn: Tensor | None = None
-
-    def memory(self, length: int) -> Tensor | None:
-        """A look-up sees of each write what self-attention sees of the present."""
-        return None if self.own is None else self.own.repeat(1, 1, 1, length // self.own.shape[-1])
 
 
 class LatentThinker(PreTrainedModel):
@@ -195,7 +180,7 @@ class LatentThinker(PreTrainedModel):
         else:
             state = carry
             check_latents(config, n_latent, carry.latents.shape, context.shape, carried=True)
-        keep = self._kept_steps(output_steps, rows)
+        keep = chosen_steps(output_steps, rows)
         first_grad = 0 if grad_steps is None else max(0, len(rows) - grad_steps)
         if exit_rule is not None and torch.is_grad_enabled():
             raise ValueError("LatentThinker: exit_rule stops rows in evaluation; needed torch.no_grad()")
@@ -314,7 +299,7 @@ class LatentThinker(PreTrainedModel):
         made = self._decode(torch.cat([thought.kept[s] for s in steps]), out_len, thought.state)
         step_logits = made.unflatten(0, (len(steps), -1)).unbind(0)  # one read-out for all
         if rollouts > 1:
-            best = self._best(thought, step_logits[-1], rollouts, select)
+            best = best_rollouts(thought, step_logits[-1], rollouts, select)
             step_logits = tuple(x[best] for x in step_logits)
             thought = Thought(
                 state=thought.state.map(lambda t: t[best]),
@@ -352,19 +337,11 @@ class LatentThinker(PreTrainedModel):
                 latents = latents + _normal(latents.shape, latents, generator)
         return ThinkerState(latents, None, context.places)
 
-    def _frame(self, context: Context, n: int) -> _Frame:
-        """Where latents may look; in a causal flow the latents are the last tokens and look at none after them."""
-        mask = None if context.mask is None else context.mask[:, None, None]
-        if not self.config.causal:
-            return _Frame(mask)
-        place = torch.arange(context.shape[1], device=context.index.device)
-        before = place <= place[-n:, None]  # (n, L)
-        itself = place == place[-n:, None]  # padding, which nothing looks at, must look somewhere
-        read = before[None, None] if mask is None else before & mask | itself
-        return _Frame(read, read[..., -n:], self.positions.angles(context.index[:, -n:]))
+    def _frame(self, context: Context, n: int) -> Frame:
+        return causal_frame(context, n, self.positions.angles) if self.config.causal else plain_frame(context)
 
     def _step(
-        self, z: Tensor, row: FlowRow, context: Context, memory: Memory | None, frame: _Frame
+        self, z: Tensor, row: FlowRow, context: Context, memory: Memory | None, frame: Frame
     ) -> tuple[Tensor, Memory | None]:
         written = [None if memory is None else memory.read(i) for i in range(len(self.layers))]
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
@@ -375,7 +352,7 @@ class LatentThinker(PreTrainedModel):
             memory = memory.write([layer.memory.project(z) for layer in self._layers()])  # pyrefly: ignore
         return z, memory
 
-    def _advance(self, z: Tensor, row: FlowRow, context: Context, written: list, frame: _Frame) -> Tensor:
+    def _advance(self, z: Tensor, row: FlowRow, context: Context, written: list, frame: Frame) -> Tensor:
         made = z
         for i, layer in enumerate(self.layers):
             held = written[i]
@@ -401,31 +378,6 @@ class LatentThinker(PreTrainedModel):
                 f"LatentThinker: out_len is {length}; needed 1 to max_output_length, {config.max_output_length}"
             )
         return self.readout(latents, self.positions.queries(length, state.places, latents.device))
-
-    @staticmethod
-    def _kept_steps(output_steps: OutputSteps, rows: Sequence[FlowRow]) -> set[int]:
-        can = [number for number, row in enumerate(rows, 1) if row.output]
-        if isinstance(output_steps, str):
-            if output_steps not in ("last", "all"):
-                raise ValueError(f"LatentThinker: output_steps is {output_steps!r}; needed last, all, or some of {can}")
-            return set(can if output_steps == "all" else can[-1:])
-        wrong = sorted(set(output_steps) - set(can))
-        if wrong or not output_steps:
-            raise ValueError(f"LatentThinker: output_steps {list(output_steps)}; the plan outputs at {can}")
-        return set(output_steps)
-
-    @staticmethod
-    def _best(thought: Thought, logits: Tensor, rollouts: int, select: str) -> Tensor:
-        """The index of each row's best rollout."""
-        if select == "residual":
-            last = thought.steps[:, None] - 1
-            score = -thought.residuals.gather(1, last)[:, 0]
-        elif select == "confidence":
-            score = logits.float().log_softmax(-1).amax(-1).mean(1)
-        else:
-            raise ValueError(f"LatentThinker: select is {select!r}; needed residual or confidence")
-        best = score.unflatten(0, (-1, rollouts)).argmax(1)
-        return best + rollouts * torch.arange(len(best), device=best.device)
 
 
 def _normal(shape: Sequence[int], like: Tensor, generator: torch.Generator | None) -> Tensor:

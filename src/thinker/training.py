@@ -1,4 +1,4 @@
-"""`ThinkerTrainer`: a thin `transformers.Trainer` for a thinker and an endless curriculum; the recipe as arguments."""
+"""`ThinkerTrainer`: a thin `transformers.Trainer` for a thinker and an endless curriculum."""
 
 from __future__ import annotations
 
@@ -18,55 +18,10 @@ from .evaluate import evaluate_lengths
 from .flow import FlowPlan
 from .losses import LastAndRandom, StepLoss
 from .model import LatentThinker
+from .recipe import parameter_groups, thinker_arguments
 
 _STATE = "thinker_state.pt"
 _HUGE = 1e9
-
-
-def thinker_arguments(output_dir: str | Path, **changes: Any) -> TrainingArguments:
-    """`TrainingArguments` of the recipe that solves the early tasks in seconds.
-
-    AdamW 3e-3 with β2 .98, weight decay .01 (on matrices only, `parameter_groups`), 100 warm-up steps, cosine to 5 %,
-    gradients clipped at 1.
-
-    Args:
-        output_dir: Of checkpoints.
-        **changes: Other fields, or other values.
-
-    >>> thinker_arguments("runs/x", max_steps=10).learning_rate
-    0.003
-    """
-    recipe: dict[str, Any] = {
-        "max_steps": 1000,
-        "learning_rate": 3e-3,
-        "adam_beta2": 0.98,
-        "weight_decay": 0.01,
-        "warmup_steps": 100,
-        "lr_scheduler_type": "cosine_with_min_lr",
-        "lr_scheduler_kwargs": {"min_lr_rate": 0.05},
-        "max_grad_norm": 1.0,
-        "optim": "adamw_torch_fused",
-        "logging_steps": 50,
-        "save_strategy": "no",
-        "report_to": "none",
-    }
-    return TrainingArguments(output_dir=str(output_dir), **(recipe | changes))
-
-
-def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """Weight decay on matrices of linear layers only: not on embeddings, positions, latents, norms, biases.
-
-    Args:
-        model: Any module.
-        weight_decay: Of the matrices.
-    """
-    matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
-    held: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            held[id(parameter) in matrices].append(parameter)
-    groups = [{"params": held[True], "weight_decay": weight_decay}, {"params": held[False], "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
 
 
 class ThinkerTrainer(Trainer):
@@ -188,7 +143,7 @@ class ThinkerTrainer(Trainer):
         choose = torch.Generator().manual_seed(mix(*words, 1) >> 1)
         noise = torch.Generator(labels.device).manual_seed(mix(*words, 2) >> 1)
         plan, loss, outputs = self.plan or self.thinker.default_plan(), torch.zeros(()), None
-        for part in self.step_loss.passes(inputs["n_step"] or config.n_step, lambda n: _outputs(plan, n), choose):
+        for part in self.step_loss.passes(inputs["n_step"] or config.n_step, plan.output_steps, choose):
             outputs = model(
                 input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], out_len=labels.shape[1],
                 n_step=part.n_step, n_latent=inputs["n_latent"], plan=plan, output_steps=part.output_steps,
@@ -296,10 +251,6 @@ class _Housekeeping(ThinkerCallback):
         self.trainer.step_loss.zero_grad()
         if self.trainer.ema is not None:
             self.trainer.ema.update_parameters(self.trainer.thinker)
-
-
-def _outputs(plan: FlowPlan, n_step: int) -> list[int]:
-    return [number for number, row in enumerate(plan.rows(n_step), 1) if row.output]
 
 
 def _check_fit(model: LatentThinker, data: CurriculumDataset) -> None:

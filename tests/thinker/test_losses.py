@@ -6,13 +6,12 @@ import torch.nn.functional as F
 
 from tests.thinker.test_model import batch, model_of
 from thinker import AllSteps, FlowPlan, LastAndRandom, LearnedWeights, LinearWeights, Ponder, ProgressiveLoss
-from thinker.training import _outputs
 
 LABELS = torch.tensor([[1, 2, 3, -100], [4, -100, -100, -100], [5, 6, 7, 8]])
 
 
 def can(n, plan=None):
-    return _outputs(plan or FlowPlan.every_step(memory=False), n)
+    return (plan or FlowPlan.every_step(memory=False)).output_steps(n)
 
 
 def dense(out, weights):

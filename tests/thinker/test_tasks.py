@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from thinker import TASKS, Sample, Task, make_task, register_task
-from thinker.tasks import SequenceTask
+from thinker import TASKS, Sample, SequenceTask, Task, make_task, register_task
 
 
 def number(digits, base, little=True):

@@ -1,0 +1,47 @@
+"""Where latents may look.
+
+Shapes: B batch, n latents, L input length, h = d / H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .state import Context
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Masks of one number of latents, and how far rotary queries turn.
+
+    Args:
+        read: (B or 1, 1, 1 or n, L), True where the input may be read; none: everywhere.
+        own: (B or 1, 1, n, n), which latents a latent may look at; none: all.
+        turn: (B or 1, n, h / 2) radians; none: not at all.
+    """
+
+    read: Tensor | None
+    own: Tensor | None = None
+    turn: Tensor | None = None
+
+    def memory(self, length: int) -> Tensor | None:
+        """A look-up sees of each write what self-attention sees of the present."""
+        return None if self.own is None else self.own.repeat(1, 1, 1, length // self.own.shape[-1])
+
+
+def plain_frame(context: Context) -> Frame:
+    """Every latent sees the whole input, without its padding, and all latents."""
+    return Frame(None if context.mask is None else context.mask[:, None, None])
+
+
+def causal_frame(context: Context, n: int, angles: Callable[[Tensor], Tensor | None]) -> Frame:
+    """The latents are the last n tokens, and look at none after them."""
+    place = torch.arange(context.shape[1], device=context.index.device)
+    before = place <= place[-n:, None]  # (n, L)
+    itself = place == place[-n:, None]  # padding, which nothing looks at, must look somewhere
+    read = before[None, None] if context.mask is None else before & context.mask[:, None, None] | itself
+    return Frame(read, read[..., -n:], angles(context.index[:, -n:]))

@@ -1,0 +1,176 @@
+"""Tasks that need a look at one thing after another: hops through a permutation, brackets, look-up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .tasks import Sample, Task, at_least, integers, register_task
+
+
+@register_task("hops")
+@dataclass(frozen=True, kw_only=True)
+class Hops(Task):
+    """f(f(…f(s))): a permutation's table, a start, the number of hops, which is ``length``.
+
+    Args:
+        size: Of the permutation; ids are 0 .. size - 1, then the numbers of hops.
+        max_hops: Most that can be asked.
+    """
+
+    size: int = 10
+    max_hops: int = 16
+
+    def __post_init__(self):
+        at_least("Hops", size=(self.size, 2), max_hops=(self.max_hops, 1))
+
+    @property
+    def vocab_size(self) -> int:
+        """Places and numbers of hops."""
+        return self.size + self.max_hops + 1
+
+    @property
+    def output_size(self) -> int:
+        """Places."""
+        return self.size
+
+    def input_length(self, length: int) -> int:
+        """The table, start and hops."""
+        return self.size + 2
+
+    def output_length(self, length: int) -> int:
+        """One."""
+        return 1
+
+    def num_samples(self, length: int) -> float:
+        """Permutations and starts."""
+        return float(math.factorial(self.size) * self.size)
+
+    def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
+        """Table, start, hops."""
+        hops, longest = self.checked(generator, batch, length)
+        if longest > self.max_hops:
+            raise ValueError(f"Hops: length {longest}; needed at most max_hops, {self.max_hops}")
+        table = torch.rand(batch, self.size, generator=generator, device=generator.device).argsort(1)
+        start = value = integers(generator, self.size, batch, 1)
+        for i in range(longest):
+            value = torch.where(i < hops, table.gather(1, value), value)
+        tokens = torch.cat([table, start, self.size + hops], 1)
+        return Sample(tokens, torch.ones_like(tokens, dtype=torch.bool), value)
+
+
+@register_task("brackets")
+@dataclass(frozen=True, kw_only=True)
+class Brackets(Task):
+    """Whether brackets close what they open; ``length`` pairs, half of the rows balanced.
+
+    Args:
+        kinds: Of brackets; ids are openings 0 .. kinds - 1, then closings.
+    """
+
+    kinds: int = 2
+
+    def __post_init__(self):
+        at_least("Brackets", kinds=(self.kinds, 1))
+
+    @property
+    def vocab_size(self) -> int:
+        """Openings and closings."""
+        return 2 * self.kinds
+
+    @property
+    def output_size(self) -> int:
+        """No, yes."""
+        return 2
+
+    def input_length(self, length: int) -> int:
+        """Pairs."""
+        return 2 * length
+
+    def output_length(self, length: int) -> int:
+        """One."""
+        return 1
+
+    def num_samples(self, length: int) -> float:
+        """Balanced ones: kinds^n times the n-th Catalan number."""
+        return float(self.kinds) ** length * math.comb(2 * length, length) / (length + 1)
+
+    def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
+        """Balanced rows by a walk that never falls below 0 and ends there; in half of them one bracket is another's."""
+        lengths, longest = self.checked(generator, batch, length)
+        device, width = generator.device, 2 * longest
+        chance = torch.rand(batch, width, generator=generator, device=device)
+        kind = integers(generator, self.kinds, batch, width)
+        stack = torch.zeros(batch, longest + 1, 1, dtype=torch.long, device=device)
+        depth, tokens = torch.zeros(batch, 1, dtype=torch.long, device=device), []
+        for i in range(width):
+            left = 2 * lengths - i
+            opens = ((depth == 0) | (chance[:, i : i + 1] < 0.5)) & (depth < left)
+            closing = stack[:, :, 0].gather(1, (depth - 1).clamp(min=0))
+            tokens.append(torch.where(opens, kind[:, i : i + 1], closing + self.kinds))
+            stack[:, :, 0].scatter_(1, depth.clamp(max=longest), torch.where(opens, kind[:, i : i + 1], closing))
+            depth = (depth + torch.where(opens, 1, -1)).clamp_(min=0)
+        made = torch.cat(tokens, 1)
+        at = torch.rand(batch, 1, generator=generator, device=device).mul(2 * lengths).long()
+        other = made.gather(1, at) + 1 + integers(generator, max(1, self.vocab_size - 1), batch, 1)
+        spoilt = torch.rand(batch, 1, generator=generator, device=device) < 0.5
+        made = made.scatter(1, at, torch.where(spoilt, other % self.vocab_size, made.gather(1, at)))
+        mask = torch.arange(width, device=device) < 2 * lengths
+        return Sample(made.masked_fill(~mask, 0), mask, (~spoilt).long())
+
+
+@register_task("lookup")
+@dataclass(frozen=True, kw_only=True)
+class LookUp(Task):
+    """The value of a key: ``length`` different keys, each with its value, then one of the keys.
+
+    Args:
+        keys: How many keys there are; ids are keys, then values.
+        values: How many values there are.
+    """
+
+    keys: int = 32
+    values: int = 16
+
+    def __post_init__(self):
+        at_least("LookUp", keys=(self.keys, 1), values=(self.values, 2))
+
+    @property
+    def vocab_size(self) -> int:
+        """Keys and values."""
+        return self.keys + self.values
+
+    @property
+    def output_size(self) -> int:
+        """Values."""
+        return self.values
+
+    def input_length(self, length: int) -> int:
+        """Pairs and the question."""
+        return 2 * length + 1
+
+    def output_length(self, length: int) -> int:
+        """One."""
+        return 1
+
+    def num_samples(self, length: int) -> float:
+        """Keys in order, their values, the question."""
+        return float(math.perm(self.keys, length)) * float(self.values) ** length * length
+
+    def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
+        """Pairs, then the question."""
+        lengths, longest = self.checked(generator, batch, length)
+        if longest > self.keys:
+            raise ValueError(f"LookUp: length {longest}; needed at most as many as keys, {self.keys}")
+        device = generator.device
+        keys = torch.rand(batch, self.keys, generator=generator, device=device).argsort(1)[:, :longest]
+        values = integers(generator, self.values, batch, longest)
+        asked = torch.rand(batch, 1, generator=generator, device=device).mul(lengths).long()
+        pairs = torch.stack([keys, values + self.keys], 2).flatten(1)
+        tokens = F.pad(pairs, (0, 1)).scatter(1, 2 * lengths, keys.gather(1, asked))
+        mask = torch.arange(2 * longest + 1, device=device) <= 2 * lengths
+        return Sample(tokens.masked_fill(~mask, 0), mask, values.gather(1, asked))

@@ -1,0 +1,55 @@
+"""The recipe that solves the early tasks in seconds: arguments of a trainer, groups of parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import TrainingArguments
+
+
+def thinker_arguments(output_dir: str | Path, **changes: Any) -> TrainingArguments:
+    """`TrainingArguments` of the recipe that solves the early tasks in seconds.
+
+    AdamW 3e-3 with β2 .98, weight decay .01 (on matrices only, `parameter_groups`), 100 warm-up steps, cosine to 5 %,
+    gradients clipped at 1.
+
+    Args:
+        output_dir: Of checkpoints.
+        **changes: Other fields, or other values.
+
+    >>> thinker_arguments("runs/x", max_steps=10).learning_rate
+    0.003
+    """
+    recipe: dict[str, Any] = {
+        "max_steps": 1000,
+        "learning_rate": 3e-3,
+        "adam_beta2": 0.98,
+        "weight_decay": 0.01,
+        "warmup_steps": 100,
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.05},
+        "max_grad_norm": 1.0,
+        "optim": "adamw_torch_fused",
+        "logging_steps": 50,
+        "save_strategy": "no",
+        "report_to": "none",
+    }
+    return TrainingArguments(output_dir=str(output_dir), **(recipe | changes))
+
+
+def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+    """Weight decay on matrices of linear layers only: not on embeddings, positions, latents, norms, biases.
+
+    Args:
+        model: Any module.
+        weight_decay: Of the matrices.
+    """
+    matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    held: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            held[id(parameter) in matrices].append(parameter)
+    groups = [{"params": held[True], "weight_decay": weight_decay}, {"params": held[False], "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,145 @@
+"""Tasks on sequences of uniform symbols: copy, reverse, flip, roll, sort, sums, majority."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .tasks import IGNORED, Sample, Task, at_least, integers, register_task
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceTask(Task):
+    """Uniform symbols; a subclass says what becomes of them in `answer`.
+
+    Args:
+        symbols: How many there are.
+    """
+
+    symbols: int = 16
+
+    def __post_init__(self):
+        at_least(type(self).__name__, symbols=(self.symbols, 2))
+
+    @property
+    def vocab_size(self) -> int:
+        """The symbols."""
+        return self.symbols
+
+    def num_samples(self, length: int) -> float:
+        """symbols^length."""
+        return float(self.symbols) ** length
+
+    def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
+        """Symbols, and `answer` where the sequence has not ended."""
+        lengths, longest = self.checked(generator, batch, length)
+        tokens = integers(generator, self.symbols, batch, longest)
+        place = torch.arange(longest, device=generator.device)
+        mask = place < lengths
+        answer = self.answer(tokens, mask, lengths, place)
+        if answer.shape[1] == longest:
+            answer = answer.masked_fill(~mask, IGNORED)
+        return Sample(tokens.masked_fill_(~mask, 0), mask, answer)
+
+    @abstractmethod
+    def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
+        """The answer of every position, (B, L), or of the whole, (B, 1); what lies behind the end does not matter."""
+
+
+@register_task("copy")
+class Copy(SequenceTask):
+    """The input itself."""
+
+    def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
+        """t_i."""
+        return tokens.clone()
+
+
+@register_task("reverse")
+class Reverse(SequenceTask):
+    """The input from its end."""
+
+    def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
+        """t_{n-1-i}."""
+        return tokens.gather(1, (lengths - 1 - place).clamp_(min=0))
+
+
+@register_task("flip")
+class Flip(SequenceTask):
+    """Each symbol's mirror image: the first for the last, and so on."""
+
+    def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
+        """Symbols - 1 - t_i."""
+        return self.symbols - 1 - tokens
+
+
+@register_task("roll")
+@dataclass(frozen=True, kw_only=True)
+class Roll(SequenceTask):
+    """The input moved on, its end at the start.
+
+    Args:
+        shift: By how many places.
+    """
+
+    shift: int = 1
+
+    def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
+        """t_{(i - shift) mod n}."""
+        return tokens.gather(1, (place - self.shift).remainder(lengths))
+
+
+@register_task("sort")
+class Sort(SequenceTask):
+    """The symbols in order."""
+
+    def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
+        """Ascending."""
+        return tokens.masked_fill(~mask, self.symbols).sort(1).values
+
+
+@register_task("prefix_sum")
+@dataclass(frozen=True, kw_only=True)
+class PrefixSum(SequenceTask):
+    """Each prefix's sum modulo the number of symbols; of two symbols: prefix parity."""
+
+    symbols: int = 2
+
+    def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
+        """(t_0 + … + t_i) mod symbols."""
+        return tokens.cumsum(1).remainder(self.symbols)
+
+
+@register_task("parity")
+@dataclass(frozen=True, kw_only=True)
+class Parity(SequenceTask):
+    """The whole sum modulo the number of symbols."""
+
+    symbols: int = 2
+
+    def output_length(self, length: int) -> int:
+        """One."""
+        return 1
+
+    def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
+        """Σ t_i mod symbols."""
+        return (tokens * mask).sum(1, keepdim=True).remainder(self.symbols)
+
+
+@register_task("majority")
+class Majority(SequenceTask):
+    """The most frequent symbol, the smallest of several."""
+
+    def output_length(self, length: int) -> int:
+        """One."""
+        return 1
+
+    def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
+        """Argmax of counts."""
+        counts = torch.zeros(len(tokens), self.symbols, dtype=torch.long, device=tokens.device)
+        counts.scatter_add_(1, tokens, mask.long())
+        best = counts == counts.amax(1, keepdim=True)
+        return best.long().argmax(1, keepdim=True)

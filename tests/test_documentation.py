@@ -194,8 +194,8 @@ def test_the_guide_to_thinking_has_every_task_choice_and_public_name():
 
 def test_the_thinkers_example_runs_and_resumes(tmp_path):
     printed = run_example("train_thinker.py", "--out", tmp_path, "--test-lengths", 6)
-    assert re.search(r"held out, length 4: [\d.]+ of symbols, [\d.]+ of rows", printed)
-    assert "     6" in printed
+    assert re.search(r"copy, length 4: 20 iterations.*\nheld out: [\d.]+ of symbols, [\d.]+ of rows", printed)
+    assert re.search(r"^ +6 +[\d.]+ +[\d.]+  \(longer\)$", printed, re.M)
     found = json.loads((tmp_path / "result.json").read_text())
     assert found["by_length"].keys() == {"1", "2", "3", "4", "6"}
     assert all((tmp_path / name).stat().st_size > 5_000 for name in ("grid.png", "training.png"))
@@ -205,8 +205,8 @@ def test_the_thinkers_example_runs_and_resumes(tmp_path):
     assert "24 iterations" in again
     table = tmp_path / "plan.md"
     table.write_text("step | read_input | mem_lookup | mem_write | output\n1 | 1 | 0 | 1 | 0\n2 | 0 | 1 | 0 | 1\n")
-    options = ["--task", "add", "--latents", "noise", "--memory", "grow", "--plan", table, "--out", tmp_path / "plan"]
-    assert "add up to length 4" in run_example("train_thinker.py", *options)
+    options = ["--task", "add", "--model", "latent_init=noise", "memory=grow", "--plan", table, "--out", tmp_path / "b"]
+    assert "add, length 4: 20 iterations" in run_example("train_thinker.py", *options)
 
 
 def test_the_compression_example_runs(tmp_path):

@@ -17,7 +17,6 @@ from .config import ExitRule, ThinkerConfig
 from .curriculum import CurriculumDataset
 from .evaluate import Accuracy, Grid, evaluate_grid, evaluate_lengths, plot_grid, plot_training
 from .flow import FlowPlan, FlowRow
-from .functional import attention
 from .losses import AllSteps, LastAndRandom, LearnedWeights, LinearWeights, Ponder, ProgressiveLoss, StepLoss
 from .model import LatentThinker
 from .recipe import parameter_groups, thinker_arguments
@@ -64,7 +63,6 @@ __all__ = [
     "ThinkerTrainer",
     "Thought",
     "Uniform",
-    "attention",
     "evaluate_grid",
     "evaluate_lengths",
     "make_task",

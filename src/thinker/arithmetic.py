@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from dataclasses import dataclass
 
@@ -55,10 +54,10 @@ class _Arithmetic(Task):
         """Two numbers and two signs."""
         return 2 * length + 2
 
-    def num_samples(self, length: int) -> float:
+    def num_samples(self, length: int) -> int:
         """Pairs of numbers."""
-        values = float(self.base) ** length
-        return min(values, math.inf if self.max_value is None else self.max_value + 1) ** 2
+        values = self.base**length
+        return (values if self.max_value is None else min(values, self.max_value + 1)) ** 2
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
         """Digits of both numbers, smallest first, then laid out."""
@@ -67,8 +66,11 @@ class _Arithmetic(Task):
         if self.max_value is None:
             a, b = integers(generator, self.base, 2, batch, longest)
         else:
-            values = integers(generator, self.max_value + 1, 2, batch, 1)
-            a, b = (values // self.base**place % self.base).unbind(0)
+            values, digits = integers(generator, self.max_value + 1, 2, batch), []
+            for _ in range(longest):
+                digits.append(values % self.base)
+                values = values // self.base
+            a, b = torch.stack(digits, 2)
         if self.carry_heavy:
             heavy = torch.rand(batch, 1, generator=generator, device=device) < self.carry_heavy
             most = torch.rand(batch, longest, generator=generator, device=device) < 0.8
@@ -193,9 +195,9 @@ class ModularArithmetic(Task):
         """One."""
         return 1
 
-    def num_samples(self, length: int) -> float:
+    def num_samples(self, length: int) -> int:
         """Numbers and signs."""
-        return float(self.modulus) ** length * 3.0 ** (length - 1)
+        return self.modulus**length * 3 ** (length - 1)
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
         """Numbers and signs in turn."""

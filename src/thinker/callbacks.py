@@ -30,9 +30,12 @@ class ThinkerCallback(TrainerCallback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
 
+    def on_rewind(self) -> None:
+        """Forget what was counted on the way that was given up."""
+
 
 class CurriculumCallback(ThinkerCallback):
-    """Tells the schedule what was right; `ThinkerTrainer` adds it.
+    """Tells the schedule what was right; `ThinkerTrainer` adds one when it gets none.
 
     Args:
         every: Steps between two reports.
@@ -54,7 +57,12 @@ class CurriculumCallback(ThinkerCallback):
             return
         assert self.before is not None
         found = trainer.since(self.before)
-        trainer.data.report(found["right"], found["total"], step=trainer.batches)
+        if float(found["total"].sum()):
+            trainer.data.report(found["right"], found["total"], step=trainer.batches)
+
+    def on_rewind(self) -> None:
+        """Count from here."""
+        self.before = {name: value.clone() for name, value in self.trainer.counts.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """What was reported."""
@@ -62,7 +70,7 @@ class CurriculumCallback(ThinkerCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on."""
-        self.before = state["before"]
+        self.before = self.trainer.on_device(state["before"])
 
 
 class RewindOnPeak(ThinkerCallback):
@@ -130,6 +138,9 @@ class RewindOnPeak(ThinkerCallback):
             trainer.ema.load_state_dict(best["ema"])
         if not torch.equal(best["schedule"], trainer.data.newest_state()):
             trainer.data.change(best["schedule"], step=trainer.batches)
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, ThinkerCallback):
+                callback.on_rewind()
         self.count += 1
         trainer.log({"rewinds": self.count, "peak": loss, "rewound_to_step": best["step"]})
 
@@ -139,7 +150,8 @@ class RewindOnPeak(ThinkerCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on."""
-        self.count, self.best, self.before = state["count"], state["best"], state["before"]
+        self.count, self.best = state["count"], state["best"]
+        self.before = self.trainer.on_device(state["before"])
 
 
 class GridCallback(ThinkerCallback):

@@ -65,6 +65,16 @@ def check_plan(config: ThinkerConfig, rows: Sequence[FlowRow]) -> None:
         )
 
 
+def check_choice(config: ThinkerConfig, what: str) -> None:
+    """Exits and rollouts choose by whole answers, which gradients and a causal flow must not."""
+    if torch.is_grad_enabled():
+        raise ValueError(f"LatentThinker: {what} in training; needed torch.no_grad()")
+    if config.causal:
+        raise ValueError(
+            f"LatentThinker: {what} would choose by later tokens in a causal flow; needed every step and one rollout"
+        )
+
+
 def check_latents(
     config: ThinkerConfig,
     n_latent: int | None,

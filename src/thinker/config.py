@@ -180,14 +180,16 @@ class ThinkerConfig(PreTrainedConfig):
             refuse("memory_size", self.memory_size, "writes, 1 or more, with memory window or static, and none without")
         if not 0 < self.damping <= 1:
             refuse("damping", self.damping, "above 0 and at most 1")
-        if self.step_noise < 0 or self.initializer_range <= 0 or self.num_static_tokens < 0:
-            refuse("step_noise, initializer_range or num_static_tokens", "negative", "none below 0")
+        for name in ("step_noise", "num_static_tokens"):
+            if getattr(self, name) < 0:
+                refuse(name, getattr(self, name), "0 or more")
+        if self.initializer_range <= 0:
+            refuse("initializer_range", self.initializer_range, "above 0")
         if self.causal and (self.positions not in ("learned", "sinusoidal", "rotary") or self.from_end):
             refuse("positions", self.positions, "learned, sinusoidal or rotary, and no from_end, in a causal flow")
-        if self.causal and (self.latent_init != "table" or self.decoder_self_attention):
-            refuse(
-                "latent_init or decoder_self_attention", "set", "neither in a causal flow: its latents are the input's"
-            )
+        for name, value in (("latent_init", "table"), ("decoder_self_attention", False)):
+            if self.causal and getattr(self, name) != value:
+                refuse(name, getattr(self, name), f"{value!r} in a causal flow, whose latents are the input's tokens")
 
     @property
     def longest(self) -> int:

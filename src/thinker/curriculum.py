@@ -49,8 +49,8 @@ class CurriculumDataset(IterableDataset):
         batch_size: Rows.
         n_step: Steps of each batch, drawn uniformly between two numbers, or one number; the same for all ranks.
         n_latent: Latents likewise; none: the model's own.
-        holdout: Share of inputs, by hash, that training never sees and `held_out` gives. Lengths with fewer than 1000
-            inputs have none held out.
+        holdout: Share of inputs, by hash, that training never sees and `held_out` gives; the same inputs with every
+            seed. Lengths with fewer than 1000 inputs have none held out.
         seed: Of everything drawn.
         rank: Whose stream, in training with several processes.
         device: Where batches are made.
@@ -98,7 +98,7 @@ class CurriculumDataset(IterableDataset):
         longest = self.schedule.max_length
         held = [holdout > 0 and task.num_samples(n) >= _ENOUGH for n in range(task.min_length, longest + 1)]
         self._held_lengths = torch.tensor([False] * task.min_length + held, device=self.device)
-        words = [_signed(mix(seed, 7, i) | 1) for i in range(task.input_length(longest))]
+        words = [_signed(mix(7, i) | 1) for i in range(task.input_length(longest))]  # the same whatever the seed
         self._multipliers = torch.tensor(words, device=self.device)
         self.step = 0
         # rows of (from which batch on, state): shared, so that workers that live on see what the trainer reports
@@ -106,15 +106,20 @@ class CurriculumDataset(IterableDataset):
         self._states = torch.full((2 * delay + 2, 1 + len(initial)), -1.0, dtype=torch.float64).share_memory_()
         self._states[0] = torch.tensor([0.0, *initial], dtype=torch.float64)
 
-    @property
-    def max_input_length(self) -> int:
-        """Of the longest samples."""
-        return self.task.input_length(self.schedule.max_length)
+    def sizes(self, length: int | None = None) -> dict[str, int]:
+        """What a model must have for samples up to ``length``, by default the schedule's: fields of `ThinkerConfig`.
 
-    @property
-    def max_output_length(self) -> int:
-        """Of the longest samples."""
-        return self.task.output_length(self.schedule.max_length)
+        >>> from thinker import make_task
+        >>> CurriculumDataset(make_task("add"), Frontier(max_length=3)).sizes()
+        {'vocab_size': 18, 'output_size': 16, 'max_input_length': 8, 'max_output_length': 4}
+        """
+        longest = self.schedule.max_length if length is None else length
+        return {
+            "vocab_size": self.task.vocab_size,
+            "output_size": self.task.output_size,
+            "max_input_length": self.task.input_length(longest),
+            "max_output_length": self.task.output_length(longest),
+        }
 
     def state_at(self, step: int) -> Tensor:
         """The schedule's state that batch ``step`` is drawn with."""
@@ -145,15 +150,15 @@ class CurriculumDataset(IterableDataset):
         return self._states[self._states[:, 0].argmax(), 1:]
 
     def change(self, state: Tensor, *, step: int) -> None:
-        """Give the schedule a state, from batch ``step + delay`` on.
+        """Give the schedule a state, from batch ``step + delay`` on; the last one given at a step holds.
 
         Raises:
             ValueError: A step before that of an earlier change.
         """
-        start = float(step + self.delay)
-        if start <= float(self._states[:, 0].max()):
+        start, newest = float(step + self.delay), float(self._states[:, 0].max())
+        if start < newest:
             raise ValueError(f"CurriculumDataset: a change at step {step} after a later one; needed steps in order")
-        row = self._states[self._states[:, 0].argmin()]
+        row = self._states[self._states[:, 0].argmax() if start == newest else self._states[:, 0].argmin()]
         row[0] = -1.0
         row[1:] = state
         row[0] = start  # last: workers find a row by it
@@ -163,7 +168,8 @@ class CurriculumDataset(IterableDataset):
 
         Returns:
             ``input_ids`` (B, L), ``attention_mask`` (B, L), ``labels`` (B, O) with -100 where there is no answer,
-            ``lengths`` (B,), and numbers: ``n_step``, ``n_latent`` (or none), ``step``, ``rank``.
+            ``counted`` (B, O), which answers count, ``lengths`` (B,), and numbers: ``n_step``, ``n_latent`` (or none),
+            ``step``, ``rank``.
         """
         generator = self._generator(1, self.rank, step)
         lengths = self.schedule.lengths(generator, self.batch_size, step, self.state_at(step))
@@ -175,7 +181,12 @@ class CurriculumDataset(IterableDataset):
             n_step = _between(self.n_step, mix(self.seed, 4, step))
         if n_latent is None and self.n_latent is not None:
             n_latent = _between(self.n_latent, mix(self.seed, 5, step))
-        return _as_dict(sample, lengths) | {"n_step": n_step, "n_latent": n_latent, "step": step, "rank": self.rank}
+        return _as_dict(self.task, sample, lengths) | {
+            "n_step": n_step,
+            "n_latent": n_latent,
+            "step": step,
+            "rank": self.rank,
+        }
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """From the present step on; several workers take turns."""
@@ -209,7 +220,7 @@ class CurriculumDataset(IterableDataset):
         if length >= len(self._held_lengths) or not bool(
             self._held_lengths[length]
         ):  # too long to be seen, or too short
-            return _as_dict(self.task.sample(generator, batch, length), lengths)
+            return _as_dict(self.task, self.task.sample(generator, batch, length), lengths)
         found: list[Sample] = []
         missing = batch
         for _ in range(1000):
@@ -222,7 +233,7 @@ class CurriculumDataset(IterableDataset):
                 break
         assert not missing
         whole = Sample(*(torch.cat(parts) for parts in zip(*found, strict=True)))
-        return _as_dict(whole, lengths)
+        return _as_dict(self.task, whole, lengths)
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """What a resume needs: the number of batches that were trained on, the schedule's states.
@@ -280,5 +291,6 @@ def _seed(word: int) -> int:
     return word >> 1  # a generator takes 63 bits
 
 
-def _as_dict(sample: Sample, lengths: Tensor) -> dict[str, Any]:
-    return {"input_ids": sample.tokens, "attention_mask": sample.mask, "labels": sample.targets, "lengths": lengths}
+def _as_dict(task: Task, sample: Sample, lengths: Tensor) -> dict[str, Any]:
+    return {"input_ids": sample.tokens, "attention_mask": sample.mask, "labels": sample.targets, "lengths": lengths,
+            "counted": task.accuracy_mask(sample)}  # fmt: skip

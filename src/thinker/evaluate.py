@@ -87,7 +87,7 @@ def answers(
             made = [model(**inputs, n_step=n, plan=plan).logits for n in n_steps]
     finally:
         model.train(was_training)
-    counted = labels != -100
+    counted = batch["counted"].to(model.device)
     right = [(logits.argmax(-1) == labels) & counted for logits in made]
     return [Accuracy(float(r.sum() / counted.sum()), float((r | ~counted).all(1).float().mean())) for r in right]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -130,8 +131,8 @@ class FlowPlan:
         """A plan from a Markdown table, as people write it in a notebook, or from rows.
 
         Args:
-            table: Text whose first line names columns (``step`` is ignored, absent columns are 0; cells are 1 or 0, x
-                or empty), or a list of rows: mappings by column, or five values in the order of the columns.
+            table: Text whose first line names columns (absent ones are 0; cells are 1 or 0, x or empty; a ``step`` that
+                ends in * is part of the loop), or a list of rows: mappings by column, or five values in their order.
 
         Raises:
             ValueError: A column or cell that is none.
@@ -150,7 +151,9 @@ class FlowPlan:
             if lines and lines[0].startswith("|"):
                 lines = [line.removeprefix("|").removesuffix("|") for line in lines]
             cells = [[c.strip() for c in line.split("|")] for line in lines]
-            names, cells = cells[0] if cells else [], [c for c in cells[1:] if set("".join(c)) - set("-: ")]
+            names, cells = cells[0] if cells else [], cells[1:]
+            if cells and all(re.fullmatch(":?-{2,}:?", c) for c in cells[0]):
+                cells = cells[1:]
             for number, line in enumerate(cells, 1):
                 if len(line) != len(names):
                     raise ValueError(f"FlowPlan.from_table: row {number} has {len(line)} cells, the head {len(names)}")
@@ -161,7 +164,14 @@ class FlowPlan:
             unknown = sorted(set(row) - {*COLUMNS, "step"})
             if unknown:
                 raise ValueError(f"FlowPlan.from_table: column {unknown[0]!r}; needed some of {', '.join(COLUMNS)}")
-        return cls(tuple(FlowRow(**{c: _cell(v) for c, v in row.items() if c != "step"}) for row in rows))
+        made = [FlowRow(**{c: _cell(v) for c, v in row.items() if c != "step"}) for row in rows]
+        marked = [i for i, row in enumerate(rows) if str(row.get("step", "")).endswith("*")]
+        if not marked:
+            return cls(tuple(made))
+        first, end = marked[0], marked[-1] + 1
+        if len(marked) != end - first:
+            raise ValueError("FlowPlan.from_table: rows marked with * have others between them; needed one loop")
+        return cls(tuple(made[:first]), tuple(made[first:end]), tuple(made[end:]))
 
     @property
     def min_steps(self) -> int:

@@ -6,7 +6,7 @@ Shapes: B batch, O answer length, V symbols, S supervised steps, T steps.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import ThinkerConfig
+from .flow import FlowPlan
 from .state import ThinkerOutput
-
-CanOutput = Callable[[int], Sequence[int]]  # the steps that a plan of so many steps outputs at
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class StepLoss(nn.Module, ABC):
         """Refuse a model that this loss cannot train."""
 
     @abstractmethod
-    def passes(self, n_step: int, can: CanOutput, generator: torch.Generator) -> list[Pass]:
+    def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
         """The forward passes of a batch that thinks ``n_step`` steps; ``generator`` lives on the CPU."""
 
     @abstractmethod
@@ -90,9 +89,9 @@ class LastAndRandom(StepLoss):
             raise ValueError(f"LastAndRandom: last {last}, random {random}; needed above 0, and 0 or more")
         self.last, self.random = last, random
 
-    def passes(self, n_step: int, can: CanOutput, generator: torch.Generator) -> list[Pass]:
+    def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
         """One."""
-        *earlier, last = can(n_step)
+        *earlier, last = plan.output_steps(n_step)
         if not earlier or not self.random:
             return [Pass(n_step, (last,))]
         chosen = earlier[int(torch.randint(len(earlier), (), generator=generator))]
@@ -106,9 +105,9 @@ class LastAndRandom(StepLoss):
 class AllSteps(StepLoss):
     """Every step that outputs, alike."""
 
-    def passes(self, n_step: int, can: CanOutput, generator: torch.Generator) -> list[Pass]:
+    def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
         """One."""
-        return [Pass(n_step, tuple(can(n_step)))]
+        return [Pass(n_step, plan.output_steps(n_step))]
 
     def weights(self, output: ThinkerOutput, steps: Sequence[int]) -> Tensor | Sequence[float]:
         """1 / S."""
@@ -161,15 +160,16 @@ class ProgressiveLoss(StepLoss):
             raise ValueError(f"ProgressiveLoss: alpha is {alpha}; needed 0 to 1")
         self.alpha = alpha
 
-    def passes(self, n_step: int, can: CanOutput, generator: torch.Generator) -> list[Pass]:
+    def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
         """The whole run, and the other."""
         made = []
         if self.alpha < 1:
-            made.append(Pass(n_step, (can(n_step)[-1],), share=1 - self.alpha))
+            made.append(Pass(n_step, plan.output_steps(n_step)[-1:], share=1 - self.alpha))
         if self.alpha:
             first = int(torch.randint(n_step, (), generator=generator))
             rest = 1 + int(torch.randint(n_step - first, (), generator=generator))
-            made.append(Pass(first + rest, (can(first + rest)[-1],), grad_steps=rest, share=self.alpha))
+            steps = plan.num_steps(first + rest)
+            made.append(Pass(steps, plan.output_steps(steps)[-1:], grad_steps=rest, share=self.alpha))
         return made
 
     def weights(self, output: ThinkerOutput, steps: Sequence[int]) -> Sequence[float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -71,15 +72,23 @@ class WindowMemory(Memory):
         return type(self)(self.size, GrowMemory(old).write(layers).layers)
 
 
+@dataclass
+class _Room:
+    """What several handles share: tensors with room for all writes, and how much of it is written."""
+
+    layers: tuple[KeysValues, ...] = ()
+    filled: int = 0
+
+
 class StaticMemory(Memory):
     """Writes in place into room for ``size`` writes; for inference, where growing would copy.
 
-    A memory that was written to is the same object: go on from the newest only.
+    Handles share the room: only the newest can be written to.
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, room: _Room | None = None, filled: int = 0):
         super().__init__()
-        self.size, self.filled = size, 0
+        self.size, self.room, self.filled = size, room or _Room(), filled
 
     @property
     def length(self) -> int:
@@ -90,29 +99,43 @@ class StaticMemory(Memory):
         """The written part."""
         if not self.filled:
             return None
-        keys, values = self.layers[layer]
+        keys, values = self.room.layers[layer]
         return keys[:, :, : self.filled], values[:, :, : self.filled]
 
     def write(self, layers: Sequence[KeysValues]) -> Memory:
-        """In place; refused with gradients, whose saved keys it would overwrite, and past its room."""
+        """In place; refused with gradients, whose saved keys it would change, past its room, and from an old handle."""
         if torch.is_grad_enabled():
             raise ValueError(
                 'LatentThinker: memory="static" writes in place, which would change what autograd saved; needed '
                 'memory="grow" or "window", or torch.no_grad()'
             )
+        return self._write(layers)
+
+    def _write(self, layers: Sequence[KeysValues]) -> Memory:
         batch, heads, n, size = layers[0][0].shape
-        if not self.layers:
-            room = (batch, heads, n * self.size, size)
-            self.layers = tuple((k.new_zeros(room), v.new_zeros(room)) for k, v in layers)
-        if self.filled + n > self.layers[0][0].shape[2]:
+        if not self.room.layers:
+            whole = (batch, heads, n * self.size, size)
+            self.room.layers = tuple((k.new_zeros(whole), v.new_zeros(whole)) for k, v in layers)
+        if self.filled != self.room.filled:
+            raise ValueError(
+                'LatentThinker: this carry was thought on from before, and memory="static" was written in place; '
+                'needed the newest carry, or memory="grow"'
+            )
+        end = self.filled + n
+        if end > self.room.layers[0][0].shape[2]:
             raise ValueError(
                 f"LatentThinker: static memory has room for {self.size} writes and is full; needed a larger memory_size"
             )
-        for (keys, values), (k, v) in zip(self.layers, layers, strict=True):
-            keys[:, :, self.filled : self.filled + n] = k
-            values[:, :, self.filled : self.filled + n] = v
-        self.filled += n
-        return self
+        for (keys, values), (k, v) in zip(self.room.layers, layers, strict=True):
+            keys[:, :, self.filled : end] = k
+            values[:, :, self.filled : end] = v
+        self.room.filled = end
+        return StaticMemory(self.size, self.room, end)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Memory:
+        """A room of its own, changed."""
+        layers = tuple((change(k), change(v)) for k, v in self.room.layers)
+        return StaticMemory(self.size, _Room(layers, self.filled), self.filled)
 
 
 def make_memory(config: ThinkerConfig) -> Memory | None:

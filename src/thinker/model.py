@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .checks import check_latents, check_mask, check_plan, check_tokens, chosen_steps
+from .checks import check_choice, check_latents, check_mask, check_plan, check_tokens, chosen_steps
 from .config import ExitRule, OutputSteps, ThinkerConfig
 from .flow import FlowPlan, FlowRow
 from .frames import Frame, causal_frame, plain_frame
 from .halting import Exits, best_rollouts
 from .layers import Readout, ThinkLayer
 from .memory import Memory, make_memory
-from .positions import Positions, token_index
+from .positions import Places, Positions, token_index
 from .state import Context, ThinkerOutput, ThinkerState, Thought
 
 
@@ -99,6 +99,7 @@ class LatentThinker(PreTrainedModel):
         mask: Tensor | None = None,  # (B, L)
         *,
         out_len: int | None = None,
+        places: Places | None = None,
         generator: torch.Generator | None = None,
     ) -> Context:
         """Read an input: project its keys and values, once for all steps.
@@ -107,6 +108,7 @@ class LatentThinker(PreTrainedModel):
             tokens: Ids below ``vocab_size``.
             mask: True (or 1) at tokens, False at padding; default: no padding.
             out_len: Longest answer to come, where positions are drawn for both; default the input's length.
+            places: Positions that were drawn before, of a carry; default: drawn here.
             generator: Of positions.
 
         Raises:
@@ -117,8 +119,9 @@ class LatentThinker(PreTrainedModel):
             mask = mask.bool()
             if self._checked():
                 check_mask(self.config, mask)
-        longest = max(tokens.shape[1], out_len or 0)
-        places = self.positions.draw(longest, generator=generator, device=tokens.device)
+        if places is None:
+            longest = max(tokens.shape[1], out_len or 0)
+            places = self.positions.draw(longest, generator=generator, device=tokens.device)
         embedded = self.embedding(tokens)
         codes = self.positions.encode(tokens, mask, places, embedded.dtype)
         if codes is not None:
@@ -173,7 +176,8 @@ class LatentThinker(PreTrainedModel):
         rows = plan.rows(plan.num_steps(config.n_step) if n_step is None else n_step)
         check_plan(config, rows)
         noise = (config.step_noise if self.training else 0.0) if step_noise is None else step_noise
-        if generator is None and not self.training and (noise or config.latent_init == "noise"):
+        random = bool(noise) or (carry is None and config.latent_init == "noise")
+        if random and generator is None and not self.training and not torch.compiler.is_compiling():
             generator = torch.Generator(context.index.device).manual_seed(0)
         if carry is None:
             state = self._start(context, n_latent, generator)
@@ -182,8 +186,8 @@ class LatentThinker(PreTrainedModel):
             check_latents(config, n_latent, carry.latents.shape, context.shape, carried=True)
         keep = chosen_steps(output_steps, rows)
         first_grad = 0 if grad_steps is None else max(0, len(rows) - grad_steps)
-        if exit_rule is not None and torch.is_grad_enabled():
-            raise ValueError("LatentThinker: exit_rule stops rows in evaluation; needed torch.no_grad()")
+        if exit_rule is not None:
+            check_choice(config, "an exit rule")
         exits = None if exit_rule is None else Exits(self, exit_rule, context, state, len(rows), out_len)
         latents, memory = state.latents, state.memory or make_memory(config)
         frame = self._frame(context, latents.shape[1])
@@ -212,7 +216,7 @@ class LatentThinker(PreTrainedModel):
         if exits is not None:
             return exits.thought(kept, keep)
         return Thought(
-            state=ThinkerState(latents, memory, state.places),
+            state=ThinkerState(latents, memory, context.places),
             kept=kept,
             residuals=torch.stack(residuals, 1),
             halt_logits=None if self.halt is None else self.halt(torch.stack(pooled, 1))[..., 0],
@@ -278,12 +282,14 @@ class LatentThinker(PreTrainedModel):
         Raises:
             ValueError: What `encode`, `think` and `decode` refuse.
         """
-        if out_len is None:
-            out_len = self.config.max_output_length if labels is None else labels.shape[1]
-        context = self.encode(input_ids, attention_mask, out_len=out_len, generator=generator)
+        if out_len is None and labels is not None:
+            out_len = labels.shape[1]
+        elif out_len is None and not self.config.causal:
+            out_len = self.config.max_output_length
+        places = None if carry is None else carry.places
+        context = self.encode(input_ids, attention_mask, out_len=out_len, places=places, generator=generator)
         if rollouts > 1:
-            if torch.is_grad_enabled():
-                raise ValueError(f"LatentThinker: {rollouts} rollouts are for evaluation; needed torch.no_grad()")
+            check_choice(self.config, f"{rollouts} rollouts")
             repeat = lambda t: t.repeat_interleave(rollouts, 0)  # noqa: E731
             context, carry = context.map(repeat), None if carry is None else carry.map(repeat)
             if step_noise is None and not self.config.step_noise:
@@ -371,6 +377,11 @@ class LatentThinker(PreTrainedModel):
     def _decode(self, latents: Tensor, out_len: int | None, state: ThinkerState) -> Tensor:
         config = self.config
         if config.causal:
+            if out_len not in (None, latents.shape[1]):
+                raise ValueError(
+                    f"LatentThinker: out_len is {out_len}, but a causal flow answers at its {latents.shape[1]} "
+                    f"latents; needed as many"
+                )
             return self.readout(latents, None)
         length = config.max_output_length if out_len is None else out_len
         if not 1 <= length <= config.max_output_length:

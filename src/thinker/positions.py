@@ -45,18 +45,21 @@ def token_index(
 
 def operand_index(
     tokens: Tensor,  # (B, L)
+    mask: Tensor | None,  # (B, L)
     separators: list[int],
 ) -> Tensor:  # (B, L)
     """How far each token is from the start of its operand; a separator is the last token of the one that it ends.
 
-    >>> operand_index(torch.tensor([[5, 5, 9, 5, 5]]), [9])
+    >>> operand_index(torch.tensor([[5, 5, 9, 5, 5]]), None, [9])
     tensor([[0, 1, 2, 0, 1]])
     """
-    place = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    place = token_index(tokens, mask).expand_as(tokens)
     ends = torch.isin(tokens, torch.tensor(separators, device=tokens.device))
+    if mask is not None:
+        ends = ends & mask
     after = torch.where(ends, place + 1, 0).cummax(1).values.roll(1, 1)  # where the next operand starts
     after[:, :1] = 0
-    return place - after
+    return (place - after).clamp_(min=0)
 
 
 class Positions(nn.Module):
@@ -89,7 +92,7 @@ class Positions(nn.Module):
         random, moved = config.positions in ("random", "random_float"), config.max_offset and self.training
         if not random and not moved:
             return Places()
-        if generator is None and not self.training:
+        if generator is None and not self.training and not torch.compiler.is_compiling():
             generator = torch.Generator().manual_seed(0)
         where = generator.device if generator is not None else torch.device("cpu")
         if moved:
@@ -110,7 +113,7 @@ class Positions(nn.Module):
         """What is added to the input's embeddings; nothing with rotary positions alone."""
         index, kind, code = token_index(tokens, mask), self.config.positions, None
         if kind == "aligned":
-            index = operand_index(tokens, self.config.separators) + places.offset
+            index = operand_index(tokens, mask, self.config.separators) + places.offset
         elif places.drawn is not None:
             index = places.drawn[index]
         if self.input is not None:

@@ -46,9 +46,9 @@ class Hops(Task):
         """One."""
         return 1
 
-    def num_samples(self, length: int) -> float:
+    def num_samples(self, length: int) -> int:
         """Permutations and starts."""
-        return float(math.factorial(self.size) * self.size)
+        return math.factorial(self.size) * self.size
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
         """Table, start, hops."""
@@ -95,9 +95,9 @@ class Brackets(Task):
         """One."""
         return 1
 
-    def num_samples(self, length: int) -> float:
+    def num_samples(self, length: int) -> int:
         """Balanced ones: kinds^n times the n-th Catalan number."""
-        return float(self.kinds) ** length * math.comb(2 * length, length) / (length + 1)
+        return self.kinds**length * math.comb(2 * length, length) // (length + 1)
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
         """Balanced rows by a walk that never falls below 0 and ends there; in half of them one bracket is another's."""
@@ -157,9 +157,9 @@ class LookUp(Task):
         """One."""
         return 1
 
-    def num_samples(self, length: int) -> float:
+    def num_samples(self, length: int) -> int:
         """Keys in order, their values, the question."""
-        return float(math.perm(self.keys, length)) * float(self.values) ** length * length
+        return math.perm(self.keys, length) * self.values**length * length
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
         """Pairs, then the question."""

@@ -100,7 +100,8 @@ def think(
             count = 0
             for i in range(length):
                 at[row, i] = count
-                count = 0 if int(tokens[row, i]) in config.separators else count + 1
+                if valid[row, i]:
+                    count = 0 if int(tokens[row, i]) in config.separators else count + 1
     elif drawn is not None:
         at = drawn[place]
     x = w["embedding.weight"][tokens]

@@ -29,9 +29,9 @@ class SequenceTask(Task):
         """The symbols."""
         return self.symbols
 
-    def num_samples(self, length: int) -> float:
+    def num_samples(self, length: int) -> int:
         """symbols^length."""
-        return float(self.symbols) ** length
+        return self.symbols**length
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
         """Symbols, and `answer` where the sequence has not ended."""

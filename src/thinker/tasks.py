@@ -85,7 +85,7 @@ class Task(ABC):
         return length
 
     @abstractmethod
-    def num_samples(self, length: int) -> float:
+    def num_samples(self, length: int) -> int:
         """About how many different inputs of a length there are."""
 
     @abstractmethod

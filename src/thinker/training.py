@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from .callbacks import CurriculumCallback, ThinkerCallback
+from .checks import check_plan
 from .curriculum import CurriculumDataset, mix
 from .evaluate import evaluate_lengths
 from .flow import FlowPlan
@@ -20,7 +21,6 @@ from .losses import LastAndRandom, StepLoss
 from .model import LatentThinker
 from .recipe import parameter_groups, thinker_arguments
 
-_STATE = "thinker_state.pt"
 _HUGE = 1e9
 
 
@@ -37,11 +37,12 @@ class ThinkerTrainer(Trainer):
         args: `TrainingArguments`; default `thinker_arguments`. The batch size is the data set's.
         train_dataset: Batches.
         step_loss: Which steps are supervised; default the last and one random earlier one.
-        plan: What each step does; default everything that the model has.
+        plan: What each step does; default everything that the model has. A batch that draws fewer steps than it needs
+            takes its fewest.
         ema: Decay of a moving average of the weights, `ema_model`; default none.
         eval_lengths: Of held-out samples in `evaluate`; default the longest.
         eval_samples: Of each.
-        **rest: Of `Trainer`.
+        **rest: Of `Trainer`; ``eval_dataset`` is a `CurriculumDataset` too, default the training one.
 
     Raises:
         ValueError: Data longer than the model's positions or with other symbols; a loss that the model has no head for.
@@ -60,7 +61,7 @@ class ThinkerTrainer(Trainer):
         eval_samples: int = 512,
         **rest: Any,
     ):
-        _check_fit(model, train_dataset)
+        _check_fit(model, train_dataset, plan or model.default_plan())
         self.step_loss = step_loss or LastAndRandom()
         self.step_loss.check(model.config)
         if ema is not None and not 0 < ema < 1:
@@ -71,6 +72,7 @@ class ThinkerTrainer(Trainer):
         args.per_device_train_batch_size = train_dataset.batch_size
         args.ignore_data_skip = True  # the data set knows where it was
         args.remove_unused_columns = False
+        args.ddp_find_unused_parameters = False  # compute_loss uses all of them
         rest.setdefault("eval_dataset", train_dataset)
         super().__init__(model=model, args=args, train_dataset=train_dataset, **rest)
         self.model_accepts_loss_kwargs = True  # losses are over the answers of a whole step
@@ -94,8 +96,10 @@ class ThinkerTrainer(Trainer):
             "loss": torch.zeros(2, dtype=torch.float64, device=device),
         }
         self._logged = {name: value.clone() for name, value in self.counts.items()}
+        self._start_of_data = self.data.step
         self.add_callback(_Housekeeping())
-        self.add_callback(CurriculumCallback())
+        if not any(isinstance(c, CurriculumCallback) for c in self.callback_handler.callbacks):
+            self.add_callback(CurriculumCallback())
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, ThinkerCallback):
                 callback.trainer = self
@@ -108,9 +112,14 @@ class ThinkerTrainer(Trainer):
         return self.ema.module  # pyrefly: ignore
 
     @property
-    def batches(self) -> int:
-        """Batches that this process was trained on."""
+    def seen(self) -> int:
+        """Batches of this process in the present run of `train`, and the runs that it goes on from."""
         return self.state.global_step * self.args.gradient_accumulation_steps
+
+    @property
+    def batches(self) -> int:
+        """Where this process is in the data."""
+        return self._start_of_data + self.seen
 
     def get_train_dataloader(self) -> DataLoader:
         """Whole batches; each process draws its own stream."""
@@ -142,27 +151,28 @@ class ThinkerTrainer(Trainer):
         words = (self.args.seed, inputs["rank"], inputs["step"])
         choose = torch.Generator().manual_seed(mix(*words, 1) >> 1)
         noise = torch.Generator(labels.device).manual_seed(mix(*words, 2) >> 1)
-        plan, loss, outputs = self.plan or self.thinker.default_plan(), torch.zeros(()), None
-        for part in self.step_loss.passes(inputs["n_step"] or config.n_step, plan.output_steps, choose):
+        plan, loss, first = self.plan or self.thinker.default_plan(), torch.zeros((), device=labels.device), None
+        n_step = plan.num_steps(inputs["n_step"] or config.n_step)
+        for part in self.step_loss.passes(n_step, plan, choose):
             outputs = model(
                 input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], out_len=labels.shape[1],
                 n_step=part.n_step, n_latent=inputs["n_latent"], plan=plan, output_steps=part.output_steps,
                 grad_steps=part.grad_steps, generator=noise,
             )  # fmt: skip
-            loss = loss.to(labels.device) + part.share * self.step_loss(outputs, labels)
-        assert outputs is not None
-        if outputs.halt_logits is not None:
-            loss = loss + 0.0 * outputs.halt_logits.sum()  # DDP waits for every parameter that the forward used
+            first = first or outputs
+            loss = loss + part.share * self.step_loss(outputs, labels)
+        assert first is not None
+        if self.accelerator.num_processes > 1:  # DDP waits for every parameter, and a plan may leave some out
+            loss = loss + 0.0 * torch.stack([p.sum() for p in model.parameters() if p.requires_grad]).sum()
         if model.training:
-            self._count(outputs.logits, labels, inputs["lengths"], loss)
+            self._count(first.logits, labels, inputs["counted"], inputs["lengths"], loss)
         if num_items_in_batch is not None:  # this micro-batch's part of its step; else the trainer takes the mean
             world = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
             loss = loss * (labels != -100).sum() / num_items_in_batch * world
-        return (loss, outputs) if return_outputs else loss
+        return (loss, first) if return_outputs else loss
 
     @torch.no_grad()
-    def _count(self, logits: Tensor, labels: Tensor, lengths: Tensor, loss: Tensor) -> None:
-        counted = labels != -100
+    def _count(self, logits: Tensor, labels: Tensor, counted: Tensor, lengths: Tensor, loss: Tensor) -> None:
         right = ((logits.argmax(-1) == labels) & counted).sum(1)
         self.counts["right"].index_add_(0, lengths, right.double())
         self.counts["total"].index_add_(0, lengths, counted.sum(1).double())
@@ -185,9 +195,16 @@ class ThinkerTrainer(Trainer):
             logs["difficulty"] = round(self.data.difficulty(self.batches), 3)
         super().log(logs, *rest, **named)
 
-    def evaluate(self, *ignored: Any, metric_key_prefix: str = "eval", **named: Any) -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Any = None, *ignored: Any, metric_key_prefix: str = "eval", **named: Any
+    ) -> dict[str, float]:
         """Token and sequence accuracy on held-out samples of each evaluation length."""
-        found = evaluate_lengths(self.thinker, self.data, self.eval_lengths, samples=self.eval_samples, plan=self.plan)
+        data = self.eval_dataset if eval_dataset is None else eval_dataset
+        if not isinstance(data, CurriculumDataset):
+            raise ValueError(
+                f"ThinkerTrainer: the data to evaluate on are {type(data).__name__}; needed CurriculumDataset"
+            )
+        found = evaluate_lengths(self.thinker, data, self.eval_lengths, samples=self.eval_samples, plan=self.plan)
         metrics = {f"{metric_key_prefix}_accuracy": sum(a.token for a in found.values()) / len(found)}
         metrics[f"{metric_key_prefix}_sequence_accuracy"] = sum(a.sequence for a in found.values()) / len(found)
         if len(found) > 1:
@@ -201,46 +218,62 @@ class ThinkerTrainer(Trainer):
         """The model, out of what wraps it in training with several processes."""
         return self.accelerator.unwrap_model(self.model)  # pyrefly: ignore
 
+    def _state_file(self, folder: str, rank: int) -> Path:
+        return Path(folder, f"thinker_state_{rank}.pt" if rank else "thinker_state.pt")
+
+    def _thinker_callbacks(self) -> dict[str, ThinkerCallback]:
+        held = [c for c in self.callback_handler.callbacks if isinstance(c, ThinkerCallback)]
+        return {f"{i} {type(c).__name__}": c for i, c in enumerate(held)}
+
     def _save_rng_state(self, output_dir: str) -> None:
-        """With the random state, what else a resume needs."""
+        """With the random state, what else a resume needs; each process has counts of its own."""
         super()._save_rng_state(output_dir)
-        if self.args.process_index:
-            return
-        callbacks = [c for c in self.callback_handler.callbacks if isinstance(c, ThinkerCallback)]
         held = {
             "data": self.data.state_dict(self.batches),
             "counts": self.counts,
             "logged": self._logged,
             "ema": None if self.ema is None else self.ema.state_dict(),
             "step_loss": self.step_loss.state_dict(),
-            "callbacks": {type(c).__name__: c.state_dict() for c in callbacks},
+            "callbacks": {name: c.state_dict() for name, c in self._thinker_callbacks().items()},
         }
-        part = Path(output_dir, _STATE + ".part")
-        torch.save(held, part)
-        part.rename(Path(output_dir, _STATE))
+        path = self._state_file(output_dir, self.args.process_index)
+        torch.save(held, path.with_suffix(".part"))
+        path.with_suffix(".part").rename(path)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         if checkpoint is None:
             return
-        path = Path(checkpoint, _STATE)
-        if not path.exists():
+        own, first = (self._state_file(checkpoint, rank) for rank in (self.args.process_index, 0))
+        if not first.exists():
             raise ValueError(
-                f"ThinkerTrainer: {checkpoint} has no {_STATE}; needed a checkpoint that ThinkerTrainer wrote"
+                f"ThinkerTrainer: {checkpoint} has no {first.name}; needed a checkpoint that ThinkerTrainer wrote"
             )
-        held = torch.load(path, map_location=self.args.device, weights_only=True)
+        # a process that was not there begins with the first one's state
+        held = torch.load(own if own.exists() else first, map_location="cpu", weights_only=True)
         self.data.load_state_dict(held["data"])
+        self._start_of_data = self.data.step - self.seen
         self.step_loss.load_state_dict(held["step_loss"])
         if self.ema is not None and held["ema"] is not None:
             self.ema.load_state_dict(held["ema"])
-        self.counts, self._logged = held["counts"], held["logged"]
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, ThinkerCallback) and type(callback).__name__ in held["callbacks"]:
-                callback.load_state_dict(held["callbacks"][type(callback).__name__])
+        self.counts, self._logged = self.on_device(held["counts"]), self.on_device(held["logged"])
+        for name, callback in self._thinker_callbacks().items():
+            if name in held["callbacks"]:
+                callback.load_state_dict(held["callbacks"][name])
+
+    def on_device(self, counts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Counts that were loaded, where this process counts."""
+        return {name: value.to(self.args.device) for name, value in counts.items()}
 
 
 class _Housekeeping(ThinkerCallback):
     """What a stock trainer does for the model and not for its loss: one gradient for all processes; and the average."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer._start_of_data = self.trainer.data.step - self.trainer.seen
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.data.step = self.trainer.batches  # of workers' copies the data set here knows nothing
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for parameter in self.trainer.step_loss.parameters():
@@ -253,16 +286,23 @@ class _Housekeeping(ThinkerCallback):
             self.trainer.ema.update_parameters(self.trainer.thinker)
 
 
-def _check_fit(model: LatentThinker, data: CurriculumDataset) -> None:
-    config, task = model.config, data.task
-    for name, needed, has in (
-        ("vocab_size", task.vocab_size, config.vocab_size),
-        ("output_size", task.output_size, config.output_size),
-        ("max_input_length", data.max_input_length, config.max_input_length),
-        ("max_output_length", data.max_output_length, config.max_output_length),
-    ):
+def _check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> None:
+    config = model.config
+    if config.causal:
+        raise ValueError(
+            "ThinkerTrainer: a causal flow answers at its own tokens, tasks ask for an answer of their own; needed "
+            "causal=False, or transformers.Trainer with labels"
+        )
+    for name, needed in data.sizes().items():
+        has = getattr(config, name)
         if needed > has:
             raise ValueError(
-                f"ThinkerTrainer: the model's {name} is {has}; {type(task).__name__} up to length "
+                f"ThinkerTrainer: the model's {name} is {has}; {type(data.task).__name__} up to length "
                 f"{data.schedule.max_length} needed {needed}"
             )
+    if data.n_latent is not None and config.latent_init == "table" and data.n_latent[1] > config.num_latents:
+        raise ValueError(
+            f"ThinkerTrainer: the data set draws up to {data.n_latent[1]} latents, the model's table has "
+            f'{config.num_latents}; needed at most as many, or latent_init="noise"'
+        )
+    check_plan(config, plan.rows())

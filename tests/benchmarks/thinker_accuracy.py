@@ -91,14 +91,14 @@ def main(arguments: list[str] | None = None) -> None:
     """Run every task with every seed; write results, tables and the plot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", help="not looked at: the example trains on the CPU")
-    parser.add_argument("--only", help="rows whose name begins so; the others are kept")
+    parser.add_argument("--only", nargs="*", help="rows whose name begins so; the others are kept")
     parser.add_argument("--smoke", action="store_true", help="seconds each, to see that it works; nothing is written")
     options = parser.parse_args(arguments)
     config = json.loads(CONFIG.read_text(encoding="utf-8"))
     before = json.loads(FOUND.read_text(encoding="utf-8"))["rows"] if FOUND.exists() else {}
     found: dict[str, Any] = {"date": today(), "commit": commit(), "hardware": hardware(), "rows": {}}
     for name, row in config.items():
-        if options.only and not name.startswith(options.only):
+        if options.only and not name.startswith(tuple(options.only)):
             if name in before:
                 found["rows"][name] = before[name]
             continue

@@ -55,8 +55,8 @@ def test_a_loop_of_several_rows_is_cut():
 )
 def test_round_trips(plan):
     assert FlowPlan.from_json(plan.to_json()) == plan
-    fixed = FlowPlan(plan.rows(6))
-    assert FlowPlan.from_table(str(fixed)) == fixed
+    assert FlowPlan.from_table(str(plan)) == plan
+    assert FlowPlan.from_table(str(FlowPlan(plan.rows(6)))) == FlowPlan(plan.rows(6))
     assert hash(plan) == hash(FlowPlan.from_json(plan.to_json()))
 
 
@@ -66,6 +66,11 @@ def test_tables_of_lists_and_other_marks():
     assert FlowPlan.from_table("read_input | output\n x | ✓\n | x") == FlowPlan(
         (FlowRow(True, output=True), FlowRow(output=True))
     )
+
+
+def test_a_row_of_nothing_is_pure_thinking():
+    table = "read_input | output\n--- | ---\n x | \n - | - \n | \n 0 | x"
+    assert FlowPlan.from_table(table).rows() == (FlowRow(True), FlowRow(), FlowRow(), FlowRow(output=True))
 
 
 def test_random_plans():
@@ -90,6 +95,7 @@ def test_random_plans():
         (lambda: FlowPlan.from_table("step | output\n1 | 2"), "cell '2'; needed 1 or 0"),
         (lambda: FlowPlan.from_table("step | output\n1 | 1 | 1"), "row 1 has 3 cells, the head 2"),
         (lambda: FlowPlan.from_table(""), "none of 0 rows outputs"),
+        (lambda: FlowPlan.from_table("step | output\n1* | 0\n2 | 0\n3* | 1"), "needed one loop"),
         (lambda: FlowPlan.random(1.5, 3), "needed probabilities"),
         (lambda: FlowPlan.random({"think": 1.0}, 3), "needed probabilities"),
         (lambda: FlowPlan.random(0.5, 0), "n_step is 0"),

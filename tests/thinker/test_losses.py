@@ -10,8 +10,7 @@ from thinker import AllSteps, FlowPlan, LastAndRandom, LearnedWeights, LinearWei
 LABELS = torch.tensor([[1, 2, 3, -100], [4, -100, -100, -100], [5, 6, 7, 8]])
 
 
-def can(n, plan=None):
-    return (plan or FlowPlan.every_step(memory=False)).output_steps(n)
+EVERY = FlowPlan.every_step(memory=False)
 
 
 def dense(out, weights):
@@ -28,7 +27,7 @@ def dense(out, weights):
 
 def run(loss, n_step=4, seed=0, **changes):
     model = model_of(**changes)
-    (part, *more) = loss.passes(n_step, can, torch.Generator().manual_seed(seed))
+    (part, *more) = loss.passes(n_step, EVERY, torch.Generator().manual_seed(seed))
     assert not more
     out = model(*batch(), n_step=part.n_step, out_len=4, output_steps=part.output_steps)
     return out, part, loss(out, LABELS)
@@ -47,7 +46,7 @@ def test_last_and_one_random_earlier_step():
     out, part, found = run(loss, n_step=1)
     assert part.output_steps == (1,)
     torch.testing.assert_close(found, dense(out, [1.0]))
-    once = loss.passes(4, lambda n: can(n, FlowPlan.read_once(memory=False)), torch.Generator())
+    once = loss.passes(4, FlowPlan.read_once(memory=False), torch.Generator())
     assert [p.output_steps for p in once] == [(4,)]
 
 
@@ -77,14 +76,17 @@ def test_learned_weights_never_fall():
 def test_progressive_passes():
     loss, seen = ProgressiveLoss(alpha=0.4), set()
     for seed in range(300):
-        whole, part = loss.passes(4, can, torch.Generator().manual_seed(seed))
+        whole, part = loss.passes(4, EVERY, torch.Generator().manual_seed(seed))
         assert (whole.n_step, whole.output_steps, whole.grad_steps, whole.share) == (4, (4,), None, 0.6)
         assert part.share == 0.4
         assert part.output_steps == (part.n_step,)
         seen.add((part.n_step - part.grad_steps, part.grad_steps))
     assert seen == {(n, k) for n in range(4) for k in range(1, 5 - n)}
-    assert len(ProgressiveLoss(alpha=0).passes(3, can, torch.Generator())) == 1
-    assert len(ProgressiveLoss(alpha=1).passes(3, can, torch.Generator())) == 1
+    once = FlowPlan.read_once(memory=False)
+    short = [loss.passes(4, once, torch.Generator().manual_seed(s))[1].n_step for s in range(50)]
+    assert min(short) == 2  # a plan's fewest
+    assert len(ProgressiveLoss(alpha=0).passes(3, EVERY, torch.Generator())) == 1
+    assert len(ProgressiveLoss(alpha=1).passes(3, EVERY, torch.Generator())) == 1
 
 
 def test_ponder():
@@ -93,7 +95,7 @@ def test_ponder():
     with torch.no_grad():
         model.halt.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
         model.halt.bias.fill_(-1.0)
-    (part,) = loss.passes(4, can, torch.Generator())
+    (part,) = loss.passes(4, EVERY, torch.Generator())
     out = model(*batch(), n_step=4, out_len=4, output_steps=part.output_steps)
     stop = out.halt_logits.sigmoid()
     chances = []

@@ -87,7 +87,8 @@ class Whole(torch.nn.Module):
         if noise is not None:
             latents = self.model.latents + noise.to(self.model.latents.dtype)
             options["carry"] = ThinkerState(latents, None, context.places)
-        return self.model.decode(self.model.think(context, **options).state, 6)
+        length = None if self.model.config.causal else 6
+        return self.model.decode(self.model.think(context, **options).state, length)
 
 
 def pair_of(case):
@@ -282,13 +283,20 @@ def test_nothing_leaks_from_the_future_in_a_causal_flow(changes, padded):
         assert ((model(earlier, mask, n_step=4).logits - logits)[0].abs().amax(1) > 0).all()  # all of the past is read
 
 
-def test_padding_changes_nothing():
-    for changes in ({"from_end": True}, {"positions": "aligned", "separators": [3]}, {"positions": "rotary"}):
-        model = model_of(**changes)
-        tokens, _ = batch(rows=2, length=5, padded=False)
-        longer = torch.cat([tokens, torch.full((2, 4), 7)], 1)
-        mask = torch.arange(9).expand(2, 9) < 5
-        torch.testing.assert_close(model(longer, mask, out_len=4).logits, model(tokens, out_len=4).logits)
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [{"from_end": True}, {"positions": "aligned", "separators": [3]}, {"positions": "rotary"}, {"positions": "random"}],
+)
+def test_padding_changes_nothing(changes, left):
+    model = model_of(**changes)
+    tokens, _ = batch(rows=2, length=5, padded=False)
+    padding = torch.full((2, 4), 3)
+    longer = torch.cat([padding, tokens] if left else [tokens, padding], 1)
+    place = torch.arange(9).expand(2, 9)
+    mask = place >= 4 if left else place < 5
+    results = [model(*inputs, out_len=9).logits for inputs in ((longer, mask), (tokens,))]
+    torch.testing.assert_close(*results)
 
 
 class Halves(torch.nn.Module):
@@ -326,6 +334,32 @@ def test_a_carry_can_be_used_twice():
     again = [model(tokens, mask, n_step=3, out_len=6, carry=first.carry).logits for _ in range(2)]
     assert torch.equal(again[0], again[1])
     torch.testing.assert_close(again[0], model(tokens, mask, n_step=5, out_len=6).logits)
+
+
+@torch.no_grad()
+def test_a_static_carry_is_used_once():
+    model, grow = model_of(memory="static", memory_size=9), model_of(memory="grow")
+    tokens, mask = batch()
+    first = model(tokens, mask, n_step=2, out_len=6)
+    then = model(tokens, mask, n_step=3, out_len=6, carry=first.carry)
+    torch.testing.assert_close(then.logits, grow(tokens, mask, n_step=5, out_len=6).logits)
+    with pytest.raises(ValueError, match="this carry was thought on from before"):
+        model(tokens, mask, n_step=3, out_len=6, carry=first.carry)
+    copied = then.carry.map(torch.clone)
+    for carry in (copied, then.carry):  # a room of its own each
+        assert model(tokens, mask, n_step=2, out_len=6, carry=carry).carry.memory.length == 7 * 4
+
+
+@pytest.mark.parametrize(
+    "changes", [{"positions": "random"}, {"positions": "aligned", "separators": [3], "max_offset": 20}]
+)
+def test_a_carry_keeps_the_positions_that_were_drawn(changes):
+    model = model_of(**changes).train()
+    tokens, mask = batch()
+    carry = model(tokens, mask, n_step=2, out_len=6).carry
+    results = [model(tokens, mask, n_step=2, out_len=6, carry=carry) for _ in range(2)]
+    assert torch.equal(results[0].logits, results[1].logits)
+    assert results[0].carry.places is carry.places
 
 
 def test_truncated_backpropagation_is_a_detached_carry():
@@ -391,15 +425,16 @@ def test_a_static_memory_is_a_growing_one_without_gradients():
         static(tokens, mask, n_step=2)
 
 
-def test_the_write_that_broke_the_early_version_would_break_this_one():
-    """Why a static memory is refused with gradients: autograd finds that its saved keys were overwritten."""
-    room = torch.zeros(1, 2, 6, 4)
-    query, keys = torch.randn(1, 2, 3, 4, requires_grad=True), torch.randn(1, 2, 3, 4, requires_grad=True)
-    room[:, :, :3] = keys
-    seen = query @ room.transpose(2, 3)
-    room[:, :, 3:] = keys
+def test_the_write_that_broke_the_early_version_would_break_this_one(monkeypatch):
+    """Why a static memory is refused with gradients: without the refusal autograd finds its saved keys overwritten."""
+    from thinker import model as module
+    from thinker.memory import StaticMemory
+
+    monkeypatch.setattr(module, "check_plan", lambda config, rows: None)
+    monkeypatch.setattr(StaticMemory, "write", StaticMemory._write)
+    out = model_of(memory="static", memory_size=6)(*batch(), n_step=3)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        seen.sum().backward()
+        out.logits.sum().backward()
 
 
 def test_looking_up_an_empty_memory_does_nothing():
@@ -468,6 +503,7 @@ def test_saved_and_loaded_it_is_the_same(case, tmp_path):
 
 @pytest.mark.parametrize("changes", [{}, {"memory": "window", "memory_size": 2, "halting": True}, {"causal": True}])
 def test_it_compiles_whole(changes):
+    torch._dynamo.reset()
     model = model_of(**changes).train()
     tokens, mask = batch(left="causal" in changes)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -485,6 +521,15 @@ def test_it_compiles_whole(changes):
     with torch.no_grad():
         found = [f(tokens, mask, n_step=3).logits for f in (model.eval(), compiled.eval())]
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("changes", [{"latent_init": "noise"}, {"positions": "random"}, {"positions": "random_float"}])
+def test_what_is_drawn_compiles_too(changes):
+    torch._dynamo.reset()
+    model = model_of(**changes).eval()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert compiled(*batch(), n_step=2, n_latent=4).logits.isfinite().all()
 
 
 def test_how_it_starts():
@@ -552,13 +597,20 @@ TOKENS = torch.zeros(2, 5, dtype=torch.long)
         ({}, lambda m: m(TOKENS, plan=FlowPlan.every_step(memory=False, static=True)), "num_static_tokens=8"),
         ({}, lambda m: m(TOKENS, output_steps=[5]), r"output_steps \[5\]; the plan outputs at \[1, 2, 3, 4\]"),
         ({}, lambda m: m(TOKENS, output_steps="first"), "output_steps is 'first'"),
-        ({}, lambda m: m(TOKENS, rollouts=2), r"2 rollouts are for evaluation; needed torch.no_grad\(\)"),
+        ({}, lambda m: m(TOKENS, rollouts=2), r"2 rollouts in training; needed torch.no_grad\(\)"),
         ({}, lambda m: m(TOKENS, rollouts=0), "rollouts is 0"),
-        ({}, lambda m: m(TOKENS, exit_rule=ExitRule()), "exit_rule stops rows in evaluation"),
+        ({}, lambda m: m(TOKENS, exit_rule=ExitRule()), r"an exit rule in training; needed torch.no_grad\(\)"),
         ({}, lambda m: torch.no_grad()(m)(TOKENS, exit_rule=ExitRule(kind="halt")), "halting=True"),
         ({}, lambda m: torch.no_grad()(m)(TOKENS, rollouts=2, select="best"), "select is 'best'"),
         ({}, lambda m: m(TOKENS, carry=m(TOKENS[:1]).carry), "the carry has 1 rows of 4 latents; needed 2 rows"),
         ({"causal": True}, lambda m: m(TOKENS, torch.tensor([[1, 1, 1, 1, 0]] * 2)), "needed it on the left"),
+        (
+            {"causal": True},
+            lambda m: torch.no_grad()(m)(TOKENS, exit_rule=ExitRule()),
+            "by later tokens in a causal flow",
+        ),
+        ({"causal": True}, lambda m: torch.no_grad()(m)(TOKENS, rollouts=2), "by later tokens in a causal flow"),
+        ({"causal": True}, lambda m: m(TOKENS, out_len=3), "out_len is 3, but a causal flow answers at its 4 latents"),
         ({"causal": True}, lambda m: m(TOKENS, n_latent=6), "n_latent is 6, the input has 5 tokens"),
     ],
 )
@@ -579,7 +631,7 @@ def test_bad_input_is_refused(changes, call, message):
         ({"num_latents": 0}, "num_latents is 0; needed 1 or more"),
         ({"positions": "random", "num_positions": 5}, "at least the longest sequence, 12"),
         ({"causal": True, "from_end": True}, "no from_end, in a causal flow"),
-        ({"causal": True, "latent_init": "noise"}, "neither in a causal flow"),
+        ({"causal": True, "latent_init": "noise"}, "latent_init is 'noise'; needed 'table' in a causal flow"),
         ({"damping": 0.0}, "damping is 0.0"),
         ({"hidden_size": 6, "positions": "rotary"}, "an even size for rotary"),
     ],

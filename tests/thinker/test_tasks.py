@@ -144,6 +144,14 @@ def test_carry_heavy_rows_carry():
     assert carries(heavy, 16, 8) > 0.65
 
 
+@pytest.mark.parametrize("base", [10, 16])
+def test_operands_longer_than_64_bits(base):
+    sample = make_task("add", base=base, max_value=1000).sample(torch.Generator().manual_seed(0), 50, 30)
+    a = [number(row[:30].tolist(), base) for row in sample.tokens]
+    assert 500 < max(a) <= 1000
+    assert make_task("add").num_samples(1000) == 16**2000
+
+
 def test_brackets_are_half_right():
     sample = make_task("brackets").sample(torch.Generator().manual_seed(0), 4000, 8)
     assert float(sample.targets.float().mean()) == pytest.approx(0.5, abs=0.05)

@@ -77,7 +77,9 @@ def draw(found: dict[str, Any]) -> None:
     import matplotlib
 
     matplotlib.rcParams["svg.hashsalt"] = "thinker"
-    row = next(r for r in found["rows"].values() if "noise" in r["arguments"])
+    row = next((r for r in found["rows"].values() if "noise" in r["arguments"]), None)
+    if row is None:
+        return
     grid = row["runs"][0]["grid"]
     pairs = [zip(*rows, strict=True) for rows in zip(grid["token"], grid["sequence"], strict=True)]
     cells = [[th.Accuracy(token, sequence) for token, sequence in row] for row in pairs]

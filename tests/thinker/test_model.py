@@ -37,7 +37,7 @@ CASES = {
     "no padding": {"padded": False},
     "one latent, one token": {"num_latents": 1, "length": 1},
     "memory": {"memory": "grow"},
-    "window": {"memory": "window", "memory_size": 2},
+    "window": {"memory": "window", "memory_size": 1},
     "static tokens": {"num_static_tokens": 3},
     "everything": {
         "memory": "grow", "num_static_tokens": 3, "layers_per_step": 2, "sandwich": True, "from_end": True,

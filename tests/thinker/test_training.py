@@ -312,12 +312,24 @@ def _tensors(tree):
 
 
 def test_rewinding_gives_a_schedule_its_state_back(tmp_path):
-    """At a step where the curriculum reports too."""
+    """Also where the curriculum reports at the same step; what was counted on the way that was given up is forgotten."""
+    from transformers import TrainerCallback
+
+    class After(TrainerCallback):
+        seen = 0
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if rewind.count > self.seen:
+                self.seen = rewind.count
+                assert torch.equal(curriculum.before["total"], trainer.counts["total"])
+
     schedule = Progressive(max_length=6, threshold=0.02, retreat=0.0, min_answers=1)
     rewind = RewindOnPeak(factor=1.0, margin=0.0, every=10, limit=3)
-    trainer = trainer_of(tmp_path, data=data_of(schedule, delay=4), max_steps=120, callbacks=[rewind])
+    curriculum, after = CurriculumCallback(every=15), After()
+    callbacks = [curriculum, rewind, after]
+    trainer = trainer_of(tmp_path, data=data_of(schedule, delay=4), max_steps=120, callbacks=callbacks)
     trainer.train()
-    assert rewind.count == 3
+    assert rewind.count == after.seen == 3
 
 
 def test_a_curriculums_callback_of_ones_own_replaces_the_default(tmp_path):

@@ -2,7 +2,7 @@
 
     python examples/train_thinker.py                            # copies 20 symbols: 99.9 % in half a minute
     python examples/train_thinker.py --model latent_init=noise  # more latents, more steps: better answers; 2 minutes
-    python examples/train_thinker.py --task add                 # hexadecimal sums of numbers up to 1000; 1 minute
+    python examples/train_thinker.py --task add                 # hexadecimal sums of numbers up to 1000; 2 minutes
     python examples/train_thinker.py --task sort --plan plan.md --model memory=grow  # your own table of steps
 
 One CPU thread. Writes OUT/result.json with all it prints, and grid.png and training.png (matplotlib, extra `plot`).
@@ -21,8 +21,8 @@ from transformers.trainer_utils import get_last_checkpoint
 import thinker as th
 
 RECIPES = {  # what a task needs beyond the defaults
-    "reverse": {"iterations": 700, "model": {"from_end": True}},
-    "roll": {"iterations": 700, "model": {"from_end": True}},
+    "reverse": {"iterations": 1000, "model": {"from_end": True}},
+    "roll": {"iterations": 1000, "model": {"from_end": True}},
     "add": {
         "iterations": 1200,
         "batch": 128,
@@ -52,7 +52,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--iterations", type=int)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/thinker"))
+    parser.add_argument("--out", type=Path, help="default runs/thinker/TASK")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in OUT")
     parser.add_argument("--smoke", action="store_true", help="a run of seconds, to see that it works")
     return parser.parse_args()
@@ -60,6 +60,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    args.out = args.out or Path("runs/thinker", args.task)
     torch.set_num_threads(1)
     set_seed(args.seed)
     recipe = RECIPES.get(args.task, {})
@@ -81,10 +82,10 @@ def main() -> None:
     usual = {"n_step": n_step[1], "num_latents": 16 if noise else 8}
     model = th.LatentThinker(th.ThinkerConfig(**data.sizes(longest), **usual | choices))
 
-    iterations = args.iterations or (20 if args.smoke else recipe.get("iterations", 400) * (6 if noise else 1))
+    iterations = args.iterations or (20 if args.smoke else 2400 if noise else recipe.get("iterations", 500))
     arguments = th.thinker_arguments(
-        args.out / "checkpoints", max_steps=iterations, save_strategy="steps", save_steps=max(10, iterations // 4),
-        save_total_limit=1, seed=args.seed, use_cpu=True,
+        args.out / "checkpoints", max_steps=iterations, save_steps=max(10, iterations // 4),
+        save_total_limit=1, seed=args.seed, use_cpu=True, logging_steps=5 if args.smoke else 50,
     )  # fmt: skip
     trainer = th.ThinkerTrainer(model, arguments, train_dataset=data, plan=plan, callbacks=[th.RewindOnPeak()])
     checkpoint = get_last_checkpoint(args.out / "checkpoints") if args.resume else None

@@ -15,7 +15,8 @@ def check_tokens(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None, *, 
     """Shape, length, and with ``values`` the ids."""
     if tokens.dim() != 2 or tokens.dtype.is_floating_point or 0 in tokens.shape:
         raise ValueError(
-            f"LatentThinker: tokens have shape {list(tokens.shape)} and dtype {tokens.dtype}; needed ids (B, L), some"
+            f"LatentThinker: tokens have shape {list(tokens.shape)} and dtype {tokens.dtype}; needed whole ids (B, L), "
+            f"none of the two 0"
         )
     if mask is not None and mask.shape != tokens.shape:
         turned = "; that is time first: transpose it" if mask.shape == tokens.shape[::-1] else ""
@@ -41,8 +42,8 @@ def check_mask(config: ThinkerConfig, mask: Tensor) -> None:
     """No row all padding; in a causal flow, padding on the left."""
     empty = (~mask.any(1)).nonzero()
     if len(empty):
-        which = "every row" if len(empty) == len(mask) else f"row {int(empty[0])}"
-        raise ValueError(f"LatentThinker: the mask leaves nothing of {which}; needed one token or more")
+        which = "no row" if len(empty) == len(mask) else f"not row {int(empty[0])}"
+        raise ValueError(f"LatentThinker: {which} has a token left by the mask; needed one or more in each row")
     if config.causal and bool((mask[:, :-1] & ~mask[:, 1:]).any()):
         raise ValueError("LatentThinker: padding after tokens; a causal flow aligns right and needed it on the left")
 
@@ -52,7 +53,7 @@ def check_plan(config: ThinkerConfig, rows: Sequence[FlowRow]) -> None:
     if config.memory == "none" and any(row.mem_lookup or row.mem_write for row in rows):
         raise ValueError(
             'LatentThinker: the plan uses the memory, but memory is "none"; needed ThinkerConfig(memory="grow"), or a '
-            "plan with memory=False"
+            "plan without mem_lookup and mem_write"
         )
     if not config.num_static_tokens and any(row.static_mem_lookup for row in rows):
         raise ValueError(
@@ -65,10 +66,24 @@ def check_plan(config: ThinkerConfig, rows: Sequence[FlowRow]) -> None:
         )
 
 
+def check_labels(config: ThinkerConfig, labels: Tensor, logits: Sequence[int]) -> None:
+    """Answers that the logits, (B, O, output_size), can give."""
+    if tuple(labels.shape) != tuple(logits[:2]):
+        raise ValueError(
+            f"LatentThinker: labels have shape {list(labels.shape)}; needed {list(logits[:2])}, the answer's"
+        )
+    known = labels[labels != -100]
+    if known.numel() and (int(known.min()) < 0 or int(known.max()) >= config.output_size):
+        raise ValueError(
+            f"LatentThinker: labels from {int(known.min())} to {int(known.max())}; needed 0 to output_size - 1, "
+            f"{config.output_size - 1}, and -100 where there is no answer"
+        )
+
+
 def check_choice(config: ThinkerConfig, what: str) -> None:
     """Exits and rollouts choose by whole answers, which gradients and a causal flow must not."""
     if torch.is_grad_enabled():
-        raise ValueError(f"LatentThinker: {what} in training; needed torch.no_grad()")
+        raise ValueError(f"LatentThinker: {what} with gradients on; needed torch.no_grad()")
     if config.causal:
         raise ValueError(
             f"LatentThinker: {what} would choose by later tokens in a causal flow; needed every step and one rollout"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -140,6 +142,11 @@ class ThinkerConfig(PreTrainedConfig):
         self.initializer_range = initializer_range
         self._check()
         super().__init__(**rest)
+        own = [n for n in inspect.signature(type(self).__init__).parameters if n not in ("self", "rest")]
+        for name in set(rest) - set(PreTrainedConfig().__dict__):
+            near = difflib.get_close_matches(name, own, 1)
+            if near and not hasattr(PreTrainedConfig, name):
+                refuse(name, rest[name], f"{near[0]}, or was another meant? There is no such field")
 
     def _check(self) -> None:
         for name in (
@@ -202,9 +209,9 @@ class ExitRule:
     """When a row stops thinking, in evaluation; rows that stop leave the batch.
 
     Args:
-        kind: ``"residual"``, ‖z - z'‖ / ‖z'‖ of the latents against the step before; ``"kl"``, mean
-            KL(answer ‖ answer of the step before); ``"argmax"``, the answer stayed the same; ``"halt"``, the halting
-            head's probability.
+        kind: ``"kl"``, mean KL(answer ‖ answer of the step before); ``"residual"``, ‖z - z'‖ / ‖z'‖ of the latents
+            against the step before, of which `ThinkerOutput.residuals` show what is usual; ``"argmax"``, the answer
+            stayed the same; ``"halt"``, the halting head's probability.
         threshold: Stop below it (residual, kl) or above it (halt); default 0.03, 1e-3, 0.5.
         patience: In how many steps one after the other.
         min_steps: Never before.
@@ -216,7 +223,7 @@ class ExitRule:
     ValueError: ExitRule: kind is 'soon'; needed one of residual, kl, argmax, halt
     """
 
-    kind: ExitKind = "residual"
+    kind: ExitKind = "kl"
     threshold: float | None = None
     patience: int = 1
     min_steps: int = 1

@@ -80,6 +80,11 @@ class CurriculumDataset(IterableDataset):
         device: str | torch.device = "cpu",
         delay: int = 16,
     ):
+        if not isinstance(task, Task) or not isinstance(schedule, Schedule | None):
+            raise ValueError(
+                f"CurriculumDataset: task {task!r}, schedule {schedule!r}; needed a Task, as of make_task, and a "
+                f"Schedule, as Frontier(max_length=20)"
+            )
         self.task = task
         self.schedule = schedule or Frontier(max_length=20, min_length=task.min_length)
         self.batch_size, self.holdout, self.seed, self.rank, self.delay = batch_size, holdout, seed, rank, delay
@@ -241,14 +246,17 @@ class CurriculumDataset(IterableDataset):
         Args:
             step: That number, where workers draw ahead and the data set cannot know.
         """
-        return {"step": self.step if step is None else step, "seed": self.seed, "states": self._states.tolist()}
+        step = self.step if step is None else step
+        return {"step": step, "seed": self.seed, "task": repr(self.task), "states": self._states.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there.
 
         Raises:
-            ValueError: Another seed, schedule or delay.
+            ValueError: Another task, seed, schedule or delay.
         """
+        if state["task"] != repr(self.task):
+            raise ValueError(f"CurriculumDataset: the state is of {state['task']}; needed that of {self.task!r}")
         states = torch.tensor(state["states"], dtype=torch.float64)
         if state["seed"] != self.seed or states.shape != self._states.shape:
             raise ValueError(

@@ -118,6 +118,8 @@ def evaluate_grid(
     Raises:
         ValueError: Nothing to look at; more latents than a model with a table has.
     """
+    if isinstance(n_latents, int) or isinstance(n_steps, int):
+        raise ValueError(f"evaluate_grid: n_latents {n_latents}, n_steps {n_steps}; needed lists, as [{n_latents}]")
     if not n_latents or not n_steps or min(*n_latents, *n_steps, samples) < 1:
         raise ValueError(
             f"evaluate_grid: n_latents {list(n_latents)}, n_steps {list(n_steps)}, samples {samples}; needed 1 or more"

@@ -6,14 +6,14 @@ Shapes: B batch, n latents, L input length, O answer length, d width, H heads, h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from .checks import check_choice, check_latents, check_mask, check_plan, check_tokens, chosen_steps
+from .checks import check_choice, check_labels, check_latents, check_mask, check_plan, check_tokens, chosen_steps
 from .config import ExitRule, OutputSteps, ThinkerConfig
 from .flow import FlowPlan, FlowRow
 from .frames import Frame, causal_frame, plain_frame
@@ -257,7 +257,6 @@ class LatentThinker(PreTrainedModel):
         select: Literal["residual", "confidence"] = "residual",
         step_noise: float | None = None,
         generator: torch.Generator | None = None,
-        **ignored: Any,
     ) -> ThinkerOutput:
         """Read, think, answer.
 
@@ -277,7 +276,6 @@ class LatentThinker(PreTrainedModel):
             select: The best is the one that moved least at the end, or the one surest of its answer.
             step_noise: Standard deviation of noise before each step; for rollouts 0.01 when nothing says.
             generator: Of everything drawn.
-            **ignored: What other models' trainers pass.
 
         Raises:
             ValueError: What `encode`, `think` and `decode` refuse.
@@ -316,6 +314,8 @@ class LatentThinker(PreTrainedModel):
             )
         loss = None
         if labels is not None:
+            if self._checked():
+                check_labels(self.config, labels, step_logits[-1].shape)
             loss = self.loss_function(step_logits[-1].flatten(0, 1), labels.flatten())
         return ThinkerOutput(
             loss=loss, logits=step_logits[-1], step_logits=tuple(step_logits), output_steps=steps,
@@ -395,3 +395,7 @@ def _normal(shape: Sequence[int], like: Tensor, generator: torch.Generator | Non
     """N(0, 1), drawn where the generator lives."""
     where = like.device if generator is None else generator.device
     return torch.randn(shape, generator=generator, device=where, dtype=like.dtype).to(like.device)
+
+
+AutoConfig.register(ThinkerConfig.model_type, ThinkerConfig, exist_ok=True)
+AutoModel.register(ThinkerConfig, LatentThinker, exist_ok=True)

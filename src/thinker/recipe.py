@@ -13,7 +13,7 @@ def thinker_arguments(output_dir: str | Path, **changes: Any) -> TrainingArgumen
     """`TrainingArguments` of the recipe that solves the early tasks in seconds.
 
     AdamW 3e-3 with β2 .98, weight decay .01 (on matrices only, `parameter_groups`), 100 warm-up steps, cosine to 5 %,
-    gradients clipped at 1.
+    gradients clipped at 1; 1000 steps, no checkpoints (say ``save_steps``).
 
     Args:
         output_dir: Of checkpoints.
@@ -36,6 +36,8 @@ def thinker_arguments(output_dir: str | Path, **changes: Any) -> TrainingArgumen
         "save_strategy": "no",
         "report_to": "none",
     }
+    if "save_steps" in changes:
+        recipe["save_strategy"] = "steps"
     return TrainingArguments(output_dir=str(output_dir), **(recipe | changes))
 
 

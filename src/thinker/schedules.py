@@ -166,8 +166,7 @@ class Progressive(Schedule):
         _share("Progressive", self.share)
         if not 0 <= self.retreat < self.threshold <= 1:
             raise ValueError(
-                f"Progressive: retreat {self.retreat}, threshold {self.threshold}; needed 0 to 1, the first below the "
-                f"second"
+                f"Progressive: retreat {self.retreat}, threshold {self.threshold}; needed 0 <= retreat < threshold <= 1"
             )
         if not self.min_length <= self.start <= self.max_length or self.grow < 1:
             raise ValueError(

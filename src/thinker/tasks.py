@@ -5,6 +5,7 @@ Shapes: B batch, L input length, O answer length; a task's ``length`` is its own
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -33,6 +34,8 @@ def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
     """
 
     def put(kind: type[Task]) -> type[Task]:
+        if not (isinstance(kind, type) and issubclass(kind, Task)):
+            raise ValueError(f"register_task: {name!r} is {kind!r}; needed a class under Task, or SequenceTask")
         if name in TASKS:
             raise ValueError(f"register_task: {name!r} is taken, by {TASKS[name].__name__}")
         TASKS[name] = kind
@@ -53,7 +56,11 @@ def make_task(name: str, **options: Any) -> Task:
     """
     if name not in TASKS:
         raise ValueError(f"make_task: no task {name!r}; needed one of {', '.join(sorted(TASKS))}")
-    return TASKS[name](**options)
+    try:
+        return TASKS[name](**options)
+    except TypeError:
+        known = ", ".join(inspect.signature(TASKS[name]).parameters) or "no options"
+        raise ValueError(f"make_task: {name!r} with {', '.join(options)}; needed some of {known}") from None
 
 
 class Task(ABC):

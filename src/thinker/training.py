@@ -61,6 +61,10 @@ class ThinkerTrainer(Trainer):
         eval_samples: int = 512,
         **rest: Any,
     ):
+        if not isinstance(train_dataset, CurriculumDataset):
+            raise ValueError(
+                f"ThinkerTrainer: train_dataset is {type(train_dataset).__name__}; needed a CurriculumDataset"
+            )
         _check_fit(model, train_dataset, plan or model.default_plan())
         self.step_loss = step_loss or LastAndRandom()
         self.step_loss.check(model.config)
@@ -128,6 +132,12 @@ class ThinkerTrainer(Trainer):
         persistent = bool(workers) and self.args.dataloader_persistent_workers
         return DataLoader(self.data, batch_size=None, num_workers=workers, persistent_workers=persistent, **options)
 
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """The batches of a step; none when a finished run is resumed, which the stock trainer gives a step more."""
+        if self.state.global_step >= self.state.max_steps:
+            return [], None
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
     def create_optimizer(self, *ignored: Any, **named: Any) -> torch.optim.Optimizer:
         """The arguments' optimizer over `parameter_groups`, and what the loss learns."""
         if self.optimizer is None:
@@ -162,8 +172,8 @@ class ThinkerTrainer(Trainer):
             first = first or outputs
             loss = loss + part.share * self.step_loss(outputs, labels)
         assert first is not None
-        if self.accelerator.num_processes > 1:  # DDP waits for every parameter, and a plan may leave some out
-            loss = loss + 0.0 * torch.stack([p.sum() for p in model.parameters() if p.requires_grad]).sum()
+        # A plan may leave parameters out: DDP waits for every one, and without it they must decay all the same.
+        loss = loss + 0.0 * torch.stack([p.sum() for p in model.parameters() if p.requires_grad]).sum()
         if model.training:
             self._count(first.logits, labels, inputs["counted"], inputs["lengths"], loss)
         if num_items_in_batch is not None:  # this micro-batch's part of its step; else the trainer takes the mean

@@ -197,7 +197,9 @@ def test_what_was_reported_in_the_past_stays():
     [
         (lambda: Uniform(max_length=0), "min_length 1, max_length 0"),
         (lambda: Frontier(max_length=3, share=2), "share is 2"),
-        (lambda: Progressive(max_length=3, threshold=0.2, retreat=0.5), "the first below the second"),
+        (lambda: Progressive(max_length=3, threshold=0.2, retreat=0.5), "needed 0 <= retreat < threshold <= 1"),
+        (lambda: CurriculumDataset(make_task("copy"), 20), "needed a Task, as of make_task, and a Schedule"),
+        (lambda: data_of(task="sort").load_state_dict(data_of().state_dict()), r"the state is of Copy\(symbols=16\)"),
         (lambda: Progressive(max_length=3, start=4), "start 4"),
         (lambda: Linear(max_length=3, steps=0), "steps 0"),
         (lambda: Dynamic(max_length=3, floor=0), "floor 0"),
@@ -205,7 +207,7 @@ def test_what_was_reported_in_the_past_stays():
         (lambda: data_of(batch_size=0), "batch_size 0"),
         (lambda: data_of(n_step=0), "n_step is 0; needed a number from 1"),
         (lambda: data_of(holdout=1.0), "holdout 1.0"),
-        (lambda: data_of().load_state_dict({"seed": 3, "step": 0, "states": [[0.0]]}), "the state has seed 3"),
+        (lambda: data_of().load_state_dict({**data_of().state_dict(), "seed": 3}), "the state has seed 3"),
         (lambda: [data_of(Dynamic(max_length=9)).change(torch.ones(10), step=s) for s in (-20,)], "after a later one"),
     ],
 )

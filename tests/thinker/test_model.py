@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from torch.func import functional_call
+from transformers import AutoModel
 
 from tests.support.equivalence import judge
 from thinker import ExitRule, FlowPlan, LatentThinker, ThinkerConfig
@@ -491,7 +492,8 @@ def test_saved_and_loaded_it_is_the_same(case, tmp_path):
     changes = {k: v for k, v in CASES[case].items() if k not in ("padded", "length")}
     model = model_of(halting=True, **changes)
     model.save_pretrained(tmp_path)
-    again = LatentThinker.from_pretrained(tmp_path)
+    again = AutoModel.from_pretrained(tmp_path)
+    assert isinstance(again, LatentThinker)
     tokens, mask = batch(left=model.config.causal)
     assert torch.equal(model(tokens, mask).logits, again(tokens, mask).logits)
     told = [
@@ -585,10 +587,10 @@ TOKENS = torch.zeros(2, 5, dtype=torch.long)
         ({}, lambda m: m(TOKENS, torch.ones(2, 4)), r"mask has shape \[2, 4\], tokens \[2, 5\]"),
         ({}, lambda m: m(TOKENS + 11), "token id 11; needed 0 to vocab_size - 1, 10"),
         ({}, lambda m: m(TOKENS - 1), "token id -1"),
-        ({}, lambda m: m(TOKENS.float()), r"dtype torch.float32; needed ids \(B, L\)"),
+        ({}, lambda m: m(TOKENS.float()), r"dtype torch.float32; needed whole ids \(B, L\)"),
         ({}, lambda m: m(TOKENS[0]), r"shape \[5\]"),
-        ({}, lambda m: m(TOKENS, torch.zeros(2, 5)), "nothing of every row"),
-        ({}, lambda m: m(TOKENS, torch.tensor([[1] * 5, [0] * 5])), "nothing of row 1"),
+        ({}, lambda m: m(TOKENS, torch.zeros(2, 5)), "no row has a token left by the mask"),
+        ({}, lambda m: m(TOKENS, torch.tensor([[1] * 5, [0] * 5])), "not row 1 has a token left"),
         ({}, lambda m: m(TOKENS, n_step=0), "n_step is 0; this plan needed 1 or more"),
         ({}, lambda m: m(TOKENS, n_latent=0), "n_latent is 0"),
         ({}, lambda m: m(TOKENS, n_latent=5), 'n_latent is 5, the table has 4; .*latent_init="noise"'),
@@ -597,9 +599,11 @@ TOKENS = torch.zeros(2, 5, dtype=torch.long)
         ({}, lambda m: m(TOKENS, plan=FlowPlan.every_step(memory=False, static=True)), "num_static_tokens=8"),
         ({}, lambda m: m(TOKENS, output_steps=[5]), r"output_steps \[5\]; the plan outputs at \[1, 2, 3, 4\]"),
         ({}, lambda m: m(TOKENS, output_steps="first"), "output_steps is 'first'"),
-        ({}, lambda m: m(TOKENS, rollouts=2), r"2 rollouts in training; needed torch.no_grad\(\)"),
+        ({}, lambda m: m(TOKENS, rollouts=2), r"2 rollouts with gradients on; needed torch.no_grad\(\)"),
         ({}, lambda m: m(TOKENS, rollouts=0), "rollouts is 0"),
-        ({}, lambda m: m(TOKENS, exit_rule=ExitRule()), r"an exit rule in training; needed torch.no_grad\(\)"),
+        ({}, lambda m: m(TOKENS, labels=TOKENS + 11), "labels from 11 to 11; needed 0 to output_size - 1, 10"),
+        ({}, lambda m: m(TOKENS, labels=TOKENS, out_len=3), r"labels have shape \[2, 5\]; needed \[2, 3\]"),
+        ({}, lambda m: m(TOKENS, exit_rule=ExitRule()), r"an exit rule with gradients on; needed torch.no_grad\(\)"),
         ({}, lambda m: torch.no_grad()(m)(TOKENS, exit_rule=ExitRule(kind="halt")), "halting=True"),
         ({}, lambda m: torch.no_grad()(m)(TOKENS, rollouts=2, select="best"), "select is 'best'"),
         ({}, lambda m: m(TOKENS, carry=m(TOKENS[:1]).carry), "the carry has 1 rows of 4 latents; needed 2 rows"),
@@ -633,6 +637,8 @@ def test_bad_input_is_refused(changes, call, message):
         ({"causal": True, "from_end": True}, "no from_end, in a causal flow"),
         ({"causal": True, "latent_init": "noise"}, "latent_init is 'noise'; needed 'table' in a causal flow"),
         ({"damping": 0.0}, "damping is 0.0"),
+        ({"hiden_size": 9}, "hiden_size is 9; needed hidden_size, or was another meant"),
+        ({"latents": 9}, "latents is 9; needed num_latents"),
         ({"hidden_size": 6, "positions": "rotary"}, "an even size for rotary"),
     ],
 )

@@ -116,6 +116,15 @@ def test_resumed_is_as_if_never_stopped(loss, tmp_path):
     ROWS.append(Row("ThinkerTrainer", "resumed", "float32", f"{loss} loss", 0.0, "every parameter, bit for bit"))
 
 
+def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path):
+    trainer = trainer_of(tmp_path, max_steps=4, save_steps=4)
+    trainer.train()
+    again = trainer_of(tmp_path, max_steps=4)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    same(trainer.model, again.model, rtol=0, atol=0)
+    assert again.state.global_step == 4
+
+
 def test_it_learns_to_copy(tmp_path):
     """The short twin of the example: four symbols, three places."""
     data = CurriculumDataset(make_task("copy", symbols=4), Frontier(max_length=3), batch_size=32)
@@ -244,7 +253,7 @@ def test_two_processes_give_what_one_gives(loss, tmp_path):
     for part, held in (("model", single.model), ("loss", single.step_loss)):
         for name, value in held.state_dict().items():
             message = f"{name}: {{}}".format
-            torch.testing.assert_close(found[0][part][name], value, rtol=1e-4, atol=1e-5, msg=message)
+            torch.testing.assert_close(found[0][part][name], value, rtol=1e-4, atol=1e-6, msg=message)
     start = model_of(**changes).state_dict()["layers.0.mlp.down.weight"]
     assert not torch.allclose(single.model.state_dict()["layers.0.mlp.down.weight"], start, atol=1e-3)
 
@@ -312,7 +321,7 @@ def _tensors(tree):
 
 
 def test_rewinding_gives_a_schedule_its_state_back(tmp_path):
-    """Also where the curriculum reports at the same step; what was counted on the way that was given up is forgotten."""
+    """Also where the curriculum reports at the same step; what was counted on the way given up is forgotten."""
     from transformers import TrainerCallback
 
     class After(TrainerCallback):
@@ -444,6 +453,8 @@ def test_grids_lengths_and_plots(tmp_path):
     history = [{"loss": 2.0 / n, "accuracy": 0.1 * n, "difficulty": n, "step": n} for n in range(1, 9)]
     plot_training(history, tmp_path / "training.png")
     assert all((tmp_path / f"{n}.png").stat().st_size > 5000 for n in ("grid", "training"))
+    with pytest.raises(ValueError, match=r"needed lists, as \[8\]"):
+        evaluate_grid(model, data, n_latents=8, n_steps=[1])
     with pytest.raises(ValueError, match=r"n_latents \[\], n_steps \[1\]"):
         evaluate_grid(model, data, n_latents=[], n_steps=[1])
 

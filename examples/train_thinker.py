@@ -24,7 +24,7 @@ RECIPES = {  # what a task needs beyond the defaults
     "reverse": {"iterations": 1000, "model": {"from_end": True}},
     "roll": {"iterations": 1000, "model": {"from_end": True}},
     "add": {
-        "iterations": 1200,
+        "iterations": 2000,
         "batch": 128,
         "length": 3,
         "task": {"max_value": 1000},

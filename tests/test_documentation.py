@@ -192,6 +192,28 @@ def test_the_guide_to_thinking_has_every_task_choice_and_public_name():
     assert all(f"| {name} |" in guide for name in results["rows"])
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/thinker.md"])
+def test_the_snippets_about_thinking_run(page, tmp_path, monkeypatch):
+    """In the order of the page, in one namespace, with fewer steps."""
+    import thinker
+
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / page).read_text(encoding="utf-8")
+    snippets = re.findall(r"```python\n(.*?)```", text, re.S)
+    found = [
+        code for code in snippets if re.search(r"th\.|model\.", code) and not re.search("kronecker|mergekit_lite", code)
+    ]
+    assert len(found) == (1 if page == "README.md" else 6)
+    namespace = {}
+    try:
+        for code in found:
+            code = re.sub(r"max_steps=\d+", "max_steps=2", code).replace("save_steps=500", "save_steps=2")
+            exec(code.replace('"runs/plan")', '"runs/plan", max_steps=2)'), namespace)
+    finally:
+        thinker.TASKS.pop("double", None)
+    assert namespace["trainer" if page != "README.md" else "out"]
+
+
 def test_the_thinkers_example_runs_and_resumes(tmp_path):
     printed = run_example("train_thinker.py", "--out", tmp_path, "--test-lengths", 6)
     assert re.search(r"copy, length 4: 20 iterations.*\nheld out: [\d.]+ of symbols, [\d.]+ of rows", printed)

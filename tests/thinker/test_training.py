@@ -170,7 +170,7 @@ class Accumulating(ThinkerTrainer):
 SGD = {"optim": "sgd", "learning_rate": 0.03, "max_grad_norm": 0.0, "lr_scheduler_type": "constant",
        "lr_scheduler_kwargs": None, "warmup_steps": 0}  # fmt: skip
 STOPPED = """
-import sys, torch
+import os, sys, torch
 import torch.distributed as dist
 from tests.thinker.test_training import SGD, data_of, model_of, trainer_of
 from thinker import Progressive, RewindOnPeak
@@ -183,7 +183,7 @@ logs = [{k: r[k] for k in ("step", "accuracy", "difficulty")} for r in trainer.s
 state = {"model": trainer.model.state_dict(), "data": trainer.data.state_dict(), "logs": logs}
 torch.save(state, f"{out}/state{trainer.args.process_index}.pt")
 dist.barrier()
-dist.destroy_process_group()
+os._exit(0)  # after the barrier: gloo's threads can abort a process that takes itself down
 """
 
 
@@ -211,7 +211,7 @@ def test_two_processes_resumed_are_as_if_never_stopped(tmp_path):
 
 
 RANK = """
-import sys, torch
+import os, sys, torch
 import torch.distributed as dist
 from tests.thinker.test_training import LOSSES, SGD, data_of, model_of, trainer_of
 from thinker import Progressive
@@ -225,7 +225,7 @@ state = {"model": trainer.model.state_dict(), "loss": trainer.step_loss.state_di
 state["data"] = trainer.data.newest_state()
 torch.save(state, f"{out}/state{trainer.args.process_index}.pt")
 dist.barrier()
-dist.destroy_process_group()
+os._exit(0)  # after the barrier: gloo's threads can abort a process that takes itself down
 """
 
 

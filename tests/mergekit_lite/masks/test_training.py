@@ -342,7 +342,7 @@ def test_evaluation_is_task_by_task_and_the_best_masks_come_back(tmp_path):
 
 
 RANK = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 from mergekit_lite.masks import *
 from tests.mergekit_lite.masks.test_training import MIXTURE, arguments, examples, merger_of
 out, mode = sys.argv[1], sys.argv[2]
@@ -361,7 +361,7 @@ if trainer.args.process_index == 0:
     merger.save_masks(out + "/masks.safetensors")
 if dist.is_initialized():
     dist.barrier()
-    dist.destroy_process_group()
+    os._exit(0)  # after the barrier: gloo's threads can abort a process that takes itself down
 """
 
 

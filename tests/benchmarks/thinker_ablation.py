@@ -113,9 +113,9 @@ def draw(found: dict[str, Any]) -> None:
         values = [r["6 steps"] for r in found["rows"][size]]
         axes.barh([i + shift for i in range(len(names))], values, 0.34, color=colour, label=size)
     axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.invert_yaxis()
+    axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set(xlabel="token accuracy, copying 20 held-out symbols", xlim=(0, 1.01))
-    axes.legend(loc="lower right", fontsize=8)
+    figure.legend(loc="outside upper center", ncols=2, fontsize=8)
     figure.savefig(PLOT, metadata={"Date": None})
 
 

@@ -48,12 +48,9 @@ def write_table() -> None:
         whole = " / ".join(f"{100 * r['sequence']:.1f} %" for r in runs)
         seconds = statistics.median(r["cpu_seconds"] for r in runs)
         lines.append(f"| {name} | {row['goal']} | {tokens} | {whole} | {seconds:.0f} | {runs[0]['iterations']} |")
-    lines += [
-        "",
-        f"One thread; {found['hardware']}; measured {found['date']} at {found['commit']}. The commands:",
-        "",
-        "```bash",
-    ]
+    commits = ", ".join(sorted({row["commit"] for row in found["rows"].values()}))
+    place = f"One thread; {found['hardware']}; measured {found['date']} at {commits}. The commands:"
+    lines += ["", place, "", "```bash"]
     lines += [f"python examples/train_thinker.py {row['arguments']}" for row in found["rows"].values()]
     put(GUIDE, [*lines, "```"], "accuracy")
     beyond = [(n, r) for n, r in found["rows"].items() if any(int(k) > r["length"] for k in r["runs"][0]["by_length"])]
@@ -98,14 +95,14 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     config = json.loads(CONFIG.read_text(encoding="utf-8"))
     before = json.loads(FOUND.read_text(encoding="utf-8"))["rows"] if FOUND.exists() else {}
-    found: dict[str, Any] = {"date": today(), "commit": commit(), "hardware": hardware(), "rows": {}}
+    found: dict[str, Any] = {"date": today(), "hardware": hardware(), "rows": {}}
     for name, row in config.items():
         if options.only and not name.startswith(tuple(options.only)):
             if name in before:
                 found["rows"][name] = before[name]
             continue
         runs = [run(name, row["arguments"], seed, options.smoke) for seed in row.get("seeds", [0, 1, 2])]
-        found["rows"][name] = {"readme": False} | row | {"runs": runs}
+        found["rows"][name] = {"readme": False} | row | {"commit": commit(), "runs": runs}
         print(name, [(r["token"], r["cpu_seconds"]) for r in runs], flush=True)
         if not options.smoke:
             FOUND.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -9,30 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from .counters import between, mix, seed_of, signed
 from .schedules import Frontier, Schedule
 from .tasks import Sample, Task
 
-_WORD = (1 << 64) - 1
 _ENOUGH = 1000  # lengths with fewer inputs than this have none held out
-
-
-def mix(*words: int) -> int:
-    """64 bits that depend on all of ``words`` and their order (SplitMix64's finaliser, Steele et al. 2014).
-
-    >>> mix(1, 2) == mix(1, 2), mix(1, 2) == mix(2, 1)
-    (True, False)
-    """
-    state = 0
-    for word in words:
-        state = (state + (word & _WORD) + 0x9E3779B97F4A7C15) & _WORD
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _WORD
-        state ^= state >> 31
-    return state
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
 
 
 class CurriculumDataset(IterableDataset):
@@ -103,7 +84,7 @@ class CurriculumDataset(IterableDataset):
         longest = self.schedule.max_length
         held = [holdout > 0 and task.num_samples(n) >= _ENOUGH for n in range(task.min_length, longest + 1)]
         self._held_lengths = torch.tensor([False] * task.min_length + held, device=self.device)
-        words = [_signed(mix(7, i) | 1) for i in range(task.input_length(longest))]  # the same whatever the seed
+        words = [signed(mix(7, i) | 1) for i in range(task.input_length(longest))]  # the same whatever the seed
         self._multipliers = torch.tensor(words, device=self.device)
         self.step = 0
         # rows of (from which batch on, state): shared, so that workers that live on see what the trainer reports
@@ -183,9 +164,9 @@ class CurriculumDataset(IterableDataset):
             sample = self._without_held_out(generator, sample, lengths)
         n_step, n_latent = self.schedule.steps_and_latents(lengths)
         if n_step is None:
-            n_step = _between(self.n_step, mix(self.seed, 4, step))
+            n_step = between(self.n_step, mix(self.seed, 4, step))
         if n_latent is None and self.n_latent is not None:
-            n_latent = _between(self.n_latent, mix(self.seed, 5, step))
+            n_latent = between(self.n_latent, mix(self.seed, 5, step))
         return _as_dict(self.task, sample, lengths) | {
             "n_step": n_step,
             "n_latent": n_latent,
@@ -209,7 +190,7 @@ class CurriculumDataset(IterableDataset):
             return torch.zeros(len(lengths), dtype=torch.bool, device=lengths.device)
         width = sample.tokens.shape[1]
         word = ((sample.tokens + 1) * sample.mask * self._multipliers[:width]).sum(1)
-        word = (word ^ (word >> 29)) * _signed(0xBF58476D1CE4E5B9)
+        word = (word ^ (word >> 29)) * signed(0xBF58476D1CE4E5B9)
         share = (word ^ (word >> 32)) & 0xFFFFFF
         return (share < self.holdout * (1 << 24)) & self._held_lengths[lengths]
 
@@ -222,9 +203,8 @@ class CurriculumDataset(IterableDataset):
             seed: Which batch.
         """
         generator, lengths = self._generator(3, seed, length), torch.full((batch,), length, device=self.device)
-        if length >= len(self._held_lengths) or not bool(
-            self._held_lengths[length]
-        ):  # too long to be seen, or too short
+        beyond = length >= len(self._held_lengths)  # nothing of such a length was seen
+        if beyond or not bool(self._held_lengths[length]):
             return _as_dict(self.task, self.task.sample(generator, batch, length), lengths)
         found: list[Sample] = []
         missing = batch
@@ -267,7 +247,7 @@ class CurriculumDataset(IterableDataset):
         self._states.copy_(states)
 
     def _generator(self, *words: int) -> torch.Generator:
-        return torch.Generator(self.device).manual_seed(_seed(mix(self.seed, *words)))
+        return torch.Generator(self.device).manual_seed(seed_of(self.seed, *words))
 
     def _without_held_out(self, generator: torch.Generator, sample: Sample, lengths: Tensor) -> Sample:
         wrong = self.is_held_out(sample, lengths).nonzero()[:, 0]
@@ -291,14 +271,11 @@ def _pair(name: str, value: int | tuple[int, int]) -> tuple[int, int]:
     return low, high
 
 
-def _between(pair: tuple[int, int], word: int) -> int:
-    return pair[0] + word % (pair[1] - pair[0] + 1)
-
-
-def _seed(word: int) -> int:
-    return word >> 1  # a generator takes 63 bits
-
-
 def _as_dict(task: Task, sample: Sample, lengths: Tensor) -> dict[str, Any]:
-    return {"input_ids": sample.tokens, "attention_mask": sample.mask, "labels": sample.targets, "lengths": lengths,
-            "counted": task.accuracy_mask(sample)}  # fmt: skip
+    return {
+        "input_ids": sample.tokens,
+        "attention_mask": sample.mask,
+        "labels": sample.targets,
+        "counted": task.accuracy_mask(sample),
+        "lengths": lengths,
+    }

@@ -38,7 +38,7 @@ class Exits:
         if rule.kind == "halt" and model.halt is None:
             raise ValueError('LatentThinker: an exit by "halt" needed ThinkerConfig(halting=True)')
         self.model, self.rule, self.context, self.out_len = model, rule, context, out_len
-        self.places, batch, device = state.places, len(state.latents), state.latents.device
+        self.places, batch, device = context.places, len(state.latents), state.latents.device
         self.rows = torch.arange(batch, device=device)  # which row of the whole each one here is
         self.going = torch.ones(batch, dtype=torch.bool, device=device)  # of those here
         self.calm = torch.zeros(batch, dtype=torch.long, device=device)

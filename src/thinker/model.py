@@ -28,7 +28,7 @@ class LatentThinker(PreTrainedModel):
     """Latents that read once, think n steps, and answer.
 
     Batch first everywhere. Keys and values of the input are projected once and read by every step. How many steps and
-    latents is said with each call: more of them, a better answer.
+    latents is said with each call; with latents that start from noise, more of them is a better answer.
 
     Args:
         config: Sizes and choices.
@@ -288,7 +288,10 @@ class LatentThinker(PreTrainedModel):
         context = self.encode(input_ids, attention_mask, out_len=out_len, places=places, generator=generator)
         if rollouts > 1:
             check_choice(self.config, f"{rollouts} rollouts")
-            repeat = lambda t: t.repeat_interleave(rollouts, 0)  # noqa: E731
+
+            def repeat(rows: Tensor) -> Tensor:
+                return rows.repeat_interleave(rollouts, 0)
+
             context, carry = context.map(repeat), None if carry is None else carry.map(repeat)
             if step_noise is None and not self.config.step_noise:
                 step_noise = 0.01

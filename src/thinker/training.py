@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from .callbacks import CurriculumCallback, ThinkerCallback
-from .checks import check_plan
-from .curriculum import CurriculumDataset, mix
+from .counters import seed_of
+from .curriculum import CurriculumDataset
 from .evaluate import evaluate_lengths
+from .fit import check_fit
 from .flow import FlowPlan
 from .losses import LastAndRandom, StepLoss
 from .model import LatentThinker
@@ -65,7 +66,7 @@ class ThinkerTrainer(Trainer):
             raise ValueError(
                 f"ThinkerTrainer: train_dataset is {type(train_dataset).__name__}; needed a CurriculumDataset"
             )
-        _check_fit(model, train_dataset, plan or model.default_plan())
+        check_fit(model, train_dataset, plan or model.default_plan())
         self.step_loss = step_loss or LastAndRandom()
         self.step_loss.check(model.config)
         if ema is not None and not 0 < ema < 1:
@@ -159,8 +160,8 @@ class ThinkerTrainer(Trainer):
         """The step loss, over the answers of the whole step."""
         labels, config = inputs["labels"], self.thinker.config
         words = (self.args.seed, inputs["rank"], inputs["step"])
-        choose = torch.Generator().manual_seed(mix(*words, 1) >> 1)
-        noise = torch.Generator(labels.device).manual_seed(mix(*words, 2) >> 1)
+        choose = torch.Generator().manual_seed(seed_of(*words, 1))
+        noise = torch.Generator(labels.device).manual_seed(seed_of(*words, 2))
         plan, loss, first = self.plan or self.thinker.default_plan(), torch.zeros((), device=labels.device), None
         n_step = plan.num_steps(inputs["n_step"] or config.n_step)
         for part in self.step_loss.passes(n_step, plan, choose):
@@ -294,25 +295,3 @@ class _Housekeeping(ThinkerCallback):
         self.trainer.step_loss.zero_grad()
         if self.trainer.ema is not None:
             self.trainer.ema.update_parameters(self.trainer.thinker)
-
-
-def _check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> None:
-    config = model.config
-    if config.causal:
-        raise ValueError(
-            "ThinkerTrainer: a causal flow answers at its own tokens, tasks ask for an answer of their own; needed "
-            "causal=False, or transformers.Trainer with labels"
-        )
-    for name, needed in data.sizes().items():
-        has = getattr(config, name)
-        if needed > has:
-            raise ValueError(
-                f"ThinkerTrainer: the model's {name} is {has}; {type(data.task).__name__} up to length "
-                f"{data.schedule.max_length} needed {needed}"
-            )
-    if data.n_latent is not None and config.latent_init == "table" and data.n_latent[1] > config.num_latents:
-        raise ValueError(
-            f"ThinkerTrainer: the data set draws up to {data.n_latent[1]} latents, the model's table has "
-            f'{config.num_latents}; needed at most as many, or latent_init="noise"'
-        )
-    check_plan(config, plan.rows())

@@ -100,15 +100,18 @@ def prepare(impl: str, length: int, shape: tuple, device: str, backward: bool) -
             num_classes=16, weight_tie_layers=True, fourier_encode_data=False, self_per_cross_attn=1,
         ).to(device)  # fmt: skip
         table = nn.Embedding(16, width).to(device)
-        forward = lambda: model(table(tokens))  # noqa: E731
+
+        def forward() -> Tensor:
+            return model(table(tokens))
+
     else:
         kind = {IMPLS[0]: Stock, IMPLS[1]: LatentThinker, IMPLS[2]: Recomputing}[impl]
         model = kind(config).to(device).train()
-        if impl == IMPLS[0]:
-            forward = lambda: model(tokens, STEPS, out_len)  # noqa: E731
-        else:
-            model.check_inputs = device == "cpu"
-            forward = lambda: model(tokens, n_step=STEPS, out_len=out_len).logits  # noqa: E731
+        model.check_inputs = device == "cpu"
+
+        def forward() -> Tensor:
+            made = model(tokens, n_step=STEPS, out_len=out_len)
+            return made if impl == IMPLS[0] else made.logits
 
     def step() -> object:
         if not backward:

@@ -362,9 +362,13 @@ def test_training_on_goes_on_in_the_data(tmp_path):
 
 def test_any_plan_trains_with_any_draw_of_steps(tmp_path):
     model = model_of(memory="grow")
-    trainer = trainer_of(tmp_path, model, max_steps=6, plan=FlowPlan.read_once(), eval_samples=8)
+    trainer, seen = trainer_of(tmp_path, model, max_steps=12, plan=FlowPlan.read_once(), eval_samples=8), []
+    passes = trainer.step_loss.passes
+    trainer.step_loss.passes = lambda n_step, *rest: seen.append(n_step) or passes(n_step, *rest)
     trainer.train()
-    assert trainer.evaluate()["eval_accuracy"] >= 0
+    drawn = [trainer.data.batch(i)["n_step"] for i in range(12)]
+    assert 1 in drawn
+    assert seen == [max(2, n) for n in drawn]  # a plan's fewest
 
 
 def test_evaluation_is_on_the_data_that_was_given(tmp_path):

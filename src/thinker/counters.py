@@ -1,0 +1,39 @@
+"""Randomness from counters: words in, a number out that depends on nothing else."""
+
+from __future__ import annotations
+
+_WORD = (1 << 64) - 1
+
+
+def mix(*words: int) -> int:
+    """64 bits that depend on all of ``words`` and their order (SplitMix64's finaliser, Steele et al. 2014).
+
+    >>> mix(1, 2) == mix(1, 2), mix(1, 2) == mix(2, 1)
+    (True, False)
+    """
+    state = 0
+    for word in words:
+        state = (state + (word & _WORD) + 0x9E3779B97F4A7C15) & _WORD
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _WORD
+        state ^= state >> 31
+    return state
+
+
+def signed(word: int) -> int:
+    """The same 64 bits as torch's int64 holds them."""
+    return word - (1 << 64) if word >> 63 else word
+
+
+def between(pair: tuple[int, int], word: int) -> int:
+    """A number from a pair's first to its last.
+
+    >>> between((2, 4), 7)
+    3
+    """
+    return pair[0] + word % (pair[1] - pair[0] + 1)
+
+
+def seed_of(*words: int) -> int:
+    """A seed for a generator, which takes 63 bits."""
+    return mix(*words) >> 1

@@ -21,7 +21,7 @@ def pytest_configure(config):
     torch.set_num_threads(1)
     folder = config.getoption("--expect-wheel")
     if folder:
-        for package in ("kronecker", "mergekit_lite", "thinker"):
+        for package in ("heads", "kronecker", "mergekit_lite", "thinker"):
             found = importlib.util.find_spec(package)
             if found is None or not Path(found.origin or "").resolve().is_relative_to(Path(folder).resolve()):
                 raise pytest.UsageError(f"{package} comes from {found and found.origin}, not from {folder}")

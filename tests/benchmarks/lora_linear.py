@@ -1,7 +1,7 @@
 """lora_linear and accelerated layers against peft's own forward; the floor is a frozen `nn.Linear`.
 
-peft is timed twice: with its default, adapters in float32 under a half-precision model, and with adapters in the model's
-dtype. On CUDA Unsloth's function is timed too where its package is installed.
+peft is timed twice: with its default, adapters in float32 under a half-precision model, and with adapters in the
+model's dtype. On CUDA Unsloth's function is timed too where its package is installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from tests.benchmarks.measure import interleave, run_alone, saved_bytes
 from tests.benchmarks.results import Row, append
 
-IMPLS = ("frozen nn.Linear", "lora_linear", "lora_linear, merged", "peft", "peft, float32 adapters", "unsloth")
+IMPLS = ("frozen nn.Linear", "lora_linear", "lora_linear, factored", "peft", "peft, float32 adapters", "unsloth")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
@@ -54,7 +54,7 @@ def unsloth(model: nn.Module) -> Callable[[torch.Tensor], list[torch.Tensor]]:
 def prepare(
     impl: str, count: int, ins: int, outs: int, tokens: int, rank: int, dropout: float, dtype: torch.dtype, device: str
 ) -> Callable[[], object]:
-    """A step, forward and backward; ``step.forward`` and ``step.resident`` serve `saved_bytes`."""
+    """A step, forward and backward; ``step.forward`` and ``step.parameters`` serve `saved_bytes`."""
     from peft import LoraConfig, get_peft_model
 
     from heads.lora import accelerate_lora_
@@ -65,7 +65,7 @@ def prepare(
         config = LoraConfig(r=rank, lora_alpha=rank, target_modules=list(PROJECTIONS[:count]), lora_dropout=dropout)
         model = get_peft_model(model, config, autocast_adapter_dtype="float32" in impl)
         if "lora_linear" in impl:
-            accelerate_lora_(model, order="merged" if "merged" in impl else "factored")
+            accelerate_lora_(model, order="factored" if "factored" in impl else "auto")
     run = unsloth(model) if impl == "unsloth" else model
     x = torch.randn(tokens, ins, device=device, dtype=dtype, requires_grad=True)
     grads = [torch.randn(tokens, outs, device=device, dtype=dtype) for _ in range(count)]
@@ -76,7 +76,7 @@ def prepare(
         for parameter in model.parameters():
             parameter.grad = None
 
-    step.forward, step.resident = (lambda: run(x)), sum(p.nbytes for p in model.parameters())
+    step.forward, step.parameters = (lambda: run(x)), list(model.parameters())
     return step
 
 
@@ -84,7 +84,7 @@ def measure(place: tuple, runs: int, peak: bool) -> list[Row]:
     """Rows of all implementations of one case, in turn."""
     count, ins, outs, tokens, rank, dropout, dtype, device = place
     impls = [i for i in IMPLS if "float32" not in i or dtype != torch.float32]
-    impls = [i for i in impls if "merged" not in i or (dtype == torch.float32 and not dropout)]
+    impls = [i for i in impls if "factored" not in i or (dtype == torch.float32 and not dropout)]
     if device != "cuda" or dropout or importlib.util.find_spec("unsloth") is None:
         impls.remove("unsloth")
     with warnings.catch_warnings():
@@ -94,29 +94,14 @@ def measure(place: tuple, runs: int, peak: bool) -> list[Row]:
     shape = f"{layers}{ins} to {outs}, {tokens} tokens, r {rank}" + (f", dropout {dropout}" if dropout else "")
     rows = []
     for impl, results in interleave(steps, runs, device).items():
-        saved = saved_bytes(steps[impl].forward, 0)
+        saved = saved_bytes(steps[impl].forward, resident=steps[impl].parameters)
         top = run_alone(prepare, impl, *place, device=device)[0] if peak else 0
         rows.append(Row.of("lora_linear", impl, "forward + backward", str(dtype), shape, results, top,
-                           saved=saved - parameters_kept(steps[impl]), device=device, packages=("torch", "peft")))  # fmt: skip
+                           saved=saved, device=device, packages=("torch", "peft")))  # fmt: skip
     clock = "wall_p50" if device == "cuda" else "cpu_p50"
     base = getattr(rows[0], clock)
     print(shape, dtype, {r.impl: round(getattr(r, clock) / base, 3) for r in rows}, flush=True)
     return rows
-
-
-def parameters_kept(step: Any) -> int:
-    """Bytes among what autograd keeps that are parameters, resident anyway."""
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, nn.Parameter):
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        result = step.forward()
-    del result
-    return sum(kept.values())
 
 
 def main(arguments: list[str] | None = None) -> None:

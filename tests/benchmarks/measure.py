@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def interleave(
     return held
 
 
-def saved_bytes(function: Callable[[], object], frozen: int = 0) -> int:
+def saved_bytes(function: Callable[[], object], frozen: int = 0, resident: Iterable[torch.Tensor] = ()) -> int:
     """Bytes that autograd keeps after ``function``, each storage once, less what is resident anyway."""
     kept: dict[int, int] = {}
 
@@ -42,7 +42,8 @@ def saved_bytes(function: Callable[[], object], frozen: int = 0) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         result = function()
     del result
-    return sum(kept.values()) - frozen
+    own = {tensor.untyped_storage().data_ptr() for tensor in resident}
+    return sum(size for place, size in kept.items() if place not in own) - frozen
 
 
 def _resident() -> int:

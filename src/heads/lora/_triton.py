@@ -120,7 +120,7 @@ def _words(x: Tensor, rows: Tensor | None, columns: Tensor | None) -> tuple[Tens
 
 @torch.library.custom_op("heads_lora::down", mutates_args=())
 def down(x: Tensor, a: Tensor, scale: float, rows: Tensor | None, columns: Tensor | None, threshold: int) -> Tensor:
-    """scale drop(x) Aᵀ: (T, C), (R, C) → (T, R)."""
+    """Scale drop(x) Aᵀ: (T, C), (R, C) → (T, R)."""
     (tokens, width), rank = x.shape, a.shape[0]
     out = x.new_empty(tokens, rank)
     if not x.numel():
@@ -143,7 +143,7 @@ def _(x: Tensor, a: Tensor, scale: float, rows: Tensor | None, columns: Tensor |
 def up_(
     y: Tensor, h: Tensor, b: Tensor, scale: float, rows: Tensor | None, columns: Tensor | None, threshold: int
 ) -> None:
-    """y += scale drop(h Bᵀ): (T, C), (T, R), (C, R)."""
+    """Y += scale drop(h Bᵀ): (T, C), (T, R), (C, R)."""
     (tokens, width), rank = y.shape, h.shape[1]
     if not y.numel():
         return
@@ -158,7 +158,7 @@ def up_(
 
 @torch.library.custom_op("heads_lora::outer", mutates_args=())
 def outer(h: Tensor, x: Tensor, scale: float, rows: Tensor | None, columns: Tensor | None, threshold: int) -> Tensor:
-    """scale hᵀ drop(x): (T, R), (T, C) → (R, C)."""
+    """Scale hᵀ drop(x): (T, R), (T, C) → (R, C)."""
     (tokens, width), rank = x.shape, h.shape[1]
     if not x.numel():
         return x.new_zeros(rank, width)

@@ -8,6 +8,7 @@ Letters: T tokens, I in_features, O out_features, r rank, *B any leading shape.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ from torch.autograd.function import once_differentiable
 from . import narrow, reference
 
 IMPLS = ("reference", "eager", "fused", "auto")
-ORDERS = ("factored", "merged")
+ORDERS = ("factored", "merged", "auto")
+_MERGE_ABOVE = 2  # times the tokens at which both orders take as many flops: a merged weight also has to be written
 
 
 class Adapter(NamedTuple):
@@ -32,7 +34,7 @@ class Adapter(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What `Lora` is to do, tensors aside."""
+    """What `_Lora` is to do, tensors aside."""
 
     layers: int
     adapters: tuple[Adapter, ...]
@@ -48,7 +50,7 @@ class Plan(NamedTuple):
 
 
 class _Tensors(NamedTuple):
-    """`Lora`'s tensors by role, in x's dtype, which is autocast's where that is on."""
+    """`_Lora`'s tensors by role, in x's dtype, which is autocast's where that is on."""
 
     weights: list[Tensor]
     biases: list[Tensor | None]
@@ -97,7 +99,7 @@ def _pieces(plan: Plan, t: _Tensors, seeds: Tensor | None, x: Tensor) -> Iterato
         drop = None
         if first.dropout_p:
             assert seeds is not None
-            drop = narrow.dropout(seeds[which[0]], *x.shape, first.dropout_p)
+            drop = narrow.dropout(seeds[which[0]], x.shape[0], x.shape[1], first.dropout_p)
         scales = [one.scaling / (1 - one.dropout_p) for one in adapters]
         stacked = t.a[which[0]] if len(which) == 1 else torch.cat([t.a[k] for k in which])
         for start, stop in first.spans or ((0, x.shape[0]),):
@@ -114,7 +116,7 @@ def _backend(plan: Plan) -> Any:
     return _triton
 
 
-class Lora(torch.autograd.Function):
+class _Lora(torch.autograd.Function):
     """Layers that share x (T, I), each with its adapters. Saves x, the parameters and 8 bytes a dropout.
 
     Tensors after the seeds: the layers' weights, their biases or None, the adapters' A, the adapters' B.
@@ -186,7 +188,7 @@ def run(
     adapters: Sequence[Adapter],
     *,
     transposed: bool = False,
-    order: str = "factored",
+    order: str = "auto",
     impl: str = "auto",
     seeds: Tensor | None = None,
 ) -> list[Tensor]:
@@ -194,17 +196,23 @@ def run(
     device, adapters = x.device.type, tuple(adapters)
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
-    merged = order == "merged"
-    if merged and (x.dtype.itemsize < 4 or any(one.dropout_p or one.spans is not None for one in adapters)):
-        merged = False  # half precision would round the update away; the others have no one weight
+    flat = x.reshape(-1, x.shape[-1])
+    merged = order == "merged" or (order == "auto" and _merges(flat, weights, adapters))
     if seeds is None and any(one.dropout_p for one in adapters):
         seeds = torch.randint(-(2**63), 2**63 - 1, (len(adapters),), device=x.device, dtype=torch.int64)
     fused = _uses_fused(impl, x)
     plan = Plan(len(weights), adapters, transposed, merged, fused)
-    flat = x.reshape(-1, x.shape[-1])
     with torch.autocast(device, enabled=False):
-        ys = Lora.apply(flat, plan, seeds, *weights, *biases, *lora_as, *lora_bs)
+        ys = _Lora.apply(flat, plan, seeds, *weights, *biases, *lora_as, *lora_bs)
     return [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
+
+
+def _merges(x: Tensor, weights: Sequence[Tensor], adapters: Sequence[Adapter]) -> bool:
+    """Whether the merged order loses nothing and is the cheaper one: half precision would round the update away."""
+    if x.dtype.itemsize < 4 or x.is_cuda or any(one.dropout_p or one.spans is not None for one in adapters):
+        return False
+    elements, sides = (sum(f(weights[one.layer].shape) for one in adapters) for f in (math.prod, sum))
+    return x.shape[0] * sides > _MERGE_ABOVE * elements
 
 
 def _uses_fused(impl: str, x: Tensor) -> bool:
@@ -252,7 +260,7 @@ def lora_linears(
     dropout_p: float = 0.0,
     seeds: Tensor | None = None,  # (J,), int64
     transposed: bool = False,
-    order: str = "factored",
+    order: str = "auto",
     impl: str = "auto",
 ) -> list[Tensor]:
     """`lora_linear` for several layers that read the same x, as q, k and v do: one down-projection, x saved once.
@@ -335,7 +343,7 @@ def lora_linear(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,  # (), int64
     transposed: bool = False,
-    order: str = "factored",
+    order: str = "auto",
     impl: str = "auto",
 ) -> Tensor:
     """A linear layer with a low-rank update: ``x Wᵀ + b + scaling · (drop(x) Aᵀ) Bᵀ``.
@@ -353,8 +361,9 @@ def lora_linear(
         dropout_p: Share of x's elements that the update does not see; pass 0 in evaluation.
         seed: A 64-bit number that names the dropout, as a tensor on x's device; None draws one from torch's state.
         transposed: The weight is stored (I, O), as GPT-2's `Conv1D` does.
-        order: ``"factored"``, or ``"merged"``: ``x (W + s B A)ᵀ``, fewer flops above I O / (I + O) tokens at the price
-            of one more weight in memory. Float32 only: bfloat16 loses 79 % of an update of a thousandth of W.
+        order: ``"factored"``, ``"merged"`` or ``"auto"``. Merged is ``x (W + s B A)ᵀ``: fewer flops above I O / (I + O)
+            tokens at the price of one more weight in memory. It is for float32 and without dropout only, since bfloat16
+            loses 79 % of an update of a thousandth of W. Auto takes it there from twice those tokens on, on CPU.
         impl: ``"reference"``, ``"eager"``, ``"fused"`` (Triton for all narrow products) or ``"auto"``: fused on CUDA
             where the case is supported, else eager.
 

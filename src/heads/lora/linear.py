@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-import torch
 from peft.tuners import lora
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -23,17 +22,17 @@ class LoraLinear(lora.Linear):
     method are peft's. What the forward cannot do is peft's own forward, each time it is asked for: see `declines`.
 
     Attributes:
-        order: ``"factored"`` or ``"merged"``; see `lora_linear`.
+        order: ``"auto"`` or ``"factored"``; see `lora_linear`.
         impl: ``"eager"``, ``"fused"`` or ``"auto"``.
         shared: The layers that read the same x, computed when the first is called; None where there are none.
     """
 
-    order: str = "factored"
+    order: str = "auto"
     impl: str = "auto"
     shared: SharedInput | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """peft's arguments and result."""
+        """Peft's arguments and result."""
         names = kwargs.get("adapter_names")
         rest = {k: v for k, v in kwargs.items() if k != "adapter_names" and v is not None}
         if args or rest or self.disable_adapters or self.merged or declines(self) is not None:
@@ -85,7 +84,7 @@ def _can_share(layer: LoraLinear) -> bool:
 
 def compute(layers: Sequence[LoraLinear], x: Tensor, names: Sequence[str] | None = None) -> list[Tensor]:
     """Outputs of layers that share x, with their active adapters, or with one named for each sample."""
-    bases = [layer.get_base_layer() for layer in layers]
+    bases: list[Any] = [layer.get_base_layer() for layer in layers]
     spans = None if names is None else spans_of(names, x.shape[1:-1].numel())
     adapters, lora_as, lora_bs = [], [], []
     for j, layer in enumerate(layers):
@@ -139,7 +138,7 @@ def declines(layer: lora.Linear) -> str | None:
             return "a hook is on its base layer or on a factor"
         if hasattr(part, "_hf_hook"):
             return "accelerate moves its weights"
-        weight = part.weight
+        weight: Any = part.weight
         if hasattr(weight, "device_mesh") or hasattr(weight, "ds_id"):
             return "its weights are sharded"
         if not weight.is_floating_point():

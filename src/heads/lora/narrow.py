@@ -23,12 +23,12 @@ class Dropout(NamedTuple):
     threshold: int  # kept where the mixed word, as int32, is at least this
 
     def keep(self, rows: slice) -> Tensor:
-        """The mask of some rows, (rows, I)."""
+        """The mask of some rows, (rows, I), as 0 and 1 in int32: torch's booleans are slower than its arithmetic."""
         word = self.rows[rows, None] ^ self.columns[None, :]
         word *= _FIRST
         word ^= (word >> 15) & 0x1FFFF
         word *= _SECOND
-        return word >= self.threshold
+        return word.ge_(self.threshold)
 
 
 def _mixed(word: Tensor) -> Tensor:
@@ -49,11 +49,11 @@ def dropout(seed: Tensor, rows: int, columns: int, dropout_p: float) -> Dropout:
 def _blocks(x: Tensor, drop: Dropout | None) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """Rows, x there as the adapters see it, and what was kept; all at once where nothing is dropped."""
     tokens = x.shape[0]
-    if drop is None:
+    if drop is None or not tokens:
         yield slice(0, tokens), x, None
         return
     step = tokens if torch.compiler.is_compiling() else max(1, _BLOCK // max(1, x.shape[1]))
-    for start in range(0, tokens, max(1, step)):
+    for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))
         keep = drop.keep(rows)
         yield rows, x[rows] * keep, keep
@@ -64,8 +64,8 @@ def add_(ys: Sequence[Tensor], x: Tensor, a: Tensor, bs: Sequence[Tensor], scale
     """``y_k += s_k (drop(x) A_kᵀ) B_kᵀ`` for adapters that share x; A is theirs stacked, (R, I)."""
     ranks = [b.shape[1] for b in bs]
     for rows, seen, _ in _blocks(x, drop):
-        for y, h, b, scale in zip(ys, (seen @ a.T).split(ranks, 1), bs, scales, strict=True):
-            y[rows].addmm_(h, b.T, alpha=scale)
+        for y, h, b, scale in zip(ys, (a @ seen.T).split(ranks), bs, scales, strict=True):
+            y[rows].addmm_(h.T, b.T, alpha=scale)
 
 
 def gradients(
@@ -81,32 +81,28 @@ def gradients(
 ) -> tuple[Tensor | None, list[Tensor] | None]:
     """Gradients of the stacked A and of each B; x's is added to ``dx``.
 
-    ``g_k = s_k dy_k B_k``, ``dA = gᵀ drop(x)``, ``dB_k = s_k dy_kᵀ (drop(x) A_kᵀ)``, ``dx += drop(g A)``.
+    ``g_k = s_k dy_k B_k``, ``dA = gᵀ drop(x)``, ``dB_k = s_k dy_kᵀ (drop(x) A_kᵀ)``, ``dx += drop(g A)``. Here g and
+    h = drop(x) Aᵀ are (R, T): narrow products are faster that way round.
     """
     ranks = [b.shape[1] for b in bs]
-    g = h = da = None
+    g = x.new_empty(0)
     if dx is not None or need_a:
-        parts = [(grad @ b).mul_(scale) for grad, b, scale in zip(grads, bs, scales, strict=True)]
-        g = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    if drop is not None:  # what is summed over blocks is summed in float32
-        da = torch.zeros(a.shape, dtype=torch.promote_types(a.dtype, torch.float32), device=a.device) if need_a else None
-        h = x.new_empty(x.shape[0], a.shape[0]) if need_b else None
+        parts = [(b.T.contiguous() @ dy.T).mul_(scale) for dy, b, scale in zip(grads, bs, scales, strict=True)]
+        g = parts[0] if len(parts) == 1 else torch.cat(parts)
+    das, hs = [], []
     for rows, seen, keep in _blocks(x, drop):
         if need_a:
-            assert g is not None
-            part = g[rows].T @ seen
-            da = part if da is None else da.add_(part)
-        if need_b and h is None:
-            h = seen @ a.T
-        elif need_b:
-            h[rows] = seen @ a.T
-        if dx is not None and keep is None:
-            dx.addmm_(g, a)
+            das.append(g[:, rows] @ seen)
+        if need_b:
+            hs.append(a @ seen.T)
+        if dx is not None and keep is not None:
+            dx[rows] += (g[:, rows].T @ a).mul_(keep)
         elif dx is not None:
-            dx[rows] += (g[rows] @ a).mul_(keep)
-    dbs = None
+            dx.addmm_(g.T, a)
+    da = dbs = None
+    if need_a:
+        da = das[0] if len(das) == 1 else torch.stack(das).sum(0)
     if need_b:
-        assert h is not None
-        parts = zip(grads, h.split(ranks, 1), scales, strict=True)
-        dbs = [(part.T @ grad).mul_(scale).T for grad, part, scale in parts]
-    return None if da is None else da.to(a.dtype), dbs
+        h = hs[0] if len(hs) == 1 else torch.cat(hs, 1)
+        dbs = [(part @ dy).mul_(scale).T for dy, part, scale in zip(grads, h.split(ranks), scales, strict=True)]
+    return da, dbs

@@ -53,5 +53,5 @@ def lora_linear(
     if dropout_p:
         assert seed is not None
         flat = x.reshape(-1, x.shape[-1])
-        x = (flat * keep_mask(seed, *flat.shape, dropout_p) / (1 - dropout_p)).view_as(x)
+        x = (flat * keep_mask(seed, flat.shape[0], flat.shape[1], dropout_p) / (1 - dropout_p)).view_as(x)
     return y + scaling * ((x @ lora_a.T) @ lora_b.T)

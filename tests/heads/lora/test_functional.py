@@ -1,0 +1,271 @@
+"""`lora_linear` and `lora_linears` against the dense definition, eager and fused."""
+
+import gc
+import itertools
+
+import pytest
+import torch
+
+from heads.lora import lora_linear, lora_linears, narrow, reference
+from tests.benchmarks.measure import saved_bytes
+from tests.support.equivalence import judge
+
+SEED = torch.tensor(-1234567890123456789)
+SIZES = ((7, 12, 9, 3), (1, 1, 1, 1), (0, 6, 4, 2), (33, 40, 70, 24))  # tokens, in, out, rank
+CASES = list(itertools.product((False, True), (False, True), (0.0, 0.3)))  # bias, transposed, dropout
+
+
+def inputs_of(size, bias, transposed, seed=0):
+    tokens, ins, outs, rank = size
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"x": (tokens, ins), "weight": (ins, outs) if transposed else (outs, ins), "lora_a": (rank, ins)}
+    shapes |= {"lora_b": (outs, rank)} | ({"bias": (outs,)} if bias else {})
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def op(impl, **options):
+    return lambda **given: lora_linear(**given, scaling=0.7, impl=impl, **options)
+
+
+def name_of(transposed, bias, dropout):
+    parts = [*(["Conv1D"] if transposed else []), *(["bias"] if bias else []), *(["dropout"] if dropout else [])]
+    return ", ".join(["lora_linear", *parts])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("impl", ["eager", "fused"])
+@pytest.mark.parametrize(("bias", "transposed", "dropout"), CASES)
+def test_it_is_the_definition(impl, dtype, bias, transposed, dropout):
+    if impl == "fused":
+        pytest.importorskip("triton")
+        if dtype == torch.bfloat16 and not torch.cuda.is_available():
+            pytest.skip("triton's interpreter gets bfloat16 products wrong")
+    options = {"transposed": transposed, "dropout_p": dropout, "seed": SEED}
+    for size in SIZES:
+        if size[0] == 1 and dtype != torch.float32:
+            continue  # the budget of a single number in half precision is luck
+        judge(
+            name_of(transposed, bias, dropout), impl, op(impl, **options), op("reference", **options),
+            inputs_of(size, bias, transposed), dtype=dtype, case=str(size),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("order", "tokens"), [("merged", 3), ("merged", 50), ("auto", 50), ("factored", 50)])
+def test_every_order_is_the_definition(transposed, order, tokens):
+    """With few tokens dx is made by the factors, with many by the merged weight."""
+    given = inputs_of((tokens, 12, 9, 3), True, transposed)
+    judge(f"lora_linear, {order} order", "eager", op("eager", transposed=transposed, order=order),
+          op("reference", transposed=transposed), given, dtype=torch.float32, case=f"{tokens} tokens")  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", ["eager", "fused"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_layers_that_share_x_are_each_the_definition(impl, dropout):
+    if impl == "fused":
+        pytest.importorskip("triton")
+    generator = torch.Generator().manual_seed(1)
+    shapes = {f"w{j}": (o, 6) for j, o in enumerate((8, 4, 5))} | {f"a{j}": (r, 6) for j, r in enumerate((3, 2, 1))}
+    shapes |= {"b0": (8, 3), "b1": (4, 2), "b2": (5, 1), "c0": (8,), "x": (2, 5, 6)}
+    given = {k: torch.randn(shape, generator=generator) for k, shape in shapes.items()}
+    seeds = torch.tensor([5, -6, 7])
+
+    def call(chosen):
+        def function(x, c0, **t):
+            made = lora_linears(
+                x, *([t[f"{k}{j}"] for j in range(3)] for k in "wab"), [c0, None, None], scalings=[0.5, 2.0, 1.0],
+                dropout_p=dropout, seeds=seeds, impl=chosen,
+            )  # fmt: skip
+            return torch.cat(made, -1)
+
+        return function
+
+    judge("lora_linears", impl, call(impl), call("reference"), given, dtype=torch.float32, case=f"dropout {dropout}")
+
+
+def test_adapters_of_another_dtype_than_the_model():
+    """peft's default under bfloat16: adapters in float32; x is not copied to theirs."""
+    given = inputs_of((33, 40, 70, 24), True, False)
+
+    def call(impl, dtype):
+        def function(lora_a, lora_b, **rest):
+            return lora_linear(lora_a=lora_a.to(dtype), lora_b=lora_b.to(dtype), scaling=0.7, impl=impl, **rest)
+
+        return function
+
+    judge("lora_linear, float32 factors", "eager", call("eager", torch.float32), op("reference"), given,
+          dtype=torch.bfloat16)  # fmt: skip
+    x = given["x"].bfloat16()
+    a = given["lora_a"].requires_grad_()
+    lora_linear(x, given["weight"].bfloat16(), a, given["lora_b"], scaling=1.0).sum().backward()
+    assert a.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("impl", ["eager", "fused"])
+def test_finite_differences(impl):
+    if impl == "fused":
+        pytest.skip("kernels are not for float64")
+    given = {k: v.double().requires_grad_() for k, v in inputs_of((4, 5, 3, 2), True, False).items()}
+    names = list(given)
+    for options in ({}, {"dropout_p": 0.4, "seed": SEED}, {"order": "merged"}):
+        assert torch.autograd.gradcheck(
+            lambda *t, options=options: lora_linear(**dict(zip(names, t, strict=True)), scaling=0.7, **options),
+            tuple(given.values()),
+        )
+
+
+def test_the_mask_is_the_same_everywhere_and_drops_the_share_that_it_should():
+    for seed in (SEED, torch.tensor(0), torch.tensor(2**62)):
+        for p in (0.05, 0.5, 0.9):
+            mask = reference.keep_mask(seed, 700, 300, p)
+            assert torch.equal(mask, narrow.dropout(seed, 700, 300, p).keep(slice(0, 700)).bool())
+            deviation = (p * (1 - p) / mask.numel()) ** 0.5
+            assert abs(mask.double().mean() - (1 - p)) < 5 * deviation
+            for dim in (0, 1):  # no row or column is special
+                n = mask.shape[dim]
+                assert (mask.double().mean(dim) - (1 - p)).abs().max() < 5.5 * (p * (1 - p) / n) ** 0.5
+    a, b = (reference.keep_mask(torch.tensor(s), 500, 500, 0.5).double() - 0.5 for s in (1, 2))
+    assert abs((a * b).mean() * 4) < 5 / 500  # masks of neighbouring seeds,
+    assert abs((a[1:] * a[:-1]).mean() * 4) < 5 / 500  # rows
+    assert abs((a[:, 1:] * a[:, :-1]).mean() * 4) < 5 / 500  # and columns do not know of each other
+    corners = a[:-1, :-1] * a[1:, :-1] * a[:-1, 1:] * a[1:, 1:]  # what a mere xor of row and column would give away
+    assert abs(corners.mean() * 16) < 5 / 500
+
+
+def test_dropout_without_a_seed_follows_torch():
+    given = inputs_of((9, 12, 9, 3), False, False)
+    made = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        made.append(lora_linear(**given, scaling=1.0, dropout_p=0.5))
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_x_alone_is_kept_for_backward(dtype, dropout):
+    given = {k: v.to(dtype) for k, v in inputs_of((64, 32, 48, 8), True, False).items()}
+    given = {k: v.float() if "lora" in k else v for k, v in given.items()}
+    own = [v.requires_grad_(k.startswith(("lora", "x"))) for k, v in given.items()]
+    kept = saved_bytes(lambda: lora_linear(**given, scaling=1.0, dropout_p=dropout), resident=own)
+    assert kept == (8 if dropout else 0)
+    x = given["x"]
+    kept = saved_bytes(lambda: lora_linear(**given, scaling=1.0, dropout_p=dropout), resident=own[1:])
+    assert kept == x.nbytes + (8 if dropout else 0)
+    triple = [[given[k]] * 3 for k in ("weight", "lora_a", "lora_b")]
+    kept = saved_bytes(lambda: lora_linears(x, *triple, scalings=[1.0] * 3), resident=own[1:])
+    assert kept == x.nbytes
+
+
+def test_nothing_of_the_outputs_size_is_made_beside_it():
+    tokens, ins, outs = 64, 16, 512
+    given = {
+        k: v.requires_grad_(k in ("lora_a", "lora_b", "x"))
+        for k, v in inputs_of((tokens, ins, outs, 4), False, False).items()
+    }
+    made = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for t in torch.utils._pytree.tree_leaves(result):
+                if torch.is_tensor(t) and t.numel() == tokens * outs:
+                    made.append((function, t.untyped_storage().data_ptr()))
+            return result
+
+    gc.collect()
+    with Watch():
+        y = lora_linear(**given, scaling=1.0)
+    assert {place for _, place in made} == {y.untyped_storage().data_ptr()}
+    made.clear()
+    dy = torch.randn_like(y)
+    with Watch():
+        y.backward(dy)
+    assert {place for _, place in made} <= {dy.untyped_storage().data_ptr()}
+
+
+def test_gradients_that_nobody_asked_for_are_not_made():
+    given = inputs_of((5, 6, 4, 2), True, False)
+    given["lora_b"].requires_grad_()
+    y = lora_linear(**given, scaling=1.0)
+    y.sum().backward()
+    assert [k for k, v in given.items() if v.grad is not None] == ["lora_b"]
+
+
+def test_autocast_is_the_plain_layers():
+    given = {k: v.requires_grad_() for k, v in inputs_of((33, 40, 70, 24), True, False).items()}
+    found = []
+    for impl in ("reference", "eager"):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = lora_linear(**given, scaling=0.7, impl=impl)
+        assert y.dtype == torch.bfloat16
+        found.append([y, *torch.autograd.grad(y.float().square().mean(), list(given.values()))])
+    assert all(g.dtype == torch.float32 for g in found[1][1:])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).float().norm() < 0.02 * a.float().norm()
+
+
+@pytest.mark.parametrize("impl", ["eager", "fused"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_it_compiles_without_a_break(impl, dropout):
+    if impl == "fused":
+        pytest.importorskip("triton")
+    torch._dynamo.reset()
+    given = {k: v.requires_grad_() for k, v in inputs_of((9, 12, 8, 3), True, False).items()}
+
+    def call(**tensors):
+        return lora_linear(**tensors, scaling=0.7, dropout_p=dropout, seed=SEED, impl=impl)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    found = []
+    for function in (call, compiled):
+        y = function(**given)
+        found.append([y, *torch.autograd.grad(y.square().sum(), list(given.values()))])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+BAD = {
+    "x": ({"x": torch.ones(2, 7)}, "last dim of x [2, 7] must be 6"),
+    "a": ({"lora_a": torch.ones(2, 5)}, "needs (r, 6) and (4, r)"),
+    "rank": ({"lora_a": torch.ones(3, 6)}, "lora_a is [3, 6] and lora_b [4, 2]"),
+    "no rank": ({"lora_a": torch.ones(0, 6), "lora_b": torch.ones(4, 0)}, "r >= 1"),
+    "bias": ({"bias": torch.ones(5)}, "bias has shape [5], needed (4,)"),
+    "dtype": ({"x": torch.ones(2, 6).double()}, "x is torch.float64 and the weight is torch.float32"),
+    "dims": ({"lora_a": torch.ones(6)}, "needed (*B, I), (O, I), (r, I) and (O, r)"),
+    "impl": ({"impl": "fast"}, "impl is 'fast'"),
+    "order": ({"order": "other"}, "order is 'other'"),
+    "dropout": ({"dropout_p": 1.0}, "dropout_p is 1.0, needed at least 0 and below 1"),
+    "seed": ({"seed": torch.tensor(1.0)}, "1 seeds of torch.float32"),
+    "merged dropout": ({"order": "merged", "dropout_p": 0.1}, "needs no dropout and float32"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused(case):
+    changes, message = BAD[case]
+    given = inputs_of((3, 6, 4, 2), True, False) | {"scaling": 1.0} | changes
+    with pytest.raises(ValueError, match="lora_linear: ") as caught:
+        lora_linear(**given)
+    assert message in str(caught.value)
+
+
+def test_auto_merges_where_it_saves_flops_and_nothing_is_lost(monkeypatch):
+    from heads.lora import functional
+
+    orders = []
+    apply = functional.Lora.apply
+    monkeypatch.setattr(
+        functional.Lora, "apply", lambda x, plan, *rest: orders.append(plan.merged) or apply(x, plan, *rest)
+    )
+    for tokens, dtype, dropout in ((100, "float32", 0), (4, "float32", 0), (100, "bfloat16", 0), (100, "float32", 0.1)):
+        given = {k: v.to(getattr(torch, dtype)) for k, v in inputs_of((tokens, 12, 9, 3), True, False).items()}
+        lora_linear(**given, scaling=1.0, dropout_p=dropout)
+    assert orders == [True, False, False, False]
+
+
+def test_half_precision_has_no_merged_order():
+    given = {k: v.bfloat16() for k, v in inputs_of((3, 6, 4, 2), True, False).items()}
+    with pytest.raises(ValueError, match="rounds W"):
+        lora_linear(**given, scaling=1.0, order="merged")

@@ -1,0 +1,202 @@
+"""`load_lora` and `export_lora`: peft's files in, after a look at them, and out for a stock GPT-2."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from .accelerate import accelerate_lora_
+from .prepare import PREFIX, check_adapter_name, inject, skeleton
+from .split import FUSED, PARTS, SplitQKV, split_fused_qkv_
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def load_lora(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    adapter_name: str = "default",
+    is_trainable: bool = False,
+    accelerate: bool = True,
+    **options: Any,
+) -> PeftModel:
+    """Peft's `PeftModel.from_pretrained`, after the checkpoint has been compared with the model, with our forward.
+
+    A checkpoint with separate q, k and v adapters for a fused ``c_attn`` splits the model's first.
+
+    Args:
+        model: The base model, or one with adapters already, which gets one more.
+        folder: A folder with peft's two files, or a hub id.
+        adapter_name: What the adapter is called here.
+        is_trainable: Whether it will be trained on.
+        accelerate: Also call `accelerate_lora_`.
+        options: More of peft's, such as ``autocast_adapter_dtype``.
+
+    Raises:
+        ValueError: Another method's adapter, a pickle, a truncated file, modules that the model does not have, shapes
+            that do not fit, numbers that are not finite.
+    """
+    operation, path = "load_lora", Path(folder)
+    check_adapter_name(operation, adapter_name)
+    if not path.is_dir():
+        path = Path(snapshot_download(str(folder), allow_patterns=["adapter_*"]))
+    shapes = _shapes(operation, path)
+    config = PeftConfig.from_pretrained(str(path))
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"{operation}: {path} holds an adapter of {config.peft_type}, needed LoRA")
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    trial = skeleton(base)
+    split = any(f".{FUSED}.{part}." in name for name in shapes for part in PARTS)
+    split = split and not any(isinstance(m, SplitQKV) for m in base.modules())
+    if split:
+        split_fused_qkv_(trial)
+    if not isinstance(model, PeftModel):  # peft compares a further adapter itself, when all of its modules exist
+        _compare(operation, path, shapes, trial, config)
+    if split:
+        split_fused_qkv_(base)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+        if isinstance(model, PeftModel):
+            made = model
+            made.load_adapter(str(path), adapter_name, is_trainable=is_trainable, **options)
+        else:
+            made = PeftModel.from_pretrained(base, str(path), adapter_name, is_trainable=is_trainable, **options)
+    if accelerate:
+        accelerate_lora_(made)
+    return made
+
+
+def _shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a checkpoint's tensors, each of which is read once to see that its numbers are finite."""
+    if not (path / WEIGHTS).exists():
+        held = sorted(p.name for p in path.iterdir())
+        why = " (a pickle can run code: save it again with safetensors)" if "adapter_model.bin" in held else ""
+        raise ValueError(f"{operation}: {path} has no {WEIGHTS}{why}; it holds {held}")
+    shapes = {}
+    try:
+        with safe_open(path / WEIGHTS, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                tensor = file.get_tensor(name)
+                if not torch.isfinite(tensor).all():
+                    raise ValueError(f"{operation}: {name} in {path} has numbers that are not finite")
+                shapes[name] = tuple(tensor.shape)
+    except SafetensorError as error:
+        raise ValueError(f"{operation}: {path / WEIGHTS} cannot be read: {error}") from error
+    return shapes
+
+
+def _compare(operation: str, path: Path, shapes: dict[str, tuple[int, ...]], base: Any, config: LoraConfig) -> None:
+    """Refuse a checkpoint of another base model; ``base`` has no memory."""
+    of = f"{operation}: {path}, trained on {config.base_model_name_or_path},"
+    modules = dict(base.named_modules())
+    places = {re.sub(r"(\.lora_.*|\.base_layer.*|\.weight|\.bias)$", "", n.removeprefix(PREFIX)) for n in shapes}
+    strange = sorted(places - set(modules))
+    if strange:
+        raise ValueError(
+            f"{of} is of another base model: of its {len(places)} modules this {type(base).__name__} does not have "
+            f"{strange[0]} and {len(strange) - 1} more"
+        )
+    expected = {name: tuple(p.shape) for name, p in base.named_parameters()}
+    trial = copy.deepcopy(config)
+    trial.init_lora_weights, trial.inference_mode = False, False
+    own = get_peft_model_state_dict(inject(base, trial, "default"), save_embedding_layers=False)
+    needed = {name: tuple(t.shape) for name, t in own.items()}
+    expected = {PREFIX + name: shape for name, shape in expected.items()} | needed
+    wrong = [f"{n} is {list(s)}, needed {list(expected[n])}" for n, s in shapes.items() if expected.get(n, s) != s]
+    if wrong:
+        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise ValueError(f"{of} does not fit: {wrong[0]}{more}")
+    absent = sorted(set(needed) - set(shapes))
+    if absent:
+        raise ValueError(f"{of} lacks {absent[0]} and {len(absent) - 1} more of what its config names")
+
+
+def export_lora(model: PeftModel, out: str | Path, *, adapter_name: str = "default") -> Path:
+    """Write an adapter for a stock GPT-2: separate q, k and v adapters become one, block-diagonal, of ``c_attn``.
+
+    Its A holds theirs one under the other and its B theirs along the diagonal, so that its rank is the sum of theirs
+    and it computes the same. What is not split is written as it is: peft loads the result, on a model that knows
+    nothing of splits.
+
+    Args:
+        model: A model prepared with ``split_fused_qkv``.
+        out: The folder to write; it must not exist, or be empty.
+        adapter_name: Which adapter.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: An adapter that the model does not have, nothing that was split, a folder with something in it.
+    """
+    operation, out = "export_lora", Path(out)
+    if adapter_name not in model.peft_config:
+        raise ValueError(f"{operation}: adapter_name is {adapter_name!r}, the model has {sorted(model.peft_config)}")
+    fused = [name for name, m in model.get_base_model().named_modules() if isinstance(m, SplitQKV)]  # type: ignore[operator]
+    if not fused:
+        raise ValueError(f"{operation}: nothing was split; needed a model of prepare_lora(..., split_fused_qkv=True)")
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"{operation}: {out} is not empty")
+    config: Any = copy.deepcopy(model.peft_config[adapter_name])
+    tensors = dict(get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False))
+    config.rank_pattern, config.alpha_pattern = dict(config.rank_pattern or {}), dict(config.alpha_pattern or {})
+    for name in fused:
+        joined = _joined(model, name, adapter_name)
+        for key in [k for k in tensors if k.startswith(f"{PREFIX}{name}.")]:
+            del tensors[key]
+        if joined is not None:
+            tensors[f"{PREFIX}{name}.lora_A.weight"], tensors[f"{PREFIX}{name}.lora_B.weight"], scaling = joined
+            rank = tensors[f"{PREFIX}{name}.lora_A.weight"].shape[0]
+            config.rank_pattern[re.escape(name)] = rank
+            config.alpha_pattern[re.escape(name)] = scaling * (rank**0.5 if config.use_rslora else rank)
+    if isinstance(config.target_modules, (set, list, tuple)):
+        config.target_modules = (set(config.target_modules) - set(PARTS)) | {FUSED}
+    else:
+        config.target_modules = sorted(
+            {re.sub(r"\.lora_.*", "", k.removeprefix(PREFIX)) for k in tensors if ".lora_" in k}
+        )
+    config.inference_mode = True
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
+        whole = Path(folder) / "whole"
+        whole.mkdir()
+        save_file({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, whole / WEIGHTS, {"format": "pt"})
+        config.save_pretrained(str(whole))
+        if out.exists():
+            shutil.rmtree(out)
+        os.replace(whole, out)
+    return out
+
+
+def _joined(model: Any, name: str, adapter_name: str) -> tuple[Tensor, Tensor, float] | None:
+    """A (R, I), B (3 O, R) and the scaling of one adapter that does what those of the parts do."""
+    split = model.get_base_model().get_submodule(name)
+    width = split.q_proj.nf if hasattr(split.q_proj, "nf") else split.q_proj.out_features
+    held = [
+        (j, layer.lora_A[adapter_name].weight, layer.lora_B[adapter_name].weight, layer.scaling[adapter_name])
+        for j, layer in enumerate(getattr(split, part) for part in PARTS)
+        if adapter_name in getattr(layer, "lora_A", {})
+    ]
+    if not held:
+        return None
+    scaling = held[0][3]
+    b = held[0][2].new_zeros(len(PARTS) * width, sum(a.shape[0] for _, a, _, _ in held))
+    at = 0
+    for j, a, part, own in held:
+        b[j * width : (j + 1) * width, at : at + a.shape[0]] = part.detach() * (own / scaling)
+        at += a.shape[0]
+    return torch.cat([a.detach() for _, a, _, _ in held]), b, float(scaling)

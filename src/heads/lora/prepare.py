@@ -1,0 +1,131 @@
+"""`prepare_lora`: peft's injection, after a rehearsal on a model without memory."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+import warnings
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import LoraLayer
+from torch import nn
+
+from .accelerate import accelerate_lora_
+from .split import FUSED, PARTS, split_fused_qkv_
+
+PREFIX = "base_model.model."
+"""What peft puts before a base model's names in its files."""
+
+
+def skeleton(model: nn.Module) -> Any:
+    """A copy of a model on the meta device: its modules and names, no memory."""
+    meta = {
+        id(t): nn.Parameter(t.to("meta"), t.requires_grad) if isinstance(t, nn.Parameter) else t.to("meta")
+        for t in (*model.parameters(), *model.buffers())
+    }
+    return copy.deepcopy(model, meta)
+
+
+def inject(model: nn.Module, config: LoraConfig, adapter_name: str, **options: Any) -> PeftModel:
+    """`get_peft_model` without its notes on fan_in_fan_out, which it sets right by itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+        return get_peft_model(model, config, adapter_name=adapter_name, **options)  # type: ignore[arg-type]
+
+
+def check_adapter_name(operation: str, adapter_name: str) -> None:
+    """Refuse a name that peft cannot tell apart from its own words."""
+    if adapter_name == "lora" or "." in adapter_name or not adapter_name:
+        raise ValueError(f"{operation}: adapter_name is {adapter_name!r}; needed a name without dots, and not 'lora'")
+
+
+def _near(name: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(known), 3, 0.4)
+    return f"; near it: {', '.join(close)}" if close else f"; there are {', '.join(sorted(known)[:12])}"
+
+
+def _check_config(operation: str, model: nn.Module, config: Any, adapter_name: str) -> None:
+    """Refuse what peft would take in silence, or refuse half-way through."""
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"{operation}: config is a {type(config).__name__}, needed a peft.LoraConfig")
+    if isinstance(model, PeftModel):
+        raise ValueError(f"{operation}: the model has adapters already; needed add_adapter, then accelerate_lora_")
+    check_adapter_name(operation, adapter_name)
+    ranks = {"r": config.r, **{f"rank_pattern[{k!r}]": v for k, v in (config.rank_pattern or {}).items()}}
+    for name, rank in ranks.items():
+        if not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"{operation}: {name} is {rank!r}, needed at least 1")
+    names = [name for name, _ in model.named_modules()]
+    last = {name.rpartition(".")[2] for name, m in model.named_modules() if not list(m.children())}
+    targets = config.target_modules
+    for field, wanted in (("target_modules", targets), ("modules_to_save", config.modules_to_save)):
+        for target in sorted(wanted) if isinstance(wanted, (list, set, tuple)) else ():
+            if not any(name == target or name.endswith(f".{target}") for name in names):
+                raise ValueError(f"{operation}: {field} has {target!r}, which no module is called{_near(target, last)}")
+    if isinstance(targets, str) and targets != "all-linear" and not any(re.fullmatch(targets, name) for name in names):
+        raise ValueError(
+            f"{operation}: target_modules is the pattern {targets!r}, which matches none of {len(names)} names"
+        )
+
+
+def _rehearse(operation: str, model: nn.Module, config: LoraConfig, adapter_name: str) -> None:
+    """Peft's injection on a model without memory; refuse ranks that are larger than a matrix."""
+    trial = copy.deepcopy(config)
+    trial.init_lora_weights = False
+    with torch.random.fork_rng(devices=[]):  # peft draws what it then throws away
+        injected = inject(skeleton(model), trial, adapter_name)
+    for name, layer in injected.named_modules():
+        if isinstance(layer, LoraLayer) and adapter_name in layer.r:
+            sides = (layer.in_features, layer.out_features)
+            if layer.r[adapter_name] > min(sides):  # type: ignore[type-var]
+                raise ValueError(
+                    f"{operation}: rank {layer.r[adapter_name]} is larger than {name.removeprefix(PREFIX)}, which is "
+                    f"{sides[1]} x {sides[0]}; needed at most {min(sides)}"  # type: ignore[type-var]
+                )
+
+
+def prepare_lora(
+    model: nn.Module,
+    config: LoraConfig,
+    *,
+    adapter_name: str = "default",
+    split_fused_qkv: bool = False,
+    accelerate: bool = True,
+    **options: Any,
+) -> PeftModel:
+    """Peft's `get_peft_model`, after a rehearsal without memory, with our forward.
+
+    Args:
+        model: The base model; peft changes it in place, and nothing has changed where an error is raised.
+        config: peft's own.
+        adapter_name: What the adapter is called.
+        split_fused_qkv: Give GPT-2's fused ``c_attn`` separate adapters for q, k and v: they are saved as three
+            entries, and `export_lora` writes them as one block-diagonal adapter for a stock GPT-2. Targets are then
+            ``q_proj``, ``k_proj`` and ``v_proj``; ``c_attn`` among the targets stands for the three.
+        accelerate: Also call `accelerate_lora_`.
+        options: More of `get_peft_model`'s, such as ``autocast_adapter_dtype``.
+
+    Raises:
+        ValueError: A rank below 1 or larger than a matrix, a target that no module is called (with near names), a name
+            that peft cannot keep apart, a model with adapters already, no fused projection to split.
+    """
+    operation = "prepare_lora"
+    if split_fused_qkv and isinstance(config, LoraConfig):
+        trial = skeleton(model)
+        split_fused_qkv_(trial)
+        config = copy.deepcopy(config)
+        if not isinstance(config.target_modules, str) and FUSED in (config.target_modules or ()):
+            config.target_modules = [*(t for t in config.target_modules or () if t != FUSED), *PARTS]
+    else:
+        trial = model
+    _check_config(operation, trial, config, adapter_name)
+    _rehearse(operation, trial, config, adapter_name)
+    if split_fused_qkv:
+        split_fused_qkv_(model)
+    made = inject(model, config, adapter_name, **options)
+    if accelerate:
+        accelerate_lora_(made)
+    return made

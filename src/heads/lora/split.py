@@ -1,0 +1,83 @@
+"""GPT-2's fused q, k, v projection as three layers, so that each gets an adapter of its own, and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+PARTS = ("q_proj", "k_proj", "v_proj")
+FUSED = "c_attn"
+
+
+class SplitQKV(nn.Module):
+    """A `Conv1D` (I, 3 O) as three: ``q_proj``, ``k_proj`` and ``v_proj``, side by side in its output.
+
+    >>> fused = Conv1D(6, 2)
+    >>> SplitQKV(fused)(torch.ones(1, 2)).equal(fused(torch.ones(1, 2)))
+    True
+    """
+
+    def __init__(self, fused: Conv1D):
+        super().__init__()
+        ins, width = fused.nx, fused.nf // 3
+        for j, name in enumerate(PARTS):
+            part = Conv1D.__new__(Conv1D)
+            nn.Module.__init__(part)
+            part.nf, part.nx = width, ins
+            columns = slice(j * width, (j + 1) * width)
+            frozen = not fused.weight.requires_grad
+            part.weight = nn.Parameter(fused.weight.detach()[:, columns].clone(), requires_grad=not frozen)
+            part.bias = nn.Parameter(fused.bias.detach()[columns].clone(), requires_grad=not frozen)
+            self.add_module(name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(*B, I) to (*B, 3 O)."""
+        return torch.cat([self.get_submodule(name)(x) for name in PARTS], -1)
+
+
+def split_fused_qkv_(model: nn.Module) -> list[str]:
+    """Replace every fused ``c_attn`` of a GPT-2 by `SplitQKV`, in place; the function computed stays the same.
+
+    Returns:
+        Names of the layers that were split.
+
+    Raises:
+        ValueError: There is none: other architectures keep q, k and v apart, or fuse them differently.
+    """
+    found = [
+        name
+        for name, m in model.named_modules()
+        if isinstance(m, Conv1D) and name.rpartition(".")[2] == FUSED and m.nf == 3 * m.nx
+    ]
+    if not found:
+        raise ValueError(
+            f"split_fused_qkv_: {type(model).__name__} has no {FUSED} of (I, 3 I); needed GPT-2's fused projection"
+        )
+    for name in found:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, SplitQKV(model.get_submodule(name)))  # type: ignore[arg-type]
+    return found
+
+
+def join_fused_qkv_(model: nn.Module) -> list[str]:
+    """Undo `split_fused_qkv_`, for layers whose parts carry no adapters (any more). Returns their names.
+
+    Raises:
+        ValueError: A part carries an adapter: merge it first.
+    """
+    found = [name for name, m in model.named_modules() if isinstance(m, SplitQKV)]
+    for name in found:
+        parts = [model.get_submodule(f"{name}.{part}") for part in PARTS]
+        if not all(isinstance(part, Conv1D) for part in parts):
+            raise ValueError(f"join_fused_qkv_: {name} carries an adapter; needed merge_and_unload() before")
+        fused = Conv1D.__new__(Conv1D)
+        nn.Module.__init__(fused)
+        fused.nx, fused.nf = parts[0].nx, sum(int(part.nf) for part in parts)  # type: ignore[call-overload]
+        for which, dim in (("weight", 1), ("bias", 0)):
+            held = [part.get_parameter(which) for part in parts]
+            joined = torch.cat([p.detach() for p in held], dim)
+            fused.register_parameter(which, nn.Parameter(joined, requires_grad=held[0].requires_grad))
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, fused)
+    return found

@@ -1,0 +1,375 @@
+"""peft's checkpoints here, ours in peft; merged checkpoints and what rounding lost; golden counts; bad checkpoints."""
+
+import copy
+import json
+import warnings
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from heads.lora import (
+    accelerate_lora_,
+    export_lora,
+    join_fused_qkv_,
+    load_lora,
+    merge_lora,
+    prepare_lora,
+    split_fused_qkv_,
+)
+from tests.heads.lora.test_accelerate import IDS, TARGETS, assert_same, run
+from tests.support.models import tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*tie_word_embeddings=True.*:UserWarning")
+
+KINDS = {
+    "llama": ("llama", {}),
+    "patterns": ("llama", {"rank_pattern": {"q_proj": 2, "down_proj": 8}, "alpha_pattern": {"k_proj": 32}}),
+    "rslora": ("llama", {"use_rslora": True}),
+    "trained head": ("llama", {"modules_to_save": ["lm_head"]}),
+    "adapted head": ("llama", {"target_modules": ["q_proj", "lm_head"]}),
+    "tied": ("llama-tied", {}),
+    "tied, trained head": ("llama-tied", {"modules_to_save": ["lm_head"]}),
+    "tied, adapted head": ("llama-tied", {"target_modules": ["v_proj", "lm_head"]}),
+    "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "gpt2": ("gpt2", {"target_modules": TARGETS["gpt2"], "fan_in_fan_out": True}),
+    "gpt2, adapted head": ("gpt2", {"target_modules": [*TARGETS["gpt2"], "lm_head"]}),
+    "biases": ("gpt2", {"target_modules": TARGETS["gpt2"], "fan_in_fan_out": True, "bias": "lora_only"}),
+    "classifier": ("classifier", {"target_modules": ["query", "value"], "task_type": "SEQ_CLS"}),
+    "dora": ("llama", {"use_dora": True}),
+}
+
+
+def config_of(name):
+    kind, changes = KINDS[name]
+    return kind, LoraConfig(**{"target_modules": TARGETS["llama"], "r": 4, "lora_alpha": 8} | changes)
+
+
+def spoken(model):
+    """Adapters that say something, and heads that were trained."""
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += (torch.randn(parameter.shape, generator=generator) * 0.1).to(parameter.dtype)
+    return model.eval()
+
+
+def stock(config, kind):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return spoken(get_peft_model(tiny(kind), config))
+
+
+def files(folder):
+    config = json.loads((folder / "adapter_config.json").read_text())
+    return load_file(folder / "adapter_model.safetensors"), {
+        k: sorted(set(v)) if isinstance(v, list) else v for k, v in config.items()
+    }
+
+
+def assert_same_files(a, b):
+    (tensors, config), (others, other) = files(a), files(b)
+    assert config == other
+    assert set(tensors) == set(others)
+    assert all(torch.equal(tensors[k], others[k]) for k in tensors)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning")
+@pytest.mark.parametrize("name", KINDS)
+def test_a_checkpoint_of_pefts_loads_here_and_one_of_ours_in_peft(name, tmp_path):
+    kind, config = config_of(name)
+    theirs = stock(copy.deepcopy(config), kind)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_lora(tiny(kind), tmp_path / "theirs", is_trainable=True)
+    assert_same(run(theirs), run(ours))  # to rounding: the order of sums is ours
+    ours.save_pretrained(tmp_path / "ours")
+    assert_same_files(tmp_path / "theirs", tmp_path / "ours")
+    back = PeftModel.from_pretrained(tiny(kind), tmp_path / "ours", is_trainable=True)
+    expected, found = run(theirs), run(back)
+    assert all(torch.equal(expected[k], found[k]) for k in expected | found)
+    accelerate_lora_(back)
+    expected, found = run(ours), run(back)
+    assert all(torch.equal(expected[k], found[k]) for k in expected | found)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_preparing_is_pefts_injection(name):
+    kind, config = config_of(name)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = get_peft_model(tiny(kind), copy.deepcopy(config))
+    torch.manual_seed(0)
+    ours = prepare_lora(tiny(kind), config)
+    assert list(theirs.state_dict()) == list(ours.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(theirs.state_dict().values(), ours.state_dict().values(), strict=True))
+    assert theirs.get_nb_trainable_parameters() == ours.get_nb_trainable_parameters()
+
+
+@pytest.mark.parametrize("name", [n for n in KINDS if n != "classifier"])
+def test_a_merged_checkpoint_says_what_the_model_says(name, tmp_path):
+    kind, config = config_of(name)
+    model = stock(config, kind)
+    accelerate_lora_(model)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with torch.no_grad():
+        expected = model(input_ids=IDS)[0]
+    report = merge_lora(model, tmp_path / "out", max_shard_bytes=10_000, progress=False)
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(layer.lost < 1e-5 and layer.update > 1e-3 for layer in report.layers)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    names = set(tiny(kind).state_dict())
+    assert set(merged.state_dict()) == names
+    with torch.no_grad():
+        torch.testing.assert_close(merged.eval()(input_ids=IDS)[0], expected, rtol=1e-4, atol=1e-5)
+    assert merged.config.tie_word_embeddings == (tiny(kind).config.tie_word_embeddings and "head" not in name)
+
+
+def test_the_running_model_and_the_merged_one_share_an_adapter_added_later(tmp_path):
+    model = prepare_lora(tiny("llama"), LoraConfig(target_modules=["q_proj"], r=2))
+    model.add_adapter("other", LoraConfig(target_modules=["q_proj", "k_proj"], r=3))
+    spoken(model.base_model), model.base_model.set_adapter(["default", "other"])
+    spoken(model)
+    with torch.no_grad():
+        expected = model(input_ids=IDS)[0]
+    merge_lora(model, tmp_path / "both", progress=False)
+    both = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "both").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(both(input_ids=IDS)[0], expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"adapters are \['none'\], the model has"):
+        merge_lora(model, tmp_path / "none", adapters=["none"])
+
+
+def test_half_precision_says_what_it_loses_and_refuses_to_lose_more(tmp_path):
+    """A thousandth of W loses about four fifths of itself; a hundredth about a sixth."""
+    model = prepare_lora(tiny("llama").to(torch.bfloat16), LoraConfig(target_modules=["q_proj"], r=4))
+    for scale, low, high in ((1e-3, 0.6, 0.95), (1e-2, 0.1, 0.3), (1e-1, 0.005, 0.06)):
+        generator = torch.Generator().manual_seed(0)
+        for module in model.modules():
+            if hasattr(module, "lora_B") and "default" in module.lora_B:
+                a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+                b.data = torch.randn(b.shape, generator=generator)
+                update = (b.float() @ a.float()).norm() * module.scaling["default"]
+                b.data *= scale * module.base_layer.weight.float().norm() / update
+        if scale == 1e-3:
+            with pytest.raises(
+                ValueError, match=r"rounding to torch.bfloat16 loses more than 25% of the update of 4 of 4"
+            ):
+                merge_lora(model, tmp_path / "out", progress=False)
+            assert not list(tmp_path.iterdir())
+        report = merge_lora(model, tmp_path / str(scale), max_lost=None, progress=False)
+        assert all(low < one.lost < high for one in report.layers), report
+        assert all(abs(one.update / scale - 1) < 0.01 for one in report.layers)
+        assert "lost" in str(report)
+        exact = merge_lora(model, tmp_path / f"{scale}-exact", dtype=torch.float32, progress=False)
+        assert all(one.lost < 1e-3 for one in exact.layers)
+        weight = "model.layers.0.self_attn.q_proj.weight"  # as stored, it has lost what was said
+        layer = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+        base = layer.base_layer.weight.float()
+        update = layer.get_delta_weight("default").float()
+        stored = load_file(tmp_path / str(scale) / "model.safetensors")[weight]
+        assert stored.dtype == torch.bfloat16
+        lost = (stored.float() - base - update).detach().norm() / update.detach().norm()
+        assert float(lost) == pytest.approx(
+            next(o.lost for o in report.layers if o.name + ".weight" == weight), rel=1e-3
+        )
+
+
+def test_merging_refuses_a_folder_with_something_in_it_and_leaves_nothing_when_it_is_stopped(tmp_path, monkeypatch):
+    model = prepare_lora(tiny("llama"), LoraConfig(target_modules=["q_proj"]))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    with pytest.raises(ValueError, match="is not empty"):
+        merge_lora(model, tmp_path / "full")
+    monkeypatch.setattr("heads.lora.merge._write_configs", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        merge_lora(model, tmp_path / "out", progress=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["full"]
+
+
+SPLIT = {"target_modules": ["c_attn", "c_proj", "c_fc"], "r": 4, "lora_alpha": 8}
+
+
+def test_a_split_projection_is_the_fused_one():
+    model, split = tiny("gpt2").double(), tiny("gpt2").double()
+    names = split_fused_qkv_(split)
+    assert len(names) == 3
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in split.parameters())
+    expected = run(model)
+    torch.testing.assert_close(run(split)["output"], expected["output"])
+    assert join_fused_qkv_(split) == names
+    found = run(split)
+    assert all(torch.equal(expected[k], found[k]) for k in expected)
+    assert list(split.state_dict()) == list(model.state_dict())
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no c_attn"):
+        split_fused_qkv_(tiny("llama"))
+
+
+SPLITS = [
+    {},
+    {"use_rslora": True},
+    {"target_modules": ["q_proj", "v_proj"]},
+    {"rank_pattern": {"k_proj": 2}, "alpha_pattern": {"v_proj": 3}},
+]
+
+
+@pytest.mark.parametrize("changes", SPLITS, ids=str)
+def test_split_adapters_are_saved_loaded_exported_and_merged(changes, tmp_path):
+    model = spoken(prepare_lora(tiny("gpt2"), LoraConfig(**SPLIT | changes), split_fused_qkv=True))
+    with torch.no_grad():
+        expected = model(input_ids=IDS)[0]
+    model.save_pretrained(tmp_path / "three")
+    tensors = load_file(tmp_path / "three" / "adapter_model.safetensors")
+    assert "base_model.model.transformer.h.0.attn.c_attn.q_proj.lora_A.weight" in tensors
+    loaded = load_lora(tiny("gpt2"), tmp_path / "three")
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(input_ids=IDS)[0], expected)
+    export_lora(model, tmp_path / "one")
+    one = load_file(tmp_path / "one" / "adapter_model.safetensors")[
+        "base_model.model.transformer.h.0.attn.c_attn.lora_B.weight"
+    ]
+    assert one.shape[0] == 48
+    assert float((one == 0).float().mean()) > 0.6  # block-diagonal
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock_model = PeftModel.from_pretrained(tiny("gpt2"), tmp_path / "one").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(stock_model(input_ids=IDS)[0], expected)
+    merge_lora(model, tmp_path / "merged", progress=False)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert list(merged.state_dict()) == list(tiny("gpt2").state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(merged(input_ids=IDS)[0], expected)
+    with pytest.raises(ValueError, match="carries an adapter"):
+        join_fused_qkv_(model.get_base_model())
+
+
+def test_exporting_what_was_not_split_is_refused(tmp_path):
+    model = prepare_lora(tiny("gpt2"), LoraConfig(**SPLIT))
+    with pytest.raises(ValueError, match="nothing was split"):
+        export_lora(model, tmp_path / "out")
+    with pytest.raises(ValueError, match="adapter_name is 'b', the model has"):
+        export_lora(model, tmp_path / "out", adapter_name="b")
+
+
+SIZES = {"medium": (1024, 24, 16), "large": (1280, 36, 20), "xl": (1600, 48, 25)}
+TOTALS = {
+    "medium": (406_286_336, 354_823_168),
+    "large": (838_359_040, 774_030_080),
+    "xl": (1_638_022_400, 1_557_611_200),
+}
+EVERYTHING = ["c_attn", "c_proj", "c_fc", "lm_head"]
+TRAINABLE = [
+    ("medium", 16, EVERYTHING, True, 7_898_384),
+    ("medium", 32, EVERYTHING, True, 15_796_768),
+    ("medium", 64, EVERYTHING, True, 31_593_536),
+    ("large", 16, EVERYTHING, True, 14_095_632),
+    ("xl", 16, EVERYTHING, True, 22_948_112),
+    ("medium", 16, EVERYTHING, False, 7_111_952),
+    ("large", 16, EVERYTHING, False, 12_621_072),
+    ("medium", 16, "all-linear", False, 6_291_456),
+    ("large", 16, "all-linear", False, 11_796_480),
+]
+
+
+def gpt2_without_memory(size, tied=False):
+    width, layers, heads = SIZES[size]
+    config = transformers.GPT2Config(n_embd=width, n_layer=layers, n_head=heads, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        return transformers.GPT2LMHeadModel(config)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_golden_totals(size):
+    counts = tuple(sum(p.numel() for p in gpt2_without_memory(size, tied).parameters()) for tied in (False, True))
+    assert counts == TOTALS[size]
+
+
+@pytest.mark.parametrize(("size", "rank", "targets", "split", "count"), TRAINABLE)
+def test_golden_trainable_counts(size, rank, targets, split, count):
+    model = prepare_lora(gpt2_without_memory(size), LoraConfig(r=rank, target_modules=targets), split_fused_qkv=split)
+    assert model.get_nb_trainable_parameters()[0] == count
+
+
+BAD_CONFIGS = {
+    "rank 0": ({"rank_pattern": {"q_proj": 0}}, r"rank_pattern\['q_proj'\] is 0, needed at least 1"),
+    "too large": ({"r": 17}, "rank 17 is larger than model.layers.0.self_attn.q_proj, which is 16 x 16"),
+    "too large for one": ({"rank_pattern": {"k_proj": 9}}, "rank 9 is larger than .*k_proj, which is 8 x 16"),
+    "no target": ({"target_modules": ["q_proj", "k_porj"]}, "target_modules has 'k_porj', .* near it: k_proj"),
+    "no pattern": ({"target_modules": ".*attn.wq"}, "matches none of"),
+    "no module to save": ({"modules_to_save": ["head"]}, "modules_to_save has 'head'.* lm_head"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_bad_configs_are_refused_before_the_model_is_touched(case):
+    changes, message = BAD_CONFIGS[case]
+    model = tiny("llama")
+    names = list(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        prepare_lora(model, LoraConfig(**{"target_modules": ["q_proj", "k_proj"], "r": 4} | changes))
+    assert list(model.state_dict()) == names
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_a_rank_below_one_a_bad_name_and_a_model_with_adapters_are_refused():
+    config = LoraConfig(target_modules=["q_proj"], r=4)
+    for name in ("lora", "a.b", ""):
+        with pytest.raises(ValueError, match="needed a name without dots"):
+            prepare_lora(tiny("llama"), config, adapter_name=name)
+    model = prepare_lora(tiny("llama"), config)
+    with pytest.raises(ValueError, match="has adapters already"):
+        prepare_lora(model, config)
+    config.r = 0
+    with pytest.raises(ValueError, match="r is 0, needed at least 1"):
+        prepare_lora(tiny("llama"), config)
+    with pytest.raises(ValueError, match="config is a dict"):
+        prepare_lora(tiny("llama"), {"r": 4})
+
+
+def spoil(folder, change):
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+KEY = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+
+
+def test_bad_checkpoints_are_refused_before_the_model_is_touched(tmp_path):
+    good = tmp_path / "good"
+    stock(config_of("llama")[1], "llama").save_pretrained(good)
+
+    def refused(message, folder, kind="llama", **changes):
+        model = tiny(kind, **changes)
+        names = list(model.state_dict())
+        with pytest.raises(ValueError, match=message):
+            load_lora(model, folder)
+        assert list(model.state_dict()) == names
+
+    refused("is of another base model: .* does not have model.layers.2", good, num_hidden_layers=2)
+    refused(r"does not fit: .*is \[16, 4\], needed \[32, 4\], and 43 more", good, hidden_size=32)
+    refused("is of another base model", good, kind="gpt2")
+    cases = {
+        "not finite": (lambda t: t[KEY].fill_(float("nan")), "numbers that are not finite"),
+        "shape": (
+            lambda t: t.update({KEY: t[KEY][:2].clone()}),
+            r"q_proj.lora_A.weight is \[2, 16\], needed \[4, 16\]",
+        ),
+        "lacking": (lambda t: t.pop(KEY), f"lacks {KEY} and 0 more"),
+    }
+    for name, (change, message) in cases.items():
+        stock(config_of("llama")[1], "llama").save_pretrained(tmp_path / name)
+        spoil(tmp_path / name, change)
+        refused(message, tmp_path / name)
+    path = good / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    refused("cannot be read", good)
+    path.rename(good / "adapter_model.bin")
+    refused("a pickle can run code", good)
+    with pytest.raises(ValueError, match="needed a name without dots"):
+        load_lora(tiny("llama"), good, adapter_name="lora")

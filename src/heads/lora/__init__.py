@@ -2,26 +2,70 @@
 
 from .accelerate import AccelerationReport, accelerate_lora_, restore_lora_
 from .functional import lora_linear, lora_linears
+from .instruct import (
+    InstructionCollator,
+    InstructionDataset,
+    InstructionReport,
+    alpaca_template,
+    chat_template,
+    check_packing,
+    read_rows,
+)
 from .interchange import export_lora, load_lora
+from .judging import (
+    Judge,
+    ModelLikelihood,
+    ReferenceOverlap,
+    Run,
+    append_run,
+    draw_runs,
+    generate_answers,
+    judge_answers,
+    read_runs,
+)
 from .linear import LoraLinear
 from .merge import MergedLayer, MergeReport, merge_lora
 from .prepare import prepare_lora
+from .report import AdapterRow, LoraReport, lora_report
 from .split import SplitQKV, join_fused_qkv_, split_fused_qkv_
+from .tuning import InstructionTrainer, answer_loss, instruction_arguments
 
 __all__ = [
     "AccelerationReport",
+    "AdapterRow",
+    "InstructionCollator",
+    "InstructionDataset",
+    "InstructionReport",
+    "InstructionTrainer",
+    "Judge",
     "LoraLinear",
+    "LoraReport",
     "MergeReport",
     "MergedLayer",
+    "ModelLikelihood",
+    "ReferenceOverlap",
+    "Run",
     "SplitQKV",
     "accelerate_lora_",
+    "alpaca_template",
+    "answer_loss",
+    "append_run",
+    "chat_template",
+    "check_packing",
+    "draw_runs",
     "export_lora",
+    "generate_answers",
+    "instruction_arguments",
     "join_fused_qkv_",
+    "judge_answers",
     "load_lora",
     "lora_linear",
     "lora_linears",
+    "lora_report",
     "merge_lora",
     "prepare_lora",
+    "read_rows",
+    "read_runs",
     "restore_lora_",
     "split_fused_qkv_",
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -193,18 +194,24 @@ def run(
     seeds: Tensor | None = None,
 ) -> list[Tensor]:
     """Layers that share x, each with any adapters: `lora_linears` without its checks. Used by `LoraLinear`."""
-    device, adapters = x.device.type, tuple(adapters)
-    if torch.is_autocast_enabled(device):
-        x = x.to(torch.get_autocast_dtype(device))
+    adapters, autocast = tuple(adapters), _autocast_dtype(x)
+    if autocast is not None:
+        x = x.to(autocast)
     flat = x.reshape(-1, x.shape[-1])
     merged = order == "merged" or (order == "auto" and _merges(flat, weights, adapters))
     if seeds is None and any(one.dropout_p for one in adapters):
         seeds = torch.randint(-(2**63), 2**63 - 1, (len(adapters),), device=x.device, dtype=torch.int64)
     fused = _uses_fused(impl, x)
     plan = Plan(len(weights), adapters, transposed, merged, fused)
-    with torch.autocast(device, enabled=False):
+    with nullcontext() if autocast is None else torch.autocast(x.device.type, enabled=False):
         ys = _Lora.apply(flat, plan, seeds, *weights, *biases, *lora_as, *lora_bs)
     return [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast asks for; None where it is off. It does not know the meta device."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
 def _merges(x: Tensor, weights: Sequence[Tensor], adapters: Sequence[Adapter]) -> bool:
@@ -245,7 +252,7 @@ def check(operation: str, x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Ten
         )
     if bias is not None and tuple(bias.shape) != (outs,):
         raise ValueError(f"{operation}: bias has shape {list(bias.shape)}, needed ({outs},)")
-    if not torch.is_autocast_enabled(x.device.type) and x.dtype != weight.dtype:
+    if _autocast_dtype(x) is None and x.dtype != weight.dtype:
         raise ValueError(f"{operation}: x is {x.dtype} and the weight is {weight.dtype}, needed one dtype")
 
 
@@ -323,8 +330,7 @@ def _check_options(
         raise ValueError(f"{operation}: dropout_p is {dropout_p}, needed at least 0 and below 1")
     if seeds is not None and (seeds.dtype != torch.int64 or seeds.numel() != count):
         raise ValueError(f"{operation}: {seeds.numel()} seeds of {seeds.dtype}, needed {count} of torch.int64")
-    device = x.device.type
-    working = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    working = _autocast_dtype(x) or x.dtype
     if order == "merged" and (dropout_p or working.itemsize < 4):
         raise ValueError(
             f"{operation}: order 'merged' with dropout_p {dropout_p} in {working}; it needs no dropout and float32, "

@@ -1,0 +1,315 @@
+"""Instruction data: rows of JSON to prompts and answers, to tokens whose answers are trained, to batches.
+
+The end token is appended and trained; padding is told from it by its place, never by its id, so that a tokenizer whose
+padding is its end token, as GPT-2's is made to be, still learns to stop.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from tqdm.auto import tqdm
+
+IGNORED = -100
+"""A label that is not trained."""
+_WITH_INPUT = "an instruction that describes a task, paired with an input that provides further context"
+_WITHOUT_INPUT = "an instruction that describes a task"
+_ROWS_NAMED = 5  # in an error
+
+
+def alpaca_template(row: Mapping[str, Any]) -> tuple[str, str]:
+    r"""Prompt and answer of a row with ``instruction``, ``input`` (may be empty or absent) and ``output``.
+
+    Source: the format of Stanford Alpaca, in which many checkpoints have been trained.
+
+    >>> prompt, answer = alpaca_template({"instruction": "Add.", "input": "1 1", "output": "2"})
+    >>> print(prompt.partition("\n\n")[2] + answer)
+    ### Instruction:
+    Add.
+    <BLANKLINE>
+    ### Input:
+    1 1
+    <BLANKLINE>
+    ### Response:
+    2
+    """
+    given = row.get("input") or ""
+    task = _WITH_INPUT if given else _WITHOUT_INPUT
+    parts = [f"Below is {task}. Write a response that appropriately completes the request."]
+    parts += [
+        f"### Instruction:\n{row['instruction']}",
+        *([f"### Input:\n{given}"] if given else []),
+        "### Response:\n",
+    ]
+    return "\n\n".join(parts), row["output"]
+
+
+def chat_template(tokenizer: Any) -> Callable[[Mapping[str, Any]], tuple[str, str]]:
+    """A template from a tokenizer's chat template: rows with ``messages``, or Alpaca's, as one turn of a user.
+
+    The last message is the answer, all before it are the prompt.
+
+    Raises:
+        ValueError: The tokenizer has no chat template, or one whose text changes with the answer.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            f"chat_template: {type(tokenizer).__name__} has no chat template; needed one, or alpaca_template"
+        )
+
+    def template(row: Mapping[str, Any]) -> tuple[str, str]:
+        messages = row.get("messages")
+        if messages is None:
+            asked = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+            messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+        whole = tokenizer.apply_chat_template(messages, tokenize=False)
+        prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+        if not whole.startswith(prompt):
+            raise ValueError("chat_template: its's text of the prompt is not the beginning of its text with the answer")
+        return prompt, whole[len(prompt) :].rstrip()
+
+    return template
+
+
+def read_rows(source: str | Path | Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of a JSON list, of JSON lines, or of any iterable; each has ``instruction`` and ``output``, or ``messages``.
+
+    Raises:
+        ValueError: A file that is no JSON, rows that lack what is needed or hold something else (with their numbers).
+    """
+    operation, name = "read_rows", "rows"
+    if isinstance(source, (str, Path)):
+        name = str(source)
+        text = Path(source).read_text(encoding="utf-8")
+        try:
+            rows = (
+                json.loads(text) if text.lstrip().startswith("[") else [json.loads(x) for x in text.splitlines() if x]
+            )
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{operation}: {name} is neither a JSON list nor JSON lines: {error}") from error
+    else:
+        rows = list(source)
+    bad: dict[str, list[int]] = {}
+    for number, row in enumerate(rows, 1):
+        why = _wrong_with(row)
+        if why is not None:
+            bad.setdefault(why, []).append(number)
+    if bad:
+        told = "; ".join(f"{why} in row {_numbers(numbers)}" for why, numbers in bad.items())
+        raise ValueError(f"{operation}: {name}: {told}; needed instruction, output and perhaps input, or messages")
+    if not rows:
+        raise ValueError(f"{operation}: {name} has no rows")
+    return [dict(row) for row in rows]
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    more = len(numbers) - _ROWS_NAMED
+    return ", ".join(map(str, numbers[:_ROWS_NAMED])) + (f" and {more} more" if more > 0 else "")
+
+
+def _wrong_with(row: Any) -> str | None:
+    if not isinstance(row, Mapping):
+        return f"a {type(row).__name__}"
+    if "messages" in row:
+        return None if _are_messages(row["messages"]) else "messages that are not a list of role and content"
+    for field in ("instruction", "output"):
+        if field not in row:
+            return f"no {field}"
+    for field in ("instruction", "input", "output"):
+        if not isinstance(row.get(field) or "", str):
+            return f"{field} that is not text"
+    return None
+
+
+def _are_messages(messages: Any) -> bool:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or len(messages) < 2:
+        return False
+    return all(isinstance(m, Mapping) and isinstance(m.get("content"), str) and "role" in m for m in messages)
+
+
+@dataclass(frozen=True)
+class InstructionReport:
+    """What became of the rows."""
+
+    rows: int
+    kept: int
+    empty_answers: int
+    prompts_cut: int
+    answers_cut: int
+    tokens: int
+    answer_tokens: int
+
+    def __str__(self) -> str:
+        lines = [f"{self.kept} of {self.rows} rows, {self.tokens} tokens, {self.answer_tokens} of them trained"]
+        for count, what in (
+            (self.empty_answers, "had an empty answer and were left out"),
+            (self.prompts_cut, "had a prompt too long for the context, which was cut"),
+            (self.answers_cut, "had an answer too long for the context, which was cut and does not end"),
+        ):
+            lines += [f"  {count} {what}"] if count else []
+        return "\n".join(lines)
+
+
+class InstructionDataset(Dataset):
+    """Rows as ``input_ids`` and ``labels``: the prompt is not trained, the answer and the end token are.
+
+    A row that is too long loses prompt tokens first, from ``truncation_side``, down to ``min_prompt`` of them, and then
+    the end of its answer, which then has no end token. `report` counts it all.
+
+    Args:
+        rows: What `read_rows` takes.
+        tokenizer: Of the model; it needs an end token.
+        template: Row to (prompt, answer): `alpaca_template`, ``chat_template(tokenizer)`` or your own.
+        max_length: Tokens a row, the model's context at most.
+        truncation_side: ``"left"`` keeps a prompt's end, ``"right"`` its beginning.
+        min_prompt: Tokens of a prompt that an answer never pushes out; a quarter of ``max_length`` by default.
+        progress: Show a bar.
+
+    Raises:
+        ValueError: Bad rows (with their numbers), no end token, a context that is too short, nothing left to train.
+    """
+
+    def __init__(
+        self,
+        rows: str | Path | Iterable[Mapping[str, Any]],
+        tokenizer: Any,
+        *,
+        template: Callable[[Mapping[str, Any]], tuple[str, str]] = alpaca_template,
+        max_length: int = 512,
+        truncation_side: str = "left",
+        min_prompt: int | None = None,
+        progress: bool = True,
+    ):
+        operation, end = "InstructionDataset", tokenizer.eos_token_id
+        if end is None:
+            raise ValueError(f"{operation}: the tokenizer has no end token; needed one, or answers never learn to end")
+        if truncation_side not in ("left", "right"):
+            raise ValueError(f"{operation}: truncation_side is {truncation_side!r}, needed left or right")
+        min_prompt = max_length // 4 if min_prompt is None else min_prompt
+        if max_length < 4 or not 0 < min_prompt < max_length - 1:
+            raise ValueError(
+                f"{operation}: max_length is {max_length} and min_prompt {min_prompt}, needed 0 < it < length"
+            )
+        self.examples: list[dict[str, list[int]]] = []
+        held = read_rows(rows)
+        self.texts: list[tuple[str, str]] = []
+        empty = prompts = answers = 0
+        for row in tqdm(held, "tokenising", disable=not progress, leave=False):
+            text = template(row)
+            prompt = list(tokenizer(text[0])["input_ids"])
+            answer = list(tokenizer(text[1], add_special_tokens=False)["input_ids"]) if text[1].strip() else []
+            if prompt and prompt[-1] == end and not text[0].endswith(tokenizer.eos_token):
+                prompt.pop()  # some tokenizers end every text
+            if not answer or answer == [end]:
+                empty += 1
+                continue
+            if answer[-1] != end:
+                answer.append(end)
+            room = max(min(len(prompt), min_prompt), max_length - len(answer))
+            if len(prompt) > room:
+                prompts += 1
+                prompt = prompt[-room:] if truncation_side == "left" else prompt[:room]
+            if len(prompt) + len(answer) > max_length:
+                answers += 1
+                answer = answer[: max_length - len(prompt)]
+            self.examples.append({"input_ids": prompt + answer, "labels": [IGNORED] * len(prompt) + answer})
+            self.texts.append(text)
+        if not self.examples:
+            raise ValueError(f"{operation}: none of {len(held)} rows has an answer")
+        self.report = InstructionReport(
+            len(held), len(self.examples), empty, prompts, answers,
+            sum(len(e["input_ids"]) for e in self.examples),
+            sum(label != IGNORED for e in self.examples for label in e["labels"]),
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return self.examples[index]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstructionCollator:
+    """A batch of examples: padded to the longest, or packed into one row without padding.
+
+    Packed, ``position_ids`` begin anew at every example, from which transformers' decoders build a mask that keeps them
+    apart: see `check_packing`.
+
+    Args:
+        pad_token_id: Fills up rows; it may be the end token, since places tell them apart.
+        pack: One row of all examples.
+        pad_to_multiple_of: Rounds the length up, for kernels that want it.
+
+    >>> examples = [{"input_ids": [5, 6, 2], "labels": [-100, 6, 2]}, {"input_ids": [7, 2], "labels": [-100, 2]}]
+    >>> InstructionCollator(pad_token_id=2)(examples)["labels"].tolist()
+    [[-100, 6, 2], [-100, 2, -100]]
+    >>> InstructionCollator(pad_token_id=2, pack=True)(examples)["position_ids"].tolist()
+    [[0, 1, 2, 0, 1]]
+    """
+
+    pad_token_id: int
+    pack: bool = False
+    pad_to_multiple_of: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pad_token_id, int):
+            raise ValueError(
+                f"InstructionCollator: pad_token_id is {self.pad_token_id!r}, needed a token's id (the end's will do)"
+            )
+
+    def __call__(self, examples: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, Tensor]:
+        """Examples of `InstructionDataset` to tensors (rows, tokens)."""
+        ids = [list(e["input_ids"]) for e in examples]
+        labels = [[IGNORED, *e["labels"][1:]] for e in examples]  # nothing of its own comes before a first token
+        positions = [list(range(len(row))) for row in ids]
+        if self.pack:
+            ids, labels, positions = ([list(chain.from_iterable(rows))] for rows in (ids, labels, positions))
+        width = max(map(len, ids))
+        if self.pad_to_multiple_of:
+            width += -width % self.pad_to_multiple_of
+        fills = {"input_ids": (ids, self.pad_token_id), "labels": (labels, IGNORED)}
+        if self.pack:
+            fills["position_ids"] = (positions, 0)
+        else:
+            fills["attention_mask"] = ([[1] * len(row) for row in ids], 0)
+        return {
+            name: torch.tensor([row + [fill] * (width - len(row)) for row in rows])
+            for name, (rows, fill) in fills.items()
+        }
+
+
+@torch.no_grad()
+def check_packing(model: nn.Module, *, length: int = 8) -> None:
+    """Refuse a model in which packed examples see each other.
+
+    Two examples are packed, the first is exchanged, and the second's logits must not move by a bit.
+
+    Raises:
+        ValueError: They did.
+    """
+    training, device = model.training, next(model.parameters()).device
+    vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    first = torch.arange(2 * length, device=device).remainder(vocabulary)[None]
+    other = first.clone()
+    other[:, :length] = (other[:, :length] + vocabulary // 2).remainder(vocabulary)
+    positions = torch.arange(length, device=device).repeat(2)[None]
+    model.eval()
+    try:
+        runs = [model(input_ids=ids, position_ids=positions, use_cache=False)[0] for ids in (first, other)]
+    finally:
+        model.train(training)
+    logits = [run[:, length:] for run in runs]
+    if not torch.equal(*logits):
+        raise ValueError(
+            f"check_packing: in {type(model).__name__} packed examples see each other (logits move by "
+            f"{float((logits[0] - logits[1]).abs().max()):.2g}); needed pack=False"
+        )

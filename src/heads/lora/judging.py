@@ -1,0 +1,206 @@
+"""Answers and what they are worth: generation, judges without a service, and the table of runs."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+Judge = Callable[[str, str], float]
+"""(prompt, answer) to a score, 0 to 100."""
+
+
+@torch.no_grad()
+def generate_answers(
+    model: Any, tokenizer: Any, prompts: Sequence[str], *, max_new_tokens: int = 64, batch_size: int = 8,
+    progress: bool = True, **options: Any,
+) -> list[str]:  # fmt: skip
+    """Greedy answers to prompts, without the prompts.
+
+    Args:
+        model: A causal language model.
+        tokenizer: Its tokenizer.
+        prompts: Texts, formatted as in training.
+        max_new_tokens: An answer's length at most.
+        batch_size: Prompts at once, padded at the left.
+        progress: Show a bar.
+        options: More of `generate`'s, such as ``do_sample``.
+    """
+    made: list[str] = []
+    device, training = next(model.parameters()).device, model.training
+    model.eval()
+    end = tokenizer.eos_token_id
+    pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    try:
+        for start in tqdm(range(0, len(prompts), batch_size), "answering", disable=not progress, leave=False):
+            rows = [tokenizer(text)["input_ids"] for text in prompts[start : start + batch_size]]
+            width = max(map(len, rows))
+            ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=device)
+            mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+            tokens = model.generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, eos_token_id=end, pad_token_id=pad,
+                **{"do_sample": False} | options,
+            )  # fmt: skip
+            made += [tokenizer.decode(row[width:], skip_special_tokens=True).strip() for row in tokens]
+    finally:
+        model.train(training)
+    return made
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def _common(a: Sequence[str], b: Sequence[str]) -> int:
+    """Length of the longest common subsequence."""
+    row = [0] * (len(b) + 1)
+    for word in a:
+        previous = 0
+        for j, other in enumerate(b, 1):
+            previous, row[j] = row[j], previous + 1 if word == other else max(row[j], row[j - 1])
+    return row[-1]
+
+
+class ReferenceOverlap:
+    """A judge that knows a good answer: 100 times the F1 of the longest common subsequence of words (ROUGE-L).
+
+    >>> ReferenceOverlap({"Capital of France?": "It is Paris."})("Capital of France?", "Paris")
+    50.0
+    """
+
+    def __init__(self, references: Mapping[str, str]):
+        self.references = dict(references)
+
+    def __call__(self, prompt: str, answer: str) -> float:
+        """A score, 0 to 100."""
+        if prompt not in self.references:
+            raise ValueError(f"ReferenceOverlap: there is no reference for the prompt {prompt[:60]!r}")
+        said, good = _words(answer), _words(self.references[prompt])
+        return 200.0 * _common(said, good) / (len(said) + len(good)) if said or good else 100.0
+
+
+class ModelLikelihood:
+    """A judge that is a language model: 100 times the geometric mean of its probabilities of an answer's tokens.
+
+    Args:
+        model: A causal language model, better than the one that is judged.
+        tokenizer: Its tokenizer.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any):
+        self.model, self.tokenizer = model.eval(), tokenizer
+
+    @torch.no_grad()
+    def __call__(self, prompt: str, answer: str) -> float:
+        """A score, 0 to 100; an empty answer scores 0."""
+        before = list(self.tokenizer(prompt)["input_ids"])
+        own = list(self.tokenizer(answer, add_special_tokens=False)["input_ids"])
+        if not own or not before:
+            return 0.0
+        ids = torch.tensor([before + own], device=next(self.model.parameters()).device)
+        logits = self.model(input_ids=ids).logits[0, len(before) - 1 : -1].float()
+        chosen = torch.log_softmax(logits, -1).gather(1, ids[0, len(before) :, None])
+        return 100.0 * math.exp(float(chosen.mean()))
+
+
+def judge_answers(judge: Judge, prompts: Sequence[str], answers: Sequence[str], *, progress: bool = True) -> float:
+    """The mean score of answers.
+
+    Raises:
+        ValueError: As many prompts as answers are needed, one at least, and scores from 0 to 100.
+
+    >>> judge_answers(lambda prompt, answer: 100.0 * (prompt == answer), ["a", "b"], ["a", "c"], progress=False)
+    50.0
+    """
+    if len(prompts) != len(answers) or not prompts:
+        raise ValueError(f"judge_answers: {len(prompts)} prompts and {len(answers)} answers; needed as many, and some")
+    scores = []
+    pairs = zip(prompts, answers, strict=True)
+    for prompt, answer in tqdm(pairs, "judging", len(prompts), disable=not progress, leave=False):
+        score = float(judge(prompt, answer))
+        if not 0 <= score <= 100:
+            raise ValueError(f"judge_answers: the judge gave {score} to {answer[:60]!r}, needed 0 to 100")
+        scores.append(score)
+    return sum(scores) / len(scores)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A line of the table of runs. ``rank`` and ``alpha`` are empty for full fine-tuning."""
+
+    name: str
+    model: str
+    batch: int
+    epochs: float
+    optimizer: str
+    lr: float
+    min_lr: float
+    warmup: float
+    weight_decay: float
+    rank: int | None
+    alpha: float | None
+    loss: float
+    perplexity: float
+    judge: float | None
+    seconds: float
+
+
+def append_run(path: str | Path, run: Run) -> None:
+    """Add a line to a CSV of runs; a file of other columns is refused.
+
+    Raises:
+        ValueError: The file exists and has other columns.
+    """
+    path, names = Path(path), [field.name for field in fields(Run)]
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            held = next(csv.reader(file), [])
+        if held != names:
+            raise ValueError(f"append_run: {path} has the columns {held}, needed {names}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(asdict(run))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_runs(path: str | Path) -> list[dict[str, str]]:
+    """The lines of a table of runs, as text."""
+    with Path(path).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def draw_runs(path: str | Path, out: str | Path) -> Path:
+    """Draw a table of runs: perplexity and judge's score of each. Needs the extra ``plot``.
+
+    Args:
+        path: The CSV.
+        out: The picture, by its suffix a PNG, SVG or PDF.
+    """
+    from matplotlib.figure import Figure
+
+    rows = read_runs(path)
+    names = [f"{row['name']} ({'full' if not row['rank'] else 'r ' + row['rank']})" for row in rows]
+    figure = Figure((7.5, 0.3 * len(rows) + 1.3), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    left.barh(range(len(rows)), [float(row["perplexity"]) for row in rows], color="C0")
+    right.barh(range(len(rows)), [float(row["judge"] or "nan") for row in rows], color="C1")
+    left.set_yticks(range(len(rows)), names)
+    left.set_ylim(len(rows) - 0.5, -0.5)
+    left.set_xlabel("perplexity of held-out answers")
+    right.set_xlabel("judge's score, 0 to 100")
+    figure.savefig(out)
+    return Path(out)

@@ -1,0 +1,186 @@
+"""`lora_report`: what an adapter costs, how far its first step goes, and what is probably wrong with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import LoraLayer
+from torch import Tensor, nn
+
+from .linear import LoraLinear
+from .prepare import PREFIX, skeleton
+
+USUAL_SCALING = (0.1, 4.0)
+"""Outside of this, ``scaling`` is worth a second look."""
+
+
+@dataclass(frozen=True)
+class AdapterRow:
+    """One layer's adapter. ``first_step`` is how far an output moves with Adam's first step, per unit of learning rate.
+
+    Adam's first step is the gradient's sign times the learning rate, and B starts at zero: for inputs of size 1,
+    an output moves by up to ``scaling * Σ_k |A_k x|``, about ``scaling * Σ_k ||A_k||``.
+    """
+
+    name: str
+    rank: int
+    scaling: float
+    parameters: int
+    first_step: float
+
+
+@dataclass(frozen=True)
+class LoraReport:
+    """Counts, bytes of a training step, adapters, and warnings."""
+
+    parameters: int
+    lora: int
+    other_trainable: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int | None
+    adapters: tuple[AdapterRow, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def trainable(self) -> int:
+        """LoRA's parameters and the others that are trained."""
+        return self.lora + self.other_trainable
+
+    def __str__(self) -> str:
+        lines = [
+            f"parameters          {self.parameters:>16,}",
+            f"  trainable         {self.trainable:>16,}  ({self.trainable / max(1, self.parameters):.2%})",
+            f"  of them LoRA      {self.lora:>16,}",
+        ]
+        held = {"weights": self.weight_bytes, "gradients": self.gradient_bytes, "AdamW's moments": self.optimizer_bytes}
+        if self.activation_bytes is not None:
+            held["saved activations"] = self.activation_bytes
+        lines += [f"{name:18}  {size / 2**20:>13.1f} MB" for name, size in held.items()]
+        if self.adapters:
+            steps = sorted(row.first_step for row in self.adapters)
+            low, middle, high = steps[0], steps[len(steps) // 2], steps[-1]
+            lines.append(
+                f"{len(self.adapters)} adapters; Adam's first step moves an output by {middle:.2f} learning rates "
+                f"({low:.2f} to {high:.2f})"
+            )
+        return "\n".join(lines + [f"warning: {text}" for text in self.warnings])
+
+
+def saved_activation_bytes(model: nn.Module, batch: int, context: int) -> int:
+    """Bytes that autograd would keep for one training step, from a run without memory or arithmetic."""
+    trial = skeleton(model).train()
+    parameters = {t.untyped_storage()._cdata for t in (*trial.parameters(), *trial.buffers())}
+    kept: dict[int, Any] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in parameters:
+            kept[storage._cdata] = storage
+        return tensor
+
+    ids = torch.zeros(batch, context, dtype=torch.int64, device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        output = trial(input_ids=ids)
+    size = sum(storage.nbytes() for storage in kept.values())
+    del output
+    return size
+
+
+def lora_report(
+    model: nn.Module,
+    *,
+    batch: int | None = None,
+    context: int | None = None,
+    base_vocab_size: int | None = None,
+    trained: bool = False,
+) -> LoraReport:
+    """Counts, bytes and warnings of a peft model's LoRA adapters.
+
+    Args:
+        model: A peft model.
+        batch: With ``context``, also count the activations that one training step saves, without running one.
+        context: Tokens a sample.
+        base_vocab_size: How many tokens the base model came with; more now, and an untrained head, is a warning.
+        trained: The model has been trained: a B that is still zero is a warning.
+
+    >>> from peft import LoraConfig, get_peft_model
+    >>> model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), LoraConfig(r=2, lora_alpha=64, target_modules=["0"]))
+    >>> print(lora_report(model).warnings[0])
+    scaling is 32 in 1 adapters (0, ...): usual is 0.1 to 4, lora_alpha / r of 1 or 2
+    """
+    layers: dict[str, Any] = {n.removeprefix(PREFIX): m for n, m in model.named_modules() if isinstance(m, LoraLayer)}
+    rows, zero, copied = [], [], []
+    for name, layer in layers.items():
+        for adapter in layer.active_adapters:
+            if adapter not in layer.r:
+                continue
+            embedding = adapter in layer.lora_embedding_A
+            a = layer.lora_embedding_A[adapter] if embedding else layer.lora_A[adapter].weight
+            b = layer.lora_embedding_B[adapter] if embedding else layer.lora_B[adapter].weight
+            rank, scaling = int(layer.r[adapter]), float(layer.scaling[adapter])
+            meta = a.device.type == "meta"
+            step = float("nan") if meta else scaling * float(a.detach().float().flatten(1).norm(dim=1).sum())
+            rows.append(AdapterRow(name, rank, scaling, a.numel() + b.numel(), step))
+            if not meta and not b.detach().any():
+                zero.append(name)
+            base = getattr(layer.get_base_layer(), "weight", a)
+            if (
+                base.dtype.itemsize < a.dtype.itemsize
+                and base.is_floating_point()
+                and not isinstance(layer, LoraLinear)
+            ):
+                copied.append(name)
+    warnings = _warnings(model, layers, rows, zero if trained or len(zero) < len(rows) else [], copied, base_vocab_size)
+    trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    own = sum(row.parameters for row in rows)
+    lora = sum(p.numel() for n, p in trainable if ".lora_" in n)
+    size = sum(p.nbytes for _, p in trainable)
+    activations = None if batch is None or context is None else saved_activation_bytes(model, batch, context)
+    return LoraReport(
+        parameters=sum(p.numel() for p in model.parameters()), lora=lora or own,
+        other_trainable=sum(p.numel() for n, p in trainable if ".lora_" not in n),
+        weight_bytes=sum(p.nbytes for p in model.parameters()), gradient_bytes=size, optimizer_bytes=2 * size,
+        activation_bytes=activations, adapters=tuple(rows), warnings=tuple(warnings),
+    )  # fmt: skip
+
+
+def _some(names: list[str]) -> str:
+    return f"{len(names)} adapters ({names[0]}, ...)"
+
+
+def _warnings(
+    model: Any, layers: dict[str, Any], rows: list[AdapterRow], zero: list[str], copied: list[str],
+    base_vocab_size: int | None,
+) -> list[str]:  # fmt: skip
+    found = []
+    low, high = USUAL_SCALING
+    for scaling in sorted({row.scaling for row in rows if not low <= row.scaling <= high}):
+        names = [row.name for row in rows if row.scaling == scaling]
+        usual = f"usual is {low:g} to {high:g}, lora_alpha / r of 1 or 2"
+        found.append(f"scaling is {scaling:g} in {_some(names)}: {usual}")
+    if zero:
+        found.append(f"lora_B is still zero in {_some(zero)}: they were not trained, or got no gradient")
+    if copied:
+        found.append(
+            f"{_some(copied)} are float32 on a half-precision model and go through peft's forward, which copies their "
+            "input: call accelerate_lora_, or pass autocast_adapter_dtype=False"
+        )
+    for name, config in getattr(model, "peft_config", {}).items():
+        targets = config.target_modules if not isinstance(config.target_modules, str) else ()
+        unused = [t for t in targets or () if not any(n == t or n.endswith(f".{t}") for n in layers)]
+        found += [f"adapter {name!r} has the target {t!r}, which matched no layer" for t in sorted(unused)]
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    embedding = base.get_input_embeddings() if hasattr(base, "get_input_embeddings") else None
+    if base_vocab_size is not None and embedding is not None and embedding.weight.shape[0] > base_vocab_size:
+        for kind, get in (("embedding", base.get_input_embeddings), ("head", base.get_output_embeddings)):
+            part = get()
+            if part is not None and not any(p.requires_grad for p in part.parameters()):
+                found.append(
+                    f"the vocabulary grew from {base_vocab_size} to {embedding.weight.shape[0]} and the {kind} is not "
+                    "trained: its new rows stay as they were made; add it to modules_to_save or to the targets"
+                )
+    return found

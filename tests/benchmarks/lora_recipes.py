@@ -1,8 +1,8 @@
 """Why old LoRA runs spiked: lora_recipes.json to a JSON of results, loss curves and the guide's table.
 
-The old recipe scales by alpha instead of alpha / r, draws A sqrt(in / r) larger, clips gradients only after the warm-up,
-and warms up over a fifth of the steps. A small GPT-2 is first trained on plain text of part of the data and then tuned on
-instructions from the rest. Not timed: what is compared is the loss. Needs the folder of real data; without it, it says so.
+The old recipe scales by alpha instead of alpha / r, draws A sqrt(in / r) larger, clips gradients only after the
+warm-up, and warms up over a fifth of the steps. A small GPT-2 is first trained on plain text of part of the data and
+then tuned on instructions from the rest. Not timed: what is compared is the loss. Needs the folder of real data.
 """
 
 from __future__ import annotations
@@ -111,8 +111,9 @@ def run(setting: dict[str, Any], config: dict[str, Any], base: Path, data: tuple
     collator = InstructionCollator(pad_token_id=0)
     with tempfile.TemporaryDirectory() as out:
         arguments = instruction_arguments(
-            out, max_steps=config["steps"], per_device_train_batch_size=config["batch"], use_cpu=True, disable_tqdm=True,
-            learning_rate=setting["lr"], warmup_steps=OLD_WARMUP if old else SOUND_WARMUP, seed=setting["seed"],
+            out, max_steps=config["steps"], per_device_train_batch_size=config["batch"], use_cpu=True,
+            disable_tqdm=True, learning_rate=setting["lr"], warmup_steps=OLD_WARMUP if old else SOUND_WARMUP,
+            seed=setting["seed"],
             weight_decay=0.1 if old else 0.0, logging_steps=1,
             lr_scheduler_kwargs={"min_lr": 1e-5} if old else {"min_lr_rate": 0.1},
         )  # fmt: skip
@@ -184,12 +185,19 @@ def draw(found: dict[str, Any]) -> None:
     figure = Figure((9, 3.4), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
     first = [r for r in found["rows"] if r["seed"] == 0]
+    old = [r for r in first if r["recipe"].startswith("old")]
+
+    def rank(row: dict[str, Any]) -> str:
+        return f"r {row['rank']}"
+
+    def change(row: dict[str, Any]) -> str:
+        return row["recipe"].removeprefix("old, ") + (", 1e-4" if row["lr"] == 1e-4 else "")
+
     groups = (
-        ("sound recipe", [r for r in first if r["recipe"] == "sound"], lambda r: f"r {r['rank']}"),
-        ("old recipe, 5e-5", [r for r in first if r["recipe"] == "old" and r["lr"] == 5e-5], lambda r: f"r {r['rank']}"),
-        ("old recipe at r 64, one thing changed", [r for r in first if r["rank"] == 64 and r["recipe"].startswith("old")],
-         lambda r: r["recipe"].removeprefix("old, ") + (", 1e-4" if r["lr"] == 1e-4 else "")),
-    )  # fmt: skip
+        ("sound recipe", [r for r in first if r["recipe"] == "sound"], rank),
+        ("old recipe, 5e-5", [r for r in old if r["recipe"] == "old" and r["lr"] == 5e-5], rank),
+        ("old recipe at r 64, one thing changed", [r for r in old if r["rank"] == 64], change),
+    )
     for axes, (title, rows, label) in zip(panels, groups, strict=True):
         for row in rows:
             axes.plot(smoothed(row["losses"]), label=label(row), linewidth=1.2)

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 
 from .linear import LoraLinear
-from .prepare import PREFIX, skeleton
+from .prepare import PREFIX
 
 USUAL_SCALING = (0.1, 4.0)
 """Outside of this, ``scaling`` is worth a second look."""
@@ -71,21 +73,26 @@ class LoraReport:
 
 
 def saved_activation_bytes(model: nn.Module, batch: int, context: int) -> int:
-    """Bytes that autograd would keep for one training step, from a run without memory or arithmetic."""
-    trial = skeleton(model).train()
-    parameters = {t.untyped_storage()._cdata for t in (*trial.parameters(), *trial.buffers())}
-    kept: dict[int, Any] = {}
+    """Bytes that autograd would keep for one training step, from a run on tensors that hold no numbers."""
+    training, kept = model.training, {}
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        held = {name: fake.from_tensor(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+        resident = {t.untyped_storage()._cdata for t in held.values()}
 
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in parameters:
-            kept[storage._cdata] = storage
-        return tensor
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in resident:
+                kept[storage._cdata] = storage
+            return tensor
 
-    ids = torch.zeros(batch, context, dtype=torch.int64, device="meta")
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        output = trial(input_ids=ids)
-    size = sum(storage.nbytes() for storage in kept.values())
+        ids = torch.zeros(batch, context, dtype=torch.int64, device=next(iter(held.values())).device)
+        model.train()
+        try:
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                output = functional_call(model, held, kwargs={"input_ids": ids, "use_cache": False})
+            size = sum(storage.nbytes() for storage in kept.values())
+        finally:
+            model.train(training)
     del output
     return size
 

@@ -1,0 +1,170 @@
+"""What the fine-tuning examples share: data, a base model where none is named, training, and what came of it.
+
+Without --data a small set is made up: what to do with a few words (repeat them, reverse them, say the first, ...).
+Without --model a small GPT-2 is trained on the easier half of it first (a minute), so that there is something to tune.
+"""
+
+import argparse
+import math
+import random
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+from heads import lora
+
+WORDS = ["red", "green", "blue", "round", "square", "small", "large", "old", "new", "warm", "cold", "fast", "slow"]
+TASKS = {
+    "Repeat the words.": lambda words: words,
+    "Say the first word.": lambda words: words[:1],
+    "Say the last word.": lambda words: words[-1:],
+    "Reverse the words.": lambda words: words[::-1],
+    "Leave out the first word.": lambda words: words[1:],
+}
+EASY = list(TASKS)[:2]
+
+
+def made_up(count: int, tasks: list[str], seed: int) -> list[dict]:
+    """Rows in Alpaca's format whose answers follow from their inputs."""
+    rng, rows = random.Random(seed), []
+    for _ in range(count):
+        task, words = rng.choice(tasks), rng.sample(WORDS, rng.randint(2, 5))
+        rows.append({"instruction": task, "input": " ".join(words), "output": " ".join(TASKS[task](words))})
+    return rows
+
+
+def parse(description: str, **defaults: Any) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--data", help="JSON or JSON lines in Alpaca's format or with messages, or a data set's hub id")
+    add("--model", help="a causal model's folder or hub id; a small GPT-2 of one's own without it")
+    add("--name", default=defaults["name"], help="of the run")
+    add("--epochs", type=float, default=3.0)
+    add("--batch", type=int, default=8)
+    add("--lr", type=float, default=defaults["lr"])
+    add("--min-lr", type=float, help="default: a tenth of --lr")
+    add("--warmup", type=float, default=0.03, help="share of the steps")
+    add("--weight-decay", type=float, default=0.0)
+    add("--max-length", type=int, default=256)
+    add("--pack", action="store_true", help="no padding: examples of a batch share one row")
+    add("--judge", choices=["overlap", "likelihood"], default="overlap", help="likelihood: the base model's")
+    add("--dtype", default="float32", choices=["float32", "bfloat16"])
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, default=Path("runs/finetuning"))
+    add("--resume", action="store_true", help="go on from the run's last checkpoint")
+    add("--smoke", action="store_true", help="a run of seconds, to see that it works")
+    return parser
+
+
+def rows_of(data: str | None, smoke: bool) -> list[dict]:
+    if data is None:
+        return made_up(200 if smoke else 2400, list(TASKS), seed=0)
+    if Path(data).exists():
+        return lora.read_rows(data)
+    import datasets  # only for data sets of the hub: pip install datasets
+
+    return lora.read_rows(datasets.load_dataset(data, split="train"))
+
+
+def own_base(out: Path, rows: list[dict], smoke: bool, made: bool) -> Path:
+    """A small GPT-2 and its tokenizer, trained on easy rows (or, with data given, on nothing yet)."""
+    folder = out / ("base-smoke" if smoke else "base")
+    if (folder / "config.json").exists():
+        return folder
+    tokens = ByteLevelBPETokenizer()
+    texts = ("".join(lora.alpaca_template(row)) for row in rows)
+    tokens.train_from_iterator(texts, vocab_size=1024, special_tokens=["<end>"], show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens._tokenizer, eos_token="<end>")
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=256, n_embd=128, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0
+    )
+    model = GPT2LMHeadModel(config)
+    if made:
+        easy = lora.InstructionDataset(made_up(200 if smoke else 4000, EASY, seed=1), tokenizer, progress=False)
+        arguments = lora.instruction_arguments(
+            folder, max_steps=4 if smoke else 400, learning_rate=2e-3, per_device_train_batch_size=16, logging_steps=100
+        )
+        lora.InstructionTrainer(
+            model=model, args=arguments, train_dataset=easy, data_collator=lora.InstructionCollator(pad_token_id=0)
+        ).train()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def finetune(given: argparse.Namespace, prepare: Callable[[Any], Any]) -> None:
+    """Train what ``prepare`` makes of the base model; print, save and table what came of it."""
+    set_seed(given.seed)
+    rows = rows_of(given.data, given.smoke)
+    random.Random(0).shuffle(rows)
+    count = min(200, max(1, len(rows) // 10))
+    folder = given.model or own_base(given.out, rows[count:], given.smoke, given.data is None)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=given.dtype)
+    template = lora.chat_template(tokenizer) if tokenizer.chat_template else lora.alpaca_template
+    length = min(given.max_length, getattr(base.config, "max_position_embeddings", given.max_length))
+    trained, held = (
+        lora.InstructionDataset(part, tokenizer, template=template, max_length=length)
+        for part in (rows[count:], rows[:count])
+    )
+    print(f"trained: {trained.report}\nheld out: {held.report}")
+    judge: Any = lora.ReferenceOverlap(dict(held.texts))
+    if given.judge == "likelihood":
+        judge = lora.ModelLikelihood(AutoModelForCausalLM.from_pretrained(folder), tokenizer)
+    model = prepare(base)
+    collator = lora.InstructionCollator(pad_token_id=tokenizer.eos_token_id, pack=given.pack)
+    if given.pack:
+        lora.check_packing(model)
+    out = given.out / given.name
+    steps = 6 if given.smoke else math.ceil(given.epochs * len(trained) / given.batch)
+    least = given.lr / 10 if given.min_lr is None else given.min_lr
+    arguments = lora.instruction_arguments(
+        out / "checkpoints", max_steps=steps, per_device_train_batch_size=given.batch, learning_rate=given.lr,
+        lr_scheduler_kwargs={"min_lr": least}, warmup_steps=given.warmup, weight_decay=given.weight_decay,
+        save_steps=max(2, steps // 4), save_total_limit=1, seed=given.seed,
+    )  # fmt: skip
+    before = lora.answer_loss(model, held, collator)[1]
+    trainer = lora.InstructionTrainer(
+        model=model, args=arguments, train_dataset=trained, data_collator=collator,
+        loraplus_lr_ratio=getattr(given, "loraplus", None),
+    )  # fmt: skip
+    seconds = time.perf_counter()
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(out / "checkpoints") if given.resume else None)
+    seconds = time.perf_counter() - seconds
+    loss, perplexity = lora.answer_loss(model, held, collator)
+    prompts = [prompt for prompt, _ in held.texts][: 4 if given.smoke else 100]
+    answers = lora.generate_answers(model, tokenizer, prompts, max_new_tokens=8 if given.smoke else 64)
+    score = lora.judge_answers(judge, prompts, answers)
+    for prompt, answer, (_, good) in list(zip(prompts, answers, held.texts, strict=False))[:3]:
+        print(f"\n{prompt}\n  said: {answer}\n  good: {good}")
+    if torch.cuda.is_available():
+        memory = torch.cuda.max_memory_allocated() / 2**20
+    else:
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"\nloss {loss:.3f}, perplexity {perplexity:.2f} (before: {before:.2f}), judge {score:.1f} of 100")
+    print(f"{seconds:.0f} s of training, {memory:.0f} MB at most")
+    model.save_pretrained(out / "model")
+    tokenizer.save_pretrained(out / "model")
+    run = lora.Run(
+        name=given.name, model=str(given.model or "own GPT-2"), batch=given.batch, epochs=given.epochs,
+        optimizer="adamw", lr=given.lr, min_lr=least, warmup=given.warmup, weight_decay=given.weight_decay,
+        rank=getattr(given, "rank", None), alpha=getattr(given, "alpha", None), loss=round(loss, 4),
+        perplexity=round(perplexity, 3), judge=round(score, 2), seconds=round(seconds, 1),
+    )  # fmt: skip
+    lora.append_run(given.out / "runs.csv", run)
+    lora.draw_runs(given.out / "runs.csv", given.out / "runs.png")
+    print(f"{out / 'model'}; {given.out / 'runs.csv'}; {given.out / 'runs.png'}")

@@ -1,0 +1,94 @@
+"""The report's counts are what a step really keeps, and its warnings come when they should."""
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+
+from heads.lora import lora_report, prepare_lora
+from tests.benchmarks.measure import saved_bytes
+from tests.heads.lora.test_accelerate import IDS
+from tests.support.models import tiny
+
+
+def prepared(kind="llama", dtype=torch.float32, accelerate=True, **changes):
+    options = {"target_modules": ["q_proj", "k_proj"], "r": 4, "lora_alpha": 8} | changes
+    return prepare_lora(tiny(kind).to(dtype), LoraConfig(**options), accelerate=accelerate)
+
+
+def test_counts_and_bytes():
+    model = prepared(modules_to_save=["lm_head"])
+    report = lora_report(model)
+    lora = 4 * (4 * (16 + 16) + 4 * (16 + 8))
+    assert report.lora == lora
+    assert report.other_trainable == 96 * 16
+    assert report.trainable == model.get_nb_trainable_parameters()[0]
+    assert report.parameters == sum(p.numel() for p in model.parameters())
+    assert (report.gradient_bytes, report.optimizer_bytes) == (4 * report.trainable, 8 * report.trainable)
+    assert report.activation_bytes is None
+    assert not report.warnings
+    assert f"{report.trainable:,}" in str(report)
+
+
+@pytest.mark.parametrize("accelerate", [False, True])
+@pytest.mark.parametrize(("kind", "targets"), [("gpt2", ["c_attn", "c_fc"]), ("bert", ["query", "dense"])])
+def test_activations_are_what_a_step_keeps(kind, targets, accelerate):
+    model = prepared(kind, accelerate=accelerate, target_modules=targets, lora_dropout=0.1)
+    counted = lora_report(model, batch=3, context=20).activation_bytes
+    model.train()
+    ids = torch.zeros(3, 20, dtype=torch.int64)
+    resident = [*model.parameters(), *model.buffers()]
+    assert counted == saved_bytes(lambda: model(input_ids=ids, use_cache=False), resident=resident)
+
+
+def test_the_first_step_is_what_adam_does():
+    """The largest change of an output in Adam's first step, over the learning rate, for inputs of size one."""
+    rate, steps = 1e-3, {}
+    for rank, alpha in ((4, 8), (16, 8), (16, 32)):
+        torch.manual_seed(0)
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=["0"])
+        model = prepare_lora(nn.Sequential(nn.Linear(64, 32)), config)
+        report = lora_report(model)
+        x = torch.randn(256, 64)
+        before = model(x).detach()
+        optimizer = torch.optim.Adam([p for n, p in model.named_parameters() if "lora_B" in n], lr=rate)
+        for j in range(len(x)):  # each input's own direction: the step that moves it furthest
+            with torch.no_grad():
+                model.get_submodule("base_model.model.0").lora_B["default"].weight.zero_()
+            optimizer.state.clear()
+            optimizer.zero_grad()
+            model(x[j : j + 1]).sum().backward()
+            optimizer.step()
+            moved = (model(x[j : j + 1]) - before[j]).abs().max().detach()
+            steps.setdefault((rank, alpha), []).append(float(moved) / rate)
+        mean = torch.tensor(steps[rank, alpha]).mean()
+        said = report.adapters[0].first_step
+        assert 0.7 * said < mean < said  # a Gaussian's mean size is 0.8 of its deviation
+    assert torch.tensor(steps[16, 8]).mean() == pytest.approx(torch.tensor(steps[4, 8]).mean(), rel=0.2)
+
+
+def test_warnings():
+    def told(model, **options):
+        return " | ".join(lora_report(model, **options).warnings)
+
+    assert "scaling is 16 in 8 adapters (model.layers.0.self_attn.q_proj, ...)" in told(prepared(lora_alpha=64))
+    assert "scaling is 0.0625" in told(prepared("bert", target_modules=["query"], r=16, lora_alpha=1))
+    model = prepared()
+    assert not told(model)
+    assert "lora_B is still zero in 8 adapters" in told(model, trained=True)
+    for module in model.modules():
+        if hasattr(module, "lora_B") and "default" in module.lora_B and module.out_features == 8:
+            nn.init.normal_(module.lora_B["default"].weight)
+    assert "lora_B is still zero in 4 adapters (model.layers.0.self_attn.q_proj, ...)" in told(model)
+    copied = prepared(dtype=torch.bfloat16, accelerate=False)
+    assert "go through peft's forward, which copies their input" in told(copied)
+    assert not told(prepared(dtype=torch.bfloat16))
+    assert not told(prepared(), base_vocab_size=96)
+    assert "the head is not trained" in told(prepared(), base_vocab_size=90)
+    assert "the head" not in told(prepared(modules_to_save=["lm_head", "embed_tokens"]), base_vocab_size=90)
+    from peft import get_peft_model
+
+    unmatched = get_peft_model(tiny("llama"), LoraConfig(target_modules=["q_proj", "wq"], r=2))
+    assert "has the target 'wq', which matched no layer" in told(unmatched)
+    with torch.no_grad():
+        model(input_ids=IDS)

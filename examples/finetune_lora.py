@@ -8,6 +8,8 @@ GPT-2's fused q, k, v projection gets an adapter for each of the three. Writes O
 with --merge, and OUT/runs.csv with OUT/runs.png (matplotlib, extra `plot`). Nothing is downloaded unless it is named.
 """
 
+import shutil
+
 from finetuning import finetune, parse
 from peft import LoraConfig
 
@@ -42,7 +44,9 @@ def main() -> None:
 
     finetune(given, prepare)
     if given.merge:
-        print(merge_lora(held[0], given.out / given.name / "merged"))
+        merged = given.out / given.name / "merged"
+        shutil.rmtree(merged, ignore_errors=True)  # an earlier run's
+        print(merge_lora(held[0], merged))
 
 
 if __name__ == "__main__":

@@ -154,8 +154,20 @@ THINKER_ROWS += [("think", "early exit", "float32"), ("think", "carry", "float32
 THINKER_ROWS += [("ThinkerTrainer", "resumed", "float32")]
 
 
+LORA_CASES = [f"lora_linear{c}{b}{d}" for c in ("", ", Conv1D") for b in ("", ", bias") for d in ("", ", dropout")]
+LORA_ROWS = [
+    (op, impl, dtype)
+    for op in LORA_CASES
+    for impl, dtypes in (("eager", ("float32", "bfloat16", "float16")), ("fused", ("float32", "float16")))
+    for dtype in dtypes
+]
+LORA_ROWS += [("lora_linears", impl, "float32") for impl in ("eager", "fused")]
+LORA_ROWS += [(f"lora_linear, {order} order", "eager", "float32") for order in ("merged", "auto", "factored")]
+LORA_ROWS += [("accelerate_lora_", "eager", dtype) for dtype in ("float32", "bfloat16")]
+
+
 JUDGED = [(f"{op}, {granularity}", impl, dtype) for op, granularity, impl, dtype in MASK_ROWS]
-JUDGED += KRONECKER_ROWS + THINKER_ROWS
+JUDGED += KRONECKER_ROWS + THINKER_ROWS + LORA_ROWS
 
 
 @pytest.mark.parametrize(("op", "impl", "dtype"), JUDGED)
@@ -193,7 +205,9 @@ def test_the_snippets_about_thinking_run(page, tmp_path, monkeypatch):
     text = (ROOT / page).read_text(encoding="utf-8")
     snippets = re.findall(r"```python\n(.*?)```", text, re.S)
     found = [
-        code for code in snippets if re.search(r"th\.|model\.", code) and not re.search("kronecker|mergekit_lite", code)
+        code
+        for code in snippets
+        if re.search(r"th\.|model\.", code) and not re.search("kronecker|mergekit_lite|heads", code)
     ]
     assert len(found) == (1 if page == "README.md" else 6)
     namespace = {}
@@ -223,6 +237,54 @@ def test_the_thinkers_example_runs_and_resumes(tmp_path):
     assert "add, length 4: 20 iterations" in run_example("train_thinker.py", *options)
 
 
+def test_the_guide_to_lora_has_every_public_name():
+    from heads import lora
+
+    guide = (ROOT / "docs" / "lora.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^::: heads\.lora\.(\w+)$", guide, re.M)) == set(lora.__all__)
+
+
+def test_the_snippets_about_lora_run(tmp_path, monkeypatch):
+    """The guide's in order in one namespace; the README's on a model and an adapter made for it."""
+    from peft import LoraConfig
+
+    from heads.lora import prepare_lora
+    from tests.support.models import tiny
+
+    monkeypatch.chdir(tmp_path)
+    guide = (ROOT / "docs" / "lora.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"```python\n(.*?)```", guide, re.S)
+    assert len(snippets) == 6
+    namespace = {}
+    for code in snippets:
+        exec(code, namespace)
+    assert namespace["report"].accelerated
+    assert callable(namespace["api_judge"])
+    assert (tmp_path / "runs" / "merged" / "model.safetensors").exists()
+    tiny("llama").save_pretrained("models/base")
+    prepare_lora(tiny("llama"), LoraConfig(target_modules=["q_proj"])).save_pretrained("models/adapter")
+    readme = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    exec(next(code for code in readme if "accelerate_lora_" in code), namespace)
+    assert (tmp_path / "models" / "tuned" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_the_fine_tuning_examples_run_and_resume(kind, tmp_path):
+    options = ["--out", tmp_path, *(["--merge", "--rank", 4, "--pack"] if kind == "lora" else [])]
+    printed = run_example(f"finetune_{kind}.py", *options)
+    assert re.search(r"^loss [\d.]+, perplexity [\d.]+ \(before: [\d.]+\), judge [\d.]+ of 100$", printed, re.M)
+    assert "said: " in printed
+    assert "trainable" in printed
+    assert (tmp_path / "runs.png").stat().st_size > 5_000
+    name = "adapter_model" if kind == "lora" else "model"
+    assert (tmp_path / kind / "model" / f"{name}.safetensors").exists()
+    assert (tmp_path / kind / "merged").exists() == (kind == "lora")
+    (tmp_path / "rows.json").write_text(json.dumps([{"instruction": f"Say {i}.", "output": f"{i}"} for i in range(30)]))
+    options += ["--resume", "--data", tmp_path / "rows.json", "--judge", "likelihood"]
+    run_example(f"finetune_{kind}.py", *options)
+    assert len((tmp_path / "runs.csv").read_text().splitlines()) == 3
+
+
 def test_the_compression_example_runs(tmp_path):
     printed = run_example("compress_gpt2.py", "--out", tmp_path)
     assert all(re.search(rf"^{start} +[\d,]+ +[\d.]+ +[\d.]+", printed, re.M) for start in ("prune", "sequential"))
@@ -250,7 +312,9 @@ def test_the_readme_example_of_the_guide_registers_and_merges(tmp_path):
         METHODS.pop("soft_vote", None)
 
 
-@pytest.mark.parametrize(("name", "made"), [("merging", "merged"), ("kronecker", "small"), ("thinker", "grid")])
+@pytest.mark.parametrize(
+    ("name", "made"), [("merging", "merged"), ("kronecker", "small"), ("thinker", "grid"), ("lora", "merged")]
+)
 def test_the_notebooks_run(name, made, tmp_path, monkeypatch):
     """Cell by cell in one namespace, as a reader would run it."""
     monkeypatch.chdir(tmp_path)

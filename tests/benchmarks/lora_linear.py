@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from tests.benchmarks.measure import interleave, run_alone, saved_bytes
-from tests.benchmarks.results import Row, append
+from tests.benchmarks.results import README, ROOT, Row, append, latest, put
 
 IMPLS = ("frozen nn.Linear", "lora_linear", "lora_linear, factored", "peft", "peft, float32 adapters", "unsloth")
+GUIDE = ROOT / "docs" / "lora.md"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
@@ -63,7 +64,7 @@ def prepare(
     model: Any = Layers(count, ins, outs).to(device, dtype).requires_grad_(False)
     if impl != "frozen nn.Linear":
         config = LoraConfig(r=rank, lora_alpha=rank, target_modules=list(PROJECTIONS[:count]), lora_dropout=dropout)
-        model = get_peft_model(model, config, autocast_adapter_dtype="float32" in impl)
+        model = get_peft_model(model, config, autocast_adapter_dtype=impl != "peft")
         if "lora_linear" in impl:
             accelerate_lora_(model, order="factored" if "factored" in impl else "auto")
     run = unsloth(model) if impl == "unsloth" else model
@@ -102,6 +103,38 @@ def measure(place: tuple, runs: int, peak: bool) -> list[Row]:
     base = getattr(rows[0], clock)
     print(shape, dtype, {r.impl: round(getattr(r, clock) / base, 3) for r in rows}, flush=True)
     return rows
+
+
+def write_table() -> None:
+    """The guide's and the README's tables, from the newest rows on CPU."""
+    found = {(r["dtype"], r["shape"], r["impl"]): r for r in latest("lora_linear.csv") if "CPU" in r["hardware"]}
+    if not found:
+        return
+    impls = ["lora_linear", "peft", "peft, float32 adapters"]
+    lines = [
+        f"| CPU seconds ÷ the frozen layer's own | {' | '.join(impls)} | ours keeps | peft keeps | peak ÷ peft's |"
+    ]
+    lines.append("|---" * 7 + "|")
+    for dtype, shape in dict.fromkeys(key[:2] for key in found):
+        base = float(found[dtype, shape, IMPLS[0]]["cpu_p50"])
+        rows = [found.get((dtype, shape, impl)) for impl in impls]
+        cells = [f"{float(r['cpu_p50']) / base:.2f}" if r else "" for r in rows]
+        ours, theirs = rows[0], rows[2] or rows[1]
+        assert ours is not None
+        assert theirs is not None
+        cells += [f"{int(r['saved_bytes']) / 2**20:.2f} MB" for r in (ours, theirs)]
+        peaks = int(ours["peak_bytes"]), int(theirs["peak_bytes"])
+        cells.append(f"{peaks[0] / peaks[1]:.2f}" if all(peaks) else "")
+        lines.append(f"| {shape}, {dtype} | {' | '.join(cells)} |")
+    some = next(iter(found.values()))
+    lines += [
+        "",
+        "Forward and backward, one thread, medians, all in turn in one process. What is kept, and the peak, are "
+        f"compared with peft's default, float32 adapters. {some['hardware']}; {some['versions']}; {some['date']} at "
+        f"{', '.join(dict.fromkeys(r['commit'] for r in found.values()))}.",
+    ]  # fmt: skip
+    put(GUIDE, lines, "speed")
+    put(README, [line for line in lines if "dropout" not in line and not line.startswith("| 3 x")], "lora")
 
 
 def main(arguments: list[str] | None = None) -> None:

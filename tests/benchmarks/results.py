@@ -166,6 +166,18 @@ TABLES = {
         "Wall seconds; in turn in one process. A training step is forward, backward and fused AdamW; generation is "
         "greedy, with a cache. The sequential start is one run.",
     ),
+    "lora_linear": Table(
+        "lora_linear", ("frozen nn.Linear", ""), "cpu",
+        "CPU seconds, one thread; in turn in one process, forward and backward. `ratio` is against the frozen "
+        "`nn.Linear` alone, which is the floor. `lora_linear` is a peft layer after `accelerate_lora_`, with peft's "
+        "default of float32 adapters or in the model's dtype, which makes it no difference; `saved` is what autograd "
+        "keeps beyond the parameters, x included; peaks are of processes of their own.",
+    ),
+    "lora_step": Table(
+        "One training step of GPT-2 medium with LoRA", ("peft", ""), "cpu",
+        "CPU seconds, one thread; in turn in one process: forward, loss, backward, AdamW. `ratio` is against peft with "
+        "adapters in the model's dtype. Peaks are what a step adds to the resident model, in processes of their own.",
+    ),
     "thinker": Table(
         "thinker", ("nn.TransformerDecoderLayer", ""), "cpu",
         "CPU seconds, one thread; in turn in one process. `think` is eight steps and one read-out, with the same "

@@ -11,6 +11,9 @@ from tests.benchmarks import (
     kron_linear,
     kron_model,
     kron_starts,
+    lora_linear,
+    lora_recipes,
+    lora_step,
     mask_ablation,
     mask_step,
     masked_kl,
@@ -23,6 +26,7 @@ from tests.benchmarks import (
 from tests.benchmarks.results import write_memory_account, write_page, write_readme_table
 
 MASKS, KRONECKER, THINKER = "tests/mergekit_lite/masks", "tests/kronecker", "tests/thinker"
+LORA = "tests/heads/lora"
 GATES = {
     "merging": ["tests/mergekit_lite/test_methods.py"],
     "masked_linear": [f"{MASKS}/test_functional.py"],
@@ -36,6 +40,9 @@ GATES = {
     "thinker_step": [f"{THINKER}/test_model.py"],
     "thinker_accuracy": [f"{THINKER}/test_tasks.py", f"{THINKER}/test_curriculum.py"],
     "thinker_ablation": [f"{THINKER}/test_training.py", "-k", "learns_to_copy"],
+    "lora_linear": [f"{LORA}/test_functional.py"],
+    "lora_step": [f"{LORA}/test_accelerate.py", "-k", "output_and_gradients"],
+    "lora_recipes": [f"{LORA}/test_instruct.py", "-k", "what_one_gives"],
 }
 SCRIPTS = {
     "merging": merging.main,
@@ -50,6 +57,9 @@ SCRIPTS = {
     "thinker_step": thinker_step.main,
     "thinker_accuracy": thinker_accuracy.main,
     "thinker_ablation": thinker_ablation.main,
+    "lora_linear": lora_linear.main,
+    "lora_step": lora_step.main,
+    "lora_recipes": lora_recipes.main,
 }
 
 
@@ -67,7 +77,8 @@ def main() -> None:
         SCRIPTS[name](["--device", options.device, *rest])
     write_page()
     write_memory_account()
-    for script in (mask_ablation, kron_starts, kron_ablation, thinker_accuracy, thinker_ablation, thinker_step):
+    tabled = (mask_ablation, kron_starts, kron_ablation, thinker_accuracy, thinker_ablation, thinker_step)
+    for script in (*tabled, lora_linear, lora_step, lora_recipes):
         script.write_table()
     write_readme_table()
 

@@ -76,7 +76,9 @@ def saved_activation_bytes(model: nn.Module, batch: int, context: int) -> int:
     """Bytes that autograd would keep for one training step, from a run on tensors that hold no numbers."""
     training, kept = model.training, {}
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        held = {name: fake.from_tensor(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+        held: dict[str, Tensor] = {
+            name: fake.from_tensor(t) for name, t in (*model.named_parameters(), *model.named_buffers())
+        }
         resident = {t.untyped_storage()._cdata for t in held.values()}
 
         def pack(tensor: Tensor) -> Tensor:

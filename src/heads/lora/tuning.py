@@ -41,6 +41,7 @@ def instruction_arguments(output_dir: str | Path, **changes: Any) -> TrainingArg
         "save_strategy": "no",
         "report_to": "none",
         "remove_unused_columns": False,
+        "dataloader_pin_memory": torch.cuda.is_available(),
     }
     if "save_steps" in changes:
         recipe["save_strategy"] = "steps"
@@ -66,6 +67,12 @@ class InstructionTrainer(Trainer):
             if not any(".lora_B." in name for name, _ in self.model.named_parameters()):  # type: ignore[union-attr]
                 raise ValueError("InstructionTrainer: loraplus_lr_ratio is given, but the model has no lora_B")
         self.loraplus_lr_ratio = loraplus_lr_ratio
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """The batches of a step; none when a finished run is resumed, which the stock trainer gives a step more."""
+        if self.state.global_step >= self.state.max_steps:
+            return [], None
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Peft's LoRA+ optimizer where a ratio was given, else the trainer's own."""

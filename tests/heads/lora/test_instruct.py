@@ -217,8 +217,11 @@ def test_a_resumed_run_is_as_if_it_had_not_stopped(tmp_path):
     whole = trained(tmp_path, tmp_path / "a", ratio=4.0)
     again = trained(tmp_path, tmp_path / "b", ratio=4.0, resume=str(tmp_path / "a" / "checkpoint-3"))
     assert again.state.global_step == 6
+    finished = trained(tmp_path, tmp_path / "b", ratio=4.0, resume=str(tmp_path / "b" / "checkpoint-6"))
+    assert finished.state.global_step == 6
     for name, value in state_of(whole).items():
         assert torch.equal(state_of(again)[name], value), name
+        assert torch.equal(state_of(finished)[name], value), name
 
 
 def test_gradients_are_clipped_from_the_first_step_on_and_the_rate_has_a_floor(tmp_path):

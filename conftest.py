@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support import equivalence
+from torch.utils._device import _device_constructors
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run on CPU tensors; read when they are imported
@@ -19,6 +20,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     torch.set_num_threads(1)
+    _device_constructors()  # what `with torch.device` knows, remembered before torch.empty is patched
     folder = config.getoption("--expect-wheel")
     if folder:
         for package in ("heads", "kronecker", "mergekit_lite", "thinker"):

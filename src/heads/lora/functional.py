@@ -194,7 +194,7 @@ def run(
     seeds: Tensor | None = None,
 ) -> list[Tensor]:
     """Layers that share x, each with any adapters: `lora_linears` without its checks. Used by `LoraLinear`."""
-    adapters, autocast = tuple(adapters), _autocast_dtype(x)
+    adapters, autocast = tuple(adapters), autocast_dtype(x)
     if autocast is not None:
         x = x.to(autocast)
     flat = x.reshape(-1, x.shape[-1])
@@ -208,7 +208,7 @@ def run(
     return [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast asks for; None where it is off. It does not know the meta device."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
@@ -252,7 +252,7 @@ def check(operation: str, x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Ten
         )
     if bias is not None and tuple(bias.shape) != (outs,):
         raise ValueError(f"{operation}: bias has shape {list(bias.shape)}, needed ({outs},)")
-    if _autocast_dtype(x) is None and x.dtype != weight.dtype:
+    if autocast_dtype(x) is None and x.dtype != weight.dtype:
         raise ValueError(f"{operation}: x is {x.dtype} and the weight is {weight.dtype}, needed one dtype")
 
 
@@ -330,7 +330,7 @@ def _check_options(
         raise ValueError(f"{operation}: dropout_p is {dropout_p}, needed at least 0 and below 1")
     if seeds is not None and (seeds.dtype != torch.int64 or seeds.numel() != count):
         raise ValueError(f"{operation}: {seeds.numel()} seeds of {seeds.dtype}, needed {count} of torch.int64")
-    working = _autocast_dtype(x) or x.dtype
+    working = autocast_dtype(x) or x.dtype
     if order == "merged" and (dropout_p or working.itemsize < 4):
         raise ValueError(
             f"{operation}: order 'merged' with dropout_p {dropout_p} in {working}; it needs no dropout and float32, "

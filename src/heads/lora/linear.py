@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+import torch
 from peft.tuners import lora
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .functional import Adapter, run
+from .functional import Adapter, autocast_dtype, run
 
 BASE = "__base__"  # peft's name for no adapter in a mixed batch
 
@@ -54,27 +55,33 @@ class SharedInput:
 
     def __init__(self, layers: Sequence[LoraLinear]):
         self.layers = list(layers)
-        self._x: Tensor | None = None
-        self._made: dict[int, Tensor] = {}
+        self._waiting: tuple[Tensor, tuple, dict[int, Tensor]] | None = None  # x, `_circumstances`, outputs by layer
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"layers": self.layers, "_x": None, "_made": {}}
+        return {"layers": self.layers, "_waiting": None}
 
     def take(self, layer: LoraLinear, x: Tensor) -> Tensor | None:
         """The layer's output for x, or None where it has to compute its own."""
-        if self._x is x and id(layer) in self._made:
-            made = self._made.pop(id(layer))
-            if not self._made:
-                self._x = None
-            return made
-        if self._made:  # what was computed along was not asked for
-            self.layers, self._x, self._made = [], None, {}
+        if self._waiting is not None:
+            of, then, made = self._waiting
+            output = made.pop(id(layer), None) if of is x and then == _circumstances(x) else None
+            if output is not None:
+                self._waiting = self._waiting if made else None
+                return output
+            self.layers, self._waiting = [], None  # what was computed along was not asked for
         if not self.layers or getattr(layer, "_is_replica", False) or not all(map(_can_share, self.layers)):
             return None
-        made = compute(self.layers, x)
-        self._x = x
-        self._made = {id(one): y for one, y in zip(self.layers, made, strict=True)}
-        return self._made.pop(id(layer))
+        outputs = compute(self.layers, x)
+        made = {id(one): y for one, y in zip(self.layers, outputs, strict=True)}
+        output = made.pop(id(layer))
+        self._waiting = (x, _circumstances(x), made)
+        return output
+
+
+def _circumstances(x: Tensor) -> tuple:
+    """What else an output depends on: whether gradients are wanted, autocast, and changes of x in place."""
+    version = 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+    return torch.is_grad_enabled(), autocast_dtype(x), version
 
 
 def _can_share(layer: LoraLinear) -> bool:

@@ -102,8 +102,7 @@ def test_queries_keys_and_values_are_computed_at_once():
     x = torch.randn(1, 3, 16, requires_grad=True)
     made = [getattr(attention, name)(x) for name in ("q_proj", "k_proj", "v_proj")]
     assert len({y.grad_fn.next_functions[0][0] for y in made}) == 1
-    assert not attention.q_proj.shared._made
-    assert attention.q_proj.shared._x is None
+    assert attention.q_proj.shared._waiting is None  # nothing is kept alive
     alone = attention.k_proj(x)  # asked for out of turn: it is computed with the others
     torch.testing.assert_close(alone, made[1])
 
@@ -119,6 +118,21 @@ def test_layers_that_do_not_share_after_all_stop_sharing():
         for layer, x, y in zip(layers, xs, expected, strict=True):
             torch.testing.assert_close(layer(x), y)
     assert attention.q_proj.shared.layers == []
+
+
+def test_what_waits_is_not_taken_under_other_circumstances():
+    model = peft_model("llama", torch.float64)
+    attention = model.get_submodule("base_model.model.model.layers.0.self_attn")
+    x = torch.randn(1, 3, 16, dtype=torch.float64)
+    expected = attention.k_proj(x)
+    accelerate_lora_(model)
+    with torch.no_grad():
+        attention.q_proj(x)
+    assert attention.k_proj(x).requires_grad
+    accelerate_lora_(model)
+    attention.q_proj(x)
+    x.mul_(2.0)
+    torch.testing.assert_close(attention.k_proj(x), 2 * expected)
 
 
 def test_a_model_copied_half_way_through_is_sound():

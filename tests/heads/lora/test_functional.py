@@ -255,9 +255,9 @@ def test_auto_merges_where_it_saves_flops_and_nothing_is_lost(monkeypatch):
     from heads.lora import functional
 
     orders = []
-    apply = functional.Lora.apply
+    apply = functional._Lora.apply
     monkeypatch.setattr(
-        functional.Lora, "apply", lambda x, plan, *rest: orders.append(plan.merged) or apply(x, plan, *rest)
+        functional._Lora, "apply", lambda x, plan, *rest: orders.append(plan.merged) or apply(x, plan, *rest)
     )
     for tokens, dtype, dropout in ((100, "float32", 0), (4, "float32", 0), (100, "bfloat16", 0), (100, "float32", 0.1)):
         given = {k: v.to(getattr(torch, dtype)) for k, v in inputs_of((tokens, 12, 9, 3), True, False).items()}

@@ -33,7 +33,7 @@ GUIDE, PLOT = ROOT / "docs" / "lora.md", ROOT / "docs" / "lora_recipes.svg"
 DATA = ROOT.parent / "shared" / "data"
 WORK = Path(__file__).parent / "work" / "lora_recipes"
 OLD_WARMUP, SOUND_WARMUP = 0.2, 0.03
-WINDOW = 15  # steps over which a loss is smoothed
+EVERY, WATCHED = 10, 64  # steps between looks at the loss, and how many held-out answers it is of
 
 
 def tokenizer_of(rows: list[dict[str, str]], size: int) -> Any:
@@ -80,7 +80,7 @@ def base_model(config: dict[str, Any]) -> tuple[Path, Any, list[dict[str, str]]]
 
 
 def run(setting: dict[str, Any], config: dict[str, Any], base: Path, data: tuple[Any, Any]) -> dict[str, Any]:
-    """Tune under one setting; the loss of every step, and of held-out answers."""
+    """Tune under one setting; the loss of held-out answers, while it trains on some and in the end on all."""
     from peft import LoraConfig
     from transformers import GPT2LMHeadModel, TrainerCallback, set_seed
 
@@ -108,24 +108,31 @@ def run(setting: dict[str, Any], config: dict[str, Any], base: Path, data: tuple
 
     old = setting["recipe"].startswith("old")
     trained, held = data
-    collator = InstructionCollator(pad_token_id=0)
+    collator, losses = InstructionCollator(pad_token_id=0), []
+    watched = [held[i] for i in range(WATCHED)]
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step % EVERY == 0:
+                losses.append(round(answer_loss(model, watched, collator, progress=False)[0], 4))
+
     with tempfile.TemporaryDirectory() as out:
         arguments = instruction_arguments(
             out, max_steps=config["steps"], per_device_train_batch_size=config["batch"], use_cpu=True,
             disable_tqdm=True, learning_rate=setting["lr"], warmup_steps=OLD_WARMUP if old else SOUND_WARMUP,
             seed=setting["seed"],
-            weight_decay=0.1 if old else 0.0, logging_steps=1,
+            weight_decay=0.1 if old else 0.0, logging_strategy="no",
             lr_scheduler_kwargs={"min_lr": 1e-5} if old else {"min_lr_rate": 0.1},
         )  # fmt: skip
-        late = [ClipLate()] if setting["clip"] != "always" else []
+        callbacks = [Watch(), *([ClipLate()] if setting["clip"] != "always" else [])]
         before = answer_loss(model, held, collator, progress=False)[0]
         trainer = InstructionTrainer(
-            model=model, args=arguments, train_dataset=trained, data_collator=collator, callbacks=late
+            model=model, args=arguments, train_dataset=trained, data_collator=collator, callbacks=callbacks
         )
         seconds = time.process_time()
         trainer.train()
         seconds = time.process_time() - seconds
-    losses = [round(r["loss"], 4) for r in trainer.state.log_history if "loss" in r]
+    losses.append(round(answer_loss(model, watched, collator, progress=False)[0], 4))
     loss, perplexity = answer_loss(model, held, collator, progress=False)
     return setting | {
         "held-out loss before": round(before, 4), "held-out loss": round(loss, 4), "perplexity": round(perplexity, 3),
@@ -134,16 +141,10 @@ def run(setting: dict[str, Any], config: dict[str, Any], base: Path, data: tuple
     }  # fmt: skip
 
 
-def smoothed(losses: list[float]) -> list[float]:
-    """Means over the last steps."""
-    return [statistics.fmean(losses[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(losses))]
-
-
 def largest_rise(losses: list[float]) -> float:
-    """How far the smoothed loss ever climbs above the least that it had been."""
-    line = smoothed(losses)[WINDOW - 1 :]
-    least, rise = line[0], 0.0
-    for value in line:
+    """How far a loss ever climbs above the least that it had been."""
+    least, rise = losses[0], 0.0
+    for value in losses:
         least, rise = min(least, value), max(rise, value - least)
     return rise
 
@@ -154,7 +155,7 @@ def write_table() -> None:
         return
     found = json.loads(FOUND.read_text(encoding="utf-8"))
     lines = [
-        "| recipe | r | learning rate | first step | held-out loss | largest rise of the training loss |",
+        "| recipe | r | learning rate | first step | held-out loss | largest rise on the way |",
         "|---" * 6 + "|",
     ]
     rows: dict[tuple, list[dict]] = {}
@@ -169,14 +170,15 @@ def write_table() -> None:
         f"GPT-2 of {size['n_layer']} layers, width {size['n_embd']}, trained on plain text to a held-out loss of "
         f"{found['rows'][0]['held-out loss before']:.3f} on instructions; {found['config']['steps']} steps of "
         f"{found['config']['batch']} instructions. Two numbers are two seeds. First step: how far an output moves in "
-        f"Adam's first step at the peak learning rate. The rise is of a mean over {WINDOW} steps. Measured "
+        f"Adam's first step at the peak learning rate. The rise is of {WATCHED} held-out answers, looked at every {EVERY} "
+        f"steps, above the least they had been. Measured "
         f"{found['date']} at {found['commit']}."
     )
     put(GUIDE, [*lines, "", text], "recipes")
 
 
 def draw(found: dict[str, Any]) -> None:
-    """Training loss of both recipes at each rank, and of the old one with one thing mended."""
+    """Held-out loss on the way, of both recipes at each rank, and of the old one with one thing mended."""
     import matplotlib
 
     matplotlib.rcParams["svg.hashsalt"] = "lora"
@@ -200,11 +202,12 @@ def draw(found: dict[str, Any]) -> None:
     )
     for axes, (title, rows, label) in zip(panels, groups, strict=True):
         for row in rows:
-            axes.plot(smoothed(row["losses"]), label=label(row), linewidth=1.2)
+            steps = range(0, EVERY * len(row["losses"]), EVERY)
+            axes.plot(steps, row["losses"], label=label(row), linewidth=1.2)
         axes.set(title=title, xlabel="step")
         axes.title.set_fontsize(9)
         axes.legend(fontsize=7)
-    panels[0].set_ylabel(f"training loss, mean of {WINDOW} steps")
+    panels[0].set_ylabel("loss of held-out answers")
     figure.savefig(PLOT, metadata={"Date": None})
 
 

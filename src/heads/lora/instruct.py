@@ -41,6 +41,10 @@ def alpaca_template(row: Mapping[str, Any]) -> tuple[str, str]:
     ### Response:
     2
     """
+    if "instruction" not in row:
+        raise ValueError(
+            f"alpaca_template: a row has {sorted(row)}; chat_template(tokenizer) is for rows with messages"
+        )
     given = row.get("input") or ""
     task = _WITH_INPUT if given else _WITHOUT_INPUT
     parts = [f"Below is {task}. Write a response that appropriately completes the request."]
@@ -72,8 +76,10 @@ def chat_template(tokenizer: Any) -> Callable[[Mapping[str, Any]], tuple[str, st
             messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
         whole = tokenizer.apply_chat_template(messages, tokenize=False)
         prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+        if messages[-1]["role"] == "user":
+            raise ValueError("chat_template: the last message is a user's, needed the answer that is to be learnt")
         if not whole.startswith(prompt):
-            raise ValueError("chat_template: its's text of the prompt is not the beginning of its text with the answer")
+            raise ValueError("chat_template: the tokenizer's text of the prompt does not begin its text of the whole")
         return prompt, whole[len(prompt) :].rstrip()
 
     return template
@@ -119,7 +125,7 @@ def _wrong_with(row: Any) -> str | None:
     if not isinstance(row, Mapping):
         return f"a {type(row).__name__}"
     if "messages" in row:
-        return None if _are_messages(row["messages"]) else "messages that are not a list of role and content"
+        return None if _are_messages(row["messages"]) else "messages that are not a list of two or more roles and texts"
     for field in ("instruction", "output"):
         if field not in row:
             return f"no {field}"
@@ -133,6 +139,17 @@ def _are_messages(messages: Any) -> bool:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or len(messages) < 2:
         return False
     return all(isinstance(m, Mapping) and isinstance(m.get("content"), str) and "role" in m for m in messages)
+
+
+def _templated(operation: str, template: Callable[..., Any], row: Mapping[str, Any], number: int) -> tuple[str, str]:
+    """What a template makes of a row; what goes wrong in it is told with the row's number."""
+    try:
+        text = template(row)
+    except Exception as error:
+        raise ValueError(f"{operation}: the template failed on row {number}: {error}") from error
+    if not (isinstance(text, tuple) and len(text) == 2 and all(isinstance(part, str) for part in text)):
+        raise ValueError(f"{operation}: the template made {text!r:.60} of row {number}, needed (prompt, answer)")
+    return text
 
 
 @dataclass(frozen=True)
@@ -193,17 +210,17 @@ class InstructionDataset(Dataset):
             raise ValueError(f"{operation}: the tokenizer has no end token; needed one, or answers never learn to end")
         if truncation_side not in ("left", "right"):
             raise ValueError(f"{operation}: truncation_side is {truncation_side!r}, needed left or right")
+        if max_length < 8:
+            raise ValueError(f"{operation}: max_length is {max_length}, needed at least 8 tokens")
         min_prompt = max_length // 4 if min_prompt is None else min_prompt
-        if max_length < 4 or not 0 < min_prompt < max_length - 1:
-            raise ValueError(
-                f"{operation}: max_length is {max_length} and min_prompt {min_prompt}, needed 0 < it < length"
-            )
+        if not 0 < min_prompt < max_length - 1:
+            raise ValueError(f"{operation}: min_prompt is {min_prompt}, needed 1 to {max_length - 2} tokens")
         self.examples: list[dict[str, list[int]]] = []
         held = read_rows(rows)
         self.texts: list[tuple[str, str]] = []
         empty = prompts = answers = 0
-        for row in tqdm(held, "tokenising", disable=not progress, leave=False):
-            text = template(row)
+        for number, row in enumerate(tqdm(held, "tokenising", disable=not progress, leave=False), 1):
+            text = _templated(operation, template, row, number)
             prompt = list(tokenizer(text[0])["input_ids"])
             answer = list(tokenizer(text[1], add_special_tokens=False)["input_ids"]) if text[1].strip() else []
             if prompt and prompt[-1] == end and not text[0].endswith(tokenizer.eos_token):
@@ -307,6 +324,11 @@ def check_packing(model: nn.Module, *, length: int = 8) -> None:
         runs = [model(input_ids=ids, position_ids=positions, use_cache=False)[0] for ids in (first, other)]
     finally:
         model.train(training)
+    if runs[0].dim() != 3 or runs[0].shape[1] != 2 * length:
+        raise ValueError(
+            f"check_packing: {type(model).__name__} gives {list(runs[0].shape)} for {2 * length} tokens; needed "
+            "logits of every token, as of a causal language model"
+        )
     logits = [run[:, length:] for run in runs]
     if not torch.equal(*logits):
         raise ValueError(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -50,12 +51,16 @@ def load_lora(
         ValueError: Another method's adapter, a pickle, a truncated file, modules that the model does not have, shapes
             that do not fit, numbers that are not finite.
     """
-    operation, path = "load_lora", Path(folder)
+    operation = "load_lora"
     check_adapter_name(operation, adapter_name)
-    if not path.is_dir():
-        path = Path(snapshot_download(str(folder), allow_patterns=["adapter_*"]))
+    if isinstance(model, PeftModel) and adapter_name in model.peft_config:
+        raise ValueError(f"{operation}: the model has an adapter {adapter_name!r} already; needed another adapter_name")
+    path = _found(operation, folder)
     shapes = _shapes(operation, path)
-    config = PeftConfig.from_pretrained(str(path))
+    try:
+        config = PeftConfig.from_pretrained(str(path))
+    except ValueError as error:  # what a JSON decoder raises, too
+        raise ValueError(f"{operation}: {path / 'adapter_config.json'} cannot be read: {error}") from error
     if not isinstance(config, LoraConfig):
         raise ValueError(f"{operation}: {path} holds an adapter of {config.peft_type}, needed LoRA")
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -78,6 +83,16 @@ def load_lora(
     if accelerate:
         accelerate_lora_(made)
     return made
+
+
+def _found(operation: str, folder: str | Path) -> Path:
+    """A folder, or what the hub has under that id."""
+    if Path(folder).is_dir():
+        return Path(folder)
+    try:
+        return Path(snapshot_download(str(folder), allow_patterns=["adapter_*"]))
+    except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
+        raise ValueError(f"{operation}: {folder} is no folder, and no id that the hub (or its cache) has") from error
 
 
 def _shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:

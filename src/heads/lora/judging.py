@@ -34,7 +34,19 @@ def generate_answers(
         batch_size: Prompts at once, padded at the left.
         progress: Show a bar.
         options: More of `generate`'s, such as ``do_sample``.
+
+    Raises:
+        ValueError: One text instead of a list; prompts that leave no room for an answer in the model's context.
     """
+    if isinstance(prompts, str):
+        raise ValueError("generate_answers: prompts is one text, needed a list of them")
+    context = getattr(model.config, "max_position_embeddings", None)
+    longest = max((len(tokenizer(text)["input_ids"]) for text in prompts), default=0)
+    if context is not None and longest + max_new_tokens > context:
+        raise ValueError(
+            f"generate_answers: a prompt of {longest} tokens and {max_new_tokens} new ones are more than the model's "
+            f"context of {context}"
+        )
     made: list[str] = []
     device, training = next(model.parameters()).device, model.training
     model.eval()
@@ -139,6 +151,7 @@ class Run:
 
     name: str
     model: str
+    data: str
     batch: int
     epochs: float
     optimizer: str
@@ -152,6 +165,7 @@ class Run:
     perplexity: float
     judge: float | None
     seconds: float
+    notes: str = ""
 
 
 def append_run(path: str | Path, run: Run) -> None:
@@ -193,11 +207,12 @@ def draw_runs(path: str | Path, out: str | Path) -> Path:
     from matplotlib.figure import Figure
 
     rows = read_runs(path)
-    names = [f"{row['name']} ({'full' if not row['rank'] else 'r ' + row['rank']})" for row in rows]
-    figure = Figure((7.5, 0.3 * len(rows) + 1.3), layout="constrained")
+    names = [f"{row['name']}, {'full' if not row['rank'] else 'r ' + row['rank']}, {row['data']}" for row in rows]
+    figure = Figure((8, 0.35 * len(rows) + 1.2), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    left.barh(range(len(rows)), [float(row["perplexity"]) for row in rows], color="C0")
-    right.barh(range(len(rows)), [float(row["judge"] or "nan") for row in rows], color="C1")
+    left.barh(range(len(rows)), [float(row["perplexity"]) for row in rows], 0.6, color="C0")
+    right.barh(range(len(rows)), [float(row["judge"] or "nan") for row in rows], 0.6, color="C1")
+    right.set_xlim(0, 100)
     left.set_yticks(range(len(rows)), names)
     left.set_ylim(len(rows) - 0.5, -0.5)
     left.set_xlabel("perplexity of held-out answers")

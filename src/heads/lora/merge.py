@@ -26,6 +26,8 @@ from transformers.pytorch_utils import Conv1D
 from .linear import LoraLinear
 from .split import PARTS, SplitQKV
 
+_SHOWN = 5  # layers of a printed report
+
 
 @dataclass(frozen=True)
 class MergedLayer:
@@ -45,19 +47,23 @@ class MergeReport:
     layers: tuple[MergedLayer, ...]
 
     def __str__(self) -> str:
+        idle = sum(not layer.update for layer in self.layers)
         lines = [f"{len(self.layers)} layers merged into {self.path} in {self.dtype}"]
-        width = max((len(layer.name) for layer in self.layers), default=0)
-        for one in sorted(self.layers, key=lambda one: -one.lost):
+        lines += [f"  {idle} of them were not changed: their B is zero, untrained"] if idle else []
+        worst = sorted((one for one in self.layers if one.update), key=lambda one: -one.lost)[:_SHOWN]
+        width = max((len(layer.name) for layer in worst), default=0)
+        for one in worst:
             lines.append(f"  {one.name:{width}}  |dW| / |W| = {one.update:.2e}, lost {one.lost:.2%} of dW")
-        return "\n".join(lines)
+        more = len(self.layers) - idle - len(worst)
+        return "\n".join([*lines, f"  and {more} more that lost less"] if more else lines)
 
 
 def merge_lora(
     model: PeftModel,
     out: str | Path,
     *,
-    adapters: Sequence[str] | None = None,
-    dtype: torch.dtype | None = None,
+    adapters: str | Sequence[str] | None = None,
+    dtype: str | torch.dtype | None = None,
     max_lost: float | None = 0.25,
     tokenizer: Any = None,
     max_shard_bytes: int = 1 << 30,
@@ -84,7 +90,12 @@ def merge_lora(
             with something in it, or more lost than allowed. Nothing has been written then.
     """
     operation, out = "merge_lora", Path(out)
-    names = list(model.active_adapters if adapters is None else adapters)
+    if not isinstance(model, PeftModel):
+        raise ValueError(f"{operation}: the model is a {type(model).__name__}, needed a peft.PeftModel")
+    named, dtype = dtype, getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if named is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{operation}: dtype is {named!r}, needed a floating one such as torch.float32")
+    names = [adapters] if isinstance(adapters, str) else list(model.active_adapters if adapters is None else adapters)
     unknown = [name for name in names if name not in model.peft_config]
     if unknown or not names:
         raise ValueError(f"{operation}: adapters are {names}, the model has {sorted(model.peft_config)}")
@@ -189,6 +200,8 @@ def _makers(base: nn.Module, names: Sequence[str]) -> dict[str, _Maker]:
     for name, module in base.named_modules():
         if isinstance(module, SplitQKV):
             for last, dim in (("weight", 1), ("bias", 0)):
+                if f"{name}.{last}" in found:  # no part carries an adapter: they are fused already
+                    continue
                 parts = [found.pop(f"{name}.{part}.{last}") for part in PARTS]
                 shape = list(parts[0].shape)
                 shape[dim] = sum(p.shape[dim] for p in parts)

@@ -39,7 +39,7 @@ class LoraReport:
 
     parameters: int
     lora: int
-    other_trainable: int
+    trainable: int
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
@@ -47,21 +47,16 @@ class LoraReport:
     adapters: tuple[AdapterRow, ...]
     warnings: tuple[str, ...]
 
-    @property
-    def trainable(self) -> int:
-        """LoRA's parameters and the others that are trained."""
-        return self.lora + self.other_trainable
-
     def __str__(self) -> str:
         lines = [
             f"parameters          {self.parameters:>16,}",
             f"  trainable         {self.trainable:>16,}  ({self.trainable / max(1, self.parameters):.2%})",
-            f"  of them LoRA      {self.lora:>16,}",
+            f"  in adapters       {self.lora:>16,}",
         ]
         held = {"weights": self.weight_bytes, "gradients": self.gradient_bytes, "AdamW's moments": self.optimizer_bytes}
         if self.activation_bytes is not None:
             held["saved activations"] = self.activation_bytes
-        lines += [f"{name:18}  {size / 2**20:>13.1f} MB" for name, size in held.items()]
+        lines += [f"{name:18}  {size / 2**20:>13.2f} MB" for name, size in held.items()]
         if self.adapters:
             steps = sorted(row.first_step for row in self.adapters)
             low, middle, high = steps[0], steps[len(steps) // 2], steps[-1]
@@ -116,13 +111,21 @@ def lora_report(
         base_vocab_size: How many tokens the base model came with; more now, and an untrained head, is a warning.
         trained: The model has been trained: a B that is still zero is a warning.
 
+    Raises:
+        ValueError: One of ``batch`` and ``context`` without the other.
+
     >>> from peft import LoraConfig, get_peft_model
     >>> model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), LoraConfig(r=2, lora_alpha=64, target_modules=["0"]))
     >>> print(lora_report(model).warnings[0])
     scaling is 32 in 1 adapters (0, ...): usual is 0.1 to 4, lora_alpha / r of 1 or 2
     """
+    if (batch is None) != (context is None):
+        raise ValueError(f"lora_report: batch is {batch} and context {context}, needed both or neither")
     layers: dict[str, Any] = {n.removeprefix(PREFIX): m for n, m in model.named_modules() if isinstance(m, LoraLayer)}
-    rows, zero, copied = [], [], []
+    rows: list[AdapterRow] = []
+    zero: list[str] = []
+    broken: list[str] = []
+    copied: list[str] = []
     for name, layer in layers.items():
         for adapter in layer.active_adapters:
             if adapter not in layer.r:
@@ -136,6 +139,8 @@ def lora_report(
             rows.append(AdapterRow(name, rank, scaling, a.numel() + b.numel(), step))
             if not meta and not b.detach().any():
                 zero.append(name)
+            if not meta and not (a.isfinite().all() and b.isfinite().all()):
+                broken.append(name)
             base = getattr(layer.get_base_layer(), "weight", a)
             if (
                 base.dtype.itemsize < a.dtype.itemsize
@@ -143,15 +148,14 @@ def lora_report(
                 and not isinstance(layer, LoraLinear)
             ):
                 copied.append(name)
-    warnings = _warnings(model, layers, rows, zero if trained or len(zero) < len(rows) else [], copied, base_vocab_size)
-    trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    own = sum(row.parameters for row in rows)
-    lora = sum(p.numel() for n, p in trainable if ".lora_" in n)
-    size = sum(p.nbytes for _, p in trainable)
+    zero = zero if trained or len(zero) < len(rows) else []
+    warnings = _warnings(model, layers, rows, zero, broken, copied, base_vocab_size)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    size = sum(p.nbytes for p in trainable)
     activations = None if batch is None or context is None else saved_activation_bytes(model, batch, context)
     return LoraReport(
-        parameters=sum(p.numel() for p in model.parameters()), lora=lora or own,
-        other_trainable=sum(p.numel() for n, p in trainable if ".lora_" not in n),
+        parameters=sum(p.numel() for p in model.parameters()), lora=sum(row.parameters for row in rows),
+        trainable=sum(p.numel() for p in trainable),
         weight_bytes=sum(p.nbytes for p in model.parameters()), gradient_bytes=size, optimizer_bytes=2 * size,
         activation_bytes=activations, adapters=tuple(rows), warnings=tuple(warnings),
     )  # fmt: skip
@@ -162,8 +166,8 @@ def _some(names: list[str]) -> str:
 
 
 def _warnings(
-    model: Any, layers: dict[str, Any], rows: list[AdapterRow], zero: list[str], copied: list[str],
-    base_vocab_size: int | None,
+    model: Any, layers: dict[str, Any], rows: list[AdapterRow], zero: list[str], broken: list[str],
+    copied: list[str], base_vocab_size: int | None,
 ) -> list[str]:  # fmt: skip
     found = []
     low, high = USUAL_SCALING
@@ -173,6 +177,8 @@ def _warnings(
         found.append(f"scaling is {scaling:g} in {_some(names)}: {usual}")
     if zero:
         found.append(f"lora_B is still zero in {_some(zero)}: they were not trained, or got no gradient")
+    if broken:
+        found.append(f"{_some(broken)} have numbers that are not finite")
     if copied:
         found.append(
             f"{_some(copied)} are float32 on a half-precision model and go through peft's forward, which copies their "

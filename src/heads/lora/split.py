@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -12,6 +14,8 @@ FUSED = "c_attn"
 
 class SplitQKV(nn.Module):
     """A `Conv1D` (I, 3 O) as three: ``q_proj``, ``k_proj`` and ``v_proj``, side by side in its output.
+
+    While no part carries an adapter its state dict is the fused layer's: a merged model saves a stock checkpoint.
 
     >>> fused = Conv1D(6, 2)
     >>> SplitQKV(fused)(torch.ones(1, 2)).equal(fused(torch.ones(1, 2)))
@@ -30,10 +34,31 @@ class SplitQKV(nn.Module):
             part.weight = nn.Parameter(fused.weight.detach()[:, columns].clone(), requires_grad=not frozen)
             part.bias = nn.Parameter(fused.bias.detach()[columns].clone(), requires_grad=not frozen)
             self.add_module(name, part)
+        self.register_state_dict_post_hook(_fuse)
+        self.register_load_state_dict_pre_hook(_unfuse)
 
     def forward(self, x: Tensor) -> Tensor:
         """(*B, I) to (*B, 3 O)."""
         return torch.cat([self.get_submodule(name)(x) for name in PARTS], -1)
+
+
+def _fuse(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
+    """The parts' entries become the fused layer's."""
+    if all(isinstance(module.get_submodule(name), Conv1D) for name in PARTS):
+        for which, dim in (("weight", 1), ("bias", 0)):
+            parts = [state.pop(f"{prefix}{name}.{which}", None) for name in PARTS]
+            if all(part is not None for part in parts):
+                state[prefix + which] = torch.cat(parts, dim)  # type: ignore[arg-type]
+
+
+def _unfuse(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """A fused layer's entries become the parts'."""
+    del module
+    for which, dim in (("weight", 1), ("bias", 0)):
+        fused = state.pop(prefix + which, None)
+        if fused is not None:
+            for name, part in zip(PARTS, fused.chunk(3, dim), strict=True):
+                state[f"{prefix}{name}.{which}"] = part
 
 
 def split_fused_qkv_(model: nn.Module) -> list[str]:

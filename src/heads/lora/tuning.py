@@ -13,7 +13,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainingArguments
 
-from .instruct import IGNORED
+from .instruct import IGNORED, InstructionCollator
 
 
 def instruction_arguments(output_dir: str | Path, **changes: Any) -> TrainingArguments:
@@ -49,18 +49,22 @@ def instruction_arguments(output_dir: str | Path, **changes: Any) -> TrainingArg
 
 
 class InstructionTrainer(Trainer):
-    """`transformers.Trainer` with LoRA+ as an option.
+    """`transformers.Trainer` with LoRA+ as an option, and `InstructionCollator` where no collator is given.
 
     Args:
         loraplus_lr_ratio: B's learning rate over A's (Hayou et al., "LoRA+", 2024: about 16); None for one rate.
         args, kwargs: The trainer's.
 
     Raises:
-        ValueError: A ratio below 1, or one for a model without LoRA.
+        ValueError: Nothing to train, a ratio below 1, or one for a model without LoRA.
     """
 
     def __init__(self, *args: Any, loraplus_lr_ratio: float | None = None, **kwargs: Any):
+        if kwargs.get("data_collator") is None and len(args) < 3:  # the third argument
+            kwargs["data_collator"] = InstructionCollator(pad_token_id=0)  # any id will do: padding is masked by place
         super().__init__(*args, **kwargs)
+        if not any(p.requires_grad for p in self.model.parameters()):  # type: ignore[union-attr]
+            raise ValueError("InstructionTrainer: nothing is trainable; load_lora(..., is_trainable=True) makes it so")
         if loraplus_lr_ratio is not None:
             if loraplus_lr_ratio < 1:
                 raise ValueError(f"InstructionTrainer: loraplus_lr_ratio is {loraplus_lr_ratio}, needed at least 1")

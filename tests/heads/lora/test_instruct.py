@@ -132,7 +132,7 @@ def test_bad_rows_are_refused_with_their_numbers(tmp_path):
     assert "a int in row 3;" in text
     assert "instruction that is not text in row 4;" in text
     assert "no instruction in row 5, 6, 7, 8, 9 and 2 more;" in text
-    assert "messages that are not a list of role and content in row 12" in text
+    assert "messages that are not a list of two or more roles and texts in row 12" in text
     path = tmp_path / "rows.json"
     for content in (json.dumps([good, good]), json.dumps(good) + "\n\n" + json.dumps(good) + "\n"):
         path.write_text(content)
@@ -146,9 +146,21 @@ def test_bad_rows_are_refused_with_their_numbers(tmp_path):
     with pytest.raises(ValueError, match="has no end token"):
         InstructionDataset([good], tokenizer)
     tokenizer = tokenizer_in(tmp_path)
-    for options, why in (({"truncation_side": "up"}, "needed left or right"), ({"max_length": 2}, "max_length is 2")):
+    for options, why in (
+        ({"truncation_side": "up"}, "needed left or right"),
+        ({"max_length": 2}, "max_length is 2"),
+        ({"min_prompt": 600}, "min_prompt is 600"),
+    ):
         with pytest.raises(ValueError, match=why):
             InstructionDataset([good], tokenizer, **options)
+    with pytest.raises(ValueError, match=r"failed on row 2: alpaca_template: a row has .'messages'.; chat_template"):
+        InstructionDataset(
+            [good, {"messages": [{"role": r, "content": "a"} for r in ("user", "assistant")]}], tokenizer
+        )
+    with pytest.raises(ValueError, match="made 'b' of row 1, needed"):
+        InstructionDataset([good], tokenizer, template=lambda row: row["output"])
+    with pytest.raises(ValueError, match="the last message is a user's"):
+        chat_template(tokenizer)({"messages": [{"role": r, "content": "a"} for r in ("assistant", "user")]})
     with pytest.raises(ValueError, match="pad_token_id is None"):
         InstructionCollator(pad_token_id=None)
 
@@ -189,6 +201,8 @@ def test_a_model_in_which_packed_examples_see_each_other_is_refused():
 
     with pytest.raises(ValueError, match="in Forgetful packed examples see each other"):
         check_packing(Forgetful())
+    with pytest.raises(ValueError, match=r"BertForSequenceClassification gives \[1, 3\] for 16 tokens"):
+        check_packing(tiny("classifier"))
 
 
 def trained(folder, out, **changes):
@@ -247,6 +261,10 @@ def test_lora_plus_gives_b_its_own_rate(tmp_path):
     with pytest.raises(ValueError, match="has no lora_B"):
         InstructionTrainer(
             model=tiny("llama"), args=instruction_arguments(tmp_path, use_cpu=True), loraplus_lr_ratio=2.0
+        )
+    with pytest.raises(ValueError, match="nothing is trainable"):
+        InstructionTrainer(
+            model=tiny("llama").requires_grad_(False), args=instruction_arguments(tmp_path, use_cpu=True)
         )
 
 
@@ -310,6 +328,10 @@ def test_answers_do_not_depend_on_their_neighbours(tmp_path):
     alone = [generate_answers(model, tokenizer, [p], max_new_tokens=5, progress=False)[0] for p in prompts]
     assert together == alone
     assert all(len(text.split()) <= 5 for text in together)
+    with pytest.raises(ValueError, match="prompts is one text"):
+        generate_answers(model, tokenizer, "a b")
+    with pytest.raises(ValueError, match="prompt of 6 tokens and 60 new ones are more than the model's context of 64"):
+        generate_answers(model, tokenizer, prompts, max_new_tokens=60)
 
 
 def test_judges(tmp_path):
@@ -332,7 +354,15 @@ def test_judges(tmp_path):
 
 def test_the_table_of_runs(tmp_path):
     path = tmp_path / "new" / "runs.csv"
-    values = {"name": "one, two", "model": "m", "batch": 2, "epochs": 1.0, "optimizer": "adamw", "lr": 1e-4}
+    values = {
+        "name": "one, two",
+        "model": "m",
+        "data": "d",
+        "batch": 2,
+        "epochs": 1.0,
+        "optimizer": "adamw",
+        "lr": 1e-4,
+    }
     values |= {"min_lr": 1e-5, "warmup": 0.2, "weight_decay": 0.1, "rank": 16, "alpha": 16.0}
     values |= {"loss": 1.5, "perplexity": 4.5, "judge": 30.0, "seconds": 9.0}
     append_run(path, Run(**values))

@@ -178,6 +178,17 @@ def test_half_precision_says_what_it_loses_and_refuses_to_lose_more(tmp_path):
         )
 
 
+def test_merging_refuses_what_it_cannot_take(tmp_path):
+    model = prepare_lora(tiny("llama"), LoraConfig(target_modules=["q_proj"]))
+    for dtype in (torch.int8, "int8", "half precision"):
+        with pytest.raises(ValueError, match="needed a floating one"):
+            merge_lora(model, tmp_path / "out", dtype=dtype)
+    with pytest.raises(ValueError, match=r"the model is a LlamaForCausalLM, needed a peft\.PeftModel"):
+        merge_lora(tiny("llama"), tmp_path / "out")
+    report = merge_lora(model, tmp_path / "out", dtype="bfloat16", adapters="default", progress=False)
+    assert "4 of them were not changed" in str(report)
+
+
 def test_merging_refuses_a_folder_with_something_in_it_and_leaves_nothing_when_it_is_stopped(tmp_path, monkeypatch):
     model = prepare_lora(tiny("llama"), LoraConfig(target_modules=["q_proj"]))
     (tmp_path / "full").mkdir()
@@ -245,6 +256,15 @@ def test_split_adapters_are_saved_loaded_exported_and_merged(changes, tmp_path):
         torch.testing.assert_close(merged(input_ids=IDS)[0], expected)
     with pytest.raises(ValueError, match="carries an adapter"):
         join_fused_qkv_(model.get_base_model())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        unloaded = model.merge_and_unload()  # peft's own way writes a stock checkpoint, too
+    assert list(unloaded.state_dict()) == list(tiny("gpt2").state_dict())
+    split = tiny("gpt2")
+    split_fused_qkv_(split)
+    split.load_state_dict(unloaded.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(split(input_ids=IDS)[0], expected)
 
 
 def test_exporting_what_was_not_split_is_refused(tmp_path):
@@ -373,3 +393,12 @@ def test_bad_checkpoints_are_refused_before_the_model_is_touched(tmp_path):
     refused("a pickle can run code", good)
     with pytest.raises(ValueError, match="needed a name without dots"):
         load_lora(tiny("llama"), good, adapter_name="lora")
+    refused("is no folder, and no id that the hub", tmp_path / "none")
+    (good / "adapter_model.bin").rename(path)
+    stock(config_of("llama")[1], "llama").save_pretrained(good)
+    model = load_lora(tiny("llama"), good)
+    with pytest.raises(ValueError, match="has an adapter 'default' already"):
+        load_lora(model, good)
+    assert load_lora(model, good, adapter_name="second").peft_config.keys() == {"default", "second"}
+    (good / "adapter_config.json").write_text("{")
+    refused("adapter_config.json cannot be read", good)

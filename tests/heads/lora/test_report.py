@@ -4,12 +4,11 @@ import statistics
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from heads.lora import lora_report, prepare_lora
 from tests.benchmarks.measure import saved_bytes
-from tests.heads.lora.test_accelerate import IDS
 from tests.support.models import tiny
 
 
@@ -23,8 +22,10 @@ def test_counts_and_bytes():
     report = lora_report(model)
     lora = 4 * (4 * (16 + 16) + 4 * (16 + 8))
     assert report.lora == lora
-    assert report.other_trainable == 96 * 16
-    assert report.trainable == model.get_nb_trainable_parameters()[0]
+    assert report.trainable == lora + 96 * 16 == model.get_nb_trainable_parameters()[0]
+    assert lora_report(model.requires_grad_(False)).trainable == 0
+    with pytest.raises(ValueError, match="batch is 3 and context None"):
+        lora_report(model, batch=3)
     assert report.parameters == sum(p.numel() for p in model.parameters())
     assert (report.gradient_bytes, report.optimizer_bytes) == (4 * report.trainable, 8 * report.trainable)
     assert report.activation_bytes is None
@@ -88,9 +89,7 @@ def test_warnings():
     assert not told(prepared(), base_vocab_size=96)
     assert "the head is not trained" in told(prepared(), base_vocab_size=90)
     assert "the head" not in told(prepared(modules_to_save=["lm_head", "embed_tokens"]), base_vocab_size=90)
-    from peft import get_peft_model
-
+    next(p for n, p in model.named_parameters() if "lora_A" in n).data[0, 0] = float("nan")
+    assert "1 adapters (model.layers.0.self_attn.q_proj, ...) have numbers that are not finite" in told(model)
     unmatched = get_peft_model(tiny("llama"), LoraConfig(target_modules=["q_proj", "wq"], r=2))
     assert "has the target 'wq', which matched no layer" in told(unmatched)
-    with torch.no_grad():
-        model(input_ids=IDS)

@@ -115,7 +115,7 @@ def finetune(given: argparse.Namespace, prepare: Callable[[Any], Any]) -> None:
     folder = given.model or own_base(given.out, rows[count:], given.smoke, given.data is None)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=given.dtype)
-    template = lora.chat_template(tokenizer) if tokenizer.chat_template else lora.alpaca_template
+    template = lora.ChatTemplate(tokenizer) if tokenizer.chat_template else lora.alpaca_template
     length = min(given.max_length, getattr(base.config, "max_position_embeddings", given.max_length))
     trained, held = (
         lora.InstructionDataset(part, tokenizer, template=template, max_length=length)

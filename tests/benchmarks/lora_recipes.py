@@ -170,8 +170,8 @@ def write_table() -> None:
         f"GPT-2 of {size['n_layer']} layers, width {size['n_embd']}, trained on plain text to a held-out loss of "
         f"{found['rows'][0]['held-out loss before']:.3f} on instructions; {found['config']['steps']} steps of "
         f"{found['config']['batch']} instructions. Two numbers are two seeds. First step: how far an output moves in "
-        f"Adam's first step at the peak learning rate. The rise is of the loss of {WATCHED} held-out answers, every {EVERY} "
-        "steps, above the least that it had been. Measured "
+        f"Adam's first step at the peak learning rate. The rise is of the loss of {WATCHED} held-out answers, every "
+        f"{EVERY} steps, above the least that it had been. Measured "
         f"{found['date']} at {found['commit']}."
     )
     put(GUIDE, [*lines, "", text], "recipes")

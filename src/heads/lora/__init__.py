@@ -3,11 +3,11 @@
 from .accelerate import AccelerationReport, accelerate_lora_, restore_lora_
 from .functional import lora_linear, lora_linears
 from .instruct import (
+    ChatTemplate,
     InstructionCollator,
     InstructionDataset,
     InstructionReport,
     alpaca_template,
-    chat_template,
     check_packing,
     read_rows,
 )
@@ -33,6 +33,7 @@ from .tuning import InstructionTrainer, answer_loss, instruction_arguments
 __all__ = [
     "AccelerationReport",
     "AdapterRow",
+    "ChatTemplate",
     "InstructionCollator",
     "InstructionDataset",
     "InstructionReport",
@@ -50,7 +51,6 @@ __all__ = [
     "alpaca_template",
     "answer_loss",
     "append_run",
-    "chat_template",
     "check_packing",
     "draw_runs",
     "export_lora",

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import narrow, reference
 
@@ -103,9 +102,10 @@ def _pieces(plan: Plan, t: _Tensors, seeds: Tensor | None, x: Tensor) -> Iterato
             drop = narrow.dropout(seeds[which[0]], x.shape[0], x.shape[1], first.dropout_p)
         scales = [one.scaling / (1 - one.dropout_p) for one in adapters]
         stacked = t.a[which[0]] if len(which) == 1 else torch.cat([t.a[k] for k in which])
-        for start, stop in first.spans or ((0, x.shape[0]),):
-            rows = slice(start, stop)
-            held = None if drop is None else drop._replace(rows=drop.rows[rows])
+        for start, stop in first.spans or ((None, None),):
+            rows, held = slice(start, stop), drop
+            if drop is not None and first.spans is not None:
+                held = drop._replace(rows=drop.rows[rows])
             yield _Piece(which, rows, [one.layer for one in adapters], stacked, [t.b[k] for k in which], scales, held)
 
 
@@ -136,8 +136,12 @@ class _Lora(torch.autograd.Function):
         return ys
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyrefly: ignore
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            raise RuntimeError(
+                "lora_linear: second derivatives were asked for, and it has none; needed impl='reference', or "
+                "restore_lora_(model)"
+            )
         plan = ctx.plan
         x, seeds, *tensors = ctx.saved_tensors
         need_x, _, _, *needs = ctx.needs_input_grad
@@ -209,8 +213,10 @@ def run(
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast asks for; None where it is off. It does not know the meta device."""
+    """What autocast asks for; None where it is off. It leaves float64 alone, and does not know the meta device."""
     device = x.device.type
+    if x.dtype == torch.float64:
+        return None
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
@@ -378,6 +384,8 @@ def lora_linear(
 
     Raises:
         ValueError: Shapes or dtypes that do not fit; an option that is not one; fused where it cannot run.
+
+    Second derivatives are refused; ``impl="reference"`` has them.
 
     Source: Hu et al., "LoRA", 2021. Order of products and what to save: "RunLoRA", arXiv 2312.03415.
 

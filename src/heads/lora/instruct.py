@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
+from .modes import mode
+
 IGNORED = -100
 """A label that is not trained."""
 _WITH_INPUT = "an instruction that describes a task, paired with an input that provides further context"
@@ -42,9 +44,7 @@ def alpaca_template(row: Mapping[str, Any]) -> tuple[str, str]:
     2
     """
     if "instruction" not in row:
-        raise ValueError(
-            f"alpaca_template: a row has {sorted(row)}; chat_template(tokenizer) is for rows with messages"
-        )
+        raise ValueError(f"alpaca_template: a row has {sorted(row)}; ChatTemplate(tokenizer) is for messages")
     given = row.get("input") or ""
     task = _WITH_INPUT if given else _WITHOUT_INPUT
     parts = [f"Below is {task}. Write a response that appropriately completes the request."]
@@ -56,37 +56,52 @@ def alpaca_template(row: Mapping[str, Any]) -> tuple[str, str]:
     return "\n\n".join(parts), row["output"]
 
 
-def chat_template(tokenizer: Any) -> Callable[[Mapping[str, Any]], tuple[str, str]]:
+class ChatTemplate:
     """A template from a tokenizer's chat template: rows with ``messages``, or Alpaca's, as one turn of a user.
 
     The last message is the answer, all before it are the prompt.
 
     Raises:
-        ValueError: The tokenizer has no chat template, or one whose text changes with the answer.
+        ValueError: The tokenizer has no chat template.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise ValueError(
-            f"chat_template: {type(tokenizer).__name__} has no chat template; needed one, or alpaca_template"
-        )
 
-    def template(row: Mapping[str, Any]) -> tuple[str, str]:
+    def __init__(self, tokenizer: Any):
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                f"ChatTemplate: {type(tokenizer).__name__} has no chat template; alpaca_template needs none"
+            )
+        self.tokenizer = tokenizer
+
+    def __call__(self, row: Mapping[str, Any]) -> tuple[str, str]:
+        """Prompt and answer of a row."""
         messages = row.get("messages")
         if messages is None:
             asked = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
             messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
-        whole = tokenizer.apply_chat_template(messages, tokenize=False)
-        prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
         if messages[-1]["role"] == "user":
-            raise ValueError("chat_template: the last message is a user's, needed the answer that is to be learnt")
+            raise ValueError("ChatTemplate: the last message is a user's, needed the answer that is to be learnt")
+        whole = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        prompt = self.tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
         if not whole.startswith(prompt):
-            raise ValueError("chat_template: the tokenizer's text of the prompt does not begin its text of the whole")
+            raise ValueError("ChatTemplate: the tokenizer's text of the prompt does not begin its text of the whole")
         return prompt, whole[len(prompt) :].rstrip()
 
-    return template
+
+def encode_prompt(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a prompt: one beginning, whether the text or the tokenizer writes it, and no end."""
+    written = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    ids = list(tokenizer(text, add_special_tokens=not written)["input_ids"])
+    if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+        ids.pop()  # some tokenizers end every text
+    return ids
 
 
-def read_rows(source: str | Path | Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def read_rows(source: str | Path | Iterable[Mapping[str, Any]], *, any_fields: bool = False) -> list[dict[str, Any]]:
     """Rows of a JSON list, of JSON lines, or of any iterable; each has ``instruction`` and ``output``, or ``messages``.
+
+    Args:
+        source: A file, or rows.
+        any_fields: Take rows with other fields, for a template of one's own.
 
     Raises:
         ValueError: A file that is no JSON, rows that lack what is needed or hold something else (with their numbers).
@@ -96,16 +111,14 @@ def read_rows(source: str | Path | Iterable[Mapping[str, Any]]) -> list[dict[str
         name = str(source)
         text = Path(source).read_text(encoding="utf-8")
         try:
-            rows = (
-                json.loads(text) if text.lstrip().startswith("[") else [json.loads(x) for x in text.splitlines() if x]
-            )
+            rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(x) for x in text.split("\n") if x]
         except json.JSONDecodeError as error:
             raise ValueError(f"{operation}: {name} is neither a JSON list nor JSON lines: {error}") from error
     else:
         rows = list(source)
     bad: dict[str, list[int]] = {}
     for number, row in enumerate(rows, 1):
-        why = _wrong_with(row)
+        why = _wrong_with(row, any_fields)
         if why is not None:
             bad.setdefault(why, []).append(number)
     if bad:
@@ -121,16 +134,22 @@ def _numbers(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:_ROWS_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
-def _wrong_with(row: Any) -> str | None:
+def _wrong_with(row: Any, any_fields: bool) -> str | None:
     if not isinstance(row, Mapping):
         return f"a {type(row).__name__}"
+    if any_fields:
+        return None
     if "messages" in row:
         return None if _are_messages(row["messages"]) else "messages that are not a list of two or more roles and texts"
     for field in ("instruction", "output"):
         if field not in row:
             return f"no {field}"
-    for field in ("instruction", "input", "output"):
-        if not isinstance(row.get(field) or "", str):
+    for field, value in (
+        ("instruction", row["instruction"]),
+        ("input", row.get("input") or ""),
+        ("output", row["output"]),
+    ):
+        if not isinstance(value, str):
             return f"{field} that is not text"
     return None
 
@@ -139,6 +158,12 @@ def _are_messages(messages: Any) -> bool:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or len(messages) < 2:
         return False
     return all(isinstance(m, Mapping) and isinstance(m.get("content"), str) and "role" in m for m in messages)
+
+
+def _without(words: Iterable[str], text: str) -> str:
+    for word in words:
+        text = text.replace(word, "")
+    return text.strip()
 
 
 def _templated(operation: str, template: Callable[..., Any], row: Mapping[str, Any], number: int) -> tuple[str, str]:
@@ -179,12 +204,13 @@ class InstructionDataset(Dataset):
     """Rows as ``input_ids`` and ``labels``: the prompt is not trained, the answer and the end token are.
 
     A row that is too long loses prompt tokens first, from ``truncation_side``, down to ``min_prompt`` of them, and then
-    the end of its answer, which then has no end token. `report` counts it all.
+    the end of its answer, which then has no end token. `report` counts it all; ``texts`` are the prompts and answers
+    that are kept, uncut and without special tokens in the answers.
 
     Args:
         rows: What `read_rows` takes.
         tokenizer: Of the model; it needs an end token.
-        template: Row to (prompt, answer): `alpaca_template`, ``chat_template(tokenizer)`` or your own.
+        template: Row to (prompt, answer): `alpaca_template`, ``ChatTemplate(tokenizer)`` or your own.
         max_length: Tokens a row, the model's context at most.
         truncation_side: ``"left"`` keeps a prompt's end, ``"right"`` its beginning.
         min_prompt: Tokens of a prompt that an answer never pushes out; a quarter of ``max_length`` by default.
@@ -216,15 +242,14 @@ class InstructionDataset(Dataset):
         if not 0 < min_prompt < max_length - 1:
             raise ValueError(f"{operation}: min_prompt is {min_prompt}, needed 1 to {max_length - 2} tokens")
         self.examples: list[dict[str, list[int]]] = []
-        held = read_rows(rows)
+        own = template is not alpaca_template and not isinstance(template, ChatTemplate)
+        held = read_rows(rows, any_fields=own)
         self.texts: list[tuple[str, str]] = []
         empty = prompts = answers = 0
         for number, row in enumerate(tqdm(held, "tokenising", disable=not progress, leave=False), 1):
             text = _templated(operation, template, row, number)
-            prompt = list(tokenizer(text[0])["input_ids"])
+            prompt = encode_prompt(tokenizer, text[0])
             answer = list(tokenizer(text[1], add_special_tokens=False)["input_ids"]) if text[1].strip() else []
-            if prompt and prompt[-1] == end and not text[0].endswith(tokenizer.eos_token):
-                prompt.pop()  # some tokenizers end every text
             if not answer or answer == [end]:
                 empty += 1
                 continue
@@ -238,7 +263,7 @@ class InstructionDataset(Dataset):
                 answers += 1
                 answer = answer[: max_length - len(prompt)]
             self.examples.append({"input_ids": prompt + answer, "labels": [IGNORED] * len(prompt) + answer})
-            self.texts.append(text)
+            self.texts.append((text[0], _without(tokenizer.all_special_tokens, text[1])))
         if not self.examples:
             raise ValueError(f"{operation}: none of {len(held)} rows has an answer")
         self.report = InstructionReport(
@@ -313,17 +338,14 @@ def check_packing(model: nn.Module, *, length: int = 8) -> None:
     Raises:
         ValueError: They did.
     """
-    training, device = model.training, next(model.parameters()).device
+    device = next(model.parameters()).device
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     first = torch.arange(2 * length, device=device).remainder(vocabulary)[None]
     other = first.clone()
     other[:, :length] = (other[:, :length] + vocabulary // 2).remainder(vocabulary)
     positions = torch.arange(length, device=device).repeat(2)[None]
-    model.eval()
-    try:
+    with mode(model, training=False):
         runs = [model(input_ids=ids, position_ids=positions, use_cache=False)[0] for ids in (first, other)]
-    finally:
-        model.train(training)
     if runs[0].dim() != 3 or runs[0].shape[1] != 2 * length:
         raise ValueError(
             f"check_packing: {type(model).__name__} gives {list(runs[0].shape)} for {2 * length} tokens; needed "

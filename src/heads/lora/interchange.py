@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .accelerate import accelerate_lora_
-from .prepare import PREFIX, check_adapter_name, inject, skeleton
+from .prepare import PREFIX, check_adapter_name, inject, is_quantised, skeleton
 from .split import FUSED, PARTS, SplitQKV, split_fused_qkv_
 
 WEIGHTS = "adapter_model.safetensors"
@@ -55,7 +55,8 @@ def load_lora(
     check_adapter_name(operation, adapter_name)
     if isinstance(model, PeftModel) and adapter_name in model.peft_config:
         raise ValueError(f"{operation}: the model has an adapter {adapter_name!r} already; needed another adapter_name")
-    path = _found(operation, folder)
+    hub = {k: options.pop(k) for k in ("revision", "token") if k in options}
+    path = _found(operation, folder, hub) / options.pop("subfolder", "")
     shapes = _shapes(operation, path)
     try:
         config = PeftConfig.from_pretrained(str(path))
@@ -64,12 +65,14 @@ def load_lora(
     if not isinstance(config, LoraConfig):
         raise ValueError(f"{operation}: {path} holds an adapter of {config.peft_type}, needed LoRA")
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    trial = skeleton(base)
     split = any(f".{FUSED}.{part}." in name for name in shapes for part in PARTS)
     split = split and not any(isinstance(m, SplitQKV) for m in base.modules())
-    if split:
-        split_fused_qkv_(trial)
-    if not isinstance(model, PeftModel):  # peft compares a further adapter itself, when all of its modules exist
+    if split and isinstance(model, PeftModel):
+        raise ValueError(f"{operation}: {path} adapts q, k and v apart, and the model's {FUSED} is not split")
+    if not is_quantised(base):
+        trial = skeleton(model).unload() if isinstance(model, PeftModel) else skeleton(model)
+        if split:
+            split_fused_qkv_(trial)
         _compare(operation, path, shapes, trial, config)
     if split:
         split_fused_qkv_(base)
@@ -85,12 +88,12 @@ def load_lora(
     return made
 
 
-def _found(operation: str, folder: str | Path) -> Path:
+def _found(operation: str, folder: str | Path, hub: dict[str, Any]) -> Path:
     """A folder, or what the hub has under that id."""
     if Path(folder).is_dir():
         return Path(folder)
     try:
-        return Path(snapshot_download(str(folder), allow_patterns=["adapter_*"]))
+        return Path(snapshot_download(str(folder), allow_patterns=["*adapter_*"], **hub))
     except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
         raise ValueError(f"{operation}: {folder} is no folder, and no id that the hub (or its cache) has") from error
 
@@ -117,9 +120,10 @@ def _shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
 def _compare(operation: str, path: Path, shapes: dict[str, tuple[int, ...]], base: Any, config: LoraConfig) -> None:
     """Refuse a checkpoint of another base model; ``base`` has no memory."""
     of = f"{operation}: {path}, trained on {config.base_model_name_or_path},"
-    modules = dict(base.named_modules())
-    places = {re.sub(r"(\.lora_.*|\.base_layer.*|\.weight|\.bias)$", "", n.removeprefix(PREFIX)) for n in shapes}
-    strange = sorted(places - set(modules))
+    modules = {name for name, _ in base.named_modules()}
+    places = {re.sub(r"(\.lora_.*|\.base_layer.*|\.token_adapter.*|\.weight|\.bias)$", "", n) for n in shapes}
+    places = {place.removeprefix(PREFIX) for place in places}
+    strange = sorted(places - modules)
     if strange:
         raise ValueError(
             f"{of} is of another base model: of its {len(places)} modules this {type(base).__name__} does not have "
@@ -156,7 +160,8 @@ def export_lora(model: PeftModel, out: str | Path, *, adapter_name: str = "defau
         ``out``.
 
     Raises:
-        ValueError: An adapter that the model does not have, nothing that was split, a folder with something in it.
+        ValueError: An adapter that the model does not have, or with DoRA or biases; nothing that was split; a folder
+            with something in it.
     """
     operation, out = "export_lora", Path(out)
     if adapter_name not in model.peft_config:
@@ -166,6 +171,12 @@ def export_lora(model: PeftModel, out: str | Path, *, adapter_name: str = "defau
         raise ValueError(f"{operation}: nothing was split; needed a model of prepare_lora(..., split_fused_qkv=True)")
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{operation}: {out} is not empty")
+    held: Any = model.peft_config[adapter_name]
+    if held.use_dora or held.lora_bias or held.bias != "none":
+        raise ValueError(
+            f"{operation}: use_dora is {held.use_dora}, lora_bias {held.lora_bias} and bias {held.bias!r}; needed none "
+            "of them, which one block-diagonal adapter could not say"
+        )
     config: Any = copy.deepcopy(model.peft_config[adapter_name])
     tensors = dict(get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False))
     config.rank_pattern, config.alpha_pattern = dict(config.rank_pattern or {}), dict(config.alpha_pattern or {})

@@ -6,6 +6,7 @@ import csv
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,6 +16,9 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from .instruct import encode_prompt
+from .modes import mode
+
 Judge = Callable[[str, str], float]
 """(prompt, answer) to a score, 0 to 100."""
 
@@ -22,7 +26,7 @@ Judge = Callable[[str, str], float]
 @torch.no_grad()
 def generate_answers(
     model: Any, tokenizer: Any, prompts: Sequence[str], *, max_new_tokens: int = 64, batch_size: int = 8,
-    progress: bool = True, **options: Any,
+    truncation_side: str = "left", progress: bool = True, **options: Any,
 ) -> list[str]:  # fmt: skip
     """Greedy answers to prompts, without the prompts.
 
@@ -32,39 +36,45 @@ def generate_answers(
         prompts: Texts, formatted as in training.
         max_new_tokens: An answer's length at most.
         batch_size: Prompts at once, padded at the left.
+        truncation_side: Where prompts lose what is too much for the model's context; a warning counts them.
         progress: Show a bar.
         options: More of `generate`'s, such as ``do_sample``.
 
     Raises:
-        ValueError: One text instead of a list; prompts that leave no room for an answer in the model's context.
+        ValueError: One text instead of a list, an empty prompt, no room for a prompt in the model's context.
     """
     if isinstance(prompts, str):
         raise ValueError("generate_answers: prompts is one text, needed a list of them")
+    if truncation_side not in ("left", "right"):
+        raise ValueError(f"generate_answers: truncation_side is {truncation_side!r}, needed left or right")
+    rows = [encode_prompt(tokenizer, text) for text in prompts]
     context = getattr(model.config, "max_position_embeddings", None)
-    longest = max((len(tokenizer(text)["input_ids"]) for text in prompts), default=0)
-    if context is not None and longest + max_new_tokens > context:
+    room = max(map(len, rows), default=0) if context is None else context - max_new_tokens
+    if room < 1 or not all(rows):
         raise ValueError(
-            f"generate_answers: a prompt of {longest} tokens and {max_new_tokens} new ones are more than the model's "
-            f"context of {context}"
+            f"generate_answers: {max_new_tokens} new tokens in a context of {context}, {sum(not r for r in rows)} "
+            "prompts are empty; needed room for a prompt, and one"
         )
+    cut = sum(len(row) > room for row in rows)
+    if cut:
+        warnings.warn(
+            f"generate_answers: {cut} prompts were cut to {room} tokens, on the {truncation_side}", stacklevel=2
+        )
+        rows = [row[-room:] if truncation_side == "left" else row[:room] for row in rows]
     made: list[str] = []
-    device, training = next(model.parameters()).device, model.training
-    model.eval()
-    end = tokenizer.eos_token_id
+    device, end = next(model.parameters()).device, tokenizer.eos_token_id
     pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    try:
-        for start in tqdm(range(0, len(prompts), batch_size), "answering", disable=not progress, leave=False):
-            rows = [tokenizer(text)["input_ids"] for text in prompts[start : start + batch_size]]
-            width = max(map(len, rows))
-            ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=device)
-            mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    with mode(model, training=False):
+        for start in tqdm(range(0, len(rows), batch_size), "answering", disable=not progress, leave=False):
+            batch = rows[start : start + batch_size]
+            width = max(map(len, batch))
+            ids = torch.tensor([[pad] * (width - len(row)) + row for row in batch], device=device)
+            mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch], device=device)
             tokens = model.generate(
                 input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, eos_token_id=end, pad_token_id=pad,
                 **{"do_sample": False} | options,
             )  # fmt: skip
             made += [tokenizer.decode(row[width:], skip_special_tokens=True).strip() for row in tokens]
-    finally:
-        model.train(training)
     return made
 
 
@@ -114,7 +124,7 @@ class ModelLikelihood:
     @torch.no_grad()
     def __call__(self, prompt: str, answer: str) -> float:
         """A score, 0 to 100; an empty answer scores 0."""
-        before = list(self.tokenizer(prompt)["input_ids"])
+        before = encode_prompt(self.tokenizer, prompt)
         own = list(self.tokenizer(answer, add_special_tokens=False)["input_ids"])
         if not own or not before:
             return 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -13,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .functional import Adapter, autocast_dtype, run
 
+_MISSES = 2  # after which layers stop sharing
 BASE = "__base__"  # peft's name for no adapter in a mixed batch
 
 
@@ -38,6 +40,8 @@ class LoraLinear(lora.Linear):
         rest = {k: v for k, v in kwargs.items() if k != "adapter_names" and v is not None}
         if args or rest or self.disable_adapters or self.merged or declines(self) is not None:
             return super().forward(x, *args, **kwargs)
+        if x.dtype != self.get_base_layer().weight.dtype and autocast_dtype(x) is None:
+            return super().forward(x, *args, **kwargs)  # and raise as the stock layer does
         if names is not None:
             self._check_forward_args(x, adapter_names=names)
         elif self.shared is not None:
@@ -50,38 +54,48 @@ class LoraLinear(lora.Linear):
 class SharedInput:
     """Layers that read the same x: the first one called computes all, the others find theirs waiting.
 
-    If another x comes, they do not share after all: each computes its own from then on.
+    What waits is for one thread, one x and unchanged `_circumstances`. Where it is not asked for twice running, the
+    layers do not share after all, and each computes its own from then on.
     """
 
     def __init__(self, layers: Sequence[LoraLinear]):
-        self.layers = list(layers)
-        self._waiting: tuple[Tensor, tuple, dict[int, Tensor]] | None = None  # x, `_circumstances`, outputs by layer
+        self.layers = tuple(layers)
+        self.misses = 0
+        self._waiting: dict[int, tuple[Tensor, tuple, dict[int, Tensor]]] = {}  # by thread: x, circumstances, outputs
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"layers": self.layers, "_waiting": None}
+        return {"layers": self.layers, "misses": self.misses, "_waiting": {}}
 
     def take(self, layer: LoraLinear, x: Tensor) -> Tensor | None:
         """The layer's output for x, or None where it has to compute its own."""
-        if self._waiting is not None:
-            of, then, made = self._waiting
-            output = made.pop(id(layer), None) if of is x and then == _circumstances(x) else None
-            if output is not None:
-                self._waiting = self._waiting if made else None
+        thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
+        waiting = self._waiting.pop(thread, None)
+        if waiting is not None:
+            of, then, made = waiting
+            if of is x and id(layer) in made and then == self._circumstances(x):
+                output = made.pop(id(layer))
+                if made:
+                    self._waiting[thread] = waiting
+                self.misses = 0
                 return output
-            self.layers, self._waiting = [], None  # what was computed along was not asked for
-        if not self.layers or getattr(layer, "_is_replica", False) or not all(map(_can_share, self.layers)):
+            self.misses += 1
+        if self.misses >= _MISSES or getattr(layer, "_is_replica", False) or not all(map(_can_share, self.layers)):
             return None
         outputs = compute(self.layers, x)
         made = {id(one): y for one, y in zip(self.layers, outputs, strict=True)}
         output = made.pop(id(layer))
-        self._waiting = (x, _circumstances(x), made)
+        self._waiting[thread] = (x, self._circumstances(x), made)
         return output
 
-
-def _circumstances(x: Tensor) -> tuple:
-    """What else an output depends on: whether gradients are wanted, autocast, and changes of x in place."""
-    version = 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
-    return torch.is_grad_enabled(), autocast_dtype(x), version
+    def _circumstances(self, x: Tensor) -> tuple:
+        """What else the outputs depend on: gradients, autocast, adapters, changes in place."""
+        active = tuple(tuple(layer.active_adapters) for layer in self.layers)
+        if torch.compiler.is_compiling() or x.is_inference():
+            return torch.is_grad_enabled(), autocast_dtype(x), active
+        versions = [x._version]
+        for layer in self.layers:
+            versions += [p._version for p in layer.parameters() if not p.is_inference()]
+        return torch.is_grad_enabled(), autocast_dtype(x), active, tuple(versions)
 
 
 def _can_share(layer: LoraLinear) -> bool:

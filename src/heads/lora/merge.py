@@ -17,7 +17,7 @@ import torch
 from peft import PeftModel
 from peft.tuners import lora
 from peft.tuners.lora.layer import LoraLayer
-from peft.utils.other import ModulesToSaveWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -103,11 +103,16 @@ def merge_lora(
         raise ValueError(f"{operation}: {out} is not empty")
     base: Any = model.get_base_model()
     merged = {name: layer for name, layer in base.named_modules() if isinstance(layer, LoraLayer)}
+    for name, wrapper in base.named_modules():
+        if isinstance(wrapper, AuxiliaryTrainingWrapper) and not isinstance(wrapper, ModulesToSaveWrapper):
+            raise ValueError(f"{operation}: {name} is a {type(wrapper).__name__}; needed peft's own merge_and_unload")
     layers = []
     for name, layer in tqdm(merged.items(), "measuring", disable=not progress, leave=False):
         weight: Any = getattr(layer.get_base_layer(), "weight", None)
         if isinstance(layer, lora.layer.ParamWrapper) or weight is None:
             raise ValueError(f"{operation}: {name} is a lora.{type(layer).__name__}, whose merge peft alone can do")
+        if layer.merged:
+            raise ValueError(f"{operation}: {name} is merged already; needed unmerge_adapter() before")
         if not weight.is_floating_point():
             raise ValueError(f"{operation}: {name} is quantised ({weight.dtype}); needed a float base model")
         layers.append(_measured(operation, name, layer, names, dtype or weight.dtype))

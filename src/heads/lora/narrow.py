@@ -48,11 +48,15 @@ def dropout(seed: Tensor, rows: int, columns: int, dropout_p: float) -> Dropout:
 
 def _blocks(x: Tensor, drop: Dropout | None) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """Rows, x there as the adapters see it, and what was kept; all at once where nothing is dropped."""
-    tokens = x.shape[0]
-    if drop is None or not tokens:
-        yield slice(0, tokens), x, None
+    whole = slice(None)
+    if drop is None:
+        yield whole, x, None
         return
-    step = tokens if torch.compiler.is_compiling() else max(1, _BLOCK // max(1, x.shape[1]))
+    if torch.compiler.is_compiling():  # the compiler fuses it, for any number of tokens
+        keep = drop.keep(whole)
+        yield whole, x * keep, keep
+        return
+    tokens, step = max(1, x.shape[0]), max(1, _BLOCK // max(1, x.shape[1]))
     for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))
         keep = drop.keep(rows)

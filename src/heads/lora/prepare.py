@@ -6,6 +6,7 @@ import copy
 import difflib
 import re
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,11 +23,15 @@ PREFIX = "base_model.model."
 
 def skeleton(model: nn.Module) -> Any:
     """A copy of a model on the meta device: its modules and names, no memory."""
-    meta = {
-        id(t): nn.Parameter(t.to("meta"), t.requires_grad) if isinstance(t, nn.Parameter) else t.to("meta")
-        for t in (*model.parameters(), *model.buffers())
-    }
+    meta: dict[int, Any] = {id(t): t.to("meta") for t in model.buffers()}
+    for p in model.parameters():
+        meta[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
     return copy.deepcopy(model, meta)
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Whether weights are stored in a way of their own, of which there is no copy without memory."""
+    return any(type(p) is not nn.Parameter or not p.is_floating_point() for p in model.parameters())
 
 
 def inject(model: nn.Module, config: LoraConfig, adapter_name: str, **options: Any) -> PeftModel:
@@ -73,6 +78,8 @@ def _check_config(operation: str, model: nn.Module, config: Any, adapter_name: s
 
 def _rehearse(operation: str, model: nn.Module, config: LoraConfig, adapter_name: str) -> None:
     """Peft's injection on a model without memory; refuse ranks that are larger than a matrix."""
+    if is_quantised(model):
+        return
     trial = copy.deepcopy(config)
     trial.init_lora_weights = False
     with torch.random.fork_rng(devices=[]):  # peft draws what it then throws away
@@ -85,6 +92,31 @@ def _rehearse(operation: str, model: nn.Module, config: LoraConfig, adapter_name
                     f"{operation}: rank {layer.r[adapter_name]} is larger than {name.removeprefix(PREFIX)}, which is "
                     f"{sides[1]} x {sides[0]}; needed at most {min(sides)}"  # type: ignore[type-var]
                 )
+
+
+def _of_parts(operation: str, config: LoraConfig) -> LoraConfig:
+    """A config in which ``c_attn`` stands for its three parts."""
+    config = copy.deepcopy(config)
+
+    def spread(names: Iterable[str]) -> list[str]:
+        made: list[str] = []
+        for name in names:
+            whole = name == FUSED or name.endswith(f".{FUSED}")
+            made += [f"{name}.{part}" if "." in name else part for part in PARTS] if whole else [name]
+        return made
+
+    for field in ("target_modules", "exclude_modules"):
+        held = getattr(config, field)
+        if isinstance(held, str) and FUSED in held:
+            raise ValueError(f"{operation}: {field} is {held!r}; with split_fused_qkv name {', '.join(PARTS)} in it")
+        if held is None and field == "target_modules":
+            held = [FUSED]  # peft's default for a GPT-2
+        if held is not None and not isinstance(held, str):
+            setattr(config, field, spread(list(held)))
+    for field in ("rank_pattern", "alpha_pattern"):
+        held = getattr(config, field) or {}
+        setattr(config, field, {part: value for name, value in held.items() for part in spread([name])})
+    return config
 
 
 def prepare_lora(
@@ -113,14 +145,11 @@ def prepare_lora(
             that peft cannot keep apart, a model with adapters already, no fused projection to split.
     """
     operation = "prepare_lora"
+    trial = model
     if split_fused_qkv and isinstance(config, LoraConfig):
         trial = skeleton(model)
         split_fused_qkv_(trial)
-        config = copy.deepcopy(config)
-        if not isinstance(config.target_modules, str) and FUSED in (config.target_modules or ()):
-            config.target_modules = [*(t for t in config.target_modules or () if t != FUSED), *PARTS]
-    else:
-        trial = model
+        config = _of_parts(operation, config)
     _check_config(operation, trial, config, adapter_name)
     _rehearse(operation, trial, config, adapter_name)
     if split_fused_qkv:

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from .linear import LoraLinear
+from .modes import mode
 from .prepare import PREFIX
 
 USUAL_SCALING = (0.1, 4.0)
@@ -69,8 +70,8 @@ class LoraReport:
 
 def saved_activation_bytes(model: nn.Module, batch: int, context: int) -> int:
     """Bytes that autograd would keep for one training step, from a run on tensors that hold no numbers."""
-    training, kept = model.training, {}
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    kept: dict[int, Any] = {}
+    with mode(model, training=True), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         held: dict[str, Tensor] = {
             name: fake.from_tensor(t) for name, t in (*model.named_parameters(), *model.named_buffers())
         }
@@ -83,13 +84,9 @@ def saved_activation_bytes(model: nn.Module, batch: int, context: int) -> int:
             return tensor
 
         ids = torch.zeros(batch, context, dtype=torch.int64, device=next(iter(held.values())).device)
-        model.train()
-        try:
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-                output = functional_call(model, held, kwargs={"input_ids": ids, "use_cache": False})
-            size = sum(storage.nbytes() for storage in kept.values())
-        finally:
-            model.train(training)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            output = functional_call(model, held, kwargs={"input_ids": ids, "use_cache": False})
+        size = sum(storage.nbytes() for storage in kept.values())
     del output
     return size
 

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from transformers import Trainer, TrainingArguments
 
 from .instruct import IGNORED, InstructionCollator
+from .modes import mode
 
 
 def instruction_arguments(output_dir: str | Path, **changes: Any) -> TrainingArguments:
@@ -45,6 +46,8 @@ def instruction_arguments(output_dir: str | Path, **changes: Any) -> TrainingArg
     }
     if "save_steps" in changes:
         recipe["save_strategy"] = "steps"
+    if "lr_scheduler_type" in changes:
+        del recipe["lr_scheduler_kwargs"]  # they are of the recipe's own schedule
     return TrainingArguments(output_dir=str(output_dir), **(recipe | changes))
 
 
@@ -86,7 +89,7 @@ class InstructionTrainer(Trainer):
             kind, options = self.get_optimizer_cls_and_kwargs(self.args)
             self.optimizer = create_loraplus_optimizer(
                 self.model, kind, loraplus_lr_ratio=self.loraplus_lr_ratio,  # type: ignore[arg-type]
-                loraplus_weight_decay=self.args.weight_decay, **options,
+                loraplus_weight_decay=self.args.weight_decay, loraplus_lr_embedding=self.args.learning_rate, **options,
             )  # fmt: skip
         return self.optimizer
 
@@ -107,11 +110,13 @@ def answer_loss(
 
     Returns:
         Loss in nats a token, and e to that.
+
+    Raises:
+        ValueError: No token is trained.
     """
-    training, device = model.training, next(model.parameters()).device
-    model.eval()
+    device = next(model.parameters()).device
     total, count = 0.0, 0
-    try:
+    with mode(model, training=False):
         for start in tqdm(range(0, len(dataset), batch_size), "evaluating", disable=not progress, leave=False):
             batch = collator([dataset[i] for i in range(start, min(start + batch_size, len(dataset)))])
             batch = {k: v.to(device) for k, v in batch.items()}
@@ -119,8 +124,6 @@ def answer_loss(
             logits = model(**batch, use_cache=False).logits[:, :-1].flatten(0, 1).float()
             total += float(nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"))
             count += int((labels != IGNORED).sum())
-    finally:
-        model.train(training)
     if not count:
         raise ValueError("answer_loss: no token of the data set is trained")
     loss = total / count

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def test_queries_keys_and_values_are_computed_at_once():
     x = torch.randn(1, 3, 16, requires_grad=True)
     made = [getattr(attention, name)(x) for name in ("q_proj", "k_proj", "v_proj")]
     assert len({y.grad_fn.next_functions[0][0] for y in made}) == 1
-    assert attention.q_proj.shared._waiting is None  # nothing is kept alive
+    assert not attention.q_proj.shared._waiting  # nothing is kept alive
     alone = attention.k_proj(x)  # asked for out of turn: it is computed with the others
     torch.testing.assert_close(alone, made[1])
 
@@ -117,22 +118,104 @@ def test_layers_that_do_not_share_after_all_stop_sharing():
     for _ in range(2):
         for layer, x, y in zip(layers, xs, expected, strict=True):
             torch.testing.assert_close(layer(x), y)
-    assert attention.q_proj.shared.layers == []
+    assert not attention.q_proj.shared._waiting
+    for layer in layers:  # they no longer compute each other's
+        layer(xs[0])
+        assert not attention.q_proj.shared._waiting
+
+
+def test_a_call_that_was_interrupted_does_not_end_sharing():
+    model = peft_model("llama")
+    accelerate_lora_(model)
+    attention = model.get_submodule("base_model.model.model.layers.0.self_attn")
+    for _ in range(3):
+        attention.q_proj(torch.randn(1, 2, 16))  # and k and v are never asked for
+        x = torch.randn(1, 3, 16, requires_grad=True)
+        made = [layer(x) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        assert len({y.grad_fn.next_functions[0][0] for y in made}) == 1
 
 
 def test_what_waits_is_not_taken_under_other_circumstances():
-    model = peft_model("llama", torch.float64)
+    model = peft_model("llama", torch.float64, adapters=("a", "b"))
     attention = model.get_submodule("base_model.model.model.layers.0.self_attn")
     x = torch.randn(1, 3, 16, dtype=torch.float64)
-    expected = attention.k_proj(x)
-    accelerate_lora_(model)
+    changes = {
+        "gradients": lambda: None,
+        "x": lambda: x.mul_(2.0),
+        "adapter": lambda: model.set_adapter("b"),
+        "factor": lambda: torch.nn.init.ones_(attention.k_proj.lora_B["a"].weight),
+        "weight": lambda: torch.nn.init.ones_(attention.k_proj.base_layer.weight),
+    }
+    for name, change in changes.items():
+        model.set_adapter("a")
+        accelerate_lora_(model)
+        with torch.set_grad_enabled(name != "gradients"):
+            attention.q_proj(x)
+        change()
+        found = attention.k_proj(x)
+        restore_lora_(model)
+        torch.testing.assert_close(found, attention.k_proj(x), msg=name)
+        assert found.requires_grad
+
+
+def test_threads_do_not_disturb_each_other():
+    model = peft_model("llama")
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randint(0, 96, (2, 5), generator=generator) for _ in range(4)]
     with torch.no_grad():
-        attention.q_proj(x)
-    assert attention.k_proj(x).requires_grad
+        expected = [model(input_ids=ids)[0] for ids in inputs]
+        accelerate_lora_(model)
+
+        def work(k):
+            with torch.no_grad():
+                return [model(input_ids=inputs[k])[0] for _ in range(10)]
+
+        with ThreadPoolExecutor(4) as pool:
+            for k, made in enumerate(pool.map(work, range(4))):
+                for output in made:
+                    torch.testing.assert_close(output, expected[k])
+
+
+def test_inference_mode_and_another_dtype():
+    model = peft_model("llama")
+    with torch.no_grad():
+        expected = model(input_ids=IDS)[0]
     accelerate_lora_(model)
-    attention.q_proj(x)
-    x.mul_(2.0)
-    torch.testing.assert_close(attention.k_proj(x), 2 * expected)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(input_ids=IDS)[0], expected)
+    layer = next(m for m in model.modules() if isinstance(m, LoraLinear))
+    with pytest.raises(RuntimeError, match="dtype"):  # the stock layer's own
+        layer(torch.ones(1, 16, dtype=torch.float64))
+
+
+def test_second_derivatives_are_refused():
+    model = peft_model("llama", torch.float64)
+    accelerate_lora_(model)
+    layer = next(m for m in model.modules() if isinstance(m, LoraLinear))
+    x = torch.randn(2, 16, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="second derivatives were asked for"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_compiled_for_any_length(dropout):
+    """One graph for all lengths, or two where the order of products changes with them."""
+    torch._dynamo.reset()
+    model = peft_model("llama", lora_dropout=dropout).train(dropout > 0)
+    accelerate_lora_(model, order="factored")
+    graphs = []
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=lambda g, _: graphs.append(g) or g.forward)
+    with torch.no_grad():
+        for length in (5, 7, 9, 12, 13):
+            compiled(input_ids=torch.zeros(2, length, dtype=torch.int64), use_cache=False)
+    restore_lora_(model)
+    stock = []
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=lambda g, _: stock.append(g) or g.forward)
+    with torch.no_grad():
+        for length in (5, 7, 9, 12, 13):
+            compiled(input_ids=torch.zeros(2, length, dtype=torch.int64), use_cache=False)
+    assert len(graphs) == len(stock)
 
 
 def test_a_model_copied_half_way_through_is_sound():

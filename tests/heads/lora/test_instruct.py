@@ -9,9 +9,11 @@ import sys
 import pytest
 import torch
 from peft import LoraConfig
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from heads.lora import (
+    ChatTemplate,
     InstructionCollator,
     InstructionDataset,
     InstructionTrainer,
@@ -21,7 +23,6 @@ from heads.lora import (
     alpaca_template,
     answer_loss,
     append_run,
-    chat_template,
     check_packing,
     draw_runs,
     generate_answers,
@@ -31,6 +32,7 @@ from heads.lora import (
     read_rows,
     read_runs,
 )
+from heads.lora.instruct import encode_prompt
 from tests.support.models import save_tokenizer, tiny
 
 WORDS = ["<unk>", "<end>", "<pad>", *"abcdefghijklmnopqrstuvwxyz", "<user>", "<bot>"]
@@ -87,7 +89,7 @@ def test_the_prompt_is_not_trained_and_the_end_is(tmp_path):
 
 def test_chat_templates(tmp_path):
     tokenizer = tokenizer_in(tmp_path)
-    template = chat_template(tokenizer)
+    template = ChatTemplate(tokenizer)
     said = (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
     messages = [{"role": role, "content": content} for role, content in said]
     assert template({"messages": messages}) == ("<user> a <bot> b <end> <user> c <bot> ", "d <end>")
@@ -95,9 +97,19 @@ def test_chat_templates(tmp_path):
     data = InstructionDataset([{"messages": messages}], tokenizer, template=template, progress=False)
     assert data[0]["labels"][-2:] == [6, tokenizer.eos_token_id]  # one end, not two
     assert sum(label != -100 for label in data[0]["labels"]) == 2
+    assert data.texts[0][1] == "d"
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="has no chat template"):
-        chat_template(tokenizer)
+        ChatTemplate(tokenizer)
+
+
+def test_one_beginning_and_no_end_of_a_prompt(tmp_path):
+    tokenizer = tokenizer_in(tmp_path, bos_token="<user>")
+    processor = TemplateProcessing("<user> $A <end>", None, [("<user>", 29), ("<end>", 1)])
+    tokenizer.backend_tokenizer.post_processor = processor
+    assert encode_prompt(tokenizer, "a b") == encode_prompt(tokenizer, "<user> a b") == [29, 3, 4]
+    data = InstructionDataset([{"instruction": "a", "output": "b"}], tokenizer, template=plain, progress=False)
+    assert data[0]["input_ids"] == [29, 3, 4, 1]
 
 
 def test_what_is_too_long_is_cut_and_counted(tmp_path):
@@ -140,6 +152,12 @@ def test_bad_rows_are_refused_with_their_numbers(tmp_path):
     path.write_text("[{]")
     with pytest.raises(ValueError, match="neither a JSON list nor JSON lines"):
         read_rows(path)
+    path.write_text('{"instruction": "a\u2028b", "output": "c"}\n   \n')
+    assert len(read_rows(path)) == 1
+    for row in ({"instruction": None, "output": "a"}, {"instruction": "a", "output": None}):
+        with pytest.raises(ValueError, match="that is not text in row 1"):
+            read_rows([row])
+    assert read_rows([{"question": "a"}], any_fields=True) == [{"question": "a"}]
     with pytest.raises(ValueError, match="has no rows"):
         read_rows([])
     tokenizer = tokenizer_in(tmp_path, eos_token=None)
@@ -153,14 +171,14 @@ def test_bad_rows_are_refused_with_their_numbers(tmp_path):
     ):
         with pytest.raises(ValueError, match=why):
             InstructionDataset([good], tokenizer, **options)
-    with pytest.raises(ValueError, match=r"failed on row 2: alpaca_template: a row has .'messages'.; chat_template"):
+    with pytest.raises(ValueError, match=r"failed on row 2: alpaca_template: a row has .'messages'.; ChatTemplate"):
         InstructionDataset(
             [good, {"messages": [{"role": r, "content": "a"} for r in ("user", "assistant")]}], tokenizer
         )
     with pytest.raises(ValueError, match="made 'b' of row 1, needed"):
         InstructionDataset([good], tokenizer, template=lambda row: row["output"])
     with pytest.raises(ValueError, match="the last message is a user's"):
-        chat_template(tokenizer)({"messages": [{"role": r, "content": "a"} for r in ("assistant", "user")]})
+        ChatTemplate(tokenizer)({"messages": [{"role": r, "content": "a"} for r in ("assistant", "user")]})
     with pytest.raises(ValueError, match="pad_token_id is None"):
         InstructionCollator(pad_token_id=None)
 
@@ -248,6 +266,33 @@ def test_gradients_are_clipped_from_the_first_step_on_and_the_rate_has_a_floor(t
     assert rates[2:] == sorted(rates[2:], reverse=True)
 
 
+def test_a_first_gradient_that_is_too_large_is_clipped(tmp_path):
+    model, found = None, []
+    for clip in (1e-4, 1e9):
+        trainer = trained(tmp_path, tmp_path / "a", max_steps=1, optim="sgd", learning_rate=1.0, warmup_steps=0,
+                          max_grad_norm=clip, dropout=0.0, save_strategy="no")  # fmt: skip
+        moved = state_of(trainer)
+        start = state_of(trained(tmp_path, tmp_path / "a", max_steps=1, optim="sgd", learning_rate=0.0, warmup_steps=0,
+                                 dropout=0.0, save_strategy="no"))  # fmt: skip
+        found.append(float(sum((moved[n] - v).square().sum() for n, v in start.items())) ** 0.5)
+    del model
+    assert found[0] == pytest.approx(1e-4, rel=1e-2)
+    assert found[1] > 1e-3
+
+
+def test_accumulation_gives_the_same_step(tmp_path):
+    whole = state_of(trained(tmp_path, tmp_path / "a", **SGD))
+    parts = state_of(
+        trained(tmp_path, tmp_path / "b", **SGD, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    )
+    for name, value in whole.items():
+        torch.testing.assert_close(parts[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_another_schedule_takes_none_of_the_recipes_options(tmp_path):
+    trained(tmp_path, tmp_path / "a", max_steps=1, lr_scheduler_type="linear", save_strategy="no")
+
+
 def test_lora_plus_gives_b_its_own_rate(tmp_path):
     trainer = trained(tmp_path, tmp_path / "a", ratio=16.0, weight_decay=0.1)
     found = {}
@@ -330,8 +375,15 @@ def test_answers_do_not_depend_on_their_neighbours(tmp_path):
     assert all(len(text.split()) <= 5 for text in together)
     with pytest.raises(ValueError, match="prompts is one text"):
         generate_answers(model, tokenizer, "a b")
-    with pytest.raises(ValueError, match="prompt of 6 tokens and 60 new ones are more than the model's context of 64"):
-        generate_answers(model, tokenizer, prompts, max_new_tokens=60)
+    with pytest.warns(UserWarning, match="1 prompts were cut to 4 tokens, on the right"):
+        cut = generate_answers(model, tokenizer, prompts, max_new_tokens=60, truncation_side="right", progress=False)
+    assert cut[0] == generate_answers(model, tokenizer, ["a b c d"], max_new_tokens=60, progress=False)[0]
+    with pytest.raises(ValueError, match="70 new tokens in a context of 64"):
+        generate_answers(model, tokenizer, prompts, max_new_tokens=70)
+    norm = model.model.norm.train()
+    generate_answers(model, tokenizer, ["a"], max_new_tokens=1, progress=False)
+    assert norm.training
+    assert not model.training
 
 
 def test_judges(tmp_path):

@@ -178,7 +178,21 @@ def test_half_precision_says_what_it_loses_and_refuses_to_lose_more(tmp_path):
         )
 
 
+def test_new_tokens_that_are_trained_load_and_are_left_to_pefts_own_merge(tmp_path):
+    model = prepare_lora(tiny("llama"), LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3, 4]))
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = load_lora(tiny("llama"), tmp_path / "adapter")
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=IDS)[0], model(input_ids=IDS)[0])
+    with pytest.raises(ValueError, match="embed_tokens is a TrainableTokensWrapper; needed peft's own"):
+        merge_lora(model, tmp_path / "out")
+
+
 def test_merging_refuses_what_it_cannot_take(tmp_path):
+    model = spoken(prepare_lora(tiny("llama"), LoraConfig(target_modules=["q_proj"])))
+    model.merge_adapter()
+    with pytest.raises(ValueError, match="q_proj is merged already"):
+        merge_lora(model, tmp_path / "out")
     model = prepare_lora(tiny("llama"), LoraConfig(target_modules=["q_proj"]))
     for dtype in (torch.int8, "int8", "half precision"):
         with pytest.raises(ValueError, match="needed a floating one"):
@@ -265,6 +279,29 @@ def test_split_adapters_are_saved_loaded_exported_and_merged(changes, tmp_path):
     split.load_state_dict(unloaded.state_dict())
     with torch.no_grad():
         torch.testing.assert_close(split(input_ids=IDS)[0], expected)
+
+
+def test_exporting_what_one_adapter_cannot_say_is_refused(tmp_path):
+    for changes in ({"use_dora": True}, {"lora_bias": True}, {"bias": "all"}):
+        model = prepare_lora(tiny("gpt2"), LoraConfig(**SPLIT | changes), split_fused_qkv=True)
+        with pytest.raises(ValueError, match="which one block-diagonal adapter could not say"):
+            export_lora(model, tmp_path / "out")
+
+
+def test_the_fused_name_stands_for_its_parts():
+    def ranks(**changes):
+        model = prepare_lora(tiny("gpt2"), LoraConfig(**{"r": 4} | changes), split_fused_qkv=True)
+        return {n.removeprefix("base_model.model.transformer."): m.r["default"]
+                for n, m in model.named_modules() if hasattr(m, "lora_A") and m.r}  # fmt: skip
+
+    assert len(ranks()) == 9  # peft's default for a GPT-2 is c_attn
+    found = ranks(
+        target_modules=["c_attn"], rank_pattern={"h.1.attn.c_attn": 2}, exclude_modules=["transformer.h.0.attn.c_attn"]
+    )
+    assert sorted(found.values()) == [2, 2, 2, 4, 4, 4]
+    assert {name for name, rank in found.items() if rank == 2} == {f"h.1.attn.c_attn.{p}_proj" for p in "qkv"}
+    with pytest.raises(ValueError, match="with split_fused_qkv name q_proj, k_proj, v_proj in it"):
+        ranks(target_modules=".*c_attn")
 
 
 def test_exporting_what_was_not_split_is_refused(tmp_path):
@@ -400,5 +437,14 @@ def test_bad_checkpoints_are_refused_before_the_model_is_touched(tmp_path):
     with pytest.raises(ValueError, match="has an adapter 'default' already"):
         load_lora(model, good)
     assert load_lora(model, good, adapter_name="second").peft_config.keys() == {"default", "second"}
+    names = list(model.state_dict())
+    for changes in ({"num_hidden_layers": 6}, {"hidden_size": 32}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            get_peft_model(tiny("llama", **changes), config_of("llama")[1]).save_pretrained(tmp_path / "other")
+        with pytest.raises(ValueError, match="load_lora: "):
+            load_lora(model, tmp_path / "other", adapter_name="third")
+        assert list(model.state_dict()) == names
+        assert model.peft_config.keys() == {"default", "second"}
     (good / "adapter_config.json").write_text("{")
     refused("adapter_config.json cannot be read", good)

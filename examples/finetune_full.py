@@ -1,6 +1,6 @@
 """Full fine-tuning on instructions, to compare LoRA with: the same data, the same table of runs.
 
-    python examples/finetune_full.py                            # a small GPT-2 learns what to do with words; 3 minutes
+    python examples/finetune_full.py                            # a small GPT-2 learns which word to say; 3 minutes
     python examples/finetune_full.py --data rows.json --model openai-community/gpt2-medium --lr 5e-5
 
 Writes OUT/NAME/model, and OUT/runs.csv with OUT/runs.png (matplotlib, extra `plot`).

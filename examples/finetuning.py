@@ -1,14 +1,17 @@
 """What the fine-tuning examples share: data, a base model where none is named, training, and what came of it.
 
-Without --data a small set is made up: what to do with a few words (repeat them, reverse them, say the first, ...).
-Without --model a small GPT-2 is trained on the easier half of it first (a minute), so that there is something to tune.
+Without --data a small set is made up: which of a few words to say, or its opposite. Without --model a small GPT-2 is
+trained on the easy part of it first (a minute), so that there is something to tune.
 """
 
 import argparse
 import math
+import os
 import random
 import resource
+import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,14 +30,17 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from heads import lora
 
-WORDS = ["red", "green", "blue", "round", "square", "small", "large", "old", "new", "warm", "cold", "fast", "slow"]
+PAIRS = "hot cold|big small|old new|fast slow|near far|light dark|soft hard|tall short|wet dry|loud quiet"
+OPPOSITES = dict(pair.split() for pair in PAIRS.split("|"))
+OPPOSITES |= {value: key for key, value in OPPOSITES.items()}
 TASKS = {
-    "Repeat the words.": lambda words: words,
-    "Say the first word.": lambda words: words[:1],
-    "Say the last word.": lambda words: words[-1:],
-    "Reverse the words.": lambda words: words[::-1],
-    "Leave out the first word.": lambda words: words[1:],
+    "Say the first word.": lambda words: words[0],
+    "Say the last word.": lambda words: words[-1],
+    "Say the second word.": lambda words: words[1],
+    "Say the opposite of the first word.": lambda words: OPPOSITES[words[0]],
+    "Say the opposite of the last word.": lambda words: OPPOSITES[words[-1]],
 }
+NOTED = ("judge", "pack", "dtype", "seed", "resume", "dropout", "rslora", "loraplus", "targets")
 EASY = list(TASKS)[:2]
 
 
@@ -42,9 +48,14 @@ def made_up(count: int, tasks: list[str], seed: int) -> list[dict]:
     """Rows in Alpaca's format whose answers follow from their inputs."""
     rng, rows = random.Random(seed), []
     for _ in range(count):
-        task, words = rng.choice(tasks), rng.sample(WORDS, rng.randint(2, 5))
-        rows.append({"instruction": task, "input": " ".join(words), "output": " ".join(TASKS[task](words))})
+        task, words = rng.choice(tasks), rng.sample(list(OPPOSITES), rng.randint(2, 4))
+        rows.append({"instruction": task, "input": " ".join(words), "output": TASKS[task](words)})
     return rows
+
+
+def short(row: dict) -> tuple[str, str]:
+    """The made-up rows' own template: Alpaca's would be most of what a small model reads."""
+    return f"{row['instruction']} {row['input']} >", f" {row['output']}"
 
 
 def parse(description: str, **defaults: Any) -> argparse.ArgumentParser:
@@ -86,17 +97,29 @@ def own_base(out: Path, rows: list[dict], smoke: bool, made: bool) -> Path:
     if (folder / "config.json").exists():
         return folder
     tokens = ByteLevelBPETokenizer()
-    texts = ("".join(lora.alpaca_template(row)) for row in rows)
+    texts = ("".join((short if made else lora.alpaca_template)(row)) for row in rows)
     tokens.train_from_iterator(texts, vocab_size=1024, special_tokens=["<end>"], show_progress=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens._tokenizer, eos_token="<end>")
     config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=256, n_embd=128, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0
+        vocab_size=len(tokenizer),
+        n_positions=256,
+        n_embd=128,
+        n_layer=4,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=False,
     )
     model = GPT2LMHeadModel(config)
     if made:
-        easy = lora.InstructionDataset(made_up(200 if smoke else 4000, EASY, seed=1), tokenizer, progress=False)
+        easy = made_up(200 if smoke else 8000, EASY, seed=1)
+        easy = lora.InstructionDataset(easy, tokenizer, template=short, progress=False)
         arguments = lora.instruction_arguments(
-            folder, max_steps=4 if smoke else 400, learning_rate=2e-3, per_device_train_batch_size=16, logging_steps=100
+            folder,
+            max_steps=4 if smoke else 1500,
+            learning_rate=1e-3,
+            per_device_train_batch_size=32,
+            logging_steps=300,
         )
         lora.InstructionTrainer(
             model=model, args=arguments, train_dataset=easy, data_collator=lora.InstructionCollator(pad_token_id=0)
@@ -109,13 +132,16 @@ def own_base(out: Path, rows: list[dict], smoke: bool, made: bool) -> Path:
 def finetune(given: argparse.Namespace, prepare: Callable[[Any], Any]) -> None:
     """Train what ``prepare`` makes of the base model; print, save and table what came of it."""
     set_seed(given.seed)
+    for text in (".*save_embedding_layers.*", ".*tie_word_embeddings.*", ".*is deprecated.*"):
+        warnings.filterwarnings("ignore", message=text)  # peft's and transformers' own affairs
     rows = rows_of(given.data, given.smoke)
     random.Random(0).shuffle(rows)
     count = min(200, max(1, len(rows) // 10))
     folder = given.model or own_base(given.out, rows[count:], given.smoke, given.data is None)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=given.dtype)
-    template = lora.ChatTemplate(tokenizer) if tokenizer.chat_template else lora.alpaca_template
+    template: Any = lora.ChatTemplate(tokenizer) if tokenizer.chat_template else lora.alpaca_template
+    template = short if given.data is None else template
     length = min(given.max_length, getattr(base.config, "max_position_embeddings", given.max_length))
     trained, held = (
         lora.InstructionDataset(part, tokenizer, template=template, max_length=length)
@@ -130,40 +156,60 @@ def finetune(given: argparse.Namespace, prepare: Callable[[Any], Any]) -> None:
     if given.pack:
         lora.check_packing(model)
     out = given.out / given.name
-    steps = 6 if given.smoke else math.ceil(given.epochs * len(trained) / given.batch)
+    steps = (
+        6
+        if given.smoke
+        else math.ceil(given.epochs * len(trained) / given.batch / int(os.environ.get("WORLD_SIZE", 1)))
+    )
     least = given.lr / 10 if given.min_lr is None else given.min_lr
     arguments = lora.instruction_arguments(
         out / "checkpoints", max_steps=steps, per_device_train_batch_size=given.batch, learning_rate=given.lr,
         lr_scheduler_kwargs={"min_lr": least}, warmup_steps=given.warmup, weight_decay=given.weight_decay,
         save_steps=max(2, steps // 4), save_total_limit=1, seed=given.seed,
     )  # fmt: skip
-    before = lora.answer_loss(model, held, collator)[1]
+    prompts = [prompt for prompt, _ in held.texts][: 4 if given.smoke else 100]
+    new = min(8 if given.smoke else 64, length // 2)
+
+    def measured() -> tuple[float, float, float, list[str]]:
+        answers = lora.generate_answers(model, tokenizer, prompts, max_new_tokens=new)
+        return *lora.answer_loss(model, held, collator), lora.judge_answers(judge, prompts, answers), answers
+
+    before = measured()
     trainer = lora.InstructionTrainer(
         model=model, args=arguments, train_dataset=trained, data_collator=collator,
         loraplus_lr_ratio=getattr(given, "loraplus", None),
     )  # fmt: skip
+    checkpoint = None
+    if given.resume:
+        folder = out / "checkpoints"
+        checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
+        print(f"going on from {checkpoint}" if checkpoint else f"{folder} has no checkpoint: starting anew")
     seconds = time.perf_counter()
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(out / "checkpoints") if given.resume else None)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except KeyboardInterrupt:
+        sys.exit("\nstopped; the same command with --resume goes on from the last checkpoint")
     seconds = time.perf_counter() - seconds
-    loss, perplexity = lora.answer_loss(model, held, collator)
-    prompts = [prompt for prompt, _ in held.texts][: 4 if given.smoke else 100]
-    answers = lora.generate_answers(model, tokenizer, prompts, max_new_tokens=8 if given.smoke else 64)
-    score = lora.judge_answers(judge, prompts, answers)
+    if not trainer.is_world_process_zero():
+        return
+    model.save_pretrained(out / "model")
+    tokenizer.save_pretrained(out / "model")
+    loss, perplexity, score, answers = measured()
     for prompt, answer, (_, good) in list(zip(prompts, answers, held.texts, strict=False))[:3]:
         print(f"\n{prompt}\n  said: {answer}\n  good: {good}")
     if torch.cuda.is_available():
         memory = torch.cuda.max_memory_allocated() / 2**20
     else:
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"\nloss {loss:.3f}, perplexity {perplexity:.2f} (before: {before:.2f}), judge {score:.1f} of 100")
+    print(f"\nbefore: loss {before[0]:.3f}, perplexity {before[1]:.2f}, judge {before[2]:.1f} of 100")
+    print(f"after:  loss {loss:.3f}, perplexity {perplexity:.2f}, judge {score:.1f} of 100")
     print(f"{seconds:.0f} s of training, {memory:.0f} MB at most")
-    model.save_pretrained(out / "model")
-    tokenizer.save_pretrained(out / "model")
     run = lora.Run(
-        name=given.name, model=str(given.model or "own GPT-2"), batch=given.batch, epochs=given.epochs,
-        optimizer="adamw", lr=given.lr, min_lr=least, warmup=given.warmup, weight_decay=given.weight_decay,
-        rank=getattr(given, "rank", None), alpha=getattr(given, "alpha", None), loss=round(loss, 4),
-        perplexity=round(perplexity, 3), judge=round(score, 2), seconds=round(seconds, 1),
+        name=given.name, model=str(given.model or "own GPT-2"), data=Path(given.data or "made up").name,
+        batch=given.batch, epochs=given.epochs, optimizer="adamw", lr=given.lr, min_lr=least, warmup=given.warmup,
+        weight_decay=given.weight_decay, rank=getattr(given, "rank", None), alpha=getattr(given, "alpha", None),
+        loss=round(loss, 4), perplexity=round(perplexity, 3), judge=round(score, 2), seconds=round(seconds, 1),
+        notes=" ".join(f"{k}={v}" for k, v in vars(given).items() if k in NOTED and v),
     )  # fmt: skip
     lora.append_run(given.out / "runs.csv", run)
     lora.draw_runs(given.out / "runs.csv", given.out / "runs.png")

@@ -272,16 +272,19 @@ def test_the_snippets_about_lora_run(tmp_path, monkeypatch):
 def test_the_fine_tuning_examples_run_and_resume(kind, tmp_path):
     options = ["--out", tmp_path, *(["--merge", "--rank", 4, "--pack"] if kind == "lora" else [])]
     printed = run_example(f"finetune_{kind}.py", *options)
-    assert re.search(r"^loss [\d.]+, perplexity [\d.]+ \(before: [\d.]+\), judge [\d.]+ of 100$", printed, re.M)
+    assert re.search(r"^after:  loss [\d.]+, perplexity [\d.]+, judge [\d.]+ of 100$", printed, re.M)
     assert "said: " in printed
     assert "trainable" in printed
     assert (tmp_path / "runs.png").stat().st_size > 5_000
     name = "adapter_model" if kind == "lora" else "model"
     assert (tmp_path / kind / "model" / f"{name}.safetensors").exists()
-    assert (tmp_path / kind / "merged").exists() == (kind == "lora")
+    assert (tmp_path / kind / "merged").exists() == (tmp_path / kind / "stock").exists() == (kind == "lora")
     (tmp_path / "rows.json").write_text(json.dumps([{"instruction": f"Say {i}.", "output": f"{i}"} for i in range(30)]))
+    assert "starting anew" in run_example(
+        f"finetune_{kind}.py", *options[:1], tmp_path / "new", *options[2:], "--resume"
+    )
     options += ["--resume", "--data", tmp_path / "rows.json", "--judge", "likelihood"]
-    run_example(f"finetune_{kind}.py", *options)
+    assert "going on from" in run_example(f"finetune_{kind}.py", *options)
     assert len((tmp_path / "runs.csv").read_text().splitlines()) == 3
 
 

@@ -105,6 +105,10 @@ def read_rows(source: str | Path | Iterable[Mapping[str, Any]], *, any_fields: b
 
     Raises:
         ValueError: A file that is no JSON, rows that lack what is needed or hold something else (with their numbers).
+
+    >>> read_rows([{"instruction": "a", "output": "b"}, {"instruction": "c"}])
+    Traceback (most recent call last):
+    ValueError: read_rows: rows: no output in row 2; needed instruction, output and perhaps input, or messages
     """
     operation, name = "read_rows", "rows"
     if isinstance(source, (str, Path)):
@@ -291,6 +295,9 @@ class InstructionCollator:
         pack: One row of all examples.
         pad_to_multiple_of: Rounds the length up, for kernels that want it.
 
+    Raises:
+        ValueError: ``pad_token_id`` is no id.
+
     >>> examples = [{"input_ids": [5, 6, 2], "labels": [-100, 6, 2]}, {"input_ids": [7, 2], "labels": [-100, 2]}]
     >>> InstructionCollator(pad_token_id=2)(examples)["labels"].tolist()
     [[-100, 6, 2], [-100, 2, -100]]
@@ -336,7 +343,10 @@ def check_packing(model: nn.Module, *, length: int = 8) -> None:
     Two examples are packed, the first is exchanged, and the second's logits must not move by a bit.
 
     Raises:
-        ValueError: They did.
+        ValueError: They did; the model gives no logits of every token.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> check_packing(GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=4, n_layer=1, n_head=1)))
     """
     device = next(model.parameters()).device
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]

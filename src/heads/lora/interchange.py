@@ -45,11 +45,20 @@ def load_lora(
         adapter_name: What the adapter is called here.
         is_trainable: Whether it will be trained on.
         accelerate: Also call `accelerate_lora_`.
-        options: More of peft's, such as ``autocast_adapter_dtype``.
+        options: More of peft's, such as ``autocast_adapter_dtype``; ``revision``, ``token`` and ``subfolder`` are the
+            hub's.
 
     Raises:
-        ValueError: Another method's adapter, a pickle, a truncated file, modules that the model does not have, shapes
-            that do not fit, numbers that are not finite.
+        ValueError: A folder or id that does not exist, another method's adapter, a pickle, a truncated file, modules
+            that the model does not have, shapes that do not fit, numbers that are not finite, a name that is taken.
+
+    >>> from peft import get_peft_model
+    >>> model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), LoraConfig(target_modules=["0"]))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     model.save_pretrained(folder)
+    ...     loaded = load_lora(nn.Sequential(nn.Linear(4, 4)), folder)
+    >>> loaded.active_adapters
+    ['default']
     """
     operation = "load_lora"
     check_adapter_name(operation, adapter_name)

@@ -183,6 +183,14 @@ def append_run(path: str | Path, run: Run) -> None:
 
     Raises:
         ValueError: The file exists and has other columns.
+
+    >>> import tempfile
+    >>> run = Run(name="a", model="m", data="d", batch=8, epochs=1, optimizer="adamw", lr=2e-4, min_lr=2e-5,
+    ...           warmup=0.03, weight_decay=0, rank=16, alpha=32, loss=1.0, perplexity=2.718, judge=None, seconds=60)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     append_run(f"{folder}/runs.csv", run)
+    ...     read_runs(f"{folder}/runs.csv")[0]["perplexity"]
+    '2.718'
     """
     path, names = Path(path), [field.name for field in fields(Run)]
     if path.exists():

@@ -88,6 +88,14 @@ def merge_lora(
     Raises:
         ValueError: An adapter that the model does not have, a quantised base, numbers that are not finite, a folder
             with something in it, or more lost than allowed. Nothing has been written then.
+
+    >>> import tempfile
+    >>> from peft import LoraConfig, get_peft_model
+    >>> model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), LoraConfig(target_modules=["0"]))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     report = merge_lora(model, f"{folder}/merged", progress=False)
+    >>> [layer.name for layer in report.layers], report.dtype
+    (['0'], 'float32')
     """
     operation, out = "merge_lora", Path(out)
     if not isinstance(model, PeftModel):
@@ -102,6 +110,7 @@ def merge_lora(
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{operation}: {out} is not empty")
     base: Any = model.get_base_model()
+    stored = dtype or next(base.parameters()).dtype
     merged = {name: layer for name, layer in base.named_modules() if isinstance(layer, LoraLayer)}
     for name, wrapper in base.named_modules():
         if isinstance(wrapper, AuxiliaryTrainingWrapper) and not isinstance(wrapper, ModulesToSaveWrapper):
@@ -120,7 +129,7 @@ def merge_lora(
     if lossy:
         worst = max(lossy, key=lambda one: one.lost)
         raise ValueError(
-            f"{operation}: rounding to {dtype or base.dtype} loses more than {max_lost:.0%} of the update of "
+            f"{operation}: rounding to {stored} loses more than {max_lost:.0%} of the update of "
             f"{len(lossy)} of {len(layers)} layers, {worst.lost:.0%} of {worst.name}'s; needed dtype=torch.float32, or "
             "max_lost=None to have it so"
         )
@@ -134,7 +143,7 @@ def merge_lora(
         if out.exists():
             shutil.rmtree(out)
         os.replace(whole, out)
-    return MergeReport(out, str(dtype or base.dtype).removeprefix("torch."), tuple(layers))
+    return MergeReport(out, str(stored).removeprefix("torch."), tuple(layers))
 
 
 def _exact(layer: Any, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:
@@ -265,7 +274,7 @@ def _write_configs(folder: Path, base: Any, names: Collection[str], dtype: torch
         if getattr(config, "tie_word_embeddings", False) and f"{head_name}.weight" in names:
             config.tie_word_embeddings = False  # the head has weights of its own now
         config.architectures = [type(base).__name__]
-        config.dtype = dtype or base.dtype
+        config.dtype = dtype or next(base.parameters()).dtype
         config.save_pretrained(folder)
         if getattr(base, "generation_config", None) is not None and base.can_generate():
             base.generation_config.save_pretrained(folder)

@@ -143,6 +143,15 @@ def prepare_lora(
     Raises:
         ValueError: A rank below 1 or larger than a matrix, a target that no module is called (with near names), a name
             that peft cannot keep apart, a model with adapters already, no fused projection to split.
+
+    A quantised model cannot be rehearsed; names and ranks below 1 are still looked at.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8))
+    >>> prepare_lora(model, LoraConfig(r=5, target_modules=["0"]))
+    Traceback (most recent call last):
+    ValueError: prepare_lora: rank 5 is larger than 0, which is 8 x 4; needed at most 4
+    >>> prepare_lora(model, LoraConfig(r=2, target_modules=["0"])).get_nb_trainable_parameters()
+    (24, 64)
     """
     operation = "prepare_lora"
     trial = model

@@ -67,6 +67,11 @@ def split_fused_qkv_(model: nn.Module) -> list[str]:
     Returns:
         Names of the layers that were split.
 
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> model = GPT2Model(GPT2Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=1))
+    >>> split_fused_qkv_(model), join_fused_qkv_(model)
+    (['h.0.attn.c_attn'], ['h.0.attn.c_attn'])
+
     Raises:
         ValueError: There is none: other architectures keep q, k and v apart, or fuse them differently.
     """

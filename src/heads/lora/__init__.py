@@ -3,13 +3,10 @@
 from .accelerate import AccelerationReport, accelerate_lora_, restore_lora_
 from .functional import lora_linear, lora_linears
 from .instruct import (
-    ChatTemplate,
     InstructionCollator,
     InstructionDataset,
     InstructionReport,
-    alpaca_template,
     check_packing,
-    read_rows,
 )
 from .interchange import export_lora, load_lora
 from .judging import (
@@ -27,6 +24,7 @@ from .linear import LoraLinear
 from .merge import MergedLayer, MergeReport, merge_lora
 from .prepare import prepare_lora
 from .report import AdapterRow, LoraReport, lora_report
+from .rows import ChatTemplate, alpaca_template, read_rows
 from .split import SplitQKV, join_fused_qkv_, split_fused_qkv_
 from .tuning import InstructionTrainer, answer_loss, instruction_arguments
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from .instruct import encode_prompt
 from .modes import mode
+from .rows import encode_prompt
 
 Judge = Callable[[str, str], float]
 """(prompt, answer) to a score, 0 to 100."""

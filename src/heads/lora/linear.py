@@ -12,7 +12,7 @@ from peft.tuners import lora
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .functional import Adapter, autocast_dtype, run
+from .autograd import Adapter, autocast_dtype, run
 
 _MISSES = 2  # after which layers stop sharing
 BASE = "__base__"  # peft's name for no adapter in a mixed batch

@@ -252,12 +252,12 @@ def test_bad_input_is_refused(case):
 
 
 def test_auto_merges_where_it_saves_flops_and_nothing_is_lost(monkeypatch):
-    from heads.lora import functional
+    from heads.lora import autograd
 
     orders = []
-    apply = functional._Lora.apply
+    apply = autograd._Lora.apply
     monkeypatch.setattr(
-        functional._Lora, "apply", lambda x, plan, *rest: orders.append(plan.merged) or apply(x, plan, *rest)
+        autograd._Lora, "apply", lambda x, plan, *rest: orders.append(plan.merged) or apply(x, plan, *rest)
     )
     for tokens, dtype, dropout in ((100, "float32", 0), (4, "float32", 0), (100, "bfloat16", 0), (100, "float32", 0.1)):
         given = {k: v.to(getattr(torch, dtype)) for k, v in inputs_of((tokens, 12, 9, 3), True, False).items()}

@@ -32,7 +32,7 @@ from heads.lora import (
     read_rows,
     read_runs,
 )
-from heads.lora.instruct import encode_prompt
+from heads.lora.rows import encode_prompt
 from tests.support.models import save_tokenizer, tiny
 
 WORDS = ["<unk>", "<end>", "<pad>", *"abcdefghijklmnopqrstuvwxyz", "<user>", "<bot>"]

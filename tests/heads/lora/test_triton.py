@@ -67,7 +67,7 @@ def test_operators_are_registered_soundly():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x, a, h = (torch.randn(shape, device=device) for shape in ((5, 6), (3, 6), (5, 3)))
     for drop in ((None, None, 0), tuple(narrow.dropout(torch.tensor(3, device=device), 5, 6, 0.5))):
-        tests = ("test_schema", "test_faketensor")  # `functional._Lora` is what differentiates them
+        tests = ("test_schema", "test_faketensor")  # `autograd._Lora` is what differentiates them
         torch.library.opcheck(_triton.down, (x, a, 0.5, *drop), test_utils=tests)
         torch.library.opcheck(_triton.up_, (x.clone(), h, a.T, 0.5, *drop), test_utils=tests)
         torch.library.opcheck(_triton.outer, (h, x, 0.5, *drop), test_utils=tests)

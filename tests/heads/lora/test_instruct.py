@@ -183,6 +183,15 @@ def test_bad_rows_are_refused_with_their_numbers(tmp_path):
         InstructionCollator(pad_token_id=None)
 
 
+def test_nothing_predicts_the_first_token_of_an_example(tmp_path):
+    """Not even the end of the example before it, where there is no prompt."""
+    rows = [{"instruction": "", "output": "a b"}, {"instruction": "", "output": "c"}]
+    data = InstructionDataset(rows, tokenizer_in(tmp_path), template=plain, progress=False)
+    assert data[1]["labels"] == [5, 1]
+    batch = InstructionCollator(pad_token_id=1, pack=True)([data[0], data[1]])
+    assert batch["labels"].tolist() == [[-100, 4, 1, -100, 1]]
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2", "qwen3"])
 def test_packed_examples_are_as_if_alone(kind, tmp_path):
     tokenizer = tokenizer_in(tmp_path)

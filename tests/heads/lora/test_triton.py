@@ -73,6 +73,17 @@ def test_operators_are_registered_soundly():
         torch.library.opcheck(_triton.outer, (h, x, 0.5, *drop), test_utils=tests)
 
 
+def test_sums_over_many_tokens_are_made_in_parts():
+    from heads.lora import _triton, narrow
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    h, x = torch.randn(700, 5, device=device), torch.randn(700, 40, device=device)
+    drop = narrow.dropout(torch.tensor(3, device=device), 700, 40, 0.3)
+    for given, seen in (((None, None, 0), x), (tuple(drop), x * drop.keep(slice(None)))):
+        expected = 0.5 * h.double().T @ seen.double()
+        torch.testing.assert_close(_triton.outer(h, x, 0.5, *given).double(), expected, rtol=1e-5, atol=1e-4)
+
+
 def test_fused_without_a_gpu_raises_and_does_not_fall_back():
     code = (
         "import torch; from heads.lora import lora_linear\n"

@@ -170,7 +170,7 @@ TABLES = {
         "lora_linear", ("frozen nn.Linear", ""), "cpu",
         "CPU seconds, one thread; in turn in one process, forward and backward. `ratio` is against the frozen "
         "`nn.Linear` alone, which is the floor. `lora_linear` is a peft layer after `accelerate_lora_`, with peft's "
-        "default of float32 adapters or in the model's dtype, which makes it no difference; `saved` is what autograd "
+        "default of float32 adapters; `saved` is what autograd "
         "keeps beyond the parameters, x included; peaks are of processes of their own.",
     ),
     "lora_step": Table(

@@ -50,7 +50,7 @@ def accelerate_lora_(
     Args:
         model: A `PeftModel`, or any module with peft's LoRA layers inside.
         share_inputs: Compute q, k and v (also gate and up) in one call where they read the same x. Layers that turn out
-            not to, as in cross-attention, stop sharing at their first call.
+            not to, as in cross-attention, stop sharing within their first two forwards.
         order: ``"auto"`` or ``"factored"``; see `lora_linear`.
         impl: ``"auto"``, ``"eager"`` or ``"fused"``.
 

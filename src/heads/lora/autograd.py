@@ -57,9 +57,9 @@ class _Tensors(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, dtype: torch.dtype, tensors: Sequence[Tensor | None]) -> _Tensors:
-        cast = [None if t is None else t.to(dtype) for t in tensors]
+        cast: list[Any] = [None if t is None else t.to(dtype) for t in tensors]
         j, k = plan.layers, len(plan.adapters)
-        return cls(cast[:j], cast[j : 2 * j], cast[2 * j : 2 * j + k], cast[2 * j + k :])  # type: ignore[arg-type]
+        return cls(cast[:j], cast[j : 2 * j], cast[2 * j : 2 * j + k], cast[2 * j + k :])
 
     def merged(self, plan: Plan, layer: int) -> Tensor:
         """W + Σ s B A of one layer."""

@@ -152,7 +152,7 @@ def lora_linear(
         transposed: The weight is stored (I, O), as GPT-2's `Conv1D` does.
         order: ``"factored"``, ``"merged"`` or ``"auto"``. Merged is ``x (W + s B A)ᵀ``: fewer flops above I O / (I + O)
             tokens at the price of one more weight in memory. It is for float32 and without dropout only, since bfloat16
-            loses 79 % of an update of a thousandth of W. Auto takes it there from twice those tokens on, on CPU.
+            loses most of an update of a thousandth of W. Auto takes it there from twice those tokens on, on CPU.
         impl: ``"reference"``, ``"eager"``, ``"fused"`` (Triton for all narrow products) or ``"auto"``: fused on CUDA
             where the case is supported, else eager.
 

@@ -34,7 +34,7 @@ def _templated(operation: str, template: Callable[..., Any], row: Mapping[str, A
     """What a template makes of a row; what goes wrong in it is told with the row's number."""
     try:
         text = template(row)
-    except Exception as error:
+    except Exception as error:  # a template is the user's own code: anything can come out of it
         raise ValueError(f"{operation}: the template failed on row {number}: {error}") from error
     if not (isinstance(text, tuple) and len(text) == 2 and all(isinstance(part, str) for part in text)):
         raise ValueError(f"{operation}: the template made {text!r:.60} of row {number}, needed (prompt, answer)")
@@ -209,7 +209,8 @@ def check_packing(model: nn.Module, *, length: int = 8) -> None:
     >>> check_packing(GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=4, n_layer=1, n_head=1)))
     """
     device = next(model.parameters()).device
-    vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    held: Any = model
+    vocabulary = held.get_input_embeddings().weight.shape[0]
     first = torch.arange(2 * length, device=device).remainder(vocabulary)[None]
     other = first.clone()
     other[:, :length] = (other[:, :length] + vocabulary // 2).remainder(vocabulary)

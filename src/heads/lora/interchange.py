@@ -116,7 +116,7 @@ def _shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
     shapes = {}
     try:
         with safe_open(path / WEIGHTS, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
+            for name in file.keys():  # noqa: SIM118, not a mapping
                 tensor = file.get_tensor(name)
                 if not torch.isfinite(tensor).all():
                     raise ValueError(f"{operation}: {name} in {path} has numbers that are not finite")
@@ -175,7 +175,8 @@ def export_lora(model: PeftModel, out: str | Path, *, adapter_name: str = "defau
     operation, out = "export_lora", Path(out)
     if adapter_name not in model.peft_config:
         raise ValueError(f"{operation}: adapter_name is {adapter_name!r}, the model has {sorted(model.peft_config)}")
-    fused = [name for name, m in model.get_base_model().named_modules() if isinstance(m, SplitQKV)]  # type: ignore[operator]
+    base: Any = model.get_base_model()
+    fused = [name for name, m in base.named_modules() if isinstance(m, SplitQKV)]
     if not fused:
         raise ValueError(f"{operation}: nothing was split; needed a model of prepare_lora(..., split_fused_qkv=True)")
     if out.exists() and any(out.iterdir()):

@@ -54,8 +54,8 @@ class LoraLinear(lora.Linear):
 class SharedInput:
     """Layers that read the same x: the first one called computes all, the others find theirs waiting.
 
-    What waits is for one thread, one x and unchanged `_circumstances`. Where it is not asked for twice running, the
-    layers do not share after all, and each computes its own from then on.
+    What waits is for one thread, one x and unchanged `_circumstances`. Where some of it is not asked for twice running,
+    the layers do not share after all, and each computes its own from then on.
     """
 
     def __init__(self, layers: Sequence[LoraLinear]):
@@ -76,7 +76,8 @@ class SharedInput:
                 output = made.pop(id(layer))
                 if made:
                     self._waiting[thread] = waiting
-                self.misses = 0
+                else:
+                    self.misses = 0
                 return output
             self.misses += 1
         if self.misses >= _MISSES or getattr(layer, "_is_replica", False) or not all(map(_can_share, self.layers)):

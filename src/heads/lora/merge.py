@@ -146,31 +146,30 @@ def merge_lora(
     return MergeReport(out, str(stored).removeprefix("torch."), tuple(layers))
 
 
-def _exact(layer: Any, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of one layer with its adapters, in float32."""
-    weight = layer.get_base_layer().weight.detach()
-    bias = getattr(layer.get_base_layer(), "bias", None)
+def _part_of(layer: Any, names: Sequence[str], which: str) -> Tensor:
+    """Weight or bias of one layer with its adapters, in float32."""
     own = [name for name in names if name in layer.r]
     plain = type(layer) in (lora.Linear, LoraLinear)
     if plain and not any(name in layer.lora_variant or layer.lora_bias.get(name) for name in own):
-        total = weight.float()
+        total = getattr(layer.get_base_layer(), which).detach().float()
+        if which == "bias":
+            return total
         for name in own:
             update = layer.lora_B[name].weight.detach().float() @ layer.lora_A[name].weight.detach().float()
             update = update.T if isinstance(layer.get_base_layer(), Conv1D) else update
             total = total + layer.scaling[name] * update
-        return total, None if bias is None else bias.detach()
+        return total
     shared = layer.__dict__.pop("shared", None)  # a copy of one layer is not to be a copy of all
     copied = copy.deepcopy(layer).float()
     if shared is not None:
         layer.shared = shared
     copied.merge(adapter_names=own)
-    made = copied.get_base_layer()
-    return made.weight.detach(), None if bias is None else made.bias.detach()
+    return getattr(copied.get_base_layer(), which).detach()
 
 
 def _measured(operation: str, name: str, layer: Any, names: Sequence[str], dtype: torch.dtype) -> MergedLayer:
     weight = layer.get_base_layer().weight.detach()
-    exact = _exact(layer, names)[0]
+    exact = _part_of(layer, names, "weight")
     if not torch.isfinite(exact).all():
         raise ValueError(f"{operation}: the merged weight of {name} has numbers that are not finite")
     update = exact - weight.float()
@@ -226,13 +225,6 @@ def _makers(base: nn.Module, names: Sequence[str]) -> dict[str, _Maker]:
         if maker.parameter:
             first.setdefault(maker.parameter, name)
     return {n: m for n, m in found.items() if not m.parameter or first[m.parameter] == n}
-
-
-def _part_of(layer: Any, names: Sequence[str], which: str) -> Tensor:
-    weight, bias = _exact(layer, names)
-    made = weight if which == "weight" else bias
-    assert made is not None
-    return made
 
 
 def _joined(parts: Sequence[_Maker], dim: int) -> Tensor:

@@ -34,11 +34,11 @@ def is_quantised(model: nn.Module) -> bool:
     return any(type(p) is not nn.Parameter or not p.is_floating_point() for p in model.parameters())
 
 
-def inject(model: nn.Module, config: LoraConfig, adapter_name: str, **options: Any) -> PeftModel:
+def inject(model: Any, config: LoraConfig, adapter_name: str, **options: Any) -> PeftModel:
     """`get_peft_model` without its notes on fan_in_fan_out, which it sets right by itself."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
-        return get_peft_model(model, config, adapter_name=adapter_name, **options)  # type: ignore[arg-type]
+        return get_peft_model(model, config, adapter_name=adapter_name, **options)
 
 
 def check_adapter_name(operation: str, adapter_name: str) -> None:
@@ -86,11 +86,11 @@ def _rehearse(operation: str, model: nn.Module, config: LoraConfig, adapter_name
         injected = inject(skeleton(model), trial, adapter_name)
     for name, layer in injected.named_modules():
         if isinstance(layer, LoraLayer) and adapter_name in layer.r:
-            sides = (layer.in_features, layer.out_features)
-            if layer.r[adapter_name] > min(sides):  # type: ignore[type-var]
+            sides: Any = (layer.in_features, layer.out_features)
+            if layer.r[adapter_name] > min(sides):
                 raise ValueError(
                     f"{operation}: rank {layer.r[adapter_name]} is larger than {name.removeprefix(PREFIX)}, which is "
-                    f"{sides[1]} x {sides[0]}; needed at most {min(sides)}"  # type: ignore[type-var]
+                    f"{sides[1]} x {sides[0]}; needed at most {min(sides)}"
                 )
 
 

@@ -46,9 +46,9 @@ def _fuse(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> N
     """The parts' entries become the fused layer's."""
     if all(isinstance(module.get_submodule(name), Conv1D) for name in PARTS):
         for which, dim in (("weight", 1), ("bias", 0)):
-            parts = [state.pop(f"{prefix}{name}.{which}", None) for name in PARTS]
+            parts: list[Any] = [state.pop(f"{prefix}{name}.{which}", None) for name in PARTS]
             if all(part is not None for part in parts):
-                state[prefix + which] = torch.cat(parts, dim)  # type: ignore[arg-type]
+                state[prefix + which] = torch.cat(parts, dim)
 
 
 def _unfuse(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
@@ -86,7 +86,8 @@ def split_fused_qkv_(model: nn.Module) -> list[str]:
         )
     for name in found:
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, SplitQKV(model.get_submodule(name)))  # type: ignore[arg-type]
+        layer: Any = model.get_submodule(name)
+        setattr(model.get_submodule(parent), child, SplitQKV(layer))
     return found
 
 
@@ -98,12 +99,12 @@ def join_fused_qkv_(model: nn.Module) -> list[str]:
     """
     found = [name for name, m in model.named_modules() if isinstance(m, SplitQKV)]
     for name in found:
-        parts = [model.get_submodule(f"{name}.{part}") for part in PARTS]
+        parts: list[Any] = [model.get_submodule(f"{name}.{part}") for part in PARTS]
         if not all(isinstance(part, Conv1D) for part in parts):
             raise ValueError(f"join_fused_qkv_: {name} carries an adapter; needed merge_and_unload() before")
         fused = Conv1D.__new__(Conv1D)
         nn.Module.__init__(fused)
-        fused.nx, fused.nf = parts[0].nx, sum(int(part.nf) for part in parts)  # type: ignore[call-overload]
+        fused.nx, fused.nf = parts[0].nx, sum(part.nf for part in parts)
         for which, dim in (("weight", 1), ("bias", 0)):
             held = [part.get_parameter(which) for part in parts]
             joined = torch.cat([p.detach() for p in held], dim)

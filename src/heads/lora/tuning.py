@@ -66,12 +66,13 @@ class InstructionTrainer(Trainer):
         if kwargs.get("data_collator") is None and len(args) < 3:  # the third argument
             kwargs["data_collator"] = InstructionCollator(pad_token_id=0)  # any id will do: padding is masked by place
         super().__init__(*args, **kwargs)
-        if not any(p.requires_grad for p in self.model.parameters()):  # type: ignore[union-attr]
+        held: Any = self.model
+        if not any(p.requires_grad for p in held.parameters()):
             raise ValueError("InstructionTrainer: nothing is trainable; load_lora(..., is_trainable=True) makes it so")
         if loraplus_lr_ratio is not None:
             if loraplus_lr_ratio < 1:
                 raise ValueError(f"InstructionTrainer: loraplus_lr_ratio is {loraplus_lr_ratio}, needed at least 1")
-            if not any(".lora_B." in name for name, _ in self.model.named_parameters()):  # type: ignore[union-attr]
+            if not any(".lora_B." in name for name, _ in held.named_parameters()):
                 raise ValueError("InstructionTrainer: loraplus_lr_ratio is given, but the model has no lora_B")
         self.loraplus_lr_ratio = loraplus_lr_ratio
 
@@ -86,9 +87,10 @@ class InstructionTrainer(Trainer):
         if self.loraplus_lr_ratio is None:
             return super().create_optimizer(model)
         if self.optimizer is None:
+            held: Any = self.model
             kind, options = self.get_optimizer_cls_and_kwargs(self.args)
             self.optimizer = create_loraplus_optimizer(
-                self.model, kind, loraplus_lr_ratio=self.loraplus_lr_ratio,  # type: ignore[arg-type]
+                held, kind, loraplus_lr_ratio=self.loraplus_lr_ratio,
                 loraplus_weight_decay=self.args.weight_decay, loraplus_lr_embedding=self.args.learning_rate, **options,
             )  # fmt: skip
         return self.optimizer

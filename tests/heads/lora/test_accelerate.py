@@ -108,17 +108,18 @@ def test_queries_keys_and_values_are_computed_at_once():
     torch.testing.assert_close(alone, made[1])
 
 
-def test_layers_that_do_not_share_after_all_stop_sharing():
+@pytest.mark.parametrize("inputs", [(0, 1, 2), (0, 1, 1), (0, 0, 1)])
+def test_layers_that_do_not_share_after_all_stop_sharing(inputs):
     model = peft_model("llama", torch.float64)
     attention = model.get_submodule("base_model.model.model.layers.0.self_attn")
-    xs = [torch.randn(2, 3, 16, dtype=torch.float64) for _ in range(3)]
+    different = [torch.randn(2, 3, 16, dtype=torch.float64) for _ in range(3)]
+    xs = [different[i] for i in inputs]  # (0, 1, 1) is cross-attention
     layers = [attention.q_proj, attention.k_proj, attention.v_proj]
     expected = [layer(x) for layer, x in zip(layers, xs, strict=True)]
     accelerate_lora_(model)
     for _ in range(2):
         for layer, x, y in zip(layers, xs, expected, strict=True):
             torch.testing.assert_close(layer(x), y)
-    assert not attention.q_proj.shared._waiting
     for layer in layers:  # they no longer compute each other's
         layer(xs[0])
         assert not attention.q_proj.shared._waiting
@@ -323,6 +324,18 @@ def test_hooks_on_a_factor_fire():
     handle.remove()
     run(model)
     assert seen == [1]
+
+
+@pytest.mark.parametrize(("mark", "why"), [("ds_id", "sharded"), ("_hf_hook", "accelerate moves its weights")])
+@pytest.mark.parametrize("place", ["base_layer", "lora_A", "lora_B"])
+def test_weights_that_others_hold_are_left_to_pefts_forward(mark, why, place):
+    model = peft_model("llama")
+    layer = next(m for m in model.modules() if isinstance(m, lora.Linear))
+    part = layer.base_layer if place == "base_layer" else getattr(layer, place)["default"]
+    setattr(part.weight if mark == "ds_id" else part, mark, 0)  # as DeepSpeed's ZeRO-3 and accelerate mark them
+    reasons = list(accelerate_lora_(model).skipped.values())
+    assert len(reasons) == 1
+    assert why in reasons[0]
 
 
 REASONS = {

@@ -101,10 +101,7 @@ def test_adapters_of_another_dtype_than_the_model():
     assert a.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("impl", ["eager", "fused"])
-def test_finite_differences(impl):
-    if impl == "fused":
-        pytest.skip("kernels are not for float64")
+def test_finite_differences():
     given = {k: v.double().requires_grad_() for k, v in inputs_of((4, 5, 3, 2), True, False).items()}
     names = list(given)
     for options in ({}, {"dropout_p": 0.4, "seed": SEED}, {"order": "merged"}):

@@ -45,6 +45,16 @@ def _bert(**changes):
     return transformers.BertModel(transformers.BertConfig(**_BERT | changes))
 
 
+def _encoder(kind: str, **own):
+    """An encoder of a BERT-like family."""
+
+    def make(**changes):
+        config = getattr(transformers, f"{kind}Config")(**_BERT | {"max_position_embeddings": 64} | own | changes)
+        return getattr(transformers, f"{kind}Model")(config)
+
+    return make
+
+
 def _decoder(kind: str, **own):
     """A decoder of a Llama-like family."""
 
@@ -76,6 +86,23 @@ MAKERS = {
     "classifier": lambda **changes: transformers.BertForSequenceClassification(
         transformers.BertConfig(**_BERT | {"num_labels": 3} | changes)
     ),
+    "distilbert": _encoder("DistilBert", dim=16, hidden_dim=24, n_layers=2, n_heads=2),
+    "roberta": _encoder("Roberta"),
+    "xlm-roberta": _encoder("XLMRoberta"),
+    "electra": _encoder("Electra", embedding_size=8),
+    "albert": _encoder("Albert", embedding_size=8),
+    "modernbert": _encoder(
+        "ModernBert",
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        cls_token_id=1,
+        sep_token_id=2,
+        local_attention=4,
+        num_hidden_layers=4,
+    ),
+    "mpnet": _encoder("MPNet"),
+    "deberta": _encoder("DebertaV2", relative_attention=True, position_buckets=8, pos_att_type=["p2c", "c2p"]),
     "qwen2": _decoder("Qwen2"),
     "qwen3": _decoder("Qwen3"),
     "mistral": _decoder("Mistral"),

@@ -1,0 +1,126 @@
+"""What a `PairwiseModel` is made of: `PairwiseConfig`."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Literal, get_args
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+Link = Literal["davidson", "rao-kupper", "antisymmetric", "concat"]
+Pooling = Literal["mean", "first", "max", "attention"]
+
+CLASSES = ("A", "B", "tie")
+
+
+def _refuse(what: str, got: Any, needed: str) -> None:
+    raise ValueError(f"PairwiseConfig: {what} is {got!r}; needed {needed}")
+
+
+class PairwiseConfig(PreTrainedConfig):
+    """The encoder, the head and how texts are cut for a `PairwiseModel`.
+
+    Args:
+        encoder: The encoder's config, or its dictionary.
+        link: From features to A, B or tie. ``"davidson"`` and ``"rao-kupper"`` give each answer one score and learn how
+            often close ones tie; ``"antisymmetric"`` compares the features of both; ``"concat"``, a classifier over
+            both side by side, is the early baseline and the only one whose verdict depends on which answer is called A.
+        pooling: ``"mean"`` of an answer's last hidden states, its ``"first"`` one, the ``"max"`` of each channel, or a
+            learned ``"attention"``.
+        ties: Whether there is a class for ties.
+        hidden_features: Inner width of the head; 0 for a linear one.
+        dropout: On the features and inside the head.
+        append_prompt: Encode the prompt before each answer.
+        max_length: Most tokens of prompt, answer and special tokens together; default what the encoder takes.
+        max_prompt_length: Tokens that a prompt keeps where an answer is long; default a quarter of ``max_length``.
+        label_smoothing: Share of each target that is spread over all classes.
+        swap_consistency: Weight of the divergence between both orders' verdicts, for ``"concat"``: both orders are
+            trained then, at the price of the head alone.
+        temperature: By which logits are divided; `PairwiseModel.calibrate_` fits it.
+        **rest: Of `transformers.PreTrainedConfig`.
+
+    Raises:
+        ValueError: A field outside what it says above.
+
+    >>> from transformers import BertConfig
+    >>> PairwiseConfig(encoder=BertConfig(), link="davidson").num_classes
+    3
+    >>> PairwiseConfig(encoder=BertConfig(), link="davidsson")
+    Traceback (most recent call last):
+    ValueError: PairwiseConfig: link is 'davidsson'; needed one of davidson, rao-kupper, antisymmetric, concat
+    """
+
+    model_type = "pairwise"
+    keys_to_ignore_at_inference = ("scores",)
+
+    def __init__(
+        self,
+        *,
+        encoder: PreTrainedConfig | dict[str, Any] | None = None,
+        link: Link = "davidson",
+        pooling: Pooling = "mean",
+        ties: bool = True,
+        hidden_features: int = 0,
+        dropout: float = 0.1,
+        append_prompt: bool = True,
+        max_length: int | None = None,
+        max_prompt_length: int | None = None,
+        label_smoothing: float = 0.0,
+        swap_consistency: float = 0.0,
+        temperature: float = 1.0,
+        **rest: Any,
+    ):
+        if isinstance(encoder, dict):
+            kind = str(encoder.get("model_type"))
+            if kind not in CONFIG_MAPPING:
+                _refuse("the encoder's model_type", kind, "one that transformers knows")
+            encoder = CONFIG_MAPPING[kind](**{k: v for k, v in encoder.items() if k != "model_type"})
+        self.encoder = encoder
+        self.link = link
+        self.pooling = pooling
+        self.ties = ties
+        self.hidden_features = hidden_features
+        self.dropout = dropout
+        self.append_prompt = append_prompt
+        self.max_length = max_length
+        self.max_prompt_length = max_prompt_length
+        self.label_smoothing = label_smoothing
+        self.swap_consistency = swap_consistency
+        self.temperature = temperature
+        known = set(vars(self))
+        for name in rest:
+            near = difflib.get_close_matches(name, known, 1, 0.8)
+            if near and not hasattr(PreTrainedConfig, name):
+                raise ValueError(f"PairwiseConfig: there is no {name!r}; perhaps {near[0]!r}")
+        self._check()
+        super().__init__(**rest)
+
+    def _check(self) -> None:
+        for name, choices in (("link", get_args(Link)), ("pooling", get_args(Pooling))):
+            if getattr(self, name) not in choices:
+                _refuse(name, getattr(self, name), f"one of {', '.join(choices)}")
+        if not isinstance(self.hidden_features, int) or self.hidden_features < 0:
+            _refuse("hidden_features", self.hidden_features, "a width, or 0")
+        for name in ("dropout", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                _refuse(name, getattr(self, name), "a share in [0, 1)")
+        if self.swap_consistency < 0:
+            _refuse("swap_consistency", self.swap_consistency, "a weight of at least 0")
+        if not self.temperature > 0:
+            _refuse("temperature", self.temperature, "a number above 0")
+        for name in ("max_length", "max_prompt_length"):
+            held = getattr(self, name)
+            if held is not None and (not isinstance(held, int) or held < 1):
+                _refuse(name, held, "a number of tokens, or None")
+
+    @property
+    def num_classes(self) -> int:
+        """A, B and, with ``ties``, tie."""
+        return 3 if self.ties else 2
+
+    def to_dict(self) -> dict[str, Any]:
+        """With the encoder's config as a dictionary."""
+        made = super().to_dict()
+        if isinstance(self.encoder, PreTrainedConfig):
+            made["encoder"] = self.encoder.to_dict()
+        return made

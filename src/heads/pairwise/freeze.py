@@ -1,0 +1,119 @@
+"""Which of an encoder's parameters train, and at which rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers.trainer_pt_utils import get_parameter_names
+
+
+@dataclass(frozen=True)
+class FreezeReport:
+    """What `freeze_` froze, and what trains."""
+
+    frozen: tuple[str, ...]
+    frozen_parameters: int
+    trained_parameters: int
+
+    def __str__(self) -> str:
+        what = ", ".join(self.frozen) if self.frozen else "nothing"
+        return f"frozen: {what} ({self.frozen_parameters:,} parameters); {self.trained_parameters:,} train"
+
+
+def encoder_layers(encoder: nn.Module) -> tuple[str, list[nn.Module]]:
+    """Name and items of an encoder's list of layers.
+
+    Raises:
+        ValueError: It has none of as many as its config says, as where layers share parameters.
+    """
+    config: Any = encoder.config
+    wanted = config.num_hidden_layers
+    for name, module in encoder.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == wanted and getattr(config, "num_hidden_groups", 0) != 1:
+            return name, list(module)
+    raise ValueError(
+        f"freeze_: {type(encoder).__name__} has no list of {wanted} layers (do they share parameters?); needed 'all', "
+        "'embeddings' or 'none'"
+    )
+
+
+def freeze_(model: Any, what: str) -> FreezeReport:
+    """Freeze part of a `PairwiseModel`'s encoder, in place; the rest of the encoder trains, and so does the head.
+
+    Args:
+        model: A `PairwiseModel`.
+        what: ``"all"`` of the encoder, ``"bottom:6"`` for the embeddings and the lowest six layers, ``"embeddings"``,
+            or ``"none"``.
+
+    Raises:
+        ValueError: Another word, more layers than there are, layers that share parameters.
+    """
+    parts = _parts(model.encoder, what)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    for _, module in parts:
+        module.requires_grad_(False)
+    counts = {grad: sum(p.numel() for p in model.parameters() if p.requires_grad == grad) for grad in (True, False)}
+    return FreezeReport(tuple(name for name, _ in parts), counts[False], counts[True])
+
+
+def _parts(encoder: Any, what: str) -> list[tuple[str, nn.Module]]:
+    if what == "none":
+        return []
+    if what == "all":
+        return [("encoder", encoder)]
+    embeddings = getattr(encoder, "embeddings", None) or encoder.get_input_embeddings()
+    found = [("embeddings", embeddings)]
+    if getattr(encoder, "embeddings_project", None) is not None:  # ELECTRA's
+        found.append(("embeddings_project", encoder.embeddings_project))
+    if what == "embeddings":
+        return found
+    kind, _, count = what.partition(":")
+    if kind != "bottom" or not count.isdigit():
+        raise ValueError(f"freeze_: what is {what!r}; needed 'all', 'bottom:6' or so, 'embeddings' or 'none'")
+    name, layers = encoder_layers(encoder)
+    if not 0 < int(count) <= len(layers):
+        raise ValueError(f"freeze_: what is {what!r}, and {type(encoder).__name__} has {len(layers)} layers")
+    return found + [(f"{name}.{k}", layers[k]) for k in range(int(count))]
+
+
+def parameter_groups(
+    model: Any, *, learning_rate: float, weight_decay: float = 0.0, layer_decay: float = 1.0, head_rate: float = 1.0
+) -> list[dict[str, Any]]:
+    """Groups for an optimizer: the encoder's rate falls from layer to layer towards the embeddings.
+
+    The top layer has ``learning_rate``, the next ``layer_decay`` of it, and so on; the embeddings are below the lowest
+    layer (Howard and Ruder, "ULMFiT", 2018). Biases and norms are not decayed.
+
+    Args:
+        model: A `PairwiseModel`, bare.
+        learning_rate: Of the encoder's top layer.
+        weight_decay: Of weights.
+        layer_decay: In (0, 1].
+        head_rate: The head's rate over ``learning_rate``.
+
+    Raises:
+        ValueError: A decay outside (0, 1], or one below 1 for an encoder whose layers share parameters.
+    """
+    if not 0 < layer_decay <= 1:
+        raise ValueError(f"parameter_groups: layer_decay is {layer_decay}, needed a share in (0, 1]")
+    depth_of: dict[int, int] = {}
+    layers = encoder_layers(model.encoder)[1] if layer_decay < 1 else []
+    for depth, layer in enumerate(layers):
+        depth_of |= {id(p): len(layers) - 1 - depth for p in layer.parameters()}
+    lowest = _parts(model.encoder, "embeddings") if layers else []
+    for _, module in lowest:
+        depth_of |= {id(p): len(layers) for p in module.parameters()}
+    decayed = set(
+        get_parameter_names(model, [nn.LayerNorm], ["bias", "layernorm", "rmsnorm", "(?:^|\\.)norm(?:$|\\.)"])
+    )
+    head = {id(p) for part in (model.pool, model.head) for p in part.parameters()}
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            rate = head_rate if id(parameter) in head else layer_decay ** depth_of.get(id(parameter), 0)
+            decay = weight_decay if name in decayed and parameter.dim() > 1 else 0.0
+            groups.setdefault((learning_rate * rate, decay), []).append(parameter)
+    return [{"params": held, "lr": rate, "weight_decay": decay} for (rate, decay), held in groups.items()]

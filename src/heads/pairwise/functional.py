@@ -1,0 +1,227 @@
+"""Attention within packed sequences, links from scores to log-probabilities, and losses that are fair to A and B.
+
+Shapes: T tokens of all sequences, S sequences, H heads, d width of a head, P pairs, C classes: A, B and, but for data
+without ties, tie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import reference
+
+IMPLS = ("reference", "eager", "fused", "auto")
+
+
+def packed_attention(
+    query: Tensor,  # (T, H, d)
+    key: Tensor,  # (T, H, d)
+    value: Tensor,  # (T, H, d)
+    cu_seq_lens: Tensor | Sequence[int],  # (S + 1,)
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    window: int | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Bidirectional attention in which the sequences of one flat run do not see each other.
+
+    The eager path is one call of `torch.nn.functional.scaled_dot_product_attention` for each sequence, on views: no
+    mask, no padding, and memory that grows with the tokens. The fused path is torch's own variable-length flash
+    attention.
+
+    Args:
+        query: Of all sequences, one after the other.
+        key: As the query.
+        value: As the query.
+        cu_seq_lens: Where sequences start, and where the last one ends: 0, l1, l1 + l2, ..., T.
+        scale: Of the products; default ``1 / sqrt(d)``.
+        dropout_p: Share of the attention weights that is dropped.
+        window: How far apart tokens may be that see each other; None for any distance.
+        impl: ``"reference"`` (dense), ``"eager"``, ``"fused"`` (CUDA, half precision, no dropout), or ``"auto"``: fused
+            where that is supported, else eager.
+
+    Returns:
+        (T, H, d).
+
+    Raises:
+        ValueError: Shapes that differ, ``cu_seq_lens`` that do not go from 0 up to T, an option that is not supported.
+
+    >>> q = torch.randn(5, 1, 2)
+    >>> both = packed_attention(q, q, q, [0, 2, 5])
+    >>> torch.equal(both[:2], packed_attention(q[:2], q[:2], q[:2], [0, 2]))
+    True
+    """
+    operation = "packed_attention"
+    if query.dim() != 3 or query.shape != key.shape or key.shape != value.shape:
+        raise ValueError(
+            f"{operation}: query, key, value are {list(query.shape)}, {list(key.shape)}, {list(value.shape)}; needed "
+            "(T, H, d) each"
+        )
+    if impl not in IMPLS:
+        raise ValueError(f"{operation}: impl is {impl!r}, needed one of {', '.join(IMPLS)}")
+    ends = cu_seq_lens.tolist() if isinstance(cu_seq_lens, Tensor) else list(cu_seq_lens)
+    lengths = [after - before for before, after in pairwise(ends)]
+    if not ends or ends[0] != 0 or ends[-1] != len(query) or min(lengths, default=0) < 0:
+        raise ValueError(f"{operation}: cu_seq_lens are {ends!r:.80}, needed numbers from 0 up to T = {len(query)}")
+    unsupported = _not_fused(query, dropout_p)
+    if impl == "fused" and unsupported:
+        raise ValueError(f"{operation}: impl='fused' needs {unsupported}")
+    if impl == "reference":
+        if dropout_p:
+            raise ValueError(f"{operation}: impl='reference' has no dropout, got dropout_p={dropout_p}")
+        places = torch.tensor(ends, device=query.device)
+        return reference.packed_attention(query, key, value, places, scale=scale, window=window)
+    if unsupported is None and impl != "eager" and lengths:
+        return _flash(query, key, value, ends, max(lengths), scale, window)
+    made = []
+    for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+        near = None if window is None or len(q) <= window + 1 else _near(len(q), window, query.device)
+        parts = (part.transpose(0, 1)[None] for part in (q, k, v))
+        one = F.scaled_dot_product_attention(*parts, attn_mask=near, dropout_p=dropout_p, scale=scale)
+        made.append(one[0].transpose(0, 1))
+    return torch.cat(made) if made else value.clone()
+
+
+def _not_fused(query: Tensor, dropout_p: float) -> str | None:
+    """What the fused path lacks for this call; None where it can be taken."""
+    if not query.is_cuda:
+        return "CUDA tensors"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"float16 or bfloat16, got {query.dtype}"
+    return f"dropout_p=0, got {dropout_p}" if dropout_p else None
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, ends: list[int], longest: int, scale: float | None,
+           window: int | None) -> Tensor:  # fmt: skip
+    from torch.nn.attention.varlen import varlen_attn
+
+    places = torch.tensor(ends, device=query.device, dtype=torch.int32)
+    near = (-1, -1) if window is None else (window, window)
+    made = varlen_attn(query, key, value, places, places, longest, longest, scale=scale, window_size=near)
+    assert isinstance(made, Tensor)
+    return made
+
+
+def _near(length: int, window: int, device: torch.device) -> Tensor:
+    """(length, length), which tokens are at most ``window`` apart."""
+    place = torch.arange(length, device=device)
+    return (place[:, None] - place[None]).abs() <= window
+
+
+def davidson(score_a: Tensor, score_b: Tensor, log_nu: Tensor) -> Tensor:
+    """Log-probabilities of A, B and tie from two scores, up to a constant for each pair (Davidson 1970).
+
+    ``(a, b, (a + b) / 2 + log ν)``: a tie is as likely as ν times the geometric mean of the two wins.
+
+    Args:
+        score_a: (P,).
+        score_b: (P,).
+        log_nu: (), the tie parameter.
+
+    Returns:
+        (P, 3). Swapping the scores swaps the first two columns and moves no bit.
+
+    >>> davidson(torch.tensor([2.0]), torch.tensor([0.0]), torch.tensor(0.0)).tolist()
+    [[2.0, 0.0, 1.0]]
+    """
+    return torch.stack([score_a, score_b, 0.5 * (score_a + score_b) + log_nu], -1)
+
+
+def rao_kupper(score_a: Tensor, score_b: Tensor, log_theta: Tensor) -> Tensor:
+    """Log-probabilities of A, B and tie from two scores (Rao and Kupper 1967).
+
+    ``P(A) = σ(a - b - η)``, ``P(B) = σ(b - a - η)``, ``η = log θ > 0``: a difference below the threshold η is a tie.
+    That is ``(θ² - 1) P(A) P(B)``, which has no cancellation.
+
+    Args:
+        score_a: (P,).
+        score_b: (P,).
+        log_theta: (), the threshold, above 0.
+
+    Returns:
+        (P, 3). Swapping the scores swaps the first two columns and moves no bit.
+
+    >>> rao_kupper(torch.zeros(1), torch.zeros(1), torch.tensor(2.0).log()).exp()
+    tensor([[0.3333, 0.3333, 0.3333]])
+    """
+    a, b, eta = (t.float() if t.dtype.itemsize < 4 else t for t in (score_a, score_b, log_theta))
+    wins_a, wins_b = F.logsigmoid(a - b - eta), F.logsigmoid(b - a - eta)
+    return torch.stack([wins_a, wins_b, wins_a + wins_b + torch.expm1(2 * eta).log()], -1).to(score_a.dtype)
+
+
+def swapped(classes: Tensor) -> Tensor:
+    """(..., C) of A against B as of B against A: the first two columns trade places.
+
+    >>> swapped(torch.tensor([[0.5, 0.3, 0.2]]))
+    tensor([[0.3000, 0.5000, 0.2000]])
+    """
+    return torch.cat([classes[..., 1:2], classes[..., 0:1], classes[..., 2:]], -1)
+
+
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Log-softmax over A, B (and tie) that does not depend on which is A: swapping them moves no bit.
+
+    Args:
+        logits: (P, C), C of 2 or 3.
+
+    Returns:
+        (P, C).
+
+    >>> log_probabilities(torch.tensor([[0.0, 0.0]])).exp()
+    tensor([[0.5000, 0.5000]])
+    """
+    total = torch.logaddexp(logits[..., 0], logits[..., 1])
+    if logits.shape[-1] == 3:
+        total = torch.logaddexp(total, logits[..., 2])
+    return logits - total[..., None]
+
+
+def pairwise_loss(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+    """Cross-entropy of A, B or tie, averaged over pairs.
+
+    Args:
+        logits: (P, C).
+        labels: (P,) classes, or (P, C) the share of judges for each (soft targets).
+        label_smoothing: Share of each target that is spread over all classes.
+
+    Returns:
+        (), in nats.
+
+    Raises:
+        ValueError: Labels of another shape.
+
+    >>> pairwise_loss(torch.zeros(1, 3), torch.tensor([[0.5, 0.5, 0.0]]))
+    tensor(1.0986)
+    """
+    if labels.shape not in (logits.shape, logits.shape[:1]):
+        raise ValueError(
+            f"pairwise_loss: labels are {list(labels.shape)} for logits {list(logits.shape)}; needed "
+            f"{list(logits.shape[:1])} classes or {list(logits.shape)} shares"
+        )
+    found = log_probabilities(logits)
+    wanted = labels.to(found.dtype) if labels.dim() == 2 else F.one_hot(labels, logits.shape[-1]).to(found.dtype)
+    wanted = wanted * (1 - label_smoothing) + label_smoothing / logits.shape[-1]
+    return -(wanted * found).sum(-1).mean()
+
+
+def swap_divergence(logits: Tensor, swapped_logits: Tensor) -> Tensor:
+    """How far a verdict moves when A and B trade places: the symmetric KL divergence, averaged over pairs.
+
+    Args:
+        logits: (P, C) of A against B.
+        swapped_logits: (P, C) of B against A.
+
+    Returns:
+        (), in nats; 0 for a head that is fair by construction.
+
+    >>> swap_divergence(torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[0.0, 1.0, 0.0]]))
+    tensor(0.)
+    """
+    one, other = log_probabilities(logits), swapped(log_probabilities(swapped_logits))
+    return ((one.exp() - other.exp()) * (one - other)).sum(-1).mean() / 2

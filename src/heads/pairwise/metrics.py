@@ -1,0 +1,159 @@
+"""How good verdicts are: accuracy, log-loss, calibration, fairness to the order, and what they owe to length.
+
+Shapes: N pairs, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .config import CLASSES
+from .inference import verdicts_of
+
+_BINS = 15
+
+
+@dataclass(frozen=True)
+class PairwiseMetrics:
+    """What verdicts on N labelled pairs are worth.
+
+    Attributes:
+        pairs: N.
+        accuracy: Share of right verdicts; of soft labels, the share of judges that agree.
+        log_loss: In nats.
+        log_loss_prior: Of always giving the labels' own shares.
+        log_loss_uniform: Of 1 / C each.
+        calibration_error: Mean distance of confidence and accuracy, over 15 bins of confidence.
+        flip_rate: Share of verdicts that change when A and B trade places.
+        length_correlation: Of P(A) - P(B) with how much longer A is; nan where either never differs.
+        label_length_correlation: Of the labels themselves with it.
+        confusion: Rows are labels, columns verdicts.
+    """
+
+    pairs: int
+    accuracy: float
+    log_loss: float
+    log_loss_prior: float
+    log_loss_uniform: float
+    calibration_error: float
+    flip_rate: float
+    length_correlation: float
+    label_length_correlation: float
+    confusion: tuple[tuple[float, ...], ...]
+
+    def __str__(self) -> str:
+        names = CLASSES[: len(self.confusion)]
+        lines = [
+            f"{self.pairs} pairs: accuracy {self.accuracy:.1%}",
+            f"log-loss {self.log_loss:.4f} (prior {self.log_loss_prior:.4f}, uniform {self.log_loss_uniform:.4f})",
+            f"calibration error {self.calibration_error:.3f}, flip rate {self.flip_rate:.1%}",
+            f"correlation with length {self.length_correlation:.2f} (labels' own {self.label_length_correlation:.2f})",
+            "label \\ verdict" + "".join(f"{name:>8}" for name in names),
+        ]
+        lines += [
+            f"{name:>15}" + "".join(f"{n:8g}" for n in row) for name, row in zip(names, self.confusion, strict=True)
+        ]
+        return "\n".join(lines)
+
+
+def shares_of(labels: Sequence[Any] | Tensor, classes: int) -> Tensor:
+    """(N, C) float64 shares of classes or shares."""
+    made = torch.as_tensor(labels)
+    return made.double() if made.dim() == 2 else F.one_hot(made.long(), classes).double()
+
+
+def pairwise_metrics(
+    log_probabilities: Tensor, labels: Sequence[Any] | Tensor, *, swapped_log_probabilities: Tensor | None = None,
+    length_difference: Sequence[float] | Tensor | None = None,
+) -> PairwiseMetrics:  # fmt: skip
+    """Metrics of N verdicts.
+
+    Args:
+        log_probabilities: (N, C) of A, B and tie.
+        labels: (N,) classes or (N, C) shares.
+        swapped_log_probabilities: (N, C) of the pairs with A and B exchanged, in this order's columns; for the
+            flip rate.
+        length_difference: (N,), how much longer A is than B; for the correlations.
+
+    Raises:
+        ValueError: No pairs, or labels of another number.
+
+    >>> found = torch.tensor([[0.7, 0.2, 0.1], [0.2, 0.7, 0.1]]).log()
+    >>> pairwise_metrics(found, [0, 0]).accuracy
+    0.5
+    """
+    found, classes = log_probabilities.double(), log_probabilities.shape[-1]
+    wanted = shares_of(labels, classes)
+    if not len(found) or wanted.shape != found.shape:
+        raise ValueError(
+            f"pairwise_metrics: {list(found.shape)} verdicts and {list(wanted.shape)} labels; needed (N, C)"
+        )
+    best = verdicts_of(found).clamp(max=classes - 1)
+    right = wanted.gather(1, best[:, None])[:, 0]
+    prior = wanted.mean(0)
+    confusion = torch.zeros(classes, classes, dtype=torch.float64).index_add(1, best, wanted.T)
+    flips = float("nan")
+    if swapped_log_probabilities is not None:
+        flips = float((verdicts_of(swapped_log_probabilities.double()).clamp(max=classes - 1) != best).double().mean())
+    longer = None if length_difference is None else torch.as_tensor(length_difference).double()
+    return PairwiseMetrics(
+        pairs=len(found),
+        accuracy=float(right.mean()),
+        log_loss=float(-(wanted * found).sum(1).mean()),
+        log_loss_prior=float(torch.special.entr(prior).sum()),
+        log_loss_uniform=float(torch.tensor(float(classes)).double().log()),
+        calibration_error=_calibration(found.gather(1, best[:, None])[:, 0].exp(), right),
+        flip_rate=flips,
+        length_correlation=_correlation(found[:, 0].exp() - found[:, 1].exp(), longer),
+        label_length_correlation=_correlation(wanted[:, 0] - wanted[:, 1], longer),
+        confusion=tuple(tuple(row) for row in confusion.tolist()),
+    )
+
+
+def calibration_bins(confidence: Tensor, right: Tensor) -> list[tuple[float, float, float]]:
+    """For each filled bin of confidence its share of the pairs, its mean confidence and its accuracy."""
+    place = (confidence * _BINS).long().clamp(max=_BINS - 1)
+    bins = [place == k for k in range(_BINS)]
+    return [
+        (float(inside.double().mean()), float(confidence[inside].mean()), float(right[inside].mean()))
+        for inside in bins
+        if inside.any()
+    ]
+
+
+def _calibration(confidence: Tensor, right: Tensor) -> float:
+    return sum(share * abs(sure - true) for share, sure, true in calibration_bins(confidence, right))
+
+
+def _correlation(one: Tensor, other: Tensor | None) -> float:
+    if other is None or len(one) < 2 or not one.std() > 0 or not other.std() > 0:
+        return float("nan")
+    return float(torch.corrcoef(torch.stack([one, other]))[0, 1])
+
+
+def fit_temperature(logits: Tensor, labels: Sequence[Any] | Tensor) -> float:
+    """The number to divide logits by that makes their log-loss least (Guo et al. 2017).
+
+    The log-loss is convex in its inverse, so that bisection on the derivative finds it.
+
+    Args:
+        logits: (N, C), on data that was not trained on.
+        labels: (N,) classes or (N, C) shares.
+
+    >>> fit_temperature(torch.tensor([[8.0, 0.0], [8.0, 0.0], [8.0, 0.0], [8.0, 0.0]]), [0, 0, 0, 1])  # 3 : 1
+    7.2819...
+    """
+    logits = logits.double()
+    wanted = (shares_of(labels, logits.shape[-1]) * logits).sum(1).mean()
+    low, high = 1e-3, 1e3
+    for _ in range(100):
+        middle = (low * high) ** 0.5
+        mean = ((middle * logits).softmax(-1) * logits).sum(1).mean()
+        low, high = (low, middle) if mean > wanted else (middle, high)
+    return 1 / (low * high) ** 0.5

@@ -1,0 +1,290 @@
+"""`PairwiseModel`: a BERT-like encoder and a head that says which of two answers is better, or that they tie.
+
+Shapes: T tokens of all sequences, S sequences, P pairs, C classes, W width of the encoder.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from .collate import PairwiseDataset, Template, check_texts, flat_batch
+from .config import PairwiseConfig
+from .functional import log_probabilities, pairwise_loss, swap_divergence, swapped
+from .inference import Predictions, Ranking, evaluating, predict_pairs, ranking_of
+from .links import PairwiseHead, Pool
+from .packing import PackingReport, check_packing, encode_packed, encode_padded
+
+
+@dataclass
+class PairwiseOutput(ModelOutput):
+    """Logits of A, B and tie, (P, C), and with labels the loss; scores (P, 2) and the other order's logits, if any."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    scores: Tensor | None = None
+    swapped_logits: Tensor | None = None
+
+
+class PairwiseModel(PreTrainedModel):
+    """An encoder with a `PairwiseHead`: prompts and two answers to probabilities of A, B and tie.
+
+    All answers of a batch go through the encoder in one pass, without padding where `check_packing` finds that this
+    changes nothing. Features and head are float32, whatever the encoder is.
+
+    Args:
+        config: Of encoder and head; see `from_encoder` for a pretrained one.
+
+    Attributes:
+        tokenizer: What `predict` and `rank` use; saved and loaded with the model.
+
+    >>> from transformers import BertConfig
+    >>> small = BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    >>> model = PairwiseModel(PairwiseConfig(encoder=small)).eval()
+    >>> ids, lengths = torch.tensor([2, 3, 4, 5, 6]), torch.tensor([2, 3])
+    >>> model(input_ids=ids, lengths=lengths, pairs=torch.tensor([[0, 1]])).logits.shape
+    torch.Size([1, 3])
+    """
+
+    config: PairwiseConfig  # pyrefly: ignore[bad-override]
+    config_class = PairwiseConfig
+    base_model_prefix = "pairwise"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _keep_in_fp32_modules_strict = ["pool", "head"]  # noqa: RUF012, the base class's own way
+
+    def __init__(self, config: PairwiseConfig, encoder: PreTrainedModel | None = None):
+        super().__init__(config)
+        if config.encoder is None:
+            raise ValueError("PairwiseModel: config.encoder is None; needed an encoder's config, or from_encoder")
+        made: Any = AutoModel.from_config(config.encoder) if encoder is None else encoder
+        for module in () if encoder is None else made.modules():
+            module._is_hf_initialized = True  # its weights are not to be drawn again
+        if getattr(made, "pooler", None) is not None:
+            made.pooler = None  # what pools here is ours, and parameters without gradients stop DDP
+        self.encoder = made
+        width = config.encoder.hidden_size
+        self.pool = Pool(width, config.pooling)
+        self.head = PairwiseHead(
+            width, link=config.link, ties=config.ties, hidden_features=config.hidden_features, dropout=config.dropout
+        )
+        self.tokenizer: Any = None
+        self.post_init()
+
+    def _init_weights(self, module: Any) -> None:
+        if isinstance(module, (Pool, PairwiseHead)):
+            module.reset_parameters()
+
+    @classmethod
+    def from_encoder(
+        cls, encoder: str | Path | PreTrainedModel, tokenizer: Any = None, *, dtype: torch.dtype | None = torch.float32,
+        **options: Any,
+    ) -> PairwiseModel:  # fmt: skip
+        """A new head on a pretrained encoder.
+
+        Args:
+            encoder: A folder, a hub id, or a model; of one with a head of its own, the encoder inside. Its pooler is
+                dropped.
+            tokenizer: The encoder's; loaded from the same place when None and a place is given.
+            dtype: Of the encoder's weights; None keeps the checkpoint's. Half precision is for those who know that the
+                encoder can be trained in it.
+            **options: Fields of `PairwiseConfig`.
+
+        Raises:
+            ValueError: A tokenizer that is not the encoder's, an encoder without hidden states, an unknown option.
+        """
+        if isinstance(encoder, (str, Path)):
+            place = str(encoder)
+            encoder = AutoModel.from_pretrained(place, dtype="auto" if dtype is None else dtype)
+            tokenizer = AutoTokenizer.from_pretrained(place) if tokenizer is None else tokenizer
+        if not isinstance(encoder, PreTrainedModel):
+            raise ValueError(f"from_encoder: encoder is a {type(encoder).__name__}; needed a transformers model")
+        inner: Any = getattr(encoder, encoder.base_model_prefix, encoder)
+        inner = inner if dtype is None else inner.to(dtype)
+        if getattr(inner.config, "is_encoder_decoder", False) or not hasattr(inner.config, "hidden_size"):
+            raise ValueError(f"from_encoder: {type(inner).__name__} is no encoder that gives hidden states of a text")
+        packing = check_packing(inner)
+        if tokenizer is not None:
+            _check_tokenizer(tokenizer, inner)
+        config = PairwiseConfig(encoder=copy.deepcopy(inner.config), **options)
+        config.max_length = _max_length(config.max_length, inner, packing, tokenizer)
+        model = cls(config, inner)
+        model.tokenizer = tokenizer
+        if tokenizer is not None:
+            Template(tokenizer, config)  # refuses what leaves no room for text
+        return model
+
+    @classmethod
+    def from_pretrained(cls, place: Any, *args: Any, **kwargs: Any) -> PairwiseModel:
+        """A model that `save_pretrained` wrote, in float32 unless ``dtype`` says otherwise, with its tokenizer."""
+        if "torch_dtype" not in kwargs:
+            kwargs.setdefault("dtype", torch.float32)
+        made = super().from_pretrained(place, *args, **kwargs)
+        model = made[0] if isinstance(made, tuple) else made
+        kept = {k: v for k, v in kwargs.items() if k in ("revision", "token", "cache_dir", "local_files_only")}
+        try:
+            model.tokenizer = AutoTokenizer.from_pretrained(place, **kept)
+        except (OSError, ValueError, KeyError):  # a model that was saved without one
+            model.tokenizer = None
+        return made
+
+    def save_pretrained(self, place: Any, *args: Any, **kwargs: Any) -> None:
+        """Config, safetensors and, where the model has one, the tokenizer."""
+        super().save_pretrained(place, *args, **kwargs)
+        if self.tokenizer is not None and kwargs.get("is_main_process", True):
+            self.tokenizer.save_pretrained(place)
+
+    @property
+    def packing(self) -> PackingReport:
+        """Whether the encoder runs without padding, and if not, why."""
+        return check_packing(self.encoder)
+
+    def get_input_embeddings(self) -> Any:
+        """The encoder's."""
+        return self.encoder.get_input_embeddings()
+
+    def features(self, input_ids: Tensor, lengths: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        """(S, W) float32 features of S sequences, whose T tokens are one flat run.
+
+        Args:
+            input_ids: (T,).
+            lengths: (S,) tokens of each, at least 1.
+            token_type_ids: (T,); None for encoders that have no types, or zeros.
+
+        Raises:
+            ValueError: Lengths that do not add up to T.
+        """
+        sizes = lengths.tolist()
+        if sum(sizes) != len(input_ids) or min(sizes, default=0) < 1:
+            raise ValueError(f"PairwiseModel: lengths are {sizes!r:.60} for {len(input_ids)} tokens; needed their sum")
+        kinds = token_type_ids if (getattr(self.config.encoder, "type_vocab_size", 0) or 0) > 1 else None
+        packing = self.packing
+        if packing.packed:
+            states = encode_packed(self.encoder, input_ids, sizes, kinds, packing.offset)
+        else:
+            states = encode_padded(self.encoder, input_ids, sizes, kinds)
+        with torch.autocast(states.device.type, enabled=False):
+            return self.pool(states, lengths)
+
+    def forward(
+        self, input_ids: Tensor, lengths: Tensor, pairs: Tensor, token_type_ids: Tensor | None = None,
+        labels: Tensor | None = None, both_orders: bool = False,
+    ) -> PairwiseOutput:  # fmt: skip
+        """Logits of pairs of sequences; `PairwiseCollator` makes the arguments.
+
+        Args:
+            input_ids: (T,) tokens of all sequences.
+            lengths: (S,).
+            pairs: (P, 2), which sequences are A and B.
+            token_type_ids: (T,).
+            labels: (P,) classes or (P, C) shares.
+            both_orders: Also give the logits with A and B exchanged.
+        """
+        features = self.features(input_ids, lengths, token_type_ids)
+        with torch.autocast(features.device.type, enabled=False):
+            return self.compare(features[pairs[:, 0]], features[pairs[:, 1]], labels, both_orders)
+
+    def compare(self, a: Tensor, b: Tensor, labels: Tensor | None = None, both_orders: bool = False) -> PairwiseOutput:
+        """The same from (P, W) features of A and of B, which need no encoder."""
+        divisor = 1.0 if self.training else self.config.temperature
+        logits = self.head(a, b) / divisor
+        consistent = self.config.swap_consistency if self.config.link == "concat" and labels is not None else 0.0
+        other = self.head(b, a) / divisor if both_orders or consistent else None
+        loss = scores = None
+        if self.config.link in ("davidson", "rao-kupper") and not self.training:
+            scores = torch.stack([self.head.score(a), self.head.score(b)], -1)
+        if labels is not None:
+            smoothing = self.config.label_smoothing
+            loss = pairwise_loss(logits, labels, label_smoothing=smoothing)
+            if consistent and other is not None:
+                turned = pairwise_loss(swapped(other), labels, label_smoothing=smoothing)
+                loss = (loss + turned) / 2 + consistent * swap_divergence(logits, other)
+        return PairwiseOutput(loss, logits, scores, other if both_orders else None)
+
+    def dataset(self, pairs: Sequence[Any], *, progress: bool = True) -> PairwiseDataset:
+        """Pairs as this model reads them."""
+        return PairwiseDataset(pairs, self._own_tokenizer, self.config, progress=progress)
+
+    def predict(
+        self, prompts: Sequence[str], a: Sequence[str], b: Sequence[str], *, batch_size: int = 32, progress: bool = True
+    ) -> Predictions:
+        """Verdicts on many pairs.
+
+        Args:
+            prompts: One for each pair.
+            a: Answers called A.
+            b: Answers called B.
+            batch_size: Pairs at once.
+            progress: Show a bar.
+
+        Raises:
+            ValueError: Lists of different lengths, texts that are not text, empty answers.
+        """
+        if isinstance(prompts, str) or not len(prompts) == len(a) == len(b):
+            raise ValueError(
+                f"predict: {len(prompts)} prompts, {len(a)} and {len(b)} answers; needed lists of one length"
+            )
+        data = self.dataset(list(zip(prompts, a, b, strict=True)), progress=progress)
+        return predict_pairs(self, data, batch_size=batch_size, progress=progress)
+
+    @torch.no_grad()
+    def rank(self, prompt: str, answers: Sequence[str]) -> Ranking:
+        """A tournament of all pairs of answers to one prompt, each of which is encoded once.
+
+        Args:
+            prompt: What was asked.
+            answers: Two or more.
+
+        Raises:
+            ValueError: Fewer than two answers, texts that are not text, empty answers.
+        """
+        if isinstance(answers, str) or len(answers) < 2:
+            raise ValueError(f"rank: answers are {answers!r:.60}, needed two texts or more")
+        pairs = [(i, j) for j in range(len(answers)) for i in range(j)]
+        check_texts("rank", prompt, answers)
+        ids = self._own_tokenizer([prompt, *answers], add_special_tokens=False, verbose=False)["input_ids"]
+        sequences = Template(self._own_tokenizer, self.config).sequences(ids[0], ids[1:])[0]
+        with evaluating(self):
+            found = self(**{name: value.to(self.device) for name, value in flat_batch([(sequences, pairs)]).items()})
+        return ranking_of(log_probabilities(found.logits).cpu(), pairs, len(answers))
+
+    @property
+    def _own_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise ValueError("PairwiseModel: it has no tokenizer; needed model.tokenizer = the encoder's")
+        return self.tokenizer
+
+
+def _check_tokenizer(tokenizer: Any, encoder: Any) -> None:
+    """Refuse a tokenizer whose ids mean something else to the encoder."""
+    rows = len(encoder.get_input_embeddings().weight)
+    if len(tokenizer) > rows:
+        raise ValueError(
+            f"from_encoder: the tokenizer has {len(tokenizer)} tokens, the encoder {rows}; is it another's?"
+        )
+    pad = getattr(encoder.config, "pad_token_id", None)
+    if pad is not None and tokenizer.pad_token_id not in (None, pad):
+        raise ValueError(
+            f"from_encoder: padding is token {tokenizer.pad_token_id} of the tokenizer and {pad} of the encoder; is it "
+            "another's?"
+        )
+
+
+def _max_length(asked: int | None, encoder: Any, packing: PackingReport, tokenizer: Any) -> int:
+    """Most tokens of a sequence: what was asked for, if the encoder has so many positions."""
+    positions = getattr(encoder.config, "max_position_embeddings", None)
+    first = getattr(getattr(encoder, "embeddings", None), "padding_idx", None)
+    counted = packing.offset if packing.packed or first is None else first + 1  # as RoBERTa and MPNet count
+    most = (positions or 512) - counted
+    if asked is not None and positions and asked > most:
+        raise ValueError(f"from_encoder: max_length is {asked}, and {type(encoder).__name__} has {most} positions")
+    return asked or min(most, getattr(tokenizer, "model_max_length", most))

@@ -1,0 +1,162 @@
+"""Sequences of a batch as one flat run of tokens through a stock encoder, without padding and without leaks.
+
+transformers' encoders take position ids of packed examples and, under sdpa or eager attention, let the examples see
+each other in silence. Here an attention function of our own is registered, which is told where sequences end; what it
+cannot be told through is not packed, and `check_packing` finds out by trying.
+
+Shapes: T tokens of all sequences, S sequences, L the longest, W width of the encoder.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from .functional import packed_attention
+
+ATTENTION = "heads_packed"
+_ENDS = "cu_seq_lens_q"  # transformers' own name for where packed sequences start and end
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Transformers' interface, (1, H, T, d) to (1, T, H, d); without ends of sequences it is stock sdpa attention."""
+    if options.get(_ENDS) is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+        )
+    window = None if sliding_window is None else sliding_window - 1  # theirs counts the token itself
+    q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
+    return packed_attention(q, k, v, options[_ENDS], scale=scaling, dropout_p=dropout, window=window)[None], None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+@dataclass(frozen=True)
+class PackingReport:
+    """Whether an encoder's class is packed, and if not, why it is padded; ``offset`` is its first position id."""
+
+    encoder: str
+    packed: bool
+    reason: str
+    offset: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.encoder}: packed, no padding" if self.packed else f"{self.encoder}: padded, {self.reason}"
+
+
+_CHECKED: dict[tuple, PackingReport] = {}
+
+
+def encode_packed(
+    encoder: Any, input_ids: Tensor, lengths: Sequence[int], token_type_ids: Tensor | None, offset: int = 0
+) -> Tensor:
+    """(T,) tokens of S sequences to their (T, W) last hidden states, in one pass."""
+    ends = [0]
+    for length in lengths:
+        ends.append(ends[-1] + length)
+    sizes = torch.tensor(lengths, device=input_ids.device)
+    starts = torch.tensor(ends[:-1], device=input_ids.device)
+    places = torch.arange(len(input_ids), device=input_ids.device) - starts.repeat_interleave(
+        sizes, output_size=ends[-1]
+    )
+    options: dict[str, Any] = {"position_ids": (places + offset)[None], _ENDS: ends}
+    if token_type_ids is not None:
+        options["token_type_ids"] = token_type_ids[None]
+    kinds = getattr(encoder.config, "layer_types", None)
+    if kinds:  # a mask would have T x T entries
+        options["attention_mask"] = dict.fromkeys(kinds)
+    return _states(encoder, encoder(input_ids=input_ids[None], **options))[0]
+
+
+def encode_padded(
+    encoder: nn.Module, input_ids: Tensor, lengths: Sequence[int], token_type_ids: Tensor | None
+) -> Tensor:
+    """The same with padding up to the longest sequence, for encoders that cannot be packed."""
+    sizes = list(lengths)
+    mask = pad_sequence([torch.ones(n, dtype=torch.bool, device=input_ids.device) for n in sizes], batch_first=True)
+    fill = getattr(encoder.config, "pad_token_id", None) or 0
+    options: dict[str, Any] = {}
+    if token_type_ids is not None:
+        options["token_type_ids"] = pad_sequence(list(token_type_ids.split(sizes)), batch_first=True)
+    ids = pad_sequence(list(input_ids.split(sizes)), batch_first=True, padding_value=fill)
+    return _states(encoder, encoder(input_ids=ids, attention_mask=mask.long(), **options))[mask]
+
+
+def _states(encoder: nn.Module, output: Any) -> Tensor:
+    found = getattr(output, "last_hidden_state", None)
+    if found is None:
+        given = sorted(output) if hasattr(output, "keys") else type(output).__name__
+        raise ValueError(f"PairwiseModel: {type(encoder).__name__} gives {given}; needed a last_hidden_state")
+    return found
+
+
+@torch.no_grad()
+def check_packing(encoder: Any) -> PackingReport:
+    """Try on three short sequences whether packing an encoder changes what it computes. Once for each class.
+
+    Packed states must be those of the sequences alone, and what one sequence holds must not move a bit of another's.
+    The encoder's attention becomes ours where they are; else it stays as it is.
+
+    Args:
+        encoder: A model of transformers with a ``last_hidden_state``.
+
+    Returns:
+        Whether it is packed; the reason, where it is not.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    >>> print(check_packing(BertModel(config)))
+    BertModel: packed, no padding
+    """
+    base = encoder.get_base_model() if hasattr(encoder, "get_base_model") else encoder  # peft's wrapper
+    before = base.config._attn_implementation
+    told = ("pad_token_id", "position_embedding_type", "is_decoder", "layer_types")
+    kind = (type(base), *(str(getattr(base.config, name, None)) for name in told))
+    if kind not in _CHECKED:
+        _CHECKED[kind] = _tried(base)
+    base.config._attn_implementation = ATTENTION if _CHECKED[kind].packed else before
+    return _CHECKED[kind]
+
+
+def _tried(encoder: Any) -> PackingReport:
+    name = type(encoder).__name__
+    if "position_ids" not in inspect.signature(encoder.forward).parameters:
+        return PackingReport(name, False, "it takes no position ids")
+    if not getattr(encoder, "_supports_attention_backend", False) and not getattr(encoder, "_supports_sdpa", False):
+        return PackingReport(name, False, "its attention is its own and cannot be told where sequences end")
+    was_training, before = encoder.training, encoder.config._attn_implementation
+    weight = encoder.get_input_embeddings().weight
+    lengths, device = (5, 3, 7), weight.device
+    fill = getattr(encoder.config, "pad_token_id", None) or 0
+    ids = torch.arange(fill + 1, fill + 1 + sum(lengths), device=device).remainder(len(weight))  # none is padding
+    other = torch.cat([ids[:5].flip(0), ids[5:]])
+    encoder.eval()
+    try:
+        alone = torch.cat([encode_padded(encoder, part, [len(part)], None) for part in ids.split(lengths)])
+        encoder.config._attn_implementation = ATTENTION
+        reason = "packed states differ from those of the sequences alone"
+        for offset in (0, fill + 1):  # the second is how RoBERTa counts
+            made, moved = (encode_packed(encoder, one, lengths, None, offset) for one in (ids, other))
+            near = (made - alone).abs().max() <= 64 * torch.finfo(made.dtype).eps * alone.abs().max()
+            if near and torch.equal(made[5:], moved[5:]):
+                return PackingReport(name, True, "", offset)
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:  # what a forward says that was not made for it
+        reason = f"it refuses packed sequences ({str(error).splitlines()[0]:.80})"
+    finally:
+        encoder.config._attn_implementation = before
+        encoder.train(was_training)
+    return PackingReport(name, False, reason)

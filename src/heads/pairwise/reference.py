@@ -1,0 +1,44 @@
+"""The definitions: attention within sequences of one flat run, and the links from two scores to A, B or tie.
+
+Shapes: T tokens of all sequences, S sequences, H heads, d width of a head, P pairs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def packed_attention(
+    query: Tensor,  # (T, H, d)
+    key: Tensor,  # (T, H, d)
+    value: Tensor,  # (T, H, d)
+    cu_seq_lens: Tensor,  # (S + 1,)
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """softmax(scale q kᵀ) v over all T tokens, where only tokens of one sequence, at most ``window`` apart, count."""
+    tokens, _, width = query.shape
+    place = torch.arange(tokens, device=query.device)
+    owner = torch.bucketize(place, cu_seq_lens[1:], right=True)
+    seen = owner[:, None] == owner[None]
+    if window is not None:
+        seen = seen & ((place[:, None] - place[None]).abs() <= window)
+    weights = torch.einsum("qhd,khd->hqk", query, key) * (width**-0.5 if scale is None else scale)
+    weights = weights.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def davidson(score_a: Tensor, score_b: Tensor, log_nu: Tensor) -> Tensor:
+    """(P, 3) probabilities of A, B, tie: ``πA : πB : ν sqrt(πA πB)``, π = e^score (Davidson 1970)."""
+    a, b = score_a.exp(), score_b.exp()
+    parts = torch.stack([a, b, log_nu.exp() * (a * b).sqrt()], -1)
+    return parts / parts.sum(-1, keepdim=True)
+
+
+def rao_kupper(score_a: Tensor, score_b: Tensor, log_theta: Tensor) -> Tensor:
+    """(P, 3) probabilities: ``πA / (πA + θ πB)``, ``πB / (πB + θ πA)`` and the rest, θ >= 1 (Rao and Kupper 1967)."""
+    a, b, theta = score_a.exp(), score_b.exp(), log_theta.exp()
+    wins = torch.stack([a / (a + theta * b), b / (b + theta * a)], -1)
+    return torch.cat([wins, 1 - wins.sum(-1, keepdim=True)], -1)

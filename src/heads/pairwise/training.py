@@ -1,0 +1,128 @@
+"""`PairwiseTrainer`: `transformers.Trainer` for pairs, with rates by layer and a guard against dead runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Sampler
+from transformers import EvalPrediction, Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from .collate import PairwiseCollator, PairwiseDataset
+from .freeze import parameter_groups
+from .functional import log_probabilities
+from .guard import DeadRunGuard
+from .metrics import pairwise_metrics
+
+
+class _Buckets(LengthGroupedSampler):
+    """Batches of like length, drawn from a seed and the epoch, so that a resumed run draws the same."""
+
+    def __init__(self, batch_size: int, lengths: list[int], seed: int):
+        super().__init__(batch_size, lengths=lengths)
+        self.seed, self.epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return super().__iter__()
+
+
+class PairwiseTrainer(Trainer):
+    """Trains a `PairwiseModel` on a `PairwiseDataset`.
+
+    Batches are collated by `PairwiseCollator`; encoders that cannot be packed get batches of like length. A
+    `DeadRunGuard` watches unless ``guard`` is None. Evaluation reports accuracy, log-loss and calibration error.
+
+    Args:
+        layer_decay: The encoder's rate falls by this factor from layer to layer; see `parameter_groups`.
+        head_rate: The head's rate over the encoder's.
+        guard: Stops dead runs; None for no guard.
+        args, kwargs: The trainer's.
+
+    Raises:
+        ValueError: Data that are not a `PairwiseDataset`, or have no labels; nothing to train.
+    """
+
+    def __init__(
+        self, *args: Any, layer_decay: float = 1.0, head_rate: float = 1.0, guard: DeadRunGuard | bool = True,
+        **kwargs: Any,
+    ):  # fmt: skip
+        if kwargs.get("data_collator") is None and len(args) < 3:  # the third argument
+            kwargs["data_collator"] = PairwiseCollator()
+        if kwargs.get("compute_metrics") is None:
+            kwargs["compute_metrics"] = _metrics
+        super().__init__(*args, **kwargs)
+        self.layer_decay, self.head_rate = layer_decay, head_rate
+        held: Any = self.model
+        self.args.remove_unused_columns = False  # the collator reads them
+        self.model_accepts_loss_kwargs = True  # losses are over the pairs of a whole step
+        for name, data in (("train_dataset", self.train_dataset), ("eval_dataset", self.eval_dataset)):
+            for one in data.values() if isinstance(data, dict) else [data]:
+                if one is not None and not (
+                    isinstance(one, PairwiseDataset) and len(one) and one.labels[0] is not None
+                ):
+                    raise ValueError(f"PairwiseTrainer: {name} is {_told(one)}; needed a PairwiseDataset with labels")
+        if not any(p.requires_grad for p in held.parameters()):
+            raise ValueError("PairwiseTrainer: nothing is trainable")
+        self.guard = (DeadRunGuard() if guard is True else guard) or None
+        if self.guard is not None:
+            self.guard.trainer = self
+            self.add_callback(self.guard)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+        """Batches of like length for an encoder that is padded."""
+        data: Any = self.train_dataset if train_dataset is None else train_dataset
+        held: Any = self.model
+        if held.packing.packed:
+            return super()._get_train_sampler(train_dataset)
+        size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return _Buckets(size, data.lengths, seed)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """The batches of a step; none when a finished run is resumed, which the stock trainer gives a step more."""
+        if self.state.global_step >= self.state.max_steps:
+            return [], None
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The arguments' optimizer over `parameter_groups`."""
+        if self.optimizer is None:
+            groups = parameter_groups(
+                self.model, learning_rate=self.args.learning_rate, weight_decay=self.args.weight_decay,
+                layer_decay=self.layer_decay, head_rate=self.head_rate,
+            )  # fmt: skip
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args)
+            self.optimizer = kind(groups, **options)
+        return self.optimizer
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:  # fmt: skip
+        """The model's loss, as its part of the pairs of the whole step."""
+        outputs = model(**inputs)
+        if model.training and self.guard is not None:
+            self.guard.observe(outputs.logits, inputs["labels"])
+        loss = outputs.loss
+        if num_items_in_batch is not None:
+            world = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+            loss = loss * inputs["labels"].numel() / num_items_in_batch * world
+        return (loss, outputs) if return_outputs else loss
+
+
+def _told(data: Any) -> str:
+    return f"a {type(data).__name__}" if not isinstance(data, PairwiseDataset) else f"{len(data)} pairs without labels"
+
+
+def _metrics(found: EvalPrediction) -> dict[str, float]:
+    logits: Any = found.predictions
+    labels: Any = found.label_ids
+    made = pairwise_metrics(log_probabilities(torch.as_tensor(logits).double()), torch.as_tensor(labels))
+    return {name: getattr(made, name) for name in ("accuracy", "log_loss", "calibration_error")}

@@ -1,0 +1,58 @@
+"""A tokenizer and pairs for tests, with what tiny encoders need."""
+
+import torch
+from tests.support.models import tiny
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from heads.pairwise import PairwiseModel
+
+PACKED = ("bert", "distilbert", "roberta", "xlm-roberta", "electra", "albert", "modernbert")
+PADDED = ("mpnet", "deberta")
+WORDS = ["<pad>", "<cls>", "<sep>", "<unk>", *(f"w{i}" for i in range(90))]
+
+
+def tokenizer_of(length=32, pad=0):
+    """Words are tokens; [CLS] prompt [SEP] answer [SEP], with types 0 and 1."""
+    words = {w: i for i, w in enumerate(WORDS)}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.post_processor = processors.TemplateProcessing(
+        single="<cls> $A <sep>", pair="<cls> $A <sep> $B:1 <sep>:1", special_tokens=[("<cls>", 1), ("<sep>", 2)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, model_max_length=length, pad_token=WORDS[pad], unk_token="<unk>", cls_token="<cls>",
+        sep_token="<sep>", model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )  # fmt: skip
+
+
+def model_of(kind="bert", seed=0, trained=True, **options):
+    """A tiny model with a head that has something to say."""
+    pad = tiny(kind).config.pad_token_id or 0
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = PairwiseModel.from_encoder(tiny(kind), tokenizer_of(pad=pad), **options)
+        for parameter in (*model.head.parameters(), *model.pool.parameters()) if trained else ():
+            torch.nn.init.normal_(parameter, std=0.5)
+    return model.eval()
+
+
+def words(*numbers):
+    return " ".join(f"w{n}" for n in numbers)
+
+
+def pairs_of(count, seed=0, longest=9, labels=3):
+    """Pairs whose better answer is the one with the larger first word; near ones tie."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def some(least=1):
+        return torch.randint(
+            0, 90, (int(torch.randint(least, longest, (1,), generator=draw)),), generator=draw
+        ).tolist()
+
+    found = []
+    for _ in range(count):
+        prompt, a, b = some(), some(), some()
+        label = 2 if labels == 3 and abs(a[0] - b[0]) < 10 else int(a[0] < b[0])
+        found.append((words(*prompt), words(*a), words(*b), label))
+    return found

@@ -70,12 +70,12 @@ class Template:
         self.kinds = tuple(
             kinds[i] for i in (0, prompt[0] if prompt else 0, prompt[-1] + 1 if prompt else 0, first[0], -1)
         )
-        limit = config.max_length
+        limit = config.max_tokens
         assert limit is not None
         self.room = limit - len(self.before) - len(self.between) - len(self.after)
         if self.room < 2:
-            raise ValueError(f"PairwiseDataset: max_length is {limit}, which special tokens fill; needed more")
-        self.prompt_room = min(config.max_prompt_length or limit // 4, self.room - 1)
+            raise ValueError(f"PairwiseDataset: max_tokens is {limit}, which special tokens fill; needed more")
+        self.prompt_room = min(config.max_prompt_tokens or limit // 4, self.room - 1)
 
     def sequences(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> tuple[list[Tokens], int, list[int]]:
         """Answers to one prompt as sequences, and how many tokens the prompt and each answer had to give up.
@@ -90,15 +90,18 @@ class Template:
             parts = (self.before, cut[0], self.between, cut[1], self.after)
             ids = [token for part in parts for token in part]
             kinds = [kind for part, kind in zip(parts, self.kinds, strict=True) for _ in part]
-            made.append(Tokens(torch.tensor(ids, dtype=torch.int32), torch.tensor(kinds, dtype=torch.int8)))
+            made.append(
+                Tokens(torch.tensor(ids, dtype=torch.int32), torch.tensor(kinds, dtype=torch.int8), len(answer))
+            )
         return made, len(prompt) - kept, [max(0, len(answer) - self.room + kept) for answer in answers]
 
 
 class Tokens(NamedTuple):
-    """One sequence: token ids and their types."""
+    """One sequence: token ids, their types, and how many tokens its answer had before it was cut."""
 
     ids: Tensor
     types: Tensor
+    answer_tokens: int
 
 
 def cut_middle(tokens: Sequence[int], room: int) -> Sequence[int]:
@@ -201,16 +204,16 @@ def flat_batch(groups: Iterable[tuple[Sequence[Tokens], Sequence[tuple[int, int]
     Sequences that are equal are encoded once. A group's come in an order of their own, not in the one they were given
     in, so that exchanging A and B changes nothing in the encoder, not even by rounding.
 
-    >>> one, other = (Tokens(torch.tensor(ids), torch.zeros(len(ids))) for ids in ([5, 6], [4]))
+    >>> one, other = (Tokens(torch.tensor(ids), torch.zeros(len(ids)), 1) for ids in ([5, 6], [4]))
     >>> batch = flat_batch([([one, other, one], [(0, 1), (0, 2)])])
     >>> batch["input_ids"].tolist(), batch["lengths"].tolist(), batch["pairs"].tolist()
     ([4, 5, 6], [1, 2], [[1, 0], [1, 1]])
     """
-    places: dict[tuple[bytes, ...], int] = {}
+    places: dict[tuple[bytes, bytes, int], int] = {}
     kept: list[Tokens] = []
     compared: list[list[int]] = []
     for sequences, pairs in groups:
-        keys = [tuple(part.numpy().tobytes() for part in sequence) for sequence in sequences]
+        keys = [(s.ids.numpy().tobytes(), s.types.numpy().tobytes(), s.answer_tokens) for s in sequences]
         for k in sorted(range(len(keys)), key=keys.__getitem__):
             if keys[k] not in places:
                 places[keys[k]] = len(kept)
@@ -221,15 +224,17 @@ def flat_batch(groups: Iterable[tuple[Sequence[Tokens], Sequence[tuple[int, int]
         "input_ids": torch.cat([sequence.ids for sequence in kept]).long(),
         "token_type_ids": torch.cat([sequence.types for sequence in kept]).long(),
         "lengths": torch.tensor([len(sequence.ids) for sequence in kept]),
+        "answer_tokens": torch.tensor([sequence.answer_tokens for sequence in kept]),
     }
 
 
 class PairwiseCollator:
     """Items of a `PairwiseDataset` to what `PairwiseModel` takes: see `flat_batch`.
 
-    >>> item = {"sequences": [Tokens(torch.tensor([n]), torch.tensor([0])) for n in (5, 4)], "label": 0}
-    >>> {name: value.tolist() for name, value in PairwiseCollator()([item]).items()}
-    {'pairs': [[1, 0]], 'input_ids': [4, 5], 'token_type_ids': [0, 0], 'lengths': [1, 1], 'labels': [0]}
+    >>> item = {"sequences": [Tokens(torch.tensor([n]), torch.tensor([0]), 1) for n in (5, 4)], "label": 0}
+    >>> batch = PairwiseCollator()([item])
+    >>> list(batch), batch["pairs"], batch["labels"]
+    (['pairs', 'input_ids', 'token_type_ids', 'lengths', 'answer_tokens', 'labels'], tensor([[1, 0]]), tensor([0]))
     """
 
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

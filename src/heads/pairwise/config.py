@@ -30,13 +30,15 @@ class PairwiseConfig(PreTrainedConfig):
         ties: Whether there is a class for ties.
         hidden_features: Inner width of the head; 0 for a linear one.
         dropout: On the features and inside the head.
+        length_feature: Give the head the logarithm of each answer's length, too, of which pooled states know little.
+            Judges like long answers; a head that is told so learns what else they like.
         append_prompt: Encode the prompt before each answer.
-        max_length: Most tokens of prompt, answer and special tokens together; default what the encoder takes.
-        max_prompt_length: Tokens that a prompt keeps where an answer is long; default a quarter of ``max_length``.
+        max_tokens: Most tokens of prompt, answer and special tokens together; default what the encoder takes.
+        max_prompt_tokens: Tokens that a prompt keeps where an answer is long; default a quarter of ``max_tokens``.
         label_smoothing: Share of each target that is spread over all classes.
         swap_consistency: Weight of the divergence between both orders' verdicts, for ``"concat"``: both orders are
             trained then, at the price of the head alone.
-        temperature: By which logits are divided; `PairwiseModel.calibrate_` fits it.
+        calibration_temperature: By which logits are divided; `PairwiseModel.calibrate_` fits it.
         **rest: Of `transformers.PreTrainedConfig`.
 
     Raises:
@@ -62,12 +64,13 @@ class PairwiseConfig(PreTrainedConfig):
         ties: bool = True,
         hidden_features: int = 0,
         dropout: float = 0.1,
+        length_feature: bool = False,
         append_prompt: bool = True,
-        max_length: int | None = None,
-        max_prompt_length: int | None = None,
+        max_tokens: int | None = None,
+        max_prompt_tokens: int | None = None,
         label_smoothing: float = 0.0,
         swap_consistency: float = 0.0,
-        temperature: float = 1.0,
+        calibration_temperature: float = 1.0,
         **rest: Any,
     ):
         if isinstance(encoder, dict):
@@ -81,12 +84,13 @@ class PairwiseConfig(PreTrainedConfig):
         self.ties = ties
         self.hidden_features = hidden_features
         self.dropout = dropout
+        self.length_feature = length_feature
         self.append_prompt = append_prompt
-        self.max_length = max_length
-        self.max_prompt_length = max_prompt_length
+        self.max_tokens = max_tokens
+        self.max_prompt_tokens = max_prompt_tokens
         self.label_smoothing = label_smoothing
         self.swap_consistency = swap_consistency
-        self.temperature = temperature
+        self.calibration_temperature = calibration_temperature
         known = set(vars(self))
         for name in rest:
             near = difflib.get_close_matches(name, known, 1, 0.8)
@@ -106,9 +110,9 @@ class PairwiseConfig(PreTrainedConfig):
                 _refuse(name, getattr(self, name), "a share in [0, 1)")
         if self.swap_consistency < 0:
             _refuse("swap_consistency", self.swap_consistency, "a weight of at least 0")
-        if not self.temperature > 0:
-            _refuse("temperature", self.temperature, "a number above 0")
-        for name in ("max_length", "max_prompt_length"):
+        if not self.calibration_temperature > 0:
+            _refuse("calibration_temperature", self.calibration_temperature, "a number above 0")
+        for name in ("max_tokens", "max_prompt_tokens"):
             held = getattr(self, name)
             if held is not None and (not isinstance(held, int) or held < 1):
                 _refuse(name, held, "a number of tokens, or None")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .collate import PairwiseDataset, Template, check_texts, flat_batch
@@ -22,6 +22,8 @@ from .functional import log_probabilities, pairwise_loss, swap_divergence, swapp
 from .inference import Predictions, Ranking, evaluating, predict_pairs, ranking_of
 from .links import PairwiseHead, Pool
 from .packing import PackingReport, check_packing, encode_packed, encode_padded
+
+_USUAL_LENGTH = 5.0  # log of some 150 tokens
 
 
 @dataclass
@@ -66,7 +68,8 @@ class PairwiseModel(PreTrainedModel):
         super().__init__(config)
         if config.encoder is None:
             raise ValueError("PairwiseModel: config.encoder is None; needed an encoder's config, or from_encoder")
-        made: Any = AutoModel.from_config(config.encoder) if encoder is None else encoder
+        own = {"dtype": torch.get_default_dtype()}  # what from_pretrained was asked for, not what was saved
+        made: Any = AutoModel.from_config(config.encoder, **own) if encoder is None else encoder
         for module in () if encoder is None else made.modules():
             module._is_hf_initialized = True  # its weights are not to be drawn again
         if getattr(made, "pooler", None) is not None:
@@ -74,6 +77,7 @@ class PairwiseModel(PreTrainedModel):
         self.encoder = made
         width = config.encoder.hidden_size
         self.pool = Pool(width, config.pooling)
+        width += config.length_feature
         self.head = PairwiseHead(
             width, link=config.link, ties=config.ties, hidden_features=config.hidden_features, dropout=config.dropout
         )
@@ -116,7 +120,7 @@ class PairwiseModel(PreTrainedModel):
         if tokenizer is not None:
             _check_tokenizer(tokenizer, inner)
         config = PairwiseConfig(encoder=copy.deepcopy(inner.config), **options)
-        config.max_length = _max_length(config.max_length, inner, packing, tokenizer)
+        config.max_tokens = _max_tokens(config.max_tokens, inner, packing, tokenizer)
         model = cls(config, inner)
         model.tokenizer = tokenizer
         if tokenizer is not None:
@@ -152,32 +156,41 @@ class PairwiseModel(PreTrainedModel):
         """The encoder's."""
         return self.encoder.get_input_embeddings()
 
-    def features(self, input_ids: Tensor, lengths: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
-        """(S, W) float32 features of S sequences, whose T tokens are one flat run.
+    def features(
+        self, input_ids: Tensor, lengths: Tensor, token_type_ids: Tensor | None = None,
+        answer_tokens: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """(S, W) float32 features of S sequences, whose T tokens are one flat run; W + 1 with a length feature.
 
         Args:
             input_ids: (T,).
             lengths: (S,) tokens of each, at least 1.
             token_type_ids: (T,); None for encoders that have no types, or zeros.
+            answer_tokens: (S,) tokens of each answer before it was cut, for the length feature.
 
         Raises:
-            ValueError: Lengths that do not add up to T.
+            ValueError: Lengths that do not add up to T; no ``answer_tokens`` with a length feature.
         """
         sizes = lengths.tolist()
         if sum(sizes) != len(input_ids) or min(sizes, default=0) < 1:
             raise ValueError(f"PairwiseModel: lengths are {sizes!r:.60} for {len(input_ids)} tokens; needed their sum")
         kinds = token_type_ids if (getattr(self.config.encoder, "type_vocab_size", 0) or 0) > 1 else None
+        if self.config.length_feature and answer_tokens is None:
+            raise ValueError("PairwiseModel: answer_tokens is None; needed with length_feature=True")
         packing = self.packing
         if packing.packed:
             states = encode_packed(self.encoder, input_ids, sizes, kinds, packing.offset)
         else:
             states = encode_padded(self.encoder, input_ids, sizes, kinds)
         with torch.autocast(states.device.type, enabled=False):
-            return self.pool(states, lengths)
+            features = self.pool(states, lengths)
+            if self.config.length_feature and answer_tokens is not None:
+                features = torch.cat([features, answer_tokens.float().log1p()[:, None] - _USUAL_LENGTH], -1)
+            return features
 
     def forward(
         self, input_ids: Tensor, lengths: Tensor, pairs: Tensor, token_type_ids: Tensor | None = None,
-        labels: Tensor | None = None, both_orders: bool = False,
+        answer_tokens: Tensor | None = None, labels: Tensor | None = None, both_orders: bool = False,
     ) -> PairwiseOutput:  # fmt: skip
         """Logits of pairs of sequences; `PairwiseCollator` makes the arguments.
 
@@ -186,16 +199,17 @@ class PairwiseModel(PreTrainedModel):
             lengths: (S,).
             pairs: (P, 2), which sequences are A and B.
             token_type_ids: (T,).
+            answer_tokens: (S,); see `features`.
             labels: (P,) classes or (P, C) shares.
             both_orders: Also give the logits with A and B exchanged.
         """
-        features = self.features(input_ids, lengths, token_type_ids)
+        features = self.features(input_ids, lengths, token_type_ids, answer_tokens)
         with torch.autocast(features.device.type, enabled=False):
             return self.compare(features[pairs[:, 0]], features[pairs[:, 1]], labels, both_orders)
 
     def compare(self, a: Tensor, b: Tensor, labels: Tensor | None = None, both_orders: bool = False) -> PairwiseOutput:
         """The same from (P, W) features of A and of B, which need no encoder."""
-        divisor = 1.0 if self.training else self.config.temperature
+        divisor = 1.0 if self.training else self.config.calibration_temperature
         logits = self.head(a, b) / divisor
         consistent = self.config.swap_consistency if self.config.link == "concat" and labels is not None else 0.0
         other = self.head(b, a) / divisor if both_orders or consistent else None
@@ -279,12 +293,16 @@ def _check_tokenizer(tokenizer: Any, encoder: Any) -> None:
         )
 
 
-def _max_length(asked: int | None, encoder: Any, packing: PackingReport, tokenizer: Any) -> int:
+def _max_tokens(asked: int | None, encoder: Any, packing: PackingReport, tokenizer: Any) -> int:
     """Most tokens of a sequence: what was asked for, if the encoder has so many positions."""
     positions = getattr(encoder.config, "max_position_embeddings", None)
     first = getattr(getattr(encoder, "embeddings", None), "padding_idx", None)
     counted = packing.offset if packing.packed or first is None else first + 1  # as RoBERTa and MPNet count
     most = (positions or 512) - counted
     if asked is not None and positions and asked > most:
-        raise ValueError(f"from_encoder: max_length is {asked}, and {type(encoder).__name__} has {most} positions")
+        raise ValueError(f"from_encoder: max_tokens is {asked}, and {type(encoder).__name__} has {most} positions")
     return asked or min(most, getattr(tokenizer, "model_max_length", most))
+
+
+AutoConfig.register(PairwiseConfig.model_type, PairwiseConfig, exist_ok=True)
+AutoModel.register(PairwiseConfig, PairwiseModel, exist_ok=True)

@@ -80,10 +80,10 @@ def calibrate_(model: Any, data: PairwiseDataset, *, batch_size: int = 32, progr
     """
     _check_labelled("calibrate_", data)
     found = predict_pairs(model, data, batch_size=batch_size, progress=progress).log_probabilities
-    held, labels = model.config.temperature, _labels(data)
+    held, labels = model.config.calibration_temperature, _labels(data)
     factor = fit_temperature(found, labels)
     after = (found.double() / factor).log_softmax(-1)
-    model.config.temperature = held * factor
+    model.config.calibration_temperature = held * factor
     losses = [pairwise_metrics(one, labels).log_loss for one in (found, after)]
     return CalibrationReport(held * factor, *losses)
 

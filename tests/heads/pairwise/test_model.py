@@ -1,0 +1,298 @@
+"""The model: fair bit by bit from text to verdict, saved and loaded, packed and padded alike, ranking and LoRA."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tests.heads.pairwise.support import PACKED, PADDED, model_of, pairs_of, tokenizer_of, words
+from tests.support.models import tiny
+from transformers import AutoModel, T5Config, T5Model
+
+from heads.lora import accelerate_lora_
+from heads.pairwise import (
+    PairwiseCollator,
+    PairwiseConfig,
+    PairwiseModel,
+    bradley_terry,
+    freeze_,
+    parameter_groups,
+    predict_pairs,
+)
+from heads.pairwise.packing import encode_padded
+
+FAIR = ("davidson", "rao-kupper", "antisymmetric")
+PAIRS = [pair[:3] for pair in pairs_of(40, seed=5)]
+LISTS = [list(column) for column in zip(*PAIRS, strict=True)]
+
+
+def predicted(model, turned=False, **options):
+    prompts, a, b = LISTS
+    return model.predict(prompts, b if turned else a, a if turned else b, progress=False, **options)
+
+
+@pytest.mark.parametrize("kind", [*PACKED, *PADDED])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swapping_answers_swaps_verdicts_and_moves_no_bit(kind, dtype):
+    if (kind, dtype) == ("deberta", torch.bfloat16):
+        pytest.skip("transformers' DeBERTa mixes dtypes in half precision")
+    for link in FAIR:
+        model = model_of(kind, link=link, dtype=dtype)
+        assert model.head.outer.weight.dtype == torch.float32
+        one, other = predicted(model), predicted(model, turned=True)
+        assert torch.equal(one.log_probabilities[:, [1, 0, 2]], other.log_probabilities)
+        assert torch.equal(one.swapped_log_probabilities, one.log_probabilities)
+        assert one.probabilities[:, :2].std() > 1e-3
+        if link != "antisymmetric":
+            assert torch.equal(one.scores.flip(1), other.scores)
+
+
+def test_a_batch_in_which_some_pairs_are_exchanged():
+    model = model_of()
+    data = model.dataset(PAIRS, progress=False)
+    turned = model.dataset([(p, b, a) if i % 3 else (p, a, b) for i, (p, a, b) in enumerate(PAIRS)], progress=False)
+    one, other = (model(**PairwiseCollator()([d[i] for i in range(len(d))])).logits for d in (data, turned))
+    for i in range(len(PAIRS)):
+        assert torch.equal(other[i], one[i, [1, 0, 2]] if i % 3 else one[i])
+
+
+def test_an_answer_against_itself_ties():
+    model = model_of(link="antisymmetric")
+    found = model.predict(["w1"], ["w2 w3"], ["w2 w3"], progress=False)
+    assert found.log_probabilities[0, 0] == found.log_probabilities[0, 1]
+    assert found.verdicts == ["tie"]
+
+
+def test_the_early_head_flips_and_its_swap_loss_sees_it():
+    model = model_of(link="concat", swap_consistency=2.0)
+    found = predicted(model)
+    assert not torch.allclose(found.log_probabilities, found.swapped_log_probabilities)
+    data = model.dataset([(*pair, i % 3) for i, pair in enumerate(PAIRS)], progress=False)
+    batch = PairwiseCollator()([data[i] for i in range(len(data))])
+    turned = batch | {"pairs": batch["pairs"].flip(1), "labels": torch.tensor([1, 0, 2])[batch["labels"]]}
+    losses = [model(**one).loss for one in (batch, turned)]
+    torch.testing.assert_close(*losses)  # the loss is fair though the head is not
+    model.config.swap_consistency = 0.0
+    plain = [model(**one).loss for one in (batch, turned)]
+    assert losses[0] > sum(plain) / 2
+    assert not torch.allclose(*plain)
+
+
+@pytest.mark.parametrize("kind", [*PACKED, *PADDED])
+def test_batches_do_not_matter(kind):
+    model = model_of(kind)
+    assert model.packing.packed == (kind in PACKED)
+    for one in (predicted(model, batch_size=n).log_probabilities for n in (1, 7)):
+        torch.testing.assert_close(one, predicted(model).log_probabilities)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert", "mpnet"])
+def test_saved_and_loaded(kind, tmp_path):
+    model = model_of(kind, link="rao-kupper", pooling="attention", hidden_features=4, calibration_temperature=1.7)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["encoder"]["model_type"]
+    again = PairwiseModel.from_pretrained(tmp_path)
+    assert again.tokenizer is not None
+    assert again.config.calibration_temperature == 1.7
+    assert again.config.max_tokens == model.config.max_tokens
+    assert torch.equal(predicted(model).log_probabilities, predicted(again).log_probabilities)
+    assert type(again.config.encoder) is type(model.config.encoder)
+    model.tokenizer = None
+    model.save_pretrained(tmp_path / "bare")
+    bare = PairwiseModel.from_pretrained(tmp_path / "bare")
+    assert bare.tokenizer is None
+    with pytest.raises(ValueError, match="it has no tokenizer"):
+        bare.predict(["p"], ["x"], ["y"])
+
+
+def test_weights_load_in_float32_unless_asked(tmp_path):
+    tiny("bert").half().save_pretrained(tmp_path)
+    tokenizer_of().save_pretrained(tmp_path)
+    assert AutoModel.from_pretrained(tmp_path).dtype == torch.float16  # what transformers 5 does
+    assert PairwiseModel.from_encoder(tmp_path).encoder.dtype == torch.float32
+    assert PairwiseModel.from_encoder(tmp_path, dtype=None).encoder.dtype == torch.float16
+    half = PairwiseModel.from_encoder(tmp_path, dtype=torch.bfloat16)
+    assert half.encoder.dtype == torch.bfloat16
+    assert half.head.outer.weight.dtype == torch.float32
+    half.save_pretrained(tmp_path / "half")
+    assert {p.dtype for p in PairwiseModel.from_pretrained(tmp_path / "half").parameters()} == {torch.float32}
+    assert PairwiseModel.from_pretrained(tmp_path / "half", dtype=torch.bfloat16).encoder.dtype == torch.bfloat16
+
+
+def test_a_head_on_a_model_with_another_head_takes_the_encoder_inside():
+    outer = tiny("classifier")
+    model = PairwiseModel.from_encoder(outer, tokenizer_of())
+    assert model.encoder is outer.bert
+    assert model.encoder.pooler is None
+    assert not any("pooler" in name for name, _ in model.named_parameters())
+
+
+def test_wrong_encoders_and_tokenizers_are_refused():
+    other = tokenizer_of(pad=3)
+    with pytest.raises(ValueError, match=r"padding is token 3 of the tokenizer and 0 of the encoder"):
+        PairwiseModel.from_encoder(tiny("bert"), other)
+    with pytest.raises(ValueError, match="the tokenizer has 94 tokens, the encoder 50"):
+        PairwiseModel.from_encoder(tiny("bert", vocab_size=50), tokenizer_of())
+    with pytest.raises(ValueError, match="encoder is a Linear"):
+        PairwiseModel.from_encoder(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="max_tokens is 99, and BertModel has 32 positions"):
+        PairwiseModel.from_encoder(tiny("bert"), tokenizer_of(), max_tokens=99)
+    with pytest.raises(ValueError, match="there is no 'poling'; perhaps 'pooling'"):
+        PairwiseModel.from_encoder(tiny("bert"), poling="max")
+    with pytest.raises(ValueError, match=r"config\.encoder is None"):
+        PairwiseModel(PairwiseConfig())
+    with pytest.raises(ValueError, match=r"gives .*; needed a last_hidden_state"):
+        encode_padded(tiny("classifier"), torch.tensor([5]), [1], None)
+    config = T5Config(vocab_size=96, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    with pytest.raises(ValueError, match="T5Model is no encoder"):
+        PairwiseModel.from_encoder(T5Model(config), tokenizer_of())
+
+
+def test_long_positions_leave_room_for_the_padding_id():
+    assert model_of("roberta", max_tokens=61).config.max_tokens == 61
+    with pytest.raises(ValueError, match="has 62 positions"):
+        model_of("roberta", max_tokens=63)
+
+
+@pytest.mark.parametrize("given", [(["p"], ["x", "y"], ["z"]), ("p", "x", "y")])
+def test_predict_refuses(given):
+    with pytest.raises(ValueError, match="needed lists of one length"):
+        model_of().predict(*given)
+
+
+def test_predict_leaves_the_mode_alone_and_refuses_numbers_that_are_none():
+    model = model_of().train()
+    predicted(model)
+    assert model.training
+    with torch.no_grad():
+        model.head.outer.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="logits are not finite"):
+        predicted(model)
+    with pytest.raises(ValueError, match="there are no pairs"):
+        predict_pairs(model, model.dataset([], progress=False))
+
+
+@pytest.mark.parametrize("link", [*FAIR, "concat"])
+def test_rank_orders_answers(link):
+    model = model_of(link=link)
+    answers = [words(k, k + 1, k * 2 % 90) for k in range(6)]
+    found = model.rank("w1 w2", answers)
+    assert sorted(found.order) == list(range(6))
+    assert abs(float(found.scores.sum())) < 1e-9
+    assert [float(found.scores[i]) for i in found.order] == sorted(found.scores.tolist(), reverse=True)
+    torch.testing.assert_close(found.wins + found.wins.T, torch.ones(6, 6, dtype=torch.float64))
+    if link == "davidson":  # the tournament's order is that of the scores
+        both = model.predict(["w1 w2"] * 6, answers, answers, progress=False).scores[:, 0]
+        assert found.order == tuple(both.argsort(descending=True).tolist())
+    with pytest.raises(ValueError, match="needed two texts or more"):
+        model.rank("p", ["one"])
+    with pytest.raises(ValueError, match="an answer is empty"):
+        model.rank("p", ["one", ""])
+
+
+def test_bradley_terry_scores_are_the_likeliest():
+    true = torch.tensor([0.0, 1.0, -0.5, 2.0], dtype=torch.float64)
+    wins = torch.sigmoid(true[:, None] - true[None])
+    torch.testing.assert_close(bradley_terry(wins), true - true.mean())
+    counts = torch.tensor([[0, 5, 2], [1, 0, 4], [6, 3, 0]]).double()
+    scores = bradley_terry(counts).requires_grad_()
+    apart = scores[:, None] - scores[None]
+    (counts * torch.nn.functional.logsigmoid(apart)).sum().backward()
+    assert scores.grad.abs().max() < 1e-9
+    with pytest.raises(ValueError, match="never won or never lost"):
+        bradley_terry(torch.tensor([[0.0, 2.0], [0.0, 0.0]]))
+    with pytest.raises(ValueError, match=r"wins is \[2, 3\]"):
+        bradley_terry(torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "electra", "modernbert", "mpnet", "deberta"])
+def test_freezing(kind):
+    model = model_of(kind)
+    layers = model.encoder.config.num_hidden_layers
+    head = {n for n, _ in model.named_parameters() if n.startswith(("head", "pool"))}
+    trained = {}
+    for what in ("none", "embeddings", "bottom:1", f"bottom:{layers}", "all"):
+        report = freeze_(model, what)
+        trained[what] = {n for n, p in model.named_parameters() if p.requires_grad}
+        assert report.trained_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert head <= trained[what]
+    assert trained["all"] == head
+    assert trained["none"] == {n for n, _ in model.named_parameters()}
+    assert trained["none"] > trained["embeddings"] > trained["bottom:1"] > trained[f"bottom:{layers}"] >= head
+    assert "embeddings" in str(freeze_(model, "bottom:1"))
+    for what in ("bottom", "bottom:0", f"bottom:{layers + 1}", "top:2"):
+        with pytest.raises(ValueError, match="freeze_: what is"):
+            freeze_(model, what)
+
+
+def test_shared_layers_cannot_be_frozen_one_by_one():
+    model = model_of("albert")
+    with pytest.raises(ValueError, match="do they share parameters"):
+        freeze_(model, "bottom:1")
+    with pytest.raises(ValueError, match="do they share parameters"):
+        parameter_groups(model, learning_rate=1.0, layer_decay=0.5)
+    assert freeze_(model, "all").frozen == ("encoder",)
+
+
+def test_rates_fall_from_layer_to_layer():
+    model = model_of("bert", pooling="attention")
+    groups = parameter_groups(model, learning_rate=1.0, weight_decay=0.1, layer_decay=0.5, head_rate=10.0)
+    place = {id(p): (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
+    found = {name: place[id(p)] for name, p in model.named_parameters()}
+    assert len(place) == len(found)
+    assert found["encoder.encoder.layer.1.attention.self.query.weight"] == (1.0, 0.1)
+    assert found["encoder.encoder.layer.0.attention.self.query.weight"] == (0.5, 0.1)
+    assert found["encoder.encoder.layer.0.attention.self.query.bias"] == (0.5, 0.0)
+    assert found["encoder.encoder.layer.0.output.LayerNorm.weight"] == (0.5, 0.0)
+    assert found["encoder.embeddings.word_embeddings.weight"] == (0.25, 0.1)
+    assert found["head.outer.weight"] == found["pool.query.weight"] == (10.0, 0.1)
+    assert found["head.tie"] == (10.0, 0.0)
+    freeze_(model, "all")
+    assert sum(len(g["params"]) for g in parameter_groups(model, learning_rate=1.0)) == 4
+    with pytest.raises(ValueError, match="layer_decay is 0, needed"):
+        parameter_groups(model, learning_rate=1.0, layer_decay=0)
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+def test_lora_on_the_encoder(kind, tmp_path):
+    model = model_of(kind)
+    targets = {"bert": ["query", "value"], "modernbert": ["Wqkv"]}[kind]
+    config = LoraConfig(target_modules=targets, modules_to_save=["head"], r=2)
+    tuned = get_peft_model(model, config)
+    for name, parameter in tuned.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    assert tuned.packing.packed
+    batch = PairwiseCollator()([model.dataset(PAIRS, progress=False)[i] for i in range(8)])
+    plain = tuned.eval()(**batch).logits
+    assert accelerate_lora_(tuned).accelerated
+    torch.testing.assert_close(tuned(**batch).logits, plain)
+    tuned.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again = PeftModel.from_pretrained(model_of(kind), tmp_path).eval()
+    torch.testing.assert_close(again(**batch).logits, plain)
+
+
+def test_the_trunk_of_autocast_is_half_and_the_head_is_not():
+    model = model_of()
+    batch = PairwiseCollator()([model.dataset(PAIRS, progress=False)[i] for i in range(4)])
+    with torch.autocast("cpu", torch.bfloat16):
+        made = model(**batch).logits
+    assert made.dtype == torch.float32
+    torch.testing.assert_close(made, model(**batch).logits, rtol=0.1, atol=0.1)
+
+
+def test_lengths_that_do_not_add_up_are_refused():
+    model = model_of()
+    with pytest.raises(ValueError, match=r"lengths are \[2, 2\] for 5 tokens"):
+        model(torch.tensor([4, 5, 6, 7, 8]), torch.tensor([2, 2]), torch.tensor([[0, 1]]))
+
+
+def test_auto_classes_know_the_model(tmp_path):
+    from transformers import AutoConfig
+
+    model_of().save_pretrained(tmp_path)
+    assert isinstance(AutoConfig.from_pretrained(tmp_path), PairwiseConfig)
+    assert isinstance(AutoModel.from_pretrained(tmp_path), PairwiseModel)

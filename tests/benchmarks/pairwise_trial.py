@@ -150,16 +150,15 @@ def write_table() -> None:
     found = json.loads(FOUND.read_text(encoding="utf-8"))
     config = found["config"]
     lines = [
-        "| link | trained | prompt | length feature | accuracy | log-loss | calibration error | flips | correlation with "
-        "length |",
+        "| link | trained | prompt | length feature | accuracy | log-loss | calibration error | flips | correlation "
+        "with length |",
         "|---" * 9 + "|",
     ]
 
     def cells(row: dict[str, Any]) -> str:
-        return (
-            f"{row['accuracy']:.1%} | {row['log_loss']:.3f} | {row['calibration_error']:.3f} | {row['flip_rate']:.1%} | "
-            f"{row['length_correlation']:.2f} |"
-        ).replace("nan", "–")
+        names = {"accuracy": ".1%", "log_loss": ".3f", "calibration_error": ".3f", "flip_rate": ".1%"}
+        parts = [format(row[name], kind) for name, kind in (names | {"length_correlation": ".2f"}).items()]
+        return " | ".join(parts).replace("nan", "–") + " |"
 
     for row in found["baselines"]:
         lines.append(f"| *{row['baseline']}* | | | | {cells(row)}")
@@ -168,9 +167,10 @@ def write_table() -> None:
         trained = kinds.get(row["freeze"], f"above {row['freeze']}")
         choices = " | ".join("yes" if row[name] else "no" for name in ("append_prompt", "length_feature"))
         lines.append(f"| {row['link']} | {trained} | {choices} | {cells(row)}")
+    error = (0.7 * 0.3 / config["test_pairs"]) ** 0.5
     text = (
         f"{config['train_pairs']} training pairs, {config['test_pairs']} pairs of {config['held_out_prompts']} other "
-        f"prompts (so that one standard error of an accuracy is about {(0.7 * 0.3 / config['test_pairs']) ** 0.5:.1%}), "
+        f"prompts (so that one standard error of an accuracy is about {error:.1%}), "
         f"{config['max_tokens']} tokens, one seed; {config['epochs']} epoch at {config['learning_rate']:g}, and at "
         f"{config['head_rate']} times that for the head; with a frozen encoder {config['frozen_epochs']} epochs at "
         f"{config['frozen_learning_rate']:g}. Measured {found['date']} at {found['commit']}."

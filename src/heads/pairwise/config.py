@@ -53,7 +53,7 @@ class PairwiseConfig(PreTrainedConfig):
     """
 
     model_type = "pairwise"
-    keys_to_ignore_at_inference = ("scores",)
+    keys_to_ignore_at_inference = ["scores"]  # noqa: RUF012, the base class's own way
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from .functional import log_probabilities
 
 _SAMPLED, _EACH = 8, 4096  # weights that are watched, and how many numbers of each
 _STEPS_TO_MOVE = 3
+_CLEARLY = 0.01  # nats
 
 
 class DeadRunError(RuntimeError):
@@ -23,8 +24,8 @@ class DeadRunError(RuntimeError):
 class DeadRunGuard(TrainerCallback):
     """Stops a run that is dead, with the reason.
 
-    Dead are logits that are not finite, weights that do not move, one and the same verdict for every pair, and a
-    log-loss no better than that of the labels' own shares.
+    Dead are logits that are not finite, weights that do not move, a log-loss no better than that of the labels' own
+    shares several times running, and at once if every verdict is the same.
 
     In float16 or bfloat16, and at small rates, an optimizer's step can be less than half of a weight's last bit; the
     weight then never moves, and the run looks like one that learns slowly.
@@ -38,7 +39,7 @@ class DeadRunGuard(TrainerCallback):
         ValueError: A window or patience below 1.
     """
 
-    def __init__(self, *, window: int | None = None, patience: int = 2, min_moved: float = 0.75):
+    def __init__(self, *, window: int | None = None, patience: int = 3, min_moved: float = 0.75):
         if (window is not None and window < 1) or patience < 1:
             raise ValueError(f"DeadRunGuard: window is {window} and patience {patience}, needed 1 or more")
         self.window, self.patience, self.min_moved = window, patience, min_moved
@@ -115,15 +116,15 @@ class DeadRunGuard(TrainerCallback):
         classes, step = (len(total) - 2) // 2, f"step {state.global_step}"
         said, labels = total[2 : 2 + classes], total[2 + classes :]
         shares = labels / labels.sum()
-        if (said > 0).sum() == 1 and shares.max() < 0.9:
+        fair = shares.clone()  # a head that is fair to A and B cannot know which of them wins more often
+        fair[:2] = shares[:2].mean()
+        prior = float(-(shares * fair.clamp(min=1e-12).log()).sum() + (classes - 1) / (2 * labels.sum()))
+        loss = float(total[1] / labels.sum())
+        if (said > 0).sum() == 1 and shares.max() < 0.9 and loss > prior - _CLEARLY:
             raise DeadRunError(
                 f"{step}: every verdict of {window} steps was {CLASSES[int(said.argmax())]}, of labels "
                 f"{', '.join(f'{share:.0%}' for share in shares)}"
             )
-        fair = shares.clone()  # a head that is fair to A and B cannot know which of them wins more often
-        fair[:2] = shares[:2].mean()
-        prior = float(-(shares * fair.clamp(min=1e-12).log()).sum())
-        loss = float(total[1] / labels.sum())
         self._poor = self._poor + 1 if loss >= prior else 0
         if self._poor >= self.patience:
             raise DeadRunError(

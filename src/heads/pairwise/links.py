@@ -48,8 +48,9 @@ class PairwiseHead(nn.Module):
             seen = hidden_features
         else:
             self.inner = nn.Identity()
-        self.outer = nn.Linear(seen, outs)
-        self.tie = nn.Parameter(torch.zeros(())) if ties and link in ("davidson", "rao-kupper") else None
+        scored = link in ("davidson", "rao-kupper")
+        self.outer = nn.Linear(seen, outs, bias=not scored)  # only differences of scores count
+        self.tie = nn.Parameter(torch.zeros(())) if ties and scored else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -57,7 +58,8 @@ class PairwiseHead(nn.Module):
         if isinstance(self.inner, nn.Linear):
             self.inner.reset_parameters()
         nn.init.zeros_(self.outer.weight)
-        nn.init.zeros_(self.outer.bias)
+        if self.outer.bias is not None:
+            nn.init.zeros_(self.outer.bias)
         self.set_tie_rate_(1 / 3)
 
     @torch.no_grad()
@@ -80,6 +82,11 @@ class PairwiseHead(nn.Module):
             self.tie.fill_(log_nu)
         else:
             self.tie.fill_(_inverse_softplus(math.log((1 + rate) / (1 - rate))))
+
+    @property
+    def untrained(self) -> bool:
+        """Whether the last layer is still all zeros."""
+        return not bool(self.outer.weight.any())
 
     def score(self, features: Tensor) -> Tensor:
         """(S,) scores of single answers from their (S, W) features, for the links that have them.
@@ -159,7 +166,7 @@ class Pool(nn.Module):
             return empty.scatter_reduce(0, index, states, "amax", include_self=False)
         if self.query is None:
             return empty.index_add(0, owner, states) / lengths[:, None]
-        scores = self.query(states)[:, 0]
+        scores = F.linear(states, self.query.weight.to(states.dtype))[:, 0]
         top = (
             scores.detach()
             .new_zeros(len(lengths))

@@ -209,6 +209,7 @@ class PairwiseModel(PreTrainedModel):
 
     def compare(self, a: Tensor, b: Tensor, labels: Tensor | None = None, both_orders: bool = False) -> PairwiseOutput:
         """The same from (P, W) features of A and of B, which need no encoder."""
+        a, b = (part.to(self.head.outer.weight.dtype) for part in (a, b))
         divisor = 1.0 if self.training else self.config.calibration_temperature
         logits = self.head(a, b) / divisor
         consistent = self.config.swap_consistency if self.config.link == "concat" and labels is not None else 0.0

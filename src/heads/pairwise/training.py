@@ -36,13 +36,14 @@ class _Buckets(LengthGroupedSampler):
 class PairwiseTrainer(Trainer):
     """Trains a `PairwiseModel` on a `PairwiseDataset`.
 
-    Batches are collated by `PairwiseCollator`; encoders that cannot be packed get batches of like length. A
-    `DeadRunGuard` watches unless ``guard`` is None. Evaluation reports accuracy, log-loss and calibration error.
+    Batches are collated by `PairwiseCollator`; encoders that cannot be packed get batches of like length. A new head
+    starts from the data's share of ties. A `DeadRunGuard` watches unless ``guard`` is False. Evaluation reports
+    accuracy, log-loss and calibration error.
 
     Args:
         layer_decay: The encoder's rate falls by this factor from layer to layer; see `parameter_groups`.
         head_rate: The head's rate over the encoder's.
-        guard: Stops dead runs; None for no guard.
+        guard: Stops dead runs; False for no guard.
         args, kwargs: The trainer's.
 
     Raises:
@@ -70,6 +71,11 @@ class PairwiseTrainer(Trainer):
                     raise ValueError(f"PairwiseTrainer: {name} is {_told(one)}; needed a PairwiseDataset with labels")
         if not any(p.requires_grad for p in held.parameters()):
             raise ValueError("PairwiseTrainer: nothing is trainable")
+        data: Any = self.train_dataset
+        if data is not None and held.config.ties and held.head.untrained:
+            least = 0.5 / len(data)
+            ties = sum(label[2] if isinstance(label, tuple) else label == 2 for label in data.labels) / len(data)
+            held.head.set_tie_rate_(min(max(ties, least), 1 - least))
         self.guard = (DeadRunGuard() if guard is True else guard) or None
         if self.guard is not None:
             self.guard.trainer = self

@@ -42,17 +42,19 @@ def words(*numbers):
 
 
 def pairs_of(count, seed=0, longest=9, labels=3):
-    """Pairs whose better answer is the one with the larger first word; near ones tie."""
+    """Pairs whose better answer is the one that says w7; where both or none do, they tie or, of two, A is better."""
     draw = torch.Generator().manual_seed(seed)
 
-    def some(least=1):
-        return torch.randint(
-            0, 90, (int(torch.randint(least, longest, (1,), generator=draw)),), generator=draw
-        ).tolist()
+    def some():
+        length = int(torch.randint(1, longest, (1,), generator=draw))
+        return torch.randint(8, 90, (length,), generator=draw).tolist()
 
     found = []
     for _ in range(count):
         prompt, a, b = some(), some(), some()
-        label = 2 if labels == 3 and abs(a[0] - b[0]) < 10 else int(a[0] < b[0])
+        says = [bool(torch.rand((), generator=draw) < 0.5) for _ in range(2)]
+        for answer, good in zip((a, b), says, strict=True):
+            answer[len(answer) // 2] = 7 if good else answer[len(answer) // 2]
+        label = (2 if labels == 3 else 0) if says[0] == says[1] else says.index(True)
         found.append((words(*prompt), words(*a), words(*b), label))
     return found

@@ -249,7 +249,7 @@ def test_rates_fall_from_layer_to_layer():
     assert found["head.outer.weight"] == found["pool.query.weight"] == (10.0, 0.1)
     assert found["head.tie"] == (10.0, 0.0)
     freeze_(model, "all")
-    assert sum(len(g["params"]) for g in parameter_groups(model, learning_rate=1.0)) == 4
+    assert sum(len(g["params"]) for g in parameter_groups(model, learning_rate=1.0)) == 3
     with pytest.raises(ValueError, match="layer_decay is 0, needed"):
         parameter_groups(model, learning_rate=1.0, layer_decay=0)
 

@@ -1,0 +1,114 @@
+"""Metrics against their plain definitions, temperatures, and the report with its plot."""
+
+import math
+
+import pytest
+import torch
+from tests.heads.pairwise.support import model_of, pairs_of
+
+from heads.pairwise import calibrate_, fit_temperature, pairwise_metrics, pairwise_report, predict_pairs
+
+
+def test_metrics_are_what_they_say():
+    draw = torch.Generator().manual_seed(0)
+    found = torch.randn(500, 3, generator=draw).log_softmax(-1)
+    labels = torch.randint(0, 3, (500,), generator=draw)
+    lengths = torch.randn(500, generator=draw)
+    made = pairwise_metrics(found, labels, swapped_log_probabilities=found[:, [1, 0, 2]], length_difference=lengths)
+    best, p = found.argmax(-1), found.exp()
+    assert made.accuracy == pytest.approx(float((best == labels).double().mean()))
+    assert made.log_loss == pytest.approx(float(torch.nn.functional.nll_loss(found, labels)), rel=1e-5)
+    shares = torch.bincount(labels, minlength=3) / 500
+    assert made.log_loss_prior == pytest.approx(float(-(shares * shares.log()).sum()), rel=1e-5)
+    assert made.log_loss_uniform == pytest.approx(math.log(3))
+    assert made.flip_rate == pytest.approx(float((best != found[:, [1, 0, 2]].argmax(-1)).double().mean()))
+    expected = torch.corrcoef(torch.stack([p[:, 0] - p[:, 1], lengths]))[0, 1]
+    assert made.length_correlation == pytest.approx(float(expected), rel=1e-4)
+    sure, error = p.amax(-1), 0.0
+    for k in range(15):
+        inside = (sure > k / 15) & (sure <= (k + 1) / 15)
+        if inside.any():
+            gap = sure[inside].mean() - (best == labels)[inside].float().mean()
+            error += float(inside.float().mean() * gap.abs())
+    assert made.calibration_error == pytest.approx(error, rel=1e-4)
+    for i in range(3):
+        for j in range(3):
+            assert made.confusion[i][j] == float(((labels == i) & (best == j)).sum())
+
+
+def test_soft_labels_and_two_classes():
+    found = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.6, 0.3]]).log()
+    made = pairwise_metrics(found, [(1.0, 0.0, 0.0), (0.25, 0.5, 0.25)])
+    assert made.accuracy == pytest.approx(0.75)
+    assert math.isnan(made.flip_rate)
+    assert math.isnan(made.length_correlation)
+    assert "nan" in str(made)
+    two = pairwise_metrics(torch.tensor([[0.7, 0.3]]).log(), [0], length_difference=[1.0])
+    assert two.log_loss_uniform == pytest.approx(math.log(2))
+    with pytest.raises(ValueError, match="needed"):
+        pairwise_metrics(found, [0])
+    with pytest.raises(ValueError, match="needed"):
+        pairwise_metrics(found[:0], torch.zeros(0, dtype=torch.long))
+
+
+def test_temperature_is_the_best_one():
+    draw = torch.Generator().manual_seed(1)
+    true = torch.randn(4000, 3, generator=draw, dtype=torch.float64)
+    labels = torch.multinomial(true.softmax(-1), 1, generator=draw)[:, 0]
+    for scale in (0.2, 1.0, 5.0):
+        found = fit_temperature(true * scale, labels)
+        assert found == pytest.approx(scale, rel=0.1)
+        best = torch.nn.functional.cross_entropy(true * scale / found, labels)
+        for other in (0.98, 1.02):
+            assert best < torch.nn.functional.cross_entropy(true * scale / (found * other), labels)
+
+
+@pytest.mark.parametrize("link", ["davidson", "rao-kupper", "antisymmetric", "concat"])
+def test_calibration_keeps_verdicts_and_lowers_the_log_loss(link):
+    model = model_of(link=link)
+    pairs = [pair[:3] for pair in pairs_of(300)]
+    true = predict_pairs(model, model.dataset(pairs, progress=False), progress=False).probabilities
+    drawn = torch.multinomial(true, 1, generator=torch.Generator().manual_seed(2))[:, 0].tolist()
+    with torch.no_grad():
+        for parameter in model.head.parameters():  # too sure of itself
+            parameter.mul_(3)
+    data = model.dataset([(*pair, label) for pair, label in zip(pairs, drawn, strict=True)], progress=False)
+    before = pairwise_report(model, data, progress=False)
+    report = calibrate_(model, data, progress=False)
+    after = pairwise_report(model, data, progress=False)
+    assert report.before == pytest.approx(before.metrics.log_loss)
+    assert report.after == pytest.approx(after.metrics.log_loss, rel=1e-5)
+    assert after.metrics.log_loss < before.metrics.log_loss
+    assert 1.5 < report.temperature < 6
+    assert after.predictions.verdicts == before.predictions.verdicts
+    assert model.config.calibration_temperature == pytest.approx(report.temperature)
+    assert calibrate_(model, data, progress=False).temperature == pytest.approx(report.temperature, rel=1e-4)
+    assert "log-loss" in str(report)
+
+
+def test_the_report_says_everything_and_draws(tmp_path):
+    pytest.importorskip("matplotlib")
+    for link, ties in (("davidson", True), ("concat", False)):
+        model = model_of("mpnet", link=link, ties=ties)
+        data = model.dataset(pairs_of(50, labels=3 if ties else 2), progress=False)
+        report = pairwise_report(model, data, plot=tmp_path / "new" / f"{link}.png", progress=False)
+        text = str(report)
+        for word in (
+            "50 pairs",
+            "accuracy",
+            "prior",
+            "uniform",
+            "calibration",
+            "flip rate",
+            "length",
+            "padded",
+            "tokens",
+        ):
+            assert word in text
+        assert (tmp_path / "new" / f"{link}.png").stat().st_size > 5_000
+        assert sum(map(sum, report.metrics.confusion)) == 50
+        assert (report.metrics.flip_rate == 0) == (link == "davidson")
+    with pytest.raises(ValueError, match="50 pairs without labels; needed labelled pairs"):
+        pairwise_report(model, model.dataset([p[:3] for p in pairs_of(50)], progress=False))
+    with pytest.raises(ValueError, match="0 pairs; needed labelled pairs"):
+        calibrate_(model, model.dataset([], progress=False))

@@ -1,0 +1,237 @@
+"""Training: learns, resumes bit for bit, two processes give what one gives, and dead runs stop with their reason."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from tests.heads.pairwise.support import model_of, pairs_of
+from transformers import TrainerCallback, TrainingArguments
+
+from heads.pairwise import DeadRunError, DeadRunGuard, PairwiseTrainer, freeze_, pairwise_report
+from heads.pairwise.training import _Buckets
+
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def data_of(model, count=64, seed=0):
+    return model.dataset(pairs_of(count, seed), progress=False)
+
+
+def arguments_of(folder, **changes):
+    options = {
+        "max_steps": 6, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "report_to": "none", "use_cpu": True,
+        "save_strategy": "no", "disable_tqdm": True, "logging_steps": 2, "seed": 3,
+    }  # fmt: skip
+    return TrainingArguments(str(folder), **options | changes)
+
+
+def trained(folder, kind="bert", resume=None, count=64, trainer=(), still=False, **changes):
+    model = model_of(kind, trained=False, dropout=0.0 if still else 0.1)
+    for module in model.modules():
+        if still and isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    made = PairwiseTrainer(
+        model=model, args=arguments_of(folder, **changes), train_dataset=data_of(model, count), **dict(trainer)
+    )
+    made.train(resume_from_checkpoint=resume)
+    return made
+
+
+def state_of(trainer):
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def test_it_learns_which_answer_is_better(tmp_path):
+    model = model_of("bert", trained=False, hidden_features=8)
+    data = data_of(model, 1000)
+    trainer = PairwiseTrainer(
+        model=model, train_dataset=data, eval_dataset=data_of(model, 100, seed=9), head_rate=2.0,
+        args=arguments_of(tmp_path, max_steps=150, learning_rate=1e-2, per_device_train_batch_size=16),
+    )  # fmt: skip
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert before["eval_accuracy"] < 0.7
+    assert after["eval_accuracy"] > 0.97
+    assert after["eval_log_loss"] < 0.4 < before["eval_log_loss"]
+    assert abs(after["eval_loss"] - after["eval_log_loss"]) < 0.02
+    report = pairwise_report(model, data_of(model, 100, seed=9), progress=False)
+    assert report.metrics.accuracy == pytest.approx(after["eval_accuracy"])
+    assert report.metrics.flip_rate == 0
+
+
+@pytest.mark.parametrize("kind", ["bert", "mpnet"])
+def test_stopped_and_resumed_is_as_if_never_stopped(kind, tmp_path):
+    options = {"kind": kind, "max_steps": 13, "save_strategy": "steps", "save_steps": 5}  # an epoch is 8 steps
+    whole = trained(tmp_path, **options)
+    again = trained(tmp_path, resume=str(tmp_path / "checkpoint-10"), **options)
+    assert all(torch.equal(v, state_of(again)[k]) for k, v in state_of(whole).items())
+    done = trained(tmp_path, resume=str(tmp_path / "checkpoint-13"), **options)
+    assert all(torch.equal(v, state_of(done)[k]) for k, v in state_of(whole).items())
+    assert done.state.global_step == 13
+
+
+def test_accumulation_gives_the_same_step(tmp_path):
+    options = {"optim": "sgd", "learning_rate": 0.1, "still": True, "count": 20, "max_steps": 3}
+    whole = state_of(trained(tmp_path, per_device_train_batch_size=12, **options))
+    parts = trained(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=3, **options)
+    for name, value in state_of(parts).items():  # the second step has 8 pairs, of 2 micro-batches
+        torch.testing.assert_close(value, whole[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+RANK = """
+import os, sys, torch
+import torch.distributed as dist
+from tests.heads.pairwise.test_training import state_of, trained
+
+out, kind = sys.argv[1:]
+trainer = trained(out, kind, still=True, optim="sgd", learning_rate=0.1, per_device_train_batch_size=4,
+                  ddp_backend="gloo", max_steps=8)
+torch.save(state_of(trainer), f"{out}/state{trainer.args.process_index}.pt")
+dist.barrier()
+os._exit(0)  # after the barrier: gloo's threads can abort a process that takes itself down
+"""
+
+
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "mpnet"])
+def test_two_processes_give_what_one_gives(kind, tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *(p for p in sys.path if p)])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    done = subprocess.run([*command, str(tmp_path), kind], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    one, other = (torch.load(tmp_path / f"state{rank}.pt", weights_only=True) for rank in (0, 1))
+    single = trained(tmp_path, kind, still=True, optim="sgd", learning_rate=0.1, max_steps=8)
+    start = state_of(trained(tmp_path, kind, still=True, max_steps=1, learning_rate=0.0, optim="sgd"))
+    for name, value in state_of(single).items():
+        assert torch.equal(one[name], other[name]), name
+        torch.testing.assert_close(one[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    assert max(float((v - start[k]).abs().max()) for k, v in one.items()) > 1e-3
+
+
+def test_padded_encoders_get_batches_of_like_length():
+    lengths = torch.randint(1, 100, (256,), generator=torch.Generator().manual_seed(0)).tolist()
+    sampler = _Buckets(8, lengths, seed=1)
+    first = list(sampler)
+    assert sorted(first) == list(range(256))
+    spread = [max(part) - min(part) for part in zip(*[iter([lengths[i] for i in first])] * 8, strict=True)]
+    assert sum(spread) / len(spread) < 15  # of 90 in a batch drawn at random
+    assert list(sampler) == first
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+
+
+def test_frozen_parts_do_not_move_and_everything_frozen_is_refused(tmp_path):
+    model = model_of()
+    freeze_(model, "all")
+    data, before = data_of(model), {n: p.clone() for n, p in model.named_parameters()}
+    PairwiseTrainer(model=model, args=arguments_of(tmp_path), train_dataset=data).train()
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {"head.outer.weight", "head.tie"}  # a score's bias cancels
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing is trainable"):
+        PairwiseTrainer(model=model, args=arguments_of(tmp_path), train_dataset=data)
+
+
+def test_data_without_labels_are_refused(tmp_path):
+    model = model_of()
+    bare = model.dataset([pair[:3] for pair in pairs_of(4)], progress=False)
+    for data in (bare, [1, 2]):
+        with pytest.raises(ValueError, match=r"train_dataset is .*; needed a PairwiseDataset with labels"):
+            PairwiseTrainer(model=model, args=arguments_of(tmp_path), train_dataset=data)
+        with pytest.raises(ValueError, match="eval_dataset is"):
+            PairwiseTrainer(model=model, args=arguments_of(tmp_path), train_dataset=data_of(model), eval_dataset=data)
+
+
+def dies(folder, said, prepare=lambda model: None, guard=None, data=None, **changes):
+    model = model_of(trained=False)
+    prepare(model)
+    held = data_of(model) if data is None else model.dataset(data, progress=False)
+    trainer = PairwiseTrainer(
+        model=model, args=arguments_of(folder, **changes), train_dataset=held, guard=guard or DeadRunGuard()
+    )
+    with pytest.raises(DeadRunError, match=said) as caught:
+        trainer.train()
+    return str(caught.value)
+
+
+def test_numbers_that_are_none_stop_the_run(tmp_path):
+    def spoil(model):
+        with torch.no_grad():
+            model.head.outer.weight.fill_(float("nan"))
+
+    assert "step 1: logits are not finite" in dies(tmp_path, "not finite", spoil)
+
+
+def test_weights_too_coarse_for_the_rate_stop_the_run(tmp_path):
+    said = dies(tmp_path, "of the weights have moved", lambda model: model.to(torch.bfloat16), learning_rate=1e-5)
+    assert "bfloat16 is too coarse for a learning rate of" in said
+    assert "needed float32" in said
+    trained(tmp_path, learning_rate=1e-5)  # float32 is fine
+
+
+def decided(model):
+    """Nearly everything ties, whatever the features are."""
+    torch.nn.init.normal_(model.head.outer.weight, std=0.01)
+    model.head.set_tie_rate_(0.999)
+
+
+def test_one_and_the_same_verdict_stops_the_run(tmp_path):
+    said = dies(tmp_path, "every verdict of 4 steps was tie, of labels", decided, guard=DeadRunGuard(window=4),
+                learning_rate=1e-5, max_steps=20)  # fmt: skip
+    assert said.startswith("step 4: ")
+
+
+def test_no_better_than_the_prior_stops_the_run(tmp_path):
+    draw = torch.Generator().manual_seed(4)
+    noise = [(*pair[:3], int(torch.randint(0, 3, (), generator=draw))) for pair in pairs_of(64)]
+
+    def wild(model):
+        torch.nn.init.normal_(model.head.outer.weight, std=3.0)
+
+    said = dies(tmp_path, "is no better than that of the labels' own shares", wild,
+                guard=DeadRunGuard(window=4, patience=2), data=noise, learning_rate=1e-5, max_steps=40)  # fmt: skip
+    assert said.startswith("step 8: ")
+    assert "2 times running" in said
+
+
+def test_warm_up_is_waited_for(tmp_path):
+    said = dies(tmp_path, "every verdict", decided, guard=DeadRunGuard(window=4), learning_rate=1e-5, max_steps=40,
+                warmup_steps=10)  # fmt: skip
+    assert said.startswith("step 12: ")
+
+
+def test_a_run_that_is_well_is_left_alone(tmp_path):
+    trainer = trained(tmp_path, max_steps=40, trainer={"guard": DeadRunGuard(window=8)}, learning_rate=3e-3)
+    assert trainer.state.global_step == 40
+    assert any(isinstance(c, DeadRunGuard) for c in trainer.callback_handler.callbacks)
+    none = trained(tmp_path, trainer={"guard": False})
+    assert not any(isinstance(c, DeadRunGuard) for c in none.callback_handler.callbacks)
+    with pytest.raises(ValueError, match="window is 0"):
+        DeadRunGuard(window=0)
+
+
+def test_the_guard_counts_every_micro_batch(tmp_path):
+    seen = []
+
+    class Spy(TrainerCallback):
+        def on_step_end(self, args, state, control, **rest):
+            seen.append(None)
+
+    guard = DeadRunGuard(window=100)
+    trained(tmp_path, trainer={"guard": guard, "callbacks": [Spy()]}, gradient_accumulation_steps=2, max_steps=4)
+    assert len(seen) == 4
+    assert len(guard._steps) == 4
+    assert all(float(step[5:].sum()) == 16 for step in guard._steps)  # labels: two micro-batches of 8
+
+
+def test_layerwise_rates_reach_the_optimizer(tmp_path):
+    trainer = trained(
+        tmp_path, trainer={"layer_decay": 0.5, "head_rate": 4.0}, max_steps=1, lr_scheduler_type="constant"
+    )
+    rates = {round(group["lr"] / 1e-3, 6) for group in trainer.optimizer.param_groups}
+    assert rates == {0.25, 0.5, 1.0, 4.0}

@@ -46,7 +46,7 @@ bench: $(VENV)/.bench ## measure speed and memory, append rows, write docs/perfo
 	$(BIN)/python -m tests.benchmarks.run
 
 bench-gpu: $(VENV)/.bench ## the same on a CUDA device
-	$(BIN)/python -m tests.benchmarks.run merging masked_linear masked_kl mask_step kron_linear kron_model thinker_step lora_linear lora_step --device cuda
+	$(BIN)/python -m tests.benchmarks.run merging masked_linear masked_kl mask_step kron_linear kron_model thinker_step lora_linear lora_step pairwise_step --device cuda
 
 numerics: $(VENV)/.ready ## judge every operation and write docs/numerics.md
 	$(BIN)/python -m pytest tests --ignore tests/test_documentation.py --write-numerics

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mergekit_lite import METHODS, load_recipe
+from tests.heads.pairwise.support import PACKED, PADDED
 
 ROOT = Path(__file__).parents[1]
 MERGING = (ROOT / "docs" / "merging.md").read_text(encoding="utf-8")
@@ -166,8 +167,14 @@ LORA_ROWS += [(f"lora_linear, {order} order", "eager", "float32") for order in (
 LORA_ROWS += [("accelerate_lora_", "eager", dtype) for dtype in ("float32", "bfloat16")]
 
 
+PAIRWISE_ROWS = [("packed_attention", "eager", dtype) for dtype in ("float32", "bfloat16", "float16")]
+PAIRWISE_ROWS += [(link, "eager", dtype) for link in ("davidson", "rao_kupper") for dtype in ("float32", "bfloat16")]
+PAIRWISE_ROWS += [(f"Pool, {kind}", "eager", "float32") for kind in ("mean", "first", "max", "attention")]
+PAIRWISE_ROWS += [(f"encoder, {kind}", "packed", "float32") for kind in PACKED]
+PAIRWISE_ROWS += [(f"encoder, {kind}", "padded", "float32") for kind in PADDED]
+
 JUDGED = [(f"{op}, {granularity}", impl, dtype) for op, granularity, impl, dtype in MASK_ROWS]
-JUDGED += KRONECKER_ROWS + THINKER_ROWS + LORA_ROWS
+JUDGED += KRONECKER_ROWS + THINKER_ROWS + LORA_ROWS + PAIRWISE_ROWS
 
 
 @pytest.mark.parametrize(("op", "impl", "dtype"), JUDGED)
@@ -268,6 +275,62 @@ def test_the_snippets_about_lora_run(tmp_path, monkeypatch):
     assert (tmp_path / "models" / "tuned" / "model.safetensors").exists()
 
 
+def test_the_guide_to_pairs_has_every_public_name_link_and_pooling():
+    from typing import get_args
+
+    from heads import pairwise
+    from heads.pairwise import config
+
+    guide = (ROOT / "docs" / "pairwise.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^::: heads\.pairwise\.(\w+)$", guide, re.M)) == set(pairwise.__all__)
+    assert all(f"`{kind}`" in guide for kinds in (config.Link, config.Pooling) for kind in get_args(kinds))
+
+
+def test_the_snippets_about_pairs_run(tmp_path, monkeypatch):
+    """The guide's in order in one namespace, with a tokenizer made for them; the README's with the model they save."""
+    from tests.heads.pairwise.support import tokenizer_of
+
+    monkeypatch.chdir(tmp_path)
+    guide = (ROOT / "docs" / "pairwise.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"```python\n(.*?)```", guide, re.S)
+    assert len(snippets) == 2
+    namespace = {"tokenizer": tokenizer_of()}
+    for code in snippets:
+        exec(code, namespace)
+    assert sorted(namespace["best"].order) == [0, 1, 2]
+    (tmp_path / "models").mkdir()
+    (tmp_path / "runs" / "judge").rename(tmp_path / "models" / "judge")
+    readme = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    exec(next(code for code in readme if "heads.pairwise" in code), namespace)
+
+
+def test_the_pairwise_example_runs_and_resumes(tmp_path):
+    printed = run_example("train_pairwise.py", "--out", tmp_path)
+    assert re.search(r"^100 pairs: accuracy [\d.]+%$", printed, re.M)
+    assert "BertModel: packed" in printed
+    assert (tmp_path / "report.png").stat().st_size > 5_000
+    assert json.loads((tmp_path / "metrics.json").read_text())["flip_rate"] == 0
+    rows = []
+    for i in range(60):
+        won = dict(zip(("winner_model_a", "winner_model_b", "winner_tie"), [i % 3 == k for k in range(3)], strict=True))
+        rows.append({"prompt": f'["Name a tool {i}."]', "response_a": "a saw", "response_b": f"an axe {i}"} | won)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = [
+        "--data",
+        tmp_path / "rows.jsonl",
+        "--encoder",
+        tmp_path / "encoder",
+        "--freeze",
+        "bottom:1",
+        "--batch",
+        8,
+    ]
+    options += ["--link", "concat", "--no-append-prompt", "--length-feature", "--out", tmp_path / "b"]
+    assert "60 of 60 rows" in run_example("train_pairwise.py", *options)
+    assert (tmp_path / "b" / "model" / "model.safetensors").exists()
+    assert "going on from" in run_example("train_pairwise.py", *options, "--resume")
+
+
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_the_fine_tuning_examples_run_and_resume(kind, tmp_path):
     options = ["--out", tmp_path, *(["--merge", "--rank", 4, "--pack"] if kind == "lora" else [])]
@@ -315,9 +378,10 @@ def test_the_readme_example_of_the_guide_registers_and_merges(tmp_path):
         METHODS.pop("soft_vote", None)
 
 
-@pytest.mark.parametrize(
-    ("name", "made"), [("merging", "merged"), ("kronecker", "small"), ("thinker", "grid"), ("lora", "merged")]
-)
+NOTEBOOKS = {"merging": "merged", "kronecker": "small", "thinker": "grid", "lora": "merged", "pairwise": "ranking"}
+
+
+@pytest.mark.parametrize(("name", "made"), NOTEBOOKS.items())
 def test_the_notebooks_run(name, made, tmp_path, monkeypatch):
     """Cell by cell in one namespace, as a reader would run it."""
     monkeypatch.chdir(tmp_path)

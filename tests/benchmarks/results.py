@@ -173,6 +173,12 @@ TABLES = {
         "default of float32 adapters; `saved` is what autograd "
         "keeps beyond the parameters, x included; peaks are of processes of their own.",
     ),
+    "pairwise": Table(
+        "Which of two answers is better: a batch of real pairs", ("PairwiseModel", ""), "cpu",
+        "CPU seconds, one thread; in turn in one process. Forward is from texts to verdicts, forward and backward one "
+        "pass in training mode. `ratio` is against ours; peaks are of one training step of a batch, in processes of "
+        "their own.",
+    ),
     "lora_step": Table(
         "One training step of GPT-2 medium with LoRA", ("peft", ""), "cpu",
         "CPU seconds, one thread; in turn in one process: forward, loss, backward, AdamW. `ratio` is against peft with "

@@ -19,6 +19,8 @@ from tests.benchmarks import (
     masked_kl,
     masked_linear,
     merging,
+    pairwise_step,
+    pairwise_trial,
     thinker_ablation,
     thinker_accuracy,
     thinker_step,
@@ -27,6 +29,7 @@ from tests.benchmarks.results import write_memory_account, write_page, write_rea
 
 MASKS, KRONECKER, THINKER = "tests/mergekit_lite/masks", "tests/kronecker", "tests/thinker"
 LORA = "tests/heads/lora"
+PAIRWISE = "tests/heads/pairwise"
 GATES = {
     "merging": ["tests/mergekit_lite/test_methods.py"],
     "masked_linear": [f"{MASKS}/test_functional.py"],
@@ -43,6 +46,8 @@ GATES = {
     "lora_linear": [f"{LORA}/test_functional.py"],
     "lora_step": [f"{LORA}/test_accelerate.py", "-k", "output_and_gradients"],
     "lora_recipes": [f"{LORA}/test_instruct.py", "-k", "what_one_gives"],
+    "pairwise_step": [f"{PAIRWISE}/test_packing.py", f"{PAIRWISE}/test_functional.py"],
+    "pairwise_trial": [f"{PAIRWISE}/test_links.py", f"{PAIRWISE}/test_training.py", "-k", "swapping or learns"],
 }
 SCRIPTS = {
     "merging": merging.main,
@@ -60,6 +65,8 @@ SCRIPTS = {
     "lora_linear": lora_linear.main,
     "lora_step": lora_step.main,
     "lora_recipes": lora_recipes.main,
+    "pairwise_step": pairwise_step.main,
+    "pairwise_trial": pairwise_trial.main,
 }
 
 
@@ -78,7 +85,7 @@ def main() -> None:
     write_page()
     write_memory_account()
     tabled = (mask_ablation, kron_starts, kron_ablation, thinker_accuracy, thinker_ablation, thinker_step)
-    for script in (*tabled, lora_linear, lora_step, lora_recipes):
+    for script in (*tabled, lora_linear, lora_step, lora_recipes, pairwise_step, pairwise_trial):
         script.write_table()
     write_readme_table()
 

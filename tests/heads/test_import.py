@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 LEAN = """
 import sys
 class Block:
@@ -22,10 +24,11 @@ def test_heads_needs_nothing():
     imported("heads", "torch", "transformers", "peft", "triton", "matplotlib", "datasets")
 
 
-def test_lora_loads_no_kernels_plots_or_datasets_of_its_own():
+@pytest.mark.parametrize("name", ["lora", "pairwise"])
+def test_heads_load_no_kernels_plots_or_datasets_of_their_own(name):
     code = (
         "import sys, peft; from transformers import Trainer; before = set(sys.modules)\n"
-        "import heads.lora\n"
+        f"import heads.{name}\n"
         "print({name.split('.')[0] for name in set(sys.modules) - before})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

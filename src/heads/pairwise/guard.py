@@ -24,14 +24,14 @@ class DeadRunError(RuntimeError):
 class DeadRunGuard(TrainerCallback):
     """Stops a run that is dead, with the reason.
 
-    Dead are logits that are not finite, weights that do not move, a log-loss no better than that of the labels' own
-    shares several times running, and at once if every verdict is the same.
+    Dead are logits that are not finite, weights that do not move, and, several windows running after warm-up, a
+    log-loss no better than that of the labels' own shares, or hardly better with the same verdict for every pair.
 
     In float16 or bfloat16, and at small rates, an optimizer's step can be less than half of a weight's last bit; the
     weight then never moves, and the run looks like one that learns slowly.
 
     Args:
-        window: Optimizer steps that are looked at together; default a twentieth of the run, from 20 to 200.
+        window: Optimizer steps that are looked at together; default a tenth of the run, from 20 to 200.
         patience: Windows after warm-up that may be no better than the prior, one after the other.
         min_moved: Share of the weights that must have moved after a few steps.
 
@@ -85,7 +85,7 @@ class DeadRunGuard(TrainerCallback):
                 f"step {state.global_step}: logits are not finite; needed float32 weights, or bf16 instead of fp16"
             )
         self._check_motion(state, lr_scheduler)
-        window = self.window or min(200, max(20, state.max_steps // 20))
+        window = self.window or min(200, max(20, state.max_steps // 10))
         self._steps.append(seen)
         if len(self._steps) < window:
             return
@@ -120,17 +120,17 @@ class DeadRunGuard(TrainerCallback):
         fair[:2] = shares[:2].mean()
         prior = float(-(shares * fair.clamp(min=1e-12).log()).sum() + (classes - 1) / (2 * labels.sum()))
         loss = float(total[1] / labels.sum())
-        if (said > 0).sum() == 1 and shares.max() < 0.9 and loss > prior - _CLEARLY:
-            raise DeadRunError(
-                f"{step}: every verdict of {window} steps was {CLASSES[int(said.argmax())]}, of labels "
-                f"{', '.join(f'{share:.0%}' for share in shares)}"
-            )
-        self._poor = self._poor + 1 if loss >= prior else 0
-        if self._poor >= self.patience:
-            raise DeadRunError(
-                f"{step}: log-loss {loss:.4f} over {window} steps is no better than that of the labels' own shares, "
-                f"{prior:.4f}, {self._poor} times running; needed another learning rate"
-            )
+        one = int((said > 0).sum()) == 1 and float(shares.max()) < 0.9
+        poor = loss >= prior or (one and loss > prior - _CLEARLY)
+        self._poor = self._poor + 1 if poor else 0
+        if self._poor < self.patience:
+            return
+        what = f"every verdict was {CLASSES[int(said.argmax())]}, and " if one else ""
+        told = ", ".join(f"{share:.0%}" for share in shares)
+        raise DeadRunError(
+            f"{step}: {what}log-loss {loss:.4f} over {window} steps is no better than the {prior:.4f} of the labels' "
+            f"own shares ({told}), {self._poor} times running; needed another learning rate, or other data"
+        )
 
 
 def _sample(parameter: Tensor) -> Tensor:

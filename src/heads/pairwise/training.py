@@ -62,6 +62,7 @@ class PairwiseTrainer(Trainer):
         self.layer_decay, self.head_rate = layer_decay, head_rate
         held: Any = self.model
         self.args.remove_unused_columns = False  # the collator reads them
+        self.args.dataloader_pin_memory &= self.args.device.type != "cpu"  # there is nothing to pin memory for
         self.model_accepts_loss_kwargs = True  # losses are over the pairs of a whole step
         for name, data in (("train_dataset", self.train_dataset), ("eval_dataset", self.eval_dataset)):
             for one in data.values() if isinstance(data, dict) else [data]:

@@ -1,0 +1,123 @@
+"""Which of two answers is better: train a head and its encoder, hold pairs out by prompt, report, calibrate, save.
+
+    python examples/train_pairwise.py                                  # made-up pairs, a small encoder; a minute
+    python examples/train_pairwise.py --data arena.csv --encoder distilbert/distilbert-base-uncased --freeze bottom:4
+    torchrun --nproc_per_node=2 examples/train_pairwise.py --data arena.jsonl --encoder answerdotai/ModernBERT-base
+
+--data is CSV, JSON or JSON lines in the Chatbot Arena's format (prompt, response_a, response_b, winner_model_a,
+winner_model_b, winner_tie), or with prompt, a, b, label; or a data set's hub id. On the made-up pairs nearly all
+verdicts are right in the end. OUT/model loads with `PairwiseModel.from_pretrained`; OUT/report.png (matplotlib, extra
+`plot`) shows calibration and confusion. Nothing is downloaded unless it is named.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from name_a_thing import made_up, own_encoder
+from transformers import TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from heads.pairwise import PairwiseModel, PairwiseTrainer, calibrate_, freeze_, pairwise_report, read_pairs
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--data", help="a file, or a data set's hub id; made-up pairs without it")
+    add("--encoder", help="a folder or a hub id; a small one of one's own without it")
+    add("--link", default="davidson", choices=["davidson", "rao-kupper", "antisymmetric", "concat"])
+    add("--freeze", default="none", help="of the encoder: all, bottom:6 or so, embeddings, none")
+    add("--pooling", default="mean", choices=["mean", "first", "max", "attention"])
+    add("--append-prompt", default=True, action=argparse.BooleanOptionalAction, help="encode it before each answer")
+    add(
+        "--length-feature", default=False, action=argparse.BooleanOptionalAction, help="tell the head how long they are"
+    )
+    add("--max-tokens", type=int, help="of prompt and answer; default what the encoder takes")
+    add("--epochs", type=float, default=3.0)
+    add("--batch", type=int, default=32, help="pairs of a step, over all processes")
+    add("--lr", type=float, help="default 3e-5, and 1e-3 for the small encoder")
+    add("--head-rate", type=float, default=30.0, help="the head's rate over the encoder's")
+    add("--layer-decay", type=float, default=1.0, help="of the rate, from layer to layer")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, default=Path("runs/pairwise"))
+    add("--resume", action="store_true", help="go on from the last checkpoint")
+    add("--smoke", action="store_true", help="a run of seconds, to see that it works")
+    return parser.parse_args()
+
+
+def pairs_of(given: argparse.Namespace, main: bool) -> list:
+    if given.data is None:
+        return made_up(400 if given.smoke else 4000, seed=0)
+    source = given.data
+    if not Path(source).exists():
+        import datasets  # only for data sets of the hub: pip install datasets
+
+        source = datasets.load_dataset(source, split="train")
+    pairs, report = read_pairs(source)
+    if main:
+        print(f"{given.data}: {report}")
+    return pairs
+
+
+def main() -> None:
+    given = parse()
+    world, main = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0)) == 0
+    if given.batch % world:
+        sys.exit(f"train_pairwise: --batch {given.batch} is not divisible by {world} processes")
+    set_seed(given.seed)
+    lr = given.lr or (3e-5 if given.encoder else 1e-3)
+    arguments = TrainingArguments(
+        str(given.out / "checkpoints"), num_train_epochs=given.epochs, max_steps=6 if given.smoke else -1,
+        per_device_train_batch_size=given.batch // world, learning_rate=lr, warmup_steps=0.1, seed=given.seed,
+        save_strategy="steps", save_steps=3 if given.smoke else 200, save_total_limit=1, logging_steps=20,
+        report_to="none",
+    )  # fmt: skip
+    with arguments.main_process_first(desc="the encoder"):
+        encoder = given.encoder or own_encoder(given.out)
+    model = PairwiseModel.from_encoder(
+        encoder, link=given.link, pooling=given.pooling, append_prompt=given.append_prompt,
+        length_feature=given.length_feature, max_tokens=given.max_tokens,
+    )  # fmt: skip
+    frozen = freeze_(model, given.freeze)
+    pairs = pairs_of(given, main)
+    prompts = sorted({pair.prompt for pair in pairs})
+    random.Random(given.seed).shuffle(prompts)
+    held = set(prompts[: max(1, len(prompts) // 5)])
+    if given.data is None:  # four prompts are too few to hold out: other pairs are
+        parts = [pairs, made_up(200 if given.smoke else 1000, seed=1)]
+    else:
+        parts = [[pair for pair in pairs if (pair.prompt in held) == test] for test in (False, True)]
+    train, test = (model.dataset(part, progress=main) for part in parts)
+    if main:
+        print(f"trained on {train.report}\nheld out {test.report}\n{frozen}\n{model.packing}")
+    trainer = PairwiseTrainer(
+        model=model, args=arguments, train_dataset=train, head_rate=given.head_rate if given.encoder else 1.0,
+        layer_decay=given.layer_decay,
+    )  # fmt: skip
+    folder = Path(arguments.output_dir)
+    checkpoint = get_last_checkpoint(folder) if given.resume and folder.is_dir() else None
+    if given.resume and main:
+        print(f"going on from {checkpoint}" if checkpoint else "there is no checkpoint: starting anew")
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except KeyboardInterrupt:
+        sys.exit("\nstopped; the same command with --resume goes on from the last checkpoint")
+    if not main:
+        return
+    plot = given.out / "report.png" if importlib.util.find_spec("matplotlib") else None
+    half = len(test) // 2  # probabilities are fitted on one half and reported on the other
+    fitted = calibrate_(model, model.dataset(test.pairs[:half], progress=False))
+    report = pairwise_report(model, model.dataset(test.pairs[half:], progress=False), plot=plot)
+    model.save_pretrained(given.out / "model")
+    (given.out / "metrics.json").write_text(json.dumps(asdict(report.metrics), indent=2) + "\n")
+    print(f"\n{report}\n{fitted}\n{given.out / 'model'}, {given.out / 'metrics.json'}" + (f", {plot}" if plot else ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from tests.benchmarks.measure import interleave, run_alone
 from tests.benchmarks.pairwise_trial import DATA, ENCODER, encoder, real_pairs
-from tests.benchmarks.results import ROOT, Row, append, latest, put
+from tests.benchmarks.results import README, ROOT, Row, append, latest, put
 
 GUIDE = ROOT / "docs" / "pairwise.md"
 OURS, EARLY, BUCKETED = "PairwiseModel", "padded to 512", "bucketed"
@@ -198,6 +198,7 @@ def write_table() -> None:
         f"{', '.join(dict.fromkeys(r['commit'] for r in rows))}.",
     ]
     put(GUIDE, lines, "speed")
+    put(README, lines, "pairwise")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -7,6 +7,8 @@ without ties, tie.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from importlib.util import find_spec
 from itertools import pairwise
 
 import torch
@@ -92,6 +94,8 @@ def _not_fused(query: Tensor, dropout_p: float) -> str | None:
     """What the fused path lacks for this call; None where it can be taken."""
     if not query.is_cuda:
         return "CUDA tensors"
+    if find_spec("torch.nn.attention.varlen") is None:
+        return "a torch that has varlen_attn"
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"float16 or bfloat16, got {query.dtype}"
     return f"dropout_p=0, got {dropout_p}" if dropout_p else None
@@ -101,11 +105,16 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, ends: list[int], longest: 
            window: int | None) -> Tensor:  # fmt: skip
     from torch.nn.attention.varlen import varlen_attn
 
-    places = torch.tensor(ends, device=query.device, dtype=torch.int32)
+    places = _places(tuple(ends), query.device)
     near = (-1, -1) if window is None else (window, window)
     made = varlen_attn(query, key, value, places, places, longest, longest, scale=scale, window_size=near)
     assert isinstance(made, Tensor)
     return made
+
+
+@lru_cache(maxsize=4)  # every layer of an encoder asks for the same
+def _places(ends: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(ends, device=device, dtype=torch.int32)
 
 
 def _near(length: int, window: int, device: torch.device) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from .functional import log_probabilities
 
 _SAMPLED, _EACH = 8, 4096  # weights that are watched, and how many numbers of each
 _STEPS_TO_MOVE = 3
+_LOOK = 5  # steps from one look at the numbers to the next
 _CLEARLY = 0.01  # nats
 
 
@@ -44,9 +44,8 @@ class DeadRunGuard(TrainerCallback):
             raise ValueError(f"DeadRunGuard: window is {window} and patience {patience}, needed 1 or more")
         self.window, self.patience, self.min_moved = window, patience, min_moved
         self.trainer: Any = None  # `PairwiseTrainer` puts itself here
-        self._steps: deque[Tensor] = deque()
-        self._now: Tensor | None = None
-        self._poor = self._moving = 0
+        self._seen: Tensor | None = None  # in this window: what was bad, the loss, verdicts and labels by class
+        self._steps = self._poor = self._moving = 0
         self._start: list[tuple[nn.Parameter, Tensor]] | None = None
 
     @torch.no_grad()
@@ -59,11 +58,11 @@ class DeadRunGuard(TrainerCallback):
         said = nn.functional.one_hot(found.argmax(-1), classes).double().sum(0)
         loss = -(wanted * found.double().nan_to_num(0.0, 0.0, 0.0)).sum()
         seen = torch.cat([torch.stack([bad, loss]), said, wanted.sum(0)])
-        self._now = seen if self._now is None else self._now + seen
+        self._seen = seen if self._seen is None else self._seen + seen
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
         """Remembers some of the weights."""
-        self._steps.clear()
+        self._seen, self._steps = None, 0
         self._poor = self._moving = 0
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         weights = [p for p in model.parameters() if p.requires_grad and p.dim() == 2 and id(p) not in tables]
@@ -76,23 +75,23 @@ class DeadRunGuard(TrainerCallback):
         Raises:
             DeadRunError: The run is dead; the message says of what.
         """
-        if self._now is None:
+        self._check_motion(state, lr_scheduler)
+        if self._seen is None:
             return
-        seen = self.trainer.accelerator.reduce(self._now, "sum").cpu()
-        self._now = None
+        self._steps += 1
+        window = self.window or min(200, max(20, state.max_steps // 10))
+        if self._steps % _LOOK and self._steps < window:  # to look is to wait for the device
+            return
+        seen = self.trainer.accelerator.reduce(self._seen, "sum").cpu()
         if seen[0]:
             raise DeadRunError(
                 f"step {state.global_step}: logits are not finite; needed float32 weights, or bf16 instead of fp16"
             )
-        self._check_motion(state, lr_scheduler)
-        window = self.window or min(200, max(20, state.max_steps // 10))
-        self._steps.append(seen)
-        if len(self._steps) < window:
+        if self._steps < window:
             return
-        total = torch.stack(tuple(self._steps)).sum(0)
-        self._steps.clear()
+        self._seen, self._steps = None, 0
         if state.global_step > args.get_warmup_steps(state.max_steps):
-            self._check_window(state, total, window)
+            self._check_window(state, seen, window)
 
     def _check_motion(self, state: Any, lr_scheduler: Any) -> None:
         """After a few steps with a rate above 0, most of the weights that were remembered must have changed."""

@@ -19,11 +19,20 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from name_a_thing import made_up, own_encoder
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from heads.pairwise import PairwiseModel, PairwiseTrainer, calibrate_, freeze_, pairwise_report, read_pairs
+from heads.pairwise import (
+    DeadRunError,
+    PairwiseModel,
+    PairwiseTrainer,
+    calibrate_,
+    freeze_,
+    pairwise_report,
+    read_pairs,
+)
 
 
 def parse() -> argparse.Namespace:
@@ -42,7 +51,7 @@ def parse() -> argparse.Namespace:
     add("--epochs", type=float, default=3.0)
     add("--batch", type=int, default=32, help="pairs of a step, over all processes")
     add("--lr", type=float, help="default 3e-5, and 1e-3 for the small encoder")
-    add("--head-rate", type=float, default=30.0, help="the head's rate over the encoder's")
+    add("--head-lr-ratio", type=float, default=30.0, help="the head's rate over the encoder's")
     add("--layer-decay", type=float, default=1.0, help="of the rate, from layer to layer")
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("runs/pairwise"))
@@ -51,73 +60,76 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def pairs_of(given: argparse.Namespace, main: bool) -> list:
+def pairs_of(given: argparse.Namespace, main: bool) -> tuple[list, list]:
+    """Pairs to train on, and pairs of other prompts; where there are too few prompts for that, other pairs."""
     if given.data is None:
-        return made_up(400 if given.smoke else 4000, seed=0)
+        return made_up(400 if given.smoke else 4000, seed=0), made_up(200 if given.smoke else 1000, seed=1)
     source = given.data
-    if not Path(source).exists():
+    if not Path(source).exists() and not Path(source).suffix:
         import datasets  # only for data sets of the hub: pip install datasets
 
         source = datasets.load_dataset(source, split="train")
     pairs, report = read_pairs(source)
     if main:
         print(f"{given.data}: {report}")
-    return pairs
+    prompts = sorted({pair.prompt for pair in pairs})
+    random.Random(given.seed).shuffle(prompts)
+    held = set(prompts[: len(prompts) // 5])
+    test = [k for k, pair in enumerate(pairs) if pair.prompt in held] if held else range(0, len(pairs), 5)
+    if len(test) < 4:
+        raise ValueError(f"{len(pairs)} pairs are too few: {len(test)} would be held out")
+    test = set(test)
+    parts = [[pair for k, pair in enumerate(pairs) if (k in test) == which] for which in (False, True)]
+    return parts[0], parts[1]
 
 
-def main() -> None:
-    given = parse()
+def train(given: argparse.Namespace) -> None:
     world, main = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0)) == 0
-    if given.batch % world:
-        sys.exit(f"train_pairwise: --batch {given.batch} is not divisible by {world} processes")
+    if given.batch < world or given.batch % world:
+        raise ValueError(f"--batch {given.batch} cannot be divided over {world} processes")
     set_seed(given.seed)
-    lr = given.lr or (3e-5 if given.encoder else 1e-3)
     arguments = TrainingArguments(
         str(given.out / "checkpoints"), num_train_epochs=given.epochs, max_steps=6 if given.smoke else -1,
-        per_device_train_batch_size=given.batch // world, learning_rate=lr, warmup_steps=0.1, seed=given.seed,
-        save_strategy="steps", save_steps=3 if given.smoke else 200, save_total_limit=1, logging_steps=20,
-        report_to="none",
+        per_device_train_batch_size=given.batch // world, learning_rate=given.lr or (3e-5 if given.encoder else 1e-3),
+        warmup_steps=0.1, seed=given.seed, save_strategy="steps", save_steps=3 if given.smoke else 200,
+        save_total_limit=1, logging_steps=20, report_to="none", use_cpu=not torch.accelerator.is_available(),
     )  # fmt: skip
+    parts = pairs_of(given, main)
     with arguments.main_process_first(desc="the encoder"):
         encoder = given.encoder or own_encoder(given.out)
     model = PairwiseModel.from_encoder(
         encoder, link=given.link, pooling=given.pooling, append_prompt=given.append_prompt,
         length_feature=given.length_feature, max_tokens=given.max_tokens,
+        ties=any(pair.label == 2 or isinstance(pair.label, tuple) for part in parts for pair in part),
     )  # fmt: skip
     frozen = freeze_(model, given.freeze)
-    pairs = pairs_of(given, main)
-    prompts = sorted({pair.prompt for pair in pairs})
-    random.Random(given.seed).shuffle(prompts)
-    held = set(prompts[: max(1, len(prompts) // 5)])
-    if given.data is None:  # four prompts are too few to hold out: other pairs are
-        parts = [pairs, made_up(200 if given.smoke else 1000, seed=1)]
-    else:
-        parts = [[pair for pair in pairs if (pair.prompt in held) == test] for test in (False, True)]
-    train, test = (model.dataset(part, progress=main) for part in parts)
+    data, held = (model.dataset(part, progress=main) for part in parts)
     if main:
-        print(f"trained on {train.report}\nheld out {test.report}\n{frozen}\n{model.packing}")
+        print(f"trained on {data.report}\nheld out {held.report}\n{frozen}\n{model.packing}")
     trainer = PairwiseTrainer(
-        model=model, args=arguments, train_dataset=train, head_rate=given.head_rate if given.encoder else 1.0,
-        layer_decay=given.layer_decay,
+        model=model, args=arguments, train_dataset=data, layer_decay=given.layer_decay,
+        head_lr_ratio=given.head_lr_ratio if given.encoder else 1.0,
     )  # fmt: skip
     folder = Path(arguments.output_dir)
     checkpoint = get_last_checkpoint(folder) if given.resume and folder.is_dir() else None
     if given.resume and main:
         print(f"going on from {checkpoint}" if checkpoint else "there is no checkpoint: starting anew")
-    try:
-        trainer.train(resume_from_checkpoint=checkpoint)
-    except KeyboardInterrupt:
-        sys.exit("\nstopped; the same command with --resume goes on from the last checkpoint")
+    trainer.train(resume_from_checkpoint=checkpoint)
     if not main:
         return
-    plot = given.out / "report.png" if importlib.util.find_spec("matplotlib") else None
-    half = len(test) // 2  # probabilities are fitted on one half and reported on the other
-    fitted = calibrate_(model, model.dataset(test.pairs[:half], progress=False))
-    report = pairwise_report(model, model.dataset(test.pairs[half:], progress=False), plot=plot)
+    half = len(held) // 2  # probabilities are fitted on one half and reported on the other
+    fitted = calibrate_(model, model.dataset(held.pairs[:half], progress=False))
     model.save_pretrained(given.out / "model")
+    plot = given.out / "report.png" if importlib.util.find_spec("matplotlib") else None
+    report = pairwise_report(model, model.dataset(held.pairs[half:], progress=False), plot=plot)
     (given.out / "metrics.json").write_text(json.dumps(asdict(report.metrics), indent=2) + "\n")
     print(f"\n{report}\n{fitted}\n{given.out / 'model'}, {given.out / 'metrics.json'}" + (f", {plot}" if plot else ""))
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        train(parse())
+    except KeyboardInterrupt:
+        sys.exit("\nstopped; the same command with --resume goes on from the last checkpoint")
+    except (ValueError, DeadRunError) as error:
+        sys.exit(f"train_pairwise: {error}")

@@ -287,19 +287,21 @@ def test_the_guide_to_pairs_has_every_public_name_link_and_pooling():
 
 
 def test_the_snippets_about_pairs_run(tmp_path, monkeypatch):
-    """The guide's in order in one namespace, with a tokenizer made for them; the README's with the model they save."""
+    """The guide's in order in one namespace, with an encoder made for them; the README's with the model they save."""
     from tests.heads.pairwise.support import tokenizer_of
+    from tests.support.models import tiny
 
     monkeypatch.chdir(tmp_path)
+    tiny("bert").save_pretrained("models/encoder")
+    tokenizer_of().save_pretrained("models/encoder")
     guide = (ROOT / "docs" / "pairwise.md").read_text(encoding="utf-8")
     snippets = re.findall(r"```python\n(.*?)```", guide, re.S)
     assert len(snippets) == 2
-    namespace = {"tokenizer": tokenizer_of()}
+    namespace = {}
     for code in snippets:
         exec(code, namespace)
     assert sorted(namespace["best"].order) == [0, 1, 2]
-    (tmp_path / "models").mkdir()
-    (tmp_path / "runs" / "judge").rename(tmp_path / "models" / "judge")
+    (tmp_path / "runs" / "judge").rename(tmp_path / "runs" / "pairwise" / "model")
     readme = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
     exec(next(code for code in readme if "heads.pairwise" in code), namespace)
 

@@ -33,6 +33,7 @@ from heads.pairwise import (
     pairwise_loss,
     pairwise_metrics,
     pairwise_report,
+    swapped,
 )
 from tests.benchmarks.ablations import settings
 from tests.benchmarks.results import RESULTS, ROOT, commit, put, today
@@ -99,7 +100,8 @@ def baselines(train: list[Pair], test: list[Pair]) -> list[dict[str, Any]]:
     prior = shares.log().expand(len(test), 3)
     rows = []
     for name, found in (("the labels' own shares", prior), ("length alone", verdicts(longer[1]).detach())):
-        made = pairwise_metrics(found, labels[1], swapped_log_probabilities=found, length_difference=longer[1])
+        turned = swapped(found) if name.startswith("the labels") else found
+        made = pairwise_metrics(found, labels[1], swapped_log_probabilities=turned, length_difference=longer[1])
         rows.append({"baseline": name} | told(made))
     return rows
 
@@ -119,7 +121,6 @@ def run(setting: dict[str, Any], config: dict[str, Any], train: list[Pair], test
     model = PairwiseModel.from_encoder(
         encoder(), max_tokens=config["max_tokens"], **{name: setting[name] for name in names}
     )
-    model.head.set_tie_rate_(sum(pair.label == 2 for pair in train) / len(train))
     freeze_(model, setting["freeze"])
     frozen = setting["freeze"] == "all"
     data = [model.dataset(part, progress=False) for part in (train, test)]
@@ -131,7 +132,7 @@ def run(setting: dict[str, Any], config: dict[str, Any], train: list[Pair], test
             warmup_steps=config["warmup"],
         )  # fmt: skip
         trainer = PairwiseTrainer(
-            model=model, args=arguments, train_dataset=data[0], head_rate=1.0 if frozen else config["head_rate"]
+            model=model, args=arguments, train_dataset=data[0], head_lr_ratio=1.0 if frozen else config["head_lr_ratio"]
         )
         seconds, dead = time.process_time(), ""
         try:
@@ -172,7 +173,7 @@ def write_table() -> None:
         f"{config['train_pairs']} training pairs, {config['test_pairs']} pairs of {config['held_out_prompts']} other "
         f"prompts (so that one standard error of an accuracy is about {error:.1%}), "
         f"{config['max_tokens']} tokens, one seed; {config['epochs']} epoch at {config['learning_rate']:g}, and at "
-        f"{config['head_rate']} times that for the head; with a frozen encoder {config['frozen_epochs']} epochs at "
+        f"{config['head_lr_ratio']} times that for the head; with a frozen encoder {config['frozen_epochs']} epochs at "
         f"{config['frozen_learning_rate']:g}. Measured {found['date']} at {found['commit']}."
     )
     put(GUIDE, [*lines, "", text], "trial")

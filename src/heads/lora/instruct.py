@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
-from .modes import mode
+from ..modes import mode
 from .rows import ChatTemplate, alpaca_template, encode_prompt, read_rows
 
 IGNORED = -100

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from .modes import mode
+from ..modes import mode
 from .rows import encode_prompt
 
 Judge = Callable[[str, str], float]

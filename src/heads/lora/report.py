@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
+from ..modes import mode
 from .linear import LoraLinear
-from .modes import mode
 from .prepare import PREFIX
 
 USUAL_SCALING = (0.1, 4.0)

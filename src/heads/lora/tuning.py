@@ -13,8 +13,8 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainingArguments
 
+from ..modes import mode
 from .instruct import IGNORED, InstructionCollator
-from .modes import mode
 
 
 def instruction_arguments(output_dir: str | Path, **changes: Any) -> TrainingArguments:

@@ -14,24 +14,26 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
-from .config import PairwiseConfig
-from .rows import Pair, check_label
+from .config import CLASSES, PairwiseConfig
+from .rows import Pair, check_label, count_labels, sound
 
 _CHUNK = 256  # pairs that are tokenised at once
 
 
 @dataclass(frozen=True)
 class CutReport:
-    """How many pairs there are, what they hold, and what was cut to fit."""
+    """How many pairs there are, and of each class, what they hold, and what was cut to fit."""
 
     pairs: int
+    labels: tuple[int, ...]
     tokens: int
     prompts_cut: int
     answers_cut: int
     tokens_cut: int
 
     def __str__(self) -> str:
-        lines = [f"{self.pairs} pairs, {self.tokens} tokens"]
+        counts = ", ".join(f"{name} {count}" for name, count in zip(CLASSES, self.labels, strict=True))
+        lines = [f"{self.pairs} pairs ({counts if sum(self.labels) else 'without labels'}), {self.tokens} tokens"]
         if self.tokens_cut:
             lines.append(
                 f"  {self.prompts_cut} prompts and {self.answers_cut} answers were too long: "
@@ -71,7 +73,8 @@ class Template:
             kinds[i] for i in (0, prompt[0] if prompt else 0, prompt[-1] + 1 if prompt else 0, first[0], -1)
         )
         limit = config.max_tokens
-        assert limit is not None
+        if limit is None:
+            raise ValueError("PairwiseDataset: config.max_tokens is None; needed a number, which from_encoder finds")
         self.room = limit - len(self.before) - len(self.between) - len(self.after)
         if self.room < 2:
             raise ValueError(f"PairwiseDataset: max_tokens is {limit}, which special tokens fill; needed more")
@@ -94,6 +97,11 @@ class Template:
                 Tokens(torch.tensor(ids, dtype=torch.int32), torch.tensor(kinds, dtype=torch.int8), len(answer))
             )
         return made, len(prompt) - kept, [max(0, len(answer) - self.room + kept) for answer in answers]
+
+
+def token_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of texts, in which the names of special tokens are text as any other."""
+    return tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
 class Tokens(NamedTuple):
@@ -123,7 +131,8 @@ class PairwiseDataset(Dataset):
     Of what is too long the middle goes.
 
     Args:
-        pairs: `Pair`s, or tuples like them.
+        pairs: `Pair`s, tuples like them (prompt, a, b, label), or mappings. A label is 0 where A is better, 1 where
+            B is, 2 for a tie, or the shares of judges; of all pairs or of none.
         tokenizer: The encoder's, a fast one.
         config: A `PairwiseConfig`; of a model, ``model.config``.
         progress: Show a bar.
@@ -151,18 +160,22 @@ class PairwiseDataset(Dataset):
         template = Template(tokenizer, config)
         self._items: list[list[Tokens]] = []
         prompts_cut = answers_cut = tokens_cut = 0
-        for start in tqdm(range(0, len(self.pairs), _CHUNK), "tokenising", disable=not progress, leave=False):
+        for start in tqdm(range(0, len(self.pairs), _CHUNK), "tokenising", disable=not progress, leave=False, delay=1):
             chunk = self.pairs[start : start + _CHUNK]
             texts = [text for pair in chunk for text in pair[:3]]
-            made = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-            for prompt, a, b in zip(made[::3], made[1::3], made[2::3], strict=True):
+            made = token_ids(tokenizer, texts)
+            for number, (prompt, a, b) in enumerate(zip(made[::3], made[1::3], made[2::3], strict=True), start):
+                if not a or not b:
+                    raise ValueError(f"PairwiseDataset: pair {number}: an answer has no token that the tokenizer knows")
                 sequences, of_prompt, of_answers = template.sequences(prompt, (a, b))
                 prompts_cut += of_prompt > 0
                 answers_cut += sum(cut > 0 for cut in of_answers)
                 tokens_cut += of_prompt + sum(of_answers)
                 self._items.append(sequences)
         self.lengths = [len(one.ids) + len(other.ids) for one, other in self._items]
-        self.report = CutReport(len(self.pairs), sum(self.lengths), prompts_cut, answers_cut, tokens_cut)
+        self.report = CutReport(
+            len(self.pairs), count_labels(self.pairs), sum(self.lengths), prompts_cut, answers_cut, tokens_cut
+        )
 
     def __len__(self) -> int:
         return len(self._items)
@@ -178,24 +191,30 @@ class PairwiseDataset(Dataset):
 
 
 def _checked(number: int, pair: Any, classes: int) -> Pair:
+    if isinstance(pair, Mapping) and {"prompt", "a", "b"} <= set(pair):
+        pair = (pair["prompt"], pair["a"], pair["b"], pair.get("label"))
     if not isinstance(pair, (tuple, list)) or len(pair) not in (3, 4):
         raise ValueError(
             f"PairwiseDataset: pair {number} is {pair!r:.60}; needed (prompt, a, b) or (prompt, a, b, label)"
         )
-    check_texts(f"PairwiseDataset: pair {number}", pair[0], pair[1:3])
+    check_texts(f"PairwiseDataset: pair {number}", dict(zip(("prompt", "a", "b"), pair, strict=False)))
     try:
         return Pair(pair[0], pair[1], pair[2], check_label(pair[3], classes) if len(pair) == 4 else None)
     except ValueError as error:
         raise ValueError(f"PairwiseDataset: pair {number}: {error}") from error
 
 
-def check_texts(operation: str, prompt: Any, answers: Sequence[Any]) -> None:
-    """Refuse what is not text, and empty answers."""
-    for name, text in (("the prompt", prompt), *(("an answer", answer) for answer in answers)):
+def check_texts(operation: str, texts: Mapping[str, Any]) -> None:
+    """Refuse what is not text, and answers, which are all but the prompt, that are empty."""
+    for name, text in texts.items():
         if not isinstance(text, str):
             raise ValueError(f"{operation}: {name} is {text!r:.60}, needed text")
-    if not all(answer.strip() for answer in answers):
-        raise ValueError(f"{operation}: an answer is empty, needed text")
+        if name != "prompt" and not text.strip():
+            raise ValueError(f"{operation}: {name} is empty, needed an answer")
+        try:
+            sound(name, text)
+        except ValueError as error:
+            raise ValueError(f"{operation}: {error}") from error
 
 
 def flat_batch(groups: Iterable[tuple[Sequence[Tokens], Sequence[tuple[int, int]]]]) -> dict[str, Tensor]:

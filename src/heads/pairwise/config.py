@@ -38,7 +38,6 @@ class PairwiseConfig(PreTrainedConfig):
         label_smoothing: Share of each target that is spread over all classes.
         swap_consistency: Weight of the divergence between both orders' verdicts, for ``"concat"``: both orders are
             trained then, at the price of the head alone.
-        calibration_temperature: By which logits are divided; `PairwiseModel.calibrate_` fits it.
         **rest: Of `transformers.PreTrainedConfig`.
 
     Raises:
@@ -70,7 +69,6 @@ class PairwiseConfig(PreTrainedConfig):
         max_prompt_tokens: int | None = None,
         label_smoothing: float = 0.0,
         swap_consistency: float = 0.0,
-        calibration_temperature: float = 1.0,
         **rest: Any,
     ):
         if isinstance(encoder, dict):
@@ -90,7 +88,6 @@ class PairwiseConfig(PreTrainedConfig):
         self.max_prompt_tokens = max_prompt_tokens
         self.label_smoothing = label_smoothing
         self.swap_consistency = swap_consistency
-        self.calibration_temperature = calibration_temperature
         known = set(vars(self))
         for name in rest:
             near = difflib.get_close_matches(name, known, 1, 0.8)
@@ -110,8 +107,6 @@ class PairwiseConfig(PreTrainedConfig):
                 _refuse(name, getattr(self, name), "a share in [0, 1)")
         if self.swap_consistency < 0:
             _refuse("swap_consistency", self.swap_consistency, "a weight of at least 0")
-        if not self.calibration_temperature > 0:
-            _refuse("calibration_temperature", self.calibration_temperature, "a number above 0")
         for name in ("max_tokens", "max_prompt_tokens"):
             held = getattr(self, name)
             if held is not None and (not isinstance(held, int) or held < 1):

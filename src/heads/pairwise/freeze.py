@@ -47,9 +47,17 @@ def freeze_(model: Any, what: str) -> FreezeReport:
         what: ``"all"`` of the encoder, ``"bottom:6"`` for the embeddings and the lowest six layers, ``"embeddings"``,
             or ``"none"``.
 
+    >>> from heads.pairwise import PairwiseConfig, PairwiseModel
+    >>> from transformers import BertConfig
+    >>> small = BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=2, num_attention_heads=1, intermediate_size=8)
+    >>> print(freeze_(PairwiseModel(PairwiseConfig(encoder=small)), "bottom:1"))
+    frozen: embeddings, encoder.layer.0 (4,664 parameters); 473 train
+
     Raises:
-        ValueError: Another word, more layers than there are, layers that share parameters.
+        ValueError: Another word, more layers than there are, layers that share parameters, a model with adapters.
     """
+    if any("lora_" in name for name, _ in model.named_parameters()):
+        raise ValueError("freeze_: the model has adapters, and peft has frozen the rest; needed a model without")
     parts = _parts(model.encoder, what)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
@@ -70,7 +78,7 @@ def _parts(encoder: Any, what: str) -> list[tuple[str, nn.Module]]:
         found.append(("embeddings_project", encoder.embeddings_project))
     if what == "embeddings":
         return found
-    kind, _, count = what.partition(":")
+    kind, _, count = str(what).partition(":")
     if kind != "bottom" or not count.isdigit():
         raise ValueError(f"freeze_: what is {what!r}; needed 'all', 'bottom:6' or so, 'embeddings' or 'none'")
     name, layers = encoder_layers(encoder)
@@ -80,7 +88,7 @@ def _parts(encoder: Any, what: str) -> list[tuple[str, nn.Module]]:
 
 
 def parameter_groups(
-    model: Any, *, learning_rate: float, weight_decay: float = 0.0, layer_decay: float = 1.0, head_rate: float = 1.0
+    model: Any, *, learning_rate: float, weight_decay: float = 0.0, layer_decay: float = 1.0, head_lr_ratio: float = 1.0
 ) -> list[dict[str, Any]]:
     """Groups for an optimizer: the encoder's rate falls from layer to layer towards the embeddings.
 
@@ -92,7 +100,10 @@ def parameter_groups(
         learning_rate: Of the encoder's top layer.
         weight_decay: Of weights.
         layer_decay: In (0, 1].
-        head_rate: The head's rate over ``learning_rate``.
+        head_lr_ratio: The head's rate over ``learning_rate``.
+
+    Returns:
+        Groups; the first has ``learning_rate``, so that it is what a trainer logs.
 
     Raises:
         ValueError: A decay outside (0, 1], or one below 1 for an encoder whose layers share parameters.
@@ -113,7 +124,8 @@ def parameter_groups(
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            rate = head_rate if id(parameter) in head else layer_decay ** depth_of.get(id(parameter), 0)
+            rate = head_lr_ratio if id(parameter) in head else layer_decay ** depth_of.get(id(parameter), 0)
             decay = weight_decay if name in decayed and parameter.dim() > 1 else 0.0
             groups.setdefault((learning_rate * rate, decay), []).append(parameter)
-    return [{"params": held, "lr": rate, "weight_decay": decay} for (rate, decay), held in groups.items()]
+    ordered = sorted(groups.items(), key=lambda group: group[0][0] != learning_rate)
+    return [{"params": held, "lr": rate, "weight_decay": decay} for (rate, decay), held in ordered]

@@ -6,10 +6,11 @@ without ties, tie.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from functools import lru_cache
-from importlib.util import find_spec
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -94,22 +95,32 @@ def _not_fused(query: Tensor, dropout_p: float) -> str | None:
     """What the fused path lacks for this call; None where it can be taken."""
     if not query.is_cuda:
         return "CUDA tensors"
-    if find_spec("torch.nn.attention.varlen") is None:
-        return "a torch that has varlen_attn"
+    if _varlen() is None:
+        return "a torch with a varlen_attn that takes windows"
+    if torch.cuda.get_device_capability(query.device) < (8, 0):
+        return "a GPU of compute capability 8.0 or more"
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"float16 or bfloat16, got {query.dtype}"
+    if query.shape[-1] % 8 or query.shape[-1] > 256:
+        return f"heads whose width is a multiple of 8, 256 at most, got {query.shape[-1]}"
     return f"dropout_p=0, got {dropout_p}" if dropout_p else None
+
+
+@lru_cache(maxsize=1)
+def _varlen() -> Any:
+    """Torch's variable-length attention; None where it does not have it, or an early form."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if {"scale", "window_size"} <= set(inspect.signature(varlen_attn).parameters) else None
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, ends: list[int], longest: int, scale: float | None,
            window: int | None) -> Tensor:  # fmt: skip
-    from torch.nn.attention.varlen import varlen_attn
-
     places = _places(tuple(ends), query.device)
     near = (-1, -1) if window is None else (window, window)
-    made = varlen_attn(query, key, value, places, places, longest, longest, scale=scale, window_size=near)
-    assert isinstance(made, Tensor)
-    return made
+    return _varlen()(query, key, value, places, places, longest, longest, scale=scale, window_size=near)
 
 
 @lru_cache(maxsize=4)  # every layer of an encoder asks for the same

@@ -12,9 +12,9 @@ from .config import CLASSES
 from .functional import log_probabilities
 
 _SAMPLED, _EACH = 8, 4096  # weights that are watched, and how many numbers of each
-_STEPS_TO_MOVE = 3
+_STEPS_TO_MOVE = 10  # after warm-up: LoRA's A waits for B, and B for a new head
+_PATIENT = 0.3  # of a run: what is weak shows late
 _LOOK = 5  # steps from one look at the numbers to the next
-_CLEARLY = 0.01  # nats
 
 
 class DeadRunError(RuntimeError):
@@ -24,8 +24,9 @@ class DeadRunError(RuntimeError):
 class DeadRunGuard(TrainerCallback):
     """Stops a run that is dead, with the reason.
 
-    Dead are logits that are not finite, weights that do not move, and, several windows running after warm-up, a
-    log-loss no better than that of the labels' own shares, or hardly better with the same verdict for every pair.
+    Dead are logits that are not finite, weights that have not moved shortly after warm-up, and, after three tenths of
+    the run, a log-loss that is several windows running no better than that of the labels' own shares, by a standard
+    error. That is also what one and the same verdict for every pair amounts to.
 
     In float16 or bfloat16, and at small rates, an optimizer's step can be less than half of a weight's last bit; the
     weight then never moves, and the run looks like one that learns slowly.
@@ -44,8 +45,8 @@ class DeadRunGuard(TrainerCallback):
             raise ValueError(f"DeadRunGuard: window is {window} and patience {patience}, needed 1 or more")
         self.window, self.patience, self.min_moved = window, patience, min_moved
         self.trainer: Any = None  # `PairwiseTrainer` puts itself here
-        self._seen: Tensor | None = None  # in this window: what was bad, the loss, verdicts and labels by class
-        self._steps = self._poor = self._moving = 0
+        self._seen: Tensor | None = None  # of this window: verdicts, labels, losses and their squares, by class
+        self._steps = self._poor = 0
         self._start: list[tuple[nn.Parameter, Tensor]] | None = None
 
     @torch.no_grad()
@@ -53,17 +54,18 @@ class DeadRunGuard(TrainerCallback):
         """What a micro-batch of training came to: (P, C) logits and labels."""
         classes = logits.shape[-1]
         found = log_probabilities(logits.detach().float())
-        wanted = labels.double() if labels.dim() == 2 else nn.functional.one_hot(labels, classes).double()
-        bad = (~torch.isfinite(found)).any().double()
-        said = nn.functional.one_hot(found.argmax(-1), classes).double().sum(0)
-        loss = -(wanted * found.double().nan_to_num(0.0, 0.0, 0.0)).sum()
-        seen = torch.cat([torch.stack([bad, loss]), said, wanted.sum(0)])
+        wanted = labels.float() if labels.dim() == 2 else nn.functional.one_hot(labels, classes).float()
+        bad = (~torch.isfinite(found)).any().float()
+        said = nn.functional.one_hot(found.argmax(-1), classes).float()
+        lost = -found.nan_to_num(0.0, 0.0, 0.0)
+        seen = torch.stack([said.sum(0), wanted.sum(0), (wanted * lost).sum(0), (wanted * lost.square()).sum(0)])
+        seen = torch.cat([bad.expand(4, 1), seen], 1)
         self._seen = seen if self._seen is None else self._seen + seen
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
         """Remembers some of the weights."""
         self._seen, self._steps = None, 0
-        self._poor = self._moving = 0
+        self._poor = 0
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         weights = [p for p in model.parameters() if p.requires_grad and p.dim() == 2 and id(p) not in tables]
         chosen = weights[:: max(1, len(weights) // _SAMPLED)][:_SAMPLED]
@@ -75,60 +77,58 @@ class DeadRunGuard(TrainerCallback):
         Raises:
             DeadRunError: The run is dead; the message says of what.
         """
-        self._check_motion(state, lr_scheduler)
+        warm = args.get_warmup_steps(state.max_steps)
+        if self._start is not None and state.global_step >= warm + _STEPS_TO_MOVE:
+            self._check_motion(state, lr_scheduler)
         if self._seen is None:
             return
         self._steps += 1
         window = self.window or min(200, max(20, state.max_steps // 10))
         if self._steps % _LOOK and self._steps < window:  # to look is to wait for the device
             return
-        seen = self.trainer.accelerator.reduce(self._seen, "sum").cpu()
-        if seen[0]:
+        seen = self.trainer.accelerator.reduce(self._seen, "sum").cpu().double()
+        if seen[0, 0]:
             raise DeadRunError(
                 f"step {state.global_step}: logits are not finite; needed float32 weights, or bf16 instead of fp16"
             )
         if self._steps < window:
             return
         self._seen, self._steps = None, 0
-        if state.global_step > args.get_warmup_steps(state.max_steps):
-            self._check_window(state, seen, window)
+        if state.global_step > max(warm, _PATIENT * state.max_steps):
+            self._check_window(state, seen[:, 1:], window)
 
     def _check_motion(self, state: Any, lr_scheduler: Any) -> None:
-        """After a few steps with a rate above 0, most of the weights that were remembered must have changed."""
-        if self._start is None or lr_scheduler is None:
-            return
-        self._moving += max(lr_scheduler.get_last_lr()) > 0
-        if self._moving <= _STEPS_TO_MOVE:
-            return
-        watched, self._start = self._start, None
-        moved = [float((_sample(p) != before).double().mean()) for p, before in watched]
+        """A few steps after warm-up, most of the weights that were remembered must have changed."""
+        watched, self._start = self._start or [], None
+        moved = [float((_sample(p) != before).float().mean()) for p, before in watched]
         share = sum(moved) / max(1, len(moved))
-        rate = max(lr_scheduler.get_last_lr())
         if watched and share < self.min_moved:
             dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p, _ in watched}))
             raise DeadRunError(
-                f"step {state.global_step}: only {share:.0%} of the weights have moved; either {dtypes} is too coarse "
-                f"for a learning rate of {rate:.2g}, or steps are skipped; needed float32 weights"
+                f"step {state.global_step}: only {share:.0%} of the weights have moved; a learning rate of "
+                f"{max(lr_scheduler.get_last_lr()):.2g} is too small for {dtypes}, or steps are skipped; needed a "
+                "larger one, or float32 weights"
             )
 
-    def _check_window(self, state: Any, total: Tensor, window: int) -> None:
-        classes, step = (len(total) - 2) // 2, f"step {state.global_step}"
-        said, labels = total[2 : 2 + classes], total[2 + classes :]
-        shares = labels / labels.sum()
+    def _check_window(self, state: Any, seen: Tensor, window: int) -> None:
+        """The log-loss must be below that of the labels' own shares, by more than one standard error."""
+        said, labels, lost, squares = seen
+        count, shares = float(labels.sum()), labels / labels.sum()
         fair = shares.clone()  # a head that is fair to A and B cannot know which of them wins more often
         fair[:2] = shares[:2].mean()
-        prior = float(-(shares * fair.clamp(min=1e-12).log()).sum() + (classes - 1) / (2 * labels.sum()))
-        loss = float(total[1] / labels.sum())
-        one = int((said > 0).sum()) == 1 and float(shares.max()) < 0.9
-        poor = loss >= prior or (one and loss > prior - _CLEARLY)
-        self._poor = self._poor + 1 if poor else 0
+        prior = -fair.clamp(min=1e-12).log()  # of each class
+        gain = float((labels * prior - lost).sum()) / count  # of each pair, on average, and its variance
+        spread = float((squares - 2 * prior * lost + labels * prior.square()).sum()) / count - gain**2
+        self._poor = self._poor + 1 if gain <= (max(spread, 0.0) / count) ** 0.5 else 0
         if self._poor < self.patience:
             return
-        what = f"every verdict was {CLASSES[int(said.argmax())]}, and " if one else ""
+        same = f"every verdict was {CLASSES[int(said.argmax())]}, and " if int((said > 0).sum()) == 1 else ""
         told = ", ".join(f"{share:.0%}" for share in shares)
+        loss, known = float(lost.sum()) / count, float((labels * prior).sum()) / count
         raise DeadRunError(
-            f"{step}: {what}log-loss {loss:.4f} over {window} steps is no better than the {prior:.4f} of the labels' "
-            f"own shares ({told}), {self._poor} times running; needed another learning rate, or other data"
+            f"step {state.global_step}: {same}log-loss {loss:.4f} over {window} steps is no better than the "
+            f"{known:.4f} of the labels' own shares ({told}), {self._poor} times running; needed another learning "
+            "rate, or other data"
         )
 
 

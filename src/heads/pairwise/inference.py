@@ -6,14 +6,14 @@ Shapes: N pairs, C classes, K answers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
 
+from ..modes import mode
 from .collate import PairwiseCollator, PairwiseDataset
 from .config import CLASSES
 from .functional import log_probabilities, swapped
@@ -60,25 +60,15 @@ class Ranking:
 
 
 def verdicts_of(found: Tensor) -> Tensor:
-    """(N, C) log-probabilities to (N,) classes; A and B that are equally likely, and the likeliest, are a tie (2).
+    """(N, C) log-probabilities to (N,) classes; of three, A and B that are both the likeliest make a tie.
 
     >>> verdicts_of(torch.tensor([[0.1, 0.9, 0.0], [0.5, 0.5, 0.0]]))
     tensor([1, 2])
     """
     best = found.argmax(-1)
+    if found.shape[-1] == 2:
+        return best
     return torch.where((found[..., 0] == found[..., 1]) & (best < 2), 2, best)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Any:
-    """Every module in evaluation for a while, and afterwards as it was."""
-    before = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, was in before.items():
-            module.training = was
 
 
 @torch.no_grad()
@@ -99,8 +89,8 @@ def predict_pairs(model: Any, data: PairwiseDataset, *, batch_size: int = 32, pr
     order = sorted(range(len(data)), key=lambda i: data.lengths[i])
     collate, device = PairwiseCollator(), next(model.parameters()).device
     made, turned, scores = [], [], []
-    with evaluating(model):
-        for start in tqdm(range(0, len(order), batch_size), "judging", disable=not progress, leave=False):
+    with mode(model, training=False):
+        for start in tqdm(range(0, len(order), batch_size), "judging", disable=not progress, leave=False, delay=1):
             batch = collate([data[i] for i in order[start : start + batch_size]])
             batch = {name: value.to(device) for name, value in batch.items() if name != "labels"}
             found = model(**batch, both_orders=True)
@@ -114,8 +104,8 @@ def predict_pairs(model: Any, data: PairwiseDataset, *, batch_size: int = 32, pr
     return Predictions(first, torch.cat(turned)[back], torch.cat(scores)[back] if scores else None)
 
 
-def bradley_terry(wins: Tensor, *, iterations: int = 10_000) -> Tensor:
-    """Scores whose differences explain a table of wins best (Bradley and Terry 1952), by Hunter's MM steps (2004).
+def bradley_terry(wins: Tensor, *, iterations: int = 200) -> Tensor:
+    """Scores whose differences explain a table of wins best (Bradley and Terry 1952), by Newton's method.
 
     Args:
         wins: (K, K), how often, or how likely, the row beat the column; a tie is half a win for both.
@@ -125,7 +115,8 @@ def bradley_terry(wins: Tensor, *, iterations: int = 10_000) -> Tensor:
         (K,) float64 log-strengths that sum to 0.
 
     Raises:
-        ValueError: A table that is not square, or an answer that never won or never lost: its score has no bound.
+        ValueError: A table that is not square, numbers below 0 or not finite, or answers of which some never won
+            against the rest: no finite scores explain that best.
 
     >>> wins = torch.tensor([[0.0, 3.0], [1.0, 0.0]])
     >>> scores = bradley_terry(wins)
@@ -134,20 +125,34 @@ def bradley_terry(wins: Tensor, *, iterations: int = 10_000) -> Tensor:
     """
     if wins.dim() != 2 or wins.shape[0] != wins.shape[1]:
         raise ValueError(f"bradley_terry: wins is {list(wins.shape)}, needed (K, K)")
-    table = wins.double() * (1 - torch.eye(len(wins), dtype=torch.float64))
+    count = len(wins)
+    table = wins.double() * (1 - torch.eye(count, dtype=torch.float64))
+    if not (torch.isfinite(table).all() and (table >= 0).all()):
+        raise ValueError("bradley_terry: wins has numbers below 0 or not finite")
+    reached = torch.eye(count, dtype=torch.bool) | (table > 0)
+    for _ in range(count):
+        reached = (reached.double() @ reached.double()) > 0
+    if not reached.all():
+        raise ValueError("bradley_terry: some never won against the rest, so that no finite scores are best")
     won, games = table.sum(1), table + table.T
-    if len(wins) > 1 and not (won.min() > 0 and table.sum(0).min() > 0):
-        raise ValueError("bradley_terry: one never won or never lost, and has no finite score")
-    scores = torch.zeros(len(wins), dtype=torch.float64)
-    for _ in range(iterations if len(wins) > 1 else 0):
-        strength = scores.exp()
-        moved = (won / (games / (strength[:, None] + strength[None])).sum(1)).log()
-        moved = moved - moved.mean()
-        still = (moved - scores).abs().max() < 1e-12
-        scores = moved
-        if still:
+    ones = torch.ones(count, count, dtype=torch.float64)
+
+    def likelihood(scores: Tensor) -> Tensor:
+        return (table * torch.nn.functional.logsigmoid(scores[:, None] - scores[None])).sum()
+
+    scores = torch.zeros(count, dtype=torch.float64)
+    for _ in range(iterations):
+        expected = torch.sigmoid(scores[:, None] - scores[None])
+        slope = won - (games * expected).sum(1)
+        bend = games * expected * (1 - expected)
+        step = torch.linalg.solve(bend.sum(1).diag() - bend + ones / count, slope)
+        size = min(1.0, 2.0 / max(float(step.abs().max()), 1e-300))
+        while size > 1e-9 and likelihood(scores + size * step) < likelihood(scores):
+            size /= 2
+        scores = scores + size * step
+        if float(step.abs().max()) < 1e-10:
             break
-    return scores
+    return scores - scores.mean()
 
 
 def ranking_of(log_probs: Tensor, pairs: Sequence[tuple[int, int]], count: int) -> Ranking:
@@ -157,5 +162,5 @@ def ranking_of(log_probs: Tensor, pairs: Sequence[tuple[int, int]], count: int) 
     wins = torch.full((count, count), 0.5, dtype=torch.float64)
     for (i, j), a, b, tie in zip(pairs, shares[:, 0], shares[:, 1], ties, strict=True):
         wins[i, j], wins[j, i] = a + tie, b + tie
-    scores = bradley_terry(wins.clamp(1e-12, 1 - 1e-12))
+    scores = bradley_terry(wins.clamp(1e-9, 1 - 1e-9))
     return Ranking(tuple(scores.argsort(descending=True, stable=True).tolist()), scores, wins)

@@ -18,6 +18,7 @@ from .functional import davidson, rao_kupper
 class PairwiseHead(nn.Module):
     """Logits of A, B and tie from the features of two answers.
 
+    A calibrated model's logits are divided in evaluation by the buffer ``temperature``, which weights are saved with.
     But for ``"concat"``, swapping the answers swaps the first two logits and moves no bit: both answers go through the
     same products, one after the other, and what follows treats them alike.
 
@@ -48,9 +49,10 @@ class PairwiseHead(nn.Module):
             seen = hidden_features
         else:
             self.inner = nn.Identity()
-        scored = link in ("davidson", "rao-kupper")
-        self.outer = nn.Linear(seen, outs, bias=not scored)  # only differences of scores count
-        self.tie = nn.Parameter(torch.zeros(())) if ties and scored else None
+        self.outer = nn.Linear(seen, outs, bias=link == "concat")  # elsewhere only differences count
+        self.tie = nn.Parameter(torch.zeros(())) if ties and link != "concat" else None
+        self.temperature: Tensor
+        self.register_buffer("temperature", torch.ones(()))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -60,6 +62,7 @@ class PairwiseHead(nn.Module):
         nn.init.zeros_(self.outer.weight)
         if self.outer.bias is not None:
             nn.init.zeros_(self.outer.bias)
+        nn.init.ones_(self.temperature)
         self.set_tie_rate_(1 / 3)
 
     @torch.no_grad()
@@ -78,10 +81,10 @@ class PairwiseHead(nn.Module):
         log_nu = math.log(2 * rate / (1 - rate))
         if self.tie is None:
             self.outer.bias[-1] = log_nu
-        elif self.link == "davidson":
-            self.tie.fill_(log_nu)
-        else:
+        elif self.link == "rao-kupper":
             self.tie.fill_(_inverse_softplus(math.log((1 + rate) / (1 - rate))))
+        else:
+            self.tie.fill_(log_nu)
 
     @property
     def untrained(self) -> bool:
@@ -107,7 +110,9 @@ class PairwiseHead(nn.Module):
             one, other = (self._layers(torch.cat([d, *common], -1)) for d in (a - b, b - a))
             wins = 0.5 * (one[:, 0] - other[:, 0])
             logits = [wins, -wins]
-            return torch.stack([*logits, 0.5 * (one[:, 1] + other[:, 1])] if self.ties else logits, -1)
+            if self.tie is not None:
+                logits.append(0.5 * (one[:, 1] + other[:, 1]) + self.tie)
+            return torch.stack(logits, -1)
         score_a, score_b = self.score(a), self.score(b)
         if self.tie is None:
             return torch.stack([score_a, score_b], -1)
@@ -159,22 +164,13 @@ class Pool(nn.Module):
         states = states.float()
         if self.pooling == "first":
             return states[lengths.cumsum(0) - lengths]
-        owner = torch.arange(len(lengths), device=states.device).repeat_interleave(lengths, output_size=len(states))
-        empty = states.new_zeros(len(lengths), states.shape[1])
-        if self.pooling == "max":
-            index = owner[:, None].expand_as(states)
-            return empty.scatter_reduce(0, index, states, "amax", include_self=False)
-        if self.query is None:
-            return empty.index_add(0, owner, states) / lengths[:, None]
+        if self.query is None:  # sums in a fixed order on every device, unlike index_add
+            return torch.segment_reduce(states, self.pooling, lengths=lengths, axis=0)
         scores = F.linear(states, self.query.weight.to(states.dtype))[:, 0]
-        top = (
-            scores.detach()
-            .new_zeros(len(lengths))
-            .scatter_reduce(0, owner, scores.detach(), "amax", include_self=False)
-        )
-        weights = (scores - top[owner]).exp()
-        total = weights.new_zeros(len(lengths)).index_add(0, owner, weights)
-        return empty.index_add(0, owner, states * weights[:, None]) / total[:, None]
+        top = torch.segment_reduce(scores.detach(), "max", lengths=lengths)
+        weights = (scores - top.repeat_interleave(lengths, output_size=len(states))).exp()
+        total = torch.segment_reduce(weights, "sum", lengths=lengths)
+        return torch.segment_reduce(states * weights[:, None], "sum", lengths=lengths, axis=0) / total[:, None]
 
     def extra_repr(self) -> str:
         """The kind."""

@@ -17,6 +17,7 @@ from .config import CLASSES
 from .inference import verdicts_of
 
 _BINS = 15
+LEAST, MOST = 0.02, 50.0  # temperatures
 
 
 @dataclass(frozen=True)
@@ -94,18 +95,18 @@ def pairwise_metrics(
         raise ValueError(
             f"pairwise_metrics: {list(found.shape)} verdicts and {list(wanted.shape)} labels; needed (N, C)"
         )
-    best = verdicts_of(found).clamp(max=classes - 1)
+    best = verdicts_of(found)
     right = wanted.gather(1, best[:, None])[:, 0]
     prior = wanted.mean(0)
     confusion = torch.zeros(classes, classes, dtype=torch.float64).index_add(1, best, wanted.T)
     flips = float("nan")
     if swapped_log_probabilities is not None:
-        flips = float((verdicts_of(swapped_log_probabilities.double()).clamp(max=classes - 1) != best).double().mean())
+        flips = float((verdicts_of(swapped_log_probabilities.double()) != best).double().mean())
     longer = None if length_difference is None else torch.as_tensor(length_difference).double()
     return PairwiseMetrics(
         pairs=len(found),
         accuracy=float(right.mean()),
-        log_loss=float(-(wanted * found).sum(1).mean()),
+        log_loss=float(torch.where(wanted > 0, -wanted * found, 0.0).sum(1).mean()),
         log_loss_prior=float(torch.special.entr(prior).sum()),
         log_loss_uniform=float(torch.tensor(float(classes)).double().log()),
         calibration_error=_calibration(found.gather(1, best[:, None])[:, 0].exp(), right),
@@ -146,12 +147,20 @@ def fit_temperature(logits: Tensor, labels: Sequence[Any] | Tensor) -> float:
         logits: (N, C), on data that was not trained on.
         labels: (N,) classes or (N, C) shares.
 
+    Raises:
+        ValueError: No pairs, or logits that are not finite.
+
+    Returns:
+        The temperature, within 0.02 and 50: where every verdict is right there is no best one.
+
     >>> fit_temperature(torch.tensor([[8.0, 0.0], [8.0, 0.0], [8.0, 0.0], [8.0, 0.0]]), [0, 0, 0, 1])  # 3 : 1
     7.2819...
     """
     logits = logits.double()
+    if not len(logits) or not torch.isfinite(logits).all():
+        raise ValueError(f"fit_temperature: logits are {list(logits.shape)}, needed pairs, and finite numbers")
     wanted = (shares_of(labels, logits.shape[-1]) * logits).sum(1).mean()
-    low, high = 1e-3, 1e3
+    low, high = 1 / MOST, 1 / LEAST
     for _ in range(100):
         middle = (low * high) ** 0.5
         mean = ((middle * logits).softmax(-1) * logits).sum(1).mean()

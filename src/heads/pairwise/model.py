@@ -6,6 +6,7 @@ Shapes: T tokens of all sequences, S sequences, P pairs, C classes, W width of t
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from .collate import PairwiseDataset, Template, check_texts, flat_batch
+from ..modes import mode
+from .collate import PairwiseDataset, Template, check_texts, flat_batch, token_ids
 from .config import PairwiseConfig
 from .functional import log_probabilities, pairwise_loss, swap_divergence, swapped
-from .inference import Predictions, Ranking, evaluating, predict_pairs, ranking_of
+from .inference import Predictions, Ranking, predict_pairs, ranking_of
 from .links import PairwiseHead, Pool
 from .packing import PackingReport, check_packing, encode_packed, encode_padded
 
@@ -98,7 +100,7 @@ class PairwiseModel(PreTrainedModel):
         Args:
             encoder: A folder, a hub id, or a model; of one with a head of its own, the encoder inside. Its pooler is
                 dropped.
-            tokenizer: The encoder's; loaded from the same place when None and a place is given.
+            tokenizer: The encoder's, or where it is; loaded from the encoder's place when None and a place is given.
             dtype: Of the encoder's weights; None keeps the checkpoint's. Half precision is for those who know that the
                 encoder can be trained in it.
             **options: Fields of `PairwiseConfig`.
@@ -106,16 +108,23 @@ class PairwiseModel(PreTrainedModel):
         Raises:
             ValueError: A tokenizer that is not the encoder's, an encoder without hidden states, an unknown option.
         """
+        fields = [name for name in inspect.signature(PairwiseConfig).parameters if name not in ("encoder", "rest")]
+        if not set(options) <= set(fields):
+            unknown = ", ".join(sorted(set(options) - set(fields)))
+            raise ValueError(f"from_encoder: there is no option {unknown}; there are {', '.join(fields)}")
         if isinstance(encoder, (str, Path)):
             place = str(encoder)
             encoder = AutoModel.from_pretrained(place, dtype="auto" if dtype is None else dtype)
             tokenizer = AutoTokenizer.from_pretrained(place) if tokenizer is None else tokenizer
+        if isinstance(tokenizer, (str, Path)):
+            tokenizer = AutoTokenizer.from_pretrained(str(tokenizer))
         if not isinstance(encoder, PreTrainedModel):
             raise ValueError(f"from_encoder: encoder is a {type(encoder).__name__}; needed a transformers model")
         inner: Any = getattr(encoder, encoder.base_model_prefix, encoder)
         inner = inner if dtype is None else inner.to(dtype)
         if getattr(inner.config, "is_encoder_decoder", False) or not hasattr(inner.config, "hidden_size"):
             raise ValueError(f"from_encoder: {type(inner).__name__} is no encoder that gives hidden states of a text")
+        _try(inner)
         packing = check_packing(inner)
         if tokenizer is not None:
             _check_tokenizer(tokenizer, inner)
@@ -210,7 +219,7 @@ class PairwiseModel(PreTrainedModel):
     def compare(self, a: Tensor, b: Tensor, labels: Tensor | None = None, both_orders: bool = False) -> PairwiseOutput:
         """The same from (P, W) features of A and of B, which need no encoder."""
         a, b = (part.to(self.head.outer.weight.dtype) for part in (a, b))
-        divisor = 1.0 if self.training else self.config.calibration_temperature
+        divisor = 1.0 if self.training else self.head.temperature
         logits = self.head(a, b) / divisor
         consistent = self.config.swap_consistency if self.config.link == "concat" and labels is not None else 0.0
         other = self.head(b, a) / divisor if both_orders or consistent else None
@@ -244,7 +253,9 @@ class PairwiseModel(PreTrainedModel):
         Raises:
             ValueError: Lists of different lengths, texts that are not text, empty answers.
         """
-        if isinstance(prompts, str) or not len(prompts) == len(a) == len(b):
+        if any(isinstance(part, str) for part in (prompts, a, b)):
+            raise ValueError("predict: prompts, a and b are texts; needed lists of texts")
+        if not len(prompts) == len(a) == len(b):
             raise ValueError(
                 f"predict: {len(prompts)} prompts, {len(a)} and {len(b)} answers; needed lists of one length"
             )
@@ -265,18 +276,32 @@ class PairwiseModel(PreTrainedModel):
         if isinstance(answers, str) or len(answers) < 2:
             raise ValueError(f"rank: answers are {answers!r:.60}, needed two texts or more")
         pairs = [(i, j) for j in range(len(answers)) for i in range(j)]
-        check_texts("rank", prompt, answers)
-        ids = self._own_tokenizer([prompt, *answers], add_special_tokens=False, verbose=False)["input_ids"]
+        check_texts("rank", {"prompt": prompt} | {f"answer {k}": answer for k, answer in enumerate(answers)})
+        ids = token_ids(self._own_tokenizer, [prompt, *answers])
+        if not all(ids[1:]):
+            raise ValueError("rank: an answer has no token that the tokenizer knows")
         sequences = Template(self._own_tokenizer, self.config).sequences(ids[0], ids[1:])[0]
-        with evaluating(self):
-            found = self(**{name: value.to(self.device) for name, value in flat_batch([(sequences, pairs)]).items()})
-        return ranking_of(log_probabilities(found.logits).cpu(), pairs, len(answers))
+        batch = {name: value.to(self.device) for name, value in flat_batch([(sequences, pairs)]).items()}
+        with mode(self, training=False):
+            found = self(**batch, both_orders=True)
+        orders = [log_probabilities(found.logits), swapped(log_probabilities(found.swapped_logits))]
+        return ranking_of(torch.stack(orders).exp().mean(0).log().cpu(), pairs, len(answers))
 
     @property
     def _own_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise ValueError("PairwiseModel: it has no tokenizer; needed model.tokenizer = the encoder's")
         return self.tokenizer
+
+
+@torch.no_grad()
+def _try(encoder: Any) -> None:
+    """Refuse what gives no hidden states of two tokens."""
+    try:
+        with mode(encoder, training=False):
+            encode_padded(encoder, torch.ones(2, dtype=torch.long, device=encoder.device), [2], None)
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise ValueError(f"from_encoder: {type(encoder).__name__} cannot read two tokens: {error}") from error
 
 
 def _check_tokenizer(tokenizer: Any, encoder: Any) -> None:
@@ -286,12 +311,12 @@ def _check_tokenizer(tokenizer: Any, encoder: Any) -> None:
         raise ValueError(
             f"from_encoder: the tokenizer has {len(tokenizer)} tokens, the encoder {rows}; is it another's?"
         )
-    pad = getattr(encoder.config, "pad_token_id", None)
-    if pad is not None and tokenizer.pad_token_id not in (None, pad):
-        raise ValueError(
-            f"from_encoder: padding is token {tokenizer.pad_token_id} of the tokenizer and {pad} of the encoder; is it "
-            "another's?"
-        )
+    for name in ("pad", "cls", "sep", "bos", "eos"):
+        theirs, ours = (getattr(held, f"{name}_token_id", None) for held in (encoder.config, tokenizer))
+        if theirs is not None and ours is not None and theirs != ours:
+            raise ValueError(
+                f"from_encoder: the tokenizer's {name}_token_id is {ours}, the encoder's {theirs}; is it another's?"
+            )
 
 
 def _max_tokens(asked: int | None, encoder: Any, packing: PackingReport, tokenizer: Any) -> int:

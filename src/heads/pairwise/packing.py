@@ -9,6 +9,7 @@ Shapes: T tokens of all sequences, S sequences, L the longest, W width of the en
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..modes import mode
 from .functional import packed_attention
 
 ATTENTION = "heads_packed"
@@ -124,8 +126,8 @@ def check_packing(encoder: Any) -> PackingReport:
     """
     base = encoder.get_base_model() if hasattr(encoder, "get_base_model") else encoder  # peft's wrapper
     before = base.config._attn_implementation
-    told = ("pad_token_id", "position_embedding_type", "is_decoder", "layer_types")
-    kind = (type(base), *(str(getattr(base.config, name, None)) for name in told))
+    told = ("pad_token_id", "position_embedding_type", "is_decoder", "layer_types", "sliding_window")
+    kind = (type(base), base.device.type, *(str(getattr(base.config, name, None)) for name in told))
     if kind not in _CHECKED:
         _CHECKED[kind] = _tried(base)
     base.config._attn_implementation = ATTENTION if _CHECKED[kind].packed else before
@@ -138,25 +140,34 @@ def _tried(encoder: Any) -> PackingReport:
         return PackingReport(name, False, "it takes no position ids")
     if not getattr(encoder, "_supports_attention_backend", False) and not getattr(encoder, "_supports_sdpa", False):
         return PackingReport(name, False, "its attention is its own and cannot be told where sequences end")
-    was_training, before = encoder.training, encoder.config._attn_implementation
-    weight = encoder.get_input_embeddings().weight
-    lengths, device = (5, 3, 7), weight.device
+    if encoder.dtype != torch.float32:  # half precision could not tell positions apart
+        encoder = copy.deepcopy(encoder).float()
+    before, weight = encoder.config._attn_implementation, encoder.get_input_embeddings().weight
+    most, window = (
+        getattr(encoder.config, "max_position_embeddings", None),
+        getattr(encoder.config, "sliding_window", None),
+    )
+    lengths, device = (5, 3, min((window or 0) + 7, (most or 512) // 2)), weight.device
     fill = getattr(encoder.config, "pad_token_id", None) or 0
-    ids = torch.arange(fill + 1, fill + 1 + sum(lengths), device=device).remainder(len(weight))  # none is padding
+    usual = [token for token in range(min(len(weight), 64)) if token != fill]
+    ids = torch.tensor((usual * sum(lengths))[: sum(lengths)], device=device)
     other = torch.cat([ids[:5].flip(0), ids[5:]])
-    encoder.eval()
     try:
-        alone = torch.cat([encode_padded(encoder, part, [len(part)], None) for part in ids.split(lengths)])
-        encoder.config._attn_implementation = ATTENTION
-        reason = "packed states differ from those of the sequences alone"
-        for offset in (0, fill + 1):  # the second is how RoBERTa counts
-            made, moved = (encode_packed(encoder, one, lengths, None, offset) for one in (ids, other))
-            near = (made - alone).abs().max() <= 64 * torch.finfo(made.dtype).eps * alone.abs().max()
-            if near and torch.equal(made[5:], moved[5:]):
-                return PackingReport(name, True, "", offset)
+        with mode(encoder, training=False):
+            return _compared(encoder, ids, other, lengths, fill)
     except (TypeError, ValueError, IndexError, RuntimeError) as error:  # what a forward says that was not made for it
-        reason = f"it refuses packed sequences ({str(error).splitlines()[0]:.80})"
+        return PackingReport(name, False, f"it refuses packed sequences ({str(error).splitlines()[0]:.80})")
     finally:
         encoder.config._attn_implementation = before
-        encoder.train(was_training)
-    return PackingReport(name, False, reason)
+
+
+def _compared(encoder: Any, ids: Tensor, other: Tensor, lengths: Sequence[int], fill: int) -> PackingReport:
+    name = type(encoder).__name__
+    alone = torch.cat([encode_padded(encoder, part, [len(part)], None) for part in ids.split(list(lengths))])
+    encoder.config._attn_implementation = ATTENTION
+    for offset in (0, fill + 1):  # the second is how RoBERTa counts
+        made, moved = (encode_packed(encoder, one, lengths, None, offset) for one in (ids, other))
+        near = (made - alone).abs().max() <= 64 * torch.finfo(made.dtype).eps * alone.abs().max()
+        if near and torch.equal(made[5:], moved[5:]):
+            return PackingReport(name, True, "", offset)
+    return PackingReport(name, False, "packed states differ from those of the sequences alone")

@@ -9,7 +9,7 @@ from typing import Any
 from .collate import CutReport, PairwiseDataset
 from .config import CLASSES
 from .inference import Predictions, predict_pairs, verdicts_of
-from .metrics import PairwiseMetrics, calibration_bins, fit_temperature, pairwise_metrics, shares_of
+from .metrics import LEAST, MOST, PairwiseMetrics, calibration_bins, fit_temperature, pairwise_metrics, shares_of
 from .packing import PackingReport
 
 
@@ -61,13 +61,14 @@ class CalibrationReport:
     after: float
 
     def __str__(self) -> str:
-        return f"temperature {self.temperature:.3f}: log-loss {self.before:.4f}, now {self.after:.4f}"
+        end = "" if LEAST < self.temperature < MOST else ", the limit: are these pairs other than those of training?"
+        return f"log-loss {self.before:.4f}, now {self.after:.4f} (temperature {self.temperature:.3g}{end})"
 
 
 def calibrate_(model: Any, data: PairwiseDataset, *, batch_size: int = 32, progress: bool = True) -> CalibrationReport:
     """Set a model's temperature so that its probabilities on held-out pairs are as good as they can be, in place.
 
-    Verdicts stay what they are. The temperature is saved with the model's config and divides logits in evaluation.
+    Verdicts stay what they are. The temperature is a buffer of the head's and divides logits in evaluation.
 
     Args:
         model: A `PairwiseModel`.
@@ -80,15 +81,19 @@ def calibrate_(model: Any, data: PairwiseDataset, *, batch_size: int = 32, progr
     """
     _check_labelled("calibrate_", data)
     found = predict_pairs(model, data, batch_size=batch_size, progress=progress).log_probabilities
-    held, labels = model.config.calibration_temperature, _labels(data)
-    factor = fit_temperature(found, labels)
-    after = (found.double() / factor).log_softmax(-1)
-    model.config.calibration_temperature = held * factor
-    losses = [pairwise_metrics(one, labels).log_loss for one in (found, after)]
-    return CalibrationReport(held * factor, *losses)
+    held, labels = float(model.head.temperature), _labels(data)
+    logits = found.double() * held
+    temperature = fit_temperature(logits, labels)
+    losses = [pairwise_metrics(one, labels).log_loss for one in (found, (logits / temperature).log_softmax(-1))]
+    model.head.temperature.fill_(temperature)
+    return CalibrationReport(temperature, *losses)
 
 
 def _check_labelled(operation: str, data: PairwiseDataset) -> None:
+    if not isinstance(data, PairwiseDataset):
+        raise ValueError(
+            f"{operation}: data is a {type(data).__name__}, needed a PairwiseDataset (model.dataset(pairs))"
+        )
     if not len(data) or data.labels[0] is None:
         raise ValueError(
             f"{operation}: {len(data)} pairs{' without labels' if len(data) else ''}; needed labelled pairs"
@@ -103,14 +108,14 @@ def _draw(found: Predictions, metrics: PairwiseMetrics, data: PairwiseDataset, p
     from matplotlib.figure import Figure
 
     classes = found.log_probabilities.shape[-1]
-    best = verdicts_of(found.log_probabilities).clamp(max=classes - 1)[:, None]
+    best = verdicts_of(found.log_probabilities)[:, None]
     right = shares_of(_labels(data), classes).gather(1, best)[:, 0]
     bins = calibration_bins(found.probabilities.double().gather(1, best)[:, 0], right)
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, matrix = figure.subplots(1, 2)
     left.plot([0, 1], [0, 1], color="0.7", linewidth=1, label="calibrated")
     left.scatter([b[1] for b in bins], [b[2] for b in bins], s=[20 + 400 * b[0] for b in bins], label="bins, by size")
-    left.set(xlabel="confidence", ylabel="accuracy", xlim=(0.3, 1.02), ylim=(0, 1.02))
+    left.set(xlabel="confidence", ylabel="accuracy", xlim=(1 / classes - 0.02, 1.02), ylim=(0, 1.02))
     left.set_title(f"calibration error {metrics.calibration_error:.3f}")
     left.legend(loc="upper left", markerscale=0.5)
     names = CLASSES[:classes]

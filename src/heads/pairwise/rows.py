@@ -27,16 +27,28 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadReport:
-    """What became of the rows, and the numbers (from 0) of those that were left out."""
+    """What became of the rows.
+
+    Attributes:
+        rows: How many there were.
+        kept: How many have two answers.
+        missing: The numbers, from 0, of the others.
+        labels: How many kept ones each class has, shared labels by their largest share.
+        ignored: Columns that were not read.
+    """
 
     rows: int
     kept: int
     missing: tuple[int, ...]
     labels: tuple[int, ...]
+    ignored: tuple[str, ...]
 
     def __str__(self) -> str:
         counts = ", ".join(f"{name} {count}" for name, count in zip(CLASSES, self.labels, strict=True))
-        lines = [f"{self.kept} of {self.rows} rows ({counts})"]
+        bare = self.kept - sum(self.labels)
+        lines = [f"{self.kept} of {self.rows} rows ({counts}{f', without a label {bare}' if bare else ''})"]
+        if self.ignored:
+            lines.append(f"  not read: {', '.join(self.ignored)}")
         if self.missing:
             lines.append(f"  {_listed(self.missing)} had a missing or empty answer and were left out")
         return "\n".join(lines)
@@ -51,11 +63,11 @@ def read_pairs(source: str | Path | Iterable[Mapping[str, Any]]) -> tuple[list[P
     """Pairs from a CSV, JSON or JSON-lines file, or from rows such as a `datasets` data set's.
 
     Rows have ``prompt``, then either the Arena's ``response_a``, ``response_b``, ``winner_model_a``,
-    ``winner_model_b``, ``winner_tie``, or ``a``, ``b`` and ``label`` (0, 1, 2 or A, B, tie). Texts may be lists of
-    turns, also as JSON inside a string, as the Arena has them; turns are joined with an empty line.
+    ``winner_model_b``, ``winner_tie``, or ``a``, ``b`` and ``label``: 0, 1, 2 or A, B, tie, or three shares. Texts may
+    be lists of turns, also as JSON inside a string, as the Arena has them; turns are joined with an empty line.
 
     Args:
-        source: A file, or rows.
+        source: A file, rows, or a pandas data frame.
 
     Returns:
         Pairs, without those whose answers are missing, null or empty, and the report that counts them.
@@ -73,7 +85,11 @@ def read_pairs(source: str | Path | Iterable[Mapping[str, Any]]) -> tuple[list[P
     1 of 2 rows (A 1, B 0, tie 0)
       1 (row 1) had a missing or empty answer and were left out
     """
-    rows = _rows(Path(source)) if isinstance(source, (str, Path)) else list(source)
+    if isinstance(source, (str, Path)):
+        rows = _rows(Path(source))
+    else:
+        frame: Any = source
+        rows = list(frame.to_dict("records") if hasattr(frame, "iterrows") else source)
     pairs, missing, wrong = [], [], {}
     for number, row in enumerate(rows):
         try:
@@ -89,24 +105,37 @@ def read_pairs(source: str | Path | Iterable[Mapping[str, Any]]) -> tuple[list[P
         raise ValueError("read_pairs: " + "; ".join(f"{what}: {_listed(numbers)}" for what, numbers in wrong.items()))
     if not pairs:
         raise ValueError(f"read_pairs: none of {len(rows)} rows has two answers")
-    counts = [sum(pair.label == k for pair in pairs) for k in range(3)]
-    return pairs, ReadReport(len(rows), len(pairs), tuple(missing), tuple(counts))
+    columns = dict.fromkeys(str(name) for row in rows for name in row)
+    ignored = tuple(name for name in columns if name not in ("prompt", *ARENA, "a", "b", "label"))
+    return pairs, ReadReport(len(rows), len(pairs), tuple(missing), count_labels(pairs), ignored)
+
+
+def count_labels(pairs: Iterable[Pair]) -> tuple[int, ...]:
+    """How many pairs each class has; shares count for the largest."""
+    counts = [0, 0, 0]
+    for pair in pairs:
+        if pair.label is not None:
+            counts[pair.label if isinstance(pair.label, int) else pair.label.index(max(pair.label))] += 1
+    return tuple(counts)
 
 
 def _rows(path: Path) -> list[Mapping[str, Any]]:
     if not path.is_file():
         raise ValueError(f"read_pairs: there is no file {path}")
-    text = path.read_text(encoding="utf-8-sig")
-    if path.suffix == ".csv":
-        csv.field_size_limit(1 << 30)
-        return list(csv.DictReader(text.splitlines(keepends=True)))
+    kind = path.suffix.lower()
     try:
-        if path.suffix == ".json":
-            found = json.loads(text)
-        else:
-            found = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except json.JSONDecodeError as error:
-        raise ValueError(f"read_pairs: {path} is not JSON: {error}; needed .csv, .json or .jsonl") from error
+        if kind == ".csv":
+            csv.field_size_limit(1 << 30)
+            with path.open(newline="", encoding="utf-8-sig") as file:
+                return list(csv.DictReader(file))
+        text = path.read_text(encoding="utf-8-sig")
+        lines = [text] if kind == ".json" else text.split("\n")  # splitlines() also splits inside of texts
+        found = [json.loads(line) for line in lines if line.strip()]
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"read_pairs: {path} cannot be read: {error}; needed .csv, .json or .jsonl in UTF-8"
+        ) from error
+    found = found[0] if kind == ".json" and found else found
     if not isinstance(found, list):
         raise ValueError(f"read_pairs: {path} holds a {type(found).__name__}, needed a list of rows")
     return found
@@ -117,7 +146,7 @@ def _pair(row: Any) -> Pair | None:
     if not isinstance(row, Mapping):
         raise ValueError(f"a row is a {type(row).__name__}, not a mapping")
     arena = "response_a" in row or "response_b" in row
-    names = ("prompt", *ARENA) if arena else ("prompt", "a", "b")
+    names = ("prompt", *ARENA[:-1]) if arena else ("prompt", "a", "b")  # data without ties need no winner_tie
     absent = [name for name in names if name not in row]
     if absent:
         raise ValueError(f"no {', '.join(absent)} (there are {', '.join(map(str, row))})")
@@ -138,16 +167,25 @@ def _text(name: str, value: Any) -> str:
         if isinstance(found, list) and all(turn is None or isinstance(turn, str) for turn in found):
             value = found
     if isinstance(value, str):
-        return value
+        return sound(name, value)
     if not isinstance(value, (list, tuple)) or not all(turn is None or isinstance(turn, str) for turn in value):
         raise ValueError(f"{name} is a {type(value).__name__}, needed text or a list of turns")
-    return "" if any(turn is None for turn in value) else "\n\n".join(value)
+    return "" if any(turn is None for turn in value) else sound(name, "\n\n".join(value))
+
+
+def sound(name: str, text: str) -> str:
+    """The text; refused where it cannot be written as UTF-8, which tokenizers need."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} has half of a surrogate pair, needed Unicode text") from error
+    return text
 
 
 def _winner(row: Mapping[str, Any]) -> int:
     won = []
     for name in ARENA[2:]:
-        text = str(row[name]).strip().lower()
+        text = str(row.get(name, 0)).strip().lower()
         if text not in _TRUE + _FALSE:
             raise ValueError(f"{name} is {row[name]!r}, needed 0 or 1")
         won.append(text in _TRUE)
@@ -162,17 +200,24 @@ def check_label(label: Any, classes: int = 3) -> int | tuple[float, ...] | None:
     Raises:
         ValueError: Anything else.
     """
+    if hasattr(label, "tolist"):  # of numpy, pandas or torch
+        label = label.tolist()
     if isinstance(label, str) and label.strip():
         text = label.strip().lower()
-        known = {name.lower(): k for k, name in enumerate(CLASSES)} | {str(k): k for k in range(len(CLASSES))}
+        known = {name.lower(): k for k, name in enumerate(CLASSES)}
+        known |= {form: k for k in range(len(CLASSES)) for form in (str(k), f"{k}.0")}
         label = known.get(text, label)
     if label is None or label == "":
         return None
     if isinstance(label, (list, tuple)):
-        shares = tuple(float(share) for share in label)
-        if len(shares) != classes or min(shares) < 0 or abs(sum(shares) - 1) > 1e-3:
+        try:
+            shares = tuple(float(share) for share in label)
+        except (TypeError, ValueError):
+            shares = ()
+        if len(shares) != classes or not min(shares) >= 0 or not abs(sum(shares) - 1) < 1e-3:
             raise ValueError(f"a label is {label!r}, needed {classes} shares that sum to 1")
         return shares
     if isinstance(label, bool) or not isinstance(label, (int, float)) or label not in range(classes):
-        raise ValueError(f"a label is {label!r}, needed one of {', '.join(CLASSES[:classes])}")
+        known = ", ".join(f"{k} ({name})" for k, name in enumerate(CLASSES[:classes]))
+        raise ValueError(f"a label is {label!r}, needed {known}")
     return int(label)

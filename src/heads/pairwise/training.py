@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import EvalPrediction, Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.training_args import ParallelMode
 
 from .collate import PairwiseCollator, PairwiseDataset
 from .freeze import parameter_groups
@@ -42,7 +44,7 @@ class PairwiseTrainer(Trainer):
 
     Args:
         layer_decay: The encoder's rate falls by this factor from layer to layer; see `parameter_groups`.
-        head_rate: The head's rate over the encoder's.
+        head_lr_ratio: The head's learning rate over the encoder's. A new head starts from zeros and needs more.
         guard: Stops dead runs; False for no guard.
         args, kwargs: The trainer's.
 
@@ -51,7 +53,7 @@ class PairwiseTrainer(Trainer):
     """
 
     def __init__(
-        self, *args: Any, layer_decay: float = 1.0, head_rate: float = 1.0, guard: DeadRunGuard | bool = True,
+        self, *args: Any, layer_decay: float = 1.0, head_lr_ratio: float = 10.0, guard: DeadRunGuard | bool = True,
         **kwargs: Any,
     ):  # fmt: skip
         if kwargs.get("data_collator") is None and len(args) < 3:  # the third argument
@@ -59,10 +61,21 @@ class PairwiseTrainer(Trainer):
         if kwargs.get("compute_metrics") is None:
             kwargs["compute_metrics"] = _metrics
         super().__init__(*args, **kwargs)
-        self.layer_decay, self.head_rate = layer_decay, head_rate
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and self.args.parallel_mode != ParallelMode.DISTRIBUTED:
+            raise ValueError(
+                "PairwiseTrainer: there are several processes, and each would train alone; needed use_cpu=True where "
+                "there is no accelerator"
+            )
+        if self.args.n_gpu > 1:
+            raise ValueError("PairwiseTrainer: torch.nn.DataParallel would cut a flat run of tokens; needed torchrun")
+        if self.args.label_smoothing_factor:
+            raise ValueError("PairwiseTrainer: label_smoothing_factor is set; needed the model's label_smoothing")
+        self.layer_decay, self.head_lr_ratio = layer_decay, head_lr_ratio
         held: Any = self.model
         self.args.remove_unused_columns = False  # the collator reads them
         self.args.dataloader_pin_memory &= self.args.device.type != "cpu"  # there is nothing to pin memory for
+        if self.args.ddp_find_unused_parameters is None:
+            self.args.ddp_find_unused_parameters = False  # there are none, and looking for them takes time
         self.model_accepts_loss_kwargs = True  # losses are over the pairs of a whole step
         for name, data in (("train_dataset", self.train_dataset), ("eval_dataset", self.eval_dataset)):
             for one in data.values() if isinstance(data, dict) else [data]:
@@ -103,7 +116,7 @@ class PairwiseTrainer(Trainer):
         if self.optimizer is None:
             groups = parameter_groups(
                 self.model, learning_rate=self.args.learning_rate, weight_decay=self.args.weight_decay,
-                layer_decay=self.layer_decay, head_rate=self.head_rate,
+                layer_decay=self.layer_decay, head_lr_ratio=self.head_lr_ratio,
             )  # fmt: skip
             kind, options = self.get_optimizer_cls_and_kwargs(self.args)
             self.optimizer = kind(groups, **options)
@@ -125,7 +138,9 @@ class PairwiseTrainer(Trainer):
 
 
 def _told(data: Any) -> str:
-    return f"a {type(data).__name__}" if not isinstance(data, PairwiseDataset) else f"{len(data)} pairs without labels"
+    if not isinstance(data, PairwiseDataset):
+        return f"a {type(data).__name__}"
+    return f"{len(data)} pairs without labels" if len(data) else "empty"
 
 
 def _metrics(found: EvalPrediction) -> dict[str, float]:

@@ -16,6 +16,7 @@ from heads.pairwise import (
     PairwiseConfig,
     PairwiseModel,
     bradley_terry,
+    calibrate_,
     freeze_,
     parameter_groups,
     predict_pairs,
@@ -89,14 +90,15 @@ def test_batches_do_not_matter(kind):
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert", "mpnet"])
 def test_saved_and_loaded(kind, tmp_path):
-    model = model_of(kind, link="rao-kupper", pooling="attention", hidden_features=4, calibration_temperature=1.7)
+    model = model_of(kind, link="rao-kupper", pooling="attention", hidden_features=4)
+    model.head.temperature.fill_(1.7)
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["encoder"]["model_type"]
     again = PairwiseModel.from_pretrained(tmp_path)
     assert again.tokenizer is not None
-    assert again.config.calibration_temperature == 1.7
+    assert float(again.head.temperature) == pytest.approx(1.7)
     assert again.config.max_tokens == model.config.max_tokens
-    assert torch.equal(predicted(model).log_probabilities, predicted(again).log_probabilities)
+    torch.testing.assert_close(predicted(model).log_probabilities, predicted(again).log_probabilities)
     assert type(again.config.encoder) is type(model.config.encoder)
     model.tokenizer = None
     model.save_pretrained(tmp_path / "bare")
@@ -130,7 +132,7 @@ def test_a_head_on_a_model_with_another_head_takes_the_encoder_inside():
 
 def test_wrong_encoders_and_tokenizers_are_refused():
     other = tokenizer_of(pad=3)
-    with pytest.raises(ValueError, match=r"padding is token 3 of the tokenizer and 0 of the encoder"):
+    with pytest.raises(ValueError, match=r"the tokenizer's pad_token_id is 3, the encoder's 0"):
         PairwiseModel.from_encoder(tiny("bert"), other)
     with pytest.raises(ValueError, match="the tokenizer has 94 tokens, the encoder 50"):
         PairwiseModel.from_encoder(tiny("bert", vocab_size=50), tokenizer_of())
@@ -138,14 +140,14 @@ def test_wrong_encoders_and_tokenizers_are_refused():
         PairwiseModel.from_encoder(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="max_tokens is 99, and BertModel has 32 positions"):
         PairwiseModel.from_encoder(tiny("bert"), tokenizer_of(), max_tokens=99)
-    with pytest.raises(ValueError, match="there is no 'poling'; perhaps 'pooling'"):
-        PairwiseModel.from_encoder(tiny("bert"), poling="max")
+    with pytest.raises(ValueError, match="there is no option pool; there are link, pooling"):
+        PairwiseModel.from_encoder(tiny("bert"), pool="max")
     with pytest.raises(ValueError, match=r"config\.encoder is None"):
         PairwiseModel(PairwiseConfig())
     with pytest.raises(ValueError, match=r"gives .*; needed a last_hidden_state"):
         encode_padded(tiny("classifier"), torch.tensor([5]), [1], None)
     config = T5Config(vocab_size=96, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    with pytest.raises(ValueError, match="T5Model is no encoder"):
+    with pytest.raises(ValueError, match=r"T5Model (is no encoder|cannot read)"):
         PairwiseModel.from_encoder(T5Model(config), tokenizer_of())
 
 
@@ -157,7 +159,7 @@ def test_long_positions_leave_room_for_the_padding_id():
 
 @pytest.mark.parametrize("given", [(["p"], ["x", "y"], ["z"]), ("p", "x", "y")])
 def test_predict_refuses(given):
-    with pytest.raises(ValueError, match="needed lists of one length"):
+    with pytest.raises(ValueError, match=r"needed lists of (one length|texts)"):
         model_of().predict(*given)
 
 
@@ -187,8 +189,10 @@ def test_rank_orders_answers(link):
         assert found.order == tuple(both.argsort(descending=True).tolist())
     with pytest.raises(ValueError, match="needed two texts or more"):
         model.rank("p", ["one"])
-    with pytest.raises(ValueError, match="an answer is empty"):
+    with pytest.raises(ValueError, match="rank: answer 1 is empty"):
         model.rank("p", ["one", ""])
+    backwards = model.rank("w1 w2", answers[::-1])
+    torch.testing.assert_close(backwards.scores.flip(0), found.scores, rtol=1e-4, atol=1e-5)
 
 
 def test_bradley_terry_scores_are_the_likeliest():
@@ -200,8 +204,16 @@ def test_bradley_terry_scores_are_the_likeliest():
     apart = scores[:, None] - scores[None]
     (counts * torch.nn.functional.logsigmoid(apart)).sum().backward()
     assert scores.grad.abs().max() < 1e-9
-    with pytest.raises(ValueError, match="never won or never lost"):
-        bradley_terry(torch.tensor([[0.0, 2.0], [0.0, 0.0]]))
+    far = torch.tensor([0.0, 20.0, 40.0, 60.0], dtype=torch.float64)
+    near = torch.sigmoid(far[:, None] - far[None])
+    torch.testing.assert_close(bradley_terry(near), far - far.mean(), rtol=1e-4, atol=1e-3)
+    apart = torch.tensor([[0, 1, 5, 5], [1, 0, 5, 5], [0, 0, 0, 1], [0, 0, 1, 0]]).double()
+    for table in (torch.tensor([[0.0, 2.0], [0.0, 0.0]]), apart):
+        with pytest.raises(ValueError, match="some never won against the rest"):
+            bradley_terry(table)
+    for bad in (float("nan"), -1.0):
+        with pytest.raises(ValueError, match="below 0 or not finite"):
+            bradley_terry(torch.tensor([[0.0, bad], [1.0, 0.0]]))
     with pytest.raises(ValueError, match=r"wins is \[2, 3\]"):
         bradley_terry(torch.zeros(2, 3))
 
@@ -237,7 +249,7 @@ def test_shared_layers_cannot_be_frozen_one_by_one():
 
 def test_rates_fall_from_layer_to_layer():
     model = model_of("bert", pooling="attention")
-    groups = parameter_groups(model, learning_rate=1.0, weight_decay=0.1, layer_decay=0.5, head_rate=10.0)
+    groups = parameter_groups(model, learning_rate=1.0, weight_decay=0.1, layer_decay=0.5, head_lr_ratio=10.0)
     place = {id(p): (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
     found = {name: place[id(p)] for name, p in model.named_parameters()}
     assert len(place) == len(found)
@@ -273,6 +285,34 @@ def test_lora_on_the_encoder(kind, tmp_path):
         warnings.simplefilter("ignore")
         again = PeftModel.from_pretrained(model_of(kind), tmp_path).eval()
     torch.testing.assert_close(again(**batch).logits, plain)
+
+
+def test_adapters_keep_their_calibration_and_are_not_thawed(tmp_path):
+    config = LoraConfig(target_modules=["query"], modules_to_save=["head", "pool"], r=2)
+    tuned = get_peft_model(model_of(), config)
+    data = tuned.dataset(pairs_of(60), progress=False)
+    with torch.no_grad():
+        tuned.head.outer.weight.mul_(5)
+    temperature = calibrate_(tuned, data, progress=False).temperature
+    assert temperature > 1.1
+    tuned.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(model_of(), tmp_path)
+    assert float(again.head.temperature) == pytest.approx(temperature)
+    torch.testing.assert_close(predicted(again).log_probabilities, predicted(tuned).log_probabilities)
+    with pytest.raises(ValueError, match="the model has adapters"):
+        freeze_(tuned, "none")
+
+
+def test_a_tokenizer_may_be_a_folder(tmp_path):
+    tokenizer_of().save_pretrained(tmp_path)
+    assert PairwiseModel.from_encoder(tiny("bert"), tmp_path).tokenizer.sep_token_id == 2
+
+
+def test_without_max_tokens_there_is_a_clear_error():
+    model = PairwiseModel(PairwiseConfig(encoder=tiny("bert").config))
+    model.tokenizer = tokenizer_of()
+    with pytest.raises(ValueError, match=r"config\.max_tokens is None"):
+        model.predict(["p"], ["x"], ["y"])
 
 
 def test_the_trunk_of_autocast_is_half_and_the_head_is_not():

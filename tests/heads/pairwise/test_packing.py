@@ -111,6 +111,13 @@ def test_causal_models_and_their_own_positions_are_told_apart():
     assert check_packing(tiny("roberta", pad_token_id=4)).offset == 5
 
 
+def test_half_precision_does_not_hide_where_positions_start():
+    encoder = tiny("roberta")
+    with torch.no_grad():
+        encoder.embeddings.position_embeddings.weight.mul_(0.3)
+    assert check_packing(encoder.bfloat16()).offset == 2
+
+
 def test_training_mode_and_random_state_are_left_alone():
     encoder = tiny("bert").train()
     before = torch.random.get_rng_state()

@@ -51,6 +51,20 @@ def test_soft_labels_and_two_classes():
         pairwise_metrics(found[:0], torch.zeros(0, dtype=torch.long))
 
 
+def test_certain_verdicts_lose_nothing_and_temperatures_have_a_limit():
+    certain = torch.tensor([[1.0, 0.0, 0.0]]).log()
+    assert pairwise_metrics(certain, [0]).log_loss == 0
+    assert pairwise_metrics(certain, [1]).log_loss == math.inf
+    right = torch.tensor([[9.0, 0.0], [0.0, 9.0]])
+    assert fit_temperature(right, [0, 1]) == pytest.approx(0.02)
+    assert fit_temperature(right, [1, 0]) == pytest.approx(50)
+    for bad in (right[:0], right * float("nan")):
+        with pytest.raises(ValueError, match="needed pairs, and finite numbers"):
+            fit_temperature(bad, [0] * len(bad))
+    report = calibrate_(model_of(), model_of().dataset(pairs_of(1), progress=False), progress=False)
+    assert "the limit" in str(report)
+
+
 def test_temperature_is_the_best_one():
     draw = torch.Generator().manual_seed(1)
     true = torch.randn(4000, 3, generator=draw, dtype=torch.float64)
@@ -81,7 +95,7 @@ def test_calibration_keeps_verdicts_and_lowers_the_log_loss(link):
     assert after.metrics.log_loss < before.metrics.log_loss
     assert 1.5 < report.temperature < 6
     assert after.predictions.verdicts == before.predictions.verdicts
-    assert model.config.calibration_temperature == pytest.approx(report.temperature)
+    assert float(model.head.temperature) == pytest.approx(report.temperature)
     assert calibrate_(model, data, progress=False).temperature == pytest.approx(report.temperature, rel=1e-4)
     assert "log-loss" in str(report)
 
@@ -110,5 +124,7 @@ def test_the_report_says_everything_and_draws(tmp_path):
         assert (report.metrics.flip_rate == 0) == (link == "davidson")
     with pytest.raises(ValueError, match="50 pairs without labels; needed labelled pairs"):
         pairwise_report(model, model.dataset([p[:3] for p in pairs_of(50)], progress=False))
+    with pytest.raises(ValueError, match="data is a list, needed a PairwiseDataset"):
+        calibrate_(model, [])
     with pytest.raises(ValueError, match="0 pairs; needed labelled pairs"):
         calibrate_(model, model.dataset([], progress=False))

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tests.heads.pairwise.support import model_of, pairs_of
 from transformers import TrainerCallback, TrainingArguments
 
@@ -47,7 +48,7 @@ def test_it_learns_which_answer_is_better(tmp_path):
     model = model_of("bert", trained=False, hidden_features=8)
     data = data_of(model, 1000)
     trainer = PairwiseTrainer(
-        model=model, train_dataset=data, eval_dataset=data_of(model, 100, seed=9), head_rate=2.0,
+        model=model, train_dataset=data, eval_dataset=data_of(model, 100, seed=9), head_lr_ratio=2.0,
         args=arguments_of(tmp_path, max_steps=150, learning_rate=1e-2, per_device_train_batch_size=16),
     )  # fmt: skip
     before = trainer.evaluate()
@@ -137,6 +138,21 @@ def test_frozen_parts_do_not_move_and_everything_frozen_is_refused(tmp_path):
         PairwiseTrainer(model=model, args=arguments_of(tmp_path), train_dataset=data)
 
 
+def test_what_would_train_apart_is_refused(tmp_path, monkeypatch):
+    model = model_of()
+    data = data_of(model)
+    with pytest.raises(ValueError, match="needed the model's label_smoothing"):
+        PairwiseTrainer(model=model, args=arguments_of(tmp_path, label_smoothing_factor=0.1), train_dataset=data)
+    arguments = arguments_of(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="there are several processes, and each would train alone"):
+        PairwiseTrainer(model=model, args=arguments, train_dataset=data)
+    monkeypatch.delenv("WORLD_SIZE")
+    arguments._n_gpu = 2
+    with pytest.raises(ValueError, match="DataParallel would cut"):
+        PairwiseTrainer(model=model, args=arguments, train_dataset=data)
+
+
 def test_data_without_labels_are_refused(tmp_path):
     model = model_of()
     bare = model.dataset([pair[:3] for pair in pairs_of(4)], progress=False)
@@ -147,16 +163,21 @@ def test_data_without_labels_are_refused(tmp_path):
             PairwiseTrainer(model=model, args=arguments_of(tmp_path), train_dataset=data_of(model), eval_dataset=data)
 
 
-def dies(folder, said, prepare=lambda model: None, guard=None, data=None, **changes):
+def dies(folder, said, prepare=lambda model: None, data=None, window=4, **changes):
     model = model_of(trained=False)
     prepare(model)
     held = data_of(model) if data is None else model.dataset(data, progress=False)
     trainer = PairwiseTrainer(
-        model=model, args=arguments_of(folder, **changes), train_dataset=held, guard=guard or DeadRunGuard()
+        model=model, args=arguments_of(folder, **changes), train_dataset=held, guard=DeadRunGuard(window=window)
     )
     with pytest.raises(DeadRunError, match=said) as caught:
         trainer.train()
     return str(caught.value)
+
+
+def noise(count=64):
+    draw = torch.Generator().manual_seed(4)
+    return [(*pair[:3], int(torch.randint(0, 3, (), generator=draw))) for pair in pairs_of(count)]
 
 
 def test_numbers_that_are_none_stop_the_run(tmp_path):
@@ -164,14 +185,16 @@ def test_numbers_that_are_none_stop_the_run(tmp_path):
         with torch.no_grad():
             model.head.outer.weight.fill_(float("nan"))
 
-    assert "step 5: logits are not finite" in dies(tmp_path, "not finite", spoil)
+    assert "step 4: logits are not finite" in dies(tmp_path, "not finite", spoil)
 
 
 def test_weights_too_coarse_for_the_rate_stop_the_run(tmp_path):
-    said = dies(tmp_path, "of the weights have moved", lambda model: model.to(torch.bfloat16), learning_rate=1e-5)
-    assert "bfloat16 is too coarse for a learning rate of" in said
-    assert "needed float32" in said
-    trained(tmp_path, learning_rate=1e-5)  # float32 is fine
+    options = {"max_steps": 40, "learning_rate": 1e-5, "lr_scheduler_type": "constant"}
+    said = dies(tmp_path, "of the weights have moved", lambda model: model.to(torch.bfloat16), window=20, **options)
+    assert said.startswith("step 10: ")
+    assert "is too small for bfloat16, or steps are skipped" in said
+    trained(tmp_path, max_steps=12, learning_rate=1e-5)  # float32 is fine
+    assert "too small for float32" in dies(tmp_path, "weights have moved", max_steps=40, learning_rate=1e-9)
 
 
 def decided(model):
@@ -181,28 +204,48 @@ def decided(model):
 
 
 def test_one_and_the_same_verdict_stops_the_run(tmp_path):
-    said = dies(tmp_path, "every verdict was tie, and log-loss", decided, guard=DeadRunGuard(window=4),
-                learning_rate=1e-5, max_steps=20)  # fmt: skip
-    assert said.startswith("step 12: ")
+    said = dies(tmp_path, "every verdict was tie, and log-loss", decided, learning_rate=1e-5, max_steps=30)
+    assert said.startswith("step 20: ")  # three windows after three tenths
+    assert "3 times running" in said
 
 
 def test_no_better_than_the_prior_stops_the_run(tmp_path):
-    draw = torch.Generator().manual_seed(4)
-    noise = [(*pair[:3], int(torch.randint(0, 3, (), generator=draw))) for pair in pairs_of(64)]
-
     def wild(model):
         torch.nn.init.normal_(model.head.outer.weight, std=3.0)
 
-    said = dies(tmp_path, "is no better than the .* of the labels' own shares", wild,
-                guard=DeadRunGuard(window=4, patience=2), data=noise, learning_rate=1e-5, max_steps=40)  # fmt: skip
-    assert said.startswith("step 8: ")
-    assert "2 times running" in said
+    dies(
+        tmp_path, "is no better than the .* of the labels' own shares", wild, noise(), learning_rate=1e-5, max_steps=40
+    )
 
 
 def test_warm_up_is_waited_for(tmp_path):
-    said = dies(tmp_path, "every verdict", decided, guard=DeadRunGuard(window=4, patience=1), learning_rate=1e-5,
-                max_steps=40, warmup_steps=10)  # fmt: skip
-    assert said.startswith("step 12: ")
+    said = dies(tmp_path, "every verdict", decided, learning_rate=1e-5, max_steps=60, warmup_steps=30)
+    assert said.startswith("step 40: ")
+
+
+def test_a_weak_signal_is_not_a_dead_run(tmp_path):
+    """Two thirds of the labels are noise, and nothing shows at first."""
+    model = model_of(trained=False)
+    drawn = noise(900)
+    pairs = [drawn[k] if k % 3 else pair for k, pair in enumerate(pairs_of(900))]
+    arguments = arguments_of(tmp_path, max_steps=300, per_device_train_batch_size=16, learning_rate=3e-3)
+    data = model.dataset(pairs, progress=False)
+    PairwiseTrainer(model=model, args=arguments, train_dataset=data, head_lr_ratio=1.0).train()
+    held = model.dataset(pairs_of(200, seed=9), progress=False)
+    assert pairwise_report(model, held, progress=False).metrics.accuracy > 0.7
+
+
+@pytest.mark.parametrize("changes", [{}, {"warmup_steps": 20}, {"learning_rate": 2e-5}])
+def test_adapters_that_wait_for_each_other_are_not_dead(tmp_path, changes):
+    model = get_peft_model(
+        model_of(trained=False), LoraConfig(target_modules=["query", "value"], modules_to_save=["head", "pool"], r=2)
+    )
+    options = {"max_steps": 40, "learning_rate": 1e-4, "per_device_train_batch_size": 16}
+    trainer = PairwiseTrainer(
+        model=model, args=arguments_of(tmp_path, **options | changes), train_dataset=model.dataset(pairs_of(200))
+    )
+    trainer.train()
+    assert trainer.state.global_step == 40
 
 
 def test_a_run_that_is_well_is_left_alone(tmp_path):
@@ -226,12 +269,12 @@ def test_the_guard_counts_every_micro_batch(tmp_path):
     trained(tmp_path, trainer={"guard": guard, "callbacks": [Spy()]}, gradient_accumulation_steps=2, max_steps=4)
     assert len(seen) == 4
     assert guard._steps == 4
-    assert float(guard._seen[5:].sum()) == 4 * 16  # labels: two micro-batches of 8 a step
+    assert float(guard._seen[1, 1:].sum()) == 4 * 16  # labels: two micro-batches of 8 a step
 
 
 def test_layerwise_rates_reach_the_optimizer(tmp_path):
     trainer = trained(
-        tmp_path, trainer={"layer_decay": 0.5, "head_rate": 4.0}, max_steps=1, lr_scheduler_type="constant"
+        tmp_path, trainer={"layer_decay": 0.5, "head_lr_ratio": 4.0}, max_steps=1, lr_scheduler_type="constant"
     )
     rates = {round(group["lr"] / 1e-3, 6) for group in trainer.optimizer.param_groups}
     assert rates == {0.25, 0.5, 1.0, 4.0}

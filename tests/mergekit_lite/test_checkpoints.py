@@ -52,7 +52,7 @@ def load_strictly(folder, auto=transformers.AutoModelForCausalLM):
 def test_an_average_of_real_architectures(kind, dtype, tmp_path):
     a, b = tiny(kind, 1), tiny(kind, 2)
     paths = [save(a, tmp_path / "a", dtype, "20KB"), save(b, tmp_path / "b", dtype)]
-    report = merge_models(paths, weight=[0.25, 0.75], out=tmp_path / "out", max_shard_size="10KB", progress=False)
+    report = merge_models(paths, weight=[0.25, 0.75], out=tmp_path / "out", max_shard_size="6KB", progress=False)
     merged = load_strictly(tmp_path / "out", auto_class(kind))
     assert merged.dtype == dtype
     assert merged.config.tie_word_embeddings == a.config.tie_word_embeddings

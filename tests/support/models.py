@@ -78,6 +78,7 @@ def _decoder(kind: str, **own):
     return make
 
 
+ENCODERS = ("bert", "distilbert", "roberta", "xlm-roberta", "electra", "albert", "modernbert", "mpnet", "deberta")
 MAKERS = {
     "gpt2": _gpt2,
     "llama": _llama,
@@ -115,7 +116,7 @@ MAKERS = {
 
 def auto_class(kind: str):
     """The Auto class that loads a tiny model's checkpoint."""
-    own = {"bert": "AutoModel", "classifier": "AutoModelForSequenceClassification"}
+    own = dict.fromkeys(ENCODERS, "AutoModel") | {"classifier": "AutoModelForSequenceClassification"}
     return getattr(transformers, own.get(kind, "AutoModelForCausalLM"))
 
 

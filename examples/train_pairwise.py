@@ -65,7 +65,7 @@ def pairs_of(given: argparse.Namespace, main: bool) -> tuple[list, list]:
     if given.data is None:
         return made_up(400 if given.smoke else 4000, seed=0), made_up(200 if given.smoke else 1000, seed=1)
     source = given.data
-    if not Path(source).exists() and not Path(source).suffix:
+    if not Path(source).exists() and Path(source).suffix not in (".csv", ".json", ".jsonl"):
         import datasets  # only for data sets of the hub: pip install datasets
 
         source = datasets.load_dataset(source, split="train")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import random
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from heads.pairwise import Pair
 from tests.benchmarks.measure import interleave, run_alone
 from tests.benchmarks.pairwise_trial import DATA, ENCODER, encoder, real_pairs
 from tests.benchmarks.results import README, ROOT, Row, append, latest, put
@@ -28,6 +30,15 @@ CROSS = "sentence-transformers CrossEncoder"
 IMPLS = (OURS, EARLY, "padded to longest, two passes", BUCKETED, CROSS)
 FORWARD, BOTH = "forward", "forward + backward"
 LIMIT = 512
+
+
+def sample(count: int) -> list[Pair]:
+    """Real pairs at evenly spaced places of the distribution of lengths, in a drawn order."""
+    pairs = [pair for pair in real_pairs() if pair.label != 2]
+    pairs.sort(key=lambda pair: 2 * len(pair.prompt) + len(pair.a) + len(pair.b))
+    chosen = [pairs[int((k + 0.5) * len(pairs) / count)] for k in range(count)]
+    random.Random(0).shuffle(chosen)
+    return chosen
 
 
 def padded(model: Any, sequences: Sequence[Any], length: int | None) -> Tensor:
@@ -61,7 +72,7 @@ def prepare(
     logging.disable_progress_bar()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    data = [pair for pair in real_pairs() if pair.label != 2][:pairs]
+    data = sample(pairs)
     changes = {} if dropout is None else {"attention_probs_dropout_prob": dropout}
     if impl == CROSS:
         return _cross_encoder(mode, data, batch, changes, dtype, device)
@@ -212,7 +223,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     cuda = options.device == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
-    pairs, batch = (1024, 64) if cuda else (32, 8)
+    pairs, batch = (1024, 64) if cuda else (24, 8)
     rows = []
     for mode, dropout in ((FORWARD, None), (BOTH, None), (BOTH, 0.0)):
         rows += measure(mode, dropout, pairs, batch, dtype, options.device, options.runs)

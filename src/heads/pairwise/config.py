@@ -25,7 +25,7 @@ class PairwiseConfig(PreTrainedConfig):
         link: From features to A, B or tie. ``"davidson"`` and ``"rao-kupper"`` give each answer one score and learn how
             often close ones tie; ``"antisymmetric"`` compares the features of both; ``"concat"``, a classifier over
             both side by side, is the early baseline and the only one whose verdict depends on which answer is called A.
-        pooling: ``"mean"`` of an answer's last hidden states, its ``"first"`` one, the ``"max"`` of each channel, or a
+        pooling: ``"mean"`` of a sequence's last hidden states, its ``"first"`` one, the ``"max"`` of each channel, or a
             learned ``"attention"``.
         ties: Whether there is a class for ties.
         hidden_features: Inner width of the head; 0 for a linear one.
@@ -105,8 +105,8 @@ class PairwiseConfig(PreTrainedConfig):
         for name in ("dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 _refuse(name, getattr(self, name), "a share in [0, 1)")
-        if self.swap_consistency < 0:
-            _refuse("swap_consistency", self.swap_consistency, "a weight of at least 0")
+        if self.swap_consistency < 0 or (self.swap_consistency and self.link != "concat"):
+            _refuse("swap_consistency", self.swap_consistency, "a weight of at least 0, and 0 for links that are fair")
         for name in ("max_tokens", "max_prompt_tokens"):
             held = getattr(self, name)
             if held is not None and (not isinstance(held, int) or held < 1):

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers.trainer_pt_utils import get_parameter_names
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class FreezeReport:
         return f"frozen: {what} ({self.frozen_parameters:,} parameters); {self.trained_parameters:,} train"
 
 
-def encoder_layers(encoder: nn.Module) -> tuple[str, list[nn.Module]]:
+def encoder_layers(operation: str, encoder: nn.Module, instead: str) -> tuple[str, list[nn.Module]]:
     """Name and items of an encoder's list of layers.
 
     Raises:
@@ -34,8 +33,8 @@ def encoder_layers(encoder: nn.Module) -> tuple[str, list[nn.Module]]:
         if isinstance(module, nn.ModuleList) and len(module) == wanted and getattr(config, "num_hidden_groups", 0) != 1:
             return name, list(module)
     raise ValueError(
-        f"freeze_: {type(encoder).__name__} has no list of {wanted} layers (do they share parameters?); needed 'all', "
-        "'embeddings' or 'none'"
+        f"{operation}: {type(encoder).__name__} has no list of {wanted} layers (do they share parameters?); needed "
+        f"{instead}"
     )
 
 
@@ -81,7 +80,7 @@ def _parts(encoder: Any, what: str) -> list[tuple[str, nn.Module]]:
     kind, _, count = str(what).partition(":")
     if kind != "bottom" or not count.isdigit():
         raise ValueError(f"freeze_: what is {what!r}; needed 'all', 'bottom:6' or so, 'embeddings' or 'none'")
-    name, layers = encoder_layers(encoder)
+    name, layers = encoder_layers("freeze_", encoder, "'all', 'embeddings' or 'none'")
     if not 0 < int(count) <= len(layers):
         raise ValueError(f"freeze_: what is {what!r}, and {type(encoder).__name__} has {len(layers)} layers")
     return found + [(f"{name}.{k}", layers[k]) for k in range(int(count))]
@@ -103,7 +102,7 @@ def parameter_groups(
         head_lr_ratio: The head's rate over ``learning_rate``.
 
     Returns:
-        Groups; the first has ``learning_rate``, so that it is what a trainer logs.
+        Groups; the first has ``learning_rate``, which a trainer logs, where any of the encoder's top layer trains.
 
     Raises:
         ValueError: A decay outside (0, 1], or one below 1 for an encoder whose layers share parameters.
@@ -111,21 +110,18 @@ def parameter_groups(
     if not 0 < layer_decay <= 1:
         raise ValueError(f"parameter_groups: layer_decay is {layer_decay}, needed a share in (0, 1]")
     depth_of: dict[int, int] = {}
-    layers = encoder_layers(model.encoder)[1] if layer_decay < 1 else []
+    layers = encoder_layers("parameter_groups", model.encoder, "layer_decay=1")[1] if layer_decay < 1 else []
     for depth, layer in enumerate(layers):
         depth_of |= {id(p): len(layers) - 1 - depth for p in layer.parameters()}
     lowest = _parts(model.encoder, "embeddings") if layers else []
     for _, module in lowest:
         depth_of |= {id(p): len(layers) for p in module.parameters()}
-    decayed = set(
-        get_parameter_names(model, [nn.LayerNorm], ["bias", "layernorm", "rmsnorm", "(?:^|\\.)norm(?:$|\\.)"])
-    )
     head = {id(p) for part in (model.pool, model.head) for p in part.parameters()}
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if parameter.requires_grad:
             rate = head_lr_ratio if id(parameter) in head else layer_decay ** depth_of.get(id(parameter), 0)
-            decay = weight_decay if name in decayed and parameter.dim() > 1 else 0.0
+            decay = weight_decay if parameter.dim() > 1 else 0.0
             groups.setdefault((learning_rate * rate, decay), []).append(parameter)
     ordered = sorted(groups.items(), key=lambda group: group[0][0] != learning_rate)
     return [{"params": held, "lr": rate, "weight_decay": decay} for (rate, decay), held in ordered]

@@ -125,7 +125,8 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, ends: list[int], longest: 
 
 @lru_cache(maxsize=4)  # every layer of an encoder asks for the same
 def _places(ends: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(ends, device=device, dtype=torch.int32)
+    with torch.inference_mode(False):  # training may ask for the same later
+        return torch.tensor(ends, device=device, dtype=torch.int32)
 
 
 def _near(length: int, window: int, device: torch.device) -> Tensor:

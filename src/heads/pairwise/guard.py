@@ -25,15 +25,16 @@ class DeadRunGuard(TrainerCallback):
     """Stops a run that is dead, with the reason.
 
     Dead are logits that are not finite, weights that have not moved shortly after warm-up, and, after three tenths of
-    the run, a log-loss that is several windows running no better than that of the labels' own shares, by a standard
-    error. That is also what one and the same verdict for every pair amounts to.
+    the run, a log-loss that is several windows running no better, by a standard error, than that of the labels' own
+    shares; for a head that is fair, of shares in which A and B are alike. One and the same verdict for every pair
+    amounts to that.
 
     In float16 or bfloat16, and at small rates, an optimizer's step can be less than half of a weight's last bit; the
     weight then never moves, and the run looks like one that learns slowly.
 
     Args:
         window: Optimizer steps that are looked at together; default a tenth of the run, from 20 to 200.
-        patience: Windows after warm-up that may be no better than the prior, one after the other.
+        patience: Windows, one after the other, no better than the prior that end the run. A resumed run counts anew.
         min_moved: Share of the weights that must have moved after a few steps.
 
     Raises:
@@ -45,8 +46,9 @@ class DeadRunGuard(TrainerCallback):
             raise ValueError(f"DeadRunGuard: window is {window} and patience {patience}, needed 1 or more")
         self.window, self.patience, self.min_moved = window, patience, min_moved
         self.trainer: Any = None  # `PairwiseTrainer` puts itself here
-        self._seen: Tensor | None = None  # of this window: verdicts, labels, losses and their squares, by class
-        self._steps = self._poor = 0
+        self._seen: Tensor | None = None  # of this window: sums that `observe` makes
+        self._steps = self._poor = self._first = 0
+        self._fair = True
         self._start: list[tuple[nn.Parameter, Tensor]] | None = None
 
     @torch.no_grad()
@@ -57,15 +59,16 @@ class DeadRunGuard(TrainerCallback):
         wanted = labels.float() if labels.dim() == 2 else nn.functional.one_hot(labels, classes).float()
         bad = (~torch.isfinite(found)).any().float()
         said = nn.functional.one_hot(found.argmax(-1), classes).float()
-        lost = -found.nan_to_num(0.0, 0.0, 0.0)
-        seen = torch.stack([said.sum(0), wanted.sum(0), (wanted * lost).sum(0), (wanted * lost.square()).sum(0)])
-        seen = torch.cat([bad.expand(4, 1), seen], 1)
+        lost = (wanted * -found.nan_to_num(0.0, 0.0, 0.0)).sum(1)
+        last = torch.stack([bad, lost.square().sum(), *bad.new_zeros(classes - 2)])
+        rows = [said.sum(0), wanted.sum(0), wanted.T @ lost, last]
+        seen = torch.cat([torch.stack(rows), wanted.T @ wanted])
         self._seen = seen if self._seen is None else self._seen + seen
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
         """Remembers some of the weights."""
-        self._seen, self._steps = None, 0
-        self._poor = 0
+        self._seen, self._steps, self._poor = None, 0, 0
+        self._first, self._fair = state.global_step, model.config.link != "concat"
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         weights = [p for p in model.parameters() if p.requires_grad and p.dim() == 2 and id(p) not in tables]
         chosen = weights[:: max(1, len(weights) // _SAMPLED)][:_SAMPLED]
@@ -78,7 +81,7 @@ class DeadRunGuard(TrainerCallback):
             DeadRunError: The run is dead; the message says of what.
         """
         warm = args.get_warmup_steps(state.max_steps)
-        if self._start is not None and state.global_step >= warm + _STEPS_TO_MOVE:
+        if self._start is not None and state.global_step >= max(warm, self._first) + _STEPS_TO_MOVE:
             self._check_motion(state, lr_scheduler)
         if self._seen is None:
             return
@@ -87,7 +90,7 @@ class DeadRunGuard(TrainerCallback):
         if self._steps % _LOOK and self._steps < window:  # to look is to wait for the device
             return
         seen = self.trainer.accelerator.reduce(self._seen, "sum").cpu().double()
-        if seen[0, 0]:
+        if seen[3, 0]:
             raise DeadRunError(
                 f"step {state.global_step}: logits are not finite; needed float32 weights, or bf16 instead of fp16"
             )
@@ -95,7 +98,7 @@ class DeadRunGuard(TrainerCallback):
             return
         self._seen, self._steps = None, 0
         if state.global_step > max(warm, _PATIENT * state.max_steps):
-            self._check_window(state, seen[:, 1:], window)
+            self._check_window(state, seen, window)
 
     def _check_motion(self, state: Any, lr_scheduler: Any) -> None:
         """A few steps after warm-up, most of the weights that were remembered must have changed."""
@@ -112,13 +115,13 @@ class DeadRunGuard(TrainerCallback):
 
     def _check_window(self, state: Any, seen: Tensor, window: int) -> None:
         """The log-loss must be below that of the labels' own shares, by more than one standard error."""
-        said, labels, lost, squares = seen
+        said, labels, lost, moments = seen[0], seen[1], seen[2], seen[4:]
         count, shares = float(labels.sum()), labels / labels.sum()
-        fair = shares.clone()  # a head that is fair to A and B cannot know which of them wins more often
-        fair[:2] = shares[:2].mean()
-        prior = -fair.clamp(min=1e-12).log()  # of each class
+        if self._fair:  # and cannot know which of A and B wins more often
+            shares = torch.cat([shares[:2].mean().expand(2), shares[2:]])
+        prior = -shares.clamp(min=1e-12).log()  # of each class
         gain = float((labels * prior - lost).sum()) / count  # of each pair, on average, and its variance
-        spread = float((squares - 2 * prior * lost + labels * prior.square()).sum()) / count - gain**2
+        spread = float(seen[3, 1] - 2 * prior @ lost + prior @ moments @ prior) / count - gain**2
         self._poor = self._poor + 1 if gain <= (max(spread, 0.0) / count) ** 0.5 else 0
         if self._poor < self.patience:
             return
@@ -127,7 +130,7 @@ class DeadRunGuard(TrainerCallback):
         loss, known = float(lost.sum()) / count, float((labels * prior).sum()) / count
         raise DeadRunError(
             f"step {state.global_step}: {same}log-loss {loss:.4f} over {window} steps is no better than the "
-            f"{known:.4f} of the labels' own shares ({told}), {self._poor} times running; needed another learning "
+            f"{known:.4f} of the shares of labels ({told}), {self._poor} times running; needed another learning "
             "rate, or other data"
         )
 

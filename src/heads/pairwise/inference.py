@@ -126,11 +126,13 @@ def bradley_terry(wins: Tensor, *, iterations: int = 200) -> Tensor:
     if wins.dim() != 2 or wins.shape[0] != wins.shape[1]:
         raise ValueError(f"bradley_terry: wins is {list(wins.shape)}, needed (K, K)")
     count = len(wins)
-    table = wins.double() * (1 - torch.eye(count, dtype=torch.float64))
+    if not count:
+        raise ValueError("bradley_terry: wins is [0, 0], needed an answer or more")
+    table = wins.double().cpu() * (1 - torch.eye(count, dtype=torch.float64))
     if not (torch.isfinite(table).all() and (table >= 0).all()):
         raise ValueError("bradley_terry: wins has numbers below 0 or not finite")
     reached = torch.eye(count, dtype=torch.bool) | (table > 0)
-    for _ in range(count):
+    for _ in range(count.bit_length()):
         reached = (reached.double() @ reached.double()) > 0
     if not reached.all():
         raise ValueError("bradley_terry: some never won against the rest, so that no finite scores are best")
@@ -155,9 +157,9 @@ def bradley_terry(wins: Tensor, *, iterations: int = 200) -> Tensor:
     return scores - scores.mean()
 
 
-def ranking_of(log_probs: Tensor, pairs: Sequence[tuple[int, int]], count: int) -> Ranking:
-    """The ranking that verdicts on all pairs of ``count`` answers amount to."""
-    shares = log_probs.double().exp()
+def ranking_of(shares: Tensor, pairs: Sequence[tuple[int, int]], count: int) -> Ranking:
+    """The ranking that (N, C) probabilities for all pairs of ``count`` answers amount to."""
+    shares = shares.double()
     ties = shares[:, 2] / 2 if shares.shape[1] == 3 else torch.zeros(len(shares), dtype=torch.float64)
     wins = torch.full((count, count), 0.5, dtype=torch.float64)
     for (i, j), a, b, tie in zip(pairs, shares[:, 0], shares[:, 1], ties, strict=True):

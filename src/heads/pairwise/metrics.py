@@ -147,19 +147,23 @@ def fit_temperature(logits: Tensor, labels: Sequence[Any] | Tensor) -> float:
         logits: (N, C), on data that was not trained on.
         labels: (N,) classes or (N, C) shares.
 
-    Raises:
-        ValueError: No pairs, or logits that are not finite.
-
     Returns:
         The temperature, within 0.02 and 50: where every verdict is right there is no best one.
+
+    Raises:
+        ValueError: No pairs, labels of another number, or logits that are not finite.
 
     >>> fit_temperature(torch.tensor([[8.0, 0.0], [8.0, 0.0], [8.0, 0.0], [8.0, 0.0]]), [0, 0, 0, 1])  # 3 : 1
     7.2819...
     """
     logits = logits.double()
-    if not len(logits) or not torch.isfinite(logits).all():
-        raise ValueError(f"fit_temperature: logits are {list(logits.shape)}, needed pairs, and finite numbers")
-    wanted = (shares_of(labels, logits.shape[-1]) * logits).sum(1).mean()
+    shares = shares_of(labels, logits.shape[-1])
+    if not len(logits) or shares.shape != logits.shape or not torch.isfinite(logits).all():
+        raise ValueError(
+            f"fit_temperature: {list(logits.shape)} logits and {list(shares.shape)} labels; needed pairs, a label "
+            "each, and finite numbers"
+        )
+    wanted = (shares * logits).sum(1).mean()
     low, high = 1 / MOST, 1 / LEAST
     for _ in range(100):
         middle = (low * high) ** 0.5

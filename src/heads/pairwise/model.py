@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..modes import mode
+from .checks import check_encoder, check_tokenizer, most_tokens
 from .collate import PairwiseDataset, Template, check_texts, flat_batch, token_ids
 from .config import PairwiseConfig
 from .functional import log_probabilities, pairwise_loss, swap_divergence, swapped
@@ -98,8 +99,8 @@ class PairwiseModel(PreTrainedModel):
         """A new head on a pretrained encoder.
 
         Args:
-            encoder: A folder, a hub id, or a model; of one with a head of its own, the encoder inside. Its pooler is
-                dropped.
+            encoder: A folder, a hub id, or a model, which is taken over: of one with a head of its own the encoder
+                inside, without its pooler, in ``dtype`` and with our attention.
             tokenizer: The encoder's, or where it is; loaded from the encoder's place when None and a place is given.
             dtype: Of the encoder's weights; None keeps the checkpoint's. Half precision is for those who know that the
                 encoder can be trained in it.
@@ -124,12 +125,12 @@ class PairwiseModel(PreTrainedModel):
         inner = inner if dtype is None else inner.to(dtype)
         if getattr(inner.config, "is_encoder_decoder", False) or not hasattr(inner.config, "hidden_size"):
             raise ValueError(f"from_encoder: {type(inner).__name__} is no encoder that gives hidden states of a text")
-        _try(inner)
+        check_encoder(inner)
         packing = check_packing(inner)
         if tokenizer is not None:
-            _check_tokenizer(tokenizer, inner)
+            check_tokenizer(tokenizer, inner)
         config = PairwiseConfig(encoder=copy.deepcopy(inner.config), **options)
-        config.max_tokens = _max_tokens(config.max_tokens, inner, packing, tokenizer)
+        config.max_tokens = most_tokens(config.max_tokens, inner, packing, tokenizer)
         model = cls(config, inner)
         model.tokenizer = tokenizer
         if tokenizer is not None:
@@ -143,18 +144,19 @@ class PairwiseModel(PreTrainedModel):
             kwargs.setdefault("dtype", torch.float32)
         made = super().from_pretrained(place, *args, **kwargs)
         model = made[0] if isinstance(made, tuple) else made
-        kept = {k: v for k, v in kwargs.items() if k in ("revision", "token", "cache_dir", "local_files_only")}
+        names = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
+        kept = {k: v for k, v in kwargs.items() if k in names}
         try:
             model.tokenizer = AutoTokenizer.from_pretrained(place, **kept)
         except (OSError, ValueError, KeyError):  # a model that was saved without one
             model.tokenizer = None
         return made
 
-    def save_pretrained(self, place: Any, *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
         """Config, safetensors and, where the model has one, the tokenizer."""
-        super().save_pretrained(place, *args, **kwargs)
-        if self.tokenizer is not None and kwargs.get("is_main_process", True):
-            self.tokenizer.save_pretrained(place)
+        if self.tokenizer is not None and is_main_process:
+            self.tokenizer.save_pretrained(save_directory)
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     @property
     def packing(self) -> PackingReport:
@@ -211,6 +213,9 @@ class PairwiseModel(PreTrainedModel):
             answer_tokens: (S,); see `features`.
             labels: (P,) classes or (P, C) shares.
             both_orders: Also give the logits with A and B exchanged.
+
+        Raises:
+            ValueError: Lengths or labels that do not fit; no ``answer_tokens`` with a length feature.
         """
         features = self.features(input_ids, lengths, token_type_ids, answer_tokens)
         with torch.autocast(features.device.type, enabled=False):
@@ -251,7 +256,7 @@ class PairwiseModel(PreTrainedModel):
             progress: Show a bar.
 
         Raises:
-            ValueError: Lists of different lengths, texts that are not text, empty answers.
+            ValueError: Lists of different lengths or empty ones, texts that are not text, empty answers, no tokenizer.
         """
         if any(isinstance(part, str) for part in (prompts, a, b)):
             raise ValueError("predict: prompts, a and b are texts; needed lists of texts")
@@ -271,7 +276,7 @@ class PairwiseModel(PreTrainedModel):
             answers: Two or more.
 
         Raises:
-            ValueError: Fewer than two answers, texts that are not text, empty answers.
+            ValueError: Fewer than two answers, texts that are not text, empty answers, no tokenizer.
         """
         if isinstance(answers, str) or len(answers) < 2:
             raise ValueError(f"rank: answers are {answers!r:.60}, needed two texts or more")
@@ -285,49 +290,13 @@ class PairwiseModel(PreTrainedModel):
         with mode(self, training=False):
             found = self(**batch, both_orders=True)
         orders = [log_probabilities(found.logits), swapped(log_probabilities(found.swapped_logits))]
-        return ranking_of(torch.stack(orders).exp().mean(0).log().cpu(), pairs, len(answers))
+        return ranking_of(torch.stack(orders).exp().mean(0).cpu(), pairs, len(answers))
 
     @property
     def _own_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise ValueError("PairwiseModel: it has no tokenizer; needed model.tokenizer = the encoder's")
         return self.tokenizer
-
-
-@torch.no_grad()
-def _try(encoder: Any) -> None:
-    """Refuse what gives no hidden states of two tokens."""
-    try:
-        with mode(encoder, training=False):
-            encode_padded(encoder, torch.ones(2, dtype=torch.long, device=encoder.device), [2], None)
-    except (TypeError, RuntimeError, NotImplementedError) as error:
-        raise ValueError(f"from_encoder: {type(encoder).__name__} cannot read two tokens: {error}") from error
-
-
-def _check_tokenizer(tokenizer: Any, encoder: Any) -> None:
-    """Refuse a tokenizer whose ids mean something else to the encoder."""
-    rows = len(encoder.get_input_embeddings().weight)
-    if len(tokenizer) > rows:
-        raise ValueError(
-            f"from_encoder: the tokenizer has {len(tokenizer)} tokens, the encoder {rows}; is it another's?"
-        )
-    for name in ("pad", "cls", "sep", "bos", "eos"):
-        theirs, ours = (getattr(held, f"{name}_token_id", None) for held in (encoder.config, tokenizer))
-        if theirs is not None and ours is not None and theirs != ours:
-            raise ValueError(
-                f"from_encoder: the tokenizer's {name}_token_id is {ours}, the encoder's {theirs}; is it another's?"
-            )
-
-
-def _max_tokens(asked: int | None, encoder: Any, packing: PackingReport, tokenizer: Any) -> int:
-    """Most tokens of a sequence: what was asked for, if the encoder has so many positions."""
-    positions = getattr(encoder.config, "max_position_embeddings", None)
-    first = getattr(getattr(encoder, "embeddings", None), "padding_idx", None)
-    counted = packing.offset if packing.packed or first is None else first + 1  # as RoBERTa and MPNet count
-    most = (positions or 512) - counted
-    if asked is not None and positions and asked > most:
-        raise ValueError(f"from_encoder: max_tokens is {asked}, and {type(encoder).__name__} has {most} positions")
-    return asked or min(most, getattr(tokenizer, "model_max_length", most))
 
 
 AutoConfig.register(PairwiseConfig.model_type, PairwiseConfig, exist_ok=True)

@@ -153,7 +153,7 @@ def _tried(encoder: Any) -> PackingReport:
     ids = torch.tensor((usual * sum(lengths))[: sum(lengths)], device=device)
     other = torch.cat([ids[:5].flip(0), ids[5:]])
     try:
-        with mode(encoder, training=False):
+        with mode(encoder, training=False), torch.autocast(device.type, enabled=False):
             return _compared(encoder, ids, other, lengths, fill)
     except (TypeError, ValueError, IndexError, RuntimeError) as error:  # what a forward says that was not made for it
         return PackingReport(name, False, f"it refuses packed sequences ({str(error).splitlines()[0]:.80})")

@@ -157,19 +157,23 @@ def _pair(row: Any) -> Pair | None:
 
 def _text(name: str, value: Any) -> str:
     """A text, or the turns of one; nothing where it is missing or where a turn is null."""
+    if hasattr(value, "tolist"):  # of numpy, as parquet files have it
+        value = value.tolist()
     if value is None or (isinstance(value, float) and value != value):
         return ""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             found = json.loads(value)
         except json.JSONDecodeError:
-            return value  # a text that begins with a bracket
+            found = None  # a text that begins with a bracket
         if isinstance(found, list) and all(turn is None or isinstance(turn, str) for turn in found):
             value = found
     if isinstance(value, str):
         return sound(name, value)
     if not isinstance(value, (list, tuple)) or not all(turn is None or isinstance(turn, str) for turn in value):
         raise ValueError(f"{name} is a {type(value).__name__}, needed text or a list of turns")
+    if name == "prompt":  # an answer with a turn missing is missing, a prompt is what there is of it
+        value = [turn for turn in value if turn is not None]
     return "" if any(turn is None for turn in value) else sound(name, "\n\n".join(value))
 
 
@@ -207,7 +211,7 @@ def check_label(label: Any, classes: int = 3) -> int | tuple[float, ...] | None:
         known = {name.lower(): k for k, name in enumerate(CLASSES)}
         known |= {form: k for k in range(len(CLASSES)) for form in (str(k), f"{k}.0")}
         label = known.get(text, label)
-    if label is None or label == "":
+    if label is None or label != label or (isinstance(label, str) and not label.strip()):
         return None
     if isinstance(label, (list, tuple)):
         try:

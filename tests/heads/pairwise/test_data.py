@@ -185,6 +185,15 @@ def test_labels_of_numpy_and_torch_frames_and_what_was_not_read():
     assert str(report) == "1 of 1 rows (A 0, B 0, tie 0, without a label 1)\n  not read: preference"
 
 
+def test_prompts_keep_the_turns_that_they_have_and_missing_labels_are_none():
+    rows = [ARENA | {"prompt": '["q", null]'}, ARENA | {"prompt": np.array(["a", "b"], dtype=object)}]
+    assert [pair.prompt for pair in read_pairs(rows)[0]] == ["q", "a\n\nb"]
+    for label in (float("nan"), "  ", None):
+        assert read_pairs([{"prompt": "p", "a": "x", "b": "y", "label": label}])[0][0].label is None
+    with pytest.raises(ValueError, match="response_b has half of a surrogate pair"):
+        read_pairs([ARENA | {"response_b": "[x \ud800"}])
+
+
 def test_data_without_ties_need_no_column_for_them():
     row = {name: value for name, value in ARENA.items() if name != "winner_tie"}
     assert read_pairs([row])[0][0].label == 1
@@ -251,6 +260,7 @@ def test_labels_outside_two_classes_and_odd_tokenizers_are_refused():
         ({"hidden_features": -1}, "hidden_features is -1"),
         ({"max_tokens": 0}, "max_tokens is 0; needed a number of tokens"),
         ({"swap_consistency": -1}, "swap_consistency is -1"),
+        ({"swap_consistency": 1}, "0 for links that are fair"),
         ({"label_smoothin": 0.1}, "there is no 'label_smoothin'; perhaps 'label_smoothing'"),
         ({"encoder": {"model_type": "nothing"}}, "the encoder's model_type is 'nothing'"),
     ],

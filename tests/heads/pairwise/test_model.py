@@ -211,6 +211,8 @@ def test_bradley_terry_scores_are_the_likeliest():
     for table in (torch.tensor([[0.0, 2.0], [0.0, 0.0]]), apart):
         with pytest.raises(ValueError, match="some never won against the rest"):
             bradley_terry(table)
+    with pytest.raises(ValueError, match="needed an answer or more"):
+        bradley_terry(torch.zeros(0, 0))
     for bad in (float("nan"), -1.0):
         with pytest.raises(ValueError, match="below 0 or not finite"):
             bradley_terry(torch.tensor([[0.0, bad], [1.0, 0.0]]))

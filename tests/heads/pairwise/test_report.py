@@ -59,8 +59,10 @@ def test_certain_verdicts_lose_nothing_and_temperatures_have_a_limit():
     assert fit_temperature(right, [0, 1]) == pytest.approx(0.02)
     assert fit_temperature(right, [1, 0]) == pytest.approx(50)
     for bad in (right[:0], right * float("nan")):
-        with pytest.raises(ValueError, match="needed pairs, and finite numbers"):
-            fit_temperature(bad, [0] * len(bad))
+        with pytest.raises(ValueError, match="needed pairs, a label each, and finite numbers"):
+            fit_temperature(bad, torch.zeros(len(bad), dtype=torch.long))
+    with pytest.raises(ValueError, match="needed pairs, a label each"):
+        fit_temperature(right, [0])
     report = calibrate_(model_of(), model_of().dataset(pairs_of(1), progress=False), progress=False)
     assert "the limit" in str(report)
 

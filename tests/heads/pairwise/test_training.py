@@ -213,9 +213,7 @@ def test_no_better_than_the_prior_stops_the_run(tmp_path):
     def wild(model):
         torch.nn.init.normal_(model.head.outer.weight, std=3.0)
 
-    dies(
-        tmp_path, "is no better than the .* of the labels' own shares", wild, noise(), learning_rate=1e-5, max_steps=40
-    )
+    dies(tmp_path, "is no better than the .* of the shares of labels", wild, noise(), learning_rate=1e-5, max_steps=40)
 
 
 def test_warm_up_is_waited_for(tmp_path):
@@ -269,7 +267,7 @@ def test_the_guard_counts_every_micro_batch(tmp_path):
     trained(tmp_path, trainer={"guard": guard, "callbacks": [Spy()]}, gradient_accumulation_steps=2, max_steps=4)
     assert len(seen) == 4
     assert guard._steps == 4
-    assert float(guard._seen[1, 1:].sum()) == 4 * 16  # labels: two micro-batches of 8 a step
+    assert float(guard._seen[1].sum()) == 4 * 16  # labels: two micro-batches of 8 a step
 
 
 def test_layerwise_rates_reach_the_optimizer(tmp_path):

@@ -1,0 +1,46 @@
+"""What `PairwiseModel.from_encoder` refuses before it begins: encoders that cannot read, tokenizers of others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..modes import mode
+from .packing import PackingReport, encode_padded
+
+
+@torch.no_grad()
+def check_encoder(encoder: Any) -> None:
+    """Refuse what gives no hidden states of two tokens."""
+    try:
+        with mode(encoder, training=False):
+            encode_padded(encoder, torch.ones(2, dtype=torch.long, device=encoder.device), [2], None)
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise ValueError(f"from_encoder: {type(encoder).__name__} cannot read two tokens: {error}") from error
+
+
+def check_tokenizer(tokenizer: Any, encoder: Any) -> None:
+    """Refuse a tokenizer whose ids mean something else to the encoder."""
+    rows = len(encoder.get_input_embeddings().weight)
+    if len(tokenizer) > rows:
+        raise ValueError(
+            f"from_encoder: the tokenizer has {len(tokenizer)} tokens, the encoder {rows}; is it another's?"
+        )
+    for name in ("pad", "cls", "sep", "bos", "eos"):
+        theirs, ours = (getattr(held, f"{name}_token_id", None) for held in (encoder.config, tokenizer))
+        if theirs is not None and ours is not None and theirs != ours:
+            raise ValueError(
+                f"from_encoder: the tokenizer's {name}_token_id is {ours}, the encoder's {theirs}; is it another's?"
+            )
+
+
+def most_tokens(asked: int | None, encoder: Any, packing: PackingReport, tokenizer: Any) -> int:
+    """Most tokens of a sequence: what was asked for, if the encoder has so many positions."""
+    positions = getattr(encoder.config, "max_position_embeddings", None)
+    first = getattr(getattr(encoder, "embeddings", None), "padding_idx", None)
+    counted = packing.offset if packing.packed or first is None else first + 1  # as RoBERTa and MPNet count
+    most = (positions or 512) - counted
+    if asked is not None and positions and asked > most:
+        raise ValueError(f"from_encoder: max_tokens is {asked}, and {type(encoder).__name__} has {most} positions")
+    return asked or min(most, getattr(tokenizer, "model_max_length", most))

@@ -106,10 +106,11 @@ def baselines(train: list[Pair], test: list[Pair]) -> list[dict[str, Any]]:
     return rows
 
 
-def told(made: PairwiseMetrics) -> dict[str, float]:
+def told(made: PairwiseMetrics) -> dict[str, float | None]:
     """A row's numbers."""
     names = ("accuracy", "log_loss", "calibration_error", "flip_rate", "length_correlation")
-    return {name: round(getattr(made, name), 4) for name in names}
+    found = {name: round(getattr(made, name), 4) for name in names}
+    return {name: None if math.isnan(value) else value for name, value in found.items()}
 
 
 def run(setting: dict[str, Any], config: dict[str, Any], train: list[Pair], test: list[Pair]) -> dict[str, Any]:
@@ -158,8 +159,8 @@ def write_table() -> None:
 
     def cells(row: dict[str, Any]) -> str:
         names = {"accuracy": ".1%", "log_loss": ".3f", "calibration_error": ".3f", "flip_rate": ".1%"}
-        parts = [format(row[name], kind) for name, kind in (names | {"length_correlation": ".2f"}).items()]
-        return " | ".join(parts).replace("nan", "–") + " |"
+        names |= {"length_correlation": ".2f"}
+        return " | ".join("–" if row[n] is None else format(row[n], kind) for n, kind in names.items()) + " |"
 
     for row in found["baselines"]:
         lines.append(f"| *{row['baseline']}* | | | | {cells(row)}")

@@ -16,7 +16,7 @@ def check_encoder(encoder: Any) -> None:
     try:
         with mode(encoder, training=False):
             encode_padded(encoder, torch.ones(2, dtype=torch.long, device=encoder.device), [2], None)
-    except (TypeError, RuntimeError, NotImplementedError) as error:
+    except (TypeError, RuntimeError, NotImplementedError) as error:  # models of other kinds fail in many ways
         raise ValueError(f"from_encoder: {type(encoder).__name__} cannot read two tokens: {error}") from error
 
 

@@ -217,6 +217,15 @@ def check_texts(operation: str, texts: Mapping[str, Any]) -> None:
             raise ValueError(f"{operation}: {error}") from error
 
 
+def answers_to(prompt: str, answers: Sequence[str], tokenizer: Any, config: PairwiseConfig) -> list[Tokens]:
+    """Several answers to one prompt as sequences, cut alike; refuses what is not text or has no tokens."""
+    check_texts("rank", {"prompt": prompt} | {f"answer {k}": answer for k, answer in enumerate(answers)})
+    ids = token_ids(tokenizer, [prompt, *answers])
+    if not all(ids[1:]):
+        raise ValueError("rank: an answer has no token that the tokenizer knows")
+    return Template(tokenizer, config).sequences(ids[0], ids[1:])[0]
+
+
 def flat_batch(groups: Iterable[tuple[Sequence[Tokens], Sequence[tuple[int, int]]]]) -> dict[str, Tensor]:
     """Groups of sequences, and which of each are compared, as one flat run of tokens.
 

@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 
 from ..modes import mode
 from .checks import check_encoder, check_tokenizer, most_tokens
-from .collate import PairwiseDataset, Template, check_texts, flat_batch, token_ids
+from .collate import PairwiseDataset, Template, answers_to, flat_batch
 from .config import PairwiseConfig
 from .functional import log_probabilities, pairwise_loss, swap_divergence, swapped
 from .inference import Predictions, Ranking, predict_pairs, ranking_of
@@ -281,11 +281,7 @@ class PairwiseModel(PreTrainedModel):
         if isinstance(answers, str) or len(answers) < 2:
             raise ValueError(f"rank: answers are {answers!r:.60}, needed two texts or more")
         pairs = [(i, j) for j in range(len(answers)) for i in range(j)]
-        check_texts("rank", {"prompt": prompt} | {f"answer {k}": answer for k, answer in enumerate(answers)})
-        ids = token_ids(self._own_tokenizer, [prompt, *answers])
-        if not all(ids[1:]):
-            raise ValueError("rank: an answer has no token that the tokenizer knows")
-        sequences = Template(self._own_tokenizer, self.config).sequences(ids[0], ids[1:])[0]
+        sequences = answers_to(prompt, answers, self._own_tokenizer, self.config)
         batch = {name: value.to(self.device) for name, value in flat_batch([(sequences, pairs)]).items()}
         with mode(self, training=False):
             found = self(**batch, both_orders=True)

@@ -78,7 +78,7 @@ def test_bad_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="there is no file"):
         read_pairs(tmp_path / "no.csv")
     (tmp_path / "a.jsonl").write_text("{")
-    with pytest.raises(ValueError, match=r"cannot be read|is no"):
+    with pytest.raises(ValueError, match="cannot be read"):
         read_pairs(tmp_path / "a.jsonl")
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(ValueError, match="holds a dict, needed a list of rows"):

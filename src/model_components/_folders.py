@@ -1,0 +1,300 @@
+"""The only code here that creates, replaces or removes what is on a user's disk.
+
+A result is written into ``.NAME.partial`` beside its final name and gets that name, by one rename, when it is whole.
+That folder carries a marker. One without it, one that another user owns and a symbolic link are not ours: they are
+refused and left as they are. Nothing but a marked folder, or a file that was just created here, is ever removed.
+
+    out's folder/
+      .NAME.partial/
+        .made-by-model-components   the marker: an empty file, so that it is there whole or not at all
+        result/                     what will be NAME
+        ...                         what an interrupted run may want to know
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+_MARKER = ".made-by-model-components"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # some network file systems have none
+
+
+class OutputError(OSError, ValueError):
+    """A file or folder that cannot be written, is taken, or is not ours to replace."""
+
+
+def check_new(out: str | os.PathLike[str], operation: str) -> Path:
+    """The absolute path of a folder that can be made: nothing is there, or an empty folder.
+
+    Raises:
+        OutputError: Something is there, a symbolic link included; a parent is no folder, or may not be written to.
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile() as file:
+    ...     check_new(file.name, "merge")
+    Traceback (most recent call last):
+    model_components._folders.OutputError: merge to ...: a file is there; name a new folder
+    """
+    path, to = Path(os.path.abspath(out)), f"{operation} to {os.fspath(out)}"
+    try:
+        if path.is_symlink():
+            raise OutputError(f"{to}: a symbolic link is there; name the folder that it leads to")
+        if path.is_dir():
+            if path.samefile(os.curdir) or path.is_mount():
+                raise OutputError(f"{to}: this is the current folder or a mount; name a folder inside it")
+            if any(path.iterdir()):
+                raise OutputError(f"{to}: the folder is not empty; name a new one")
+        elif os.path.lexists(path):
+            raise OutputError(f"{to}: a file is there; name a new folder")
+        parent = next(p for p in path.parents if os.path.lexists(p))
+        if not parent.is_dir():
+            raise OutputError(f"{to}: {parent} is a file, needed a folder")
+        if not os.access(parent, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+            raise OutputError(f"{to}: {parent} may not be written to")
+    except OSError as error:
+        raise _told(to, error) from error
+    return path
+
+
+def _told(to: str, error: OSError) -> OutputError:
+    return error if isinstance(error, OutputError) else OutputError(f"{to}: cannot be written ({error.strerror})")
+
+
+def make_folder(path: str | os.PathLike[str], operation: str) -> Path:
+    """A folder that may exist already, with its parents.
+
+    Raises:
+        OutputError: A file is in the way, or the parent may not be written to.
+    """
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{operation} to {path}: the folder cannot be made ({error.strerror})") from error
+    return Path(path)
+
+
+class NewFolder:
+    """A folder that is written beside its final name, and gets that name when it is whole.
+
+    As a context manager it opens, publishes at the end, and on an error discards what was written.
+
+    Args:
+        out: The final name: nothing, or an empty folder.
+        operation: What to call the work in errors.
+        resumable: An error leaves what was written, and a later run finds it again.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as parent:
+    ...     with NewFolder(f"{parent}/model", "save") as new:
+    ...         _ = (new.folder / "config.json").write_text("{}")
+    ...         (new.out / "config.json").exists()
+    ...     (new.out / "config.json").exists()
+    False
+    True
+    """
+
+    def __init__(self, out: str | os.PathLike[str], operation: str, *, resumable: bool = False):
+        self.out, self.operation, self.resumable = check_new(out, operation), operation, resumable
+        self.place = self.out.with_name(f".{self.out.name}.partial")
+        self.folder = self.place / "result"
+        self._to = f"{operation} to {self.out}"
+        self._lock: int | None = None
+
+    def open(self) -> Self:
+        """Make the hidden folder, or take over the one that an interrupted run left, and lock it.
+
+        Raises:
+            OutputError: Another run has it now; it is not ours; the parent may not be written to.
+        """
+        if self._lock is not None:
+            raise OutputError(f"{self._to}: it is open already")
+        make_folder(self.out.parent, self.operation)
+        try:
+            while not self._claim():  # another run finished in between
+                check_new(self.out, self.operation)
+            (self.place / _MARKER).touch()
+            if not self.resumable:
+                _empty(self.place, keep=[_MARKER])
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.folder)
+            self._check_result()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise _told(self._to, error) from error
+            raise
+        return self
+
+    def _claim(self) -> bool:
+        """Lock the hidden folder; False where its name has gone to another one meanwhile."""
+        created = False
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self.place)  # 0777 less the umask
+            created = True
+        try:
+            self._lock = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise (self._foreign() if error.errno in (errno.ENOTDIR, errno.ELOOP) else error) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OutputError(f"{self._to}: another run is writing it now") from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        if not self._has_its_name():
+            self.close()
+            return False
+        if not created and not self._is_marked():
+            raise self._foreign()
+        return True
+
+    def _foreign(self) -> OutputError:
+        return OutputError(
+            f"{self._to}: {self.place} was not made by model-components and is in the way; move it, or name another "
+            "folder"
+        )
+
+    def _has_its_name(self) -> bool:
+        """Whether the folder that is locked still is the one of that name."""
+        assert self._lock is not None
+        try:
+            return os.path.samestat(os.fstat(self._lock), os.lstat(self.place))
+        except FileNotFoundError:
+            return False
+
+    def _is_marked(self) -> bool:
+        """Whether what an earlier run left is this user's, and marked or empty."""
+        assert self._lock is not None
+        owner = os.fstat(self._lock).st_uid
+        if owner != os.geteuid():
+            return False
+        if not os.listdir(self.place):
+            return True
+        with contextlib.suppress(OSError):
+            marker = os.lstat(self.place / _MARKER)
+            return stat.S_ISREG(marker.st_mode) and marker.st_uid == owner
+        return False
+
+    def _check_result(self) -> None:
+        """Refuse a result that somebody has made a link, or a file."""
+        if not stat.S_ISDIR(os.lstat(self.folder).st_mode):
+            raise OutputError(f"{self._to}: {self.folder} is no folder of ours; remove it, or name another folder")
+
+    def clear(self, keep: Collection[str] = ()) -> None:
+        """Remove what the result has so far, but for the files named."""
+        self._check_result()
+        _empty(self.folder, keep)
+
+    def publish(self) -> None:
+        """Give the result its name, and remove the hidden folder.
+
+        Raises:
+            OutputError: Something was put there meanwhile. It stays, and so does the result: no later run clears it.
+        """
+        if not self._has_its_name():
+            raise self._foreign()
+        self._check_result()
+        try:
+            os.rename(self.folder, self.out)  # onto nothing, or onto an empty folder; atomic, and follows no link
+        except OSError as error:
+            (self.place / _MARKER).unlink(missing_ok=True)
+            self.close()
+            why = "something was put there meanwhile" if os.path.lexists(self.out) else error.strerror
+            raise OutputError(f"{self._to}: {why}; the result is in {self.folder}") from None
+        with contextlib.suppress(OSError):  # the result is there; what cannot be removed, a later run clears
+            self.discard()
+
+    def discard(self) -> None:
+        """Remove the hidden folder with all that is in it; the final name is not touched."""
+        try:
+            if self._lock is not None and self._has_its_name():
+                _empty(self.place, keep=[_MARKER])
+                (self.place / _MARKER).unlink(missing_ok=True)
+                self.place.rmdir()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the lock; what is written stays for a later run."""
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked child may still hold the descriptor
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lock is None:  # published or discarded in between
+            return
+        if kind is None:
+            self.publish()
+            return
+        with contextlib.suppress(OSError):  # the error of the work is the one to tell
+            nothing = sorted(os.listdir(self.place)) == [_MARKER, self.folder.name] and not os.listdir(self.folder)
+            if nothing or not self.resumable:
+                self.discard()
+        self.close()
+
+
+def _empty(folder: Path, keep: Collection[str]) -> None:
+    for entry in list(os.scandir(folder)):
+        if entry.name not in keep:
+            shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
+
+
+@contextlib.contextmanager
+def new_file(path: str | os.PathLike[str], operation: str) -> Iterator[Path]:
+    """A path to write to, whose file becomes ``path`` when it is whole, in place of what was there.
+
+    Raises:
+        OutputError: ``path`` is a folder, or a folder cannot be made or written to.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with new_file(f"{folder}/a.txt", "save") as part:
+    ...         _ = part.write_text("whole")
+    ...     Path(folder, "a.txt").read_text()
+    'whole'
+    """
+    path, to = Path(os.path.abspath(path)), f"{operation} to {os.fspath(path)}"
+    make_folder(path.parent, operation)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        mode = stat.S_IMODE(os.lstat(path).st_mode) if os.path.lexists(path) else None
+        if mode is not None and (path.is_symlink() or not path.is_file()):
+            raise OutputError(f"{to}: a folder, link or device is there, needed the name of a file")
+        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+        if mode is not None:
+            os.chmod(part, mode)  # as the file that it replaces
+    except OSError as error:
+        raise _told(to, error) from error
+    try:
+        yield part
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: str | os.PathLike[str], data: Any, operation: str = "write") -> None:
+    """Data as indented JSON, whole or not at all."""
+    with new_file(path, operation) as part:
+        part.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

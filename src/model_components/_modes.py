@@ -1,0 +1,38 @@
+"""A model in evaluation or in training for a while, and afterwards each of its modules as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@contextmanager
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Every module in one mode; afterwards frozen norms, say, that a user put into evaluation still are."""
+    before = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode within; afterwards each module is in the mode it was in.
+
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2).eval())
+    >>> with evaluating(model):
+    ...     model[0].training
+    False
+    >>> model[0].training, model[1].training
+    (True, False)
+    """
+    with in_mode(model, training=False):
+        yield

@@ -1,0 +1,147 @@
+"""What every report and plan can do: print as a table, show itself in a notebook, become JSON; and axes to plot on."""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+else:  # names for signatures; matplotlib itself is imported when a plot is asked for
+    Axes = Figure = Any
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text; the first column is aligned at its left, and so is the last if it says sentences."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    sentences: bool = False
+
+    def __str__(self) -> str:
+        lines = [self.header, *self.rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(self.header))]
+        left = {0, len(widths) - 1} if self.sentences else {0}
+        aligned = [
+            [cell.ljust(widths[i]) if i in left else cell.rjust(widths[i]) for i, cell in enumerate(line)]
+            for line in lines
+        ]
+        return "\n".join("  ".join(line).rstrip() for line in aligned)
+
+    def _repr_html_(self) -> str:
+        def line(cells: Sequence[str], tag: str) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        body = "".join(line(row, "td") for row in self.rows)
+        return f"<table><thead>{line(self.header, 'th')}</thead><tbody>{body}</tbody></table>"
+
+
+class Report:
+    """The base of reports, which are dataclasses.
+
+    A report says `summary`, lines above its `table`, and `remarks`, lines below; printing, HTML and JSON follow.
+
+    >>> @dataclass(frozen=True)
+    ... class Sizes(Report):
+    ...     bytes: dict
+    ...     def table(self):
+    ...         return Table(("name", "bytes"), [(k, f"{v:,}") for k, v in self.bytes.items()])
+    >>> print(Sizes({"weights": 1000, "b": 2}))
+    name     bytes
+    weights  1,000
+    b            2
+    >>> Sizes({"b": float("nan")}).to_dict()
+    {'bytes': {'b': None}}
+    """
+
+    def summary(self) -> Sequence[str]:
+        """Lines above the table."""
+        return ()
+
+    def table(self) -> Table | None:
+        """The rows, where there are some."""
+        return None
+
+    def remarks(self) -> Sequence[str]:
+        """Lines below the table: warnings, and what was left out."""
+        return ()
+
+    def __str__(self) -> str:
+        table = self.table()
+        return "\n".join([*self.summary(), *([str(table)] if table and table.rows else []), *self.remarks()])
+
+    def _repr_html_(self) -> str:
+        above, below = ("<br>".join(map(html.escape, lines)) for lines in (self.summary(), self.remarks()))
+        table = self.table()
+        parts = [f"<p>{above}</p>" if above else "", table._repr_html_() if table and table.rows else ""]
+        return "".join([*parts, f"<p>{below}</p>" if below else ""])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, as JSON has it: paths and dtypes as text, tensors as lists, nan and infinity as None."""
+        return {field.name: plain(getattr(self, field.name)) for field in fields(self)}  # pyrefly: ignore
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it.
+
+    >>> from pathlib import Path
+    >>> plain({"a": (1, Path("b"), float("inf"))})
+    {'a': [1, 'b', None]}
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if hasattr(value, "to_dict") and not isinstance(value, type):
+        return plain(value.to_dict())
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    return str(value).removeprefix("torch.") if type(value).__name__ == "dtype" else str(value)
+
+
+def needs_matplotlib(operation: str) -> None:
+    """Say so before any work starts, where a plot is wanted and cannot be drawn.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError(f"{operation}: a plot needs matplotlib; pip install 'model-components[plot]'")
+
+
+def axes_for(ax: Axes | None, operation: str, *, width: float = 6.4, height: float = 4.0) -> tuple[Figure, Axes]:
+    """The axes given and their figure, or new ones, in inches, that no window and no global state belong to.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    needs_matplotlib(operation)
+    from matplotlib.figure import Figure
+
+    if ax is not None:
+        return ax.figure, ax  # pyrefly: ignore
+    figure = Figure((width, height), layout="constrained", dpi=150)
+    return figure, figure.add_subplot()
+
+
+def bars(ax: Axes | None, operation: str, values: Mapping[str, float], label: str) -> Figure:
+    """A horizontal bar for each name, the first at the top, on ``ax`` or in a new figure."""
+    figure, axes = axes_for(ax, operation, height=0.9 + 0.24 * max(1, len(values)))
+    axes.barh(range(len(values)), list(values.values()), 0.7)
+    axes.set_yticks(range(len(values)), list(values), fontsize=8)
+    axes.set_ylim(len(values) - 0.4, -0.6)
+    axes.set_xlim(left=0.0)
+    axes.set_xlabel(label)
+    return figure

@@ -1,0 +1,68 @@
+"""What the trainers of all packages share: the stock options by name, the share of a step, one step and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+
+
+class TrainerOptions(TypedDict, total=False):
+    """The arguments of `transformers.Trainer` but for ``model``, ``args`` and ``train_dataset``."""
+
+    data_collator: Callable[[list[Any]], dict[str, Any]] | None
+    eval_dataset: Dataset | IterableDataset | dict[str, Dataset] | None
+    processing_class: Any
+    model_init: Callable[..., PreTrainedModel] | None
+    compute_loss_func: Callable[..., Any] | None
+    compute_metrics: Callable[..., dict[str, float]] | None
+    callbacks: list[TrainerCallback] | None
+    optimizers: tuple[torch.optim.Optimizer | None, Any]
+    optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None
+    preprocess_logits_for_metrics: Callable[..., Tensor] | None
+
+
+class StepTrainer(Trainer):
+    """A `transformers.Trainer` whose losses are means over all items of a step, whatever the micro-batches."""
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """The batches of a step; none when a finished run is resumed, which the stock trainer gives a step more."""
+        if self.state.global_step >= self.state.max_steps:
+            return [], None
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def optimizer_groups(self) -> list[dict[str, Any]] | None:
+        """Groups of parameters for the arguments' optimizer; None for the stock trainer's own."""
+        return None
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The arguments' optimizer over `optimizer_groups`."""
+        if self.optimizer is None and (groups := self.optimizer_groups()) is not None:
+            asked = self.optimizer_cls_and_kwargs
+            kind, options = asked or self.get_optimizer_cls_and_kwargs(self.args, self.model)  # pyrefly: ignore
+            self.optimizer = kind(groups, **options)
+        return self.optimizer if self.optimizer is not None else super().create_optimizer(model)
+
+    def processes_of_mean(self) -> int:
+        """What a loss over the items of all processes is multiplied by, since DDP takes the mean of gradients."""
+        return self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+
+    def share_of_step(self, loss: Tensor, items: Tensor | int, num_items_in_batch: Tensor | int | None) -> Tensor:
+        """A micro-batch's part of its step's loss.
+
+        Args:
+            loss: The mean over the micro-batch's items.
+            items: How many those are.
+            num_items_in_batch: Items of the whole step, all processes; None where the trainer takes the mean itself.
+        """
+        if num_items_in_batch is None:
+            return loss
+        return loss * items / num_items_in_batch * self.processes_of_mean()
+
+    def unwrapped(self) -> Any:
+        """The model, out of what wraps it in training with several processes."""
+        return self.accelerator.unwrap_model(self.model)

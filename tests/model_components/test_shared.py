@@ -1,0 +1,81 @@
+"""What packages share: modes of modules that come back, and trainers of one shape."""
+
+import inspect
+
+import pytest
+import torch
+import transformers
+
+from heads.lora import InstructionTrainer
+from heads.pairwise import PairwiseTrainer
+from kronecker import KroneckerTrainer
+from mergekit_lite.masks import MaskTrainer
+from model_components._modes import evaluating, in_mode
+from model_components._trainer import StepTrainer, TrainerOptions
+from tests.support.models import tiny
+from thinker import CurriculumDataset, Fixed, LatentThinker, ThinkerConfig, ThinkerTrainer, evaluate_lengths, make_task
+
+TRAINERS = (InstructionTrainer, KroneckerTrainer, MaskTrainer, PairwiseTrainer, ThinkerTrainer)
+
+
+def modes(model):
+    return {name: module.training for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_every_module_comes_back_in_its_own_mode(error):
+    model = tiny("gpt2").train()
+    model.transformer.h[1].eval()
+    before = modes(model)
+    for change, inside in ((evaluating(model), False), (in_mode(model, training=True), True)):
+        try:
+            with change:
+                assert set(modes(model).values()) == {inside}
+                if error is not None:
+                    raise error
+        except KeyError:
+            pass
+        assert modes(model) == before
+
+
+def test_evaluating_a_thinker_thaws_nothing():
+    model = LatentThinker(ThinkerConfig(vocab_size=16, max_input_length=6, max_output_length=6)).train()
+    model.layers[0].eval()
+    before = modes(model)
+    data = CurriculumDataset(make_task("copy"), Fixed(max_length=3), batch_size=4)
+    evaluate_lengths(model, data, [3], samples=8)
+    assert modes(model) == before
+
+
+def test_the_options_are_the_stock_trainers():
+    stock = set(inspect.signature(transformers.Trainer.__init__).parameters) - {"self", "model", "args"}
+    assert set(TrainerOptions.__annotations__) | {"train_dataset"} <= stock
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_trainers_have_one_shape(trainer):
+    assert issubclass(trainer, StepTrainer)
+    parameters = list(inspect.signature(trainer.__init__).parameters.values())[1:]
+    assert [p.name for p in parameters[:3]] == ["model", "args", "train_dataset"]
+    assert all(p.kind is p.KEYWORD_ONLY for p in parameters[2:-1])
+    assert parameters[-1].kind is parameters[-1].VAR_KEYWORD
+
+
+def test_a_micro_batch_has_its_share_of_the_step(tmp_path):
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    trainer = StepTrainer(model=tiny("gpt2"), args=arguments)
+    loss = torch.tensor(2.0)
+    assert trainer.share_of_step(loss, 3, None) == loss
+    parts = [trainer.share_of_step(loss, items, 8) for items in (3, 5)]
+    assert sum(parts) == loss
+    arguments.average_tokens_across_devices = True
+    assert trainer.processes_of_mean() == 1
+
+
+def test_an_optimizer_that_is_asked_for_is_taken(tmp_path):
+    model = LatentThinker(ThinkerConfig(vocab_size=16, max_input_length=6, max_output_length=6))
+    data = CurriculumDataset(make_task("copy"), Fixed(max_length=3), batch_size=4)
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", max_steps=1)
+    asked = (torch.optim.SGD, {"lr": 0.5})
+    trainer = ThinkerTrainer(model, arguments, train_dataset=data, optimizer_cls_and_kwargs=asked)
+    assert isinstance(trainer.create_optimizer(), torch.optim.SGD)

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from .merge import merge_models, parse_size, version
+from model_components import __version__
+
+from .merge import merge_models, parse_size
 from .planner import make_plan
 from .recipe import load_recipe
 
@@ -20,7 +22,7 @@ from .recipe import load_recipe
 def parser() -> argparse.ArgumentParser:
     """The arguments."""
     top = argparse.ArgumentParser(prog="mergekit-lite", description="Merge checkpoints by a YAML recipe.")
-    top.add_argument("--version", action="version", version=f"mergekit-lite {version()}")
+    top.add_argument("--version", action="version", version=f"mergekit-lite {__version__}")
     commands = top.add_subparsers(dest="command", required=True)
     merge = commands.add_parser("merge", help="check the recipe, then write the merged checkpoint")
     merge.add_argument("recipe", help="YAML file")

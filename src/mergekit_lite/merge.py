@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import functools
-import importlib.metadata
 import os
 import re
 import resource
@@ -18,12 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
+
+from model_components import __version__
+from model_components._folders import OutputError, check_new
+from model_components._report import Report
 
 from .engine import Engine, NotFiniteError, TensorFact
 from .memory import keep_freed_blocks
 from .methods import get_method
-from .outputs import OutputError, OutputFolder, chosen_template, plan_fingerprint
+from .outputs import OutputFolder, chosen_template, plan_fingerprint
 from .plan import PlanError, TensorPlan
 from .planner import make_plan
 from .ranks import Ranks
@@ -31,7 +34,7 @@ from .recipe import MergeRecipe, ModelEntry, model_key
 
 
 @dataclass(frozen=True)
-class MergeReport:
+class MergeReport(Report):
     """What a merge did.
 
     Args:
@@ -58,17 +61,18 @@ class MergeReport:
     tensors: list[TensorFact]
     notes: list[str]
 
-    def __str__(self) -> str:
-        return (
-            f"{len(self.tensors)} tensors, {self.bytes_written / 1e6:.1f} MB in {len(self.paths)} files at {self.out}\n"
-            f"{self.seconds:.1f} s, {self.cpu_seconds:.1f} CPU s, peak {self.peak_memory / 1e6:.0f} MB"
-        )
+    def summary(self) -> list[str]:
+        """Sizes, time and memory."""
+        files = f"{len(self.paths)} file{'s' if len(self.paths) > 1 else ''}"
+        return [
+            f"{len(self.tensors)} tensors, {self.bytes_written / 1e6:.1f} MB in {files} at {self.out}",
+            f"{self.seconds:.1f} s, {self.cpu_seconds:.1f} CPU s, peak {self.peak_memory / 1e6:.0f} MB",
+        ]
 
-
-@functools.cache
-def version() -> str:
-    """This distribution's version."""
-    return importlib.metadata.version("model-components")
+    def remarks(self) -> list[str]:
+        """What was kept of an interrupted run, and what the planner wants said."""
+        kept = f"{len(self.resumed)} of {len(self.paths)} files were there from an interrupted run"
+        return [*([kept] if self.resumed else []), *(f"note: {text}" for text in self.notes)]
 
 
 def parse_size(size: int | str) -> int:
@@ -184,7 +188,7 @@ def merge_models(
     limit, target = parse_size(max_shard_size), _usable(device)
     workers = threads or 1
     if out is not None:
-        _refuse_occupied(Path(out))
+        check_new(out, "merge")
     plan = make_plan(recipe, max_shard_size=limit, threads=workers, allow_pickle=allow_pickle)
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # blocks are the parallel unit
@@ -231,11 +235,6 @@ def _usable(device: str | torch.device) -> torch.device:
     return found
 
 
-def _refuse_occupied(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise OutputError(f"merge to {out}: the folder is not empty; name a new one")
-
-
 def _to_memory(engine: Engine, bar: tqdm) -> dict[str, Tensor]:
     engine.measure_globally(bar.set_postfix_str)
     merged = {t.name: torch.empty(t.shape, dtype=t.dtype) for t in engine.plan.tensors}
@@ -254,7 +253,7 @@ def _to_folder(
     plan = engine.plan
     chosen_template(plan)  # what could fail at the end is tried first
     plan.recipe.to_yaml()
-    fingerprint = plan_fingerprint(plan, seed, version())
+    fingerprint = plan_fingerprint(plan, seed, __version__)
     folder = OutputFolder(out, plan, fingerprint)
     ranks.lead(lambda: folder.prepare(resume))
     resumed = ranks.share(sorted(folder.finished))
@@ -271,12 +270,12 @@ def _to_folder(
             if ranks.rank == 0:
                 folder.create(shard)
             ranks.barrier()
-            folder.open(shard)
+            folder.open_shard(shard)
             mine = ranks.mine(members)
             for t, fact in zip(mine, engine.run_all(mine, folder.write), strict=True):
                 facts.append(fact)
                 bar.update(t.nbytes * ranks.count)
-            folder.close(shard)
+            folder.close_shard(shard)
             ranks.barrier()
             if hashing is not None:
                 hashing.result()
@@ -285,13 +284,14 @@ def _to_folder(
             hashing.result()
         order = {t.name: i for i, t in enumerate(plan.tensors)}
         facts = sorted(ranks.gather(facts), key=lambda f: order[f.name])
-        ranks.lead(lambda: folder.publish([asdict(f) for f in facts], seed, version()))
+        ranks.lead(lambda: folder.complete([asdict(f) for f in facts], seed, __version__))
     except BaseException as error:
         executor.shutdown(wait=True, cancel_futures=True)  # nothing may write once the folder is let go
         full = isinstance(error, OSError) and error.errno == errno.ENOSPC
         if ranks.rank == 0 and (full or isinstance(error, NotFiniteError)):
-            folder.discard()
-        folder.release()
+            with contextlib.suppress(OSError):  # the error of the merge is the one to tell
+                folder.discard()
+        folder.close()
         if full:
             text = f"merge to {out}: the disk is full; what was written has been removed"
             raise OutputError(errno.ENOSPC, text) from error

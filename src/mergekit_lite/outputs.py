@@ -1,13 +1,12 @@
 """The output folder: shards written in place in a hidden folder beside the target, which is renamed when whole.
 
-`progress.json` in the hidden folder lists the shards that are complete, by hash, under a fingerprint of the plan
+`progress.json` beside the result lists the shards that are complete, by hash, under a fingerprint of the plan
 and its inputs. A later run of the same merge keeps the shards whose bytes still have that hash and redoes the rest.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -18,6 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
+from model_components._folders import NewFolder, OutputError, write_json
+
 from .checkpoint import byte_view
 from .plan import MergePlan, PlanError, TensorPlan, header_bytes
 from .vocabulary import TOKENIZER_FILES
@@ -26,20 +27,10 @@ _COPIED = ("generation_config.json", "preprocessor_config.json", "modeling_*.py"
 MANIFEST = "merge_manifest.json"
 
 
-class OutputError(OSError):
-    """The output folder cannot be written, or is taken."""
-
-
 def file_hash(path: Path) -> str:
     """The SHA-256 of a file's bytes."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_json(path: Path, data: Any) -> None:
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def plan_fingerprint(plan: MergePlan, seed: int, version: str) -> str:
@@ -54,76 +45,74 @@ def plan_fingerprint(plan: MergePlan, seed: int, version: str) -> str:
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
-class OutputFolder:
-    """One run's hold on an output folder; rank 0 makes it, the other ranks only write tensors into it.
+class OutputFolder(NewFolder):
+    """One run's hold on an output folder; rank 0 opens it, the other ranks only write tensors into it.
 
     Args:
         out: The final name.
         plan: What will be written.
         fingerprint: From `plan_fingerprint`.
+
+    Raises:
+        OutputError: The final name is taken, or cannot be written.
     """
 
     def __init__(self, out: Path, plan: MergePlan, fingerprint: str):
-        self._out, self._plan, self._fingerprint = out, plan, fingerprint
-        self.folder = out.parent / f".{out.name}.partial"
+        super().__init__(out, "merge", resumable=True)
+        self._plan, self._fingerprint = plan, fingerprint
         self.finished: dict[str, str] = {}
         self._descriptors: dict[int, int] = {}
         self._members: list[list[TensorPlan]] = [[] for _ in plan.shards]
         for t in plan.tensors:
             self._members[t.shard].append(t)
         self._body = [len(header_bytes(members)) for members in self._members]
-        self._lock: int | None = None
+
+    @property
+    def _progress(self) -> Path:
+        return self.place / "progress.json"
 
     def prepare(self, resume: bool) -> None:
-        """Lock the hidden folder and decide what of it is kept.
+        """Open the hidden folder and decide what of it is kept.
 
         Args:
             resume: Keep what an interrupted run of the same merge finished.
 
         Raises:
-            OutputError: Another run is writing it, or the disk is too small.
+            OutputError: Another run is writing it, it is not ours, or the disk is too small.
         """
-        self._out.parent.mkdir(parents=True, exist_ok=True)
-        self.folder.mkdir(exist_ok=True)
-        self._lock = os.open(self.folder, os.O_RDONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            self._lock = None
-            raise OutputError(f"merge to {self._out}: another run is writing it now") from None
+        self.open()
         try:
             if resume:
                 self._keep_finished()
-            for path in self.folder.iterdir():
-                if path.name not in self.finished:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            self.clear(keep=self.finished)
             self._save_progress()
             left = sum(t.nbytes for t in self._plan.tensors if self._plan.shards[t.shard] not in self.finished)
             free = shutil.disk_usage(self.folder).free
             if left > free:
                 if not self.finished:
-                    shutil.rmtree(self.folder)
+                    self.discard()
                 text = f"needs {left / 1e9:.2f} GB of disk and {free / 1e9:.2f} GB are free"
-                raise OutputError(errno.ENOSPC, f"merge to {self._out}: {text}")
+                raise OutputError(errno.ENOSPC, f"merge to {self.out}: {text}")
         except BaseException:
-            self.release()
+            self.close()
             raise
 
     def _keep_finished(self) -> None:
         """Find the shards that an earlier run of this merge recorded and that still have the recorded hash."""
         try:
-            held = json.loads((self.folder / "progress.json").read_text(encoding="utf-8"))
+            record = json.loads(self._progress.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return
-        if held.get("fingerprint") == self._fingerprint:
-            for name, digest in held["shards"].items():
-                path = self.folder / name
-                if path.exists() and file_hash(path) == digest:
-                    self.finished[name] = digest
+        if not isinstance(record, dict) or record.get("fingerprint") != self._fingerprint:
+            return
+        shards = record.get("shards")
+        for name, digest in shards.items() if isinstance(shards, dict) else ():
+            path = self.folder / name
+            if name in self._plan.shards and path.is_file() and file_hash(path) == digest:
+                self.finished[name] = digest
 
     def _save_progress(self) -> None:
-        _write_json(self.folder / "progress.json", {"fingerprint": self._fingerprint, "shards": self.finished})
+        write_json(self._progress, {"fingerprint": self._fingerprint, "shards": self.finished})
 
     def create(self, shard: int) -> None:
         """Make the shard's file with its header and full length."""
@@ -140,11 +129,11 @@ class OutputFolder:
         while done < len(data):
             done += os.pwrite(descriptor, data[done:], position + done)
 
-    def open(self, shard: int) -> None:
+    def open_shard(self, shard: int) -> None:
         """Get ready to write into a shard that was created."""
         self._descriptors[shard] = os.open(self.folder / self._plan.shards[shard], os.O_WRONLY)
 
-    def close(self, shard: int) -> None:
+    def close_shard(self, shard: int) -> None:
         """No more writes to this shard by this process."""
         os.close(self._descriptors.pop(shard))
 
@@ -154,30 +143,32 @@ class OutputFolder:
         self.finished[name] = file_hash(self.folder / name)
         self._save_progress()
 
-    def discard(self) -> None:
-        """Remove everything of this run; the target was never touched."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def release(self) -> None:
+    def close(self) -> None:
         """Let go of the lock and of open files, keeping what is written for a later run."""
+        self._close_shards()
+        super().close()
+
+    def discard(self) -> None:
+        """Remove everything of this run; files that are open would stay on some network file systems."""
+        self._close_shards()
+        super().discard()
+
+    def _close_shards(self) -> None:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
-    def publish(self, facts: Sequence[dict[str, Any]], seed: int, version: str) -> None:
-        """Write everything that is not a tensor, then rename the folder to its final name."""
+    def complete(self, facts: Sequence[dict[str, Any]], seed: int, version: str) -> None:
+        """Write everything that is not a tensor, then give the folder its final name."""
         plan, folder = self._plan, self.folder
         if len(plan.shards) > 1:
             index = {
                 "metadata": {"total_size": plan.bytes_written, "total_parameters": plan.parameters},
                 "weight_map": {t.name: plan.shards[t.shard] for t in plan.tensors},
             }
-            _write_json(folder / "model.safetensors.index.json", index)
+            write_json(folder / "model.safetensors.index.json", index)
         if plan.config:
-            _write_json(folder / "config.json", plan.config)
+            write_json(folder / "config.json", plan.config)
         self._copy_beside(folder)
         (folder / "mergekit_config.yml").write_text(plan.recipe.to_yaml(), encoding="utf-8")
         (folder / "README.md").write_text(model_card(plan), encoding="utf-8")
@@ -188,16 +179,8 @@ class OutputFolder:
             "sha256": {name: self.finished[name] for name in plan.shards},
             "tensors": list(facts),
         }
-        _write_json(folder / MANIFEST, manifest)
-        if self._out.is_dir() and not any(self._out.iterdir()):
-            self._out.rmdir()
-        if self._out.exists():
-            raise OutputError(
-                f"merge to {self._out}: something was put there during the merge; the result is in {folder}"
-            )
-        os.rename(folder, self._out)
-        (self._out / "progress.json").unlink()
-        self.release()
+        write_json(folder / MANIFEST, manifest)
+        self.publish()
 
     def _copy_beside(self, folder: Path) -> None:
         donor = self._plan.sources[self._plan.donor].folder
@@ -220,7 +203,7 @@ class OutputFolder:
             if settings.exists():
                 held = json.loads(settings.read_text(encoding="utf-8"))
                 held.pop("chat_template", None)
-                _write_json(settings, held)
+                write_json(settings, held)
 
 
 def _template_of(folder: Path | None) -> str | None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from model_components._report import Report, Table
+
 from .checkpoint import DTYPE_CODES, Source, TensorInfo
 from .methods import MergeMethod
 from .recipe import MergeRecipe
@@ -75,8 +77,8 @@ class TensorPlan:
 
 
 @dataclass
-class MergePlan:
-    """A merge that was found sound. ``str(plan)`` is the page that ``mergekit-lite plan`` prints."""
+class MergePlan(Report):
+    """A merge that was found sound; printed by ``mergekit-lite plan``."""
 
     recipe: MergeRecipe
     sources: list[Source]
@@ -121,18 +123,46 @@ class MergePlan:
                 peak = max(peak, self.threads * block * t.work.itemsize * (2 * inputs + 6))
         return peak
 
-    def __str__(self) -> str:
+    def table(self) -> Table:
+        """What will be read, written and held."""
         passes = max((t.passes for t in self.tensors), default=1)
         plural = "s" if len(self.shards) > 1 else ""
-        lines = [
-            f"{self.recipe.merge_method} of {len(self.sources)} models: {', '.join(s.label for s in self.sources)}",
-            f"tensors        {len(self.tensors)}, {self.parameters:,} parameters, {_dtypes(self.tensors)}",
-            f"reads          {_size(self.bytes_read)} in up to {passes} passes",
-            f"writes         {_size(self.bytes_written)} in {len(self.shards)} shard{plural}",
-            f"peak memory    about {_size(self.peak_memory)} beyond the import of torch, {self.threads} threads",
-            f"config from    {self.sources[self.donor].label}",
-        ]
-        return "\n".join(lines + [f"note           {n}" for n in self.notes])
+        models = f"{self.recipe.merge_method} of {len(self.sources)}: {', '.join(s.label for s in self.sources)}"
+        rows = {
+            "tensors": f"{len(self.tensors)}, {self.parameters:,} parameters, {_dtypes(self.tensors)}",
+            "reads": f"{_size(self.bytes_read)} in up to {passes} passes",
+            "writes": f"{_size(self.bytes_written)} in {len(self.shards)} shard{plural}",
+            "peak memory": f"about {_size(self.peak_memory)} beyond the import of torch, threads: {self.threads}",
+            "config from": self.sources[self.donor].label,
+        }
+        return Table(("models", models), list(rows.items()), sentences=True)
+
+    def remarks(self) -> list[str]:
+        """What the planner wants said."""
+        return [f"note: {text}" for text in self.notes]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Recipe, sources, sizes and every tensor's shape, dtype, method and shard."""
+        return {
+            "recipe": self.recipe.to_dict(),
+            "sources": [s.label for s in self.sources],
+            "config_from": self.sources[self.donor].label,
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "parameters": self.parameters,
+            "peak_memory": self.peak_memory,
+            "notes": list(self.notes),
+            "tensors": [
+                {
+                    "name": t.name,
+                    "shape": list(t.shape),
+                    "dtype": str(t.dtype).removeprefix("torch."),
+                    "method": "copy" if t.method is None else t.method.name,
+                    "shard": self.shards[t.shard],
+                }
+                for t in self.tensors
+            ],
+        }
 
 
 def _dtypes(tensors: Sequence[TensorPlan]) -> str:

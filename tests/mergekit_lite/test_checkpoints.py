@@ -40,7 +40,8 @@ def load_strictly(folder, auto=transformers.AutoModelForCausalLM):
         model, info = auto.from_pretrained(folder, output_loading_info=True)
     finally:
         logging.getLogger("transformers").removeHandler(complaints)
-    assert complaints.said == []
+    said = [text for text in complaints.said if "rope_parameters" not in text]  # of Gemma 3, by some versions
+    assert said == []
     assert not info["missing_keys"], info
     assert not info["unexpected_keys"], info
     assert not info["mismatched_keys"], info

@@ -1,6 +1,7 @@
 """Every merge method against its definition: in memory with gradients, and streamed through files in small blocks."""
 
 import inspect
+from itertools import permutations
 
 import pytest
 import torch
@@ -46,6 +47,7 @@ def test_in_memory_equals_the_reference(case, dtype):
             working=torch.float32,
             gradients=case.gradients,
             case=f"{case} {list(shape)}",
+            device="cpu",
         )
 
 
@@ -95,6 +97,7 @@ def test_streamed_equals_the_reference(case, dtype, threads, tmp_path, monkeypat
             working=torch.float32,
             gradients=False,
             case=f"{case} {list(shape)}",
+            device="cpu",
         )
 
 
@@ -236,3 +239,15 @@ def test_the_selector_refuses_a_rank_that_only_nan_could_fill(bits, k):
     selector.observe(0, scores)
     with pytest.raises(ValueError, match="NaN"):
         selector.advance()
+
+
+def test_ties_at_the_threshold_go_to_the_lowest_places_in_any_order_of_arrival():
+    blocks = [torch.tensor([2.0, 1.0]), torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0])]
+    for order in permutations(range(3)):
+        selector = Selector(4, 6, torch.zeros(0), torch.float32)
+        while not selector.done:
+            for block in order:
+                selector.observe(block, blocks[block])
+            selector.advance()
+        kept = [selector.answer(k).trim(block).tolist() for k, block in enumerate(blocks)]
+        assert kept == [[2.0, 1.0], [1.0, 3.0], [0.0, 0.0]], order

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import json
 import os
 import random
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import mergekit_lite.outputs
 from mergekit_lite import OutputError, merge_models
+from mergekit_lite.__main__ import main
 
 SCRIPT = """
 import sys, mergekit_lite.engine as e, mergekit_lite
@@ -113,7 +115,7 @@ def test_a_resumed_run_keeps_proved_shards_and_gives_the_same_bytes(models, tmp_
     partial = tmp_path / ".out.partial"
     recorded = sorted(json.loads((partial / "progress.json").read_text())["shards"])
     assert len(recorded) == 3
-    damaged = partial / recorded[0]
+    damaged = partial / "result" / recorded[0]
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")  # its hash no longer proves it
     report = merge(models, tmp_path / "out")
     assert report.resumed == recorded[1:]
@@ -193,3 +195,61 @@ def test_a_late_failure_keeps_what_was_finished(models, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
     report = merge(models, tmp_path / "out")
     assert len(report.resumed) == len(report.paths)
+
+
+def test_the_command_line_leaves_what_is_not_ours(models, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    recipe = {"models": [{"model": m} for m in models[:2]], "merge_method": "linear", "parameters": {"weight": 0.5}}
+    (tmp_path / "r.yml").write_text(json.dumps(recipe))
+    (tmp_path / ".m.partial").mkdir()
+    (tmp_path / ".m.partial" / "thesis").write_text("x")
+    command = ["merge", "r.yml", "m", "--no-progress"]
+    assert main(command) == 1
+    assert ".m.partial was not made by model-components and is in the way" in capsys.readouterr().err
+    assert (tmp_path / ".m.partial" / "thesis").read_text() == "x"
+    (tmp_path / ".m.partial").rename(tmp_path / "work")
+    (tmp_path / ".m.partial").symlink_to("work")
+    assert main(command) == 1
+    assert (tmp_path / "work" / "thesis").read_text() == "x"
+    assert not (tmp_path / "m").exists()
+    assert main(["merge", "r.yml", "r.yml/out"]) == 1
+    printed = capsys.readouterr().err
+    assert "r.yml is a file, needed a folder" in printed
+    assert "B/s" not in printed  # no bar was begun
+    (tmp_path / ".m.partial").unlink()
+    assert main(command) == 0
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"shards": []}', '{"fingerprint": 1, "shards": {"../x": "y"}}', "\x00"])
+def test_a_record_that_is_none_starts_over(models, tmp_path, monkeypatch, text):
+    with monkeypatch.context() as patched:
+        interrupt_after(patched, 2)
+        with pytest.raises(KeyboardInterrupt):
+            merge(models, tmp_path / "out")
+    (tmp_path / ".out.partial" / "progress.json").write_text(text)
+    assert merge(models, tmp_path / "out").resumed == []
+
+
+def test_a_small_disk_keeps_what_was_finished(models, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        interrupt_after(patched, 2)
+        with pytest.raises(KeyboardInterrupt):
+            merge(models, tmp_path / "out")
+    usage = namedtuple("usage", "total used free")
+    with monkeypatch.context() as patched:
+        patched.setattr(mergekit_lite.outputs.shutil, "disk_usage", lambda path: usage(10**9, 10**9, 100))
+        with pytest.raises(OutputError, match="GB of disk"):
+            merge(models, tmp_path / "out")
+    assert len(merge(models, tmp_path / "out").resumed) == 2  # and the lock was let go of
+
+
+def test_a_merge_that_fails_lets_go_of_its_files(models, tmp_path, monkeypatch):
+    counts = []
+    for _ in range(4):
+        with monkeypatch.context() as patched:
+            interrupt_after(patched, 1)
+            with pytest.raises(KeyboardInterrupt):
+                merge(models, tmp_path / "out", resume=False)
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[-1] == counts[1]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-_IGNORED = ("training", "name_or_path", "p", "_is_hf_initialized", "gradient_checkpointing", "warnings_issued")
+from ..checkpoint import byte_view
 
+_IGNORED = ("training", "name_or_path", "p", "_is_hf_initialized", "gradient_checkpointing", "warnings_issued")
+_HASHED = 1 << 22  # elements at a time
 _COSMETIC = re.compile(r"drop|token|dtype|name|version|label|architectures|use_cache|task_|initializer|return_|output_")
 
 
@@ -152,3 +155,18 @@ def refuse_different(models: Sequence[nn.Module], labels: Sequence[str], *, valu
     if found:
         more = f"\nand {len(found) - 5} more" if len(found) > 5 else ""
         raise ValueError("Merger: these models cannot be merged by masks:\n- " + "\n- ".join(found[:5]) + more)
+
+
+def component_hashes(components: Sequence[Mapping[str, Tensor]]) -> list[str]:
+    """A SHA-256 of each component: names, shapes, dtypes and values of the weights that masks lie over."""
+    found = []
+    for weights in components:
+        digest = hashlib.sha256()
+        for name in sorted(weights):
+            value = weights[name]
+            digest.update(f"{name} {list(value.shape)} {value.dtype}".encode())
+            flat = value.detach().reshape(-1)
+            for start in range(0, flat.numel(), _HASHED):
+                digest.update(byte_view(flat[start : start + _HASHED].cpu().contiguous()))
+        found.append(digest.hexdigest())
+    return found

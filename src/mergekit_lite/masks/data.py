@@ -15,7 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import Dataset
-from tqdm import tqdm
+from tqdm.auto import tqdm
+
+from model_components._folders import new_file
+from model_components._modes import evaluating
 
 from .config import KLConfig
 from .distillation import positions
@@ -221,7 +224,6 @@ def cache_teachers(
     kl, folder = kl or KLConfig(), Path(folder)
     if merger.output_head() is None:
         raise ValueError("cache_teachers: this model's logits are not one product of its hidden states; cannot cache")
-    folder.mkdir(parents=True, exist_ok=True)
     plain = MaskCollator(**{**asdict(collator), "pack": False})
     settings = {
         "components": merger.hashes(),
@@ -231,7 +233,7 @@ def cache_teachers(
     }
     device = merger.model.device
     bar = tqdm(range(0, len(dataset), _SHARD), desc="teachers", disable=not progress, unit="shard")
-    with merger.evaluating():
+    with evaluating(merger):
         for number, first in enumerate(bar):
             path = folder / f"hidden-{number:05d}.safetensors"
             examples = [dataset[i] for i in range(first, min(first + _SHARD, len(dataset)))]
@@ -252,11 +254,8 @@ def cache_teachers(
                 batch = plain(examples[start : start + batch_size])
                 held += _hidden(merger, {k: v.to(device) for k, v in batch.items()}, kl.coefficients == "task")
             offsets = torch.tensor([0] + [len(h) for h in held]).cumsum(0)
-            temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-            save_file(
-                {"hidden": torch.cat(held), "offsets": offsets}, temporary, {"fingerprint": described.hexdigest()}
-            )
-            os.replace(temporary, path)
+            with new_file(path, "cache_teachers") as part:
+                save_file({"hidden": torch.cat(held), "offsets": offsets}, part, {"fingerprint": described.hexdigest()})
     return CachedTeachers(dataset, folder)
 
 

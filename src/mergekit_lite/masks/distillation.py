@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from model_components._modes import evaluating
+
 from .config import KLConfig
 from .losses import masked_kl
+from .model import MaskedModel
 from .penalties import mask_penalty
-
-if TYPE_CHECKING:
-    from .merger import Merger
 
 
 def distill(
-    merger: Merger,
+    merger: MaskedModel,
     kl: KLConfig,
     *,
     labels: Tensor | None = None,
@@ -84,7 +84,7 @@ def distill(
 
 
 def positions(
-    merger: Merger, ids: Tensor, labels: Tensor | None, attention: Tensor | None
+    merger: MaskedModel, ids: Tensor, labels: Tensor | None, attention: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Where outputs are supervised, as a mask over them, and the label of each."""
     if getattr(merger.model.config, "is_encoder_decoder", False):
@@ -103,7 +103,7 @@ def positions(
     return labels != -100, labels
 
 
-def _refuse_leaks(merger: Merger, inputs: Mapping[str, Any]) -> None:
+def _refuse_leaks(merger: MaskedModel, inputs: Mapping[str, Any]) -> None:
     """Examples packed into a row are kept apart by their positions, which not every attention looks at."""
     places = inputs.get("position_ids")
     if places is None or not bool((places[:, 1:] <= places[:, :-1]).any()):
@@ -117,7 +117,7 @@ def _refuse_leaks(merger: Merger, inputs: Mapping[str, Any]) -> None:
 
 
 def _shares(
-    merger: Merger, kl: KLConfig, task: Tensor | None, where: Tensor, places: tuple[Tensor, ...]
+    merger: MaskedModel, kl: KLConfig, task: Tensor | None, where: Tensor, places: tuple[Tensor, ...]
 ) -> Tensor | None:
     """The teachers' coefficients (N, K); None: by confidence."""
     count = merger.count
@@ -138,11 +138,11 @@ def _shares(
     return nn.functional.one_hot(own[places], count).float()
 
 
-def _outputs(merger: Merger, hidden: bool, inputs: Mapping[str, Any]) -> Tensor:
+def _outputs(merger: MaskedModel, hidden: bool, inputs: Mapping[str, Any]) -> Tensor:
     return merger.final_hidden(**inputs) if hidden else merger.model(**merger.uncached(inputs)).logits
 
 
-def _cached(merger: Merger, kl: KLConfig, count: int, cached: Tensor) -> list[Tensor | None]:
+def _cached(merger: MaskedModel, kl: KLConfig, count: int, cached: Tensor) -> list[Tensor | None]:
     needed = 1 if kl.coefficients == "task" else merger.count  # by task, each position keeps its own teacher's alone
     kept = cached.shape[1] if cached.dim() == 3 else 0
     if cached.shape[0] != count or kept not in (needed, merger.count):
@@ -155,14 +155,14 @@ def _cached(merger: Merger, kl: KLConfig, count: int, cached: Tensor) -> list[Te
 
 @torch.no_grad()
 def _run_teachers(
-    merger: Merger, shares: Tensor | None, places: tuple[Tensor, ...], hidden: bool, inputs: Mapping[str, Any]
+    merger: MaskedModel, shares: Tensor | None, places: tuple[Tensor, ...], hidden: bool, inputs: Mapping[str, Any]
 ) -> list[Tensor | None]:
     """Each component's outputs (N, H) at the supervised positions; it runs on the rows that it has a share in."""
     rows, device = places[0], places[0].device
     count = rows.numel()
     batch = next(v.shape[0] for v in inputs.values() if isinstance(v, Tensor))
     found: list[Tensor | None] = []
-    with merger.evaluating():  # teachers drop nothing out
+    with evaluating(merger):  # teachers drop nothing out
         for k in range(merger.count):
             used = torch.arange(count, device=device) if shares is None else shares[:, k].nonzero()[:, 0]
             if used.numel() == 0:

@@ -170,7 +170,7 @@ def masked_linear(
         mode: ``"accurate"``, ``"efficient"`` (``Σ (m_k x) @ W_k.T``) or ``"auto"``: efficient up to
             `FEW_TOKENS` (`FEW_TOKENS_TRAINING` with gradients), where it is the faster one.
         transposed: Weights are stored (I, O), as GPT-2's `Conv1D` does.
-        impl: ``"reference"``, ``"eager"``, ``"fused"`` (Triton) or ``"auto"``: fused on CUDA, else eager.
+        impl: ``"reference"``, ``"eager"``, ``"fused"`` (Triton) or ``"auto"``: eager.
 
     Returns:
         (*B, O), in x's dtype.

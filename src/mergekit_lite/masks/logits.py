@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .blending import blend_any, part_of, pieces, uses_fused
+from .blending import blend_any, part_of, pieces
 
 _ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}  # of a chunk that one elementwise step touches
 _BLOCK = {"cpu": 2048, "cuda": 16384}  # vocabulary rows of the head that are blended at a time
@@ -18,14 +18,13 @@ class Heads:
 
     def __init__(self, heads: Sequence[Tensor] | None, masks: Tensor | None, biases: Sequence[Tensor | None]):
         self.heads, self.masks, self.biases = heads, masks, biases
-        self.fused = heads is not None and uses_fused("auto", heads, "masked_kl")
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """The student's head by rows."""
         assert self.heads is not None
         for rows in pieces(self.heads[0].shape[0], _BLOCK.get(self.heads[0].device.type, 16384)):
             held = [h[rows] for h in self.heads]
-            yield rows, held[0] if self.masks is None else blend_any(held, part_of(self.masks, rows, 1), self.fused)
+            yield rows, held[0] if self.masks is None else blend_any(held, part_of(self.masks, rows, 1), False)
 
     def teacher(self, k: int, hidden: Tensor, out: Tensor) -> Tensor:
         """Logits of component k into ``out``."""

@@ -167,7 +167,7 @@ class _Work:
             if self.d_masks is not None:
                 part = part_of(self.d_masks, rows, 1)
                 held = [h[rows] for h in self.heads.heads]
-                part += reduce_any(torch.mm(g.T, hidden), held, part.shape, self.heads.fused)
+                part += reduce_any(torch.mm(g.T, hidden), held, part.shape, False)
         if self.d_student is not None:
             self.d_student[chunk] = total
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from typing import Self
 
 import torch
 from torch import Tensor
+
+from model_components._report import Axes, Figure, Report, Table, axes_for
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class MaskRow:
 
 
 @dataclass(frozen=True)
-class MaskReport:
-    """Every weight's masks. ``str(report)`` is a table; `plot` draws the means as a heat map."""
+class MaskReport(Report):
+    """Every weight's masks; `plot` draws their means as a heat map."""
 
     labels: tuple[str, ...]
     rows: tuple[MaskRow, ...]
@@ -53,51 +54,48 @@ class MaskReport:
             rows.append(MaskRow(name, tuple(mask.shape[1:]), *values))
         return cls(tuple(labels), tuple(rows))
 
-    def __str__(self) -> str:
-        width = max([len(r.name) for r in self.rows] + [6])
-        lines = [f"component {k}: {label}" for k, label in enumerate(self.labels)]
-        lines.append(f"{'weight':{width}s}  {'means':>{7 * len(self.labels)}s}  {'spread':>7s}  {'wins':>14s}")
-        for r in self.rows:
-            means = " ".join(f"{m:6.3f}" for m in r.mean)
-            wins = f"{r.winner} at {r.wins[r.winner]:.0%}" if max(r.wins) > min(r.wins) else "none"
-            lines.append(f"{r.name:{width}s}  {means:>{7 * len(self.labels)}s}  {max(r.spread):7.3f}  {wins:>14s}")
-        return "\n".join(lines)
+    def summary(self) -> list[str]:
+        """The components."""
+        return [f"component {k}: {label}" for k, label in enumerate(self.labels)]
 
-    def plot(self, path: str | os.PathLike[str]) -> Path:
-        """Draw the masks' means, a panel a component, a line a layer, a column a weight; needs the extra ``plot``.
+    def table(self) -> Table:
+        """A row for each weight."""
+        rows = []
+        for r in self.rows:
+            wins = f"{r.winner} at {r.wins[r.winner]:.0%}" if max(r.wins) > min(r.wins) else "none"
+            rows.append((r.name, " ".join(f"{m:6.3f}" for m in r.mean), f"{max(r.spread):.3f}", wins))
+        return Table(("weight", "means", "spread", "wins"), rows)
+
+    def plot(self, ax: Axes | None = None) -> Figure:
+        """The masks' means: a line a layer, a column a kind of weight, the components side by side (extra ``plot``).
 
         Args:
-            path: Image file; its ending says the format.
+            ax: Where to; default a new figure.
 
         Raises:
             ImportError: matplotlib is not installed.
         """
-        try:
-            from matplotlib import colormaps
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("MaskReport.plot: needs matplotlib; pip install 'model-components[plot]'") from error
-        cells = [_cell(r.name) for r in self.rows]
-        layers, columns = (list(dict.fromkeys(c[i] for c in cells)) for i in (0, 1))
-        grid = torch.full((len(self.labels), len(layers), len(columns)), torch.nan)
-        for row, (layer, column) in zip(self.rows, cells, strict=True):
-            grid[:, layers.index(layer), columns.index(column)] = torch.tensor(row.mean)
-        count = len(self.labels)
-        figure = Figure(
-            figsize=(1.5 + count * (1.0 + 0.32 * len(columns)), 2.2 + 0.26 * len(layers)), layout="constrained"
-        )
+        cells, count = [_cell(r.name) for r in self.rows], len(self.labels)
+        layers, kinds = (list(dict.fromkeys(cell[i] for cell in cells)) for i in (0, 1))
+        grid = torch.full((len(layers), count * (len(kinds) + 1) - 1), torch.nan)  # a gap between components
+        starts = [k * (len(kinds) + 1) for k in range(count)]
+        for row, (layer, kind) in zip(self.rows, cells, strict=True):
+            for start, mean in zip(starts, row.mean, strict=True):
+                grid[layers.index(layer), start + kinds.index(kind)] = mean
+        width, height = 2.5 + 0.32 * grid.shape[1], 2.4 + 0.26 * len(layers)
+        figure, axes = axes_for(ax, "MaskReport.plot", width=width, height=height)
         even = 1 / count  # where all components count alike: the middle of the scale
         reach = max(0.05, float((grid[~grid.isnan()] - even).abs().max()))
-        colours = colormaps["RdBu_r"].with_extremes(bad="0.92")
-        axes = figure.subplots(1, count, sharey=True, squeeze=False)[0]
-        for k, axis in enumerate(axes):
-            image = axis.imshow(grid[k].numpy(), vmin=even - reach, vmax=even + reach, cmap=colours, aspect="auto")
-            axis.set_title(f"{k}: {Path(self.labels[k]).name}", fontsize=9)
-            axis.set_xticks(range(len(columns)), columns, rotation=60, ha="right", rotation_mode="anchor", fontsize=7)
-            axis.set_yticks(range(len(layers)), layers, fontsize=7)
-        figure.colorbar(image, ax=list(axes), label=f"mean mask (white: {even:.2g})", shrink=0.8)
-        figure.savefig(path, dpi=150)
-        return Path(path)
+        image = axes.imshow(grid.numpy(), vmin=even - reach, vmax=even + reach, cmap="RdBu_r", aspect="auto")
+        axes.set_facecolor("0.85")  # where a layer has no such weight
+        axes.set_ylabel("layer")
+        places = [start + i for start in starts for i in range(len(kinds))]
+        axes.set_xticks(places, kinds * count, rotation=60, ha="right", rotation_mode="anchor", fontsize=7)
+        axes.set_yticks(range(len(layers)), layers, fontsize=7)
+        for start, label in zip(starts, self.labels, strict=True):
+            axes.text(start + (len(kinds) - 1) / 2, -0.7, Path(label).name, ha="center", va="bottom", fontsize=9)
+        figure.colorbar(image, ax=axes, label=f"mean mask (white: {even:.2g})", shrink=0.8)
+        return figure
 
 
 def _cell(name: str) -> tuple[str, str]:

@@ -5,45 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from model_components._folders import new_file
+
 from ..checkpoint import CheckpointError, DictSource, Source, TensorInfo, byte_view
 from ..merge import MergeReport, merge_models
 from ..sources import open_source
 from .config import MaskConfig
-
-if TYPE_CHECKING:
-    from .merger import Merger
+from .model import MaskedModel
 
 _FORMAT = "mergekit_lite masks 1"
 MASKS = "masks.safetensors"
-_HASHED = 1 << 22  # elements at a time
 
 
-def component_hashes(components: Sequence[Mapping[str, Tensor]]) -> list[str]:
-    """A SHA-256 of each component: names, shapes, dtypes and values of the weights that masks lie over."""
-    found = []
-    for weights in components:
-        digest = hashlib.sha256()
-        for name in sorted(weights):
-            value = weights[name]
-            digest.update(f"{name} {list(value.shape)} {value.dtype}".encode())
-            flat = value.detach().reshape(-1)
-            for start in range(0, flat.numel(), _HASHED):
-                digest.update(byte_view(flat[start : start + _HASHED].cpu().contiguous()))
-        found.append(digest.hexdigest())
-    return found
-
-
-def save_masks(merger: Merger, path: Path) -> Path:
+def save_masks(merger: MaskedModel, path: Path) -> Path:
     """`Merger.save_masks`: beside the final name first, and renamed when whole."""
     metadata = {
         "format": _FORMAT,
@@ -52,10 +35,9 @@ def save_masks(merger: Merger, path: Path) -> Path:
         "sha256": json.dumps(merger.hashes()),
         "dtype": str(merger.model.dtype),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.partial")
-    save_file({n: m.detach().cpu().contiguous() for n, m in merger.masks().items()}, temporary, metadata)
-    os.replace(temporary, path)
+    masks = {name: mask.detach().cpu().contiguous() for name, mask in merger.masks().items()}
+    with new_file(path, "save_masks") as part:
+        save_file(masks, part, metadata)
     return path
 
 
@@ -77,7 +59,7 @@ def read_config(path: Path) -> MaskConfig:
     return MaskConfig.from_json(_metadata(path)["config"])
 
 
-def load_masks(merger: Merger, path: Path) -> dict[str, Tensor]:
+def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
     """The values in a file of masks, once it is sure that they belong to the merger's components and config."""
     metadata, dtype, masks = _metadata(path), str(merger.model.dtype), merger.masks()
     theirs, names = json.loads(metadata["sha256"]), json.loads(metadata["components"])
@@ -171,7 +153,7 @@ def stretch(mask: Tensor, shape: Sequence[int], start: int, stop: int) -> Tensor
     return held.reshape(-1)[start - first * columns : stop - first * columns]
 
 
-def bake(merger: Merger, out: Path, options: Mapping[str, Any]) -> MergeReport:
+def bake(merger: MaskedModel, out: Path, options: Mapping[str, Any]) -> MergeReport:
     """`Merger.bake`: from the components' files where their tensors bear the model's names, else from memory."""
     masks = {name: mask.detach().cpu() for name, mask in merger.effective_masks().items()}
     if bad := [name for name, mask in masks.items() if not torch.isfinite(mask).all()]:
@@ -187,7 +169,7 @@ def bake(merger: Merger, out: Path, options: Mapping[str, Any]) -> MergeReport:
     return made
 
 
-def _stored(merger: Merger, k: int) -> Source | None:
+def _stored(merger: MaskedModel, k: int) -> Source | None:
     """The component's own files, where they hold what the merger runs, under the same names."""
     if merger.paths is None:
         return None  # in memory they may have been changed since they were loaded
@@ -199,7 +181,7 @@ def _stored(merger: Merger, k: int) -> Source | None:
     return source if same else None
 
 
-def _resident(merger: Merger, k: int) -> Source:
+def _resident(merger: MaskedModel, k: int) -> Source:
     """The component's weights in memory; tokenizer files still come from its folder."""
     config = {**merger.model.config.to_dict(), "architectures": [type(merger.model).__name__]}
     source = DictSource(merger.state(k), merger.labels[k], config)

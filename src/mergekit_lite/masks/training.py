@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import TrainingArguments
+
+from model_components._trainer import StepTrainer, TrainerOptions
 
 from .config import KLConfig
 from .data import TaskMixture
@@ -16,7 +18,7 @@ from .merger import Merger
 from .storage import MASKS
 
 
-class MaskTrainer(Trainer):
+class MaskTrainer(StepTrainer):
     """A `transformers.Trainer` for a `Merger`: only masks learn, and only masks are saved.
 
     The learning rate, schedule, accumulation, mixed precision, gradient checkpointing, logs, resume and DDP are
@@ -27,7 +29,7 @@ class MaskTrainer(Trainer):
         model: A `Merger`.
         args: `TrainingArguments`; ``remove_unused_columns`` is turned off, since examples carry their task.
         kl: What to learn from.
-        **rest: Of `Trainer`: ``train_dataset``, ``eval_dataset``, ``data_collator`` (a `MaskCollator`), ...
+        **options: Of `Trainer`: ``train_dataset``, ``eval_dataset``, ``data_collator`` (a `MaskCollator`), ...
 
     Raises:
         ValueError: ``model`` is not a `Merger`; more tasks than components; several GPUs without torchrun.
@@ -46,16 +48,24 @@ class MaskTrainer(Trainer):
     1
     """
 
-    def __init__(self, model: Merger, args: Any, *, kl: KLConfig | None = None, **rest: Any):
+    def __init__(
+        self,
+        model: Merger,
+        args: TrainingArguments,
+        *,
+        train_dataset: Any = None,
+        kl: KLConfig | None = None,
+        **options: Unpack[TrainerOptions],
+    ):
         if not isinstance(model, Merger):
             raise ValueError(f"MaskTrainer: model is {type(model).__name__}, needed a Merger")
         if args.n_gpu > 1:
             raise ValueError(f"MaskTrainer: {args.n_gpu} GPUs in one process; start one for each with torchrun")
-        if rest.get("data_collator") is None:
+        if options.get("data_collator") is None:
             raise ValueError(
                 "MaskTrainer: data_collator is missing, needed a MaskCollator, which pads and keeps the task"
             )
-        data = rest.get("train_dataset")
+        data = train_dataset
         if isinstance(data, TaskMixture) and len(data.datasets) > model.count:
             raise ValueError(f"MaskTrainer: {len(data.datasets)} tasks, but the merger has {model.count} components")
         if isinstance(data, TaskMixture) and (kl or KLConfig()).coefficients == "task":
@@ -68,7 +78,7 @@ class MaskTrainer(Trainer):
         if args.ddp_find_unused_parameters is None and model.model.can_generate():
             args.ddp_find_unused_parameters = False  # every mask takes part in every step
         self.kl = kl or KLConfig()
-        super().__init__(model=model, args=args, **rest)
+        super().__init__(model=model, args=args, train_dataset=train_dataset, **options)
 
     def compute_loss(
         self,
@@ -79,8 +89,8 @@ class MaskTrainer(Trainer):
     ) -> Any:
         """`Merger.distill`, over the positions of all micro-batches and ranks of a step."""
         loss = model(kl=self.kl, normalizer=num_items_in_batch, **inputs)
-        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes  # DDP takes the mean of gradients
+        if num_items_in_batch is not None:
+            loss = loss * self.processes_of_mean()
         return (loss, {}) if return_outputs else loss
 
     def prediction_step(
@@ -106,9 +116,9 @@ class MaskTrainer(Trainer):
     @property
     def merger(self) -> Merger:
         """The model without wrappers."""
-        found = self.accelerator.unwrap_model(self.model)
-        assert isinstance(found, Merger)
-        return found
+        merger = self.unwrapped()
+        assert isinstance(merger, Merger)
+        return merger
 
 
 def shard_frozen_(merger: Merger, mesh: Any = None) -> list[str]:

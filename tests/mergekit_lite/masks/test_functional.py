@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from mergekit_lite.masks import blend, masked_embedding, masked_linear, reference
 from mergekit_lite.masks.constraints import mask_shape
 from tests.benchmarks.measure import saved_bytes
-from tests.support.equivalence import judge
+from tests.support.equivalence import judge, place
 
 CUDA = torch.cuda.is_available()
 GRANULARITIES = ("scalar", "input", "output", "element")
@@ -21,10 +21,6 @@ DTYPES = {"eager": (torch.float32, torch.bfloat16, torch.float16)}  # float64: b
 # triton's interpreter stores bfloat16 wrongly: that dtype is for a GPU
 DTYPES["fused"] = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32, torch.float16)
 CASES = [(impl, dtype) for impl in IMPLS for dtype in DTYPES[impl]]
-
-
-def place(tensor, impl):
-    return tensor.cuda() if CUDA and impl == "fused" else tensor
 
 
 def made(*shape, seed=0, dtype=torch.float32):
@@ -44,7 +40,7 @@ def test_blend(shape, count, granularity, impl, dtype):
     weights, masks = parts(shape, granularity, count, dtype)
 
     def fast(masks):
-        return blend([place(w, impl) for w in weights], place(masks, impl), impl=impl).cpu()
+        return blend(place(weights), masks, impl=impl)
 
     def dense(masks):
         return reference.blend([w.to(masks.dtype) for w in weights], masks)
@@ -66,7 +62,7 @@ def test_blend_of_experts_kernels_and_scalars(shape, granularity):
     judge(
         f"blend, {granularity}",
         "eager",
-        lambda masks: blend(weights, masks),
+        lambda masks: blend(place(weights), masks),
         dense,
         {"masks": masks},
         dtype=torch.float32,
@@ -95,9 +91,7 @@ def test_masked_linear(mode, granularity, transposed, impl, dtype):
         bias = made(out_features, seed=6)
 
         def fast(x, masks, bias, weights=weights):
-            moved = [place(w, impl) for w in weights]
-            x, masks, bias = (place(t, impl) for t in (x, masks, bias))
-            return masked_linear(x, moved, masks, bias, mode=mode, transposed=transposed, impl=impl).cpu()
+            return masked_linear(x, place(weights), masks, bias, mode=mode, transposed=transposed, impl=impl)
 
         def dense(x, masks, bias, weights=weights):
             cast = [w.to(x.dtype) for w in weights]
@@ -115,9 +109,7 @@ def test_masked_embedding(ids, granularity, impl, dtype):
     weights, masks = parts((9, 37), granularity, 2, dtype)
 
     def fast(masks):
-        return masked_embedding(
-            place(ids, impl), [place(w, impl) for w in weights], place(masks, impl), impl=impl
-        ).cpu()
+        return masked_embedding(place(ids), place(weights), masks, impl=impl)
 
     def dense(masks):
         return reference.masked_embedding(ids, [w.to(masks.dtype) for w in weights], masks)
@@ -204,8 +196,8 @@ def test_autocast_computes_in_its_dtype_and_keeps_masks_float32():
 @pytest.mark.parametrize("impl", IMPLS)
 def test_compiles_without_a_graph_break(impl):
     weights, masks = parts((6, 4), "input", 2, torch.float32)
-    weights, x = [place(w, impl) for w in weights], place(made(3, 4), impl).requires_grad_()
-    masks = place(masks, impl).requires_grad_()
+    weights, x = place(weights), place(made(3, 4)).requires_grad_()
+    masks = place(masks).requires_grad_()
     compiled = torch.compile(lambda x, m: masked_linear(x, weights, m, impl=impl), fullgraph=True, backend="aot_eager")
     results = []
     for function in (compiled, lambda x, m: masked_linear(x, weights, m, impl=impl)):

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 from mergekit_lite.masks import KLConfig, mask_penalty, masked_kl, reference
 from mergekit_lite.masks.constraints import mask_shape
-from tests.support.equivalence import judge
+from tests.support.equivalence import judge, place
 
 N, H, V, K = 37, 8, 50, 3
 DIRECTIONS = ("forward", "reverse", "jensen_shannon")
@@ -50,7 +50,7 @@ def test_masked_kl(direction, kind, granularity, temperature, cross_entropy, dty
     }
 
     def fast(student, masks):
-        return masked_kl(student, teachers, heads, masks, **options).to(dtype)
+        return masked_kl(student, place(teachers), place(heads), masks, **place(options)).to(dtype)
 
     def dense(student, masks):
         cast = [[t.to(student.dtype) for t in ts] for ts in (teachers, heads)]

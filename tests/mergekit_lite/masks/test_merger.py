@@ -371,7 +371,8 @@ def test_report_and_heat_map(tmp_path):
     assert row.wins == (1.0, 0.0)
     assert "0 at 100%" in str(report)
     assert "component 1: models/b" in str(report)
-    assert report.plot(tmp_path / "heat.png").stat().st_size > 5000
+    report.plot().savefig(tmp_path / "heat.png")
+    assert (tmp_path / "heat.png").stat().st_size > 5000
 
 
 class Odd(torch.nn.Module):

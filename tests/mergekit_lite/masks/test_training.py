@@ -2,9 +2,6 @@
 
 import gc
 import importlib
-import os
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -14,6 +11,7 @@ from transformers import TrainingArguments
 
 from mergekit_lite.masks import KLConfig, MaskCollator, MaskConfig, MaskTrainer, Merger, TaskMixture, cache_teachers
 from tests.support.models import tiny
+from tests.support.ranks import in_two_processes
 
 
 def merger_of(kind="gpt2", count=2, **config):
@@ -168,6 +166,15 @@ def test_features_that_a_tokenizer_padded_are_cut():
     assert a.keys() == b.keys()
     assert all(torch.equal(a[k], b[k]) for k in a)
     assert a["token_type_ids"].tolist() == [[0, 1, 1]]
+
+
+def test_nothing_predicts_the_first_token_of_a_packed_example():
+    """Not even the end of the example before it."""
+    examples = [{"input_ids": [5, 6], "task": 0}, {"input_ids": [7, 8, 9], "task": 0}, {"input_ids": [4], "task": 1}]
+    batch = MaskCollator(pad_token_id=0, pack=True)(examples)
+    assert batch["labels"].tolist() == [[-100, 6, -100, 8, 9], [-100, -100, -100, -100, -100]]
+    with_labels = [e | {"labels": e["input_ids"]} for e in examples]
+    assert MaskCollator(pad_token_id=0, pack=True)(with_labels)["labels"].equal(batch["labels"])
 
 
 def test_packed_rows_are_refused_where_attention_would_leak():
@@ -342,44 +349,35 @@ def test_evaluation_is_task_by_task_and_the_best_masks_come_back(tmp_path):
 
 
 RANK = """
-import os, sys, torch, torch.distributed as dist
 from mergekit_lite.masks import *
 from tests.mergekit_lite.masks.test_training import MIXTURE, arguments, examples, merger_of
-out, mode = sys.argv[1], sys.argv[2]
-if mode == "sharded":
-    dist.init_process_group("gloo")
-merger = merger_of("llama")
-if mode == "sharded":
-    blocks = shard_frozen_(merger, torch.distributed.init_device_mesh("cpu", (dist.get_world_size(),)))
-    assert len(blocks) == 4, blocks
-    held = merger.model.model.layers[0].mlp.up_proj.components[0].weight
-    assert held.to_local().numel() * 2 == held.numel()
-options = arguments(out, per_device_train_batch_size=2, ddp_backend="gloo")
-trainer = MaskTrainer(merger, options, train_dataset=MIXTURE, data_collator=MaskCollator(pad_token_id=0), kl=KLConfig())
-trainer.train()
-if trainer.args.process_index == 0:
-    merger.save_masks(out + "/masks.safetensors")
-if dist.is_initialized():
-    dist.barrier()
-    os._exit(0)  # after the barrier: gloo's threads can abort a process that takes itself down
+dist.init_process_group("gloo")
+for mode in cases:
+    merger = merger_of("llama")
+    if mode == "sharded":
+        blocks = shard_frozen_(merger, torch.distributed.init_device_mesh("cpu", (dist.get_world_size(),)))
+        assert len(blocks) == 4, blocks
+        held = merger.model.model.layers[0].mlp.up_proj.components[0].weight
+        assert held.to_local().numel() * 2 == held.numel()
+    options = arguments(out, per_device_train_batch_size=2, ddp_backend="gloo")
+    collator = MaskCollator(pad_token_id=0)
+    trainer = MaskTrainer(merger, options, train_dataset=MIXTURE, data_collator=collator, kl=KLConfig())
+    trainer.train()
+    if trainer.args.process_index == 0:
+        merger.save_masks(f"{out}/{mode}.safetensors")
 """
 
 
-@pytest.mark.parametrize("mode", ["ddp", "sharded"])
-def test_two_processes_give_the_masks_of_one(mode, tmp_path):
+def test_two_processes_give_the_masks_of_one(tmp_path):
+    modes = ("ddp", "sharded")
+    in_two_processes(RANK, tmp_path, *modes)
     single = merger_of("llama")
     options = arguments(tmp_path / "one", per_device_train_batch_size=4)
     MaskTrainer(single, options, train_dataset=MIXTURE, data_collator=MaskCollator(pad_token_id=0)).train()
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *(p for p in sys.path if p)])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    done = subprocess.run([*command, str(tmp_path), mode], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    double = merger_of("llama")
-    double.load_masks(tmp_path / "masks.safetensors")
-    same(values(single), values(double), rtol=1e-3, atol=1e-4)
+    for mode in modes:
+        double = merger_of("llama")
+        double.load_masks(tmp_path / f"{mode}.safetensors")
+        same(values(single), values(double), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "mixtral"])

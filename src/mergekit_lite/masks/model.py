@@ -1,0 +1,185 @@
+"""`MaskedModel`: several models of one architecture side by side, frozen, under masks that make one model of them."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from model_components._modes import evaluating
+
+from .components import component_hashes, refuse_different, share_frozen
+from .config import MaskConfig
+from .initial import recipe_weights
+from .layers import MaskedLayer, Selection
+from .surgery import Surgeon
+
+_HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+_OTHERWISE = {
+    "save_pretrained": "bake(out) writes the merged model, save_masks(path) the masks",
+    "push_to_hub": "bake(out) writes the merged model, which huggingface_hub can upload",
+    "resize_token_embeddings": "change the components before they are merged",
+}  # what the model inside has, and would do to all components' weights
+
+
+class MaskedModel(nn.Module):
+    """What distillation and storage work on: the components, the masks, and whichever of them runs now.
+
+    Args:
+        models: Two or more models of one architecture, dtype and vocabulary.
+        config: How masks lie over the weights.
+        labels: What to call the models; default: where they were loaded from.
+
+    Raises:
+        ValueError: Models that differ in architecture, shapes, dtypes, ties, settings or buffers, or hold NaN.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[PreTrainedModel],
+        config: MaskConfig | None = None,
+        *,
+        labels: Sequence[str] | None = None,
+    ):
+        super().__init__()
+        labels = labels or [m.config.name_or_path or f"model {k}" for k, m in enumerate(models)]
+        refuse_different(models, labels)
+        self.mask_config, self.labels, self.count = config or MaskConfig(), list(labels), len(models)
+        self.selection = Selection()
+        weights = None
+        if isinstance(self.mask_config.initial, str) and self.mask_config.initial.endswith((".yml", ".yaml")):
+            weights = recipe_weights(self.mask_config.initial, self.labels)
+        model, *others = [share_frozen(model) for model in models]
+        if loose := [name for name, _ in model.named_parameters(recurse=False)]:
+            raise ValueError(f"Merger: {type(model).__name__} itself owns {loose[0]}; needed parameters of its modules")
+        stored = model.state_dict()
+        self._stored_buffers = {name: value for name, value in model.named_buffers() if name in stored}
+        surgeon = Surgeon(self.mask_config, self.selection, weights)
+        surgeon.replace(model, others)
+        self.model = model
+        self._layers, self._raw = surgeon.layers, surgeon.raw
+        self._hashes: list[str] | None = None
+        self._plain_head: bool | None = None
+        self.paths: list[str] | None = None  # where the components are stored, if that is known for sure
+        self.eval()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "model":
+                raise
+            if name in _OTHERWISE:
+                raise AttributeError(f"Merger has no {name}: {_OTHERWISE[name]}") from None
+            return getattr(self.model, name)  # config, device, generate, gradient_checkpointing_enable, ...
+
+    def forward(self, *args: Any, **inputs: Any) -> Any:
+        """The merged model's output."""
+        return self.model(*args, **inputs)
+
+    @contextlib.contextmanager
+    def component(self, k: int) -> Iterator[Self]:
+        """Within it, component ``k`` runs, with its own weights and bits.
+
+        Raises:
+            ValueError: There is no such component.
+        """
+        if not 0 <= k < self.count:
+            raise ValueError(f"Merger.component: k is {k}, needed 0 to {self.count - 1}")
+        before, self.selection.component = self.selection.component, k
+        try:
+            yield self
+        finally:
+            self.selection.component = before
+
+    def train(self, mode: bool = True) -> Self:
+        """Training mode drops what `fold_` keeps, which training would outdate."""
+        if mode:
+            self.unfold_()
+        return super().train(mode)
+
+    def fold_(self) -> Self:
+        """Keep the merged weights, for fast generation, as one more model in memory; until `unfold_` or new masks."""
+        for layer in self.layers().values():
+            layer.fold_()
+        return self
+
+    def unfold_(self) -> Self:
+        """Drop the merged weights that `fold_` keeps."""
+        for layer in self.layers().values():
+            layer.unfold_()
+        return self
+
+    # -- the masks ---------------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        before = self.model.dtype
+        super()._apply(fn, recurse)
+        self.unfold_()
+        if self.model.dtype != before:
+            self._hashes = None
+        return self
+
+    def layers(self) -> dict[str, MaskedLayer]:
+        """The masked layers by module name."""
+        return {n.removeprefix("model."): m for n, m in self.named_modules() if isinstance(m, MaskedLayer)}
+
+    def masks(self) -> dict[str, nn.Parameter]:
+        """The trainable tensors, (K, ...), by the name of the weight that they lie over; a tied weight's once."""
+        return dict(self._raw)
+
+    def effective_masks(self) -> dict[str, Tensor]:
+        """The masks as they act: constrained."""
+        return {name: layer.mask(own) for name, (layer, own) in self._layers.items()}
+
+    def state(self, k: int) -> dict[str, Tensor]:
+        """Component ``k``'s weights and the stored buffers, by the names that a checkpoint has."""
+        weights = {name: layer.frozen(own)[k].detach() for name, (layer, own) in self._layers.items()}
+        return weights | self._stored_buffers
+
+    def hashes(self) -> list[str]:
+        """A SHA-256 of each component's weights."""
+        if self._hashes is None:
+            self._hashes = component_hashes([self.state(k) for k in range(self.count)])
+        return self._hashes
+
+    # -- what a loss asks for ----------------------------------------------------------------------------------
+
+    def output_head(self) -> MaskedLayer | None:
+        """The output head where logits are exactly its product with the final hidden state, else None."""
+        head = self.model.get_output_embeddings()
+        if not isinstance(head, MaskedLayer) or "weight" not in head.masks:
+            return None
+        if self._plain_head is None:
+            self._plain_head = self._is_plain(head)
+        return head if self._plain_head else None
+
+    @torch.no_grad()
+    def _is_plain(self, head: MaskedLayer) -> bool:
+        """Try it: a head with a soft cap, a scale or a transform in between gives other logits."""
+        ids = torch.tensor([[0, 1]], device=self.model.device)
+        with evaluating(self), self.component(0):
+            logits = self.model(**self.uncached({"input_ids": ids})).logits
+            own = head(self.final_hidden(input_ids=ids))
+        changed = [key for key in _HEAD_SETTINGS if getattr(self.model.config, key, None) not in (None, 1, 1.0)]
+        same = torch.equal(own, logits) and not changed
+        if not same:
+            warnings.warn(
+                f"{type(self.model).__name__} does more to its logits than one product, so the loss needs whole "
+                "(tokens, vocabulary) tensors here",
+                stacklevel=2,
+            )
+        return same
+
+    def final_hidden(self, **inputs: Any) -> Tensor:
+        """The final hidden states, (B, L, H), of whatever runs now: the merged model, or a component."""
+        return self.model.base_model(**self.uncached(inputs))[0]
+
+    def uncached(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """A model's inputs, and that it need not keep keys and values."""
+        return {**inputs, "use_cache": False} if self.model.can_generate() else dict(inputs)

@@ -10,6 +10,8 @@ without training; `KroneckerTrainer` trains it back; `fold` writes a stock check
 True
 """
 
+from model_components import __version__ as __version__
+
 from .compare import Comparison, compare, perplexity
 from .config import PRESETS, KroneckerConfig, preset
 from .convert import ConversionReport, LayerReport, convert_, num_parameters, revert_

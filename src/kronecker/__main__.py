@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from .compare import compare, table
+from model_components._folders import NewFolder, check_new, new_file
+
+from .compare import compare
 from .config import INITS, PRESETS, KroneckerConfig, from_json, preset, to_json
 from .convert import convert_
 from .planning import plan
-from .storage import fold, from_pretrained, is_compressed, model_class, save_pretrained
+from .storage import fold, from_pretrained, is_compressed, model_class, write_files
 
 
 def parser() -> argparse.ArgumentParser:
@@ -88,25 +90,26 @@ def _convert(options: argparse.Namespace) -> None:
         config = {name: replace(c, init=options.init) for name, c in planned.items()}
     else:
         config = KroneckerConfig(b_shape=tuple(options.b_shape), rank=options.rank, init=options.init)
-    out = Path(options.out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"convert: {out} exists and is not an empty folder")
-    tokenizer = options.tokenizer or options.model
+    new = NewFolder(options.out, "convert", resumable=True)
+    name = options.tokenizer or options.model
     model = load(options.model)
-    data = tokens(options, tokenizer, model) if options.calibration else None
-    cache = out.with_name(f".{out.name}.fitted")
-    report = convert_(model, config, calibration=data, cache=cache, progress=not options.no_progress)  # pyrefly: ignore
-    save_pretrained(model, out)
-    _copy_tokenizer(tokenizer, out)
-    shutil.rmtree(cache, ignore_errors=True)
+    data = tokens(options, name, model) if options.calibration else None
+    with new:
+        fitted, quiet = new.place / "fitted", options.no_progress
+        report = convert_(model, config, calibration=data, cache=fitted, progress=not quiet)  # pyrefly: ignore
+        new.clear()
+        write_files(model, new.folder)
+        if (tokenizer := _tokenizer(name)) is not None:
+            tokenizer.save_pretrained(new.folder)
     print(report)
 
 
-def _copy_tokenizer(name: str, out: Path) -> None:
+def _tokenizer(name: str) -> Any:
     try:
-        AutoTokenizer.from_pretrained(name).save_pretrained(out)  # pyrefly: ignore
+        return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):
         print(f"kronecker: {name} has no tokenizer to copy", file=sys.stderr)
+        return None
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -117,7 +120,8 @@ def _plan(options: argparse.Namespace) -> None:
     made = plan(model, budget=options.budget, calibration=data, progress=not options.no_progress)
     print(made)
     if options.out:
-        Path(options.out).write_text(to_json(made.configs) + "\n", encoding="utf-8")
+        with new_file(options.out, "plan") as part:
+            part.write_text(to_json(made.configs) + "\n", encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,12 +133,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif options.command == "plan":
             _plan(options)
         elif options.command == "fold":
-            fold(load(options.model), options.out)
-            _copy_tokenizer(options.model, Path(options.out))
+            check_new(options.out, "fold")
+            fold(load(options.model), options.out, tokenizer=_tokenizer(options.model))
         else:
             tokenizer = options.tokenizer or options.models[0]
             models = {name: load(name) for name in options.models}
-            print(table(compare(models, tokens(options, tokenizer, *models.values()))))
+            print(compare(models, tokens(options, tokenizer, *models.values())))
     except (ValueError, OSError, json.JSONDecodeError) as error:
         print(f"kronecker: {error}", file=sys.stderr)
         return 1

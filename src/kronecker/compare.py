@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from model_components._report import Axes, Figure, Report, Table, axes_for
+
 from .convert import num_parameters
 
 _PROMPT = 8  # tokens that generation starts from
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ModelFigures:
     """One model's figures."""
 
     name: str
@@ -25,6 +27,40 @@ class Comparison:
     perplexity: float
     forward_tokens_per_second: float
     generated_tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Comparison(Report):
+    """Models side by side."""
+
+    models: tuple[ModelFigures, ...]
+
+    def table(self) -> Table:
+        """A row for each model."""
+        rows = [
+            (
+                m.name,
+                f"{m.parameters:,}",
+                f"{m.perplexity:.2f}",
+                f"{m.forward_tokens_per_second:,.0f}",
+                f"{m.generated_tokens_per_second:,.1f}",
+            )
+            for m in self.models
+        ]
+        return Table(("model", "parameters", "perplexity", "forward tok/s", "generate tok/s"), rows)
+
+    def plot(self, ax: Axes | None = None) -> Figure:
+        """Perplexity against parameters, a point a model (extra ``plot``), on ``ax`` or in a new figure.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        figure, axes = axes_for(ax, "Comparison.plot")
+        for m in self.models:
+            axes.scatter(m.parameters, m.perplexity, label=m.name)
+        axes.set(xlabel="parameters", ylabel="perplexity")
+        axes.legend()
+        return figure
 
 
 @torch.no_grad()
@@ -48,7 +84,7 @@ def perplexity(model: nn.Module, batches: Sequence[Tensor]) -> float:
 
 
 @torch.no_grad()
-def compare(models: Mapping[str, Any], batches: Sequence[Tensor], *, runs: int = 5, new: int = 32) -> list[Comparison]:
+def compare(models: Mapping[str, Any], batches: Sequence[Tensor], *, runs: int = 5, new: int = 32) -> Comparison:
     """Measure language models in turn within one process; times are medians.
 
     Args:
@@ -76,22 +112,10 @@ def compare(models: Mapping[str, Any], batches: Sequence[Tensor], *, runs: int =
     for name, model in models.items():
         forward, generate = (sorted(t)[len(t) // 2] for t in zip(*times[name], strict=True))
         figures = (num_parameters(model), perplexity(model, batches), ids.numel() / forward, new / generate)
-        rows.append(Comparison(name, *figures))
-    return rows
+        rows.append(ModelFigures(name, *figures))
+    return Comparison(tuple(rows))
 
 
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def table(rows: Sequence[Comparison]) -> str:
-    """The rows as text."""
-    width = max(len(r.name) for r in rows)
-    lines = [f"{'':{width}}  {'parameters':>13}  {'perplexity':>10}  {'forward tok/s':>13}  {'generate tok/s':>14}"]
-    lines += [
-        f"{r.name:{width}}  {r.parameters:>13,}  {r.perplexity:>10.2f}  {r.forward_tokens_per_second:>13,.0f}  "
-        f"{r.generated_tokens_per_second:>14,.1f}"
-        for r in rows
-    ]
-    return "\n".join(lines)

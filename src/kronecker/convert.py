@@ -12,6 +12,9 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from model_components._modes import evaluating
+from model_components._report import Axes, Figure, Report, Table, bars
+
 from .config import NEEDS_CALIBRATION, KroneckerConfig
 from .contraction import scaled
 from .embedding import KroneckerEmbedding
@@ -36,7 +39,7 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
-class ConversionReport:
+class ConversionReport(Report):
     """What `convert_` touched, and what it left alone and why."""
 
     layers: tuple[LayerReport, ...]
@@ -44,15 +47,27 @@ class ConversionReport:
     before: int
     after: int
 
-    def __str__(self) -> str:
-        lines = [
-            f"{self.before:,} to {self.after:,} parameters ({self.after / self.before:.1%}), {len(self.layers)} layers"
-        ]
-        width = max((len(r.name) for r in self.layers), default=0)
-        for r in self.layers:
-            lines.append(f"  {r.name:{width}}  {r.shapes}  {r.after / r.before:6.1%}  {r.init}, error {r.error:.3f}")
-        lines += [f"  left alone, {why}: {n}" for why, n in Counter(self.skipped.values()).items()]
-        return "\n".join(lines)
+    def summary(self) -> list[str]:
+        """Parameters before and after."""
+        share = f"{self.after / self.before:.1%}"
+        return [f"{self.before:,} to {self.after:,} parameters ({share}), {len(self.layers)} layers"]
+
+    def table(self) -> Table:
+        """A row for each layer."""
+        rows = [(r.name, r.shapes, f"{r.after / r.before:.1%}", r.init, f"{r.error:.3f}") for r in self.layers]
+        return Table(("layer", "terms", "size", "start", "error"), rows)
+
+    def remarks(self) -> list[str]:
+        """What was left alone."""
+        return [f"left alone, {why}: {n}" for why, n in Counter(self.skipped.values()).items()]
+
+    def plot(self, ax: Axes | None = None) -> Figure:
+        """Each layer's relative error as a bar (extra ``plot``), on ``ax`` or in a new figure.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        return bars(ax, "ConversionReport.plot", {r.name: r.error for r in self.layers}, "relative error")
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -115,34 +130,34 @@ def convert_(
             f"(batches of token ids), or init='van_loan'"
         )
     data = batches(calibration) if fitted and calibration is not None else []
-    before, training = num_parameters(model), model.training
+    before = num_parameters(model)
     original = {n: m for n, m in model.named_modules() if n in {*configs, *(t for ts in tied.values() for t in ts)}}
     sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in original.items()}
     gradients = [(p, p.requires_grad) for p in model.parameters()]  # fading in freezes originals
     errors: dict[str, float] = {}
     try:
-        model.eval()
-        for name in configs:
-            if name not in fitted:
-                errors[name] = _convert_alone(model, name, configs[name], tied)
-                if fade_in and name in linears:
-                    model.get_submodule(name).fade_in_(modules[name])  # pyrefly: ignore
-        if fitted:
-            with tqdm(total=len(fitted), desc="fitting", unit="layer", disable=not progress) as bar:
+        with evaluating(model):
+            for name in configs:
+                if name not in fitted:
+                    errors[name] = _convert_alone(model, name, configs[name], tied)
+                    if fade_in and name in linears:
+                        model.get_submodule(name).fade_in_(modules[name])  # pyrefly: ignore
+            if fitted:
+                with tqdm(total=len(fitted), desc="fitting", unit="layer", disable=not progress) as bar:
 
-                def done(name: str) -> None:
-                    bar.update(1)
+                    def done(name: str) -> None:
+                        bar.update(1)
 
-                path = None if cache is None else Path(cache)
-                errors |= fit_(model, fitted, data, keep_originals=fade_in, cache=path, progress=done)
+                    path = None if cache is None else Path(cache)
+                    errors |= fit_(model, fitted, data, keep_originals=fade_in, cache=path, progress=done)
+        for name, module in original.items():
+            model.get_submodule(name).train(module.training)
     except BaseException:
         for name, module in original.items():
             put(model, name, module)
         for parameter, wanted in gradients:
             parameter.requires_grad_(wanted)
         raise
-    finally:
-        model.train(training)
     rows = []
     for name in configs:
         made = model.get_submodule(name)

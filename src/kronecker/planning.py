@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from model_components._modes import evaluating
+from model_components._report import Axes, Figure, Report, Table, bars
+
 from .config import KroneckerConfig
 from .convert import check_layer, num_parameters
 from .linear import dense
@@ -42,7 +45,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Report):
     """A config for every layer to compress, with what it was chosen by."""
 
     chosen: dict[str, Choice]  # by the name of the layer that writes the block's width
@@ -51,14 +54,25 @@ class Plan:
     parameters: int
     budget: int
 
-    def __str__(self) -> str:
-        lines = [f"{self.parameters:,} parameters for a budget of {self.budget:,}"]
-        width = max(len(n) for n in self.chosen)
+    def summary(self) -> list[str]:
+        """Parameters and budget."""
+        return [f"{self.parameters:,} parameters for a budget of {self.budget:,}"]
+
+    def table(self) -> Table:
+        """A row for each MLP, by the layer that writes the block's width."""
+        rows = []
         for name, choice in self.chosen.items():
-            c = choice.config
-            text = "dense" if c is None else f"{c.rank} x B {c.b_shape}"
-            lines.append(f"  {name:{width}}  {text:14}  {choice.parameters:>12,}  error {choice.error**0.5:.3f}")
-        return "\n".join(lines)
+            what = "dense" if choice.config is None else f"{choice.config.rank} x B {choice.config.b_shape}"
+            rows.append((name, what, f"{choice.parameters:,}", f"{choice.error**0.5:.3f}"))
+        return Table(("MLP", "choice", "parameters", "error"), rows)
+
+    def plot(self, ax: Axes | None = None) -> Figure:
+        """The parameters that each MLP gets (extra ``plot``), on ``ax`` or in a new figure.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        return bars(ax, "Plan.plot", {n: c.parameters for n, c in self.chosen.items()}, "parameters")
 
 
 @torch.no_grad()
@@ -100,12 +114,9 @@ def plan(
     least = fixed + sum(min(_count(model, m, c) for c in (None, *fitting[m.down])) for m in mlps)
     if not least <= budget < total:
         raise ValueError(f"plan: budget is {budget:,}, needed {least:,} to {total - 1:,} for {type(model).__name__}")
-    data, training = batches(calibration), model.training
-    model.eval()
-    try:
+    data = batches(calibration)
+    with evaluating(model):
         options = _measured(model, mlps, data, fitting, progress)
-    finally:
-        model.train(training)
     chosen = _choose(options, budget - fixed)
     configs: dict[str, KroneckerConfig] = {}
     for mlp in mlps:

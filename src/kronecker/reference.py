@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 
@@ -33,12 +34,7 @@ def kron_embedding(ids: Tensor, a: Tensor, b: Tensor, scales: Tensor | None = No
 def rearranged(weight: Tensor, b_shape: tuple[int, int]) -> Tensor:
     """R(W), (O1 I1, O2 I2): row (p, u) is the block that A[p, u] multiplies; Kronecker products become rank one."""
     o2, i2 = b_shape
-    rows = [
-        weight[p * o2 : (p + 1) * o2, u * i2 : (u + 1) * i2].reshape(-1)
-        for p in range(weight.shape[0] // o2)
-        for u in range(weight.shape[1] // i2)
-    ]
-    return torch.stack(rows)
+    return rearrange(weight, "(p o2) (u i2) -> (p u) (o2 i2)", o2=o2, i2=i2)
 
 
 def van_loan(weight: Tensor, b_shape: tuple[int, int], rank: int, normalize: bool = False) -> Tensor:

@@ -19,6 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from model_components._folders import new_file
+
 from .config import KroneckerConfig
 from .init import Moments
 from .linear import KroneckerLinear, dense
@@ -257,13 +259,11 @@ class BlockFit:
 
     def store(self, path: Path, key: str) -> None:
         """Keep the fitted layers, under their final name only when whole."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {
             f"{n}.{k}": t.contiguous() for n in self.names for k, t in self.model.get_submodule(n).state_dict().items()
         }
-        part = path.with_suffix(".part")
-        save_file(tensors, part, metadata={"key": key, "errors": json.dumps(self.errors)})
-        part.replace(path)
+        with new_file(path, "convert_") as part:
+            save_file(tensors, part, metadata={"key": key, "errors": json.dumps(self.errors)})
 
     def load(self, path: Path) -> None:
         """Take the layers that `store` kept."""

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from model_components._folders import NewFolder, check_new
+
 from .config import KroneckerConfig
 from .embedding import KroneckerEmbedding
 from .experts import KroneckerExperts
@@ -26,25 +24,6 @@ from .sites import COMPRESSED, put
 
 MARK = "kronecker.json"
 WEIGHTS = "model.safetensors"
-
-
-@contextmanager
-def whole_folder(out: str | Path, operation: str) -> Iterator[Path]:
-    """A new folder that gets its name when everything is in it, and vanishes on an error."""
-    out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{operation}: {out} exists and is not an empty folder")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
-        yield part
-        part.chmod(0o755)
-        if out.exists():
-            out.rmdir()
-        part.rename(out)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
 
 
 def compressed(model: nn.Module) -> dict[str, nn.Module]:
@@ -78,8 +57,8 @@ def save_pretrained(model: nn.Module, out: str | Path) -> None:
         raise ValueError("save_pretrained: the model has no compressed layer; its own save_pretrained writes it")
     model_class(type(model).__name__, "save_pretrained")
     refuse_fading(model, "save_pretrained")
-    with whole_folder(out, "save_pretrained") as folder:
-        write_files(model, folder)
+    with NewFolder(out, "save_pretrained") as new:
+        write_files(model, new.folder)
 
 
 def refuse_fading(model: nn.Module, operation: str) -> None:
@@ -201,16 +180,18 @@ def _empty(module: nn.Module, config: KroneckerConfig) -> nn.Module:
 
 
 @torch.no_grad()
-def fold(model: nn.Module, out: str | Path) -> None:
+def fold(model: nn.Module, out: str | Path, *, tokenizer: Any = None) -> None:
     """Write a stock dense checkpoint with the same function, which plain transformers loads.
 
     Args:
         model: A compressed transformers model, left as it is.
         out: A folder that does not exist or is empty.
+        tokenizer: Written beside the weights.
 
     Raises:
         ValueError: As `save_pretrained`.
     """
+    check_new(out, "fold")
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"fold: model is {type(model).__name__}, needed a transformers model")
     layers = compressed(model)
@@ -234,5 +215,7 @@ def fold(model: nn.Module, out: str | Path) -> None:
     stock.tie_weights()
     if model.can_generate() and model.generation_config is not None:
         stock.generation_config = model.generation_config
-    with whole_folder(out, "fold") as folder:
-        stock.save_pretrained(folder)
+    with NewFolder(out, "fold") as new:
+        stock.save_pretrained(new.folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(new.folder)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+
+from model_components._folders import make_folder
+from model_components._trainer import StepTrainer, TrainerOptions
 
 from .distill import DistillConfig, TeacherMlps, targets_of, token_errors, token_loss
 from .groups import group_kind, parameter_groups
@@ -17,7 +20,7 @@ from .sites import COMPRESSED
 from .storage import is_compressed, read_files, write_files
 
 
-class KroneckerTrainer(Trainer):
+class KroneckerTrainer(StepTrainer):
     """A `transformers.Trainer` that trains a compressed model back.
 
     Learning rates by group (`parameter_groups`), distillation from a teacher in the same process, and the norms of
@@ -32,7 +35,7 @@ class KroneckerTrainer(Trainer):
         distill: What to learn from; default with a teacher: its logits at temperature 2.
         pretrained_learning_rate: Of everything but factors; default: the same.
         structure_aware: See `parameter_groups`.
-        **rest: Of `Trainer`.
+        **options: Of `Trainer`.
 
     Raises:
         ValueError: No compressed layer, a ``distill`` that needs a teacher and there is none.
@@ -45,13 +48,14 @@ class KroneckerTrainer(Trainer):
     def __init__(
         self,
         model: nn.Module,
-        args: Any,
+        args: TrainingArguments,
         *,
+        train_dataset: Any = None,
         teacher: nn.Module | None = None,
         distill: DistillConfig | None = None,
         pretrained_learning_rate: float | None = None,
         structure_aware: bool = False,
-        **rest: Any,
+        **options: Unpack[TrainerOptions],
     ):
         if not any(isinstance(m, COMPRESSED) for m in model.modules()):
             raise ValueError(f"KroneckerTrainer: {type(model).__name__} has no compressed layer; convert_ it first")
@@ -63,11 +67,11 @@ class KroneckerTrainer(Trainer):
         self._mlps = (
             TeacherMlps(teacher, model) if teacher is not None and self.distill and self.distill.layers else None
         )
-        callbacks = rest.get("callbacks") or []
+        callbacks = options.get("callbacks") or []
         if any(isinstance(c, (FreezePretrained, FadeIn)) for c in callbacks):
             args.ddp_find_unused_parameters = True  # what learns changes on the way
         self._gradients: dict[str, float] = {}
-        super().__init__(model=model, args=args, **rest)
+        super().__init__(model=model, args=args, train_dataset=train_dataset, **options)
         if self.teacher is not None:
             self.teacher.to(self.args.device)
         self._accepts = self.model_accepts_loss_kwargs
@@ -75,19 +79,11 @@ class KroneckerTrainer(Trainer):
             self.model_accepts_loss_kwargs = True  # losses are over the tokens of a whole step
         self.add_callback(_GradientNorms(self._gradients))
 
-    def create_optimizer(self, *ignored: Any, **named: Any) -> torch.optim.Optimizer:
-        """The arguments' optimizer over `parameter_groups`."""
-        if self.optimizer is None:
-            assert self.model is not None
-            groups = parameter_groups(
-                self.model,
-                learning_rate=self.args.learning_rate,
-                weight_decay=self.args.weight_decay,
-                **self.rates,
-            )
-            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)  # pyrefly: ignore
-            self.optimizer = kind(groups, **options)
-        return self.optimizer
+    def optimizer_groups(self) -> list[dict[str, Any]]:
+        """`parameter_groups` at the arguments' rate and decay."""
+        assert self.model is not None
+        rate, decay = self.args.learning_rate, self.args.weight_decay
+        return parameter_groups(self.model, learning_rate=rate, weight_decay=decay, **self.rates)
 
     def compute_loss(
         self,
@@ -110,7 +106,7 @@ class KroneckerTrainer(Trainer):
             (states.shape[0], states.shape[1]),
             inputs.get("labels"),
             inputs.get("attention_mask"),
-            shifted=self._unwrapped().can_generate() and not self._unwrapped().config.is_encoder_decoder,
+            shifted=self.unwrapped().can_generate() and not self.unwrapped().config.is_encoder_decoder,
             device=states.device,
         )
         loss, own = torch.zeros((), device=self.args.device), keep.sum()
@@ -127,16 +123,14 @@ class KroneckerTrainer(Trainer):
         if self._mlps:
             everything = 0.0 * ours[0].float().sum()  # DDP waits for every parameter that the forward used
             loss = loss + config.layers * self._mlps.loss(found, keep) + everything
-        if num_items_in_batch is not None:  # this micro-batch's part of its step; else the trainer takes the mean
-            world = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-            loss = loss * own / num_items_in_batch * world
+        loss = self.share_of_step(loss, own, num_items_in_batch)
         return (loss, ours) if return_outputs else loss
 
     def _logits(self, outputs: Any) -> Tensor:
         logits = getattr(outputs, "logits", None)
         if logits is None:
             raise ValueError(
-                f"KroneckerTrainer: {type(self._unwrapped()).__name__} has no logits; needed "
+                f"KroneckerTrainer: {type(self.unwrapped()).__name__} has no logits; needed "
                 f"DistillConfig(logits=0) with hidden or layers"
             )
         return logits
@@ -148,9 +142,6 @@ class KroneckerTrainer(Trainer):
             return super().compute_loss(model, inputs, return_outputs, items if self._accepts else None)
         finally:
             self.model_accepts_loss_kwargs = held
-
-    def _unwrapped(self) -> Any:
-        return self.accelerator.unwrap_model(self.model)
 
     def log(self, logs: dict[str, float], *rest: Any, **named: Any) -> None:
         """The logs, with norms of each group's parameters and gradients while it trains."""
@@ -165,10 +156,9 @@ class KroneckerTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """A checkpoint that `from_pretrained` loads; tied factors are written once."""
-        folder = Path(output_dir or self.args.output_dir or ".")
-        folder.mkdir(parents=True, exist_ok=True)
-        if isinstance(self._unwrapped(), PreTrainedModel):
-            write_files(self._unwrapped(), folder)
+        folder = make_folder(output_dir or self.args.output_dir or ".", "KroneckerTrainer")
+        if isinstance(self.unwrapped(), PreTrainedModel):
+            write_files(self.unwrapped(), folder)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
             torch.save(self.args, folder / "training_args.bin")
@@ -177,7 +167,7 @@ class KroneckerTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if is_compressed(resume_from_checkpoint):
-            self._unwrapped().load_state_dict(read_files(Path(resume_from_checkpoint))[1])
+            self.unwrapped().load_state_dict(read_files(Path(resume_from_checkpoint))[1])
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 

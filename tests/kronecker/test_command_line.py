@@ -9,7 +9,6 @@ import torch
 
 from kronecker import KroneckerConfig, compare, convert_, from_pretrained, num_parameters, perplexity
 from kronecker.__main__ import main
-from kronecker.compare import table
 from tests.support.models import save, save_tokenizer, tiny
 
 WORDS = ["<unk>", *(f"w{i}" for i in range(95))]
@@ -55,7 +54,7 @@ def test_shapes_in_the_command(place, capsys):
     assert main([*command, "--no-progress"]) == 0
     capsys.readouterr()
     assert main([*command, "--no-progress"]) == 1
-    assert "exists and is not an empty folder" in capsys.readouterr().err
+    assert "the folder is not empty" in capsys.readouterr().err
     command[2] = str(place / "other")
     assert main([*command[:-1], "sequential"]) == 1
     assert "needed calibration data" in capsys.readouterr().err
@@ -75,10 +74,11 @@ def test_comparing_measures_what_it_says():
     assert perplexity(model, list(ids.split(1))) == pytest.approx(float(loss.exp()), rel=1e-4)
     small = tiny("gpt2")
     convert_(small, KroneckerConfig(b_shape=(2, 1), init="prune"))
-    rows = compare({"dense": model, "small": small}, [ids], runs=1, new=4)
+    comparison = compare({"dense": model, "small": small}, [ids], runs=1, new=4)
+    rows = comparison.models
     assert [r.parameters for r in rows] == [num_parameters(model), num_parameters(small)]
     assert all(r.forward_tokens_per_second > 0 and r.generated_tokens_per_second > 0 for r in rows)
-    assert table(rows).count("\n") == 2
+    assert str(comparison).count("\n") == 2
     with pytest.raises(ValueError, match="no token to predict"):
         perplexity(model, [ids[:, :1]])
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from kronecker import kron_embedding, kron_linear, reference
 from kronecker.contraction import ORDERS, build, order_of
 from tests.benchmarks.measure import saved_bytes
-from tests.support.equivalence import judge
+from tests.support.equivalence import judge, place
 
 CUDA = torch.cuda.is_available()
 # (O1, I1), (O2, I2), r, leading shape of x: sizes of 1, odd, not powers of two, none
@@ -32,10 +32,6 @@ if CUDA or importlib.util.find_spec("triton"):
     PATHS += [("fused", "auto", dtype) for dtype in FUSED]
 
 
-def place(tensor, impl):
-    return tensor.cuda() if CUDA and impl == "fused" and tensor is not None else tensor
-
-
 def made(*shape, seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -56,8 +52,7 @@ def parts(a_shape, b_shape, r, leading, dtype=torch.float32):
 @pytest.mark.parametrize(("a_shape", "b_shape", "r", "leading"), SHAPES)
 def test_kron_linear(a_shape, b_shape, r, leading, impl, order, dtype):
     def fast(**tensors):
-        moved = {k: place(v, impl) for k, v in tensors.items()}
-        return kron_linear(**moved, order=order, impl=impl).cpu()
+        return kron_linear(**tensors, order=order, impl=impl)
 
     inputs = parts(a_shape, b_shape, r, leading)
     name = "kron_linear" if impl == "fused" else f"kron_linear, {order}"
@@ -80,7 +75,7 @@ def test_kron_embedding(a_shape, b_shape, r, leading, dtype):
     ids = torch.randint(0, rows, leading, generator=torch.Generator().manual_seed(0))
 
     def fast(**t):
-        return kron_embedding(ids, **t)
+        return kron_embedding(place(ids), **t)
 
     def dense(**t):
         return reference.kron_embedding(ids, **t)
@@ -158,7 +153,7 @@ def test_checkpointing_gives_the_same_gradients():
 
 @pytest.mark.parametrize("impl", ["eager", "fused"] if len(PATHS) > 9 else ["eager"])
 def test_torch_compile_takes_it_whole(impl):
-    t = {k: place(v, impl) for k, v in parts((8, 6), (2, 1), 2, (7,)).items()}
+    t = place(parts((8, 6), (2, 1), 2, (7,)))
     for v in t.values():
         v.requires_grad_()
     order = "auto" if impl == "fused" else "a_first"

@@ -1,8 +1,5 @@
 """Training back: groups, schedules, distillation, resume, two processes."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -24,6 +21,7 @@ from kronecker import (
 )
 from kronecker.groups import factor_parameters
 from tests.support.models import tiny
+from tests.support.ranks import in_two_processes
 
 SMALL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
@@ -296,38 +294,26 @@ def test_an_original_follows_its_layer():
 
 
 RANK = """
-import os, sys, torch
-import torch.distributed as dist
 from kronecker import FreezePretrained
 from tests.kronecker.test_training import PARTS, SMALL, student, tiny, train
-out, part = sys.argv[1], int(sys.argv[2])
-model = student()
-trainer = train(model, out, teacher=tiny("gpt2", **SMALL), distill=PARTS[part],
-                per_device_train_batch_size=2, ddp_backend="gloo", callbacks=[FreezePretrained(2)])
-if trainer.args.process_index == 0:
-    torch.save(model.state_dict(), out + "/state.pt")
-dist.barrier()
-os._exit(0)  # after the barrier: gloo's threads can abort a process that takes itself down
+for part in map(int, cases):
+    model = student()
+    trainer = train(model, out, teacher=tiny("gpt2", **SMALL), distill=PARTS[part],
+                    per_device_train_batch_size=2, ddp_backend="gloo", callbacks=[FreezePretrained(2)])
+    if trainer.args.process_index == 0:
+        torch.save(model.state_dict(), f"{out}/{part}.pt")
 """
 
 
-@pytest.mark.parametrize("part", range(len(PARTS)))
-def test_two_processes_give_what_one_gives(part, tmp_path):
-    single = student()
-    named = {"teacher": tiny("gpt2", **SMALL), "distill": PARTS[part]}
-    train(single, tmp_path / "one", callbacks=[FreezePretrained(2)], **named)
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *(p for p in sys.path if p)])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    command += [str(tmp_path), str(part)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    double = student()
-    double.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    same(single, double, rtol=1e-4, atol=1e-6)
-    assert not torch.equal(single.transformer.h[0].mlp.c_fc.a, student().transformer.h[0].mlp.c_fc.a)
+def test_two_processes_give_what_one_gives(tmp_path):
+    in_two_processes(RANK, tmp_path, *range(len(PARTS)))
+    for part, distill in enumerate(PARTS):
+        single, double = student(), student()
+        teacher = tiny("gpt2", **SMALL)
+        train(single, tmp_path / "one", callbacks=[FreezePretrained(2)], teacher=teacher, distill=distill)
+        double.load_state_dict(torch.load(tmp_path / f"{part}.pt", weights_only=True))
+        same(single, double, rtol=1e-4, atol=1e-6)
+        assert not torch.equal(single.transformer.h[0].mlp.c_fc.a, student().transformer.h[0].mlp.c_fc.a)
 
 
 def loss_of(model, teacher, out):

@@ -1,0 +1,49 @@
+"""Real pretrained models compressed: MiniLM by every start, SmolLM2 folded into a stock checkpoint."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from kronecker import KroneckerConfig, convert_, fold
+from tests.support import real
+
+pytestmark = pytest.mark.real
+
+
+def test_the_order_of_starts_on_a_real_encoder():
+    """Van Loan, pruning, the sequential fit: by the embeddings of lines that no fit has seen."""
+    folder = real.or_skip(real.minilm)
+    model = transformers.BertModel.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    lines = [w for path in sorted(Path(__file__).parent.glob("*.py")) for w in path.read_text().split("\n")]
+    lines = [w for w in lines if len(w) > 60][:160]
+    seen, held = (dict(tokenizer(part, padding=True, return_tensors="pt")) for part in (lines[::2], lines[1::2]))
+    found = {}
+    for init in ("van_loan", "prune", "sequential"):
+        small = copy.deepcopy(model)
+        convert_(small, KroneckerConfig(b_shape=(2, 1), init=init), calibration=[seen], progress=False)
+        with torch.no_grad():
+            a, b = (m(**held).last_hidden_state.mean(1) for m in (model, small))
+        found[init] = float(torch.cosine_similarity(a, b).mean())
+    assert found["van_loan"] < found["prune"] < found["sequential"]
+
+
+def test_a_language_model_folds_into_a_stock_checkpoint(tmp_path):
+    """Three MLPs by weights alone; plain transformers loads what `fold` writes, and it says the same."""
+    folder = real.or_skip(real.smollm2)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    config = KroneckerConfig(b_shape=(2, 1), init="van_loan")
+    report = convert_(model, {f"model.layers.{k}.mlp.*_proj": config for k in (10, 11, 12)}, progress=False)
+    assert len(report.layers) == 9
+    fold(model, tmp_path / "out", tokenizer=transformers.AutoTokenizer.from_pretrained(folder))
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    exact = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64).eval()
+    ids = torch.arange(1, 41).view(2, 20)
+    with torch.no_grad():
+        truth = exact(input_ids=ids).logits
+        ours, theirs = ((m(input_ids=ids).logits.double() - truth).abs().max() for m in (model, stock))
+    assert ours <= 3 * theirs  # float32's own error, of a few more products
+    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "out")) == 49_152

@@ -11,11 +11,13 @@ torch.Size([2, 7, 16])
 | 2    | 1          | 0          | 0         | 0                 | 1      |
 """
 
+from model_components import __version__ as __version__
+
 from . import arithmetic, puzzles  # noqa: F401  (they put their tasks under their names)
 from .callbacks import CurriculumCallback, GridCallback, RewindOnPeak, ThinkerCallback
 from .config import ExitRule, ThinkerConfig
 from .curriculum import CurriculumDataset
-from .evaluate import Accuracy, Grid, evaluate_grid, evaluate_lengths, plot_grid, plot_training
+from .evaluate import Accuracy, Grid, evaluate_grid, evaluate_lengths, plot_training
 from .flow import FlowPlan, FlowRow
 from .losses import AllSteps, LastAndRandom, LearnedWeights, LinearWeights, Ponder, ProgressiveLoss, StepLoss
 from .model import LatentThinker
@@ -67,7 +69,6 @@ __all__ = [
     "evaluate_lengths",
     "make_task",
     "parameter_groups",
-    "plot_grid",
     "plot_training",
     "register_task",
     "thinker_arguments",

@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
 from transformers import TrainerCallback
 
-from .evaluate import Grid, evaluate_grid, write_grid
+from model_components._folders import write_json
 
-if TYPE_CHECKING:
-    from .training import ThinkerTrainer
+from .curriculum import CurriculumDataset
+from .evaluate import Grid, evaluate_grid
+from .flow import FlowPlan
+from .model import LatentThinker
+from .tally import Counts, Tally
+
+
+class ThinkerRun(Protocol):
+    """What a callback may ask of a `ThinkerTrainer`."""
+
+    tally: Tally
+    data: CurriculumDataset
+    plan: FlowPlan | None
+
+    @property
+    def thinker(self) -> LatentThinker:
+        """The model, out of its wrappers."""
+        ...
+
+    @property
+    def batches(self) -> int:
+        """Where this process is in the data."""
+        ...
+
+    def snapshot(self) -> dict[str, Any]:
+        """A copy of what training changes."""
+        ...
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Back to it."""
+        ...
+
+    def log(self, logs: dict[str, float]) -> None:
+        """Write to the logs."""
+        ...
 
 
 class ThinkerCallback(TrainerCallback):
     """A callback that knows its `ThinkerTrainer` and has a state in its checkpoints."""
 
-    trainer: ThinkerTrainer
+    trainer: ThinkerRun
 
     def state_dict(self) -> dict[str, Any]:
         """What a resume needs."""
@@ -43,12 +73,12 @@ class CurriculumCallback(ThinkerCallback):
 
     def __init__(self, every: int = 10):
         self.every = every
-        self.before: dict[str, Tensor] | None = None
+        self.before: Counts | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count from here."""
         if self.before is None:
-            self.before = {name: value.clone() for name, value in self.trainer.counts.items()}
+            self.before = self.trainer.tally.mark()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report."""
@@ -56,13 +86,13 @@ class CurriculumCallback(ThinkerCallback):
         if state.global_step % self.every or not trainer.data.schedule.initial():
             return
         assert self.before is not None
-        found = trainer.since(self.before)
+        found = trainer.tally.since(self.before)
         if float(found["total"].sum()):
             trainer.data.report(found["right"], found["total"], step=trainer.batches)
 
     def on_rewind(self) -> None:
         """Count from here."""
-        self.before = {name: value.clone() for name, value in self.trainer.counts.items()}
+        self.before = self.trainer.tally.mark()
 
     def state_dict(self) -> dict[str, Any]:
         """What was reported."""
@@ -70,7 +100,7 @@ class CurriculumCallback(ThinkerCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on."""
-        self.before = self.trainer.on_device(state["before"])
+        self.before = self.trainer.tally.loaded(state["before"])
 
 
 class RewindOnPeak(ThinkerCallback):
@@ -94,55 +124,31 @@ class RewindOnPeak(ThinkerCallback):
         self.factor, self.margin, self.every, self.limit = factor, margin, every, limit
         self.count = 0
         self.best: dict[str, Any] | None = None
-        self.before: dict[str, Tensor] | None = None
+        self.before: Counts | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count from here."""
         if self.before is None:
-            self.before = {name: value.clone() for name, value in self.trainer.counts.items()}
+            self.before = self.trainer.tally.mark()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look, keep or go back."""
         if state.global_step % self.every:
             return
         assert self.before is not None
-        total, count = self.trainer.since(self.before)["loss"].tolist()
+        total, count = self.trainer.tally.since(self.before)["loss"].tolist()
         loss = total / max(1.0, count)
         if self.best is not None and not loss <= self.factor * self.best["loss"] + self.margin:  # nan is a peak
             if self.count < self.limit:
                 self._rewind(loss)
         elif math.isfinite(loss) and (self.best is None or loss < self.best["loss"]):
-            self.best = {"loss": loss, "step": state.global_step} | self._snapshot()
-
-    def _snapshot(self) -> dict[str, Any]:
-        trainer = self.trainer
-        held = {
-            "model": trainer.thinker.state_dict(),
-            "step_loss": trainer.step_loss.state_dict(),
-            "optimizer": _bare(trainer.optimizer).state_dict(),
-            "ema": None if trainer.ema is None else trainer.ema.state_dict(),
-            "schedule": trainer.data.newest_state(),
-        }
-        return copy.deepcopy(held)
+            self.best = {"loss": loss, "step": state.global_step} | self.trainer.snapshot()
 
     def _rewind(self, loss: float) -> None:
-        trainer, best = self.trainer, copy.deepcopy(self.best)
-        assert best is not None
-        rates = [group["lr"] for group in _bare(trainer.optimizer).param_groups]
-        trainer.thinker.load_state_dict(best["model"])
-        trainer.step_loss.load_state_dict(best["step_loss"])
-        _bare(trainer.optimizer).load_state_dict(best["optimizer"])
-        for group, rate in zip(_bare(trainer.optimizer).param_groups, rates, strict=True):
-            group["lr"] = rate  # the schedule of rates goes on
-        if trainer.ema is not None:
-            trainer.ema.load_state_dict(best["ema"])
-        if not torch.equal(best["schedule"], trainer.data.newest_state()):
-            trainer.data.change(best["schedule"], step=trainer.batches)
-        for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, ThinkerCallback):
-                callback.on_rewind()
+        assert self.best is not None
+        self.trainer.restore(self.best)
         self.count += 1
-        trainer.log({"rewinds": self.count, "peak": loss, "rewound_to_step": best["step"]})
+        self.trainer.log({"rewinds": self.count, "peak": loss, "rewound_to_step": self.best["step"]})
 
     def state_dict(self) -> dict[str, Any]:
         """The count and the best point."""
@@ -151,7 +157,7 @@ class RewindOnPeak(ThinkerCallback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on."""
         self.count, self.best = state["count"], state["best"]
-        self.before = self.trainer.on_device(state["before"])
+        self.before = self.trainer.tally.loaded(state["before"])
 
 
 class GridCallback(ThinkerCallback):
@@ -186,10 +192,5 @@ class GridCallback(ThinkerCallback):
         grid = evaluate_grid(trainer.thinker, trainer.data, plan=trainer.plan, **self.options)
         self.grids[state.global_step] = grid
         if self.out is not None:
-            self.out.mkdir(parents=True, exist_ok=True)
-            write_grid(grid, self.out / f"grid-{state.global_step}.json")
+            write_json(self.out / f"grid-{state.global_step}.json", grid.to_dict(), "GridCallback")
         trainer.log({"grid_accuracy": float(grid.token().mean())})
-
-
-def _bare(optimizer: Any) -> torch.optim.Optimizer:
-    return getattr(optimizer, "optimizer", optimizer)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from model_components._modes import evaluating
+from model_components._report import Axes, Figure, Report, Table, axes_for, plain
 
 from .curriculum import CurriculumDataset
 from .flow import FlowPlan
@@ -17,7 +18,7 @@ from .model import LatentThinker
 
 
 @dataclass(frozen=True)
-class Accuracy:
+class Accuracy(Report):
     """Shares of right answers.
 
     Args:
@@ -28,9 +29,13 @@ class Accuracy:
     token: float
     sequence: float
 
+    def summary(self) -> list[str]:
+        """One line."""
+        return [f"symbols {self.token:.3f}, rows {self.sequence:.3f}"]
+
 
 @dataclass(frozen=True)
-class Grid:
+class Grid(Report):
     """Accuracy by number of latents (rows) and steps (columns)."""
 
     n_latents: tuple[int, ...]
@@ -46,13 +51,33 @@ class Grid:
         parts = {
             name: [[round(getattr(c, name), 4) for c in row] for row in self.cells] for name in ("token", "sequence")
         }
-        return {"n_latents": list(self.n_latents), "n_steps": list(self.n_steps), **parts}
+        return plain({"n_latents": self.n_latents, "n_steps": self.n_steps, **parts})
 
-    def __str__(self) -> str:
-        lines = ["latents \\ steps " + "".join(f"{n:>7}" for n in self.n_steps)]
-        for n, row in zip(self.n_latents, self.cells, strict=True):
-            lines.append(f"{n:>15} " + "".join(f"{c.token:>7.3f}" for c in row))
-        return "\n".join(lines)
+    def table(self) -> Table:
+        """Shares of right symbols."""
+        rows = [[str(n), *(f"{c.token:.3f}" for c in row)] for n, row in zip(self.n_latents, self.cells, strict=True)]
+        return Table(["latents \\ steps", *map(str, self.n_steps)], rows)
+
+    def plot(self, ax: Axes | None = None) -> Figure:
+        """A heat map of shares of right symbols (extra ``plot``), on ``ax`` or in a new figure.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        width, height = 0.6 * len(self.n_steps) + 2.5, 0.45 * len(self.n_latents) + 1.6
+        figure, axes = axes_for(ax, "Grid.plot", width=width, height=height)
+        values = self.token()
+        low = float(values.min())
+        image = axes.imshow(values.tolist(), cmap="viridis", aspect="auto", origin="lower", vmin=low, vmax=1.0)
+        for i, row in enumerate(values.tolist()):
+            for j, value in enumerate(row):
+                shown, colour = f"{value:.3f}".removeprefix("0"), "white" if value < (low + 1) / 2 else "black"
+                axes.text(j, i, shown, ha="center", va="center", fontsize=7, color=colour)
+        axes.set_xticks(range(len(self.n_steps)), [str(n) for n in self.n_steps])
+        axes.set_yticks(range(len(self.n_latents)), [str(n) for n in self.n_latents])
+        axes.set(xlabel="steps", ylabel="latents")
+        figure.colorbar(image, ax=axes, label="token accuracy")
+        return figure
 
 
 @torch.no_grad()
@@ -74,10 +99,9 @@ def answers(
         "out_len": batch["labels"].shape[1],
         "n_latent": n_latent,
     }
-    labels, made, was_training = batch["labels"].to(model.device), [], model.training
-    model.eval()
+    labels = batch["labels"].to(model.device)
     chosen, most = plan or model.default_plan(), max(n_steps)
-    try:
+    with evaluating(model):
         if chosen.loop and not chosen.prologue and not chosen.epilogue and all(row.output for row in chosen.loop):
             steps = sorted(set(n_steps))
             out = model(**inputs, n_step=most, plan=plan, output_steps=steps)
@@ -85,8 +109,6 @@ def answers(
             made = [by_step[n] for n in n_steps]
         else:
             made = [model(**inputs, n_step=n, plan=plan).logits for n in n_steps]
-    finally:
-        model.train(was_training)
     counted = batch["counted"].to(model.device)
     right = [(logits.argmax(-1) == labels) & counted for logits in made]
     return [Accuracy(float(r.sum() / counted.sum()), float((r | ~counted).all(1).float().mean())) for r in right]
@@ -159,44 +181,21 @@ def evaluate_lengths(
     }
 
 
-def plot_grid(grid: Grid, path: str | Path, *, title: str = "") -> None:
-    """A heat map of a grid's token accuracy (extra ``plot``).
-
-    Args:
-        grid: Of `evaluate_grid`.
-        path: Where to; the ending says the format.
-        title: Above it.
-    """
-    figure, axes = _figure(0.6 * len(grid.n_steps) + 2.5, 0.45 * len(grid.n_latents) + 1.6)
-    values = grid.token()
-    image = axes.imshow(
-        values.tolist(), cmap="viridis", aspect="auto", origin="lower", vmin=float(values.min()), vmax=1.0
-    )
-    middle = (float(values.min()) + 1) / 2
-    for i, row in enumerate(values.tolist()):
-        for j, value in enumerate(row):
-            shown = f"{value:.3f}".removeprefix("0")
-            axes.text(j, i, shown, ha="center", va="center", fontsize=7, color="white" if value < middle else "black")
-    axes.set_xticks(range(len(grid.n_steps)), [str(n) for n in grid.n_steps])
-    axes.set_yticks(range(len(grid.n_latents)), [str(n) for n in grid.n_latents])
-    axes.set(xlabel="steps", ylabel="latents", title=title)
-    figure.colorbar(image, label="token accuracy")
-    figure.savefig(path)
-
-
-def plot_training(history: Sequence[dict[str, Any]], path: str | Path, *, title: str = "") -> None:
+def plot_training(history: Sequence[dict[str, Any]], ax: Axes | None = None) -> Figure:
     """Loss, accuracy and difficulty by step (extra ``plot``).
 
     Args:
         history: A trainer's ``state.log_history``.
-        path: Where to.
-        title: Above it.
+        ax: Where to; default a new figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
     """
-    figure, axes = _figure(7, 3.4)
+    figure, axes = axes_for(ax, "plot_training", width=7, height=3.4)
     rows = [row for row in history if "loss" in row]
     steps = [row["step"] for row in rows]
     axes.semilogy(steps, [row["loss"] for row in rows], color="tab:blue", label="loss")
-    axes.set(xlabel="step", ylabel="loss", title=title)
+    axes.set(xlabel="step", ylabel="loss")
     other = axes.twinx()
     most = max((row.get("difficulty", 0.0) for row in rows), default=0.0)
     for name, scale, colour in (("accuracy", 1.0, "tab:orange"), ("difficulty", most, "tab:green")):
@@ -204,20 +203,6 @@ def plot_training(history: Sequence[dict[str, Any]], path: str | Path, *, title:
             shown = f"{name} (of {most:g})" if name == "difficulty" else name
             other.plot(steps, [row.get(name, float("nan")) / scale for row in rows], color=colour, label=shown)
     other.set(ylim=(0, 1.03), ylabel="share")
-    lines = axes.get_lines() + other.get_lines()
-    axes.legend(lines, [line.get_label() for line in lines], loc="center right", fontsize=8)
-    figure.savefig(path)
-
-
-def write_grid(grid: Grid, path: str | Path) -> None:
-    """A grid as JSON."""
-    Path(path).write_text(json.dumps(grid.to_dict(), indent=1) + "\n", encoding="utf-8")
-
-
-def _figure(width: float, height: float) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("plots need matplotlib: pip install 'model-components[plot]'") from None
-    figure = Figure((width, height), layout="constrained", dpi=150)
-    return figure, figure.add_subplot()
+    lines = [*axes.get_lines(), *other.get_lines()]
+    axes.legend(lines, [str(line.get_label()) for line in lines], loc="center right", fontsize=8)
+    return figure

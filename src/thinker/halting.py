@@ -5,7 +5,8 @@ Shapes: B batch, n latents, d width, T steps, O answer length, V symbols, K roll
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,29 +16,36 @@ from .flow import FlowRow
 from .memory import Memory
 from .state import Context, ThinkerState, Thought
 
-if TYPE_CHECKING:
-    from .model import LatentThinker
-
 _CROWD = 7 / 8  # closing ranks copies keys and values: it pays once an eighth of the rows has stopped
 
 
 class Exits:
-    """Bookkeeping of one `LatentThinker.think` with an `ExitRule`."""
+    """Bookkeeping of one `LatentThinker.think` with an `ExitRule`.
+
+    Args:
+        rule: When a row stops.
+        context: Of all rows.
+        state: Where they begin.
+        num_steps: At most.
+        answer: (latents, state) to logits (B, O, V), for rules that look at answers.
+        halting: The model has a halting head.
+    """
 
     SAME = object()  # nobody left
 
     def __init__(
         self,
-        model: LatentThinker,
         rule: ExitRule,
         context: Context,
         state: ThinkerState,
         num_steps: int,
-        out_len: int | None,
+        *,
+        answer: Callable[[Tensor, ThinkerState], Tensor],
+        halting: bool,
     ):
-        if rule.kind == "halt" and model.halt is None:
+        if rule.kind == "halt" and not halting:
             raise ValueError('LatentThinker: an exit by "halt" needed ThinkerConfig(halting=True)')
-        self.model, self.rule, self.context, self.out_len = model, rule, context, out_len
+        self.rule, self.context, self.answer = rule, context, answer
         self.places, batch, device = context.places, len(state.latents), state.latents.device
         self.rows = torch.arange(batch, device=device)  # which row of the whole each one here is
         self.going = torch.ones(batch, dtype=torch.bool, device=device)  # of those here
@@ -45,7 +53,7 @@ class Exits:
         self.latents = state.latents.clone()
         self.steps = torch.full((batch,), num_steps, device=device)
         self.residuals = torch.zeros(batch, num_steps, device=device, dtype=torch.float32)
-        self.halted = torch.zeros(batch, num_steps, device=device) if model.halt is not None else None
+        self.halted = torch.zeros(batch, num_steps, device=device) if halting else None
         self.before: Tensor | None = None
         self.num_steps = num_steps
 
@@ -98,7 +106,7 @@ class Exits:
         if kind == "halt":
             assert halted is not None
             return halted.sigmoid() > threshold
-        answer = self.model._decode(latents, self.out_len, ThinkerState(latents, None, self.places)).float()
+        answer = self.answer(latents, ThinkerState(latents, None, self.places)).float()
         before = self.before
         if kind == "argmax":
             self.before = answer.argmax(-1)

@@ -188,7 +188,13 @@ class LatentThinker(PreTrainedModel):
         first_grad = 0 if grad_steps is None else max(0, len(rows) - grad_steps)
         if exit_rule is not None:
             check_choice(config, "an exit rule")
-        exits = None if exit_rule is None else Exits(self, exit_rule, context, state, len(rows), out_len)
+        exits = None
+        if exit_rule is not None:
+
+            def answer(latents: Tensor, at: ThinkerState) -> Tensor:
+                return self._decode(latents, out_len, at)
+
+            exits = Exits(exit_rule, context, state, len(rows), answer=answer, halting=self.halt is not None)
         latents, memory = state.latents, state.memory or make_memory(config)
         frame = self._frame(context, latents.shape[1])
         kept, residuals, pooled = {}, [], []

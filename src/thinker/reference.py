@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
+from einops import einsum, rearrange
 from torch import Tensor
 
 from .config import ThinkerConfig
@@ -18,14 +19,11 @@ from .flow import FlowRow
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, heads: int, look: Tensor | None) -> Tensor:
     """softmax(q kᵀ / √h) v for each head; (B, n, d), (B, m, d), (B, m, d); ``look`` (B, n, m) says where."""
-    size, made = query.shape[-1] // heads, []
-    for head in range(heads):
-        part = slice(head * size, (head + 1) * size)
-        scores = query[..., part] @ keys[..., part].transpose(1, 2) / math.sqrt(size)
-        if look is not None:
-            scores = scores.masked_fill(~look, -math.inf)
-        made.append(scores.softmax(-1) @ values[..., part])
-    return torch.cat(made, -1)
+    q, k, v = (rearrange(x, "b n (h e) -> b h n e", h=heads) for x in (query, keys, values))
+    scores = einsum(q, k, "b h n e, b h m e -> b h n m") / math.sqrt(q.shape[-1])
+    if look is not None:
+        scores = scores.masked_fill(~look[:, None], -math.inf)
+    return rearrange(scores.softmax(-1) @ v, "b h n e -> b n (h e)")
 
 
 def think(

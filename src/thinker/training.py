@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
+
+from model_components._folders import new_file
+from model_components._trainer import StepTrainer, TrainerOptions
 
 from .callbacks import CurriculumCallback, ThinkerCallback
 from .counters import seed_of
@@ -21,11 +25,10 @@ from .flow import FlowPlan
 from .losses import LastAndRandom, StepLoss
 from .model import LatentThinker
 from .recipe import parameter_groups, thinker_arguments
+from .tally import Tally
 
-_HUGE = 1e9
 
-
-class ThinkerTrainer(Trainer):
+class ThinkerTrainer(StepTrainer):
     """A `transformers.Trainer` that trains a `LatentThinker` on a `CurriculumDataset`.
 
     Each batch says how many steps and latents it thinks with; the loss says which steps count. The position in the
@@ -43,7 +46,7 @@ class ThinkerTrainer(Trainer):
         ema: Decay of a moving average of the weights, `ema_model`; default none.
         eval_lengths: Of held-out samples in `evaluate`; default the longest.
         eval_samples: Of each.
-        **rest: Of `Trainer`; ``eval_dataset`` is a `CurriculumDataset` too, default the training one.
+        **options: Of `Trainer`; ``eval_dataset`` is a `CurriculumDataset` too, default the training one.
 
     Raises:
         ValueError: Data longer than the model's positions or with other symbols; a loss that the model has no head for.
@@ -60,7 +63,7 @@ class ThinkerTrainer(Trainer):
         ema: float | None = None,
         eval_lengths: Sequence[int] | None = None,
         eval_samples: int = 512,
-        **rest: Any,
+        **options: Unpack[TrainerOptions],
     ):
         if not isinstance(train_dataset, CurriculumDataset):
             raise ValueError(
@@ -78,8 +81,8 @@ class ThinkerTrainer(Trainer):
         args.ignore_data_skip = True  # the data set knows where it was
         args.remove_unused_columns = False
         args.ddp_find_unused_parameters = False  # compute_loss uses all of them
-        rest.setdefault("eval_dataset", train_dataset)
-        super().__init__(model=model, args=args, train_dataset=train_dataset, **rest)
+        options.setdefault("eval_dataset", train_dataset)
+        super().__init__(model=model, args=args, train_dataset=train_dataset, **options)
         self.model_accepts_loss_kwargs = True  # losses are over the answers of a whole step
         self.data.rank = self.args.process_index
         drawn = self.args.dataloader_num_workers * (self.args.dataloader_prefetch_factor or 2)
@@ -93,16 +96,11 @@ class ThinkerTrainer(Trainer):
         self.ema = None
         if ema is not None:
             self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema))
-        sizes = self.data.schedule.max_length + 1
-        device = self.args.device
-        self.counts = {  # since the start: what was right, what there was, by length; the loss, and in how many steps
-            "right": torch.zeros(sizes, dtype=torch.float64, device=device),
-            "total": torch.zeros(sizes, dtype=torch.float64, device=device),
-            "loss": torch.zeros(2, dtype=torch.float64, device=device),
-        }
-        self._logged = {name: value.clone() for name, value in self.counts.items()}
+        longest, device = self.data.schedule.max_length, self.args.device
+        self.tally = Tally(longest, device, lambda counts: self.accelerator.reduce(counts, "sum"))
+        self._logged = self.tally.mark()
         self._start_of_data = self.data.step
-        self.add_callback(_Housekeeping())
+        self.add_callback(_Housekeeping(self))
         if not any(isinstance(c, CurriculumCallback) for c in self.callback_handler.callbacks):
             self.add_callback(CurriculumCallback())
         for callback in self.callback_handler.callbacks:
@@ -133,22 +131,12 @@ class ThinkerTrainer(Trainer):
         persistent = bool(workers) and self.args.dataloader_persistent_workers
         return DataLoader(self.data, batch_size=None, num_workers=workers, persistent_workers=persistent, **options)
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """The batches of a step; none when a finished run is resumed, which the stock trainer gives a step more."""
-        if self.state.global_step >= self.state.max_steps:
-            return [], None
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
-
-    def create_optimizer(self, *ignored: Any, **named: Any) -> torch.optim.Optimizer:
-        """The arguments' optimizer over `parameter_groups`, and what the loss learns."""
-        if self.optimizer is None:
-            assert self.model is not None
-            groups = parameter_groups(self.model, weight_decay=self.args.weight_decay)
-            own = [p for p in self.step_loss.parameters() if p.requires_grad]
-            groups += [{"params": own, "weight_decay": 0.0}] if own else []
-            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)  # pyrefly: ignore
-            self.optimizer = kind(groups, **options)
-        return self.optimizer
+    def optimizer_groups(self) -> list[dict[str, Any]]:
+        """`parameter_groups`, and what the loss learns."""
+        assert self.model is not None
+        groups = parameter_groups(self.model, weight_decay=self.args.weight_decay)
+        learned = [p for p in self.step_loss.parameters() if p.requires_grad]
+        return groups + ([{"params": learned, "weight_decay": 0.0}] if learned else [])
 
     def compute_loss(
         self,
@@ -176,32 +164,14 @@ class ThinkerTrainer(Trainer):
         # A plan may leave parameters out: DDP waits for every one, and without it they must decay all the same.
         loss = loss + 0.0 * torch.stack([p.sum() for p in model.parameters() if p.requires_grad]).sum()
         if model.training:
-            self._count(first.logits, labels, inputs["counted"], inputs["lengths"], loss)
-        if num_items_in_batch is not None:  # this micro-batch's part of its step; else the trainer takes the mean
-            world = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-            loss = loss * (labels != -100).sum() / num_items_in_batch * world
+            self.tally.add(first.logits, labels, inputs["counted"], inputs["lengths"], loss)
+        loss = self.share_of_step(loss, (labels != -100).sum(), num_items_in_batch)
         return (loss, first) if return_outputs else loss
-
-    @torch.no_grad()
-    def _count(self, logits: Tensor, labels: Tensor, counted: Tensor, lengths: Tensor, loss: Tensor) -> None:
-        right = ((logits.argmax(-1) == labels) & counted).sum(1)
-        self.counts["right"].index_add_(0, lengths, right.double())
-        self.counts["total"].index_add_(0, lengths, counted.sum(1).double())
-        known = loss.detach().double().nan_to_num(_HUGE, _HUGE)  # a sum with nan in it would tell of nothing else
-        self.counts["loss"] += torch.stack([known, torch.ones_like(known)])
-
-    def since(self, before: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`counts` less ``before``, summed over processes; ``before`` becomes the present."""
-        found = {}
-        for name, value in self.counts.items():
-            found[name] = self.accelerator.reduce(value - before[name], "sum")
-            before[name] = value.clone()
-        return found
 
     def log(self, logs: dict[str, float], *rest: Any, **named: Any) -> None:
         """The logs, with accuracy and difficulty while it trains."""
         if "loss" in logs:
-            found = self.since(self._logged)
+            found = self.tally.since(self._logged)
             logs["accuracy"] = float(found["right"].sum() / found["total"].sum().clamp(min=1))
             logs["difficulty"] = round(self.data.difficulty(self.batches), 3)
         super().log(logs, *rest, **named)
@@ -227,7 +197,7 @@ class ThinkerTrainer(Trainer):
     @property
     def thinker(self) -> LatentThinker:
         """The model, out of what wraps it in training with several processes."""
-        return self.accelerator.unwrap_model(self.model)  # pyrefly: ignore
+        return self.unwrapped()
 
     def _state_file(self, folder: str, rank: int) -> Path:
         return Path(folder, f"thinker_state_{rank}.pt" if rank else "thinker_state.pt")
@@ -241,15 +211,14 @@ class ThinkerTrainer(Trainer):
         super()._save_rng_state(output_dir)
         held = {
             "data": self.data.state_dict(self.batches),
-            "counts": self.counts,
+            "counts": self.tally.counts,
             "logged": self._logged,
             "ema": None if self.ema is None else self.ema.state_dict(),
             "step_loss": self.step_loss.state_dict(),
             "callbacks": {name: c.state_dict() for name, c in self._thinker_callbacks().items()},
         }
-        path = self._state_file(output_dir, self.args.process_index)
-        torch.save(held, path.with_suffix(".part"))
-        path.with_suffix(".part").rename(path)
+        with new_file(self._state_file(output_dir, self.args.process_index), "ThinkerTrainer") as part:
+            torch.save(held, part)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
@@ -267,18 +236,49 @@ class ThinkerTrainer(Trainer):
         self.step_loss.load_state_dict(held["step_loss"])
         if self.ema is not None and held["ema"] is not None:
             self.ema.load_state_dict(held["ema"])
-        self.counts, self._logged = self.on_device(held["counts"]), self.on_device(held["logged"])
+        self.tally.counts, self._logged = self.tally.loaded(held["counts"]), self.tally.loaded(held["logged"])
         for name, callback in self._thinker_callbacks().items():
             if name in held["callbacks"]:
                 callback.load_state_dict(held["callbacks"][name])
 
-    def on_device(self, counts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Counts that were loaded, where this process counts."""
-        return {name: value.to(self.args.device) for name, value in counts.items()}
+    def snapshot(self) -> dict[str, Any]:
+        """A copy of what training changes: weights, what the loss learns, optimizer, moving average, schedule."""
+        return copy.deepcopy(
+            {
+                "model": self.thinker.state_dict(),
+                "step_loss": self.step_loss.state_dict(),
+                "optimizer": _bare(self.optimizer).state_dict(),
+                "ema": None if self.ema is None else self.ema.state_dict(),
+                "schedule": self.data.newest_state(),
+            }
+        )
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Back to a `snapshot`; the stream of data and the schedule of learning rates go on."""
+        snapshot, optimizer = copy.deepcopy(snapshot), _bare(self.optimizer)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        self.thinker.load_state_dict(snapshot["model"])
+        self.step_loss.load_state_dict(snapshot["step_loss"])
+        optimizer.load_state_dict(snapshot["optimizer"])
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        if self.ema is not None:
+            self.ema.load_state_dict(snapshot["ema"])
+        if not torch.equal(snapshot["schedule"], self.data.newest_state()):
+            self.data.change(snapshot["schedule"], step=self.batches)
+        for callback in self._thinker_callbacks().values():
+            callback.on_rewind()
 
 
-class _Housekeeping(ThinkerCallback):
+def _bare(optimizer: Any) -> torch.optim.Optimizer:
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+class _Housekeeping(TrainerCallback):
     """What a stock trainer does for the model and not for its loss: one gradient for all processes; and the average."""
+
+    def __init__(self, trainer: ThinkerTrainer):
+        self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer._start_of_data = self.trainer.data.step - self.trainer.seen

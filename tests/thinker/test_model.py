@@ -9,7 +9,7 @@ import torch
 from torch.func import functional_call
 from transformers import AutoModel
 
-from tests.support.equivalence import judge
+from tests.support.equivalence import judge, place
 from thinker import ExitRule, FlowPlan, LatentThinker, ThinkerConfig
 from thinker import reference as definition
 from thinker.state import ThinkerState
@@ -104,7 +104,7 @@ def pair_of(case):
 
     def fast(weights):
         state = {f"model.{name}": value for name, value in weights.items()}
-        return functional_call(Whole(model), state, (tokens, mask, noise), {"n_step": 3})
+        return functional_call(place(Whole(model)), state, place((tokens, mask, noise)), {"n_step": 3})
 
     def reference(weights):
         drift = None if noise is None else noise.to(weights["latents"].dtype)
@@ -156,7 +156,7 @@ def test_a_plan_does_what_its_table_says(name, dtype):
 
     def fast(**v):
         state = {f"model.{k}": value for k, value in unpacked(**v).items()}
-        return functional_call(Whole(model), state, (tokens, mask, None), {"plan": PLANS[name]})
+        return functional_call(place(Whole(model)), state, place((tokens, mask, None)), {"plan": PLANS[name]})
 
     def reference(**v):
         return definition.think(unpacked(**v), model.config, tokens, mask, PLANS[name].rows(), 6)
@@ -192,7 +192,7 @@ def test_rows_that_stop_and_leave_are_as_if_nobody_left(rule):
     def fast(**v):
         with torch.no_grad():
             return functional_call(
-                model, unpacked(**v), (tokens, mask), {"n_step": 12, "out_len": 6, "exit_rule": rule}
+                place(model), unpacked(**v), place((tokens, mask)), {"n_step": 12, "out_len": 6, "exit_rule": rule}
             ).logits
 
     def reference(**v):
@@ -320,7 +320,8 @@ def test_thought_in_two_parts_is_thought_in_one(changes):
     vectors, unpacked = packed(model)
 
     def fast(**v):
-        return functional_call(Halves(model), {f"model.{k}": w for k, w in unpacked(**v).items()}, (tokens, mask))
+        state = {f"model.{k}": w for k, w in unpacked(**v).items()}
+        return functional_call(place(Halves(model)), state, place((tokens, mask)))
 
     def reference(**v):
         return definition.think(unpacked(**v), model.config, tokens, mask, model.default_plan().rows(5), 6)

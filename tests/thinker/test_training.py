@@ -2,9 +2,6 @@
 
 import copy
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +9,7 @@ from torch.utils.data import IterableDataset
 from transformers import set_seed
 
 from tests.support.equivalence import ROWS, Row
+from tests.support.ranks import in_two_processes
 from thinker import (
     AllSteps,
     CurriculumCallback,
@@ -31,7 +29,6 @@ from thinker import (
     evaluate_lengths,
     make_task,
     parameter_groups,
-    plot_grid,
     plot_training,
     thinker_arguments,
 )
@@ -170,39 +167,25 @@ class Accumulating(ThinkerTrainer):
 SGD = {"optim": "sgd", "learning_rate": 0.03, "max_grad_norm": 0.0, "lr_scheduler_type": "constant",
        "lr_scheduler_kwargs": None, "warmup_steps": 0}  # fmt: skip
 STOPPED = """
-import os, sys, torch
-import torch.distributed as dist
 from tests.thinker.test_training import SGD, data_of, model_of, trainer_of
 from thinker import Progressive, RewindOnPeak
-out, resume = sys.argv[1:]
 schedule = Progressive(max_length=6, start=2, threshold=0.01, retreat=0.0, min_answers=1)
 trainer = trainer_of(out, model_of(), data_of(schedule, delay=4), ddp_backend="gloo", max_steps=30, logging_steps=10,
                      save_strategy="steps", save_steps=15, callbacks=[RewindOnPeak(every=8)], **SGD)
-trainer.train(resume_from_checkpoint=resume or None)
+trainer.train(resume_from_checkpoint=cases[0] if cases else None)
 logs = [{k: r[k] for k in ("step", "accuracy", "difficulty")} for r in trainer.state.log_history if "loss" in r]
 state = {"model": trainer.model.state_dict(), "data": trainer.data.state_dict(), "logs": logs}
 torch.save(state, f"{out}/state{trainer.args.process_index}.pt")
-dist.barrier()
-os._exit(0)  # after the barrier: gloo's threads can abort a process that takes itself down
 """
 
 
-def in_two_processes(folder, text, *arguments):
-    script = folder / "rank.py"
-    script.write_text(text)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *(p for p in sys.path if p)])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    command += [str(folder), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(folder / f"state{rank}.pt", weights_only=True) for rank in (0, 1)]
+def states(folder, name="state"):
+    return [torch.load(folder / f"{name}{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
 def test_two_processes_resumed_are_as_if_never_stopped(tmp_path):
-    whole = in_two_processes(tmp_path, STOPPED, "")
-    (tmp_path / "again").mkdir()
-    again = in_two_processes(tmp_path / "again", STOPPED, str(tmp_path / "checkpoint-15"))
+    whole = states(in_two_processes(STOPPED, tmp_path))
+    again = states(in_two_processes(STOPPED, tmp_path / "again", tmp_path / "checkpoint-15"))
     for a, b in zip(whole, again, strict=True):
         assert all(torch.equal(v, b["model"][k]) for k, v in a["model"].items())
         assert a["data"] == b["data"]
@@ -211,28 +194,28 @@ def test_two_processes_resumed_are_as_if_never_stopped(tmp_path):
 
 
 RANK = """
-import os, sys, torch
-import torch.distributed as dist
 from tests.thinker.test_training import LOSSES, SGD, data_of, model_of, trainer_of
 from thinker import Progressive
-out, loss = sys.argv[1:]
-make, changes = LOSSES[loss]
-schedule = Progressive(max_length=6, start=3, threshold=0.01, retreat=0.0, min_answers=1)
-trainer = trainer_of(out, model_of(**changes), data_of(schedule, delay=4), step_loss=make() if make else None,
-                     ddp_backend="gloo", max_steps=18, **SGD)
-trainer.train()
-state = {"model": trainer.model.state_dict(), "loss": trainer.step_loss.state_dict()}
-state["data"] = trainer.data.newest_state()
-torch.save(state, f"{out}/state{trainer.args.process_index}.pt")
-dist.barrier()
-os._exit(0)  # after the barrier: gloo's threads can abort a process that takes itself down
+for number, loss in enumerate(cases):
+    make, changes = LOSSES[loss]
+    schedule = Progressive(max_length=6, start=3, threshold=0.01, retreat=0.0, min_answers=1)
+    trainer = trainer_of(out, model_of(**changes), data_of(schedule, delay=4), step_loss=make() if make else None,
+                         ddp_backend="gloo", max_steps=18, **SGD)
+    trainer.train()
+    state = {"model": trainer.model.state_dict(), "loss": trainer.step_loss.state_dict()}
+    state["data"] = trainer.data.newest_state()
+    torch.save(state, f"{out}/{number}-{trainer.args.process_index}.pt")
 """
 
 
-@pytest.mark.parametrize("loss", ["default", "learned", "ponder", "progressive, memory"])
-def test_two_processes_give_what_one_gives(loss, tmp_path):
-    make, changes = LOSSES[loss]
-    found = in_two_processes(tmp_path, RANK, loss)
+def test_two_processes_give_what_one_gives(tmp_path):
+    losses = ("default", "learned", "ponder", "progressive, memory")
+    in_two_processes(RANK, tmp_path, *losses)
+    for number, loss in enumerate(losses):
+        compare_with_one_process(states(tmp_path, f"{number}-"), *LOSSES[loss], tmp_path)
+
+
+def compare_with_one_process(found, make, changes, tmp_path):
     for name, value in found[0]["model"].items():
         assert torch.equal(value, found[1]["model"][name]), name
     for name, value in found[0]["loss"].items():
@@ -330,7 +313,7 @@ def test_rewinding_gives_a_schedule_its_state_back(tmp_path):
         def on_step_end(self, args, state, control, **kwargs):
             if rewind.count > self.seen:
                 self.seen = rewind.count
-                assert torch.equal(curriculum.before["total"], trainer.counts["total"])
+                assert torch.equal(curriculum.before["total"], trainer.tally.counts["total"])
 
     schedule = Progressive(max_length=6, threshold=0.02, retreat=0.0, min_answers=1)
     rewind = RewindOnPeak(factor=1.0, margin=0.0, every=10, limit=3)
@@ -390,7 +373,7 @@ def test_a_task_says_which_answers_count(tmp_path):
     trainer = trainer_of(tmp_path, data=data, max_steps=2)
     trainer.train()
     batches = [data.batch(i) for i in (0, 1)]
-    assert float(trainer.counts["total"].sum()) == sum(int(b["lengths"].clamp(max=3).sum()) for b in batches)
+    assert float(trainer.tally.counts["total"].sum()) == sum(int(b["lengths"].clamp(max=3).sum()) for b in batches)
     held = data.held_out(64, 6)
     logits = trainer.model.eval()(held["input_ids"], held["attention_mask"], out_len=6, n_step=4).logits
     right = (logits.argmax(-1) == held["labels"])[:, :3]
@@ -453,9 +436,9 @@ def test_grids_lengths_and_plots(tmp_path):
     assert once.cells[0][1].token == pytest.approx(float((logits.argmax(-1) == batch["labels"]).float().mean()))
     assert evaluate_lengths(model, data, [4], n_latent=2, n_step=3, samples=32)[4] == grid.cells[0][0]
     assert len(str(grid).splitlines()) == 3
-    plot_grid(grid, tmp_path / "grid.png", title="copy")
+    grid.plot().savefig(tmp_path / "grid.png")
     history = [{"loss": 2.0 / n, "accuracy": 0.1 * n, "difficulty": n, "step": n} for n in range(1, 9)]
-    plot_training(history, tmp_path / "training.png")
+    plot_training(history).savefig(tmp_path / "training.png")
     assert all((tmp_path / f"{n}.png").stat().st_size > 5000 for n in ("grid", "training"))
     with pytest.raises(ValueError, match=r"needed lists, as \[8\]"):
         evaluate_grid(model, data, n_latents=8, n_steps=[1])

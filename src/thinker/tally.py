@@ -1,0 +1,53 @@
+"""What a training run counts: right answers and all answers by length, the loss and its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Counts = dict[str, Tensor]
+"""``right`` and ``total`` (L + 1,) by length, ``loss`` (2,): its sum, and how many there were; float64."""
+
+_HUGE = 1e9
+
+
+class Tally:
+    """Counts since the start of a run; marks remember a moment, and `since` says what came after it.
+
+    Args:
+        max_length: The longest samples.
+        device: Where it counts.
+        total: Sums a tensor over processes.
+    """
+
+    def __init__(self, max_length: int, device: torch.device, total: Callable[[Tensor], Tensor]):
+        self._total, self._device = total, device
+        sizes = {"right": max_length + 1, "total": max_length + 1, "loss": 2}
+        self.counts: Counts = {n: torch.zeros(size, dtype=torch.float64, device=device) for n, size in sizes.items()}
+
+    @torch.no_grad()
+    def add(self, logits: Tensor, labels: Tensor, counted: Tensor, lengths: Tensor, loss: Tensor) -> None:
+        """Note a batch: logits (B, O, V), labels and counted (B, O), lengths (B,)."""
+        right = ((logits.argmax(-1) == labels) & counted).sum(1)
+        self.counts["right"].index_add_(0, lengths, right.double())
+        self.counts["total"].index_add_(0, lengths, counted.sum(1).double())
+        known = loss.detach().double().nan_to_num(_HUGE, _HUGE)  # a sum with nan in it would tell of nothing else
+        self.counts["loss"] += torch.stack([known, torch.ones_like(known)])
+
+    def mark(self) -> Counts:
+        """The present moment."""
+        return {name: value.clone() for name, value in self.counts.items()}
+
+    def since(self, mark: Counts) -> Counts:
+        """What was counted after ``mark``, summed over processes; ``mark`` becomes the present."""
+        passed = {}
+        for name, value in self.counts.items():
+            passed[name] = self._total(value - mark[name])
+            mark[name] = value.clone()
+        return passed
+
+    def loaded(self, counts: Counts) -> Counts:
+        """Counts from a checkpoint, where this process counts."""
+        return {name: value.to(self._device) for name, value in counts.items()}

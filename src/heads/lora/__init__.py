@@ -15,9 +15,9 @@ from .judging import (
     ReferenceOverlap,
     Run,
     append_run,
-    draw_runs,
     generate_answers,
     judge_answers,
+    plot_runs,
     read_runs,
 )
 from .linear import LoraLinear
@@ -50,7 +50,6 @@ __all__ = [
     "answer_loss",
     "append_run",
     "check_packing",
-    "draw_runs",
     "export_lora",
     "generate_answers",
     "instruction_arguments",
@@ -61,6 +60,7 @@ __all__ = [
     "lora_linears",
     "lora_report",
     "merge_lora",
+    "plot_runs",
     "prepare_lora",
     "read_rows",
     "read_runs",

@@ -108,10 +108,16 @@ def unsupported(x: Tensor) -> str | None:
     return None
 
 
-def tiles(rank: int, half: bool) -> dict[str, int]:
-    """Tokens, columns and ranks of a tile: float32 products, which no tensor core makes, leave fewer registers."""
+def tiles(rank: int, half: bool, *, hashed: bool = False) -> dict[str, int]:
+    """Tokens, columns and ranks of a tile: float32 products, which no tensor core makes, leave fewer registers.
+
+    So do 64 ranks, and the dropout's hash of every element before a product (``hashed``): at 64 columns triton 3.6
+    spills.
+    """
     ranks = max(16, min(64, triton.next_power_of_2(rank)))
-    return {"BT": 64, "BC": 64, "BR": ranks} if half else {"BT": 32, "BC": 32, "BR": min(ranks, 32)}
+    if not half:
+        return {"BT": 32, "BC": 32, "BR": min(ranks, 32)}
+    return {"BT": 64, "BC": 32 if hashed or ranks == 64 else 64, "BR": ranks}
 
 
 def _words(x: Tensor, rows: Tensor | None, columns: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -125,7 +131,8 @@ def down(x: Tensor, a: Tensor, scale: float, rows: Tensor | None, columns: Tenso
     out = x.new_empty(tokens, rank)
     if not x.numel():
         return out.zero_()
-    x, tile = x if x.stride(1) == 1 else x.contiguous(), tiles(rank, x.dtype != torch.float32)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    tile = tiles(rank, x.dtype != torch.float32, hashed=rows is not None)
     grid = (triton.cdiv(tokens, tile["BT"]), triton.cdiv(rank, tile["BR"]))
     down_kernel[grid](
         x, a, *_words(x, rows, columns), out, tokens, width, rank, x.stride(0), *a.stride(), scale, threshold,

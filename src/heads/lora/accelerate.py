@@ -11,6 +11,8 @@ from peft.tuners import lora
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
+from model_components._report import Report, Table
+
 from .functional import IMPLS
 from .linear import LoraLinear, SharedInput, declines
 
@@ -26,17 +28,21 @@ SIBLINGS = (
 
 
 @dataclass(frozen=True)
-class AccelerationReport:
+class AccelerationReport(Report):
     """What `accelerate_lora_` touched, what goes through peft's own forward and why, and who shares an input."""
 
     accelerated: tuple[str, ...]
     skipped: Mapping[str, str]
     shared: tuple[tuple[str, ...], ...]
 
-    def __str__(self) -> str:
-        lines = [f"{len(self.accelerated)} layers accelerated, {len(self.shared)} groups share their input"]
-        lines += [f"  peft's own forward, {why}: {n}" for why, n in Counter(self.skipped.values()).items()]
-        return "\n".join(lines)
+    def summary(self) -> list[str]:
+        """How many layers."""
+        return [f"{len(self.accelerated)} layers accelerated, {len(self.shared)} groups share their input"]
+
+    def table(self) -> Table:
+        """Why others go through peft's own forward, and how many."""
+        rows = [(why, str(n)) for why, n in Counter(self.skipped.values()).items()]
+        return Table(("peft's own forward, because", "layers"), rows)
 
 
 def accelerate_lora_(

@@ -153,8 +153,8 @@ def lora_linear(
         order: ``"factored"``, ``"merged"`` or ``"auto"``. Merged is ``x (W + s B A)ᵀ``: fewer flops above I O / (I + O)
             tokens at the price of one more weight in memory. It is for float32 and without dropout only, since bfloat16
             loses most of an update of a thousandth of W. Auto takes it there from twice those tokens on, on CPU.
-        impl: ``"reference"``, ``"eager"``, ``"fused"`` (Triton for all narrow products) or ``"auto"``: fused on CUDA
-            where the case is supported, else eager.
+        impl: ``"reference"``, ``"eager"``, ``"fused"`` (Triton for all narrow products) or ``"auto"``: eager, as
+            no row measured on a GPU says yet that the kernels are faster.
 
     Returns:
         (*B, O), in x's dtype, or autocast's.

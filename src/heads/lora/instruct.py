@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
-from ..modes import mode
+from model_components._modes import evaluating
+from model_components._report import Report
+
 from .rows import ChatTemplate, alpaca_template, encode_prompt, read_rows
 
 IGNORED = -100
@@ -42,7 +44,7 @@ def _templated(operation: str, template: Callable[..., Any], row: Mapping[str, A
 
 
 @dataclass(frozen=True)
-class InstructionReport:
+class InstructionReport(Report):
     """What became of the rows."""
 
     rows: int
@@ -53,15 +55,18 @@ class InstructionReport:
     tokens: int
     answer_tokens: int
 
-    def __str__(self) -> str:
-        lines = [f"{self.kept} of {self.rows} rows, {self.tokens} tokens, {self.answer_tokens} of them trained"]
-        for count, what in (
-            (self.empty_answers, "had an empty answer and were left out"),
-            (self.prompts_cut, "had a prompt too long for the context, which was cut"),
-            (self.answers_cut, "had an answer too long for the context, which was cut and does not end"),
-        ):
-            lines += [f"  {count} {what}"] if count else []
-        return "\n".join(lines)
+    def summary(self) -> list[str]:
+        """Rows and tokens."""
+        return [f"{self.kept} of {self.rows} rows, {self.tokens} tokens, {self.answer_tokens} of them trained"]
+
+    def remarks(self) -> list[str]:
+        """What was left out or cut."""
+        counts = {
+            "had an empty answer and were left out": self.empty_answers,
+            "had a prompt too long for the context, which was cut": self.prompts_cut,
+            "had an answer too long for the context, which was cut and does not end": self.answers_cut,
+        }
+        return [f"{count} {what}" for what, count in counts.items() if count]
 
 
 class InstructionDataset(Dataset):
@@ -215,7 +220,7 @@ def check_packing(model: nn.Module, *, length: int = 8) -> None:
     other = first.clone()
     other[:, :length] = (other[:, :length] + vocabulary // 2).remainder(vocabulary)
     positions = torch.arange(length, device=device).repeat(2)[None]
-    with mode(model, training=False):
+    with evaluating(model):
         runs = [model(input_ids=ids, position_ids=positions, use_cache=False)[0] for ids in (first, other)]
     if runs[0].dim() != 3 or runs[0].shape[1] != 2 * length:
         raise ValueError(

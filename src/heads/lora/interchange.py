@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
-import shutil
-import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +15,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from model_components._folders import NewFolder, check_new
+
 from .accelerate import accelerate_lora_
-from .prepare import PREFIX, check_adapter_name, inject, is_quantised, skeleton
+from .prepare import PREFIX, check_adapter_name, inject, is_quantised, quiet, skeleton
 from .split import FUSED, PARTS, SplitQKV, split_fused_qkv_
 
 WEIGHTS = "adapter_model.safetensors"
@@ -54,6 +52,7 @@ def load_lora(
 
     >>> from peft import get_peft_model
     >>> model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), LoraConfig(target_modules=["0"]))
+    >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     model.save_pretrained(folder)
     ...     loaded = load_lora(nn.Sequential(nn.Linear(4, 4)), folder)
@@ -85,8 +84,7 @@ def load_lora(
         _compare(operation, path, shapes, trial, config)
     if split:
         split_fused_qkv_(base)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+    with quiet():
         if isinstance(model, PeftModel):
             made = model
             made.load_adapter(str(path), adapter_name, is_trainable=is_trainable, **options)
@@ -172,15 +170,14 @@ def export_lora(model: PeftModel, out: str | Path, *, adapter_name: str = "defau
         ValueError: An adapter that the model does not have, or with DoRA or biases; nothing that was split; a folder
             with something in it.
     """
-    operation, out = "export_lora", Path(out)
+    operation = "export_lora"
     if adapter_name not in model.peft_config:
         raise ValueError(f"{operation}: adapter_name is {adapter_name!r}, the model has {sorted(model.peft_config)}")
     base: Any = model.get_base_model()
     fused = [name for name, m in base.named_modules() if isinstance(m, SplitQKV)]
     if not fused:
         raise ValueError(f"{operation}: nothing was split; needed a model of prepare_lora(..., split_fused_qkv=True)")
-    if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{operation}: {out} is not empty")
+    check_new(out, operation)
     held: Any = model.peft_config[adapter_name]
     if held.use_dora or held.lora_bias or held.bias != "none":
         raise ValueError(
@@ -206,16 +203,11 @@ def export_lora(model: PeftModel, out: str | Path, *, adapter_name: str = "defau
             {re.sub(r"\.lora_.*", "", k.removeprefix(PREFIX)) for k in tensors if ".lora_" in k}
         )
     config.inference_mode = True
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
-        whole = Path(folder) / "whole"
-        whole.mkdir()
-        save_file({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, whole / WEIGHTS, {"format": "pt"})
-        config.save_pretrained(str(whole))
-        if out.exists():
-            shutil.rmtree(out)
-        os.replace(whole, out)
-    return out
+    with NewFolder(out, operation) as new:
+        tensors = {k: t.detach().cpu().contiguous() for k, t in tensors.items()}
+        save_file(tensors, new.folder / WEIGHTS, {"format": "pt"})
+        config.save_pretrained(str(new.folder))
+    return new.out
 
 
 def _joined(model: Any, name: str, adapter_name: str) -> tuple[Tensor, Tensor, float] | None:

@@ -16,7 +16,10 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..modes import mode
+from model_components._folders import make_folder
+from model_components._modes import evaluating
+from model_components._report import Axes, Figure, bars
+
 from .rows import encode_prompt
 
 Judge = Callable[[str, str], float]
@@ -64,7 +67,7 @@ def generate_answers(
     made: list[str] = []
     device, end = next(model.parameters()).device, tokenizer.eos_token_id
     pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    with mode(model, training=False):
+    with evaluating(model):
         for start in tqdm(range(0, len(rows), batch_size), "answering", disable=not progress, leave=False):
             batch = rows[start : start + batch_size]
             width = max(map(len, batch))
@@ -198,7 +201,7 @@ def append_run(path: str | Path, run: Run) -> None:
             held = next(csv.reader(file), [])
         if held != names:
             raise ValueError(f"append_run: {path} has the columns {held}, needed {names}")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent, "append_run")
     new = not path.exists()
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names, lineterminator="\n")
@@ -215,25 +218,19 @@ def read_runs(path: str | Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def draw_runs(path: str | Path, out: str | Path) -> Path:
-    """Draw a table of runs: perplexity and judge's score of each. Needs the extra ``plot``.
+def plot_runs(path: str | Path, ax: Axes | None = None) -> Figure:
+    """A table of runs as bars of perplexity, with the judge's score in their names (extra ``plot``).
 
     Args:
         path: The CSV.
-        out: The picture, by its suffix a PNG, SVG or PDF.
-    """
-    from matplotlib.figure import Figure
+        ax: Where to; default a new figure.
 
-    rows = read_runs(path)
-    names = [f"{row['name']}, {'full' if not row['rank'] else 'r ' + row['rank']}, {row['data']}" for row in rows]
-    figure = Figure((8, 0.35 * len(rows) + 1.2), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    left.barh(range(len(rows)), [float(row["perplexity"]) for row in rows], 0.6, color="C0")
-    right.barh(range(len(rows)), [float(row["judge"] or "nan") for row in rows], 0.6, color="C1")
-    right.set_xlim(0, 100)
-    left.set_yticks(range(len(rows)), names)
-    left.set_ylim(len(rows) - 0.5, -0.5)
-    left.set_xlabel("perplexity of held-out answers")
-    right.set_xlabel("judge's score, 0 to 100")
-    figure.savefig(out)
-    return Path(out)
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    values = {}
+    for number, row in enumerate(read_runs(path), 1):
+        judged = f", judged {float(row['judge']):.1f}" if row["judge"] else ""
+        kind = f"r {row['rank']}" if row["rank"] else "full"
+        values[f"{number}: {row['name']}, {kind}, {row['data']}{judged}"] = float(row["perplexity"])
+    return bars(ax, "plot_runs", values, "perplexity of held-out answers")

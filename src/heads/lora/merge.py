@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers.pytorch_utils import Conv1D
+
+from model_components._folders import NewFolder, check_new
+from model_components._report import Axes, Figure, Report, Table, bars
 
 from .linear import LoraLinear
 from .split import PARTS, SplitQKV
@@ -39,23 +39,37 @@ class MergedLayer:
 
 
 @dataclass(frozen=True)
-class MergeReport:
+class MergeReport(Report):
     """The checkpoint that `merge_lora` wrote, and what its dtype kept of the adapters."""
 
     path: Path
     dtype: str
     layers: tuple[MergedLayer, ...]
 
-    def __str__(self) -> str:
-        idle = sum(not layer.update for layer in self.layers)
-        lines = [f"{len(self.layers)} layers merged into {self.path} in {self.dtype}"]
-        lines += [f"  {idle} of them were not changed: their B is zero, untrained"] if idle else []
+    def summary(self) -> list[str]:
+        """Where it is, and in which dtype."""
+        return [f"{len(self.layers)} layers merged into {self.path} in {self.dtype}"]
+
+    def table(self) -> Table:
+        """The layers that lost most to rounding."""
         worst = sorted((one for one in self.layers if one.update), key=lambda one: -one.lost)[:_SHOWN]
-        width = max((len(layer.name) for layer in worst), default=0)
-        for one in worst:
-            lines.append(f"  {one.name:{width}}  |dW| / |W| = {one.update:.2e}, lost {one.lost:.2%} of dW")
-        more = len(self.layers) - idle - len(worst)
-        return "\n".join([*lines, f"  and {more} more that lost less"] if more else lines)
+        rows = [(one.name, f"{one.update:.2e}", f"{one.lost:.2%}") for one in worst]
+        return Table(("layer", "|dW| / |W|", "dW lost"), rows)
+
+    def remarks(self) -> list[str]:
+        """What the table leaves out."""
+        idle = sum(not layer.update for layer in self.layers)
+        more = len(self.layers) - idle - _SHOWN
+        lines = [f"and {more} more, which lost no more"] if more > 0 else []
+        return lines + ([f"{idle} of them were not changed: their B is zero, untrained"] if idle else [])
+
+    def plot(self, ax: Axes | None = None) -> Figure:
+        """The share of each layer's update that rounding lost (extra ``plot``), on ``ax`` or in a new figure.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        return bars(ax, "MergeReport.plot", {one.name: one.lost for one in self.layers}, "share of dW lost")
 
 
 def merge_lora(
@@ -97,7 +111,7 @@ def merge_lora(
     >>> [layer.name for layer in report.layers], report.dtype
     (['0'], 'float32')
     """
-    operation, out = "merge_lora", Path(out)
+    operation = "merge_lora"
     if not isinstance(model, PeftModel):
         raise ValueError(f"{operation}: the model is a {type(model).__name__}, needed a peft.PeftModel")
     named, dtype = dtype, getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -107,8 +121,7 @@ def merge_lora(
     unknown = [name for name in names if name not in model.peft_config]
     if unknown or not names:
         raise ValueError(f"{operation}: adapters are {names}, the model has {sorted(model.peft_config)}")
-    if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{operation}: {out} is not empty")
+    check_new(out, operation)
     base: Any = model.get_base_model()
     stored = dtype or next(base.parameters()).dtype
     merged = {name: layer for name, layer in base.named_modules() if isinstance(layer, LoraLayer)}
@@ -134,16 +147,10 @@ def merge_lora(
             "max_lost=None to have it so"
         )
     makers = _makers(base, names)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
-        whole = Path(folder) / "whole"
-        whole.mkdir()
-        _write(whole, makers, dtype, max_shard_bytes, progress)
-        _write_configs(whole, base, makers, dtype, tokenizer)
-        if out.exists():
-            shutil.rmtree(out)
-        os.replace(whole, out)
-    return MergeReport(out, str(stored).removeprefix("torch."), tuple(layers))
+    with NewFolder(out, operation) as new:
+        _write(new.folder, makers, dtype, max_shard_bytes, progress)
+        _write_configs(new.folder, base, makers, dtype, tokenizer)
+    return MergeReport(new.out, str(stored).removeprefix("torch."), tuple(layers))
 
 
 def _part_of(layer: Any, names: Sequence[str], which: str) -> Tensor:

@@ -6,7 +6,8 @@ import copy
 import difflib
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,10 +35,18 @@ def is_quantised(model: nn.Module) -> bool:
     return any(type(p) is not nn.Parameter or not p.is_floating_point() for p in model.parameters())
 
 
-def inject(model: Any, config: LoraConfig, adapter_name: str, **options: Any) -> PeftModel:
-    """`get_peft_model` without its notes on fan_in_fan_out, which it sets right by itself."""
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Peft without its notes on fan_in_fan_out, which it sets right by itself, and on a name that transformers has."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated")
+        yield
+
+
+def inject(model: Any, config: LoraConfig, adapter_name: str, **options: Any) -> PeftModel:
+    """`get_peft_model`, quietly."""
+    with quiet():
         return get_peft_model(model, config, adapter_name=adapter_name, **options)
 
 

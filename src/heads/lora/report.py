@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
-from ..modes import mode
+from model_components._modes import in_mode
+from model_components._report import Axes, Figure, Report, Table, bars
+
 from .linear import LoraLinear
 from .prepare import PREFIX
 
@@ -35,7 +37,7 @@ class AdapterRow:
 
 
 @dataclass(frozen=True)
-class LoraReport:
+class LoraReport(Report):
     """Counts, bytes of a training step, adapters, and warnings."""
 
     parameters: int
@@ -48,16 +50,28 @@ class LoraReport:
     adapters: tuple[AdapterRow, ...]
     warnings: tuple[str, ...]
 
-    def __str__(self) -> str:
-        lines = [
-            f"parameters          {self.parameters:>16,}",
-            f"  trainable         {self.trainable:>16,}  ({self.trainable / max(1, self.parameters):.2%})",
-            f"  in adapters       {self.lora:>16,}",
-        ]
-        held = {"weights": self.weight_bytes, "gradients": self.gradient_bytes, "AdamW's moments": self.optimizer_bytes}
-        if self.activation_bytes is not None:
-            held["saved activations"] = self.activation_bytes
-        lines += [f"{name:18}  {size / 2**20:>13.2f} MB" for name, size in held.items()]
+    def bytes(self) -> dict[str, int]:
+        """What a training step holds, by kind."""
+        sizes = {
+            "weights": self.weight_bytes,
+            "gradients": self.gradient_bytes,
+            "AdamW's moments": self.optimizer_bytes,
+        }
+        return sizes if self.activation_bytes is None else sizes | {"saved activations": self.activation_bytes}
+
+    def table(self) -> Table:
+        """Counts and bytes."""
+        counts = {
+            "parameters": f"{self.parameters:,}",
+            "  trainable": f"{self.trainable:,}",
+            "  in adapters": f"{self.lora:,}",
+        }
+        sizes = {name: f"{size / 2**20:,.2f} MB" for name, size in self.bytes().items()}
+        return Table(("", "in all"), list((counts | sizes).items()))
+
+    def remarks(self) -> list[str]:
+        """What trains, the adapters' first step, and warnings."""
+        lines = [f"{self.trainable / max(1, self.parameters):.2%} of the parameters train"]
         if self.adapters:
             steps = sorted(row.first_step for row in self.adapters)
             low, middle, high = steps[0], steps[len(steps) // 2], steps[-1]
@@ -65,13 +79,21 @@ class LoraReport:
                 f"{len(self.adapters)} adapters; Adam's first step moves an output by {middle:.2f} learning rates "
                 f"({low:.2f} to {high:.2f})"
             )
-        return "\n".join(lines + [f"warning: {text}" for text in self.warnings])
+        return lines + [f"warning: {text}" for text in self.warnings]
+
+    def plot(self, ax: Axes | None = None) -> Figure:
+        """The bytes of a training step (extra ``plot``), on ``ax`` or in a new figure.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        return bars(ax, "LoraReport.plot", {n: size / 2**20 for n, size in self.bytes().items()}, "MB")
 
 
 def saved_activation_bytes(model: nn.Module, batch: int, context: int) -> int:
     """Bytes that autograd would keep for one training step, from a run on tensors that hold no numbers."""
     kept: dict[int, Any] = {}
-    with mode(model, training=True), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with in_mode(model, training=True), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         held: dict[str, Tensor] = {
             name: fake.from_tensor(t) for name, t in (*model.named_parameters(), *model.named_buffers())
         }

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
-from ..modes import mode
+from model_components._modes import evaluating
+from model_components._trainer import StepTrainer, TrainerOptions
+
 from .instruct import IGNORED, InstructionCollator
 
 
@@ -51,21 +53,31 @@ def instruction_arguments(output_dir: str | Path, **changes: Any) -> TrainingArg
     return TrainingArguments(output_dir=str(output_dir), **(recipe | changes))
 
 
-class InstructionTrainer(Trainer):
+class InstructionTrainer(StepTrainer):
     """`transformers.Trainer` with LoRA+ as an option, and `InstructionCollator` where no collator is given.
 
     Args:
+        model: A causal language model, usually a peft one.
+        args: `TrainingArguments`; `instruction_arguments` makes sound ones.
         loraplus_lr_ratio: B's learning rate over A's (Hayou et al., "LoRA+", 2024: about 16); None for one rate.
-        args, kwargs: The trainer's.
+        **options: Of `Trainer`: ``eval_dataset``, ``data_collator``, ...
 
     Raises:
         ValueError: Nothing to train, a ratio below 1, or one for a model without LoRA.
     """
 
-    def __init__(self, *args: Any, loraplus_lr_ratio: float | None = None, **kwargs: Any):
-        if kwargs.get("data_collator") is None and len(args) < 3:  # the third argument
-            kwargs["data_collator"] = InstructionCollator(pad_token_id=0)  # any id will do: padding is masked by place
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        *,
+        train_dataset: Any = None,
+        loraplus_lr_ratio: float | None = None,
+        **options: Unpack[TrainerOptions],
+    ):
+        if options.get("data_collator") is None:
+            options["data_collator"] = InstructionCollator(pad_token_id=0)  # any id: padding is masked by place
+        super().__init__(model=model, args=args, train_dataset=train_dataset, **options)
         held: Any = self.model
         if not any(p.requires_grad for p in held.parameters()):
             raise ValueError("InstructionTrainer: nothing is trainable; load_lora(..., is_trainable=True) makes it so")
@@ -75,12 +87,6 @@ class InstructionTrainer(Trainer):
             if not any(".lora_B." in name for name, _ in held.named_parameters()):
                 raise ValueError("InstructionTrainer: loraplus_lr_ratio is given, but the model has no lora_B")
         self.loraplus_lr_ratio = loraplus_lr_ratio
-
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """The batches of a step; none when a finished run is resumed, which the stock trainer gives a step more."""
-        if self.state.global_step >= self.state.max_steps:
-            return [], None
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Peft's LoRA+ optimizer where a ratio was given, else the trainer's own."""
@@ -118,7 +124,7 @@ def answer_loss(
     """
     device = next(model.parameters()).device
     total, count = 0.0, 0
-    with mode(model, training=False):
+    with evaluating(model):
         for start in tqdm(range(0, len(dataset), batch_size), "evaluating", disable=not progress, leave=False):
             batch = collator([dataset[i] for i in range(start, min(start + batch_size, len(dataset)))])
             batch = {k: v.to(device) for k, v in batch.items()}

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ..modes import mode
+from model_components._modes import evaluating
+
 from .packing import PackingReport, encode_padded
 
 
@@ -14,7 +15,7 @@ from .packing import PackingReport, encode_padded
 def check_encoder(encoder: Any) -> None:
     """Refuse what gives no hidden states of two tokens."""
     try:
-        with mode(encoder, training=False):
+        with evaluating(encoder):
             encode_padded(encoder, torch.ones(2, dtype=torch.long, device=encoder.device), [2], None)
     except (TypeError, RuntimeError, NotImplementedError) as error:  # models of other kinds fail in many ways
         raise ValueError(f"from_encoder: {type(encoder).__name__} cannot read two tokens: {error}") from error

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
+from model_components._report import Report
+
 from .config import CLASSES, PairwiseConfig
 from .rows import Pair, check_label, count_labels, sound
 
@@ -21,7 +23,7 @@ _CHUNK = 256  # pairs that are tokenised at once
 
 
 @dataclass(frozen=True)
-class CutReport:
+class CutReport(Report):
     """How many pairs there are, and of each class, what they hold, and what was cut to fit."""
 
     pairs: int
@@ -31,15 +33,19 @@ class CutReport:
     answers_cut: int
     tokens_cut: int
 
-    def __str__(self) -> str:
+    def summary(self) -> list[str]:
+        """Pairs, classes, tokens."""
         counts = ", ".join(f"{name} {count}" for name, count in zip(CLASSES, self.labels, strict=True))
-        lines = [f"{self.pairs} pairs ({counts if sum(self.labels) else 'without labels'}), {self.tokens} tokens"]
-        if self.tokens_cut:
-            lines.append(
-                f"  {self.prompts_cut} prompts and {self.answers_cut} answers were too long: "
-                f"{self.tokens_cut} tokens were cut from their middles"
-            )
-        return "\n".join(lines)
+        return [f"{self.pairs} pairs ({counts if sum(self.labels) else 'without labels'}), {self.tokens} tokens"]
+
+    def remarks(self) -> list[str]:
+        """What was cut."""
+        if not self.tokens_cut:
+            return []
+        return [
+            f"{self.prompts_cut} prompts and {self.answers_cut} answers were too long: "
+            f"{self.tokens_cut} tokens were cut from their middles"
+        ]
 
 
 class Template:

@@ -7,18 +7,21 @@ from typing import Any
 
 from torch import nn
 
+from model_components._report import Report
+
 
 @dataclass(frozen=True)
-class FreezeReport:
+class FreezeReport(Report):
     """What `freeze_` froze, and what trains."""
 
     frozen: tuple[str, ...]
     frozen_parameters: int
     trained_parameters: int
 
-    def __str__(self) -> str:
+    def summary(self) -> list[str]:
+        """One line."""
         what = ", ".join(self.frozen) if self.frozen else "nothing"
-        return f"frozen: {what} ({self.frozen_parameters:,} parameters); {self.trained_parameters:,} train"
+        return [f"frozen: {what} ({self.frozen_parameters:,} parameters); {self.trained_parameters:,} train"]
 
 
 def encoder_layers(operation: str, encoder: nn.Module, instead: str) -> tuple[str, list[nn.Module]]:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..modes import mode
+from model_components._modes import evaluating
+
 from .collate import PairwiseCollator, PairwiseDataset
 from .config import CLASSES
 from .functional import log_probabilities, swapped
@@ -89,7 +90,7 @@ def predict_pairs(model: Any, data: PairwiseDataset, *, batch_size: int = 32, pr
     order = sorted(range(len(data)), key=lambda i: data.lengths[i])
     collate, device = PairwiseCollator(), next(model.parameters()).device
     made, turned, scores = [], [], []
-    with mode(model, training=False):
+    with evaluating(model):
         for start in tqdm(range(0, len(order), batch_size), "judging", disable=not progress, leave=False, delay=1):
             batch = collate([data[i] for i in order[start : start + batch_size]])
             batch = {name: value.to(device) for name, value in batch.items() if name != "labels"}

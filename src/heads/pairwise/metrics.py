@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model_components._report import Report, Table
+
 from .config import CLASSES
 from .inference import verdicts_of
 
@@ -21,7 +23,7 @@ LEAST, MOST = 0.02, 50.0  # temperatures
 
 
 @dataclass(frozen=True)
-class PairwiseMetrics:
+class PairwiseMetrics(Report):
     """What verdicts on N labelled pairs are worth.
 
     Attributes:
@@ -48,19 +50,20 @@ class PairwiseMetrics:
     label_length_correlation: float
     confusion: tuple[tuple[float, ...], ...]
 
-    def __str__(self) -> str:
-        names = CLASSES[: len(self.confusion)]
-        lines = [
+    def summary(self) -> list[str]:
+        """Everything but the confusion matrix."""
+        return [
             f"{self.pairs} pairs: accuracy {self.accuracy:.1%}",
             f"log-loss {self.log_loss:.4f} (prior {self.log_loss_prior:.4f}, uniform {self.log_loss_uniform:.4f})",
             f"calibration error {self.calibration_error:.3f}, flip rate {self.flip_rate:.1%}",
             f"correlation with length {self.length_correlation:.2f} (labels' own {self.label_length_correlation:.2f})",
-            "label \\ verdict" + "".join(f"{name:>8}" for name in names),
         ]
-        lines += [
-            f"{name:>15}" + "".join(f"{n:8g}" for n in row) for name, row in zip(names, self.confusion, strict=True)
-        ]
-        return "\n".join(lines)
+
+    def table(self) -> Table:
+        """The confusion matrix."""
+        names = CLASSES[: len(self.confusion)]
+        rows = [(name, *(f"{n:g}" for n in row)) for name, row in zip(names, self.confusion, strict=True)]
+        return Table(("label \\ verdict", *names), rows)
 
 
 def shares_of(labels: Sequence[Any] | Tensor, classes: int) -> Tensor:

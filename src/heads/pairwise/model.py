@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ..modes import mode
+from model_components._modes import evaluating
+
 from .checks import check_encoder, check_tokenizer, most_tokens
 from .collate import PairwiseDataset, Template, answers_to, flat_batch
 from .config import PairwiseConfig
@@ -283,7 +284,7 @@ class PairwiseModel(PreTrainedModel):
         pairs = [(i, j) for j in range(len(answers)) for i in range(j)]
         sequences = answers_to(prompt, answers, self._own_tokenizer, self.config)
         batch = {name: value.to(self.device) for name, value in flat_batch([(sequences, pairs)]).items()}
-        with mode(self, training=False):
+        with evaluating(self):
             found = self(**batch, both_orders=True)
         orders = [log_probabilities(found.logits), swapped(log_probabilities(found.swapped_logits))]
         return ranking_of(torch.stack(orders).exp().mean(0).cpu(), pairs, len(answers))

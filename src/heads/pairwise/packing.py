@@ -22,7 +22,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..modes import mode
+from model_components._modes import evaluating
+from model_components._report import Report
+
 from .functional import packed_attention
 
 ATTENTION = "heads_packed"
@@ -48,7 +50,7 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 @dataclass(frozen=True)
-class PackingReport:
+class PackingReport(Report):
     """Whether an encoder's class is packed, and if not, why it is padded; ``offset`` is its first position id."""
 
     encoder: str
@@ -56,8 +58,9 @@ class PackingReport:
     reason: str
     offset: int = 0
 
-    def __str__(self) -> str:
-        return f"{self.encoder}: packed, no padding" if self.packed else f"{self.encoder}: padded, {self.reason}"
+    def summary(self) -> list[str]:
+        """One line."""
+        return [f"{self.encoder}: packed, no padding" if self.packed else f"{self.encoder}: padded, {self.reason}"]
 
 
 _CHECKED: dict[tuple, PackingReport] = {}
@@ -153,7 +156,7 @@ def _tried(encoder: Any) -> PackingReport:
     ids = torch.tensor((usual * sum(lengths))[: sum(lengths)], device=device)
     other = torch.cat([ids[:5].flip(0), ids[5:]])
     try:
-        with mode(encoder, training=False), torch.autocast(device.type, enabled=False):
+        with evaluating(encoder), torch.autocast(device.type, enabled=False):
             return _compared(encoder, ids, other, lengths, fill)
     except (TypeError, ValueError, IndexError, RuntimeError) as error:  # what a forward says that was not made for it
         return PackingReport(name, False, f"it refuses packed sequences ({str(error).splitlines()[0]:.80})")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from model_components._report import Report
+
 from .config import CLASSES
 
 ARENA = ("response_a", "response_b", "winner_model_a", "winner_model_b", "winner_tie")
@@ -26,7 +28,7 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ReadReport:
+class ReadReport(Report):
     """What became of the rows.
 
     Attributes:
@@ -43,15 +45,18 @@ class ReadReport:
     labels: tuple[int, ...]
     ignored: tuple[str, ...]
 
-    def __str__(self) -> str:
+    def summary(self) -> list[str]:
+        """Rows and classes."""
         counts = ", ".join(f"{name} {count}" for name, count in zip(CLASSES, self.labels, strict=True))
         bare = self.kept - sum(self.labels)
-        lines = [f"{self.kept} of {self.rows} rows ({counts}{f', without a label {bare}' if bare else ''})"]
-        if self.ignored:
-            lines.append(f"  not read: {', '.join(self.ignored)}")
+        return [f"{self.kept} of {self.rows} rows ({counts}{f', without a label {bare}' if bare else ''})"]
+
+    def remarks(self) -> list[str]:
+        """What was not read, or left out."""
+        lines = [f"not read: {', '.join(self.ignored)}"] if self.ignored else []
         if self.missing:
-            lines.append(f"  {_listed(self.missing)} had a missing or empty answer and were left out")
-        return "\n".join(lines)
+            lines.append(f"{_listed(self.missing)} had a missing or empty answer and were left out")
+        return lines
 
 
 def _listed(numbers: Sequence[int]) -> str:

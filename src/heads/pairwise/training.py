@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
-from transformers import EvalPrediction, Trainer
+from transformers import EvalPrediction, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.training_args import ParallelMode
+
+from model_components._trainer import StepTrainer, TrainerOptions
 
 from .collate import PairwiseCollator, PairwiseDataset
 from .freeze import parameter_groups
@@ -35,7 +37,7 @@ class _Buckets(LengthGroupedSampler):
         return super().__iter__()
 
 
-class PairwiseTrainer(Trainer):
+class PairwiseTrainer(StepTrainer):
     """Trains a `PairwiseModel` on a `PairwiseDataset`.
 
     Batches are collated by `PairwiseCollator`; encoders that cannot be packed get batches of like length. A new head
@@ -43,24 +45,33 @@ class PairwiseTrainer(Trainer):
     accuracy, log-loss and calibration error.
 
     Args:
+        model: A `PairwiseModel`, or one that peft has wrapped.
+        args: `TrainingArguments`.
         layer_decay: The encoder's rate falls by this factor from layer to layer; see `parameter_groups`.
         head_lr_ratio: The head's learning rate over the encoder's. A new head starts from zeros and needs more.
         guard: Stops dead runs; False for no guard.
-        args, kwargs: The trainer's.
+        **options: Of `Trainer`: ``eval_dataset``, ``callbacks``, ...
 
     Raises:
         ValueError: Data that are not a `PairwiseDataset`, or have no labels; nothing to train.
     """
 
     def __init__(
-        self, *args: Any, layer_decay: float = 1.0, head_lr_ratio: float = 10.0, guard: DeadRunGuard | bool = True,
-        **kwargs: Any,
-    ):  # fmt: skip
-        if kwargs.get("data_collator") is None and len(args) < 3:  # the third argument
-            kwargs["data_collator"] = PairwiseCollator()
-        if kwargs.get("compute_metrics") is None:
-            kwargs["compute_metrics"] = _metrics
-        super().__init__(*args, **kwargs)
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        *,
+        train_dataset: Any = None,
+        layer_decay: float = 1.0,
+        head_lr_ratio: float = 10.0,
+        guard: DeadRunGuard | bool = True,
+        **options: Unpack[TrainerOptions],
+    ):
+        if options.get("data_collator") is None:
+            options["data_collator"] = PairwiseCollator()
+        if options.get("compute_metrics") is None:
+            options["compute_metrics"] = _metrics
+        super().__init__(model=model, args=args, train_dataset=train_dataset, **options)
         if int(os.environ.get("WORLD_SIZE", 1)) > 1 and self.args.parallel_mode != ParallelMode.DISTRIBUTED:
             raise ValueError(
                 "PairwiseTrainer: there are several processes, and each would train alone; needed use_cpu=True where "
@@ -105,22 +116,12 @@ class PairwiseTrainer(Trainer):
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return _Buckets(size, data.lengths, seed)
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """The batches of a step; none when a finished run is resumed, which the stock trainer gives a step more."""
-        if self.state.global_step >= self.state.max_steps:
-            return [], None
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The arguments' optimizer over `parameter_groups`."""
-        if self.optimizer is None:
-            groups = parameter_groups(
-                self.model, learning_rate=self.args.learning_rate, weight_decay=self.args.weight_decay,
-                layer_decay=self.layer_decay, head_lr_ratio=self.head_lr_ratio,
-            )  # fmt: skip
-            kind, options = self.get_optimizer_cls_and_kwargs(self.args)
-            self.optimizer = kind(groups, **options)
-        return self.optimizer
+    def optimizer_groups(self) -> list[dict[str, Any]]:
+        """`parameter_groups` at the arguments' rate and decay."""
+        return parameter_groups(
+            self.model, learning_rate=self.args.learning_rate, weight_decay=self.args.weight_decay,
+            layer_decay=self.layer_decay, head_lr_ratio=self.head_lr_ratio,
+        )  # fmt: skip
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
@@ -130,10 +131,7 @@ class PairwiseTrainer(Trainer):
         outputs = model(**inputs)
         if model.training and self.guard is not None:
             self.guard.observe(outputs.logits, inputs["labels"])
-        loss = outputs.loss
-        if num_items_in_batch is not None:
-            world = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-            loss = loss * inputs["labels"].numel() / num_items_in_batch * world
+        loss = self.share_of_step(outputs.loss, inputs["labels"].numel(), num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
 

@@ -1,9 +1,6 @@
 """Layers of peft models with our forward: the same results, files, hooks and switches; what is declined, and why."""
 
 import copy
-import os
-import subprocess
-import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,9 +10,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners import lora
 from torch import nn
 
+import heads.lora.linear
 from heads.lora import LoraLinear, accelerate_lora_, restore_lora_
 from tests.support.equivalence import judge
 from tests.support.models import tiny
+from tests.support.ranks import in_two_processes
 
 TARGETS = {
     "gpt2": ["c_attn", "c_proj", "c_fc"],
@@ -69,7 +68,7 @@ def test_a_models_output_and_gradients_are_pefts(kind, dtype):
             for packed, key in ((a, "A"), (b, "B")):
                 parts = packed.split([shapes[n].numel() for n in names[key]])
                 given |= {n: part.view(shapes[n]) for n, part in zip(names[key], parts, strict=True)}
-            held.to(embeds.dtype)
+            held.to(embeds)
             return torch.func.functional_call(held, given, kwargs={"inputs_embeds": embeds})[0]
 
         return function
@@ -175,6 +174,32 @@ def test_threads_do_not_disturb_each_other():
             for k, made in enumerate(pool.map(work, range(4))):
                 for output in made:
                     torch.testing.assert_close(output, expected[k])
+
+
+def test_what_waits_for_one_thread_is_not_taken_by_another(monkeypatch):
+    model = peft_model("llama")
+    accelerate_lora_(model)
+    attention = next(m for m in model.modules() if hasattr(m, "q_proj"))
+    calls, real = [], heads.lora.linear.compute
+
+    def counted(layers, *rest):
+        calls.append(len(layers))
+        return real(layers, *rest)
+
+    monkeypatch.setattr(heads.lora.linear, "compute", counted)
+    x, other = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
+    with torch.no_grad(), ThreadPoolExecutor(1) as pool:
+        attention.q_proj(x)
+
+        def elsewhere():
+            with torch.no_grad():
+                return attention.q_proj(other)
+
+        pool.submit(elsewhere).result()
+        attention.k_proj(x)
+        attention.v_proj(x)
+        assert calls == [3, 3]  # q, k and v at once, here and there
+        assert attention.q_proj.shared.misses == 0
 
 
 def test_inference_mode_and_another_dtype():
@@ -418,56 +443,45 @@ def test_a_whole_model_compiles_without_a_break(kind):
 
 
 RANK = """
-import os, sys, torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from tests.heads.lora.test_accelerate import IDS, peft_model
 from heads.lora import LoraLinear, accelerate_lora_
-out, units = sys.argv[1:]
 dist.init_process_group("gloo")
-mesh = init_device_mesh("cpu", (2,))
-model = peft_model("llama")
-accelerate_lora_(model)
-for layer in model.base_model.model.model.layers:
-    if units == "factors":  # each module with parameters of its own, as peft's FSDP policy wraps them
-        for module in layer.modules():
-            if isinstance(module, LoraLinear):
-                for part in (module.lora_A["default"], module.lora_B["default"], module.base_layer):
-                    fully_shard(part, mesh=mesh)
-    if units == "layers":
-        for module in list(layer.modules()):
-            if isinstance(module, LoraLinear):
-                fully_shard(module, mesh=mesh)
-    fully_shard(layer, mesh=mesh)
-fully_shard(model, mesh=mesh)
-rank = dist.get_rank()
-output = model(input_ids=IDS[rank:rank + 1])[0]
-output.square().mean().backward()
-state = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
-torch.save(state | {"output": output.detach()}, f"{out}/state{rank}.pt")
-dist.barrier()
-os._exit(0)  # after the barrier: gloo's threads can abort a process that takes itself down
+mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+for units in cases:
+    model = peft_model("llama")
+    accelerate_lora_(model)
+    for layer in model.base_model.model.model.layers:
+        if units == "factors":  # each module with parameters of its own, as peft's FSDP policy wraps them
+            for module in layer.modules():
+                if isinstance(module, LoraLinear):
+                    for part in (module.lora_A["default"], module.lora_B["default"], module.base_layer):
+                        fully_shard(part, mesh=mesh)
+        if units == "layers":
+            for module in list(layer.modules()):
+                if isinstance(module, LoraLinear):
+                    fully_shard(module, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    output = model(input_ids=IDS[rank:rank + 1])[0]
+    output.square().mean().backward()
+    state = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+    torch.save(state | {"output": output.detach()}, f"{out}/{units}{rank}.pt")
 """
 
 
-@pytest.mark.parametrize("units", ["blocks", "layers", "factors"])
-def test_fully_sharded_over_two_processes(units, tmp_path):
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *(p for p in sys.path if p)])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    done = subprocess.run(
-        [*command, str(tmp_path), units], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = [torch.load(tmp_path / f"state{rank}.pt", weights_only=True) for rank in (0, 1)]
+def test_fully_sharded_over_two_processes(tmp_path):
+    """Blocks, whole layers, and factors as units of their own."""
+    cases = ("blocks", "layers", "factors")
+    in_two_processes(RANK, tmp_path, *cases)
     model = peft_model("llama")
     outputs = [model(input_ids=IDS[rank : rank + 1])[0] for rank in (0, 1)]
     (sum(y.square().mean() for y in outputs) / 2).backward()
-    for rank in (0, 1):
-        torch.testing.assert_close(found[rank]["output"], outputs[rank].detach())
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                torch.testing.assert_close(found[rank][name], parameter.grad, rtol=1e-4, atol=1e-7)
+    for units in cases:
+        for rank in (0, 1):
+            found = torch.load(tmp_path / f"{units}{rank}.pt", weights_only=True)
+            torch.testing.assert_close(found["output"], outputs[rank].detach(), msg=units)
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-7, msg=units)

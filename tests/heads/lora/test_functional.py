@@ -8,7 +8,7 @@ import torch
 
 from heads.lora import lora_linear, lora_linears, narrow, reference
 from tests.benchmarks.measure import saved_bytes
-from tests.support.equivalence import judge
+from tests.support.equivalence import judge, place
 
 SEED = torch.tensor(-1234567890123456789)
 SIZES = ((7, 12, 9, 3), (1, 1, 1, 1), (0, 6, 4, 2), (33, 40, 70, 24))  # tokens, in, out, rank
@@ -24,6 +24,8 @@ def inputs_of(size, bias, transposed, seed=0):
 
 
 def op(impl, **options):
+    if impl != "reference":
+        options = place(options)
     return lambda **given: lora_linear(**given, scaling=0.7, impl=impl, **options)
 
 
@@ -74,7 +76,7 @@ def test_layers_that_share_x_are_each_the_definition(impl, dropout):
         def function(x, c0, **t):
             made = lora_linears(
                 x, *([t[f"{k}{j}"] for j in range(3)] for k in "wab"), [c0, None, None], scalings=[0.5, 2.0, 1.0],
-                dropout_p=dropout, seeds=seeds, impl=chosen,
+                dropout_p=dropout, seeds=seeds.to(x.device), impl=chosen,
             )  # fmt: skip
             return torch.cat(made, -1)
 
@@ -266,3 +268,13 @@ def test_half_precision_has_no_merged_order():
     given = {k: v.bfloat16() for k, v in inputs_of((3, 6, 4, 2), True, False).items()}
     with pytest.raises(ValueError, match="rounds W"):
         lora_linear(**given, scaling=1.0, order="merged")
+
+
+def test_the_gradient_of_a_is_not_summed_in_half_precision(monkeypatch):
+    monkeypatch.setattr(narrow, "_BLOCK", 8)
+    tokens = 4096  # a running sum in bfloat16 would stand still after 256 of 1024 like parts
+    x, grad = torch.ones(tokens, 2, dtype=torch.bfloat16), torch.ones(tokens, 3, dtype=torch.bfloat16)
+    a, b = torch.ones(1, 2, dtype=torch.bfloat16), torch.ones(3, 1, dtype=torch.bfloat16)
+    drop = narrow.dropout(torch.tensor(0), tokens, 2, 1e-6)
+    da, _ = narrow.gradients([grad], x, a, [b], [1.0], drop, None, True, False)
+    torch.testing.assert_close(da.float(), torch.full((1, 2), 3.0 * tokens), rtol=0.01, atol=0)

@@ -2,9 +2,6 @@
 
 import csv
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -24,16 +21,17 @@ from heads.lora import (
     answer_loss,
     append_run,
     check_packing,
-    draw_runs,
     generate_answers,
     instruction_arguments,
     judge_answers,
+    plot_runs,
     prepare_lora,
     read_rows,
     read_runs,
 )
 from heads.lora.rows import encode_prompt
 from tests.support.models import save_tokenizer, tiny
+from tests.support.ranks import in_two_processes
 
 WORDS = ["<unk>", "<end>", "<pad>", *"abcdefghijklmnopqrstuvwxyz", "<user>", "<bot>"]
 CHAT = (
@@ -321,28 +319,17 @@ def test_lora_plus_gives_b_its_own_rate(tmp_path):
 
 SGD = {"optim": "sgd", "learning_rate": 0.5, "save_strategy": "no", "dropout": 0.0}  # dropout is each process's own
 RANK = """
-import os, sys, torch
-import torch.distributed as dist
 from pathlib import Path
 from tests.heads.lora.test_instruct import SGD, state_of, trained
-out, rank = Path(sys.argv[1]), os.environ["RANK"]
+out, rank = Path(out), os.environ["RANK"]
 trainer = trained(out / f"words{rank}", out / "run", ddp_backend="gloo", per_device_train_batch_size=2, **SGD)
 torch.save(state_of(trainer), out / f"state{rank}.pt")
-dist.barrier()
-os._exit(0)  # after the barrier: gloo's threads can abort a process that takes itself down
 """
 
 
 def test_two_processes_give_what_one_gives(tmp_path):
     """Answers are of different lengths: the loss is a mean over the tokens of a whole step."""
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *(p for p in sys.path if p)])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    command.append(str(tmp_path))
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
+    in_two_processes(RANK, tmp_path)
     found = [torch.load(tmp_path / f"state{rank}.pt", weights_only=True) for rank in (0, 1)]
     for name, value in found[0].items():
         assert torch.equal(value, found[1][name]), name
@@ -428,7 +415,8 @@ def test_the_table_of_runs(tmp_path):
     rows = read_runs(path)
     assert [row["rank"] for row in rows] == ["16", ""]
     assert rows[0]["name"] == "one, two"
-    assert draw_runs(path, tmp_path / "runs.png").stat().st_size > 5000
+    plot_runs(path).savefig(tmp_path / "runs.png")
+    assert (tmp_path / "runs.png").stat().st_size > 5000
     with path.open("w", newline="") as file:
         csv.writer(file).writerow(["other"])
     with pytest.raises(ValueError, match=r"has the columns \['other'\]"):

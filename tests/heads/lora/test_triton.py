@@ -20,7 +20,8 @@ for dtype in ("bf16", "fp16", "fp32"):
     for kernel, signature in ((k.down_kernel, down), (k.up_kernel, up), (k.outer_kernel, outer)):
         for rank in (8, 32, 64, 256):
             for drop in (False, True):
-                constants = k.tiles(rank, dtype != "fp32") | {"DROP": drop}
+                hashed = drop and kernel is k.down_kernel
+                constants = k.tiles(rank, dtype != "fp32", hashed=hashed) | {"DROP": drop}
                 for capability in CAPABILITIES:
                     compiled(kernel, signature | integers("threshold"), constants, capability, shared=96)
                     count += 1

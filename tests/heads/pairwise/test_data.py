@@ -113,7 +113,7 @@ def test_both_answers_keep_the_same_budget():
     assert made[1] == [1, *head, *tail, 2, ids["w50"], 2]  # the same prompt for both
     assert str(data.report).splitlines() == [
         "1 pairs (without labels), 24 tokens",
-        "  1 prompts and 1 answers were too long: 17 tokens were cut from their middles",
+        "1 prompts and 1 answers were too long: 17 tokens were cut from their middles",
     ]
     made, data = sequences_of((prompt, short, short))  # nothing need give way
     assert len(made[0]) == 14
@@ -182,7 +182,7 @@ def test_labels_of_numpy_and_torch_frames_and_what_was_not_read():
     assert read_pairs(Frame(rows))[0] == pairs
     bare, report = read_pairs([{"prompt": "p", "a": "x", "b": "y", "preference": 1}])
     assert bare[0].label is None
-    assert str(report) == "1 of 1 rows (A 0, B 0, tie 0, without a label 1)\n  not read: preference"
+    assert str(report) == "1 of 1 rows (A 0, B 0, tie 0, without a label 1)\nnot read: preference"
 
 
 def test_prompts_keep_the_turns_that_they_have_and_missing_labels_are_none():

@@ -63,8 +63,8 @@ def test_packed_attention(case, dtype):
 @pytest.mark.parametrize("case", ["one", "several", "window", "odd"])
 def test_packed_attention_on_a_gpu(case):
     lengths, window = CASES[case]
-    ends = torch.tensor(ends_of(lengths), device="cuda")
-    inputs = {k: v.cuda() for k, v in tensors(lengths, width=32).items()}
+    ends = torch.tensor(ends_of(lengths))
+    inputs = tensors(lengths, width=32)
     for dtype in (torch.bfloat16, torch.float16):
         options = {"cu_seq_lens": ends, "window": window}
         judge("packed_attention", "fused", lambda options=options, **t: packed_attention(**t, **options, impl="fused"),

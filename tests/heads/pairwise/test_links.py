@@ -103,7 +103,7 @@ def test_pooling(kind):
         return torch.func.functional_call(pool, changed, (states, torch.tensor(lengths)))
 
     judge(f"Pool, {kind}", "eager", fast, lambda states, query=None: plainly(kind, states, lengths, query), inputs,
-          dtype=torch.float32)  # fmt: skip
+          dtype=torch.float32, device="cpu")  # fmt: skip
     made = pool(states.bfloat16(), torch.tensor(lengths))
     assert made.dtype == torch.float32
 

@@ -136,6 +136,9 @@ def test_wrong_encoders_and_tokenizers_are_refused():
         PairwiseModel.from_encoder(tiny("bert"), other)
     with pytest.raises(ValueError, match="the tokenizer has 94 tokens, the encoder 50"):
         PairwiseModel.from_encoder(tiny("bert", vocab_size=50), tokenizer_of())
+    with pytest.raises(ValueError, match="the tokenizer has 94 tokens, the encoder 93"):
+        PairwiseModel.from_encoder(tiny("bert", vocab_size=93), tokenizer_of())
+    assert PairwiseModel.from_encoder(tiny("bert", vocab_size=94), tokenizer_of()).config.encoder.vocab_size == 94
     with pytest.raises(ValueError, match="encoder is a Linear"):
         PairwiseModel.from_encoder(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="max_tokens is 99, and BertModel has 32 positions"):

@@ -7,6 +7,7 @@ import torch
 from tests.heads.pairwise.support import model_of, pairs_of
 
 from heads.pairwise import calibrate_, fit_temperature, pairwise_metrics, pairwise_report, predict_pairs
+from heads.pairwise.metrics import calibration_bins
 
 
 def test_metrics_are_what_they_say():
@@ -107,7 +108,7 @@ def test_the_report_says_everything_and_draws(tmp_path):
     for link, ties in (("davidson", True), ("concat", False)):
         model = model_of("mpnet", link=link, ties=ties)
         data = model.dataset(pairs_of(50, labels=3 if ties else 2), progress=False)
-        report = pairwise_report(model, data, plot=tmp_path / "new" / f"{link}.png", progress=False)
+        report = pairwise_report(model, data, progress=False)
         text = str(report)
         for word in (
             "50 pairs",
@@ -121,7 +122,8 @@ def test_the_report_says_everything_and_draws(tmp_path):
             "tokens",
         ):
             assert word in text
-        assert (tmp_path / "new" / f"{link}.png").stat().st_size > 5_000
+        report.plot().savefig(tmp_path / f"{link}.png")
+        assert (tmp_path / f"{link}.png").stat().st_size > 5_000
         assert sum(map(sum, report.metrics.confusion)) == 50
         assert (report.metrics.flip_rate == 0) == (link == "davidson")
     with pytest.raises(ValueError, match="50 pairs without labels; needed labelled pairs"):
@@ -130,3 +132,13 @@ def test_the_report_says_everything_and_draws(tmp_path):
         calibrate_(model, [])
     with pytest.raises(ValueError, match="0 pairs; needed labelled pairs"):
         calibrate_(model, model.dataset([], progress=False))
+
+
+def test_each_bin_of_confidence_stands_alone():
+    confidence = torch.tensor([0.99, 0.97, 0.90, 0.88], dtype=torch.float64)
+    right = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    bins = calibration_bins(confidence, right)  # 15 bins: the last from 14/15, the one before from 13/15
+    assert [b[0] for b in bins] == [0.5, 0.5]
+    assert [b[2] for b in bins] == [1.0, 0.5]
+    assert bins[0][1] == pytest.approx(0.89)
+    assert bins[1][1] == pytest.approx(0.98)

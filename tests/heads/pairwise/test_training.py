@@ -1,13 +1,10 @@
 """Training: learns, resumes bit for bit, two processes give what one gives, and dead runs stop with their reason."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tests.heads.pairwise.support import model_of, pairs_of
+from tests.support.ranks import in_two_processes
 from transformers import TrainerCallback, TrainingArguments
 
 from heads.pairwise import DeadRunError, DeadRunGuard, PairwiseTrainer, freeze_, pairwise_report
@@ -83,35 +80,25 @@ def test_accumulation_gives_the_same_step(tmp_path):
 
 
 RANK = """
-import os, sys, torch
-import torch.distributed as dist
 from tests.heads.pairwise.test_training import state_of, trained
-
-out, kind = sys.argv[1:]
-trainer = trained(out, kind, still=True, optim="sgd", learning_rate=0.1, per_device_train_batch_size=4,
-                  ddp_backend="gloo", max_steps=8)
-torch.save(state_of(trainer), f"{out}/state{trainer.args.process_index}.pt")
-dist.barrier()
-os._exit(0)  # after the barrier: gloo's threads can abort a process that takes itself down
+for kind in cases:
+    trainer = trained(out, kind, still=True, optim="sgd", learning_rate=0.1, per_device_train_batch_size=4,
+                      ddp_backend="gloo", max_steps=8)
+    torch.save(state_of(trainer), f"{out}/{kind}{trainer.args.process_index}.pt")
 """
 
 
-@pytest.mark.parametrize("kind", ["bert", "distilbert", "mpnet"])
-def test_two_processes_give_what_one_gives(kind, tmp_path):
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *(p for p in sys.path if p)])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    done = subprocess.run([*command, str(tmp_path), kind], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    one, other = (torch.load(tmp_path / f"state{rank}.pt", weights_only=True) for rank in (0, 1))
-    single = trained(tmp_path, kind, still=True, optim="sgd", learning_rate=0.1, max_steps=8)
-    start = state_of(trained(tmp_path, kind, still=True, max_steps=1, learning_rate=0.0, optim="sgd"))
-    for name, value in state_of(single).items():
-        assert torch.equal(one[name], other[name]), name
-        torch.testing.assert_close(one[name], value, rtol=1e-4, atol=1e-6, msg=name)
-    assert max(float((v - start[k]).abs().max()) for k, v in one.items()) > 1e-3
+def test_two_processes_give_what_one_gives(tmp_path):
+    kinds = ("bert", "distilbert", "mpnet")
+    in_two_processes(RANK, tmp_path, *kinds)
+    for kind in kinds:
+        one, other = (torch.load(tmp_path / f"{kind}{rank}.pt", weights_only=True) for rank in (0, 1))
+        single = trained(tmp_path, kind, still=True, optim="sgd", learning_rate=0.1, max_steps=8)
+        start = state_of(trained(tmp_path, kind, still=True, max_steps=1, learning_rate=0.0, optim="sgd"))
+        for name, value in state_of(single).items():
+            assert torch.equal(one[name], other[name]), (kind, name)
+            torch.testing.assert_close(one[name], value, rtol=1e-4, atol=1e-6, msg=f"{kind} {name}")
+        assert max(float((v - start[k]).abs().max()) for k, v in one.items()) > 1e-3
 
 
 def test_padded_encoders_get_batches_of_like_length():
@@ -226,7 +213,7 @@ def test_a_weak_signal_is_not_a_dead_run(tmp_path):
     model = model_of(trained=False)
     drawn = noise(900)
     pairs = [drawn[k] if k % 3 else pair for k, pair in enumerate(pairs_of(900))]
-    arguments = arguments_of(tmp_path, max_steps=300, per_device_train_batch_size=16, learning_rate=3e-3)
+    arguments = arguments_of(tmp_path, max_steps=150, per_device_train_batch_size=16, learning_rate=6e-3)
     data = model.dataset(pairs, progress=False)
     PairwiseTrainer(model=model, args=arguments, train_dataset=data, head_lr_ratio=1.0).train()
     held = model.dataset(pairs_of(200, seed=9), progress=False)

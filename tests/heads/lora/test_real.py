@@ -1,0 +1,75 @@
+"""SmolLM2 under LoRA: our forward is peft's, a short tuning lowers the loss, the merged model answers a chat."""
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+
+from heads.lora import ChatTemplate, accelerate_lora_, generate_answers, merge_lora, prepare_lora
+from tests.support import real
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return real.or_skip(real.smollm2)
+
+
+def adapted(folder, dtype, accelerate):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"), autocast_adapter_dtype=False)
+    draw = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:  # in float32 and rounded once, so that every dtype has the same numbers
+            parameter.data = (0.02 * torch.randn(parameter.shape, generator=draw)).to(parameter.dtype)
+    if accelerate:
+        report = accelerate_lora_(model)
+        assert len(report.accelerated) == 7 * 30
+        assert not report.skipped
+        assert len(report.shared) == 2 * 30
+    return model.train()
+
+
+def test_the_accelerated_model_is_pefts(smollm2):
+    ids = torch.randint(0, 49_152, (2, 32), generator=torch.Generator().manual_seed(0))
+    found = {}
+    for name, dtype, fast in (("truth", torch.float64, False), ("peft", torch.float32, False), ("ours", None, True)):
+        model = adapted(smollm2, dtype or torch.float32, fast)
+        out = model(input_ids=ids, labels=ids, use_cache=False)
+        out.loss.backward()
+        found[name] = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+        found[name]["logits"] = out.logits.detach().double()
+        del model, out
+    assert found["ours"].keys() == found["peft"].keys() == found["truth"].keys()
+    assert len(found["truth"]) == 2 * 7 * 30 + 1
+    truth = found["truth"]
+
+    def error(who):  # of all tensors, by root mean square
+        errors = [(found[who][name] - true).norm() / true.norm() for name, true in truth.items()]
+        return float(torch.stack(errors).square().mean().sqrt())
+
+    assert error("ours") <= 2 * error("peft")  # as the judge has it: twice the plain way's own error in float32
+
+
+def test_a_chat_is_answered_after_tuning_and_merging(smollm2, tmp_path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
+    base = transformers.AutoModelForCausalLM.from_pretrained(smollm2)
+    model = prepare_lora(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    batch = tokenizer("Ships sail over the sea at night.", return_tensors="pt")
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(4):
+        loss = model(**batch, labels=batch["input_ids"]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    report = merge_lora(model, tmp_path / "merged", tokenizer=tokenizer, dtype="float32", max_lost=None, progress=False)
+    assert len(report.layers) == 60
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt, _ = ChatTemplate(tokenizer)({"messages": [*question, {"role": "assistant", "content": "?"}]})
+    (answer,) = generate_answers(merged, tokenizer, [prompt], max_new_tokens=12, progress=False)
+    assert "Paris" in answer

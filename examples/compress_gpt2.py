@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+from common import can_draw, save_plot
 from small_gpt2 import CONTEXT, Rows, arguments, make_tokenizer, python_text, train_original, windows
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.trainer_utils import get_last_checkpoint
@@ -91,23 +92,20 @@ def one(given: argparse.Namespace, init: str, teacher, tokenizer, rows, held) ->
     return made | {"curve": curve}
 
 
-def draw(found: list[dict], path: Path) -> None:
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        print("matplotlib is not installed: no plot (pip install 'model-components[plot]')")
-        return
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+def losses(found: list[dict]):
+    from matplotlib.figure import Figure
+
+    figure = Figure((6, 4), layout="constrained", dpi=150)
+    axes = figure.add_subplot()
     for row in found:
         axes.plot(*zip(*row["curve"], strict=True), label=row["init"])
     axes.set(xlabel="step", ylabel="training loss (cross-entropy + distillation)", yscale="log")
     axes.legend(title="start")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return figure
 
 
 def main() -> None:
-    given = options()
+    given, plots = options(), can_draw()
     if given.smoke:
         given.steps = min(given.steps, 4)
     teacher, tokenizer, rows, held = original(given)
@@ -120,7 +118,7 @@ def main() -> None:
     for row in found:
         times = f"{row['seconds to convert']:>8.0f} s{row['seconds']:>7.0f} s"
         print(f"{row['init']:22}{row['parameters']:>12,}{row['before']:>13.3f}{row['after']:>13.3f}{times}")
-    draw(found, given.out / "losses.png")
+    save_plot(plots, given.out / "losses.png", lambda: losses(found))
     (given.out / "table.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

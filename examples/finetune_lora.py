@@ -10,8 +10,7 @@ OUT/NAME/stock in plain peft. --merge writes OUT/NAME/merged. OUT/runs.csv and r
 all runs. Nothing is downloaded unless it is named.
 """
 
-import shutil
-
+from common import remove_earlier
 from finetuning import finetune, parse
 from peft import LoraConfig
 
@@ -46,8 +45,8 @@ def main() -> None:
 
     finetune(given, prepare)
     out = given.out / given.name
-    for name in ("stock", "merged"):  # an earlier run's
-        shutil.rmtree(out / name, ignore_errors=True)
+    for name in ("stock", "merged"):
+        remove_earlier(out / name)
     if held[1]:
         export_lora(held[0], out / "stock")
     if given.merge:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import can_draw, save_plot
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 from which_word import own_base, rows_of, short
@@ -51,6 +52,7 @@ def parse(description: str, **defaults: Any) -> argparse.ArgumentParser:
 def finetune(given: argparse.Namespace, prepare: Callable[[Any], Any]) -> None:
     """Train what ``prepare`` makes of the base model; print, save and table what came of it."""
     set_seed(given.seed)
+    plots = can_draw()
     for text in (".*save_embedding_layers.*", ".*tie_word_embeddings.*", ".*is deprecated.*"):
         warnings.filterwarnings("ignore", message=text)  # peft's and transformers' own affairs
     rows = rows_of(given.data, given.smoke)
@@ -128,5 +130,5 @@ def finetune(given: argparse.Namespace, prepare: Callable[[Any], Any]) -> None:
         notes=" ".join(f"{k}={v}" for k, v in vars(given).items() if k in NOTED and v),
     )  # fmt: skip
     lora.append_run(given.out / "runs.csv", run)
-    lora.draw_runs(given.out / "runs.csv", given.out / "runs.png")
-    print(f"{out / 'model'}; {given.out / 'runs.csv'}; {given.out / 'runs.png'}")
+    drawn = save_plot(plots, given.out / "runs.png", lambda: lora.plot_runs(given.out / "runs.csv"))
+    print(f"{out / 'model'}; {given.out / 'runs.csv'}; {drawn}")

@@ -8,9 +8,9 @@ Result    a table of accuracy on both tasks: each specialist does its own task a
 All checkpoints stay in the output folder. `train_masks.py` goes on from here.
 """
 
-import shutil
 from pathlib import Path
 
+from common import remove_earlier
 from two_tasks import make_specialists, options, show
 
 from mergekit_lite import merge_models
@@ -28,7 +28,7 @@ def merge_by_formulas(out: Path) -> dict[str, Path]:
     """Merge the specialists in five ways."""
     models, folders = [out / "reverse", out / "upper"], {method: out / f"merged-{method}" for method in MERGES}
     for method, folder in folders.items():
-        shutil.rmtree(folder, ignore_errors=True)  # an earlier demo's
+        remove_earlier(folder)
         base = {"linear": None, "slerp": out / "reverse"}.get(method, out / "ancestor")
         merge_models(models, method, base_model=base, out=folder, progress=False, **MERGES[method])
     return folders

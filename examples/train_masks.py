@@ -9,9 +9,9 @@ The data say which specialist to follow: `task` 0 is the first component's. Only
 own distributions over the next letter; no answer is ever shown.
 """
 
-import shutil
 from pathlib import Path
 
+from common import can_draw, remove_earlier, save_plot
 from merge_checkpoints import merge_by_formulas
 from two_tasks import arguments, dataset, make_specialists, make_tokenizer, options, show
 
@@ -29,7 +29,7 @@ def train_masks(components: list[Path], data: TaskMixture, steps: int, out: Path
 
 
 def main() -> None:
-    given = options(__doc__)
+    given, plots = options(__doc__), can_draw()
     models = make_specialists(given.out, given.smoke) | merge_by_formulas(given.out)
     components, tokenizer = [given.out / "reverse", given.out / "upper"], make_tokenizer()
     data = TaskMixture([dataset(tokenizer, task, 10_000) for task in ("reverse", "upper")])
@@ -39,9 +39,9 @@ def main() -> None:
         models[f"masks, {mode}"] = merger, tokenizer
         if mode == "accurate":
             baked = given.out / "merged-masks"
-            shutil.rmtree(baked, ignore_errors=True)  # an earlier demo's
+            remove_earlier(baked)
             merger.bake(baked, progress=False)
-            heat_map = merger.report().plot(out / "masks.png")
+            heat_map = save_plot(plots, out / "masks.png", merger.report().plot)
     scores = show(models | {"masks, baked": baked})
     specialists = [scores["reverse specialist"][0], scores["upper specialist"][1]]
     kept = [own / best if best else 0.0 for own, best in zip(scores["masks, baked"], specialists, strict=True)]

@@ -14,10 +14,10 @@ for a while and goes on with each.
 import argparse
 import json
 import math
-import shutil
 from pathlib import Path
 
 import torch
+from common import remove_earlier
 from tokenizers import ByteLevelBPETokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 from transformers.utils import logging
@@ -100,8 +100,8 @@ def main() -> None:
         start, out = GPT2LMHeadModel.from_pretrained(models["ancestor"]), given.out / kind.replace(" ", "_")
         models[f"tuned {kind}"] = tune(start, TaskMixture([kinds[kind][200:]]), steps, 3e-3, out)
     components = [models[f"tuned {kind}"] for kind in KINDS]
-    for name in ("linear", "baked"):  # an earlier run's
-        shutil.rmtree(given.out / name, ignore_errors=True)
+    for name in ("linear", "baked"):
+        remove_earlier(given.out / name)
     merge_models(components, weight=[0.5, 0.5], out=given.out / "linear", progress=False)
     merger = Merger.from_pretrained(components)
     collator = MaskCollator(pad_token_id=0)

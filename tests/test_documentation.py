@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -50,10 +51,17 @@ def test_recipes_in_the_examples_load():
         assert load_recipe(path).merge_method in METHODS
 
 
-def run_example(name, *options):
+def run_example(name, *options, without=None):
+    """What an example prints; ``without``: a folder for code that makes matplotlib absent."""
     command = [sys.executable, str(ROOT / "examples" / name), "--smoke", *map(str, options)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    environment = dict(os.environ)
+    if without is not None:
+        (without / "sitecustomize.py").write_text("import sys; sys.modules['matplotlib'] = None\n")
+        environment["PYTHONPATH"] = os.pathsep.join([str(without), environment.get("PYTHONPATH", "")])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
+    if without is not None:  # said before any training starts, and nothing fails after it
+        assert "no plots will be drawn: they need matplotlib, pip install 'model-components[plot]'" in done.stdout
     return done.stdout
 
 
@@ -235,7 +243,10 @@ def test_the_thinkers_example_runs_and_resumes(tmp_path):
     assert found["by_length"].keys() == {"1", "2", "3", "4", "6"}
     assert all((tmp_path / name).stat().st_size > 5_000 for name in ("grid.png", "training.png"))
     assert (tmp_path / "model" / "model.safetensors").exists()
-    again = run_example("train_thinker.py", "--out", tmp_path, "--test-lengths", 6, "--resume", "--iterations", 24)
+    (tmp_path / "grid.png").unlink()
+    options = ["--out", tmp_path, "--test-lengths", 6, "--resume", "--iterations", 24]
+    again = run_example("train_thinker.py", *options, without=tmp_path)
+    assert not (tmp_path / "grid.png").exists()
     assert json.loads((tmp_path / "result.json").read_text())["resumed"]
     assert "24 iterations" in again
     table = tmp_path / "plan.md"
@@ -345,20 +356,20 @@ def test_the_fine_tuning_examples_run_and_resume(kind, tmp_path):
     assert (tmp_path / kind / "model" / f"{name}.safetensors").exists()
     assert (tmp_path / kind / "merged").exists() == (tmp_path / kind / "stock").exists() == (kind == "lora")
     (tmp_path / "rows.json").write_text(json.dumps([{"instruction": f"Say {i}.", "output": f"{i}"} for i in range(30)]))
-    assert "starting anew" in run_example(
-        f"finetune_{kind}.py", *options[:1], tmp_path / "new", *options[2:], "--resume"
-    )
+    anew = [*options[:1], tmp_path / "new", *options[2:], "--resume"]
+    assert "starting anew" in run_example(f"finetune_{kind}.py", *anew, without=tmp_path)
     options += ["--resume", "--data", tmp_path / "rows.json", "--judge", "likelihood"]
     assert "going on from" in run_example(f"finetune_{kind}.py", *options)
     assert len((tmp_path / "runs.csv").read_text().splitlines()) == 3
 
 
 def test_the_compression_example_runs(tmp_path):
-    printed = run_example("compress_gpt2.py", "--out", tmp_path)
+    options = ["--out", tmp_path, "--init", "prune", "sequential"]
+    printed = run_example("compress_gpt2.py", *options)
     assert all(re.search(rf"^{start} +[\d,]+ +[\d.]+ +[\d.]+", printed, re.M) for start in ("prune", "sequential"))
     assert (tmp_path / "losses.png").stat().st_size > 10_000
     assert (tmp_path / "sequential" / "folded" / "model.safetensors").exists()
-    again = run_example("compress_gpt2.py", "--out", tmp_path, "--resume")
+    again = run_example("compress_gpt2.py", *options, "--resume", without=tmp_path)
     assert [line.split()[:4] for line in again.splitlines() if line.startswith("sequential")] == [
         line.split()[:4] for line in printed.splitlines() if line.startswith("sequential")
     ]

@@ -7,6 +7,7 @@ One token is timed over twelve layers with weights of their own, as in decoding:
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import warnings
 from collections.abc import Callable
 
@@ -17,7 +18,7 @@ from kronecker import kron_linear, reference
 from tests.benchmarks.measure import interleave, run_alone, saved_bytes
 from tests.benchmarks.results import Row, append
 
-IMPLS = ("nn.Linear", "kron_linear", "torch.kron", "einsum", "tensorly-torch")
+IMPLS = ("nn.Linear", "kron_linear", "torch.kron", "einsum", "kron_linear, fused", "tensorly-torch")
 SHAPES = (
     ((3072, 384), (1, 2), (1, 4)),
     ((384, 3072), (2, 1), (1,)),
@@ -66,6 +67,7 @@ def prepare(
     forward = {
         "nn.Linear": lambda: F.linear(x, leaves[1]),
         "kron_linear": lambda: kron_linear(x, *leaves[1:]),
+        "kron_linear, fused": lambda: kron_linear(x, *leaves[1:], impl="fused"),
         "torch.kron": lambda: reference.kron_linear(x, *leaves[1:]),
         "einsum": einsum,
         "tensorly-torch": lambda: layer(x),
@@ -87,7 +89,8 @@ def prepare(
 def measure(impls, place: tuple, runs: int, options: argparse.Namespace, peak: bool) -> list[Row]:
     """Rows of all implementations of one case, in turn."""
     a_shape, b_shape, rank, tokens, dtype, device, backward = place
-    many = LAYERS if tokens == 1 else 1
+    many, peer = LAYERS if tokens == 1 else 1, importlib.util.find_spec("tltorch") is not None
+    impls = [i for i in impls if (peer or i != "tensorly-torch") and (device == "cuda" or "fused" not in i)]
     steps = {impl: [prepare(impl, *place, seed) for seed in range(many)] for impl in impls}
     turns = {impl: (lambda held=held: [step() for step in held]) for impl, held in steps.items()}
     rows = []
@@ -102,7 +105,7 @@ def measure(impls, place: tuple, runs: int, options: argparse.Namespace, peak: b
             else f"{LAYERS} layers of 1 token, {rank} x {a_shape} ⊗ {b_shape}"
         )
         rows.append(Row.of("kron_linear", impl, mode, str(dtype), text, results, top, saved=saved, device=device,
-                           packages=("torch", "tensorly-torch")))  # fmt: skip
+                           packages=("torch", *(["tensorly-torch"] if peer else []))))  # fmt: skip
     base = rows[0].cpu_p50
     print(text, dtype, mode, {r.impl: round(r.cpu_p50 / base, 2) for r in rows}, flush=True)
     return rows
@@ -118,23 +121,24 @@ def main(arguments: list[str] | None = None) -> None:
     tokens, dtype = (16384, torch.bfloat16) if cuda else (1024, torch.float32)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    rows = []
     try:
         for a_shape, b_shape, ranks in SHAPES:
             for rank in ranks:
                 for backward in (False, True):
                     place = (a_shape, b_shape, rank, tokens, dtype, options.device, backward)
-                    rows += measure(IMPLS, place, options.runs, options, peak=False)
+                    append("kron_linear.csv", measure(IMPLS, place, options.runs, options, peak=False))
                 place = (a_shape, b_shape, rank, 1, dtype, options.device, False)
-                rows += measure(IMPLS[:3] if rank < 4 else IMPLS[:2], place, 4 * options.runs, options, peak=False)
+                append(
+                    "kron_linear.csv",
+                    measure(IMPLS[:3] if rank < 4 else IMPLS[:2], place, 4 * options.runs, options, peak=False),
+                )
         if not cuda:
             for a_shape, b_shape, rank in (((1536, 768), (2, 1), 1), ((768, 768), (4, 1), 1), ((1024, 256), (3, 3), 4)):
                 for backward in (False, True):
                     place = (a_shape, b_shape, rank, tokens, torch.bfloat16, options.device, backward)
-                    rows += measure(IMPLS[:3], place, options.runs, options, peak=backward)
+                    append("kron_linear.csv", measure(IMPLS[:3], place, options.runs, options, peak=backward))
     finally:
         torch.set_num_threads(threads)
-    append("kron_linear.csv", rows)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,15 @@ from torch import nn
 from tests.benchmarks.measure import interleave, run_alone, saved_bytes
 from tests.benchmarks.results import README, ROOT, Row, append, latest, put
 
-IMPLS = ("frozen nn.Linear", "lora_linear", "lora_linear, factored", "peft", "peft, float32 adapters", "unsloth")
+IMPLS = (
+    "frozen nn.Linear",
+    "lora_linear",
+    "lora_linear, factored",
+    "lora_linear, fused",
+    "peft",
+    "peft, float32 adapters",
+    "unsloth",
+)
 GUIDE = ROOT / "docs" / "lora.md"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
@@ -66,7 +74,8 @@ def prepare(
         config = LoraConfig(r=rank, lora_alpha=rank, target_modules=list(PROJECTIONS[:count]), lora_dropout=dropout)
         model = get_peft_model(model, config, autocast_adapter_dtype=impl != "peft")
         if "lora_linear" in impl:
-            accelerate_lora_(model, order="factored" if "factored" in impl else "auto")
+            order, path = "factored" if "factored" in impl else "auto", "fused" if "fused" in impl else "auto"
+            accelerate_lora_(model, order=order, impl=path)
     run = unsloth(model) if impl == "unsloth" else model
     x = torch.randn(tokens, ins, device=device, dtype=dtype, requires_grad=True)
     grads = [torch.randn(tokens, outs, device=device, dtype=dtype) for _ in range(count)]
@@ -86,6 +95,7 @@ def measure(place: tuple, runs: int, peak: bool) -> list[Row]:
     count, ins, outs, tokens, rank, dropout, dtype, device = place
     impls = [i for i in IMPLS if "float32" not in i or dtype != torch.float32]
     impls = [i for i in impls if "factored" not in i or (dtype == torch.float32 and not dropout)]
+    impls = [i for i in impls if "fused" not in i or device == "cuda"]
     if device != "cuda" or dropout or importlib.util.find_spec("unsloth") is None:
         impls.remove("unsloth")
     with warnings.catch_warnings():
@@ -148,17 +158,18 @@ def main(arguments: list[str] | None = None) -> None:
     dtypes = (torch.bfloat16,) if cuda else (torch.bfloat16, torch.float32)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    rows = []
     try:
         for dtype in dtypes:
             for rank in (16, 64):
                 for dropout in (0.0, 0.05):
                     place = (1, wide, outs, tokens, rank, dropout, dtype, options.device)
-                    rows += measure(place, options.runs, peak=not dropout)
-                rows += measure((3, wide, wide, tokens, rank, 0.0, dtype, options.device), options.runs, peak=False)
+                    append("lora_linear.csv", measure(place, options.runs, peak=not dropout))
+                append(
+                    "lora_linear.csv",
+                    measure((3, wide, wide, tokens, rank, 0.0, dtype, options.device), options.runs, peak=False),
+                )
     finally:
         torch.set_num_threads(threads)
-    append("lora_linear.csv", rows)
 
 
 if __name__ == "__main__":

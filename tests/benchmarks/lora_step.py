@@ -109,15 +109,13 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     cuda = options.device == "cuda"
     threads = torch.get_num_threads()
-    rows = []
     try:
         for dtype in (torch.bfloat16,) if cuda else (torch.bfloat16, torch.float32):
             for dropout in (0.0, 0.05):
                 place = (8, 1024, 16, dropout, dtype, options.device) if cuda else (1, 256, 16, dropout, dtype, "cpu")
-                rows += measure(place, options.runs)
+                append("lora_step.csv", measure(place, options.runs))
     finally:
         torch.set_num_threads(threads)
-    append("lora_step.csv", rows)
 
 
 if __name__ == "__main__":

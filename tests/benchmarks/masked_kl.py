@@ -71,9 +71,9 @@ def main(arguments: list[str] | None = None) -> None:
                 described = "{} positions, hidden {}, vocabulary {}, 2 components".format(*shape)
                 made = ("masked_kl", impl, "loss + gradients", str(dtype), described, results, peak)
                 rows.append(Row.of(*made, device=options.device))
+                append("masked_kl.csv", rows[-1:])
                 part = peak / (shape[0] * shape[2] * 4)
                 print(f"{described} {impl}: {rows[-1].wall_p50:.2f} s, peak {part:.2f} of one float32 logits tensor")
-    append("masked_kl.csv", rows)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from mergekit_lite.masks import masked_linear
 from tests.benchmarks.measure import interleave, run_alone, saved_bytes
 from tests.benchmarks.results import Row, append
 
-IMPLS = ("accurate", "efficient", "plain", "nn.Linear")
+IMPLS = ("accurate", "accurate, fused", "efficient", "plain", "nn.Linear")
 
 
 def prepare(
@@ -37,6 +37,7 @@ def prepare(
 
     forward = {
         "accurate": lambda: masked_linear(x, weights, masks, mode="accurate"),
+        "accurate, fused": lambda: masked_linear(x, weights, masks, mode="accurate", impl="fused"),
         "efficient": lambda: masked_linear(x, weights, masks, mode="efficient"),
         "plain": plain,
         "nn.Linear": lambda: layer(x),
@@ -53,7 +54,7 @@ def prepare(
     step.forward, step.frozen = forward, 0
     if impl == "nn.Linear":
         step.frozen = layer.weight.nbytes
-    elif impl in ("accurate", "efficient"):
+    elif impl.startswith(("accurate", "efficient")):
         step.frozen = masks.nbytes
     elif impl == "plain":
         step.frozen = sum(w.nbytes for w in weights) + masks.nbytes
@@ -76,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows = []
     for tokens, inputs, outputs, dtype, backward in cases:
         place = (tokens, inputs, outputs, dtype, options.device, backward)
-        steps = {impl: prepare(impl, *place) for impl in IMPLS}
+        steps = {impl: prepare(impl, *place) for impl in IMPLS if cuda or "fused" not in impl}
         saved = {i: saved_bytes(s.forward, s.frozen) if backward else "" for i, s in steps.items()}
         whole = tokens == shape[0]
         for impl, results in interleave(steps, options.runs if whole else 4 * options.runs, options.device).items():
@@ -85,9 +86,9 @@ def main(arguments: list[str] | None = None) -> None:
             described = f"{tokens} tokens, {inputs} to {outputs}, 2 components, input masks"
             made = ("masked_linear", impl, mode, str(dtype), described, results, peak)
             rows.append(Row.of(*made, saved=saved[impl], device=options.device))
+            append("masked_linear.csv", rows[-1:])
             text = f"{rows[-1].wall_p50 * 1e3:.2f} ms, saved {saved[impl]}"
             print(f"{described} {dtype} {mode} {impl}: {text}", flush=True)
-    append("masked_linear.csv", rows)
 
 
 if __name__ == "__main__":

@@ -224,10 +224,8 @@ def main(arguments: list[str] | None = None) -> None:
     cuda = options.device == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     pairs, batch = (1024, 64) if cuda else (24, 8)
-    rows = []
     for mode, dropout in ((FORWARD, None), (BOTH, None), (BOTH, 0.0)):
-        rows += measure(mode, dropout, pairs, batch, dtype, options.device, options.runs)
-    append("pairwise.csv", rows)
+        append("pairwise.csv", measure(mode, dropout, pairs, batch, dtype, options.device, options.runs))
     write_table()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import platform
 import statistics
 import subprocess
@@ -12,7 +13,7 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("MODEL_COMPONENTS_RESULTS", Path(__file__).parent / "results"))
 ROOT = Path(__file__).parents[2]
 PAGE, GUIDE, README = ROOT / "docs" / "performance.md", ROOT / "docs" / "masks.md", ROOT / "README.md"
 KRONECKER_GUIDE = ROOT / "docs" / "kronecker.md"
@@ -79,8 +80,6 @@ def hardware(device: str = "cpu") -> str:
         import torch
 
         return torch.cuda.get_device_name()
-    import os
-
     return f"{platform.machine()} CPU, {os.cpu_count()} cores"
 
 
@@ -98,8 +97,8 @@ def today() -> str:
 
 
 def append(file: str, rows: Sequence[Row]) -> Path:
-    """Add rows to a file of results."""
-    RESULTS.mkdir(exist_ok=True)
+    """Add rows to a file of results; at once, so that a stop keeps what there is."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / file
     new = not path.exists()
     with path.open("a", newline="", encoding="utf-8") as handle:

@@ -76,12 +76,16 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"of {', '.join(SCRIPTS)} (default: all)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--page-only", action="store_true", help="only write what is made from the rows")
+    parser.add_argument("--rows-only", action="store_true", help="write rows and no page, for tests/gpu_day.sh")
+    parser.add_argument("--gated", action="store_true", help="the caller has just run the equivalence tests")
     options, rest = parser.parse_known_args()
     for name in [] if options.page_only else options.names or SCRIPTS:
-        gate = subprocess.run([sys.executable, "-m", "pytest", "-q", *GATES[name]], check=False)
-        if gate.returncode:
+        gate = [sys.executable, "-m", "pytest", "-q", "--device", options.device, *GATES[name]]
+        if not options.gated and subprocess.run(gate, check=False).returncode:
             sys.exit(f"{name}: its equivalence tests fail, so it is not timed")
         SCRIPTS[name](["--device", options.device, *rest])
+    if options.rows_only:
+        return
     write_page()
     write_memory_account()
     tabled = (mask_ablation, kron_starts, kron_ablation, thinker_accuracy, thinker_ablation, thinker_step)

@@ -81,7 +81,9 @@ def draw(found: dict[str, Any]) -> None:
     pairs = [zip(*rows, strict=True) for rows in zip(grid["token"], grid["sequence"], strict=True)]
     cells = [[th.Accuracy(token, sequence) for token, sequence in row] for row in pairs]
     whole = th.Grid(tuple(grid["n_latents"]), tuple(grid["n_steps"]), tuple(map(tuple, cells)))
-    th.plot_grid(whole, PLOT, title="copying 20 symbols; trained with 8 to 16 latents, 1 to 6 steps")
+    figure = whole.plot()
+    figure.suptitle("copying 20 symbols; trained with 8 to 16 latents, 1 to 6 steps")
+    figure.savefig(PLOT)
     text = PLOT.read_text(encoding="utf-8").split("\n")
     PLOT.write_text("\n".join(line.rstrip() for line in text if "<dc:date>" not in line), encoding="utf-8")
 

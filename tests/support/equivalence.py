@@ -11,6 +11,7 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +33,21 @@ class Row:
 
 
 ROWS: list[Row] = []
+DEVICE = "cpu"
+"""Where what is judged runs; ``--device`` says it, and conftest.py takes a GPU where there is one."""
 
 
 class NotEquivalent(AssertionError):
     """A result outside its budget."""
+
+
+def place(thing: Any) -> Any:
+    """Tensors and modules, alone or in lists, tuples and dicts, on the device of what is judged; the rest as it is."""
+    if isinstance(thing, (Tensor, torch.nn.Module)):
+        return thing.to(DEVICE)
+    if isinstance(thing, dict):
+        return {key: place(value) for key, value in thing.items()}
+    return type(thing)(map(place, thing)) if isinstance(thing, (list, tuple)) else thing
 
 
 def run(function: Callable[..., Tensor], inputs: Mapping[str, Tensor], cotangent: Tensor | None) -> dict[str, Tensor]:
@@ -46,11 +58,11 @@ def run(function: Callable[..., Tensor], inputs: Mapping[str, Tensor], cotangent
     output = function(**leaves)
     results = {"output": output.detach()}
     if cotangent is not None:
-        output.backward(cotangent.to(output.dtype))
+        output.backward(cotangent.to(output))
         for name, leaf in leaves.items():
             if leaf.requires_grad:
                 results[f"gradient of {name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-    return results
+    return {name: value.cpu() for name, value in results.items()}
 
 
 def judge(
@@ -64,6 +76,7 @@ def judge(
     working: torch.dtype | None = None,
     gradients: bool = True,
     case: str = "",
+    device: str | None = None,
 ) -> Row:
     """Compare ``fast`` with ``reference``; raise `NotEquivalent` with the numbers, or record a row and return it.
 
@@ -78,6 +91,7 @@ def judge(
             promises float32 arithmetic and one rounding is held to that.
         gradients: Compare the gradient of every floating input too.
         case: Tells rows of one op apart.
+        device: Where ``fast`` runs; default `DEVICE`. What it uses beside its inputs, it places there itself.
     """
     working = working or dtype
 
@@ -91,7 +105,7 @@ def judge(
     cotangent = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).double() if gradients else None
     truth = run(reference, exact, cotangent)
     own = {k: v.to(dtype) for k, v in run(reference, cast(working), cotangent).items()}
-    ours = run(fast, cast(dtype), cotangent)
+    ours = run(fast, {k: v.to(device or DEVICE) for k, v in cast(dtype).items()}, cotangent)
     worst, worst_of = 0.0, "output"
     scale = max((float(v.abs().max()) for v in exact.values() if v.is_floating_point() and v.numel()), default=0.0)
     if cotangent is not None and cotangent.numel():
@@ -141,7 +155,8 @@ def write_numerics(path: Path) -> None:
         counts[key] = counts.get(key, 0) + 1
         if key not in worst or row.worst > worst[key].worst:
             worst[key] = row
-    hardware = f"{platform.machine()} CPU, torch {torch.__version__}"
+    where = torch.cuda.get_device_name() if DEVICE == "cuda" else f"{platform.machine()} CPU"
+    hardware = f"{where}, torch {torch.__version__}"
     lines = [
         "# Numerical equivalence",
         "",
@@ -150,7 +165,7 @@ def write_numerics(path: Path) -> None:
         "(`tests/support/equivalence.py`). Above 1 the suite fails. Outputs and all gradients are judged, by maximum "
         "and by root mean square; `stream` writes files and has no gradients.",
         "",
-        f"Hardware: {hardware}. Not measured on a GPU yet.",
+        f"Hardware: {hardware}." + ("" if DEVICE == "cuda" else " Not measured on a GPU yet."),
         "",
         "| op | impl | dtype | cases | worst error ÷ budget | in | worst case |",
         "|---|---|---|---|---|---|---|",

@@ -97,3 +97,9 @@ def test_the_page_lists_the_worst_case(tmp_path, inputs):
     write_numerics(tmp_path / "numerics.md")
     assert "| `shown` | fast | float32 | 1 |" in (tmp_path / "numerics.md").read_text()
     ROWS.remove(row)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="memory is not poisoned where there is a GPU")
+def test_memory_that_nobody_wrote_is_poisoned():
+    for made in (torch.empty(3), torch.ones(2).new_empty(4), torch.empty_like(torch.ones(2, 2))):
+        assert made.isnan().all()

@@ -10,12 +10,14 @@ from model_components import __version__ as __version__
 from model_components._folders import OutputError
 
 from .checkpoint import CheckpointError
-from .merge import MergeReport, NotFiniteError, TensorFact, merge_models
+from .engine import NotFiniteError, TensorFact
+from .merge import merge_models
 from .methods import METHODS, MergeMethod, PerModel, Range, get_method, merge_method
 from .noise import Noise
 from .plan import MergePlan, PlanError
 from .planner import make_plan
 from .recipe import MergeRecipe, ModelEntry, RecipeError, Slice, TokenizerSpec, load_recipe
+from .report import MergeReport
 from .select import Largest, Sum
 
 __all__ = [

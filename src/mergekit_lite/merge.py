@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from tqdm.auto import tqdm
 
 from model_components import __version__
 from model_components._folders import OutputError, check_new
-from model_components._report import Report
 
 from .engine import Engine, NotFiniteError, TensorFact
 from .memory import keep_freed_blocks
@@ -31,48 +30,7 @@ from .plan import PlanError, TensorPlan
 from .planner import make_plan
 from .ranks import Ranks
 from .recipe import MergeRecipe, ModelEntry, model_key
-
-
-@dataclass(frozen=True)
-class MergeReport(Report):
-    """What a merge did.
-
-    Args:
-        out: The folder.
-        paths: Its weight files.
-        bytes_read: Bytes that were read, all passes together.
-        bytes_written: Bytes of tensors.
-        seconds: Wall time.
-        cpu_seconds: CPU time of this process, all threads.
-        peak_memory: Largest resident size of this process so far, bytes (imports included).
-        resumed: Weight files that an earlier, interrupted run had finished.
-        tensors: One entry for each tensor.
-        notes: What the plan wanted said.
-    """
-
-    out: Path
-    paths: list[Path]
-    bytes_read: int
-    bytes_written: int
-    seconds: float
-    cpu_seconds: float
-    peak_memory: int
-    resumed: list[str]
-    tensors: list[TensorFact]
-    notes: list[str]
-
-    def summary(self) -> list[str]:
-        """Sizes, time and memory."""
-        files = f"{len(self.paths)} file{'s' if len(self.paths) > 1 else ''}"
-        return [
-            f"{len(self.tensors)} tensors, {self.bytes_written / 1e6:.1f} MB in {files} at {self.out}",
-            f"{self.seconds:.1f} s, {self.cpu_seconds:.1f} CPU s, peak {self.peak_memory / 1e6:.0f} MB",
-        ]
-
-    def remarks(self) -> list[str]:
-        """What was kept of an interrupted run, and what the planner wants said."""
-        kept = f"{len(self.resumed)} of {len(self.paths)} files were there from an interrupted run"
-        return [*([kept] if self.resumed else []), *(f"note: {text}" for text in self.notes)]
+from .report import MergeReport
 
 
 def parse_size(size: int | str) -> int:

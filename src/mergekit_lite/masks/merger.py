@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ..merge import MergeReport
+from ..report import MergeReport
 from .components import load_components
 from .config import KLConfig, MaskConfig
 from .distillation import distill

@@ -30,13 +30,7 @@ _OTHERWISE = {
 class MaskedModel(nn.Module):
     """What distillation and storage work on: the components, the masks, and whichever of them runs now.
 
-    Args:
-        models: Two or more models of one architecture, dtype and vocabulary.
-        config: How masks lie over the weights.
-        labels: What to call the models; default: where they were loaded from.
-
-    Raises:
-        ValueError: Models that differ in architecture, shapes, dtypes, ties, settings or buffers, or hold NaN.
+    `Merger`, which people hold, says what the arguments are and what is refused.
     """
 
     def __init__(

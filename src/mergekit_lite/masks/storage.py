@@ -17,7 +17,8 @@ from torch import Tensor
 from model_components._folders import new_file
 
 from ..checkpoint import CheckpointError, DictSource, Source, TensorInfo, byte_view
-from ..merge import MergeReport, merge_models
+from ..merge import merge_models
+from ..report import MergeReport
 from ..sources import open_source
 from .config import MaskConfig
 from .model import MaskedModel

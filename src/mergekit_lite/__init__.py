@@ -9,16 +9,13 @@
 from model_components import __version__ as __version__
 from model_components._folders import OutputError
 
-from .checkpoint import CheckpointError
 from .engine import NotFiniteError, TensorFact
-from .merge import merge_models
-from .methods import METHODS, MergeMethod, PerModel, Range, get_method, merge_method
-from .noise import Noise
-from .plan import MergePlan, PlanError
-from .planner import make_plan
-from .recipe import MergeRecipe, ModelEntry, RecipeError, Slice, TokenizerSpec, load_recipe
+from .files import CheckpointError
+from .functional import merge_models
+from .methods import METHODS, Largest, MergeMethod, Noise, PerModel, Range, Sum, get_method, merge_method
+from .planning import MergePlan, PlanError, make_plan
+from .recipe import MergeRecipe, ModelEntry, RecipeError, Slice, TokenizerSpec, TokenRule, load_recipe
 from .report import MergeReport
-from .select import Largest, Sum
 
 __all__ = [
     "METHODS",
@@ -39,6 +36,7 @@ __all__ = [
     "Slice",
     "Sum",
     "TensorFact",
+    "TokenRule",
     "TokenizerSpec",
     "get_method",
     "load_recipe",

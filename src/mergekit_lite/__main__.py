@@ -10,12 +10,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 from model_components import __version__
 
-from .merge import merge_models, parse_size
-from .planner import make_plan
+from ._torch import torch
+from .functional import merge_models, parse_size
+from .planning import make_plan
 from .recipe import load_recipe
 
 
@@ -28,10 +27,12 @@ def parser() -> argparse.ArgumentParser:
     merge.add_argument("recipe", help="YAML file")
     merge.add_argument("out", help="folder to write; must not exist or be empty")
     merge.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
+    merge.add_argument("--impl", default="auto", help="auto, fused (compiled kernels) or eager (torch functions)")
     merge.add_argument("--seed", type=int, default=0, help="seed of methods that draw (default: 0)")
-    merge.add_argument("--threads", type=int, help="blocks in work at once (default: 1)")
+    merge.add_argument("--threads", type=int, help="blocks in work at once (default: one a core, at most 8)")
     merge.add_argument("--no-progress", action="store_true", help="no progress bar")
     merge.add_argument("--no-resume", action="store_true", help="start over instead of finishing an interrupted run")
+    merge.add_argument("--trust-remote-code", action="store_true", help="copy a model's own Python files too")
     plan = commands.add_parser("plan", help="check the recipe and print what a merge would read, write and hold")
     plan.add_argument("recipe", help="YAML file")
     for command in (merge, plan):
@@ -43,8 +44,9 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parser().parse_args(arguments)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("gloo")
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if several:
+        torch.distributed.init_process_group("gloo")
     try:
         recipe = load_recipe(options.recipe)
         if options.command == "plan":
@@ -55,12 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             recipe,
             out=options.out,
             device=options.device,
+            impl=options.impl,
             max_shard_size=options.max_shard_size,
             seed=options.seed,
             threads=options.threads,
             progress=not options.no_progress,
             resume=not options.no_resume,
             allow_pickle=options.allow_pickle,
+            trust_remote_code=options.trust_remote_code,
         )
         if int(os.environ.get("RANK", "0")) == 0:
             print(report)
@@ -71,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("mergekit-lite: stopped; the same command goes on from here", file=sys.stderr)
         return 130
     finally:
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
+        if several:
+            torch.distributed.destroy_process_group()
     return 0
 
 

@@ -26,9 +26,9 @@ def linear(tensors: list[Tensor], base: None, *, weight: Weights, normalize: boo
     return total / sum(weight) if normalize else total
 
 
-def passthrough(tensors: list[Tensor], base: None, *, scale: float | None = None) -> Tensor:
+def passthrough(tensors: list[Tensor], base: None, *, scale: Sequence[float | None] = (None,)) -> Tensor:
     """The tensor, or its multiple."""
-    return tensors[0] * (1.0 if scale is None else scale)
+    return tensors[0] * (1.0 if scale[0] is None else scale[0])
 
 
 def _scaled_sum(changes: list[Tensor], weight: Weights, normalize: bool, lambda_: float) -> Tensor:
@@ -53,8 +53,8 @@ def nearswap(tensors: list[Tensor], base: Tensor, *, t: float) -> Tensor:
 def _arc(x: Tensor, y: Tensor, t: float, straight_below: float) -> Tensor:
     """The point at t on the arc, or on the line where the squared sine of the angle is below the limit."""
     lengths = x.norm() * y.norm()
-    cosine = (x * y).sum() / lengths
-    if lengths == 0 or 1 - cosine**2 <= straight_below:
+    cosine = (x * y).sum() / lengths if lengths > 0 else torch.zeros_like(lengths)
+    if 1 - cosine**2 <= straight_below:
         return (1 - t) * x + t * y
     angle = torch.arccos(cosine)
     return (((1 - t) * angle).sin() * x + (t * angle).sin() * y) / angle.sin()
@@ -133,7 +133,7 @@ def karcher(tensors: list[Tensor], base: None, *, max_iter: int = 10, tol: float
             break
         mean = mean * length.cos() + pull / length * length.sin()
         mean = mean / mean.norm()
-    return mean * sum(t.norm() for t in present) / len(present)
+    return mean * sum(t.norm() for t in tensors) / len(tensors)
 
 
 def model_stock(tensors: list[Tensor], base: Tensor, *, filter_wise: bool = False) -> Tensor:

@@ -6,7 +6,6 @@ without a word, and takes it away with them when they are uninstalled.
 
 from __future__ import annotations
 
-import importlib.metadata
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +36,8 @@ def _is_ours(package: str, root: Path) -> bool:
 
 def other_distributions(package: str) -> list[str]:
     """The installed distributions, but for this one, that have a package of this name."""
+    import importlib.metadata  # slow, and needed only where something is wrong
+
     owners = importlib.metadata.packages_distributions().get(package, [])
     return sorted({name for name in owners if name.lower().replace("_", "-") != DISTRIBUTION})
 

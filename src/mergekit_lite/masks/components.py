@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from ..checkpoint import byte_view
+from ..dtypes import byte_view, stored_of
 
 _IGNORED = ("training", "name_or_path", "p", "_is_hf_initialized", "gradient_checkpointing", "warnings_issued")
 _HASHED = 1 << 22  # elements at a time
@@ -167,6 +167,6 @@ def component_hashes(components: Sequence[Mapping[str, Tensor]]) -> list[str]:
             digest.update(f"{name} {list(value.shape)} {value.dtype}".encode())
             flat = value.detach().reshape(-1)
             for start in range(0, flat.numel(), _HASHED):
-                digest.update(byte_view(flat[start : start + _HASHED].cpu().contiguous()))
+                digest.update(byte_view(stored_of(flat[start : start + _HASHED].cpu().contiguous())))
         found.append(digest.hexdigest())
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..planner import make_plan
+from ..planning import make_plan
 from ..recipe import load_recipe, model_key
 
 _METHODS = ("linear", "task_arithmetic")

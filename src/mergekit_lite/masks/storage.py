@@ -16,10 +16,10 @@ from torch import Tensor
 
 from model_components._folders import new_file
 
-from ..checkpoint import CheckpointError, DictSource, Source, TensorInfo, byte_view
-from ..merge import merge_models
+from ..dtypes import Array, byte_view, from_torch, stored_of, tensor_of
+from ..files import CheckpointError, DictSource, Source, TensorInfo, open_source
+from ..functional import merge_models
 from ..report import MergeReport
-from ..sources import open_source
 from .config import MaskConfig
 from .model import MaskedModel
 
@@ -107,22 +107,29 @@ class MaskedSource:
         self._inner, self._k, self._masks = inner, k, masks
         self.label = f"{inner.label} x mask {k}"
         self.config, self.folder = inner.config, inner.folder
+        self._dtypes = dtypes
         self.tensors = {
-            name: TensorInfo(name, info.shape, dtypes[name], info.file, info.start)
+            name: TensorInfo(name, info.shape, dtype, info.file, info.start)
             for name, info in inner.tensors.items()
-            if name in dtypes
+            if name in dtypes and (dtype := from_torch(dtypes[name])) is not None
         }
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
+    def read(self, name: str, start: int, stop: int) -> Array:
         """Elements ``start`` to ``stop`` of mask times weight, float32 or better; integers as they are."""
-        values, info = self._inner.read(name, start, stop), self.tensors[name]
+        stored, info = self._inner.read(name, start, stop), self.tensors[name]
         if not info.dtype.is_floating_point:
-            return values
-        work = torch.float64 if info.dtype == torch.float64 else torch.float32
-        values = values.cpu().to(info.dtype).to(work)
-        if name not in self._masks:
-            return values if self._k == 0 else torch.zeros_like(values)
-        return values * stretch(self._masks[name][self._k], info.shape, start, stop)
+            return stored
+        work = torch.float64 if info.dtype.name == "float64" else torch.float32
+        values = tensor_of(stored).to(self._dtypes[name]).to(work)
+        if name in self._masks:
+            values = values * stretch(self._masks[name][self._k], info.shape, start, stop)
+        elif self._k > 0:
+            values = torch.zeros_like(values)
+        return stored_of(values.contiguous())
+
+    def read_into(self, name: str, start: int, out: Array) -> bool:
+        """False: what is read here is wider than what is stored."""
+        return False
 
     def prefetch(self, name: str) -> None:
         """As the component does."""
@@ -132,7 +139,7 @@ class MaskedSource:
         """The component's, and the masks' values."""
         digest = hashlib.sha256()
         for name in sorted(self._masks):
-            digest.update(name.encode() + byte_view(self._masks[name][self._k].contiguous()))
+            digest.update(name.encode() + byte_view(stored_of(self._masks[name][self._k].contiguous())))
         return [self._inner.fingerprint(), digest.hexdigest()]
 
 

@@ -3,17 +3,22 @@
 from .averaging import linear, nearswap, passthrough, task_arithmetic
 from .dropping import dare_linear, dare_ties, della, della_linear
 from .fusion import arcee_fusion, consensus, ram, ramplus_tl
+from .noise import Noise
 from .registry import METHODS, MergeMethod, Parameter, PerModel, Range, get_method, merge_method
+from .selection import Largest, Sum
 from .spectral import iso_c, iso_cts, knots, tsv
 from .spherical import karcher, model_stock, multislerp, nuslerp, slerp
 from .trimming import breadcrumbs, breadcrumbs_ties, sce, ties
 
 __all__ = [
     "METHODS",
+    "Largest",
     "MergeMethod",
+    "Noise",
     "Parameter",
     "PerModel",
     "Range",
+    "Sum",
     "arcee_fusion",
     "breadcrumbs",
     "breadcrumbs_ties",

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
+from .._torch import Tensor
 from .registry import PerModel, Range, merge_method
 
 
 def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Σ w_i T_i."""
+    """Σ w_i T_i, each product rounded before it is added: a fused multiply-add is not to be had everywhere."""
     total = tensors[0] * weights[0]
     for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
-        total = total.add_(tensor, alpha=weight)
+        total = total.add_(tensor * weight)
     return total
 
 
@@ -46,16 +45,16 @@ def linear(tensors: list[Tensor], base: None, *, weight: PerModel, normalize: bo
 
 
 @merge_method("passthrough", inputs=(1, 1), chunking="elements")
-def passthrough(tensors: list[Tensor], base: None, *, scale: float | None = None) -> Tensor:
+def passthrough(tensors: list[Tensor], base: None, *, scale: PerModel = None) -> Tensor:
     """One model's values, unchanged or times ``scale``; what frankenmerges stack layers with.
 
     >>> passthrough([torch.tensor([1.0, 2.0])], scale=0.5)
     tensor([0.5000, 1.0000])
     """
-    return tensors[0].clone() if scale is None else tensors[0] * scale
+    return tensors[0].clone() if scale[0] is None else tensors[0] * scale[0]
 
 
-@merge_method("task_arithmetic", base="required", chunking="elements", unused=("density", "rescale", "int8_mask"))
+@merge_method("task_arithmetic", base="required", chunking="elements")
 def task_arithmetic(
     tensors: list[Tensor], base: Tensor, *, weight: PerModel, lambda_: float = 1.0, normalize: bool = False
 ) -> Tensor:

@@ -12,11 +12,9 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..noise import Noise
+from .._torch import Tensor, torch
 from .averaging import deltas, normaliser, weighted_sum
+from .noise import Noise
 from .registry import PerModel, Range, merge_method
 from .trimming import UNIT, consensus_mean, rescaled
 
@@ -31,11 +29,16 @@ def _dropped(
     return (yield from rescaled(changes, kept)) if rescale else kept
 
 
+def dropping_passes(parameters: dict[str, Any]) -> int:
+    """Reads of a method that drops at random: one for the norms that are restored, one for the result."""
+    return 2 if min(parameters["density"]) < 1 and parameters["rescale"] else 1
+
+
 _DARE: dict[str, Any] = {
     "base": "required",
     "chunking": "elements",
     "ranges": {"density": UNIT},
-    "unused": ("int8_mask",),
+    "passes": dropping_passes,
 }
 
 
@@ -131,7 +134,7 @@ _DELLA: dict[str, Any] = {
     "base": "required",
     "chunking": "rows",
     "ranges": {"density": UNIT, "epsilon": Range(0, 1)},
-    "unused": ("int8_mask",),
+    "passes": dropping_passes,
     "validate": _check_spread,
 }
 

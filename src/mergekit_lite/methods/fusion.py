@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..select import Largest, Sum
+from .._torch import Tensor, torch
 from .averaging import deltas, weighted_sum
 from .registry import PerModel, Range, merge_method
+from .selection import Largest, Sum
 
 
 @merge_method("arcee_fusion", base="required", inputs=(1, 1), chunking="rows")

@@ -24,11 +24,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
+from .._torch import Tensor, torch
+from .evaluation import Block, Evaluation, OneBlock
+from .noise import Noise
 
-from ..evaluate import Block, Evaluation, OneBlock
-from ..noise import Noise
+_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_LARGEST = 3.4028236e38  # of float32, in which methods compute
 
 PerModel = Sequence[float]
 """Annotation of a parameter that has one value for each model."""
@@ -85,14 +86,15 @@ class Parameter:
                 raise ValueError(f"{method}: {self.name} is {value!r}, needed one of {', '.join(self.choices)}")
             return value
         if self.type is bool:
-            if not isinstance(value, (bool, int)) or value not in (0, 1):
+            truth = _WORDS.get(value.lower()) if isinstance(value, str) else value
+            if not isinstance(truth, (bool, int, float)) or truth not in (0, 1):
                 raise ValueError(f"{method}: {self.name} is {value!r}, needed true or false")
-            return bool(value)
+            return bool(truth)
         if isinstance(value, str):
             with contextlib.suppress(ValueError):
                 value = float(value)  # YAML reads 1e-5 as text
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(f"{method}: {self.name} is {value!r}, needed a finite number")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _LARGEST:
+            raise ValueError(f"{method}: {self.name} is {value!r}, needed a finite number of float32")
         if self.type is int and value != int(value):
             raise ValueError(f"{method}: {self.name} is {value!r}, needed a whole number")
         if self.range is not None and value not in self.range:
@@ -116,7 +118,8 @@ class MergeMethod:
         base: ``"required"``, ``"optional"`` or ``"unused"``.
         inputs: Fewest and most models, the base not counted; None for no limit.
         chunking: How a tensor may be cut, or a function from parameters to that.
-        unused: Parameters that old recipes carry and that never had an effect on this method.
+        passes: How often a tensor is read, or a function from parameters to that; a method that selects may need one
+            more where the sample misleads.
         validate: Checks the parameters of one tensor together; raises ValueError.
         noisy: It takes the random source; found from its signature.
     """
@@ -127,12 +130,16 @@ class MergeMethod:
     base: str = "unused"
     inputs: tuple[int, int | None] = (1, None)
     chunking: Chunking | Callable[[dict[str, Any]], Chunking] = "tensor"
-    unused: tuple[str, ...] = ()
+    passes: int | Callable[[dict[str, Any]], int] = 1
     validate: Callable[[dict[str, Any]], None] | None = None
     noisy: bool = field(default=False)
 
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.function)
+
+    def near(self, name: str) -> list[str]:
+        """Parameters that a misspelt name may mean."""
+        return difflib.get_close_matches(name, self.parameters, n=3)
 
     def parameter(self, name: str) -> Parameter:
         """The parameter of that public name.
@@ -142,7 +149,7 @@ class MergeMethod:
         """
         if name in self.parameters:
             return self.parameters[name]
-        near = difflib.get_close_matches(name, self.parameters, n=3)
+        near = self.near(name)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise ValueError(f"{self.name}: unknown parameter {name!r}; it takes {', '.join(self.parameters)}{hint}")
 
@@ -159,7 +166,7 @@ class MergeMethod:
         Raises:
             ValueError: An unknown name, a missing required one, a wrong type, number of values or range.
         """
-        given = {("lambda" if k == "lambda_" else k): v for k, v in values.items() if k not in self.unused}
+        given = {("lambda" if k == "lambda_" else k): v for k, v in values.items()}
         for name in given:
             self.parameter(name)
         bound: dict[str, Any] = {}
@@ -203,6 +210,10 @@ class MergeMethod:
     def chunking_for(self, bound: dict[str, Any]) -> Chunking:
         """How a tensor may be cut under these parameters."""
         return self.chunking(bound) if callable(self.chunking) else self.chunking
+
+    def passes_for(self, bound: dict[str, Any]) -> int:
+        """How often a tensor is read under these parameters."""
+        return self.passes(bound) if callable(self.passes) else self.passes
 
     def __call__(
         self, tensors: Sequence[Tensor], base: Tensor | None = None, *, seed: int = 0, name: str = "", **parameters: Any
@@ -267,7 +278,7 @@ def merge_method(
     chunking: Chunking | Callable[[dict[str, Any]], Chunking] = "tensor",
     ranges: Mapping[str, Range] | None = None,
     choices: Mapping[str, tuple[str, ...]] | None = None,
-    unused: tuple[str, ...] = (),
+    passes: int | Callable[[dict[str, Any]], int] | None = None,
     validate: Callable[[dict[str, Any]], None] | None = None,
 ) -> Callable[[Callable[..., Any]], MergeMethod]:
     """Register a function ``(tensors, base, *, parameters) -> Tensor`` as a merge method.
@@ -284,7 +295,8 @@ def merge_method(
             or a function from the parameters to one of these.
         ranges: `Range` of numeric parameters, by name.
         choices: Allowed texts of text parameters, by name.
-        unused: Names that are accepted and have no effect.
+        passes: How often a tensor is read, for the plan's estimate, or a function from the parameters to that;
+            default: 2 for a generator function, else 1.
         validate: Checks the parameters of a tensor together; raises ValueError.
 
     Raises:
@@ -318,8 +330,9 @@ def merge_method(
                 range=(ranges or {}).get(public),
                 choices=(choices or {}).get(public, ()),
             )
+        reads = (2 if inspect.isgeneratorfunction(function) else 1) if passes is None else passes
         method = MergeMethod(
-            name, function, parameters, base, inputs, chunking, unused, validate, "noise" in signature.parameters
+            name, function, parameters, base, inputs, chunking, reads, validate, "noise" in signature.parameters
         )
         METHODS[name] = method
         return method

@@ -8,9 +8,7 @@ Notation: D_i = W_i - B, K models; svd(M) = U S V with V of shape (rank, columns
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
+from .._torch import Tensor, torch
 from .averaging import deltas
 from .registry import PerModel, Range, merge_method
 from .trimming import UNIT, ties
@@ -19,7 +17,13 @@ _SHARE = {"common_space_fraction": Range(0, 1)}
 
 
 def svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Thin singular value decomposition in float64."""
+    """Thin singular value decomposition in float64.
+
+    Raises:
+        ValueError: The matrix holds NaN or infinity.
+    """
+    if not bool(torch.isfinite(matrix).all()):
+        raise ValueError("singular values: the matrix holds NaN or infinity")
     return torch.linalg.svd(matrix.double(), full_matrices=False)
 
 

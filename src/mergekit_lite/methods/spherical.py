@@ -12,14 +12,12 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..select import Sum
+from .._torch import Tensor, torch
+from . import coefficients
 from .averaging import deltas, refuse_zero_sum
 from .registry import PerModel, Range, merge_method
+from .selection import Sum
 
-_COLINEAR = 1e-8  # on sin θ
 _SLICE = 1 << 17
 
 
@@ -39,31 +37,15 @@ def gram(tensors: list[Tensor]) -> Tensor:
     return torch.stack(rows, -2)
 
 
-def combine(tensors: list[Tensor], coefficients: Tensor) -> Tensor:
+def combine(tensors: list[Tensor], factors: Tensor) -> Tensor:
     """Σ c_i x_i for coefficients (K,) or, one set a row, (R, K)."""
-    columns = [c.to(t.dtype) for c, t in zip(coefficients.unbind(-1), tensors, strict=True)]
-    if coefficients.dim() > 1:
+    columns = [c.to(t.dtype) for c, t in zip(factors.unbind(-1), tensors, strict=True)]
+    if factors.dim() > 1:
         columns = [c.unsqueeze(-1) for c in columns]
     total = tensors[0] * columns[0]
     for tensor, column in zip(tensors[1:], columns[1:], strict=True):
-        total = total.addcmul_(tensor, column)
+        total = total.add_(tensor * column)
     return total
-
-
-def great_circle(g: Tensor, t: float, colinear: Tensor, cosine: Tensor) -> Tensor:
-    """Coefficients (..., 2) of the point at ``t`` on the arc from input 0 to input 1; straight where colinear."""
-    angle = torch.arccos(torch.where(colinear, 0.0, cosine))  # kept off ±1, where the gradient is infinite
-    sine = angle.sin()
-    arc = torch.stack([((1 - t) * angle).sin() / sine, (t * angle).sin() / sine], -1)
-    straight = torch.tensor([1 - t, t], dtype=g.dtype, device=g.device)
-    return torch.where(colinear.unsqueeze(-1), straight, arc)
-
-
-def cosines(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine between inputs 0 and 1, and where it is defined (neither is zero)."""
-    squared = g[..., 0, 0] * g[..., 1, 1]
-    defined = squared > 0
-    return torch.where(defined, g[..., 0, 1] / torch.where(defined, squared, 1.0).sqrt(), 1.0), defined
 
 
 @merge_method("slerp", base="required", inputs=(1, 1), chunking="elements", ranges={"t": Range(0, 1)})
@@ -78,8 +60,7 @@ def slerp(tensors: list[Tensor], base: Tensor, *, t: float) -> Generator[Any, An
     """
     pair = [base, tensors[0]]
     g = yield Sum(lambda: gram(pair))
-    cosine, _ = cosines(g)
-    return combine(pair, great_circle(g, t, cosine.abs() > 0.9995, cosine))
+    return combine(pair, coefficients.slerp(g, t, torch))
 
 
 def _nuslerp_chunking(parameters: dict[str, Any]) -> str:
@@ -88,7 +69,13 @@ def _nuslerp_chunking(parameters: dict[str, Any]) -> str:
     return "tensor" if parameters["nuslerp_row_wise"] else "rows"
 
 
-@merge_method("nuslerp", base="optional", inputs=(2, 2), chunking=_nuslerp_chunking)
+@merge_method(
+    "nuslerp",
+    base="optional",
+    inputs=(2, 2),
+    chunking=_nuslerp_chunking,
+    passes=lambda parameters: 2 if parameters["nuslerp_flatten"] else 1,
+)
 def nuslerp(
     tensors: list[Tensor],
     base: Tensor | None,
@@ -100,35 +87,23 @@ def nuslerp(
     """Spherical interpolation of two models at t = w_2 / (w_1 + w_2); with a base, of their task vectors.
 
     The angle is taken over the whole tensor, or with ``nuslerp_flatten=False`` over each vector along the last
-    dimension, or along the first with ``nuslerp_row_wise`` (mergekit's names and meaning). Colinear or zero inputs
-    are interpolated along the line; weights that sum to 0 give t = 1/2.
+    dimension, or along the first with ``nuslerp_row_wise`` (mergekit's names and meaning). Colinear inputs are
+    interpolated along the line; a zero input counts as at a right angle; weights that sum to 0 give t = 1/2.
     Source: Shoemake 1985 as for slerp; normalised weights after mergekit's documentation.
 
     >>> nuslerp([torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])], weight=[1.0, 1.0])
     tensor([0.7071, 0.7071])
     """
     inputs = tensors if base is None else deltas(tensors, base)
-    t = 0.5 if abs(sum(weight)) < 1e-6 else weight[1] / sum(weight)
     along_first = nuslerp_row_wise and not nuslerp_flatten
     shape = inputs[0].movedim(0, -1).shape if along_first else inputs[0].shape
     if along_first:  # the whole tensor is here
         inputs = [x.movedim(0, -1).reshape(-1, x.shape[0]) for x in inputs]
     g = (yield Sum(lambda: gram(inputs))) if nuslerp_flatten else gram(inputs)
-    cosine, defined = cosines(g)
-    straight = ~defined | (1 - cosine.square() <= _COLINEAR**2)
-    merged = combine(inputs, great_circle(g, t, straight, cosine))
+    merged = combine(inputs, coefficients.nuslerp(g, weight, torch))
     if along_first:
         merged = merged.reshape(shape).movedim(-1, 0)
     return merged if base is None else base + merged
-
-
-def unit_gram(g: Tensor, eps: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Dot products of the inputs scaled to length 1 (zero inputs stay zero), and their norms (..., K)."""
-    squared = g.diagonal(dim1=-2, dim2=-1)
-    present = squared > 0
-    norms = torch.where(present, torch.where(present, squared, 1.0).sqrt(), 0.0)
-    inverse = torch.where(present, 1 / (norms + eps).clamp(min=1e-300), 0.0)
-    return g * inverse.unsqueeze(-1) * inverse.unsqueeze(-2), norms
 
 
 def _multislerp_weights(parameters: dict[str, Any]) -> None:
@@ -159,17 +134,11 @@ def multislerp(
     """
     inputs = tensors if base is None else deltas(tensors, base)
     g = yield Sum(lambda: gram(inputs))
-    units, norms = unit_gram(g, eps)
-    w = torch.tensor(weight, dtype=g.dtype, device=g.device)
-    w = w / w.sum() if normalize_weights else w
-    squared = w @ units @ w
-    length = squared.clamp(min=0).sqrt()
-    direction = w * torch.where(norms > 0, 1 / (norms + eps).clamp(min=1e-300), 0.0)
-    merged = combine(inputs, torch.where(length > eps, direction / length.clamp(min=1e-300) * (w @ norms), w))
+    merged = combine(inputs, coefficients.multislerp(g, weight, normalize_weights, eps, torch))
     return merged if base is None else base + merged
 
 
-@merge_method("karcher", chunking="elements", ranges={"max_iter": Range(1), "tol": Range(0)})
+@merge_method("karcher", chunking="elements", ranges={"max_iter": Range(0), "tol": Range(0)})
 def karcher(tensors: list[Tensor], base: None, *, max_iter: int = 10, tol: float = 1e-5) -> Generator[Any, Any, Tensor]:
     """Riemannian (Karcher) mean of the models' directions on the sphere, at their mean length; equal weights.
 
@@ -181,35 +150,20 @@ def karcher(tensors: list[Tensor], base: None, *, max_iter: int = 10, tol: float
     tensor([0.7071, 0.7071])
     """
     g = yield Sum(lambda: gram(tensors))
-    units, norms = unit_gram(g)
-    present = (norms > 0).to(g.dtype)
-    share = present / present.sum().clamp(min=1)
-    start = (share @ units @ share).sqrt()
-    if start < 1e-7:  # all zero, or opposite directions: the mean direction is not defined
-        return combine(tensors, torch.full_like(norms, 1 / len(tensors)))
-    mean = share / start
-    for _ in range(max_iter):
-        cosine = (units @ mean).clamp(-1, 1)
-        angle = torch.arccos(cosine)
-        sine = angle.sin()
-        pull = share * torch.where(sine > 1e-12, angle / sine.clamp(min=1e-12), 1.0)
-        tangent = pull - (pull @ cosine) * mean
-        length = (tangent @ units @ tangent).clamp(min=0).sqrt()
-        if length < tol:
-            break
-        mean = length.cos() * mean + length.sin() / length * tangent
-        size = (mean @ units @ mean).clamp(min=0).sqrt()
-        if size < 1e-7:  # a direction and its opposite: no mean direction to go on from
-            return combine(tensors, torch.full_like(norms, 1 / len(tensors)))
-        mean = mean / size
-    return combine(tensors, mean * (share @ norms) / norms.clamp(min=1e-300) * present)
+    return combine(tensors, coefficients.karcher(g, max_iter, tol, torch))
 
 
 def _model_stock_chunking(parameters: dict[str, Any]) -> str:
     return "rows" if parameters["filter_wise"] else "elements"
 
 
-@merge_method("model_stock", base="required", inputs=(2, None), chunking=_model_stock_chunking)
+@merge_method(
+    "model_stock",
+    base="required",
+    inputs=(2, None),
+    chunking=_model_stock_chunking,
+    passes=lambda parameters: 1 if parameters["filter_wise"] else 2,
+)
 def model_stock(tensors: list[Tensor], base: Tensor, *, filter_wise: bool = False) -> Generator[Any, Any, Tensor]:
     """T mean(W) + (1 - t) B with t = K cos / (1 + (K - 1) cos), cos the mean cosine between task vectors.
 
@@ -222,9 +176,4 @@ def model_stock(tensors: list[Tensor], base: Tensor, *, filter_wise: bool = Fals
     """
     task = deltas(tensors, base)
     g = gram(task) if filter_wise else (yield Sum(lambda: gram(task)))
-    units, _ = unit_gram(g)
-    count = len(task)
-    cosine = (units.sum((-2, -1)) - units.diagonal(dim1=-2, dim2=-1).sum(-1)) / (count * (count - 1))
-    below = 1 + (count - 1) * cosine
-    t = torch.where(below.abs() < 1e-6, 0.0, count * cosine / torch.where(below.abs() < 1e-6, 1.0, below))
-    return base + combine(task, (t / count).unsqueeze(-1).expand(*t.shape, count))
+    return base + combine(task, coefficients.model_stock(g, torch))

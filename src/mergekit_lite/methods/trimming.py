@@ -8,15 +8,13 @@ Notation: D_i = W_i - B, d the density, N elements of a tensor, λ the overall s
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..select import Cut, Largest, Sum
+from .._torch import Tensor, torch
 from .averaging import deltas, normaliser, weighted_sum
 from .registry import PerModel, Range, merge_method
+from .selection import Cut, Largest, Sum
 
 SCOPES = {"scope": ("tensor", "global")}
 UNIT = Range(0, 1, open_low=True)
@@ -44,10 +42,15 @@ def consensus_mean(changes: Sequence[Tensor], weights: Sequence[float], normaliz
     return merged / torch.where(share.abs() < 1e-8, 1.0, share)
 
 
+def l1(x: Tensor) -> Tensor:
+    """The L1 norm, in float64."""
+    return x.abs().sum(dtype=torch.float64)
+
+
 def rescaled(changes: list[Tensor], kept: list[Tensor]) -> Generator[Any, Any, list[Tensor]]:
     """The kept changes, each model's scaled so that its L1 norm over the tensor is what it was before."""
     pairs = list(zip(changes, kept, strict=True))
-    norms = yield Sum(lambda: torch.stack([torch.stack([c.abs().sum(), k.abs().sum()]) for c, k in pairs]))
+    norms = yield Sum(lambda: torch.stack([torch.stack([l1(c), l1(k)]) for c, k in pairs]))
     scales = torch.where(norms[:, 1] > 0, norms[:, 0] / norms[:, 1].clamp(min=1e-300), 1.0)
     return [k * s.to(k.dtype) for k, s in zip(kept, scales, strict=True)]
 
@@ -62,8 +65,31 @@ def largest_magnitudes(changes: list[Tensor], counts: list[Any], scope: str) -> 
     )
 
 
+def trimmed_count(n: int, density: float) -> int:
+    """How many of ``n`` changes `ties` keeps."""
+    return max(1, int(density * n)) if n else 0
+
+
+def middle_counts(density: Sequence[float], gamma: Sequence[float]) -> list[Callable[[int], int]]:
+    """For each model how many changes are left without the smallest, then for each how many of those are outliers."""
+
+    def outer(n: int, d: float, g: float) -> int:
+        return min(n, int(d * n) + int(g * n))
+
+    def inner(n: int, d: float, g: float) -> int:
+        return outer(n, d, g) - int(d * n)
+
+    pairs = list(zip(density, gamma, strict=True))
+    return [lambda n, p=p: outer(n, *p) for p in pairs] + [lambda n, p=p: inner(n, *p) for p in pairs]
+
+
+def trimming_passes(parameters: dict[str, Any]) -> int:
+    """Reads of a method that trims: one for thresholds, one for the norms that are restored, one for the result."""
+    return 1 if min(parameters["density"]) >= 1 else 2 + parameters["rescale"]
+
+
 @merge_method(
-    "ties", base="required", chunking="elements", ranges={"density": UNIT}, choices=SCOPES, unused=("int8_mask",)
+    "ties", base="required", chunking="elements", ranges={"density": UNIT}, choices=SCOPES, passes=trimming_passes
 )
 def ties(
     tensors: list[Tensor],
@@ -87,7 +113,7 @@ def ties(
     """
     changes = deltas(tensors, base)
     if min(density) < 1:
-        counts = [lambda n, d=d: max(1, int(d * n)) if n else 0 for d in density]
+        counts = [lambda n, d=d: trimmed_count(n, d) for d in density]
         cuts = yield from largest_magnitudes(changes, counts, scope)
         kept = [cut.trim(change) for cut, change in zip(cuts, changes, strict=True)]
         changes = (yield from rescaled(changes, kept)) if rescale else kept
@@ -98,21 +124,9 @@ def _without_outliers(
     changes: list[Tensor], density: Sequence[float], gamma: Sequence[float], rescale: bool, scope: str
 ) -> Generator[Any, Any, list[Tensor]]:
     """Drop the ⌊γN⌋ largest changes of each model and then the smallest until ⌊dN⌋ are left."""
-
-    def outer(n: int, d: float, g: float) -> int:
-        return min(n, int(d * n) + int(g * n))
-
-    def inner(n: int, d: float, g: float) -> int:
-        return outer(n, d, g) - int(d * n)
-
     if min(density) >= 1:
         return changes
-    pairs = list(zip(density, gamma, strict=True))
-    cuts = yield from largest_magnitudes(
-        changes + changes,
-        [lambda n, p=p: outer(n, *p) for p in pairs] + [lambda n, p=p: inner(n, *p) for p in pairs],
-        scope,
-    )
+    cuts = yield from largest_magnitudes(changes + changes, middle_counts(density, gamma), scope)
     # The largest are a subset of the larger set kept, so subtracting them leaves exact values or exact zeros.
     kept = [wide.trim(c) - top.trim(c) for c, wide, top in zip(changes, cuts, cuts[len(changes) :], strict=False)]
     return (yield from rescaled(changes, kept)) if rescale else kept
@@ -123,7 +137,7 @@ _CRUMBS: dict[str, Any] = {
     "chunking": "elements",
     "ranges": {"density": UNIT, "gamma": Range(0, 1, open_high=True)},
     "choices": SCOPES,
-    "unused": ("int8_mask",),
+    "passes": trimming_passes,
 }
 
 
@@ -183,7 +197,7 @@ def breadcrumbs_ties(
     base="required",
     chunking="elements",
     ranges={"select_topk": Range(0, 1)},
-    unused=("int8_mask",),
+    passes=lambda parameters: 4 if parameters["select_topk"] < 1 else 2,
 )
 def sce(tensors: list[Tensor], base: Tensor, *, select_topk: float = 1.0) -> Generator[Any, Any, Tensor]:
     """Select the positions of largest variance over models, calculate weights from energy, erase minority signs.
@@ -200,13 +214,15 @@ def sce(tensors: list[Tensor], base: Tensor, *, select_topk: float = 1.0) -> Gen
     if select_topk < 1:
 
         def variance() -> Tensor:
-            return torch.stack(changes).var(0, correction=0)
+            mean = sum(changes[1:], changes[0]) / len(changes)
+            squares = [(change - mean).square() for change in changes]
+            return sum(squares[1:], squares[0]) / len(changes)
 
         varied = yield Sum(lambda: torch.count_nonzero(variance()))
         cut = yield Largest(variance, lambda n: int(select_topk * int(varied)))
         keep = cut.mask(variance().detach()).to(base.dtype)
         changes = [change * keep for change in changes]
-    energy = yield Sum(lambda: torch.stack([change.square().sum() for change in changes]))
+    energy = yield Sum(lambda: torch.stack([change.double().square().sum() for change in changes]))
     total = energy.sum()
     weights = energy / total if total > 0 else torch.full_like(energy, 1 / len(changes))
     elected = torch.copysign(torch.ones((), dtype=base.dtype), sum(changes[1:], changes[0] + 0.0))

@@ -11,38 +11,64 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from types import CodeType
 from typing import Any
-
-from torch import Tensor
 
 from model_components._folders import NewFolder, OutputError, write_json
 
-from .checkpoint import byte_view
-from .plan import MergePlan, PlanError, TensorPlan, header_bytes
-from .vocabulary import TOKENIZER_FILES
+from ..dtypes import Array, byte_view
+from ..files.headers import INDEX
+from ..planning import MergePlan, TensorPlan, header_bytes, size_text
+from .beside import manifest, write_beside
+from .facts import TensorFact
+from .hashing import hash_file, is_hash_of
 
-_COPIED = ("generation_config.json", "preprocessor_config.json", "modeling_*.py", "configuration_*.py")
 MANIFEST = "merge_manifest.json"
 
 
-def file_hash(path: Path) -> str:
-    """The SHA-256 of a file's bytes."""
-    with path.open("rb", buffering=0) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _code_hash(function: Callable[..., Any]) -> str:
+    """A hash of what a function's body does and of its defaults; it cannot see what the body calls."""
+    digest = hashlib.sha256(repr(getattr(function, "__kwdefaults__", None)).encode())
+
+    def add(code: CodeType) -> None:
+        digest.update(code.co_code + repr((code.co_names, code.co_varnames)).encode())
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                add(constant)
+            else:
+                digest.update(repr(constant).encode())
+
+    if isinstance(code := getattr(function, "__code__", None), CodeType):
+        add(code)
+    return digest.hexdigest()
 
 
 def plan_fingerprint(plan: MergePlan, seed: int, version: str) -> str:
     """Equal for two runs that would write the same bytes."""
+    methods = {t.method.name: _code_hash(t.method.function) for t in plan.tensors if t.method is not None}
     described = {
         "version": version,
-        "recipe": plan.recipe.to_dict(),
+        "recipe": plan.recipe.to_yaml(),
+        "methods": methods,
         "seed": seed,
         "sources": [[s.label, s.fingerprint()] for s in plan.sources],
-        "tensors": [[t.name, str(t.dtype), list(t.shape), t.shard, t.offset] for t in plan.tensors],
+        "tensors": [[t.name, t.dtype.name, list(t.shape), t.shard, t.offset] for t in plan.tensors],
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _recorded_facts(entries: Any) -> list[TensorFact] | None:
+    """What a record says of a shard's tensors; None where it is no record of ours."""
+    try:
+        return [
+            TensorFact(e["name"], tuple(e["shape"]), e["dtype"], e["method"], e["passes"], tuple(e["inputs"]))
+            for e in entries
+        ]
+    except (TypeError, KeyError):
+        return None
 
 
 class OutputFolder(NewFolder):
@@ -60,7 +86,8 @@ class OutputFolder(NewFolder):
     def __init__(self, out: Path, plan: MergePlan, fingerprint: str):
         super().__init__(out, "merge", resumable=True)
         self._plan, self._fingerprint = plan, fingerprint
-        self.finished: dict[str, str] = {}
+        self.finished: dict[str, list[TensorFact]] = {}
+        self._hashes: dict[str, str] = {}
         self._descriptors: dict[int, int] = {}
         self._members: list[list[TensorPlan]] = [[] for _ in plan.shards]
         for t in plan.tensors:
@@ -91,7 +118,7 @@ class OutputFolder(NewFolder):
             if left > free:
                 if not self.finished:
                     self.discard()
-                text = f"needs {left / 1e9:.2f} GB of disk and {free / 1e9:.2f} GB are free"
+                text = f"needs {size_text(left)} of disk, {size_text(left - free)} more than the {size_text(free)} free"
                 raise OutputError(errno.ENOSPC, f"merge to {self.out}: {text}")
         except BaseException:
             self.close()
@@ -101,18 +128,24 @@ class OutputFolder(NewFolder):
         """Find the shards that an earlier run of this merge recorded and that still have the recorded hash."""
         try:
             record = json.loads(self._progress.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return
         if not isinstance(record, dict) or record.get("fingerprint") != self._fingerprint:
             return
         shards = record.get("shards")
-        for name, digest in shards.items() if isinstance(shards, dict) else ():
+        for name, entry in shards.items() if isinstance(shards, dict) else ():
             path = self.folder / name
-            if name in self._plan.shards and path.is_file() and file_hash(path) == digest:
-                self.finished[name] = digest
+            if name in self._plan.shards and path.is_file() and isinstance(entry, dict):
+                facts = _recorded_facts(entry.get("tensors"))
+                if facts is not None and is_hash_of(entry.get("hash"), path):
+                    self.finished[name], self._hashes[name] = facts, entry["hash"]
 
     def _save_progress(self) -> None:
-        write_json(self._progress, {"fingerprint": self._fingerprint, "shards": self.finished})
+        shards = {
+            name: {"hash": self._hashes[name], "tensors": [asdict(f) for f in facts]}
+            for name, facts in self.finished.items()
+        }
+        write_json(self._progress, {"fingerprint": self._fingerprint, "shards": shards})
 
     def create(self, shard: int) -> None:
         """Make the shard's file with its header and full length."""
@@ -120,11 +153,11 @@ class OutputFolder(NewFolder):
             file.write(header_bytes(self._members[shard]))
             file.truncate(self._body[shard] + sum(t.nbytes for t in self._members[shard]))
 
-    def write(self, t: TensorPlan, start: int, values: Tensor) -> None:
-        """Put elements ``start`` onwards of a tensor in their place; safe from any thread."""
+    def write(self, t: TensorPlan, start: int, values: Array) -> None:
+        """Put stored elements ``start`` onwards of a tensor in their place; safe from any thread."""
         descriptor = self._descriptors[t.shard]
         position = self._body[t.shard] + t.offset + start * t.dtype.itemsize
-        data = byte_view(values.contiguous())
+        data = byte_view(values)
         done = 0
         while done < len(data):
             done += os.pwrite(descriptor, data[done:], position + done)
@@ -137,10 +170,11 @@ class OutputFolder(NewFolder):
         """No more writes to this shard by this process."""
         os.close(self._descriptors.pop(shard))
 
-    def finish(self, shard: int) -> None:
-        """Record a shard as complete."""
+    def finish(self, shard: int, facts: Sequence[TensorFact]) -> None:
+        """Record a shard as complete, with what was done for its tensors."""
         name = self._plan.shards[shard]
-        self.finished[name] = file_hash(self.folder / name)
+        self._hashes[name] = hash_file(self.folder / name)
+        self.finished[name] = list(facts)
         self._save_progress()
 
     def close(self) -> None:
@@ -158,7 +192,7 @@ class OutputFolder(NewFolder):
             os.close(descriptor)
         self._descriptors.clear()
 
-    def complete(self, facts: Sequence[dict[str, Any]], seed: int, version: str) -> None:
+    def complete(self, facts: Sequence[TensorFact], seed: int, trust_remote_code: bool) -> None:
         """Write everything that is not a tensor, then give the folder its final name."""
         plan, folder = self._plan, self.folder
         if len(plan.shards) > 1:
@@ -166,84 +200,8 @@ class OutputFolder(NewFolder):
                 "metadata": {"total_size": plan.bytes_written, "total_parameters": plan.parameters},
                 "weight_map": {t.name: plan.shards[t.shard] for t in plan.tensors},
             }
-            write_json(folder / "model.safetensors.index.json", index)
-        if plan.config:
-            write_json(folder / "config.json", plan.config)
-        self._copy_beside(folder)
-        (folder / "mergekit_config.yml").write_text(plan.recipe.to_yaml(), encoding="utf-8")
-        (folder / "README.md").write_text(model_card(plan), encoding="utf-8")
-        manifest = {
-            "made_by": f"mergekit_lite {version}",
-            "recipe": plan.recipe.to_dict(),
-            "seed": seed,
-            "sha256": {name: self.finished[name] for name in plan.shards},
-            "tensors": list(facts),
-        }
-        write_json(folder / MANIFEST, manifest)
+            write_json(folder / INDEX, index)
+        write_beside(plan, folder, trust_remote_code)
+        hashes = {name: self._hashes[name] for name in plan.shards}
+        write_json(folder / MANIFEST, manifest(plan, facts, seed, hashes))
         self.publish()
-
-    def _copy_beside(self, folder: Path) -> None:
-        donor = self._plan.sources[self._plan.donor].folder
-        if donor is not None:
-            for pattern in _COPIED:
-                for path in donor.glob(pattern):
-                    shutil.copyfile(path, folder / path.name)
-        if self._plan.vocabulary is not None:
-            self._plan.vocabulary.write_tokenizer(folder)
-        else:
-            folders = [donor, *(s.folder for s in self._plan.sources)]
-            tokenizers = [f for f in folders if f and any((f / n).exists() for n in TOKENIZER_FILES)]
-            for name in TOKENIZER_FILES:
-                if tokenizers and (tokenizers[0] / name).exists():
-                    shutil.copyfile(tokenizers[0] / name, folder / name)
-        template = chosen_template(self._plan)
-        if template is not None:
-            (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-            settings = folder / "tokenizer_config.json"
-            if settings.exists():
-                held = json.loads(settings.read_text(encoding="utf-8"))
-                held.pop("chat_template", None)
-                write_json(settings, held)
-
-
-def _template_of(folder: Path | None) -> str | None:
-    if folder is None:
-        return None
-    if (folder / "chat_template.jinja").exists():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    settings = folder / "tokenizer_config.json"
-    held = json.loads(settings.read_text(encoding="utf-8")).get("chat_template") if settings.exists() else None
-    return held if isinstance(held, str) else None
-
-
-def chosen_template(plan: MergePlan) -> str | None:
-    """The chat template that the recipe asks for; None to leave what the tokenizer has.
-
-    Raises:
-        PlanError: ``auto`` where no model has one, or a name that is no template.
-    """
-    asked = plan.recipe.chat_template
-    if asked is None:
-        return None
-    if asked == "auto":
-        found = [t for s in plan.sources if (t := _template_of(s.folder)) is not None]
-        if not found:
-            raise PlanError(["chat_template auto: none of the models has a chat template"])
-        return max(found, key=found.count)
-    if "{" in asked:
-        return asked
-    if Path(asked).is_file():
-        return Path(asked).read_text(encoding="utf-8")
-    raise PlanError(
-        [f"chat_template {asked!r}: is not auto, not Jinja text and not a file; named templates are not kept"]
-    )
-
-
-def model_card(plan: MergePlan) -> str:
-    """A README for the merged checkpoint."""
-    bases = "".join(f"- {s.label}\n" for s in plan.sources)
-    return (
-        "---\nlibrary_name: transformers\ntags:\n- merge\n- model-components\n---\n"
-        f"# {plan.recipe.merge_method} merge\n\nMade by `mergekit_lite` from\n\n{bases}\n"
-        f"with this recipe:\n\n```yaml\n{plan.recipe.to_yaml()}```\n"
-    )

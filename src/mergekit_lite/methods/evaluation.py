@@ -15,11 +15,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
+from .._torch import Tensor, torch
 from .noise import Noise
-from .select import Largest, Selector, Sum, Summation
+from .selection import Largest, Selector, Sum, Summation
 
 _SAMPLE = 1 << 14
 
@@ -117,7 +115,7 @@ class Evaluation:
         """Run the method on a block until it asks something new (requests, None) or returns (None, result)."""
         extra = {} if self._noise is None else {"noise": self._noise.at(block.offset)}
         outcome = self._function(block.tensors, block.base, **self._parameters, **extra)
-        if isinstance(outcome, Tensor):
+        if isinstance(outcome, torch.Tensor):
             return None, outcome
         try:
             asked = next(outcome)

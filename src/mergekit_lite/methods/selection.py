@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
+
+from .._torch import Tensor, torch
 
 _COLLECT = 1 << 20  # scores held at once; 4 MB in float32
 _BINS = 1 << 16
@@ -56,69 +56,69 @@ class Cut:
         return keep
 
 
+def bits_of(scores: Tensor, wide: bool) -> np.ndarray:
+    """The bit patterns of scores, float64's if ``wide``, else float32's; whole numbers that order as the scores do."""
+    dtype, whole = (torch.float64, torch.int64) if wide else (torch.float32, torch.int32)
+    return scores.detach().to(dtype).contiguous().view(whole).view(-1).cpu().numpy()
+
+
 class Selector:
     """Finds the k-th largest of all scores observed, pass by pass; every pass shows every block once.
 
     Args:
         k: How many are to be kept, 0 to ``total``.
         total: Number of scores in all blocks together.
-        sample: Some of the scores, spread over the whole; may be empty.
-        dtype: The scores' dtype, float32 or float64.
+        sample: Bit patterns of some of the scores, spread over the whole; may be empty.
+        wide: Scores are float64; else float32.
     """
 
-    def __init__(self, k: int, total: int, sample: Tensor, dtype: torch.dtype):
-        self._k, self._dtype = k, dtype
-        self._int, self._np = (torch.int64, np.float64) if dtype == torch.float64 else (torch.int32, np.float32)
-        self._top = int(np.array(np.inf, self._np).view(f"i{self._np().itemsize}")) + 1
+    def __init__(self, k: int, total: int, sample: np.ndarray, wide: bool = False):
+        self._k, self._wide = k, wide
+        self._np = np.float64 if wide else np.float32
+        self.top = int(np.array(np.inf, self._np).view(f"i{self._np().itemsize}")) + 1
         self._lock = threading.Lock()
         self._blocks: dict[int, np.ndarray | int] = {}
         self.done = k <= 0 or k > total or total == 0
         self.threshold = float("inf") if k <= 0 else 0.0
         self._ties: dict[int, int | None] = {}
+        self._seen = False
         self._open(*self._first_window(sample, total))
 
-    def _first_window(self, sample: Tensor, total: int) -> tuple[int, int, bool]:
-        bits = np.sort(self._bits(sample).cpu().numpy().ravel())[::-1]
+    def _first_window(self, sample: np.ndarray, total: int) -> tuple[int, int, bool]:
+        bits = np.sort(sample)[::-1]
         if bits.size == 0:
-            return 0, self._top, total <= _COLLECT
+            return 0, self.top, total <= _COLLECT
         rank, margin = self._k / total, _MARGIN + bits.size**-0.5
         high_at, low_at = int((rank - margin) * bits.size), int((rank + margin) * bits.size) + 1
-        high = int(bits[high_at]) + 1 if high_at >= 0 else self._top
-        low = int(bits[low_at]) if low_at < bits.size else 0
+        high = min(int(bits[high_at]) + 1, self.top) if high_at >= 0 else self.top
+        low = max(int(bits[low_at]), 0) if low_at < bits.size else 0
         share = ((bits >= low) & (bits < high)).mean()
-        return low, high, share * total <= _COLLECT
+        return low, max(high, low + 1), share * total <= _COLLECT
 
     def _open(self, low: int, high: int, collect: bool) -> None:
-        self._low, self._high, self._collect = low, high, collect and high - low > 1
+        self.low, self.high, self._collect = low, high, collect and high - low > 1
         self._above = self._inside = 0
         self._blocks = {}
         self._shift = max(0, (high - low - 1).bit_length() - 16)
         self._histogram = None if self._collect or high - low == 1 else np.zeros(_BINS, np.int64)
 
-    def _bits(self, scores: Tensor) -> Tensor:
-        return scores.detach().to(self._dtype).contiguous().view(self._int)
-
-    def _split(self, scores: Tensor) -> tuple[int, np.ndarray]:
-        """How many scores lie above the window, and the bit patterns inside it."""
-        bits = self._bits(scores).view(-1)
-        if bits.device.type == "cpu":  # numpy compares and compresses several times faster than torch does on CPU
-            array = bits.numpy()
-            reach = array >= self._low
-            over = array >= self._high
-            return int(np.count_nonzero(over)), array[reach ^ over]
-        over = bits >= self._high
-        return int(over.sum()), bits[(bits >= self._low) ^ over].cpu().numpy()
-
     def observe(self, block: int, scores: Tensor) -> None:
         """Count one block in the current pass; blocks may come in any order and from any thread."""
-        above, inside = self._split(scores)
-        bins = None if self._histogram is None else np.bincount((inside - self._low) >> self._shift, minlength=_BINS)
+        bits = bits_of(scores, self._wide)  # numpy compares and compresses several times faster than torch does on CPU
+        if not self._seen and bits.size and (bits.max() >= self.top or bits.min() < 0):
+            raise ValueError("selecting the largest elements: the tensor holds NaN")
+        reach, over = bits >= self.low, bits >= self.high
+        self.take(block, int(np.count_nonzero(over)), bits[reach ^ over])
+
+    def take(self, block: int, above: int, inside: np.ndarray) -> None:
+        """What `observe` finds in a block: how many scores lie above the window, and the bit patterns inside it."""
+        bins = None if self._histogram is None else np.bincount((inside - self.low) >> self._shift, minlength=_BINS)
         with self._lock:
             self._above += above
             self._inside += inside.size
             if self._histogram is not None and bins is not None:
                 self._histogram += bins
-            elif self._high - self._low == 1:
+            elif self.high - self.low == 1:
                 self._blocks[block] = inside.size
             elif self._inside <= 4 * _COLLECT:
                 self._blocks[block] = inside
@@ -129,28 +129,25 @@ class Selector:
         """End a pass: finish, or open the next window."""
         if self.done:
             return
+        self._seen = True
         if self._above >= self._k:
-            if self._high == self._top:  # only NaN lies above infinity
-                raise ValueError("selecting the largest elements: the tensor holds NaN")
-            return self._open(self._high, self._top, False)
+            return self._open(self.high, self.top, False)
         if self._above + self._inside < self._k:
-            if self._low == 0:  # NaN with its sign set lies below zero
-                raise ValueError("selecting the largest elements: the tensor holds NaN")
-            return self._open(0, self._low, False)
-        if self._high - self._low == 1:
-            return self._finish(self._low, {i: int(n) for i, n in self._blocks.items()})
+            return self._open(0, self.low, False)
+        if self.high - self.low == 1:
+            return self._finish(self.low, {i: int(n) for i, n in self._blocks.items()})
         if self._histogram is not None:
             from_top = np.cumsum(self._histogram[::-1])
             index = _BINS - 1 - int(np.searchsorted(from_top, self._k - self._above))
-            low = self._low + (index << self._shift)
-            return self._open(low, min(self._high, low + (1 << self._shift)), int(self._histogram[index]) <= _COLLECT)
+            low = self.low + (index << self._shift)
+            return self._open(low, min(self.high, low + (1 << self._shift)), int(self._histogram[index]) <= _COLLECT)
         if self._inside > 4 * _COLLECT:
-            return self._open(self._low, self._high, False)
+            return self._open(self.low, self.high, False)
         held = np.concatenate([np.atleast_1d(v) for v in self._blocks.values()])
         rank = self._k - self._above
-        if self._high - self._low <= _COUNTED:
-            from_top = np.cumsum(np.bincount(held - self._low)[::-1])
-            value = self._low + from_top.size - 1 - int(np.searchsorted(from_top, rank))
+        if self.high - self.low <= _COUNTED:
+            from_top = np.cumsum(np.bincount(held - self.low)[::-1])
+            value = self.low + from_top.size - 1 - int(np.searchsorted(from_top, rank))
         else:
             value = int(np.partition(held, held.size - rank)[held.size - rank])
         self._above += int(np.count_nonzero(held > value))
@@ -192,7 +189,8 @@ class Largest:
 
     def start(self, total: int, sample: Tensor) -> Selector:
         """What collects the answer over the blocks of a tensor with ``total`` elements."""
-        return Selector(self.count(total), total, sample, sample.dtype)
+        wide = sample.dtype == torch.float64
+        return Selector(self.count(total), total, bits_of(sample, wide), wide)
 
 
 class Summation:

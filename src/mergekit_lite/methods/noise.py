@@ -15,8 +15,8 @@ import hashlib
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
-from torch import Tensor
+
+from .._torch import Tensor, torch
 
 
 def _signed(word: int) -> int:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist
+from ..planning import TensorPlan
 
-from .plan import TensorPlan
+
+def _process_group() -> Any:
+    """torch.distributed, where somebody has imported and initialised it."""
+    dist = sys.modules.get("torch.distributed")
+    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
 
 
 class Ranks:
     """The processes of a `torchrun`, or this one alone."""
 
     def __init__(self) -> None:
-        self._dist = dist if dist.is_available() and dist.is_initialized() else None
+        self._dist = _process_group()
         self.rank = self._dist.get_rank() if self._dist else 0
         self.count = self._dist.get_world_size() if self._dist else 1
 

@@ -7,18 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from model_components._report import Report, Table
 
-from .checkpoint import DTYPE_CODES, Source, TensorInfo
-from .methods import MergeMethod
-from .recipe import MergeRecipe
-from .vocabulary import Vocabulary
+from ..dtypes import DType
+from ..files import Source, TensorInfo
+from ..methods import MergeMethod
+from ..recipe import MergeRecipe
+from ..vocabulary import Vocabulary
 
 CHUNK = 1 << 18
 """Elements that one thread holds of each input at a time."""
-
 
 _SHOWN = 20
 
@@ -49,8 +47,8 @@ class TensorPlan:
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    work: torch.dtype
+    dtype: DType
+    work: DType
     inputs: tuple[Input, ...]
     base: Input | None
     method: MergeMethod | None
@@ -111,7 +109,7 @@ class MergePlan(Report):
 
     @property
     def peak_memory(self) -> int:
-        """Estimated bytes beyond what importing torch takes."""
+        """Estimated bytes beyond what imports take."""
         peak = 0
         for t in self.tensors:
             inputs = len(t.everything)
@@ -130,9 +128,9 @@ class MergePlan(Report):
         models = f"{self.recipe.merge_method} of {len(self.sources)}: {', '.join(s.label for s in self.sources)}"
         rows = {
             "tensors": f"{len(self.tensors)}, {self.parameters:,} parameters, {_dtypes(self.tensors)}",
-            "reads": f"{_size(self.bytes_read)} in up to {passes} passes",
-            "writes": f"{_size(self.bytes_written)} in {len(self.shards)} shard{plural}",
-            "peak memory": f"about {_size(self.peak_memory)} beyond the import of torch, threads: {self.threads}",
+            "reads": f"{size_text(self.bytes_read)} in up to {passes} passes",
+            "writes": f"{size_text(self.bytes_written)} in {len(self.shards)} shard{plural}",
+            "peak memory": f"about {size_text(self.peak_memory)} beyond what is imported, threads: {self.threads}",
             "config from": self.sources[self.donor].label,
         }
         return Table(("models", models), list(rows.items()), sentences=True)
@@ -156,7 +154,7 @@ class MergePlan(Report):
                 {
                     "name": t.name,
                     "shape": list(t.shape),
-                    "dtype": str(t.dtype).removeprefix("torch."),
+                    "dtype": t.dtype.name,
                     "method": "copy" if t.method is None else t.method.name,
                     "shard": self.shards[t.shard],
                 }
@@ -166,10 +164,11 @@ class MergePlan(Report):
 
 
 def _dtypes(tensors: Sequence[TensorPlan]) -> str:
-    return ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
+    return ", ".join(sorted({t.dtype.name for t in tensors}))
 
 
-def _size(count: float) -> str:
+def size_text(count: float) -> str:
+    """Bytes as people read them, in decimal units."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -196,7 +195,7 @@ def header_bytes(tensors: Sequence[TensorPlan]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for t in tensors:
         entries[t.name] = {
-            "dtype": DTYPE_CODES[t.dtype],
+            "dtype": t.dtype.code,
             "shape": list(t.shape),
             "data_offsets": [t.offset, t.offset + t.nbytes],
         }

@@ -1,0 +1,112 @@
+"""Dtypes of tensors in files, by name, and numpy arrays of what is stored: no torch.
+
+numpy has no bfloat16, so an array of uint16 holds bfloat16 bit patterns wherever this package passes stored values
+about; every other dtype is numpy's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache, reduce
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ._torch import Tensor, torch
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class DType:
+    """A dtype: its name in torch, its code in safetensors, and the numpy dtype of its stored values."""
+
+    name: str
+    code: str
+    storage: str
+    is_floating_point: bool = False
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return np.dtype(self.storage).itemsize
+
+    def __str__(self) -> str:
+        return self.name
+
+
+FLOAT64 = DType("float64", "F64", "f8", True)
+FLOAT32 = DType("float32", "F32", "f4", True)
+FLOAT16 = DType("float16", "F16", "f2", True)
+BFLOAT16 = DType("bfloat16", "BF16", "u2", True)
+_WHOLE = [
+    DType("int64", "I64", "i8"),
+    DType("int32", "I32", "i4"),
+    DType("int16", "I16", "i2"),
+    DType("int8", "I8", "i1"),
+    DType("uint8", "U8", "u1"),
+    DType("bool", "BOOL", "?"),
+]
+FLOATS = {d.name: d for d in (FLOAT64, FLOAT32, FLOAT16, BFLOAT16)}
+"""What an output can be in, by name."""
+
+BY_CODE = {d.code: d for d in (*FLOATS.values(), *_WHOLE)}
+_BY_NAME = {d.name: d for d in BY_CODE.values()}
+
+
+def promote(dtypes: Iterable[DType]) -> DType:
+    """The smallest float dtype that holds all of these, as ``torch.promote_types`` has it.
+
+    >>> promote([BFLOAT16, FLOAT16]).name
+    'float32'
+    """
+
+    def wider(a: DType, b: DType) -> DType:
+        if a == b:
+            return a
+        return FLOAT64 if FLOAT64 in (a, b) else FLOAT32
+
+    return reduce(wider, dtypes)
+
+
+def from_torch(dtype: torch.dtype) -> DType | None:
+    """The dtype of that torch dtype; None for those that no merge reads."""
+    return _BY_NAME.get(str(dtype).removeprefix("torch."))
+
+
+@cache
+def to_torch(dtype: DType) -> torch.dtype:
+    """Torch's own."""
+    return getattr(torch, dtype.name)
+
+
+def numbers(stored: Array) -> Array:
+    """The values of a stored array: float32 for bfloat16 patterns and float16, others as they are.
+
+    >>> numbers(np.array([0x3FC0], np.uint16))
+    array([1.5], dtype=float32)
+    """
+    if stored.dtype == np.uint16:
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float32) if stored.dtype == np.float16 else stored
+
+
+def tensor_of(stored: Array) -> Tensor:
+    """A stored array as a tensor that shares its memory."""
+    if stored.dtype == np.uint16:
+        return torch.from_numpy(stored.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(stored)
+
+
+def stored_of(values: Tensor) -> Array:
+    """A contiguous CPU tensor as a stored array that shares its memory."""
+    if values.dtype == torch.bfloat16:
+        return values.view(torch.int16).numpy().view(np.uint16)
+    return values.numpy()
+
+
+def byte_view(stored: Array) -> memoryview:
+    """The memory of a contiguous array, as bytes."""
+    return stored.reshape(-1).view(np.uint8).data if stored.size else memoryview(b"")

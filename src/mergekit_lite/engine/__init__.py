@@ -1,0 +1,134 @@
+"""Carries a plan out: every tensor by the engine that fits it, in order, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from itertools import zip_longest
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from .._torch import torch
+from ..planning import CHUNK, MergePlan, TensorPlan
+from .facts import BLOCK, NotFiniteError, Sink, TensorFact, fact, hash_inputs
+from .hashing import hash_bytes
+from .streaming import StreamingEngine
+
+if TYPE_CHECKING:
+    from .fused import FusedEngine
+
+__all__ = ["Engine", "NotFiniteError", "Sink", "TensorFact", "fact"]
+
+
+class Engine:
+    """Runs a plan, as a context manager.
+
+    Args:
+        plan: What to compute.
+        seed: Of methods that draw.
+        device: Where torch functions run.
+        executor: Runs blocks side by side; None runs them in order.
+        progress: Told what takes a while before the first tensor.
+        impl: ``"eager"`` runs torch functions; ``"fused"`` runs compiled kernels, or raises where there is none;
+            ``"auto"`` runs kernels where it can.
+        hashing: Put hashes of what was read into the facts.
+
+    Raises:
+        ValueError: ``"fused"`` where numba is missing, or for a tensor that no kernel merges.
+    """
+
+    def __init__(
+        self,
+        plan: MergePlan,
+        seed: int,
+        device: str,
+        executor: Executor | None,
+        progress: Callable[[str], None],
+        impl: str = "auto",
+        hashing: bool = False,
+    ):
+        self.plan, self.notes = plan, list[str]()
+        self._seed, self._device, self._executor, self._progress = seed, device, executor, progress
+        self._hashing = hashing
+        self._streaming: StreamingEngine | None = None
+        self._fused = self._compiled(impl) if impl != "eager" else None
+        if impl == "fused" and (without := [t for t in plan.tensors if t.method and not self._has_kernel(t)]):
+            raise ValueError(f"merge_models: impl='fused', and {without[0].name} is merged in a way without a kernel")
+        self._torch_threads: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._torch_threads is not None:
+            torch.set_num_threads(self._torch_threads)
+
+    def _has_kernel(self, t: TensorPlan) -> bool:
+        return self._fused is not None and self._fused.takes(t)
+
+    def _compiled(self, impl: str) -> FusedEngine | None:
+        """The engine of kernels, where it can run and there is something for it to do."""
+        wanted = any(t.method is not None and t.chunking == "elements" for t in self.plan.tensors)
+        if impl == "auto" and (self._device != "cpu" or not wanted):
+            return None
+        if self._device != "cpu":
+            raise ValueError(f"merge_models: impl='fused' runs on the CPU, not on {self._device}")
+        try:
+            from .fused import FusedEngine
+        except ImportError as error:
+            if impl == "fused":
+                raise ValueError(f"merge_models: impl='fused' needs numba ({error})") from error
+            self.notes.append(f"torch did what compiled kernels do faster, since numba cannot be used ({error})")
+            return None
+        self._progress("loading kernels, which are compiled once on a machine")
+        return FusedEngine(self.plan, self._seed, self._executor, self._hashing)
+
+    def _torch_engine(self) -> StreamingEngine:
+        if self._streaming is None:
+            self._torch_threads = torch.get_num_threads()
+            torch.set_num_threads(1)  # blocks are the parallel unit
+            self._streaming = StreamingEngine(self.plan, self._seed, self._device, self._executor)
+            self._streaming.measure_globally(self._progress)
+        return self._streaming
+
+    def run_all(self, tensors: Sequence[TensorPlan], sink: Sink) -> Iterator[TensorFact]:
+        """Run tensors in order; the system reads the next one's inputs while one is computed."""
+        for t, following in zip_longest(tensors, tensors[1:]):
+            if following is not None:
+                for i in following.everything:
+                    self.plan.sources[i.source].prefetch(i.name)
+            yield self.run(t, sink)
+            self._progress("")
+
+    def run(self, t: TensorPlan, sink: Sink) -> TensorFact:
+        """Make one tensor and hand its blocks to ``sink(plan, start, values)``."""
+        if t.info.count == 0:
+            return fact(t, 0)
+        if t.method is None:
+            source = self.plan.sources[t.inputs[0].source]
+            for start in range(0, t.info.count, CHUNK):
+                sink(t, start, source.read(t.inputs[0].name, start, min(start + CHUNK, t.info.count)))
+            return fact(t, 1, self._hashes(t))
+        if self._fused is not None and self._fused.takes(t):
+            return self._fused.run(t, sink)
+        return replace(self._torch_engine().run(t, sink), inputs=self._hashes(t))
+
+    def _hashes(self, t: TensorPlan) -> tuple[str, ...]:
+        """Of every input's stored values, in the blocks of the compiled engine."""
+        if not self._hashing:
+            return ()
+        places = range(0, t.info.count, BLOCK)
+        return tuple(
+            hash_inputs(
+                [
+                    [
+                        hash_bytes(self.plan.sources[i.source].read(i.name, at, min(at + BLOCK, t.info.count)))
+                        for i in t.everything
+                    ]
+                    for at in places
+                ]
+            )
+        )

@@ -1,0 +1,705 @@
+"""The compiled kernels of file merges: one pass over a block of every input, in tiles that stay in cache.
+
+They do what the torch functions in `mergekit_lite.methods` do, operation by operation and in the same order, with every
+product rounded before it is added, so that both write the same bytes. Sums over a whole tensor run in float64; their
+order differs from torch's.
+
+A block is ``raw`` (rows, columns): one row an input, the base last where there is one. uint16 holds bfloat16 patterns,
+anything else comes as float32. A result goes to ``out``, uint16 (bfloat16) or float32; a kernel that writes one answers
+whether it met NaN or infinity. The first call for a dtype compiles, and keeps what it made in numba's cache.
+
+Loops that must run in vectors stand in functions of one-dimensional arrays of one length: there the compiler sees that
+no index is negative and none is out of range.
+
+Shape letters: K models, n elements of the block, T elements of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import config, njit, types
+from numba.extending import overload
+
+if getattr(config, "DISABLE_JIT", False):
+    raise ImportError("numba is told not to compile (NUMBA_DISABLE_JIT)")
+
+TILE, _GROUP = 2048, 16
+ALL, TRIM, MIDDLE, DRAW = 0, 1, 2, 3  # what is kept of a task vector
+
+_ZERO, _ONE = np.float32(0), np.float32(1)
+_NOTHING = np.float32(-0.0)  # to which any number can be added, -0 included, and be what it was
+_SMALL, _LEAST = np.float32(1e-8), np.float32(1e-6)
+_SIZE, _INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)  # all of a pattern but its sign; and infinity's
+
+
+def _kernel(function: Callable[..., Any], **options: Any) -> Any:
+    """Compiled when first called, kept on disk where that can be, and free of Python's lock while it runs."""
+    options |= {"nogil": True, "error_model": "numpy"}  # a division that asks for 0 first does not run in vectors
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # no folder that a cache could be in
+        return njit(**options)(function)
+
+
+def _summing(function: Callable[..., Any]) -> Any:
+    """A kernel whose sums may be reordered, so that they run in vectors."""
+    return _kernel(function, fastmath={"reassoc"})
+
+
+# One-dimensional loops
+
+
+def _load(source, row):
+    raise NotImplementedError
+
+
+@overload(_load)
+def _load_typed(source, row):
+    if source.dtype == types.uint16:
+
+        def bfloat16(source, row):
+            bits = row.view(np.uint32)
+            for i in range(bits.size):
+                bits[i] = np.uint32(source[i]) << np.uint32(16)
+
+        return bfloat16
+
+    def float32(source, row):
+        for i in range(row.size):
+            row[i] = source[i]
+
+    return float32
+
+
+def _store(row, out):
+    raise NotImplementedError
+
+
+@overload(_store)
+def _store_typed(row, out):
+    """Round to nearest even and write; True where a value is not finite."""
+    if out.dtype == types.uint16:
+
+        def bfloat16(row, out):
+            bits, worst = row.view(np.uint32), np.uint32(0)
+            for i in range(bits.size):
+                word = bits[i]
+                odd = np.uint32(np.uint32(word >> np.uint32(16)) & np.uint32(1))
+                rounded = np.uint32(word + np.uint32(odd + np.uint32(0x7FFF)))
+                # NaN may round to anything, so its own pattern counts too.
+                size = max(np.uint32(rounded & _INFINITE), np.uint32(word & _INFINITE))
+                worst = max(worst, size)
+                out[i] = np.uint16(rounded >> np.uint32(16))
+            return worst == _INFINITE
+
+        return bfloat16
+
+    def float32(row, out):
+        bits, worst = row.view(np.uint32), np.uint32(0)
+        for i in range(bits.size):
+            worst = max(worst, np.uint32(bits[i] & _INFINITE))
+            out[i] = row[i]
+        return worst == _INFINITE
+
+    return float32
+
+
+@_kernel
+def _load_delta(source, base, row):
+    _load(source, row)
+    for i in range(row.size):
+        row[i] = row[i] - base[i]
+
+
+@_kernel
+def _times(row, factor):
+    for i in range(row.size):
+        row[i] = row[i] * factor
+
+
+@_kernel
+def _product(row, factor, out):
+    for i in range(row.size):
+        out[i] = row[i] * factor
+
+
+@_kernel
+def _add_product(row, factor, out):
+    for i in range(row.size):
+        out[i] = out[i] + row[i] * factor
+
+
+@_kernel
+def _add(row, out):
+    for i in range(row.size):
+        out[i] = out[i] + row[i]
+
+
+@_kernel
+def _fill(row, value):
+    for i in range(row.size):
+        row[i] = value
+
+
+@_summing
+def _dot(a, b):
+    total = 0.0
+    for i in range(a.size):
+        total += np.float64(a[i]) * np.float64(b[i])
+    return total
+
+
+@_summing
+def _l1(row):
+    total = 0.0
+    for i in range(row.size):
+        total += np.float64(abs(row[i]))
+    return total
+
+
+@_kernel
+def _sizes(bits):
+    """Patterns without their signs, in place; the largest of them."""
+    largest = np.uint32(0)
+    for i in range(bits.size):
+        bits[i] = bits[i] & _SIZE
+        largest = max(largest, bits[i])
+    return largest
+
+
+@_kernel
+def _at_least(row, threshold):
+    for i in range(row.size):
+        row[i] = row[i] if abs(row[i]) >= threshold else _ZERO
+
+
+@_kernel
+def _above(row, threshold):
+    for i in range(row.size):
+        row[i] = row[i] if abs(row[i]) > threshold else _ZERO
+
+
+@_kernel
+def _trim(row, threshold, budget):
+    """Set what is below the threshold to 0; of equal ones keep the first ``budget`` (-1: all). Answers what is left."""
+    if budget < 0:
+        _at_least(row, threshold)
+    elif budget == 0:
+        _above(row, threshold)
+    else:
+        for i in range(row.size):
+            size = abs(row[i])
+            kept = size > threshold
+            if size == threshold and budget > 0:
+                kept = True
+                budget -= 1
+            row[i] = row[i] * (_ONE if kept else _ZERO)
+    return budget
+
+
+@_kernel
+def _middle(row, top):
+    for i in range(row.size):
+        row[i] = row[i] - top[i]
+
+
+@_kernel
+def _hash(counter, first, second):
+    """`mergekit_lite.methods.noise`'s word of a counter."""
+    x = np.uint32(counter + first)
+    x = np.uint32(x ^ np.uint32(x >> np.uint32(16)))
+    x = np.uint32(np.uint32(x * np.uint32(0x7FEB352D)) ^ second)
+    x = np.uint32(x ^ np.uint32(x >> np.uint32(15)))
+    x = np.uint32(x * np.uint32(0x846CA68B))
+    return np.uint32(x ^ np.uint32(x >> np.uint32(16)))
+
+
+@_kernel
+def _draw_words(words, counter, first, second):
+    for w in range(words.size):
+        words[w] = _hash(np.uint32(counter + np.uint32(w)), first, second)
+
+
+@_kernel
+def _keep_lanes(row, lanes, whole):
+    for i in range(row.size):
+        row[i] = row[i] * (_ONE if lanes[i] < whole else _ZERO)
+
+
+@_kernel
+def _draw(row, place, words, keys, whole, limit):
+    """Keep each element with a probability.
+
+    Its byte of a word is below ``whole``, or equal and a word of its own is below ``limit`` (negative: never).
+    ``place``, a multiple of 4, is the first element's in the tensor.
+    """
+    _draw_words(words[: (row.size + 3) // 4], np.uint32(place // 4), keys[0], keys[1])
+    lanes = words.view(np.int8)[: row.size]
+    if limit >= 0:
+        for i in range(row.size):
+            if lanes[i] == whole:
+                own = np.uint32(_hash(np.uint32(place + i), keys[2], keys[3]) & _SIZE)
+                lanes[i] = -128 if np.float32(own) < limit else 127
+    if limit >= 0 and whole == -128:  # nothing lies below the first byte, so the mark for "kept" needs a step up
+        whole += 1
+    _keep_lanes(row, lanes, np.int8(whole))
+
+
+@_kernel
+def _signs(total, share):
+    for i in range(total.size):
+        total[i] = np.copysign(_ONE, total[i])
+        share[i] = _ZERO
+
+
+@_kernel
+def _add_agreeing(row, elected, weight, merged, share):
+    for i in range(row.size):
+        agreeing = elected[i] * row[i]
+        agreeing = _ZERO if agreeing <= _ZERO else agreeing  # which lets NaN through
+        merged[i] = merged[i] + agreeing
+        share[i] = share[i] + (weight if agreeing > _ZERO else _ZERO)
+
+
+@_kernel
+def _divide_at_least(row, elected, share, floor):
+    for i in range(row.size):
+        row[i] = row[i] * elected[i] / max(share[i], floor)
+
+
+@_kernel
+def _divide_unless_zero(row, elected, share):
+    for i in range(row.size):
+        row[i] = row[i] * elected[i] / (_ONE if abs(share[i]) < _SMALL else share[i])
+
+
+@_kernel
+def _sign_back(row, elected):
+    for i in range(row.size):
+        row[i] = row[i] * elected[i]
+
+
+@_kernel
+def _from_base(row, base, scale):
+    for i in range(row.size):
+        row[i] = base[i] + row[i] * scale
+
+
+@_kernel
+def _divide(row, number):
+    for i in range(row.size):
+        row[i] = row[i] / number
+
+
+@_kernel
+def _add_square(row, mean, out):
+    for i in range(row.size):
+        distance = row[i] - mean[i]
+        out[i] = out[i] + distance * distance
+
+
+@_kernel
+def _count_above(bits, high):
+    above = np.uint32(0)
+    for i in range(bits.size):
+        above += np.uint32(bits[i] >= high)
+    return above
+
+
+@_kernel
+def _collect(bits, low, high, found, held):
+    """Copy the patterns from ``low`` to below ``high`` behind the ``held`` of ``found``; how many are held then."""
+    span, whole = np.uint32(high - low), bits.size // _GROUP * _GROUP
+    for start in range(0, whole, _GROUP):  # most groups have none, which a vector sees at once
+        inside = np.uint32(0)
+        for i in range(start, start + _GROUP):
+            inside += np.uint32(np.uint32(bits[i] - low) < span)
+        if inside:
+            for i in range(start, start + _GROUP):
+                if np.uint32(bits[i] - low) < span:
+                    found[held] = bits[i]
+                    held += 1
+    for i in range(whole, bits.size):
+        if np.uint32(bits[i] - low) < span:
+            found[held] = bits[i]
+            held += 1
+    return held
+
+
+# Kernels: tiles of a block
+
+
+@_kernel
+def _load_deltas(raw, start, stop, base, deltas):
+    _load(raw[-1, start:stop], base)
+    for k in range(deltas.shape[0]):
+        _load_delta(raw[k, start:stop], base, deltas[k, : base.size])
+
+
+@_kernel
+def combine(raw, n, coefficients, out):
+    """Σ c_k x_k over all rows."""
+    value, total, bad = np.empty(TILE, np.float32), np.empty(TILE, np.float32), False
+    for start in range(0, n, TILE):
+        stop = min(start + TILE, n)
+        row, sums = value[: stop - start], total[: stop - start]
+        _load(raw[0, start:stop], row)
+        _product(row, coefficients[0], sums)
+        for k in range(1, coefficients.size):
+            _load(raw[k, start:stop], row)
+            _add_product(row, coefficients[k], sums)
+        bad |= _store(sums, out[start:stop])
+    return bad
+
+
+@_kernel
+def gram(raw, n, rows, shifted, sums):
+    """Add the dot products of the first rows, or of their distances from the last row, to ``sums`` (K, K)."""
+    values, base = np.empty((rows, TILE), np.float32), np.empty(TILE, np.float32)
+    for start in range(0, n, TILE):
+        stop = min(start + TILE, n)
+        count = stop - start
+        if shifted:
+            _load_deltas(raw, start, stop, base[:count], values)
+        else:
+            for k in range(rows):
+                _load(raw[k, start:stop], values[k, :count])
+        for i in range(rows):
+            for j in range(i, rows):
+                sums[i, j] += _dot(values[i, :count], values[j, :count])
+    for i in range(rows):
+        for j in range(i):
+            sums[i, j] = sums[j, i]
+
+
+@_kernel
+def _keep(kept, deltas, count, place, second, words):
+    """Set to 0 what a method drops of every model's row of a tile; ``kept`` is `fused.Kept`'s tuple."""
+    kind, cuts, budgets, keys, wholes, limits = kept
+    for k in range(deltas.shape[0]):
+        row = deltas[k, :count]
+        if kind == TRIM:
+            budgets[k] = _trim(row, cuts[k], budgets[k])
+        elif kind == MIDDLE:
+            top, other = deltas.shape[0] + k, second[:count]
+            _product(row, _ONE, other)
+            budgets[k] = _trim(row, cuts[k], budgets[k])
+            budgets[top] = _trim(other, cuts[top], budgets[top])
+            _middle(row, other)
+        elif kind == DRAW and wholes[k] < 128:
+            _draw(row, place, words, keys[k], wholes[k], limits[k])
+
+
+@_kernel
+def norms(raw, n, models, place, kept, sums):
+    """Add each model's L1 norm, before and after what is dropped, to ``sums`` (K, 2)."""
+    base, second, words = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE // 4, np.uint32)
+    deltas = np.empty((models, TILE), np.float32)
+    for start in range(0, n, TILE):
+        stop = min(start + TILE, n)
+        count = stop - start
+        _load_deltas(raw, start, stop, base[:count], deltas)
+        for k in range(models):
+            sums[k, 0] += _l1(deltas[k, :count])
+        _keep(kept, deltas, count, place + start, second, words)
+        for k in range(models):
+            sums[k, 1] += _l1(deltas[k, :count])
+
+
+@_kernel
+def _consensus(deltas, weights, normalize, floor, elected, merged, share):
+    """The weighted mean or sum, into ``merged``, of the changes that have the sign of the weighted total."""
+    count = merged.size
+    _fill(elected, _ZERO)
+    for k in range(deltas.shape[0]):
+        _times(deltas[k, :count], weights[k])
+        _add(deltas[k, :count], elected)
+    _signs(elected, share)
+    _fill(merged, _ZERO)
+    for k in range(deltas.shape[0]):
+        _add_agreeing(deltas[k, :count], elected, weights[k], merged, share)
+    if not normalize:
+        _sign_back(merged, elected)
+    elif floor > _ZERO:
+        _divide_at_least(merged, elected, share, floor)
+    else:
+        _divide_unless_zero(merged, elected, share)
+
+
+@_kernel
+def shift(raw, n, models, place, kept, scales, weights, vote, out):
+    """B + a multiple of the weighted sum, or of the consensus, of what is kept of the task vectors.
+
+    Each is first multiplied by its ``scales``, unless there are none. ``vote``: whether the sign is elected, whether
+    the sum is then divided by the agreeing weights, the least of these where all are positive (else 0), the multiple.
+    """
+    voting, normalize, floor, scale = vote
+    base, second, words = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE // 4, np.uint32)
+    deltas, total, bad = np.empty((models, TILE), np.float32), np.empty(TILE, np.float32), False
+    share = np.empty(TILE, np.float32)
+    for start in range(0, n, TILE):
+        stop = min(start + TILE, n)
+        count = stop - start
+        merged, origin = total[:count], base[:count]
+        _load_deltas(raw, start, stop, origin, deltas)
+        _keep(kept, deltas, count, place + start, second, words)
+        for k in range(scales.size):
+            _times(deltas[k, :count], scales[k])
+        if voting:
+            _consensus(deltas, weights, normalize, floor, second[:count], merged, share[:count])
+        else:
+            _product(deltas[0, :count], weights[0], merged)
+            for k in range(1, models):
+                _add_product(deltas[k, :count], weights[k], merged)
+        _from_base(merged, origin, scale)
+        bad |= _store(merged, out[start:stop])
+    return bad
+
+
+@_kernel
+def window(raw, n, models, lows, highs, top, found, above, inside):
+    """Of the magnitudes of every task vector: how many lie above a window, and which patterns inside it.
+
+    There may be several rounds of K windows. The patterns go to ``found`` (windows, n). Answers whether one is NaN.
+    """
+    base, deltas = np.empty(TILE, np.float32), np.empty((models, TILE), np.float32)
+    largest = np.uint32(0)
+    for start in range(0, n, TILE):
+        stop = min(start + TILE, n)
+        count = stop - start
+        _load_deltas(raw, start, stop, base[:count], deltas)
+        for k in range(models):
+            bits = deltas[k, :count].view(np.uint32)
+            largest = max(largest, _sizes(bits))
+            for w in range(k, lows.size, models):
+                above[w] += _count_above(bits, highs[w])
+                inside[w] = _collect(bits, lows[w], highs[w], found[w], inside[w])
+    return largest >= top
+
+
+@_kernel
+def _variance(deltas, mean, scores):
+    """The population variance of every column of a tile."""
+    count, number = scores.size, np.float32(deltas.shape[0])
+    _product(deltas[0, :count], _ONE, mean)
+    for k in range(1, deltas.shape[0]):
+        _add(deltas[k, :count], mean)
+    _divide(mean, number)
+    _fill(scores, _ZERO)
+    for k in range(deltas.shape[0]):
+        _add_square(deltas[k, :count], mean, scores)
+    _divide(scores, number)
+
+
+@_kernel
+def variance_window(raw, n, models, low, high, top, found, counts):
+    """`window` of the variances over models: ``counts`` takes how many lie above, inside, and are not 0."""
+    base, mean, variances = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    deltas, largest = np.empty((models, TILE), np.float32), np.uint32(0)
+    for start in range(0, n, TILE):
+        stop = min(start + TILE, n)
+        count = stop - start
+        scores = variances[:count]
+        _load_deltas(raw, start, stop, base[:count], deltas)
+        _variance(deltas, mean[:count], scores)
+        bits = scores.view(np.uint32)
+        largest = max(largest, _sizes(bits))
+        for i in range(count):
+            counts[2] += bits[i] != 0
+        counts[0] += _count_above(bits, high)
+        counts[1] = _collect(bits, low, high, found, counts[1])
+    return largest >= top
+
+
+@_kernel
+def _select(deltas, cut, budget, mean, scores):
+    """Set to 0, in every row, the columns whose variance is not among the largest. Answers what is left."""
+    _variance(deltas, mean, scores)
+    for i in range(scores.size):
+        kept = scores[i] > cut
+        if scores[i] == cut and budget != 0:
+            kept = True
+            budget -= budget > 0
+        scores[i] = _ONE if kept else _ZERO
+    for k in range(deltas.shape[0]):
+        row = deltas[k, : scores.size]
+        for i in range(row.size):
+            row[i] = row[i] * scores[i]
+    return budget
+
+
+@_kernel
+def energy(raw, n, models, selecting, cut, budget, sums):
+    """Add each model's sum of squares over the selected columns to ``sums`` (K,)."""
+    base, mean, scores = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    deltas = np.empty((models, TILE), np.float32)
+    for start in range(0, n, TILE):
+        stop = min(start + TILE, n)
+        count = stop - start
+        _load_deltas(raw, start, stop, base[:count], deltas)
+        if selecting:
+            budget = _select(deltas, cut, budget, mean[:count], scores[:count])
+        for k in range(models):
+            sums[k] += _dot(deltas[k, :count], deltas[k, :count])
+
+
+@_kernel
+def _add_majority(row, elected, weight, merged, share):
+    for i in range(row.size):
+        own = weight if row[i] * elected[i] > _ZERO else _ZERO
+        share[i] = share[i] + own
+        merged[i] = merged[i] + row[i] * own
+
+
+@_kernel
+def erase_minority(raw, n, models, selecting, cut, budget, weights, out):
+    """B + the weighted mean of the selected changes that have the sign of their sum."""
+    base, first, second = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    deltas, total, bad = np.empty((models, TILE), np.float32), np.empty(TILE, np.float32), False
+    for start in range(0, n, TILE):
+        stop = min(start + TILE, n)
+        count = stop - start
+        origin, elected, share, merged = base[:count], first[:count], second[:count], total[:count]
+        _load_deltas(raw, start, stop, origin, deltas)
+        if selecting:
+            budget = _select(deltas, cut, budget, elected, share)
+        _fill(elected, _ZERO)
+        _fill(merged, _NOTHING)
+        for k in range(models):
+            _add(deltas[k, :count], elected)
+        _signs(elected, share)
+        for k in range(models):
+            _add_majority(deltas[k, :count], elected, weights[k], merged, share)
+        for i in range(count):
+            merged[i] = origin[i] + merged[i] / max(share[i], _LEAST)
+        bad |= _store(merged, out[start:stop])
+    return bad
+
+
+@_kernel
+def _add_active(row, epsilon, active):
+    for i in range(row.size):
+        active[i] = active[i] + (_ONE if abs(row[i]) > epsilon else _ZERO)
+
+
+@_kernel
+def _add_changed(row, epsilon, active, unique, merged):
+    for i in range(row.size):
+        factor = _ONE if active[i] > _ONE else unique
+        merged[i] = merged[i] + row[i] * (factor if abs(row[i]) > epsilon else _ZERO)
+
+
+@_kernel
+def active_counts(raw, n, models, epsilon, counts):
+    """Add to ``counts`` (K, 2) how many elements each model changes, together with others and at all."""
+    base, deltas = np.empty(TILE, np.float32), np.empty((models, TILE), np.float32)
+    several = np.empty(TILE, np.float32)
+    for start in range(0, n, TILE):
+        stop = min(start + TILE, n)
+        count = stop - start
+        active = several[:count]
+        _load_deltas(raw, start, stop, base[:count], deltas)
+        _fill(active, _ZERO)
+        for k in range(models):
+            _add_active(deltas[k, :count], epsilon, active)
+        for k in range(models):
+            row, shared, changed = deltas[k, :count], 0, 0
+            for i in range(count):
+                own = abs(row[i]) > epsilon
+                shared += own & (active[i] > _ONE)
+                changed += own
+            counts[k, 0] += shared
+            counts[k, 1] += changed
+
+
+@_kernel
+def mean_of_active(raw, n, models, epsilon, unique, out):
+    """B + the mean change of the models that change an element, times ``unique`` (K,) where it is one alone."""
+    base, deltas = np.empty(TILE, np.float32), np.empty((models, TILE), np.float32)
+    several, total, bad = np.empty(TILE, np.float32), np.empty(TILE, np.float32), False
+    for start in range(0, n, TILE):
+        stop = min(start + TILE, n)
+        count = stop - start
+        origin, active, merged = base[:count], several[:count], total[:count]
+        _load_deltas(raw, start, stop, origin, deltas)
+        _fill(active, _ZERO)
+        _fill(merged, _NOTHING)
+        for k in range(models):
+            _add_active(deltas[k, :count], epsilon, active)
+        for k in range(models):
+            _add_changed(deltas[k, :count], epsilon, active, unique[k], merged)
+        for i in range(count):
+            merged[i] = origin[i] + merged[i] / max(active[i], _ONE)
+        bad |= _store(merged, out[start:stop])
+    return bad
+
+
+@_kernel
+def _add_vote(row, total, outweigh, votes):
+    for i in range(row.size):
+        votes[i] = votes[i] + (_ONE if abs(row[i]) > outweigh * abs(total[i] - row[i]) else _ZERO)
+
+
+@_kernel
+def agreed(raw, n, models, weights, outweigh, fewest, scale, out):
+    """B + ``scale`` times the weighted sum where enough models' own change outweighs the others'."""
+    base, deltas = np.empty(TILE, np.float32), np.empty((models, TILE), np.float32)
+    sums, polls, bad = np.empty(TILE, np.float32), np.empty(TILE, np.float32), False
+    for start in range(0, n, TILE):
+        stop = min(start + TILE, n)
+        count = stop - start
+        origin, total, votes = base[:count], sums[:count], polls[:count]
+        _load_deltas(raw, start, stop, origin, deltas)
+        _fill(votes, _ZERO)
+        for k in range(models):
+            _times(deltas[k, :count], weights[k])
+        _product(deltas[0, :count], _ONE, total)
+        for k in range(1, models):
+            _add(deltas[k, :count], total)
+        for k in range(models):
+            _add_vote(deltas[k, :count], total, outweigh, votes)
+        for i in range(count):
+            total[i] = origin[i] + scale * total[i] * (_ONE if votes[i] >= fewest else _ZERO)
+        bad |= _store(total, out[start:stop])
+    return bad
+
+
+@_kernel
+def nudge(raw, n, distance, out):
+    """B moved towards the model: by D where that is no farther than ``distance``, else by that much of it."""
+    base, deltas, bad = np.empty(TILE, np.float32), np.empty((1, TILE), np.float32), False
+    for start in range(0, n, TILE):
+        stop = min(start + TILE, n)
+        count = stop - start
+        origin, row = base[:count], deltas[0, :count]
+        _load_deltas(raw, start, stop, origin, deltas)
+        for i in range(count):
+            share = (_ONE / max(abs(row[i]), _LEAST)) * distance
+            row[i] = origin[i] + row[i] * min(max(share, _ZERO), _ONE)
+        bad |= _store(row, out[start:stop])
+    return bad
+
+
+# Checksums
+
+
+@_kernel
+def _xxh64_round(accumulator, word):
+    x = np.uint64(accumulator + np.uint64(word * np.uint64(0xC2B2AE3D27D4EB4F)))
+    x = np.uint64(np.uint64(x << np.uint64(31)) | np.uint64(x >> np.uint64(33)))
+    return np.uint64(x * np.uint64(0x9E3779B185EBCA87))
+
+
+@_kernel
+def xxh64_stripes(words, state):
+    """Take whole stripes of four words into XXH64's four accumulators."""
+    a, b, c, d = state[0], state[1], state[2], state[3]
+    for i in range(words.size // 4):
+        a = _xxh64_round(a, words[4 * i])
+        b = _xxh64_round(b, words[4 * i + 1])
+        c = _xxh64_round(c, words[4 * i + 2])
+        d = _xxh64_round(d, words[4 * i + 3])
+    state[0], state[1], state[2], state[3] = a, b, c, d

@@ -1,0 +1,182 @@
+"""What lies beside the weights: config, tokenizer, chat template, model card, and the manifest of what went in."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from model_components import __version__
+from model_components._folders import write_json
+
+from ..files import Source
+from ..files.headers import read_json
+from ..planning import MergePlan, PlanError
+from ..vocabulary import TOKENIZER_FILES
+from .facts import TensorFact
+from .hashing import hash_bytes
+from .templates import TEMPLATES
+
+_COPIED = ("generation_config.json", "preprocessor_config.json")
+_CODE = ("modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py")
+_CACHED = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def _donor_folder(plan: MergePlan) -> Path | None:
+    return plan.sources[plan.donor].folder
+
+
+def foreign_code(plan: MergePlan) -> list[str]:
+    """Python files of the donor's folder, which its config may have transformers run."""
+    folder = _donor_folder(plan)
+    return [] if folder is None else sorted({path.name for pattern in _CODE for path in folder.glob(pattern)})
+
+
+def code_note(plan: MergePlan, trust_remote_code: bool) -> list[str]:
+    """What the report says of a donor that brings code of its own."""
+    files, donor = foreign_code(plan), plan.sources[plan.donor].label
+    if not files and "auto_map" not in plan.config:
+        return []
+    names = ", ".join(files) or "code on the hub"
+    if trust_remote_code:
+        return [f"{donor} brings code of its own ({names}); it was copied and runs when the output is loaded"]
+    return [f"{donor} brings code of its own ({names}); it was left out; trust_remote_code=True copies it"]
+
+
+def write_beside(plan: MergePlan, folder: Path, trust_remote_code: bool) -> None:
+    """Everything but weights, index and manifest."""
+    config = dict(plan.config)
+    if not trust_remote_code:
+        config.pop("auto_map", None)
+    if config:
+        write_json(folder / "config.json", config)
+    donor = _donor_folder(plan)
+    if donor is not None:
+        for pattern in (*_COPIED, *(_CODE if trust_remote_code else ())):
+            for path in donor.glob(pattern):
+                shutil.copyfile(path, folder / path.name)
+    _write_tokenizer(plan, folder, trust_remote_code)
+    (folder / "mergekit_config.yml").write_text(plan.recipe.to_yaml(), encoding="utf-8")
+    (folder / "README.md").write_text(model_card(plan), encoding="utf-8")
+
+
+def _write_tokenizer(plan: MergePlan, folder: Path, trust_remote_code: bool) -> None:
+    if plan.vocabulary is not None:
+        plan.vocabulary.write_tokenizer(folder)
+    else:
+        folders = [_donor_folder(plan), *(source.folder for source in plan.sources)]
+        having = [f for f in folders if f and any((f / name).exists() for name in TOKENIZER_FILES)]
+        for name in TOKENIZER_FILES:
+            if having and (having[0] / name).exists():
+                shutil.copyfile(having[0] / name, folder / name)
+    settings = folder / "tokenizer_config.json"
+    if settings.exists() and not trust_remote_code:
+        _without(settings, "auto_map")
+    template = chosen_template(plan)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        if settings.exists():
+            _without(settings, "chat_template")
+
+
+def _without(path: Path, key: str) -> None:
+    data = read_json(path)
+    if data.pop(key, None) is not None:
+        write_json(path, data)
+
+
+def _template_of(folder: Path | None) -> str | None:
+    if folder is None:
+        return None
+    if (folder / "chat_template.jinja").exists():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8").strip()
+    settings = folder / "tokenizer_config.json"
+    template = read_json(settings).get("chat_template") if settings.exists() else None
+    return template.strip() if isinstance(template, str) else None
+
+
+def chosen_template(plan: MergePlan) -> str | None:
+    """The chat template that the recipe asks for; None to leave what the tokenizer has.
+
+    Raises:
+        PlanError: Neither a name, nor Jinja text, nor a file.
+    """
+    asked = plan.recipe.chat_template
+    if asked is None:
+        return None
+    if asked == "auto":
+        templates = [t for s in plan.sources if (t := _template_of(s.folder)) is not None]
+        return max(templates, key=templates.count) if templates else None
+    if asked in TEMPLATES:
+        return TEMPLATES[asked]
+    if "{" in asked:
+        return asked
+    if Path(asked).is_file():
+        return Path(asked).read_text(encoding="utf-8")
+    names = ", ".join(["auto", *TEMPLATES])
+    raise PlanError([f"chat_template {asked!r}: is none of {names}, not Jinja text and not a file"])
+
+
+def hub_id(source: Source) -> str | None:
+    """The id under which the hub knows a model, where the recipe or the cache's folder names say it."""
+    if source.folder is not None and (match := _CACHED.search(str(source.folder))):
+        return match["id"].replace("--", "/", 1)
+    name = source.label.partition("+")[0].partition("@")[0]
+    return name if _HUB_ID.fullmatch(name) and not Path(name).exists() else None
+
+
+def model_card(plan: MergePlan) -> str:
+    """A README for the merged checkpoint; it names no folder of this machine."""
+    ids = list(dict.fromkeys(name for source in plan.sources if (name := hub_id(source)) is not None))
+    data: dict[str, Any] = {"library_name": "transformers", "tags": ["merge", "mergekit-lite", "model-components"]}
+    if ids:
+        data |= {"base_model": ids, "base_model_relation": "merge"}
+    recipe = plan.recipe.to_yaml()
+    listed = []
+    for source in plan.sources:
+        name = hub_id(source) or source.label
+        for path in {part for part in source.label.split("+") if "/" in part and part != hub_id(source)}:
+            short = Path(path).name if hub_id(source) is None else hub_id(source) or ""
+            recipe, name = recipe.replace(path, short), name.replace(path, short)
+        listed.append(f"- {name}\n")
+    return (
+        f"---\n{yaml.safe_dump(data, sort_keys=False)}---\n# {plan.recipe.merge_method} merge\n\n"
+        f"Made by `mergekit_lite` from\n\n{''.join(listed)}\nwith this recipe:\n\n```yaml\n{recipe}```\n"
+    )
+
+
+def manifest(plan: MergePlan, facts: Sequence[TensorFact], seed: int, hashes: Mapping[str, str]) -> dict[str, Any]:
+    """What was merged, how, and hashes of what came out; equal after a resume."""
+    return {
+        "made_by": f"mergekit_lite {__version__}",
+        "recipe": plan.recipe.to_dict(),
+        "seed": seed,
+        "inputs": _described(plan, facts),
+        "files": dict(hashes),
+        "tensors": [
+            {"name": f.name, "shape": f.shape, "dtype": f.dtype, "method": f.method, "passes": f.passes} for f in facts
+        ],
+    }
+
+
+def _described(plan: MergePlan, facts: Sequence[TensorFact]) -> list[dict[str, Any]]:
+    """The inputs as the manifest lists them: a hash of the values that were merged, and the hub's commit if it has one.
+
+    The hash is that of the lines "name hash", one a tensor, sorted; a tensor's is that of the hashes of its blocks.
+    """
+    lines: list[list[str]] = [[] for _ in plan.sources]
+    for t, f in zip(plan.tensors, facts, strict=True):
+        for i, digest in zip(t.everything, f.inputs, strict=True):
+            lines[i.source].append(f"{i.name} {digest}\n")
+    described = []
+    for source, own in zip(plan.sources, lines, strict=True):
+        entry: dict[str, Any] = {"model": source.label, "values": hash_bytes("".join(sorted(set(own))).encode())}
+        if source.folder is not None and (match := _CACHED.search(str(source.folder))):
+            entry |= {"hub_id": match["id"].replace("--", "/", 1), "commit": match["commit"]}
+        described.append(entry)
+    return described

@@ -1,0 +1,51 @@
+"""The engine of compiled kernels: file merges by methods that go element by element, without torch."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+
+import numpy as np
+
+from ..dtypes import BFLOAT16, FLOAT32, Array
+from ..planning import MergePlan, TensorPlan
+from .facts import BLOCK, Sink, TensorFact, fact, hash_inputs, not_finite
+from .passes import Buffers, FusedTensor
+from .programs import PROGRAMS
+
+_LARGEST = 1 << 32  # elements of a tensor whose random words have one key
+
+
+class FusedEngine:
+    """Runs a plan's tensors that have a kernel."""
+
+    def __init__(self, plan: MergePlan, seed: int, executor: Executor | None, hashing: bool):
+        self._plan, self._seed, self._executor, self._hashing = plan, seed, executor, hashing
+        self._buffers = Buffers()
+
+    def takes(self, t: TensorPlan) -> bool:
+        """Whether a tensor's merge can be done here."""
+        by_elements = t.method in PROGRAMS and t.chunking == "elements" and t.parameters.get("scope") != "global"
+        return by_elements and t.work == FLOAT32 and t.info.count < _LARGEST
+
+    def run(self, t: TensorPlan, sink: Sink) -> TensorFact:
+        """Compute one tensor and hand its blocks, rounded, to ``sink(plan, start, values)``."""
+        assert t.method is not None
+        x = FusedTensor(t, self._plan.sources, self._seed, self._buffers, self._executor)
+        with np.errstate(all="ignore"):  # what is not finite is found in the result
+            finish = PROGRAMS[t.method](x, **t.parameters)
+        dtype = np.uint16 if t.dtype == BFLOAT16 else np.float32
+
+        def work(raw: Array, count: int, place: int, block: int) -> None:
+            out = self._buffers.get("out", 1, BLOCK, dtype)[0, :count]
+            if finish(raw, count, place, block, out):
+                raise not_finite(t)
+            if dtype is np.float32 and t.dtype != FLOAT32:
+                with np.errstate(over="ignore"):
+                    out = out.astype(t.dtype.storage)
+                if not np.isfinite(out).all():
+                    raise not_finite(t)
+            sink(t, place, out)
+
+        hashes: list[list[str]] | None = [[] for _ in range(0, t.info.count, BLOCK)] if self._hashing else None
+        x.each(work, hashes)
+        return fact(t, x.passes, hash_inputs(hashes) if hashes else ())

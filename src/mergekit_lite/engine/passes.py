@@ -1,0 +1,278 @@
+"""Passes over one tensor by compiled kernels: its blocks, read into buffers that are used again and again.
+
+Memory is a few megabytes a thread, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..dtypes import BFLOAT16, FLOAT32, Array, numbers
+from ..files import Source
+from ..methods.selection import Selector
+from ..planning import TensorPlan
+from . import _numba as kernels
+from .facts import BLOCK
+from .hashing import hash_bytes
+
+_STRETCHES, _STRETCH = 32, 2048  # the sample that thresholds start from
+
+Finish = Callable[[Array, int, int, int, Array], bool]
+"""Makes a block of the result: ``finish(raw, count, place, block, out)``; True where it is not finite."""
+
+
+def float32(values: Sequence[float] | Array) -> Array:
+    """An array of float32, which is what kernels compute in."""
+    return np.asarray(values, np.float32)
+
+
+class Buffers(threading.local):
+    """What one thread reads into and writes from; made when first asked for, and as large as was ever asked."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[tuple[str, str], Array] = {}
+
+    def get(self, name: str, rows: int, columns: int, dtype: Any) -> Array:
+        """The buffer of that name and dtype, of at least so many rows."""
+        key = (name, np.dtype(dtype).str)
+        array = self._arrays.get(key)
+        if array is None or array.shape[0] < rows or array.shape[1] != columns:
+            array = self._arrays[key] = np.empty((rows, columns), dtype)
+        return array[:rows]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a method keeps of the task vectors, as the kernels take it.
+
+    Args:
+        kind: `kernels.ALL`, ``TRIM``, ``MIDDLE`` or ``DRAW``.
+        cuts: Thresholds, of the top as well for ``MIDDLE``.
+        selectors: Know how many elements that equal a threshold a block keeps.
+        keys: Keys of each model's random words, (K, 4).
+        wholes, limits: Of each model's probability, as `Noise.keep` divides it.
+    """
+
+    kind: int = kernels.ALL
+    cuts: Array = field(default_factory=lambda: np.empty(0, np.float32))
+    selectors: Sequence[Selector] = ()
+    keys: Array = field(default_factory=lambda: np.empty((0, 4), np.uint32))
+    wholes: Array = field(default_factory=lambda: np.empty(0, np.int64))
+    limits: Array = field(default_factory=lambda: np.empty(0, np.float32))
+
+    def arguments(self, block: int) -> tuple[Any, ...]:
+        """The kernels' tuple for one block."""
+        ties = [selector.answer(block).ties for selector in self.selectors]
+        budgets = np.array([-1 if t is None else t for t in ties], np.int64)
+        return self.kind, self.cuts, budgets, self.keys, self.wholes, self.limits
+
+
+class FusedTensor:
+    """One tensor of a plan: its blocks, and the passes over them that methods ask for."""
+
+    def __init__(
+        self, t: TensorPlan, sources: Sequence[Source], seed: int, buffers: Buffers, executor: Executor | None
+    ):
+        self.plan, self.models, self.passes = t, len(t.inputs), 0
+        self._sources, self._seed, self._buffers, self._executor = sources, seed, buffers, executor
+        self._size = t.info.count
+        infos = [sources[i.source].tensors[i.name] for i in t.everything]
+        nothing = np.empty(0, np.uint8)
+        self._direct = [sources[i.source].read_into(i.name, 0, nothing) for i in t.everything]
+        narrow = all(self._direct) and all(info.dtype == BFLOAT16 for info in infos)
+        self._dtype = np.uint16 if narrow else np.float32
+        self._readable = [
+            direct and (narrow or info.dtype == FLOAT32) for direct, info in zip(self._direct, infos, strict=True)
+        ]
+
+    def _read(self, place: int, count: int, raw: Array, hashed: list[str] | None = None) -> None:
+        """Fill the first ``count`` columns of a buffer, a row an input, the base last; hash what is stored."""
+        for row, i, readable in zip(raw, self.plan.everything, self._readable, strict=True):
+            source = self._sources[i.source]
+            stored = row[:count]
+            if readable:
+                source.read_into(i.name, place, stored)
+            else:
+                stored = source.read(i.name, place, place + count)
+                row[:count] = numbers(stored)
+            if hashed is not None:
+                hashed.append(hash_bytes(stored))
+
+    def each(self, work: Callable[[Array, int, int, int], Any], hashes: list[list[str]] | None = None) -> list[Any]:
+        """``work(raw, count, place, block)`` for every block; one pass over the tensor.
+
+        ``hashes``, one empty list for each block, takes the hashes of every input's block.
+        """
+        self.passes += 1
+        places = range(0, self._size, BLOCK)
+        rows = len(self.plan.everything)
+
+        def one(block: int) -> Any:
+            raw = self._buffers.get("raw", rows, BLOCK, self._dtype)
+            count = min(BLOCK, self._size - places[block])
+            self._read(places[block], count, raw, None if hashes is None else hashes[block])
+            return work(raw, count, places[block], block)
+
+        if self._executor is None or len(places) == 1:
+            return [one(block) for block in range(len(places))]
+        return list(self._executor.map(one, range(len(places))))
+
+    def gram(self, *, shifted: bool) -> Array:
+        """Dot products of the models, the base the last of them; or of the task vectors."""
+        rows = self.models if shifted else len(self.plan.everything)
+
+        def work(raw: Array, count: int, place: int, block: int) -> Array:
+            sums = np.zeros((rows, rows))
+            kernels.gram(raw, count, rows, shifted, sums)
+            return sums
+
+        return summed(self.each(work))
+
+    def norms(self, kept: Kept) -> Array:
+        """Each model's L1 norm before and after what is dropped, (K, 2)."""
+
+        def work(raw: Array, count: int, place: int, block: int) -> Array:
+            sums = np.zeros((self.models, 2))
+            kernels.norms(raw, count, self.models, place, kept.arguments(block), sums)
+            return sums
+
+        return summed(self.each(work))
+
+    def restoring(self, kept: Kept, rescale: bool) -> Array:
+        """The factors that give back the L1 norms; none where they are not wanted."""
+        if not rescale or kept.kind == kernels.ALL:
+            return np.empty(0, np.float32)
+        before, after = self.norms(kept).T
+        return np.where(after > 0, before / np.maximum(after, 1e-300), 1.0).astype(np.float32)
+
+    def _sample(self) -> Array:
+        """Stretches of every input, spread over the tensor."""
+        step = max(_STRETCH, self._size // _STRETCHES)
+        places = range(0, self._size, step)
+        raw = np.empty((len(self.plan.everything), len(places), _STRETCH), self._dtype)
+        counts = [min(_STRETCH, self._size - place) for place in places]
+        for n, (place, count) in enumerate(zip(places, counts, strict=True)):
+            self._read(place, count, raw[:, n])
+        parts = [raw[:, n, :count] for n, count in enumerate(counts)]
+        return numbers(np.ascontiguousarray(np.concatenate(parts, 1)))
+
+    def trimmed(self, counts: Sequence[Callable[[int], int]]) -> Kept:
+        """The cuts that keep each model's k largest changes; twice as many counts keep those less a second k."""
+        sample = self._sample()
+        bits = [np.abs(model - sample[-1]).view(np.int32) for model in sample[:-1]]
+        selectors = [Selector(c(self._size), self._size, bits[j % self.models]) for j, c in enumerate(counts)]
+        self._search(selectors)  # once at least, which finds NaN
+        while not all(selector.done for selector in selectors):
+            self._search(selectors)
+        kind = kernels.TRIM if len(selectors) == self.models else kernels.MIDDLE
+        return Kept(kind, float32([selector.threshold for selector in selectors]), selectors)
+
+    def _search(self, selectors: Sequence[Selector]) -> None:
+        lows = np.array([s.low for s in selectors], np.uint32)
+        highs = np.array([s.high for s in selectors], np.uint32)
+        top = np.uint32(selectors[0].top)
+
+        def work(raw: Array, count: int, place: int, block: int) -> None:
+            found = self._buffers.get("found", len(selectors), BLOCK, np.uint32)
+            above, inside = np.zeros(len(selectors), np.int64), np.zeros(len(selectors), np.int64)
+            if kernels.window(raw, count, self.models, lows, highs, top, found, above, inside):
+                raise _nan(self.plan)
+            for k, selector in enumerate(selectors):
+                if not selector.done:
+                    selector.take(block, int(above[k]), found[k, : inside[k]].astype(np.int32))
+
+        self.each(work)
+        for selector in selectors:
+            selector.advance()
+
+    def drawn(self, density: Sequence[float]) -> Kept:
+        """Random keep decisions, those of `methods.noise.Noise.keep`."""
+        keys, wholes, limits = [], [], []
+        for model, probability in enumerate(density):
+            name = f"{self._seed}|{self.plan.name}|{model}"
+            keys.append([*_words(f"{name}|0"), *_words(f"{name}|own|0")])
+            whole, rest = divmod(probability * (1 << 8) - (1 << 7), 1)
+            wholes.append(128 if probability >= 1 else int(whole))
+            limits.append(rest * (1 << 31) if rest else -1.0)
+        return Kept(
+            kernels.DRAW,
+            keys=np.array(keys, np.uint32),
+            wholes=np.array(wholes, np.int64),
+            limits=float32(limits),
+        )
+
+    def combined(self, factors: Sequence[float] | Array) -> Finish:
+        """Finish as Σ c_k x_k over all inputs, the base last."""
+        c = float32(factors)
+        return lambda raw, count, place, block, out: kernels.combine(raw, count, c, out)
+
+    def shifted(
+        self,
+        weights: Sequence[float] | Array,
+        scale: float = 1.0,
+        kept: Kept | None = None,
+        scales: Array | None = None,
+        normalize: bool | None = None,
+    ) -> Finish:
+        """Finish as B + ``scale`` Σ w_k D_k; or, where ``normalize`` is said, B + ``scale`` times the consensus."""
+        kept = kept or Kept()
+        scales = np.empty(0, np.float32) if scales is None else scales
+        w, lowest = float32(weights), float(min(weights))
+        voting = normalize is not None, bool(normalize), np.float32(max(lowest, 0.0)), np.float32(scale)
+
+        def finish(raw: Array, count: int, place: int, block: int, out: Array) -> bool:
+            return kernels.shift(raw, count, self.models, place, kept.arguments(block), scales, w, voting, out)
+
+        return finish
+
+    def selected(self, share: float) -> tuple[bool, np.float32, Selector | None]:
+        """The cut that keeps a share of the columns whose variance is not 0: whether there is one, and which."""
+        if share >= 1:
+            return False, np.float32(0), None
+        sample = self._sample()
+        deltas = sample[:-1] - sample[-1]
+        bits = deltas.var(0, dtype=np.float32).view(np.int32)
+        first = Selector(max(1, int(share * self._size)), self._size, bits)
+        varied = self._search_variance(first)
+        selector = Selector(int(share * varied), self._size, bits)
+        while not selector.done:
+            self._search_variance(selector)
+            selector.advance()
+        return True, np.float32(selector.threshold), selector
+
+    def _search_variance(self, selector: Selector) -> int:
+        low, high, top = np.uint32(selector.low), np.uint32(selector.high), np.uint32(selector.top)
+
+        def work(raw: Array, count: int, place: int, block: int) -> int:
+            found = self._buffers.get("found", self.models, BLOCK, np.uint32)[0]
+            counts = np.zeros(3, np.int64)
+            if kernels.variance_window(raw, count, self.models, low, high, top, found, counts):
+                raise _nan(self.plan)
+            selector.take(block, int(counts[0]), found[: counts[1]].astype(np.int32))
+            return int(counts[2])
+
+        return sum(self.each(work))
+
+
+def summed(parts: Sequence[Array]) -> Array:
+    """The sum, in block order, so that threads cannot change the rounding."""
+    total = np.zeros_like(parts[0])
+    for part in parts:
+        total += part
+    return total
+
+
+def _words(key: str) -> tuple[int, int]:
+    digest = hashlib.sha256(key.encode()).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
+
+
+def _nan(t: TensorPlan) -> ValueError:
+    return ValueError(f"{t.name}: selecting the largest elements: the tensor holds NaN")

@@ -1,0 +1,205 @@
+"""Every merge method that has kernels, as the passes it makes over a tensor and the way it finishes a block.
+
+Each function has its method's parameters. It may ask its tensor for dot products, thresholds or norms, each of which is
+a pass over all blocks, and answers how a block of the result is made. The formulas stand with the methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import methods
+from ..dtypes import Array
+from ..methods import MergeMethod, coefficients
+from ..methods.averaging import normaliser
+from ..methods.trimming import middle_counts, trimmed_count
+from . import _numba as kernels
+from .passes import Finish, FusedTensor, Kept, float32, summed
+
+
+def _linear(x: FusedTensor, weight: list[float], normalize: bool) -> Finish:
+    scale = 1 / sum(weight) if normalize else 1.0
+    return x.combined([w * scale for w in weight])
+
+
+def _passthrough(x: FusedTensor, scale: list[float | None]) -> Finish:
+    return x.combined([1.0 if scale[0] is None else scale[0]])
+
+
+def _task_arithmetic(x: FusedTensor, weight: list[float], lambda_: float, normalize: bool) -> Finish:
+    return x.shifted(weight, lambda_ / normaliser(weight, normalize))
+
+
+def _nearswap(x: FusedTensor, t: float) -> Finish:
+    return lambda raw, count, place, block, out: kernels.nudge(raw, count, np.float32(t), out)
+
+
+def _slerp(x: FusedTensor, t: float) -> Finish:
+    g = x.gram(shifted=False)[::-1, ::-1]  # the base first
+    return x.combined(coefficients.slerp(g, t, np)[::-1])
+
+
+def _along_angles(x: FusedTensor, factors: Callable[[Array], Array]) -> Finish:
+    """A combination of the models, or with a base of their task vectors."""
+    based = x.plan.base is not None
+    c = factors(x.gram(shifted=based))
+    return x.shifted(c) if based else x.combined(c)
+
+
+def _nuslerp(x: FusedTensor, weight: list[float], **_: Any) -> Finish:
+    return _along_angles(x, lambda g: coefficients.nuslerp(g, weight, np))
+
+
+def _multislerp(x: FusedTensor, weight: list[float], normalize_weights: bool, eps: float) -> Finish:
+    return _along_angles(x, lambda g: coefficients.multislerp(g, weight, normalize_weights, eps, np))
+
+
+def _karcher(x: FusedTensor, max_iter: int, tol: float) -> Finish:
+    return _along_angles(x, lambda g: coefficients.karcher(g, max_iter, tol, np))
+
+
+def _model_stock(x: FusedTensor, **_: Any) -> Finish:
+    return _along_angles(x, lambda g: coefficients.model_stock(g, np))
+
+
+def _trimmed_share(x: FusedTensor, density: Sequence[float]) -> Kept:
+    if min(density) >= 1:
+        return Kept()
+    return x.trimmed([lambda n, d=d: trimmed_count(n, d) for d in density])
+
+
+def _ties(
+    x: FusedTensor,
+    weight: list[float],
+    density: list[float],
+    normalize: bool,
+    rescale: bool,
+    lambda_: float,
+    scope: str,
+) -> Finish:
+    kept = _trimmed_share(x, density)
+    return x.shifted(weight, lambda_, kept, x.restoring(kept, rescale), normalize)
+
+
+def _middle(x: FusedTensor, density: Sequence[float], gamma: Sequence[float]) -> Kept:
+    return Kept() if min(density) >= 1 else x.trimmed(middle_counts(density, gamma))
+
+
+def _breadcrumbs(
+    x: FusedTensor,
+    weight: list[float],
+    density: list[float],
+    gamma: list[float],
+    normalize: bool,
+    rescale: bool,
+    lambda_: float,
+    scope: str,
+) -> Finish:
+    kept = _middle(x, density, gamma)
+    return x.shifted(weight, lambda_ / normaliser(weight, normalize), kept, x.restoring(kept, rescale))
+
+
+def _breadcrumbs_ties(
+    x: FusedTensor,
+    weight: list[float],
+    density: list[float],
+    gamma: list[float],
+    normalize: bool,
+    rescale: bool,
+    lambda_: float,
+    scope: str,
+) -> Finish:
+    kept = _middle(x, density, gamma)
+    return x.shifted(weight, lambda_, kept, x.restoring(kept, rescale), normalize)
+
+
+def _dropped(x: FusedTensor, density: Sequence[float]) -> Kept:
+    return Kept() if min(density) >= 1 else x.drawn(density)
+
+
+def _dare_linear(
+    x: FusedTensor, weight: list[float], density: list[float], normalize: bool, rescale: bool, lambda_: float
+) -> Finish:
+    kept = _dropped(x, density)
+    return x.shifted(weight, lambda_ / normaliser(weight, normalize), kept, x.restoring(kept, rescale))
+
+
+def _dare_ties(
+    x: FusedTensor, weight: list[float], density: list[float], normalize: bool, rescale: bool, lambda_: float
+) -> Finish:
+    kept = _dropped(x, density)
+    return x.shifted(weight, lambda_, kept, x.restoring(kept, rescale), normalize)
+
+
+def _sce(x: FusedTensor, select_topk: float) -> Finish:
+    selecting, cut, selector = x.selected(select_topk)
+
+    def budget(block: int) -> int:
+        ties = None if selector is None else selector.answer(block).ties
+        return -1 if ties is None else ties
+
+    def work(raw: Array, count: int, place: int, block: int) -> Array:
+        sums = np.zeros(x.models)
+        kernels.energy(raw, count, x.models, selecting, cut, budget(block), sums)
+        return sums
+
+    energy = summed(x.each(work))
+    total = energy.sum()
+    weights = float32(energy / total if total > 0 else np.full_like(energy, 1 / x.models))
+
+    def finish(raw: Array, count: int, place: int, block: int, out: Array) -> bool:
+        return kernels.erase_minority(raw, count, x.models, selecting, cut, budget(block), weights, out)
+
+    return finish
+
+
+def _active(x: FusedTensor, epsilon: float, unique: Array) -> Finish:
+    e = np.float32(epsilon)
+    return lambda raw, count, place, block, out: kernels.mean_of_active(raw, count, x.models, e, unique, out)
+
+
+def _ram(x: FusedTensor, epsilon: float) -> Finish:
+    return _active(x, epsilon, np.ones(x.models, np.float32))
+
+
+def _ramplus_tl(x: FusedTensor, r: float, alpha: float, epsilon: float) -> Finish:
+    def work(raw: Array, count: int, place: int, block: int) -> Array:
+        counts = np.zeros((x.models, 2), np.int64)
+        kernels.active_counts(raw, count, x.models, np.float32(epsilon), counts)
+        return counts
+
+    counts = summed(x.each(work)).astype(np.float64)
+    unique = counts[:, 1] - counts[:, 0]
+    ratio = np.where(unique > 0, counts[:, 0] / np.maximum(unique, 1), 0.0)
+    return _active(x, epsilon, (1 + r * ratio.clip(0, alpha)).astype(np.float32))
+
+
+def _consensus(x: FusedTensor, weight: list[float], tall_lambda: float, min_models: int, lambda_: float) -> Finish:
+    w, settings = float32(weight), (np.float32(tall_lambda), np.float32(min_models), np.float32(lambda_))
+    return lambda raw, count, place, block, out: kernels.agreed(raw, count, x.models, w, *settings, out)
+
+
+PROGRAMS: Mapping[MergeMethod, Callable[..., Finish]] = {
+    methods.linear: _linear,
+    methods.passthrough: _passthrough,
+    methods.task_arithmetic: _task_arithmetic,
+    methods.nearswap: _nearswap,
+    methods.slerp: _slerp,
+    methods.nuslerp: _nuslerp,
+    methods.multislerp: _multislerp,
+    methods.karcher: _karcher,
+    methods.model_stock: _model_stock,
+    methods.ties: _ties,
+    methods.breadcrumbs: _breadcrumbs,
+    methods.breadcrumbs_ties: _breadcrumbs_ties,
+    methods.sce: _sce,
+    methods.dare_linear: _dare_linear,
+    methods.dare_ties: _dare_ties,
+    methods.ram: _ram,
+    methods.ramplus_tl: _ramplus_tl,
+    methods.consensus: _consensus,
+}
+"""The methods that have a kernel, where a tensor may be cut anywhere."""

@@ -1,0 +1,166 @@
+"""LoraSource: a model with a peft LoRA adapter folded in while it is read."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..dtypes import Array, numbers
+from .headers import CheckpointError, TensorInfo, read_header, read_json
+from .sources import FolderSource, Source, stat_of
+
+_LORA_KEY = re.compile(
+    r"^(?:base_model\.model\.)?(?P<module>.+?)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(?:\.weight)?$"
+)
+_PAIRS = (["lora_A", "lora_B"], ["lora_embedding_A", "lora_embedding_B"])
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_RESIDUAL = ("pissa", "olora", "corda", "loftq")  # initialisations that subtract the adapter from the base
+_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")  # their linear layers store (in, out)
+
+
+def read_adapter_config(adapter: Path) -> dict[str, Any]:
+    """The settings of a plain LoRA adapter.
+
+    Raises:
+        CheckpointError: A file is missing, or the adapter is of a kind that a sum W + s B A does not describe.
+    """
+    for needed in (CONFIG, WEIGHTS):
+        if not (adapter / needed).is_file():
+            raise CheckpointError(f"adapter {adapter}: has no {needed}")
+    settings = read_json(adapter / CONFIG)
+    if settings.get("peft_type", "LORA") != "LORA" or settings.get("use_dora") or settings.get("lora_bias"):
+        raise CheckpointError(f"adapter {adapter}: only plain LoRA adapters can be folded in (no DoRA, no lora_bias)")
+    if str(settings.get("init_lora_weights", "")).lower().startswith(_RESIDUAL):
+        raise CheckpointError(
+            f"adapter {adapter}: was initialised by {settings['init_lora_weights']}, which also changed the base "
+            "weights; save it with path_initial_model_for_weight_conversion, then fold it in"
+        )
+    if missing := {"r", "lora_alpha"} - settings.keys():
+        raise CheckpointError(f"adapter {adapter}: its config has no {' and no '.join(sorted(missing))}")
+    for key in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(settings.get(key) or {}, Mapping):
+            raise CheckpointError(f"adapter {adapter}: its {key} is {settings[key]!r}, needed numbers by module name")
+    values = [settings["r"], settings["lora_alpha"]]
+    values += [v for key in ("rank_pattern", "alpha_pattern") for v in (settings.get(key) or {}).values()]
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise CheckpointError(f"adapter {adapter}: its config has {value!r} as a rank or alpha, needed a number")
+    return settings
+
+
+def _pattern(settings: dict[str, Any], key: str, module: str, default: float) -> float:
+    for pattern, value in (settings.get(key) or {}).items():
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        except re.error as error:
+            raise CheckpointError(f"adapter: its {key} has {pattern!r}, which is no pattern ({error})") from error
+    return default
+
+
+def scale_of(settings: dict[str, Any], module: str) -> tuple[int, float]:
+    """Rank of a module's pair by an adapter's config, and the factor s of its product B A."""
+    rank = _pattern(settings, "rank_pattern", module, settings["r"])
+    alpha = _pattern(settings, "alpha_pattern", module, settings["lora_alpha"])
+    if rank < 1:
+        raise CheckpointError(f"adapter: its config gives {module} rank {rank}, needed 1 or more")
+    return int(rank), alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+
+class LoraSource:
+    """A model with a peft LoRA adapter folded in, stretch by stretch: W + s B A, with no merged copy anywhere."""
+
+    def __init__(self, base: Source, adapter: Path):
+        self.label, self.folder = f"{base.label}+{adapter}", base.folder
+        self._base, self._adapter_folder = base, adapter
+        settings = read_adapter_config(adapter)
+        self.config = dict(base.config)
+        stored = FolderSource(adapter, str(adapter), read_header(adapter / WEIGHTS))
+        self._pairs: dict[str, tuple[Array, Array, float]] = {}
+        self._replaced: dict[str, Array] = {}
+        replaced: dict[str, TensorInfo] = {}
+        # peft's flag is that of the last layer it saw, so the architecture's own word comes first.
+        self._transposed = bool(settings.get("fan_in_fan_out")) or base.config.get("model_type") in _CONV1D
+        pairs: dict[str, dict[str, Array]] = {}
+        for key, info in stored.tensors.items():
+            value = stored.read(key, 0, info.count).reshape(info.shape)
+            if match := _LORA_KEY.match(key):
+                if len(info.shape) != 2 or not info.dtype.is_floating_point:
+                    raise CheckpointError(f"adapter {adapter}: {key} is {info.dtype} {list(info.shape)}, not a matrix")
+                pairs.setdefault(match["module"], {})[match["part"]] = numbers(value).astype(np.float32)
+            else:  # modules_to_save, biases that were trained, embeddings saved beside their adapters
+                plain = key.removeprefix("base_model.model.")
+                name = plain.replace(".modules_to_save", "").replace(".base_layer", "")
+                self._replaced[name], replaced[name] = value, info
+        for module, parts in pairs.items():
+            self._add_pair(f"{module}.weight", parts, settings)
+        for name, info in replaced.items():
+            if name not in base.tensors:
+                raise CheckpointError(f"adapter {adapter}: {name} is not a tensor of {base.label}")
+            if info.shape != base.tensors[name].shape:
+                raise CheckpointError(
+                    f"adapter {adapter}: {name} has shape {list(info.shape)}, the model's is "
+                    f"{list(base.tensors[name].shape)}"
+                )
+        self.tensors = {
+            name: TensorInfo(name, info.shape, replaced[name].dtype if name in replaced else info.dtype)
+            for name, info in base.tensors.items()
+        }
+
+    def _add_pair(self, name: str, parts: dict[str, Array], settings: dict[str, Any]) -> None:
+        adapter = f"adapter {self._adapter_folder}"
+        kinds = sorted(parts)
+        if kinds not in _PAIRS:
+            raise CheckpointError(f"{adapter}: {name} has {kinds}, needed an A and a B")
+        down, up = parts[kinds[0]], parts[kinds[1]]
+        if name not in self._base.tensors:
+            raise CheckpointError(f"{adapter}: {name} is not a tensor of {self._base.label}")
+        shape = self._base.tensors[name].shape
+        turned = kinds[0] == "lora_embedding_A" or self._is_transposed(name, (up.shape[0], down.shape[1]))
+        if turned:  # the stored weight is (in, out): rows of it come from A's transpose
+            up, down = np.ascontiguousarray(down.T), np.ascontiguousarray(up.T)
+        if (up.shape[0], down.shape[1]) != shape or up.shape[1] != down.shape[0]:
+            raise CheckpointError(
+                f"{adapter}: {name} of shape {list(shape)} does not fit "
+                f"A {list(parts[kinds[0]].shape)} and B {list(parts[kinds[1]].shape)}"
+            )
+        rank, scale = scale_of(settings, name.removesuffix(".weight"))
+        if up.shape[1] != rank:
+            raise CheckpointError(f"{adapter}: {name} has rank {up.shape[1]}, its config {rank}")
+        self._pairs[name] = (up, down, scale)
+
+    def _is_transposed(self, name: str, product: tuple[int, int]) -> bool:
+        """Whether the stored weight is (in, out): its shape says so; a square one goes by peft's fan_in_fan_out."""
+        shape = self._base.tensors[name].shape
+        return self._transposed if product[0] == product[1] else shape == product[::-1]
+
+    def read(self, name: str, start: int, stop: int) -> Array:
+        """Elements of the folded weight: float32 where an adapter changes it, as stored elsewhere."""
+        replaced = self._replaced.get(name)
+        stored = self._base.read(name, start, stop) if replaced is None else replaced.reshape(-1)[start:stop]
+        if name not in self._pairs or start == stop:
+            return stored
+        up, down, scale = self._pairs[name]
+        columns = down.shape[1]
+        first, last = start // columns, -(-stop // columns)
+        change = (up[first:last] @ down).reshape(-1)[start - first * columns : stop - first * columns]
+        return numbers(stored) + change * np.float32(scale)
+
+    def read_into(self, name: str, start: int, out: Array) -> bool:
+        """As the base does, where the adapter changes nothing."""
+        if name in self._pairs or name in self._replaced:
+            return False
+        return self._base.read_into(name, start, out)
+
+    def prefetch(self, name: str) -> None:
+        """The base's; the adapter is in memory."""
+        self._base.prefetch(name)
+
+    def fingerprint(self) -> Any:
+        """The base's, and those of the adapter's two files."""
+        return [self._base.fingerprint(), *(stat_of(self._adapter_folder / name) for name in (CONFIG, WEIGHTS))]

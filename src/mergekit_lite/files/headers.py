@@ -1,0 +1,157 @@
+"""What a checkpoint says it holds, read from headers, indexes and configs alone, and never believed unchecked."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..dtypes import BY_CODE, DType
+
+_MAX_HEADER = 100_000_000
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read as what it claims to be."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor in a checkpoint: shape, dtype, and for files the absolute byte range that holds it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    file: Path | None = None
+    start: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.count * self.dtype.itemsize
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: Not JSON, nested too deep, not text, or something other than an object; with the file's name.
+    """
+    return parse_object(path, path.read_bytes())
+
+
+def parse_object(path: Path, text: bytes) -> dict[str, Any]:
+    """`read_json` on what was read of a file; a key that stands twice is an error too."""
+
+    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        entries = dict(pairs)
+        if len(entries) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise CheckpointError(f"{path}: has {twice!r} twice")
+        return entries
+
+    try:
+        data = json.loads(text, object_pairs_hook=unique)
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: holds a JSON {type(data).__name__}, needed an object")
+    return data
+
+
+def _described(path: Path, name: str, entry: Any) -> tuple[DType, tuple[int, ...], int, int]:
+    """Dtype, shape, begin and end of a header's entry."""
+
+    def sizes(key: str) -> list[int]:
+        value = entry.get(key)
+        if not isinstance(value, list) or not all(type(n) is int and 0 <= n < 1 << 63 for n in value):
+            raise CheckpointError(f"{path}: {name} has {key} {value!r}, needed a list of whole numbers from 0")
+        return value
+
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{path}: {name} is described by {entry!r}, needed dtype, shape and data_offsets")
+    code, shape, offsets = entry.get("dtype"), sizes("shape"), sizes("data_offsets")
+    if not isinstance(code, str) or code not in BY_CODE:
+        raise CheckpointError(f"{path}: {name} has dtype {code}, which is quantised or unknown; merge originals")
+    if len(offsets) != 2:
+        raise CheckpointError(f"{path}: {name} has data_offsets {offsets}, needed a begin and an end")
+    return BY_CODE[code], tuple(shape), offsets[0], offsets[1]
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of a safetensors file, from its header alone.
+
+    Raises:
+        CheckpointError: Truncated, overlapping or trailing data, holes, an unknown dtype, a size that the shape denies.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(_MAX_HEADER, size - 8):
+            raise CheckpointError(f"{path}: not a safetensors file, or cut short ({size} bytes)")
+        raw = file.read(length)
+    entries = parse_object(path, raw)
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise CheckpointError(f"{path}: __metadata__ is {str(metadata)[:60]}, needed texts by name")
+    described = [(name, *_described(path, name, entry)) for name, entry in entries.items()]
+    tensors: dict[str, TensorInfo] = {}
+    end, body = 0, size - 8 - length
+    for name, dtype, shape, start, stop in sorted(described, key=lambda d: (d[3], d[4])):
+        info = TensorInfo(name, shape, dtype, path, 8 + length + start)
+        if stop - start != info.nbytes:
+            raise CheckpointError(
+                f"{path}: {name} of shape {list(shape)} and dtype {dtype.code} needs {info.nbytes} bytes, "
+                f"has {stop - start}"
+            )
+        if start < end:
+            raise CheckpointError(f"{path}: {name} overlaps the tensor before it")
+        if start > end:
+            raise CheckpointError(f"{path}: {start - end} bytes before {name} belong to no tensor")
+        if stop > body:
+            raise CheckpointError(f"{path}: {name} ends at byte {stop} of {body}: the file is cut short")
+        end = stop
+        tensors[name] = info
+    if end < body:
+        raise CheckpointError(f"{path}: {body - end} bytes at its end belong to no tensor")
+    return tensors
+
+
+def read_folder(folder: Path) -> dict[str, TensorInfo] | None:
+    """All tensors of a safetensors folder; None when it holds no safetensors model."""
+    index, single = folder / INDEX, folder / SINGLE
+    if not index.exists():
+        return read_header(single) if single.exists() else None
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: has no weight_map")
+    tensors: dict[str, TensorInfo] = {}
+    by_file: dict[str, set[str]] = {}
+    for name, file_name in weight_map.items():
+        # A hub cache links its files to a store outside the folder, so the name is judged and not where it leads.
+        if not isinstance(file_name, str) or Path(file_name).name != file_name or file_name in ("", ".", ".."):
+            raise CheckpointError(f"{index}: {file_name!r} is not a file of this folder")
+        by_file.setdefault(file_name, set()).add(name)
+    for file_name, wanted in by_file.items():
+        if not (folder / file_name).is_file():
+            raise CheckpointError(f"{index}: names {file_name}, which is not there")
+        header = read_header(folder / file_name)
+        if missing := sorted(wanted - header.keys()):
+            raise CheckpointError(f"{index}: {missing[0]} should be in {file_name} and is not")
+        if extra := sorted(header.keys() - wanted):
+            raise CheckpointError(f"{index}: {file_name} holds {extra[0]}, which the index does not place there")
+        tensors |= header
+    return tensors

@@ -1,0 +1,133 @@
+"""open_source: whatever a user names a model by, as something tensors can be read from."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .._torch import torch
+from .adapter import CONFIG, LoraSource
+from .headers import CheckpointError, read_folder, read_json
+from .sources import DictSource, FolderSource, Source
+
+_HUB_ID = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
+_PATTERNS = ["model*.safetensors", "adapter_*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
+
+
+def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | None:
+    files = sorted(folder.glob("pytorch_model*.bin"))
+    if not files:
+        return None
+    if allow_pickle != "weights_only":
+        raise CheckpointError(
+            f"{label}: holds only pickled weights ({files[0].name}), which can run code when loaded. Convert them to "
+            'safetensors, or pass allow_pickle="weights_only" to load tensors and nothing else'
+        )
+    state: dict[str, Any] = {}
+    for file in files:
+        try:
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise CheckpointError(f"{file}: cannot be loaded as tensors and nothing else ({reason})") from error
+        if not isinstance(loaded, Mapping):
+            raise CheckpointError(f"{file}: holds a {type(loaded).__name__}, needed a state dict")
+        state |= loaded
+    config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+    source = _from_state(state, label, config)
+    source.folder = folder
+    return source
+
+
+def _from_state(state: Mapping[str, Any], label: str, config: dict[str, Any] | None = None) -> DictSource:
+    bad = [key for key, value in state.items() if not isinstance(value, torch.Tensor) or not isinstance(key, str)]
+    if bad or not state:
+        raise CheckpointError(f"{label}: a state dict maps names to tensors; {bad[0] if bad else 'this one'} does not")
+    return DictSource(state, label, config)
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, revision=revision, allow_patterns=_PATTERNS))
+
+
+def open_source(model: Any, *, allow_pickle: str | None = None, label: str | None = None) -> Source:
+    """Whatever a user names a model by, as a `Source`.
+
+    Args:
+        model: A folder, a hub id (``org/name``, ``name``, either with ``@revision``), ``"model+adapter"``, an
+            ``nn.Module``, a state dict, or a `Source` as it is.
+        allow_pickle: ``"weights_only"`` admits pickled ``.bin`` files.
+        label: What to call it in messages.
+
+    Raises:
+        CheckpointError: It is not there, is quantised or pickled, or its files are unsound.
+    """
+    if isinstance(model, Source):
+        return model
+    if isinstance(model, Mapping):
+        return _from_state(model, label or "state dict")
+    if "torch" in sys.modules and isinstance(model, torch.nn.Module):
+        return _from_module(model, label or type(model).__name__)
+    if not isinstance(model, (str, os.PathLike)):
+        raise CheckpointError(f"a model is a path, a hub id, a module or a state dict, not {type(model).__name__}")
+    text = os.fspath(model)
+    if not Path(text).expanduser().is_dir() and "+" in text:
+        base, _, adapter = text.rpartition("+")
+        return LoraSource(open_source(base, allow_pickle=allow_pickle), find_folder(adapter))
+    folder = find_folder(text)
+    tensors = read_folder(folder)
+    if tensors is None:
+        if (folder / CONFIG).exists():
+            raise CheckpointError(f"{text}: is a LoRA adapter; name it as MODEL+{text}")
+        pickled = _pickled(folder, allow_pickle, text)
+        if pickled is None:
+            raise CheckpointError(f"{text}: holds no model.safetensors and no index of shards")
+        return pickled
+    source = FolderSource(folder, label or text, tensors)
+    if quantised := source.config.get("quantization_config"):
+        kind = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
+        raise CheckpointError(f"{text}: is quantised ({kind}); merge the original weights and quantise the result")
+    return source
+
+
+def _from_module(model: torch.nn.Module, label: str) -> DictSource:
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    config = to_dict() if callable(to_dict) else {}
+    tied = set(getattr(model, "_tied_weights_keys", None) or ())
+    state = model.state_dict()
+    first_names: dict[int, str] = {}
+    for name, value in list(state.items()):  # a tied tensor is one tensor, under the name a checkpoint has
+        if value.device.type == "meta" or not value.numel():
+            continue
+        if first_names.setdefault(value.data_ptr(), name) != name and (not tied or name in tied):
+            del state[name]
+    return DictSource(state, label, config)
+
+
+def find_folder(name: str) -> Path:
+    """The folder of that path, or of the snapshot of a hub id, ``@revision`` included.
+
+    Raises:
+        CheckpointError: There is none, and the hub did not give it.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    before, at, _ = name.rpartition("@")
+    if at and Path(before).expanduser().is_dir():  # a folder has no revisions
+        return Path(before).expanduser()
+    match = _HUB_ID.fullmatch(name)
+    if name.startswith((".", "/", "~")) or match is None:
+        raise CheckpointError(f"{name}: there is no such folder")
+    try:
+        return _download(match["name"], match["revision"])
+    except Exception as error:  # huggingface_hub raises many unrelated classes for "not there" and "no network"
+        reason = str(error).strip().split("\n")[0]
+        raise CheckpointError(f"{name}: there is no such folder, and the hub did not give it ({reason})") from error

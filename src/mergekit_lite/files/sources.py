@@ -1,0 +1,148 @@
+"""Where tensors come from: safetensors folders read in stretches, and tensors in memory.
+
+Every source answers `read(name, start, stop)` with that stretch of the flattened tensor as an array of stored values
+(`mergekit_lite.dtypes`), and reads nothing else from disk. No source imports transformers, and none of files torch.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from .._torch import Tensor
+from ..dtypes import Array, byte_view, from_torch, stored_of
+from .headers import CheckpointError, TensorInfo, read_json
+
+
+@runtime_checkable
+class Source(Protocol):
+    """One model to merge."""
+
+    label: str
+    tensors: dict[str, TensorInfo]
+    config: dict[str, Any]
+    folder: Path | None
+
+    def read(self, name: str, start: int, stop: int) -> Array:
+        """Elements ``start`` to ``stop`` of the flattened tensor, shape (stop - start,), as stored or wider."""
+        ...
+
+    def read_into(self, name: str, start: int, out: Array) -> bool:
+        """Fill ``out``, of the stored dtype, from element ``start`` on; False where `read` must be used."""
+        ...
+
+    def prefetch(self, name: str) -> None:
+        """Let the system fetch a tensor while something else is computed."""
+        ...
+
+    def fingerprint(self) -> Any:
+        """Something JSON can hold that changes when the stored values may have."""
+        ...
+
+
+def stat_of(path: Path) -> list[Any]:
+    """What changes when a file does: its size, and when its bytes and its entry were last written.
+
+    A tool can set the second back, but not the third.
+    """
+    status = path.stat()
+    return [path.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+class FolderSource:
+    """A Hugging Face folder of safetensors files."""
+
+    def __init__(self, folder: Path, label: str, tensors: dict[str, TensorInfo]):
+        self.label, self.tensors = label, tensors
+        self.folder: Path | None = folder
+        self._descriptors: dict[Path, int] = {}
+        self.config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+        self._lock = threading.Lock()
+
+    def _descriptor(self, path: Path) -> int:
+        if path not in self._descriptors:
+            with self._lock:
+                if path not in self._descriptors:
+                    self._descriptors[path] = os.open(path, os.O_RDONLY)
+        return self._descriptors[path]
+
+    def read(self, name: str, start: int, stop: int) -> Array:
+        """Elements ``start`` to ``stop``, in fresh memory."""
+        out = np.empty(stop - start, self.tensors[name].dtype.storage)
+        self.read_into(name, start, out)
+        return out
+
+    def read_into(self, name: str, start: int, out: Array) -> bool:
+        """Elements ``start`` onwards, read with pread into an array of the stored dtype."""
+        info = self.tensors[name]
+        assert info.file is not None
+        view = byte_view(out)
+        position, done = info.start + start * info.dtype.itemsize, 0
+        while done < len(view):
+            count = os.preadv(self._descriptor(info.file), [view[done:]], position + done)
+            if count == 0:
+                raise CheckpointError(f"{info.file}: became shorter while it was being read")
+            done += count
+        return True
+
+    def prefetch(self, name: str) -> None:
+        """Ask the kernel to read ahead; at most 256 MB, so as not to push out what is in use."""
+        info = self.tensors[name]
+        if hasattr(os, "posix_fadvise") and info.file is not None:
+            size = min(info.nbytes, 1 << 28)
+            os.posix_fadvise(self._descriptor(info.file), info.start, size, os.POSIX_FADV_WILLNEED)
+
+    def fingerprint(self) -> Any:
+        """Sizes and times of the files that hold tensors."""
+        return [stat_of(file) for file in sorted({info.file for info in self.tensors.values() if info.file})]
+
+    def __del__(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+
+class DictSource:
+    """Tensors that are in memory already: a state dict or a module's.
+
+    Raises:
+        CheckpointError: A tensor that is sparse, has no storage (meta), or is of a dtype that no file holds.
+    """
+
+    def __init__(self, state: Mapping[str, Tensor], label: str, config: dict[str, Any] | None = None):
+        self.label, self.config = label, config or {}
+        self.folder: Path | None = None
+        self._state: dict[str, Tensor] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        for name, value in state.items():
+            dtype = from_torch(value.dtype)
+            if str(value.layout) != "torch.strided":
+                raise CheckpointError(f"{label}: {name} has layout {value.layout}, needed dense tensors")
+            if value.device.type == "meta":
+                raise CheckpointError(f"{label}: {name} is on the meta device and has no values")
+            if dtype is None:
+                raise CheckpointError(f"{label}: {name} is {value.dtype}, which no merge reads; needed real numbers")
+            self._state[name] = value.detach()
+            self.tensors[name] = TensorInfo(name, tuple(value.shape), dtype)
+
+    def read(self, name: str, start: int, stop: int) -> Array:
+        """Elements ``start`` to ``stop``; a view where the tensor is contiguous and on the CPU."""
+        value = self._state[name]
+        if not value.is_contiguous():  # once, rather than a copy for every stretch
+            value = self._state[name] = value.contiguous()
+        return stored_of(value.view(-1)[start:stop].cpu())
+
+    def read_into(self, name: str, start: int, out: Array) -> bool:
+        """False: a view is cheaper than a copy."""
+        return False
+
+    def prefetch(self, name: str) -> None:
+        """Nothing to do: it is in memory."""
+
+    def fingerprint(self) -> Any:
+        """Never equal to another run's: memory leaves no trace to compare."""
+        return ["memory", id(self), os.getpid()]

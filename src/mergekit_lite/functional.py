@@ -1,0 +1,179 @@
+"""merge_models: the one call that makes one checkpoint of several."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from model_components._folders import check_new
+
+from ._torch import Tensor, torch
+from .methods import get_method
+from .recipe import MergeRecipe, ModelEntry, model_key
+from .report import MergeReport
+from .running import Run, merge_in_memory, merge_to_folder
+
+if TYPE_CHECKING:
+    from torch import device as Device
+    from torch import dtype as TorchDType
+
+_MOST_THREADS = 8
+_IMPLS = ("auto", "eager", "fused")
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes from a number or from text such as ``"5GB"`` (decimal units).
+
+    >>> parse_size("1.5GB"), parse_size(100)
+    (1500000000, 100)
+    """
+    if isinstance(size, int) and size > 0:
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)B?\s*", str(size))
+    if not match or float(match[1]) <= 0:
+        raise ValueError(f"max_shard_size: is {size!r}, needed a number of bytes or text like '5GB'")
+    return int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
+
+
+def build_recipe(
+    models: Sequence[Any], method: str, base_model: Any, parameters: Mapping[str, Any], **rest: Any
+) -> MergeRecipe:
+    """A recipe from `merge_models`' arguments: lists of per-model parameters go to their models.
+
+    Raises:
+        ValueError: An unknown method, a base that it does not use, or a list whose length is not the number of models.
+    """
+    chosen = get_method(method)
+    if base_model is not None and chosen.base == "unused":
+        raise ValueError(f"{method}: a base model was given, but this method uses none; list it among the models")
+    own: list[dict[str, Any]] = [{} for _ in models]
+    general: dict[str, Any] = {}
+    for key, value in parameters.items():
+        name = "lambda" if key == "lambda_" else key
+        parameter = chosen.parameters.get(name)
+        per_model = parameter is not None and parameter.per_model
+        if per_model and isinstance(value, (list, tuple)) and not any(isinstance(v, Mapping) for v in value):
+            takers = [o for o, m in zip(own, models, strict=True) if model_key(m) != model_key(base_model)]
+            if len(value) != len(takers):
+                raise ValueError(
+                    f"{method}: {name} has {len(value)} values, needed one for each of {len(takers)} models"
+                )
+            for taker, v in zip(takers, value, strict=True):
+                taker[name] = v
+        else:
+            general[name] = value
+    entries = [ModelEntry(model=m, parameters=o) for m, o in zip(models, own, strict=True)]
+    return MergeRecipe(merge_method=method, models=tuple(entries), base_model=base_model, parameters=general, **rest)
+
+
+def merge_models(
+    models: Sequence[Any] | MergeRecipe,
+    method: str = "linear",
+    *,
+    base_model: Any = None,
+    out: str | os.PathLike[str] | None = None,
+    dtype: str | TorchDType | None = None,
+    out_dtype: str | TorchDType | None = None,
+    device: str | Device = "cpu",
+    impl: str = "auto",
+    max_shard_size: int | str = "5GB",
+    seed: int = 0,
+    threads: int | None = None,
+    progress: bool = True,
+    resume: bool = True,
+    allow_pickle: str | None = None,
+    trust_remote_code: bool = False,
+    **parameters: Any,
+) -> MergeReport | dict[str, Tensor]:
+    """Merge several models into one.
+
+    With ``out`` tensors stream from the inputs' files to the output's in stretches, so memory does not grow with the
+    model. Arithmetic is float32 or better, from the stored values, rounded once.
+
+    Args:
+        models: Folders, hub ids (``org/name@revision``), ``"model+adapter"``, modules or state dicts, mixed; or a
+            `MergeRecipe`, which then says everything down to ``out_dtype``.
+        method: A name from the table of methods.
+        base_model: The common ancestor, for methods that use one. It may also stand among ``models``.
+        out: Folder to write; it must not exist or be empty. None returns a state dict.
+        dtype: Dtype of the result; default: the inputs' promoted dtype. ``"float64"`` also computes in float64.
+        out_dtype: Dtype of the result where it differs from ``dtype``.
+        device: Where to compute.
+        impl: ``"eager"`` runs torch functions. ``"fused"`` runs compiled kernels, which never import torch, on files,
+            or raises where there is none. ``"auto"``, where a folder is written, runs kernels where it can; both
+            write the same bytes.
+        max_shard_size: Largest weight file, bytes or ``"5GB"``.
+        seed: Of methods that draw.
+        threads: Blocks in work at once; default: one a core, at most 8. Results do not depend on it.
+        progress: Show a progress bar.
+        resume: Go on from an interrupted run of the same merge.
+        allow_pickle: ``"weights_only"`` admits pickled checkpoints.
+        trust_remote_code: Copy the Python files of the model whose config the output takes, and the ``auto_map`` that
+            has transformers run them. Without it they are left out, and the report says so.
+        **parameters: The method's: a number for all models, or for a per-model parameter a list with one value for
+            each of ``models`` (the base not counted). Gradients and filters as in recipes.
+
+    Returns:
+        A `MergeReport`, or without ``out`` the merged state dict; what a report would note is then warned of.
+
+    Raises:
+        PlanError: The merge cannot be done; every reason found is listed, and nothing was written.
+        ValueError: A bad argument; `NotFiniteError`: a result that is not finite.
+        OutputError: ``out`` is not empty, is being written by another run, or the disk is full.
+
+    >>> a, b = {"w": torch.tensor([0.0, 2.0])}, {"w": torch.tensor([4.0, 4.0])}
+    >>> merge_models([a, b], weight=[0.25, 0.75], progress=False)
+    {'w': tensor([3.0000, 3.5000])}
+    """
+    if isinstance(models, MergeRecipe):
+        given = {"method": method != "linear", "base_model": base_model, "dtype": dtype, "out_dtype": out_dtype}
+        if extra := [k for k, v in given.items() if v] + list(parameters):
+            raise ValueError(f"merge_models: {extra[0]} was given beside a recipe, which says it itself")
+        recipe = models
+    else:
+        if isinstance(models, (str, os.PathLike, Mapping)) or not isinstance(models, Sequence) or not models:
+            raise ValueError(f"merge_models: models is {type(models).__name__}, needed a list with at least one model")
+        names = {"dtype": dtype, "out_dtype": out_dtype}
+        rest = {k: str(v).removeprefix("torch.") for k, v in names.items() if v is not None}
+        recipe = build_recipe(models, method, base_model, parameters, **rest)
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise ValueError(f"merge_models: threads is {threads}, needed a whole number from 1")
+    if impl not in _IMPLS:
+        raise ValueError(f"merge_models: impl is {impl!r}, needed one of {', '.join(_IMPLS)}")
+    run = Run(
+        device=_usable(str(device)),
+        impl=impl,
+        limit=parse_size(max_shard_size),
+        seed=seed,
+        threads=threads or _default_threads(),
+        progress=progress,
+        resume=resume,
+        allow_pickle=allow_pickle,
+        trust_remote_code=trust_remote_code,
+    )
+    if out is None:
+        return merge_in_memory(recipe, run)[0]
+    check_new(out, "merge")
+    return merge_to_folder(recipe, Path(out), run)
+
+
+def _default_threads() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, _MOST_THREADS) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _usable(device: str) -> str:
+    """The device, once something could be put there; one a process under torchrun."""
+    if device == "cpu":
+        return device
+    try:
+        chosen = torch.device(device)
+        if chosen.type == "cuda" and chosen.index is None and "LOCAL_RANK" in os.environ:
+            chosen = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.empty(1, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"merge_models: device {device} cannot be used here ({error})") from error
+    return str(chosen)

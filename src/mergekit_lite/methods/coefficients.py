@@ -1,0 +1,108 @@
+"""From the dot products of the inputs to the coefficients of their combination, for every method that follows angles.
+
+Each function takes ``xp``, the module that computes: torch, which keeps gradients, or numpy, for the compiled kernels.
+
+Notation: x_i inputs, G_ij = <x_i, x_j>, n_i = sqrt(G_ii), u_i = x_i / n_i.
+Shape letters: K inputs; ... is nothing where a tensor is taken whole, or its rows (R,).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_COLINEAR = 1e-8  # on sin θ
+_TINY = 1e-300
+
+
+def great_circle(
+    cosine: Any,  # (...)
+    t: float,
+    straight: Any,  # (...)
+    xp: Any,
+) -> Any:  # (..., 2)
+    """Coefficients of the point at ``t`` on the arc from input 0 to input 1; on the line where ``straight``."""
+    angle = xp.arccos(xp.where(straight, 0.0, cosine))  # kept off ±1, where the gradient is infinite
+    sine = xp.sin(angle)
+    arc = xp.stack([xp.sin((1 - t) * angle) / sine, xp.sin(t * angle) / sine], -1)
+    line = xp.stack([xp.full_like(cosine, 1 - t), xp.full_like(cosine, t)], -1)
+    return xp.where(straight[..., None], line, arc)
+
+
+def cosines(g: Any, xp: Any) -> Any:
+    """Cosine between inputs 0 and 1 of (..., 2, 2); 0, a right angle, where one of them is zero, as in mergekit."""
+    squared = g[..., 0, 0] * g[..., 1, 1]
+    defined = squared > 0
+    return xp.where(defined, g[..., 0, 1] / xp.sqrt(xp.where(defined, squared, 1.0)), 0.0)
+
+
+def slerp(g: Any, t: float, xp: Any) -> Any:
+    """Of the base and the model."""
+    cosine = cosines(g, xp)
+    return great_circle(cosine, t, abs(cosine) > 0.9995, xp)
+
+
+def nuslerp(g: Any, weight: Sequence[float], xp: Any) -> Any:
+    """Of the two models, or their task vectors."""
+    t = 0.5 if abs(sum(weight)) < 1e-6 else weight[1] / sum(weight)
+    cosine = cosines(g, xp)
+    return great_circle(cosine, t, 1 - cosine * cosine <= _COLINEAR**2, xp)
+
+
+def unit_gram(g: Any, eps: float, xp: Any) -> tuple[Any, Any]:
+    """Dot products of the inputs scaled to length 1 (zero inputs stay zero), and their norms (..., K)."""
+    squared = xp.stack([g[..., i, i] for i in range(g.shape[-1])], -1)
+    present = squared > 0
+    norms = xp.where(present, xp.sqrt(xp.where(present, squared, 1.0)), 0.0)
+    inverse = xp.where(present, 1 / (norms + eps).clip(min=_TINY), 0.0)
+    return g * inverse[..., :, None] * inverse[..., None, :], norms
+
+
+def multislerp(g: Any, weight: Sequence[float], normalize_weights: bool, eps: float, xp: Any) -> Any:
+    """Direction of the weighted sum of unit inputs, at the weighted mean length; the plain sum where it vanishes."""
+    units, norms = unit_gram(g, eps, xp)
+    shares = [w / sum(weight) for w in weight] if normalize_weights else list(weight)
+    w = xp.stack([xp.full_like(norms[0], share) for share in shares], -1)
+    length = xp.sqrt((w @ units @ w).clip(min=0))
+    direction = w * xp.where(norms > 0, 1 / (norms + eps).clip(min=_TINY), 0.0)
+    return xp.where(length > eps, direction / length.clip(min=_TINY) * (w @ norms), w)
+
+
+def karcher(g: Any, max_iter: int, tol: float, xp: Any) -> Any:
+    """Of the mean direction's fixed-point iteration, which stays in the span of the inputs."""
+    units, norms = unit_gram(g, 0.0, xp)
+    count = norms.shape[-1]
+    present = xp.where(norms > 0, xp.ones_like(norms), xp.zeros_like(norms))
+    plain = xp.full_like(norms, 1 / count)
+    share = present / present.sum().clip(min=1)
+    start = xp.sqrt((share @ units @ share).clip(min=0))
+    if start < 1e-7:  # all zero, or opposite directions: the mean direction is not defined
+        return plain
+    mean = share / start
+    for _ in range(max_iter):
+        cosine = (units @ mean).clip(-1, 1)
+        angle = xp.arccos(cosine)
+        sine = xp.sin(angle)
+        pull = share * xp.where(sine > 1e-12, angle / sine.clip(min=1e-12), 1.0)
+        tangent = pull - (pull @ cosine) * mean
+        length = xp.sqrt((tangent @ units @ tangent).clip(min=0))
+        if length < tol:
+            break
+        mean = xp.cos(length) * mean + xp.sin(length) / length * tangent
+        size = xp.sqrt((mean @ units @ mean).clip(min=0))
+        if size < 1e-7:  # a direction and its opposite: no mean direction to go on from
+            return plain
+        mean = mean / size
+    return mean * (norms.sum() / count) / norms.clip(min=_TINY) * present
+
+
+def model_stock(g: Any, xp: Any) -> Any:  # (..., K)
+    """T / K of every task vector, with t = K cos / (1 + (K - 1) cos)."""
+    units, norms = unit_gram(g, 0.0, xp)
+    count = norms.shape[-1]
+    pairs = sum(units[..., i, j] for i in range(count) for j in range(i))
+    cosine = pairs / (count * (count - 1) / 2)
+    below = 1 + (count - 1) * cosine
+    singular = abs(below) < 1e-6
+    t = xp.where(singular, 0.0, count * cosine / xp.where(singular, 1.0, below))
+    return xp.stack([t / count] * count, -1)

@@ -1,0 +1,150 @@
+"""make_plan: everything that can be wrong is looked for in headers and configs, and all of it is said at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..dtypes import FLOAT32, FLOAT64, FLOATS, promote
+from ..files import CheckpointError, Source
+from ..methods import MergeMethod, get_method
+from ..recipe import MergeRecipe, RecipeError
+from ..vocabulary import AlignedSource, Vocabulary, plan_vocabulary
+from .checks import check_copies, compare_configs, compare_tokenizers, tensor_problem
+from .configs import output_config
+from .layout import Slot, stacked_slices, whole_models
+from .models import Models, open_models
+from .plan import CHUNK, Input, MergePlan, PlanError, TensorPlan, header_bytes, shard_layout, size_text
+from .settings import check_parameters, evaluate_setting, idle_filters, own_parameters, setting, settings_for
+
+__all__ = [
+    "CHUNK",
+    "Input",
+    "MergePlan",
+    "PlanError",
+    "TensorPlan",
+    "evaluate_setting",
+    "header_bytes",
+    "make_plan",
+    "setting",
+    "size_text",
+]
+
+
+def make_plan(
+    recipe: MergeRecipe,
+    *,
+    max_shard_size: int = 5_000_000_000,
+    threads: int = 1,
+    allow_pickle: str | None = None,
+    stages: Mapping[int, Source] | None = None,
+) -> MergePlan:
+    """Check a recipe against its models' headers and lay out the output.
+
+    Args:
+        recipe: What to merge.
+        max_shard_size: Bytes of tensors in a file.
+        threads: For the estimate of memory.
+        allow_pickle: ``"weights_only"`` admits pickled checkpoints.
+        stages: The results of the recipes that stand among the models, by their `id`.
+
+    Raises:
+        PlanError: With every problem found.
+    """
+    problems: list[str] = []
+    notes = list(recipe.notes)
+    method: MergeMethod | None = None
+    try:
+        method = get_method(recipe.merge_method)
+    except ValueError as error:
+        problems.append(str(error))
+    if method is not None:
+        wrong, idle = check_parameters(recipe, method)
+        problems, notes = problems + wrong, notes + idle
+    models, unopened = open_models(recipe, stages or {}, allow_pickle)
+    if models is None or method is None or problems:
+        _stop_if(problems + unopened)
+    assert models is not None
+    assert method is not None
+    wrong, differing = compare_configs(models)
+    problems, notes = problems + wrong, notes + differing
+    try:
+        vocabulary, aligned = _align(recipe, models)
+    except (CheckpointError, RecipeError, OSError) as error:
+        raise PlanError([*problems, str(error)]) from error
+    notes += compare_tokenizers(models) if vocabulary is None else vocabulary.notes
+    uses_base = method.base != "unused"
+    layout = (stacked_slices if recipe.slices else whole_models)(recipe, aligned, uses_base)
+    problems, notes = problems + layout.problems, notes + layout.notes
+    tensors = []
+    for slot in layout.slots:
+        why = tensor_problem(slot, aligned, vocabulary is not None)
+        if why is None:
+            try:
+                tensors.append(_tensor(slot, recipe, method, aligned))
+            except ValueError as error:
+                why = str(error)
+        problems += [] if why is None else [why]
+    if recipe.slices and any(t.parameters.get("scope") == "global" for t in tensors):
+        problems.append("scope global ranks whole models; a recipe with slices can only use scope tensor")
+    _stop_if(problems)
+    _stop_if(check_copies(tensors, aligned))
+    notes += idle_filters(recipe, [t.name for t in tensors])
+    placed, shards = shard_layout(tensors, max_shard_size)
+    rows = vocabulary.rows if vocabulary else None
+    return MergePlan(
+        recipe,
+        list(aligned.sources),
+        placed,
+        shards,
+        output_config(aligned.sources, models.donor, placed, rows, recipe.slices),
+        models.donor,
+        vocabulary,
+        list(dict.fromkeys(notes)),
+        threads,
+    )
+
+
+def _stop_if(problems: list[str]) -> None:
+    if problems:
+        raise PlanError(list(dict.fromkeys(problems)))
+
+
+def _align(recipe: MergeRecipe, models: Models) -> tuple[Vocabulary | None, Models]:
+    """The output's vocabulary, where one is asked for, and the models as seen through it."""
+    if recipe.tokenizer is None:
+        return None, models
+    base = models.of(recipe.base_model) if recipe.base_model is not None else None
+    vocabulary = plan_vocabulary(models.sources, recipe.tokenizer, models.donor, base, models.index)
+    return vocabulary, models.seen_as(
+        [AlignedSource(models.sources, i, vocabulary) for i in range(len(models.sources))]
+    )
+
+
+def _tensor(slot: Slot, recipe: MergeRecipe, method: MergeMethod, models: Models) -> TensorPlan:
+    """Plan one tensor of the output."""
+    inputs = tuple(i for _, i in slot.inputs)
+    everything = (*inputs, slot.base) if slot.base else inputs
+    infos = [models.sources[i.source].tensors[i.name] for i in everything]
+    shape = infos[0].shape
+    if not infos[0].dtype.is_floating_point:
+        return TensorPlan(slot.name, shape, infos[0].dtype, infos[0].dtype, everything, None, None, {}, "elements", 1)
+    stored = promote(info.dtype for info in infos)
+    asked = FLOATS[recipe.dtype] if recipe.dtype else None
+    dtype = FLOATS[recipe.out_dtype] if recipe.out_dtype else asked or stored
+    method.check_inputs(len(inputs), slot.base is not None)
+    common: list[Mapping[str, Any]] = [slot.piece.parameters] if slot.piece else []
+    own = [(own_parameters(entry), i.name) for entry, i in slot.inputs]
+    bound = settings_for(method, slot.name, slot.depth, own, [*common, recipe.parameters])
+    return TensorPlan(
+        slot.name,
+        shape,
+        dtype,
+        FLOAT64 if FLOAT64 in (stored, asked) else FLOAT32,
+        inputs,
+        slot.base,
+        method,
+        bound,
+        method.chunking_for(bound),
+        method.passes_for(bound),
+    )

@@ -1,0 +1,113 @@
+"""What must agree between models, and what is only worth a note.
+
+Nothing but headers, configs and vocabularies is read, except integer and boolean buffers, which must be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..files import CheckpointError, Source
+from ..vocabulary import EMBEDDING, HEAD, read_vocabulary
+from .layout import Slot
+from .models import Models
+from .plan import CHUNK, Input, TensorPlan
+
+_MUST_AGREE = ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim", "n_head", "hidden_act")
+_MUST_AGREE += ("activation_function", "num_experts", "num_experts_per_tok")
+_MAY_DIFFER = ("rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings", "rms_norm_eps")
+_MAY_DIFFER += ("sliding_window", "bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with its parts' configs (``text_config``, …) as dotted keys."""
+    flat = dict(config)
+    for key, value in config.items():
+        if key.endswith("_config") and isinstance(value, dict):
+            flat |= {f"{key}.{inner}": held for inner, held in _flat(value).items()}
+    return flat
+
+
+def compare_configs(models: Models) -> tuple[list[str], list[str]]:
+    """Differences that make a merge impossible, and those that are only worth a note."""
+    problems, notes = [], []
+    configured = [source for source in models.sources if source.config]
+    for other in configured[1:]:
+        first = configured[0]
+        ours, theirs = _flat(first.config), _flat(other.config)
+        for key in dict.fromkeys([*ours, *theirs]):
+            name, pair = key.rpartition(".")[2], (ours.get(key), theirs.get(key))
+            if pair[0] == pair[1]:
+                continue
+            text = f"{pair[0]!r} in {first.label}, {pair[1]!r} in {other.label}"
+            if name in _MUST_AGREE and None not in pair:
+                problems.append(f"different architectures: {key} is {text}")
+            elif name in _MAY_DIFFER:
+                notes.append(f"config {key}: {text}; the output keeps {models.label(models.donor)}'s")
+    return problems, notes
+
+
+def _tokens_of(source: Source) -> dict[str, int] | None:
+    """A model's vocabulary; a model in memory has that of the folder it was loaded from, if it still knows it."""
+    name = source.config.get("_name_or_path")
+    folder = source.folder or (Path(name) if isinstance(name, str) and name and Path(name).is_dir() else None)
+    try:
+        return None if folder is None else read_vocabulary(folder, source.label)
+    except CheckpointError:
+        return None
+
+
+def compare_tokenizers(models: Models) -> list[str]:
+    """Notes on models whose rows mean other tokens; rows are merged by number where no tokenizer is asked for."""
+    notes: list[str] = []
+    vocabularies = [(source.label, tokens) for source in models.sources if (tokens := _tokens_of(source)) is not None]
+    for label, tokens in vocabularies[1:]:
+        first_label, first = vocabularies[0]
+        moved = [token for token, row in tokens.items() if first.get(token, row) != row]
+        by_row = {row: token for token, row in first.items()}
+        moved += [token for token, row in tokens.items() if token not in first and row in by_row]
+        if moved:
+            notes.append(
+                f"the tokenizers of {first_label} and {label} differ in {len(moved)} tokens ({moved[0]!r} for one): "
+                "their rows are merged by number all the same; tokenizer_source: base or union matches them by token"
+            )
+    return notes
+
+
+def tensor_problem(slot: Slot, models: Models, by_token: bool) -> str | None:
+    """Why the inputs of a slot cannot be merged: shapes that differ, or dtypes of which only some are floats."""
+    inputs = [*(i for _, i in slot.inputs), *([slot.base] if slot.base else [])]
+    infos = [models.sources[i.source].tensors[i.name] for i in inputs]
+    if len({info.shape for info in infos}) > 1:
+        shown = ", ".join(f"{models.label(i.source)} {list(t.shape)}" for i, t in zip(inputs, infos, strict=True))
+        vocabulary = not by_token and (EMBEDDING.search(slot.name) or HEAD.search(slot.name))
+        hint = " (vocabularies differ; tokenizer_source: union or base would match them by token)" if vocabulary else ""
+        return f"shapes differ: {slot.name}: {shown}{hint}"
+    if not all(info.dtype.is_floating_point for info in infos) and len({info.dtype for info in infos}) > 1:
+        return f"dtypes differ: {slot.name}: {', '.join(info.dtype.name for info in infos)}"
+    return None
+
+
+def check_copies(tensors: Sequence[TensorPlan], models: Models) -> list[str]:
+    """Integer and boolean buffers are copied when all models agree on them."""
+    problems = []
+    for t in tensors:
+        if t.method is None:
+            first, *others = t.inputs
+            problems += [
+                f"{t.name}: is {t.dtype} and differs between models; it cannot be merged"
+                for other in others
+                if not _equal(t, first, other, models)
+            ]
+    return problems
+
+
+def _equal(t: TensorPlan, first: Input, other: Input, models: Models) -> bool:
+    def read(i: Input, begin: int) -> Any:
+        return models.sources[i.source].read(i.name, begin, min(begin + CHUNK, t.info.count))
+
+    return all(np.array_equal(read(first, begin), read(other, begin)) for begin in range(0, t.info.count, CHUNK))

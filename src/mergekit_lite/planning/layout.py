@@ -1,0 +1,208 @@
+"""Which tensors the output has, and which tensor of which model goes into each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..recipe import MergeRecipe, ModelEntry, Slice, model_key
+from ..vocabulary import EMBEDDING
+from .models import Models
+from .plan import Input
+
+# Buffers that transformers computes; older checkpoints hold them and newer ones do not.
+_COMPUTED = re.compile(r"(^|\.)(position_ids|token_type_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$")
+_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor of the output, before its settings are known.
+
+    Args:
+        name: Its name.
+        depth: Its place among its slice's layers, 0 to 1; 0 outside the layers, as in mergekit.
+        inputs: Each model's entry in the recipe (None for a base that has none), and the tensor that it gives.
+        base: The base's tensor, for methods that use one.
+        piece: The slice that it belongs to.
+    """
+
+    name: str
+    depth: float
+    inputs: tuple[tuple[ModelEntry | None, Input], ...]
+    base: Input | None
+    piece: Slice | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of the output, and why some could not be laid out."""
+
+    slots: list[Slot]
+    problems: list[str]
+    notes: list[str]
+
+
+def layer_of(name: str) -> int | None:
+    """The layer a tensor belongs to: the first number among the parts of its name.
+
+    >>> layer_of("model.layers.12.mlp.experts.3.w1.weight"), layer_of("lm_head.weight")
+    (12, None)
+    """
+    match = _LAYER.search(name)
+    return int(match[1]) if match else None
+
+
+def with_layer(name: str, layer: int) -> str:
+    """The name of the same tensor in another layer."""
+    match = _LAYER.search(name)
+    assert match is not None
+    return f"{name[: match.start(1)]}{layer}{name[match.end(1) :]}"
+
+
+def some(items: Sequence[str], limit: int = _SHOWN) -> str:
+    """The first of many, and how many more there are."""
+    return ", ".join(items[:limit]) + (f" and {len(items) - limit} more" if len(items) > limit else "")
+
+
+def _depth(layer: int | None, count: int) -> float:
+    """The place of a layer among ``count``: a layer that is alone is the last."""
+    if layer is None:
+        return 0.0
+    return layer / (count - 1) if count > 1 else 1.0
+
+
+def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout:
+    """Every tensor of the models, each of which must have all of them; a base may have more.
+
+    Args:
+        recipe: With ``models``.
+        models: They, opened.
+        uses_base: Whether the method treats the base apart; else it is one more model.
+    """
+    layout = Layout([], [], [])
+    entries: list[ModelEntry | None] = list(recipe.models)
+    members = [models.of(entry.model) for entry in recipe.models]
+    base = models.of(recipe.base_model) if recipe.base_model is not None else None
+    if base is not None and base not in members:
+        members.append(base)
+        entries.append(None)
+    names = list(dict.fromkeys(name for m in [models.donor, *members] for name in models.sources[m].tensors))
+    count = 1 + max((layer for name in names if (layer := layer_of(name)) is not None), default=0)
+    missing: dict[int, list[str]] = {}
+    for name in names:
+        aliases = {m: models.alias(m, name) for m in members}
+        lacking = [m for m, alias in aliases.items() if alias is None]
+        if lacking and _COMPUTED.search(name):
+            layout.notes.append(f"{name} is computed, and not in every model: it is left out")
+            continue
+        for m in lacking:
+            missing.setdefault(m, []).append(name)
+        if lacking:
+            continue
+        inputs = [(e, Input(m, alias)) for e, m in zip(entries, members, strict=True) if (alias := aliases[m])]
+        apart = uses_base and base is not None
+        layout.slots.append(
+            Slot(
+                name,
+                _depth(layer_of(name), count),
+                tuple(i for i in inputs if not (apart and i[1].source == base)),
+                next(i for _, i in inputs if i.source == base) if apart else None,
+            )
+        )
+    for m, names_there in missing.items():
+        others = [models.label(o) for o in members if names_there[0] in models.sources[o].tensors]
+        layout.problems.append(
+            f"{models.label(m)} lacks {len(names_there)} tensors that {some(others)} have: {some(names_there)}"
+        )
+    return layout
+
+
+def stacked_slices(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout:
+    """The layers of every slice, one slice after the other, between the tensors that come before and after them.
+
+    Embeddings are the first slice's; norms and heads the last's.
+    """
+    problems: list[str] = []
+    layers: list[Slot] = []
+    before: list[Slot] = []
+    after: list[Slot] = []
+    first = 0
+    for piece in recipe.slices:
+        base = recipe.base_model if piece.base_model is None else piece.base_model
+        stack = _Piece(piece, base, models, uses_base, problems)
+        layers += stack.layers(first)
+        first += stack.length
+        for name in stack.outside():
+            place, end = (recipe.slices[0], before) if _is_before_layers(name) else (recipe.slices[-1], after)
+            if piece is place and (slot := stack.slot(name, [name] * stack.count, 0.0)):
+                end.append(slot)
+    slots = [*before, *layers, *after]
+    names = [slot.name for slot in slots]
+    if len(set(names)) < len(names):
+        problems.append("the slices give one tensor twice")
+    return Layout(slots, problems, [])
+
+
+def _is_before_layers(name: str) -> bool:
+    return bool(EMBEDDING.search(name) or "wpe" in name or "embed" in name) and "embed_out" not in name
+
+
+class _Piece:
+    """One slice: its sources' tensors, found by layer."""
+
+    def __init__(self, piece: Slice, base: object, models: Models, uses_base: bool, problems: list[str]):
+        self._piece, self._models, self._problems = piece, models, problems
+        self._members = [models.of(source.model) for source in piece.sources]
+        self._ranges = [source.layer_range or (0, 0) for source in piece.sources]
+        self._base = models.index[model_key(base)] if uses_base and base is not None else None
+        self.count, self.length = len(self._members), self._ranges[0][1] - self._ranges[0][0]
+        self._by_layer: list[dict[int | None, list[str]]] = []
+        for member, (_, stop) in zip(self._members, self._ranges, strict=True):
+            layers: dict[int | None, list[str]] = {}
+            for name in models.sources[member].tensors:
+                layers.setdefault(layer_of(name), []).append(name)
+            self._by_layer.append(layers)
+            available = 1 + max((layer for layer in layers if layer is not None), default=-1)
+            if stop > available:
+                problems.append(f"slice: layer_range ends at {stop}, {models.label(member)} has {available} layers")
+
+    def outside(self) -> list[str]:
+        """The tensors that are in no layer."""
+        return list(dict.fromkeys(name for layers in self._by_layer for name in layers.get(None, ())))
+
+    def layers(self, first: int) -> list[Slot]:
+        """The slice's layers, the output's from ``first`` on."""
+        slots = []
+        for step in range(self.length):
+            numbers = [start + step for start, _ in self._ranges]
+            there = zip(self._by_layer, numbers, strict=True)
+            names = dict.fromkeys(with_layer(name, 0) for layers, n in there for name in layers.get(n, ()))
+            for name in names:
+                own = [with_layer(name, n) for n in numbers]
+                slot = self.slot(with_layer(name, first + step), own, _depth(step, self.length))
+                slots += [slot] if slot else []
+        return slots
+
+    def slot(self, name: str, own: Sequence[str], depth: float) -> Slot | None:
+        """One tensor, from the name that it has in each source; None, and a problem, where one lacks it."""
+        inputs: list[tuple[ModelEntry | None, Input]] = []
+        for entry, member, there in zip(self._piece.sources, self._members, own, strict=True):
+            alias = self._models.alias(member, there)
+            if alias is None:
+                self._problems.append(f"{self._models.label(member)} has no {there}")
+                return None
+            inputs.append((entry, Input(member, alias)))
+        base = None
+        if self._base is not None:
+            base = next((i for _, i in inputs if i.source == self._base), None)
+            if base is None:  # not among the sources: its layers are the first source's, by number
+                alias = self._models.alias(self._base, own[0])
+                if alias is None:
+                    self._problems.append(f"{name}: the base model {self._models.label(self._base)} has no {own[0]}")
+                    return None
+                base = Input(self._base, alias)
+        kept = [i for i in inputs if base is None or i[1].source != self._base]
+        return Slot(name, depth, tuple(kept), base, self._piece)

@@ -1,0 +1,78 @@
+"""The models of a recipe, opened: which is the base, and whose config and tokenizer the output takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..files import CheckpointError, Source, open_source
+from ..recipe import MergeRecipe, model_key
+from ..vocabulary import EMBEDDING, HEAD
+
+
+@dataclass(frozen=True)
+class Models:
+    """Every model that a recipe names.
+
+    Args:
+        sources: In order of first mention, the base after the others unless it is among them.
+        index: From a model's key to its place in ``sources``.
+        donor: The place of the model whose config and files the output takes.
+    """
+
+    sources: Sequence[Source]
+    index: Mapping[Any, int]
+    donor: int
+
+    def of(self, model: Any) -> int:
+        """The place of a model of the recipe."""
+        return self.index[model_key(model)]
+
+    def label(self, place: int) -> str:
+        """What messages call it."""
+        return self.sources[place].label
+
+    def seen_as(self, sources: Sequence[Source]) -> Models:
+        """The same models, read through other sources."""
+        return replace(self, sources=sources)
+
+    def alias(self, place: int, name: str) -> str | None:
+        """The tensor of a model that stands for ``name``: itself, or a tied head's embedding."""
+        source = self.sources[place]
+        if name in source.tensors:
+            return name
+        if HEAD.search(name) and source.config.get("tie_word_embeddings", True):
+            return next((n for n in source.tensors if EMBEDDING.search(n)), None)
+        return None
+
+
+def open_models(
+    recipe: MergeRecipe, stages: Mapping[int, Source], allow_pickle: str | None
+) -> tuple[Models | None, list[str]]:
+    """Open every model once.
+
+    Args:
+        recipe: Names them.
+        stages: The results of recipes that stand among the models, by their `id`.
+        allow_pickle: ``"weights_only"`` admits pickled checkpoints.
+
+    Returns:
+        The models, or None where one could not be opened, and the reasons.
+    """
+    problems: list[str] = []
+    index: dict[Any, int] = {}
+    sources: list[Source] = []
+    for model in recipe.mentions():
+        try:
+            sources.append(stages.get(id(model)) or open_source(model, allow_pickle=allow_pickle))
+        except (CheckpointError, OSError) as error:
+            problems.append(str(error))
+            continue
+        index[model_key(model)] = len(sources) - 1
+    if problems:
+        return None, problems
+    donor = index[model_key(recipe.base_model)] if recipe.base_model is not None else 0
+    if not sources[donor].config:  # a state dict, say: the first that has a config knows what the others are
+        donor = next((i for i, source in enumerate(sources) if source.config), donor)
+    return Models(sources, index, donor), []

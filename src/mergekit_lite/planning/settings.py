@@ -1,0 +1,183 @@
+"""What a recipe's parameters come to for one tensor: gradients over the layers, filters by name, places by precedence.
+
+A value is looked up from the most specific place to the least: the slice's source or model, the slice, the recipe. A
+parameter that has one value for all models is not looked up at a model: as in mergekit, it has no effect there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ..methods import METHODS, MergeMethod, Parameter
+from ..recipe import MergeRecipe, ModelEntry, RecipeError, model_label
+from ..recipe.recipe import as_mapping, unknown_keys
+
+_MISSING = object()
+_SCALARS = (bool, int, float, str)
+# Of mergekit's methods, some take parameters that change nothing in any of them.
+_IDLE = {"int8_mask"}
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def evaluate_setting(value: Any, tensor_name: str, depth: float, check: Any = _as_it_is) -> Any:
+    """A parameter's value for one tensor.
+
+    Args:
+        value: A plain value, a gradient, or filter entries.
+        tensor_name: What filters look into.
+        depth: The tensor's place in its slice, 0 (first layer) to 1 (last), for gradients; 0 outside the layers.
+        check: From a plain value to the parameter's type.
+
+    Returns:
+        The value, or ``_MISSING`` where no filter matches.
+
+    >>> evaluate_setting([0.0, 1.0, 0.0], "model.layers.3.mlp.up_proj.weight", 0.25)
+    0.5
+    >>> evaluate_setting([{"filter": "mlp", "value": 0.7}, {"value": 0.1}], "layers.0.mlp.weight", 0.0)
+    0.7
+    """
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, (list, tuple)):
+        return value if value is None else check(value)
+    if not value:
+        return _MISSING
+    if isinstance(value[0], Mapping):
+        for entry in value:
+            unknown_keys("parameter", as_mapping("parameter", entry), ["filter", "value"])
+            if "value" not in entry:
+                raise RecipeError(f"a parameter's filter entry {dict(entry)!r} has no value")
+            if matches(entry.get("filter"), tensor_name):
+                return evaluate_setting(entry["value"], tensor_name, depth, check)
+        return _MISSING
+    if not all(isinstance(v, _SCALARS) for v in value):
+        raise RecipeError(f"a parameter's gradient is {list(value)!r}, needed numbers")
+    values = [check(v) for v in value]
+    place = depth * (len(values) - 1)
+    left = min(int(place), len(values) - 1)
+    if any(isinstance(v, (bool, str)) for v in values):  # no steps between them
+        return values[left]
+    right = min(left + 1, len(values) - 1)
+    return check(values[left] + (place - left) * (values[right] - values[left]))
+
+
+def matches(wanted: Any, tensor_name: str) -> bool:
+    """Whether a filter's text is in a tensor's name; none, and ``*``, match every name."""
+    return wanted in (None, "*") or str(wanted) in tensor_name
+
+
+def setting(
+    levels: Iterable[Mapping[str, Any]], name: str, tensor_name: str, depth: float, check: Any = _as_it_is
+) -> Any:
+    """The value of parameter ``name`` at the first level that has one for this tensor, else None."""
+    for level in levels:
+        if name in level:
+            value = evaluate_setting(level[name], tensor_name, depth, check)
+            if value is not _MISSING and value is not None:
+                return value
+    return None
+
+
+def settings_for(
+    method: MergeMethod,
+    name: str,
+    depth: float,
+    models: Sequence[tuple[Mapping[str, Any], str]],
+    common: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """The method's arguments for one tensor.
+
+    Args:
+        method: The method.
+        name: The output tensor's name.
+        depth: Its place among the layers, 0 to 1.
+        models: Each model's own parameters, and the name that the tensor has there.
+        common: Parameters of the slice and of the recipe.
+
+    Raises:
+        ValueError: A required value is missing, or one is out of range.
+    """
+    values: dict[str, Any] = {}
+    for key, parameter in method.parameters.items():
+
+        def check(value: Any, parameter: Parameter = parameter) -> Any:
+            return parameter.check(value, method.name)
+
+        if parameter.per_model:
+            own = [setting([level, *common], key, tensor, depth, check) for level, tensor in models]
+            if parameter.required or any(value is not None for value in own):
+                values[key] = own
+        elif (value := setting(common, key, name, depth, check)) is not None:
+            values[key] = value
+    return method.bind(len(models), values)
+
+
+def _places(recipe: MergeRecipe) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
+    """Every place where parameters stand: its name, they, and whether it is a model's."""
+    yield "parameters", recipe.parameters, False
+    for entry in recipe.entries():
+        yield f"parameters of {model_label(entry.model)}", entry.parameters, True
+    for piece in recipe.slices:
+        yield "parameters of a slice", piece.parameters, False
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The plain values in a setting: of gradients and filter entries, each."""
+    if isinstance(value, Mapping):
+        yield from _leaves(value.get("value"))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+    elif value is not None:
+        yield value
+
+
+def check_parameters(recipe: MergeRecipe, method: MergeMethod) -> tuple[list[str], list[str]]:
+    """Every parameter's name, and every number wherever it stands, before any model is opened.
+
+    Returns:
+        Problems, and notes on what has no effect.
+    """
+    problems, notes = [], []
+    elsewhere = {name for other in METHODS.values() for name in other.parameters} | _IDLE
+    for where, parameters, of_model in _places(recipe):
+        for name, value in parameters.items():
+            if name not in method.parameters and (name in elsewhere or not method.near(name)):
+                notes.append(f"{where}: {name} has no effect on {method.name}")
+                continue
+            try:
+                parameter = method.parameter(name)
+                for leaf in _leaves(value):
+                    parameter.check(leaf, method.name)
+            except ValueError as error:
+                problems.append(f"{where}: {error}")
+                continue
+            if of_model and not parameter.per_model:
+                text = f"{where}: {name} has no effect at a model; {method.name} takes one {name} for all"
+                (problems if parameter.required and not _has_it_elsewhere(recipe, name) else notes).append(text)
+    return problems, notes
+
+
+def _has_it_elsewhere(recipe: MergeRecipe, name: str) -> bool:
+    return any(name in parameters for _, parameters, of_model in _places(recipe) if not of_model)
+
+
+def idle_filters(recipe: MergeRecipe, names: Sequence[str]) -> list[str]:
+    """Notes on filters that are in no tensor's name."""
+    notes = []
+    for _, parameters, _ in _places(recipe):
+        for key, value in parameters.items():
+            for entry in value if isinstance(value, (list, tuple)) else [value]:
+                wanted = entry.get("filter") if isinstance(entry, Mapping) else None
+                if not any(matches(wanted, name) for name in names):
+                    notes.append(f"{key}: filter {wanted!r} is in no tensor's name")
+    return notes
+
+
+def own_parameters(entry: ModelEntry | None) -> Mapping[str, Any]:
+    """A model's own parameters; a base that is not among the models has none."""
+    return {} if entry is None else entry.parameters

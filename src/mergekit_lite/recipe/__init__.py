@@ -1,0 +1,26 @@
+"""Recipes: what a merge is to do, and the YAML dialect that says it."""
+
+from .dialect import load_recipe, parse_recipe
+from .recipe import (
+    MergeRecipe,
+    ModelEntry,
+    RecipeError,
+    Slice,
+    TokenizerSpec,
+    TokenRule,
+    model_key,
+    model_label,
+)
+
+__all__ = [
+    "MergeRecipe",
+    "ModelEntry",
+    "RecipeError",
+    "Slice",
+    "TokenRule",
+    "TokenizerSpec",
+    "load_recipe",
+    "model_key",
+    "model_label",
+    "parse_recipe",
+]

@@ -1,0 +1,279 @@
+"""load_recipe: the YAML that mergekit users have on disk, read as mergekit reads it.
+
+What has no effect there has none here and is noted; what would change the result is refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..methods import METHODS
+from .recipe import (
+    MergeRecipe,
+    ModelEntry,
+    RecipeError,
+    Slice,
+    TokenizerSpec,
+    TokenRule,
+    as_list,
+    as_mapping,
+    unknown_keys,
+)
+
+_RECIPE = ["merge_method", "models", "slices", "modules", "base_model", "parameters", "dtype", "out_dtype"]
+_RECIPE += ["tokenizer", "tokenizer_source", "chat_template", "name"]
+_DEPTH = 6  # of a list of filter entries with gradients, and some to spare
+_IDLE = {
+    "random_seed": "a recipe's random_seed has no effect; give the seed as merge_models(seed=...) or --seed",
+}
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key may stand once in a mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, (list, dict)):
+                raise RecipeError(f"recipe: a mapping has {key!r} as a key (line {key_node.start_mark.line + 1})")
+            if key in seen:
+                raise RecipeError(f"recipe: {key!r} stands twice in one mapping (line {key_node.start_mark.line + 1})")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _load_yaml(text: str) -> list[Any]:
+    try:
+        return [data for data in yaml.load_all(text, _UniqueKeys) if data is not None]
+    except yaml.YAMLError as error:
+        raise RecipeError(f"recipe: not valid YAML ({error})") from error
+    except RecursionError as error:
+        raise RecipeError("recipe: not valid YAML (nested too deep)") from error
+
+
+def load_recipe(path_or_text: str | os.PathLike[str]) -> MergeRecipe:
+    r"""A recipe from a YAML file, or from YAML text.
+
+    Several documents are stages: a named one is merged first, wherever a later one lists its name as a model. The
+    recipe is the document without a name, or else the last.
+
+    Raises:
+        RecipeError: No such file, not YAML, or a recipe that `parse_recipe` refuses.
+
+    >>> load_recipe("merge_method: linear\nmodels: [a, b]\nparameters: {weight: 0.5}").merge_method
+    'linear'
+    """
+    text = os.fspath(path_or_text)
+    if "\n" not in text and not text.lstrip().startswith("{"):
+        if not Path(text).is_file():
+            raise RecipeError(f"recipe {text}: there is no such file")
+        try:
+            text = Path(text).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise RecipeError(f"recipe {text}: is not text in UTF-8 ({error})") from error
+    documents = [as_mapping("recipe", data) for data in _load_yaml(text)]
+    if not documents:
+        raise RecipeError("recipe: is empty, needed a mapping of keys to values")
+    return _final_stage(documents)
+
+
+def _final_stage(documents: list[dict[str, Any]]) -> MergeRecipe:
+    """The recipe that several documents make together."""
+    if len(documents) == 1:
+        return parse_recipe(documents[0])
+    names = [data.get("name") for data in documents]
+    if any(not isinstance(name, str) for name in names if name is not None) or names.count(None) > 1:
+        raise RecipeError("recipe: of several documents each needs a name, but for the one that is the result")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise RecipeError(f"recipe: two documents have the name {twice[0]!r}")
+    by_name = dict(zip(names, documents, strict=True))
+    finished: dict[Any, MergeRecipe] = {}
+    under_way: list[Any] = []
+
+    def stage(name: Any) -> MergeRecipe:
+        if name in under_way:
+            raise RecipeError(f"recipe: the stages {', '.join(map(str, under_way))} need each other in a circle")
+        if name not in finished:
+            under_way.append(name)
+            finished[name] = parse_recipe(by_name[name], lambda text: stage(text) if text in by_name else text)
+            under_way.pop()
+        return finished[name]
+
+    result = stage(None if None in by_name else names[-1])
+    if idle := [name for name in by_name if name not in finished]:
+        raise RecipeError(f"recipe: the result does not use the stage {idle[0]!r}; merge it in a recipe of its own")
+    return result
+
+
+def parse_recipe(data: Mapping[str, Any], model_of: Any = str) -> MergeRecipe:
+    """A recipe from what its YAML holds.
+
+    Args:
+        data: The mapping.
+        model_of: From a model's name to what it stands for (a stage); default: the name.
+
+    Raises:
+        RecipeError: A key that is misplaced, or whose value is not what it should be.
+    """
+    parser = _Parser(model_of)
+    return parser.recipe(dict(data))
+
+
+class _Parser:
+    def __init__(self, model_of: Any):
+        self._model_of = model_of
+        self.notes: list[str] = []
+
+    def _known(self, where: str, data: Mapping[str, Any], known: list[str]) -> None:
+        self.notes += unknown_keys(where, data, known)
+
+    def recipe(self, data: dict[str, Any]) -> MergeRecipe:
+        self.notes += [_IDLE[key] for key in data if key in _IDLE]
+        self._known("recipe", {key: value for key, value in data.items() if key not in _IDLE}, _RECIPE)
+        data = {key: value for key, value in data.items() if key in _RECIPE}
+        if "merge_method" not in data:
+            raise RecipeError("recipe: has no merge_method")
+        data["parameters"] = _parameters("parameters", data.get("parameters"))
+        if data.get("modules") is not None:
+            self._open_modules(data)
+        tokenizer = self._tokenizer(data.pop("tokenizer_source", None), data.pop("tokenizer", None))
+        models, slices = data.pop("models", None), data.pop("slices", None)
+        base = data.pop("base_model", None)
+        data.pop("modules", None)
+        for key in ("dtype", "out_dtype"):
+            if isinstance(data.get(key), str):
+                data[key] = data[key].removeprefix("torch.")
+        return MergeRecipe(
+            models=tuple(self._entry("models", m) for m in as_list("models", models)) if models else (),
+            slices=tuple(self._slice(s) for s in as_list("slices", slices)) if slices else (),
+            base_model=None if base is None else self._model("base_model", base),
+            tokenizer=tokenizer,
+            notes=tuple(self.notes),
+            **{key: value for key, value in data.items() if value is not None},
+        )
+
+    def _open_modules(self, data: dict[str, Any]) -> None:
+        """A model of one module, which is what ``models`` or ``slices`` say without that level."""
+        modules = as_mapping("modules", data["modules"])
+        if len(modules) != 1:
+            raise RecipeError("recipe: recipes of several modules are not supported; merge each module on its own")
+        ((name, module),) = modules.items()
+        module = as_mapping(f"modules {name}", module)
+        self._known(f"modules {name}", module, ["models", "slices", "parameters"])
+        if data.get("models") or data.get("slices"):
+            raise RecipeError("recipe: needs either models, slices or modules, and not two of them")
+        inner = _parameters(f"modules {name} parameters", module.get("parameters"))
+        data |= {"models": module.get("models"), "slices": module.get("slices")}
+        data["parameters"] = {**data["parameters"], **inner}
+
+    def _model(self, where: str, value: Any) -> Any:
+        """A model's name; mergekit's mapping of path, revision and adapter becomes the text it stands for."""
+        return self._model_of(_reference(where, value))
+
+    def _entry(self, where: str, value: Any, *, in_slice: bool = False) -> ModelEntry:
+        if isinstance(value, str):
+            return ModelEntry(model=self._model(where, value))
+        data = as_mapping(where, value)
+        if misplaced := sorted({name for method in METHODS.values() for name in method.parameters} & data.keys()):
+            raise RecipeError(f"{where}: {misplaced[0]} stands beside model, needed under its parameters")
+        self._known(where, data, ["model", "layer_range", "parameters"] if in_slice else ["model", "parameters"])
+        if "model" not in data:
+            raise RecipeError(f"{where}: an entry has no model")
+        layers = data.get("layer_range") if in_slice else None
+        if layers is not None and (not isinstance(layers, (list, tuple)) or len(layers) != 2):
+            raise RecipeError(f"{where}: layer_range is {layers!r}, needed [start, end]")
+        return ModelEntry(
+            model=self._model(f"{where} model", data["model"]),
+            layer_range=None if layers is None else (_whole(layers[0]), _whole(layers[1])),
+            parameters=_parameters(f"{where} parameters", data.get("parameters")),
+        )
+
+    def _slice(self, value: Any) -> Slice:
+        data = as_mapping("slices", value)
+        self._known("slices", data, ["sources", "base_model", "parameters", "residual_weight"])
+        if data.get("residual_weight") is not None:
+            self.notes.append("slices: residual_weight has no effect")
+        base = data.get("base_model")
+        sources = as_list("slices sources", data.get("sources"))
+        return Slice(
+            sources=tuple(self._entry("slices sources", source, in_slice=True) for source in sources),
+            base_model=None if base is None else self._model("slices base_model", base),
+            parameters=_parameters("slices parameters", data.get("parameters")),
+        )
+
+    def _tokenizer(self, source: Any, tokenizer: Any) -> TokenizerSpec | None:
+        if source is not None and tokenizer is not None:
+            raise RecipeError("recipe: give tokenizer or tokenizer_source, not both")
+        if source is not None:
+            return TokenizerSpec(source=_reference("tokenizer_source", source))
+        if tokenizer is None:
+            return None
+        data = as_mapping("tokenizer", tokenizer)
+        self._known("tokenizer", data, ["source", "tokens", "pad_to_multiple_of"])
+        tokens = as_mapping("tokenizer tokens", data.get("tokens") or {})
+        return TokenizerSpec(
+            source=_reference("tokenizer source", data.get("source") or "union"),
+            tokens={token: self._token_rule(f"tokenizer tokens {token!r}", rule) for token, rule in tokens.items()},
+            pad_to_multiple_of=data.get("pad_to_multiple_of"),
+        )
+
+    def _token_rule(self, where: str, value: Any) -> TokenRule:
+        data = as_mapping(where, value)
+        self._known(where, data, ["source", "force"])
+        source, force = data.get("source"), bool(data.get("force"))
+        kind = source.get("kind") if isinstance(source, Mapping) else None
+        if source is None:
+            return TokenRule(force=force)
+        if kind is None:
+            return TokenRule(model=self._model(f"{where} source", source), force=force)
+        if kind == "zero":
+            return TokenRule(zero=True, force=force)
+        if kind != "model_token":
+            raise RecipeError(f"{where}: source kind is {kind!r}, needed model_token, zero or a model's name")
+        self._known(f"{where} source", source, ["kind", "model", "token", "token_id"])
+        token, row = source.get("token"), source.get("token_id")
+        if (token is None) == (row is None) or "model" not in source:
+            raise RecipeError(f"{where}: a model_token needs a model, and either a token or a token_id")
+        if row is not None and (type(row) is not int or row < 0):
+            raise RecipeError(f"{where}: token_id is {row!r}, needed a whole number from 0")
+        return TokenRule(model=self._model(f"{where} model", source["model"]), token=token, token_id=row, force=force)
+
+
+def _whole(value: Any) -> Any:
+    """A whole number that YAML gives as text or with a point."""
+    try:
+        return int(value) if not isinstance(value, bool) and float(value) == int(float(value)) else value
+    except (TypeError, ValueError, OverflowError):
+        return value
+
+
+def _parameters(where: str, value: Any) -> dict[str, Any]:
+    def check(part: Any, depth: int) -> None:
+        if depth > _DEPTH:  # an alias may even hold itself
+            raise RecipeError(f"{where}: a value is nested too deep, needed numbers, gradients and filter entries")
+        for inner in part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ():
+            check(inner, depth + 1)
+
+    parameters = as_mapping(where, value if value is not None else {})
+    check(parameters, 0)
+    return parameters
+
+
+def _reference(where: str, value: Any) -> str:
+    """The text that names a model: ``PATH``, ``PATH@REVISION``, either with ``+ADAPTER``."""
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, Mapping) and "model" in value:
+        base = _reference(where, value["model"])
+        return base if value.get("lora") is None else f"{base}+{_reference(where, value['lora'])}"
+    if isinstance(value, Mapping) and isinstance(value.get("path"), str):
+        return value["path"] if value.get("revision") is None else f"{value['path']}@{value['revision']}"
+    raise RecipeError(f"{where}: is {value!r}, needed a path or hub id, or MODEL+ADAPTER, as one text")

@@ -1,0 +1,261 @@
+"""MergeRecipe: what to merge and how, as data that checks itself and survives the way to YAML and back."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from ..dtypes import FLOATS
+
+
+class RecipeError(ValueError):
+    """A recipe that does not say something that can be done."""
+
+
+def unknown_keys(where: str, data: Mapping[str, Any], known: Sequence[str]) -> list[str]:
+    """Notes on keys that mean nothing; one that looks like a misspelt key raises a `RecipeError`."""
+    notes = []
+    for key in data:
+        if key not in known:
+            if near := difflib.get_close_matches(str(key), known, n=3, cutoff=0.7):
+                raise RecipeError(f"{where}: unknown key {key!r}; did you mean {' or '.join(near)}?")
+            notes.append(f"{where}: the key {key!r} means nothing here and has no effect")
+    return notes
+
+
+def as_mapping(where: str, value: Any) -> dict[str, Any]:
+    """A mapping with text keys, as a dict."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise RecipeError(f"{where}: is {value!r}, needed a mapping of names to values")
+    return dict(value)
+
+
+def as_list(where: str, value: Any) -> list[Any]:
+    """A list with at least one entry."""
+    if not isinstance(value, (list, tuple)) or not value:
+        raise RecipeError(f"{where}: is {value!r}, needed a list with at least one entry")
+    return list(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelEntry:
+    """One model: in ``models`` without a layer range, as a slice's source with one."""
+
+    model: Any
+    layer_range: tuple[int, int] | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.layer_range is not None:
+            first, last = self.layer_range
+            if not (type(first) is int and type(last) is int and 0 <= first < last):
+                raise RecipeError(
+                    f"layer_range of {model_label(self.model)}: is {list(self.layer_range)}, needed 0 <= start < end"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """What its YAML would hold."""
+        data: dict[str, Any] = {"model": model_label(self.model)}
+        if self.layer_range is not None:
+            data["layer_range"] = list(self.layer_range)
+        return data | ({"parameters": _plain(self.parameters)} if self.parameters else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """A run of layers of the output, merged from equally long runs of the sources; it may have a base of its own."""
+
+    sources: tuple[ModelEntry, ...]
+    base_model: Any = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lengths = {s.layer_range[1] - s.layer_range[0] for s in self.sources if s.layer_range}
+        if len(lengths) > 1:
+            raise RecipeError(f"slice: its sources span {sorted(lengths)} layers, needed one length")
+        if any(s.layer_range is None for s in self.sources):
+            raise RecipeError("slice: every source needs a layer_range: [start, end]")
+
+    def to_dict(self) -> dict[str, Any]:
+        """What its YAML would hold."""
+        data: dict[str, Any] = {"sources": [source.to_dict() for source in self.sources]}
+        if self.base_model is not None:
+            data["base_model"] = model_label(self.base_model)
+        return data | ({"parameters": _plain(self.parameters)} if self.parameters else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRule:
+    """Where one token's row comes from.
+
+    Args:
+        model: The model that gives it; None for a row of zeros.
+        token: The model's token to take it from, where that has another name there.
+        token_id: The model's row to take, in place of ``token``.
+        zero: A row of zeros.
+        force: Also for models that have the token.
+    """
+
+    model: Any = None
+    token: str | None = None
+    token_id: int | None = None
+    zero: bool = False
+    force: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """What its YAML would hold."""
+        source: Any = None if self.model is None else model_label(self.model)
+        if self.zero:
+            source = {"kind": "zero"}
+        elif self.token is not None or self.token_id is not None:
+            place = {"token": self.token} if self.token is not None else {"token_id": self.token_id}
+            source = {"kind": "model_token", "model": source, **place}
+        return ({"source": source} if source is not None else {}) | ({"force": True} if self.force else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSpec:
+    """Where the output's vocabulary comes from, and rows that a user places by hand."""
+
+    source: str = "union"
+    tokens: Mapping[str, TokenRule] = field(default_factory=dict)
+    pad_to_multiple_of: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.source, str):
+            raise RecipeError(f"tokenizer source: is {self.source!r}, needed base, union or a model's path")
+        pad = self.pad_to_multiple_of
+        if pad is not None and (type(pad) is not int or pad < 1):
+            raise RecipeError(f"tokenizer pad_to_multiple_of: is {pad!r}, needed a whole number above 0")
+
+    def to_dict(self) -> dict[str, Any]:
+        """What its YAML would hold."""
+        data: dict[str, Any] = {"source": self.source}
+        if self.tokens:
+            data["tokens"] = {token: rule.to_dict() for token, rule in self.tokens.items()}
+        return data | ({"pad_to_multiple_of": self.pad_to_multiple_of} if self.pad_to_multiple_of else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeRecipe:
+    """Everything that defines a merge; `load_recipe` makes one from YAML, `merge_models` from its arguments.
+
+    Args:
+        merge_method: Name in the table of methods.
+        models: Whole models, or
+        slices: runs of layers; exactly one of the two.
+        base_model: The base, for methods that use one; to others it is one more model.
+        parameters: Values for every model and layer that has none of its own.
+        dtype: Dtype of the output (and float64 computes in float64); values are never rounded to it on the way.
+        out_dtype: Dtype of the output where it differs from ``dtype``.
+        tokenizer: Vocabulary of the output; None leaves embeddings and tokenizer as the models have them.
+        chat_template: ``"auto"`` (the one most models have), a name, Jinja text, or a path to it.
+        notes: What `load_recipe` read that has no effect.
+        name: What later stages of a recipe in several call its result.
+
+    A model may be a `MergeRecipe` itself: a stage, which is merged first.
+
+    >>> recipe = MergeRecipe(merge_method="linear", models=[ModelEntry(model="a"), ModelEntry(model="b")])
+    >>> recipe.to_dict()["models"]
+    [{'model': 'a'}, {'model': 'b'}]
+    """
+
+    merge_method: str
+    models: tuple[ModelEntry, ...] = ()
+    slices: tuple[Slice, ...] = ()
+    base_model: Any = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str | None = None
+    out_dtype: str | None = None
+    tokenizer: TokenizerSpec | None = None
+    chat_template: str | None = None
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "models", tuple(self.models))
+        object.__setattr__(self, "slices", tuple(self.slices))
+        if not isinstance(self.merge_method, str):
+            raise RecipeError(f"recipe merge_method: is {self.merge_method!r}, needed a method's name")
+        if bool(self.models) == bool(self.slices):
+            raise RecipeError("recipe: needs either models or slices, and not both")
+        for key in ("dtype", "out_dtype"):
+            value = getattr(self, key)
+            if value is not None and value not in FLOATS:
+                raise RecipeError(f"recipe {key}: is {value!r}, needed one of {', '.join(FLOATS)}")
+        if self.chat_template is not None and not isinstance(self.chat_template, str):
+            raise RecipeError(f"recipe chat_template: is {self.chat_template!r}, needed a text")
+        for models in [self.models, *(piece.sources for piece in self.slices)]:
+            keys = [model_key(entry.model) for entry in models]
+            for key, entry in zip(keys, models, strict=True):
+                if keys.count(key) > 1:
+                    raise RecipeError(f"models: {model_label(entry.model)} is listed twice; give each model once")
+
+    def entries(self) -> list[ModelEntry]:
+        """Every model entry, in order of first mention."""
+        return [*self.models, *(source for piece in self.slices for source in piece.sources)]
+
+    def mentions(self) -> list[Any]:
+        """Every model that the recipe names, bases included, each once, in order of first mention."""
+        bases = [self.base_model, *(piece.base_model for piece in self.slices)]
+        everyone = [*(entry.model for entry in self.entries()), *(base for base in bases if base is not None)]
+        return list({model_key(model): model for model in everyone}.values())
+
+    def stages(self) -> list[MergeRecipe]:
+        """The recipes whose results this one merges."""
+        return [model for model in self.mentions() if isinstance(model, MergeRecipe)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What its YAML would hold; models that are in memory, and stages, appear by label."""
+        data: dict[str, Any] = {} if self.name is None else {"name": self.name}
+        data["merge_method"] = self.merge_method
+        if self.models:
+            data["models"] = [entry.to_dict() for entry in self.models]
+        if self.slices:
+            data["slices"] = [piece.to_dict() for piece in self.slices]
+        if self.base_model is not None:
+            data["base_model"] = model_label(self.base_model)
+        if self.parameters:
+            data["parameters"] = _plain(self.parameters)
+        if self.tokenizer is not None:
+            data["tokenizer"] = self.tokenizer.to_dict()
+        return data | {k: v for k in ("dtype", "out_dtype", "chat_template") if (v := getattr(self, k)) is not None}
+
+    def to_yaml(self) -> str:
+        """The recipe as YAML text: one document for each stage, its own last."""
+        documents = [stage.to_yaml() for stage in self.stages()]
+        documents.append(yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True))
+        return "---\n".join(documents)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    for kind in (bool, int, float, str):  # numpy's numbers are subclasses that YAML does not know
+        if isinstance(value, kind):
+            return kind(value)
+    return value
+
+
+def model_label(model: Any) -> str:
+    """What to call a model in messages and recipes."""
+    if isinstance(model, (str, os.PathLike)):
+        return os.fspath(model)
+    if isinstance(model, MergeRecipe):
+        return model.name or f"<{model.merge_method} merge>"
+    return str(getattr(model, "label", f"<{type(model).__name__} in memory>"))
+
+
+def model_key(model: Any) -> Any:
+    """Equal for two mentions of one model."""
+    if not isinstance(model, (str, os.PathLike)):
+        return id(model)
+    text = os.fspath(model)
+    return os.path.realpath(text) if os.path.isdir(text) else text

@@ -1,0 +1,237 @@
+"""Running a merge: its stages, its engine, its progress, and the folder that it writes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from model_components import __version__
+from model_components._folders import NewFolder, OutputError, write_json
+
+from ._torch import Tensor, torch
+from .dtypes import Array, stored_of, to_torch
+from .engine import Engine, NotFiniteError, TensorFact
+from .engine.beside import chosen_template, code_note
+from .engine.output import OutputFolder, plan_fingerprint
+from .engine.ranks import Ranks
+from .files import CheckpointError, DictSource, Source, open_source
+from .files.headers import read_json
+from .planning import MergePlan, TensorPlan, make_plan
+from .recipe import MergeRecipe, model_label
+from .report import MergeReport
+
+_STAGE = "stage.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a merge is run, whatever is merged."""
+
+    device: str
+    impl: str
+    limit: int
+    seed: int
+    threads: int
+    progress: bool
+    resume: bool
+    allow_pickle: str | None
+    trust_remote_code: bool
+    hashing: bool = True
+
+
+class Bar:
+    """A progress bar of bytes written; tqdm is imported only where one is seen."""
+
+    def __init__(self, plan: MergePlan, *, hidden: bool):
+        self._bar: Any = None
+        if not hidden:
+            from tqdm.auto import tqdm
+
+            name = plan.recipe.name or plan.recipe.merge_method
+            self._bar = tqdm(total=plan.bytes_written, unit="B", unit_scale=True, desc=name)
+
+    def update(self, count: int) -> None:
+        """So many bytes more are written."""
+        if self._bar is not None:
+            self._bar.update(count)
+
+    def say(self, text: str) -> None:
+        """What takes a while now."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(text)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+@contextlib.contextmanager
+def _running(plan: MergePlan, run: Run, ranks: Ranks) -> Iterator[tuple[Engine, Bar, Executor]]:
+    """The engine, its progress bar, and an executor for blocks and hashes."""
+    with Bar(plan, hidden=not run.progress or ranks.rank > 0) as bar, ThreadPoolExecutor(run.threads) as executor:
+        side_by_side = executor if run.threads > 1 else None
+        with Engine(plan, run.seed, run.device, side_by_side, bar.say, run.impl, run.hashing) as engine:
+            yield engine, bar, executor
+
+
+def merge_in_memory(recipe: MergeRecipe, run: Run) -> tuple[dict[str, Tensor], MergePlan]:
+    """The merged state dict, and the plan that made it; what the plan notes is warned of."""
+    stages: dict[int, Source] = {}
+    for stage in recipe.stages():
+        state, made_by = merge_in_memory(stage, run)
+        source = DictSource(state, model_label(stage), made_by.config)
+        source.folder = made_by.sources[made_by.donor].folder
+        stages[id(stage)] = source
+    plan = make_plan(recipe, threads=run.threads, allow_pickle=run.allow_pickle, stages=stages)
+    for note in plan.notes:
+        warnings.warn(f"merge_models: {note}", stacklevel=4)
+    merged = {t.name: torch.empty(t.shape, dtype=to_torch(t.dtype)) for t in plan.tensors}
+
+    def sink(t: TensorPlan, start: int, values: Array) -> None:
+        stored_of(merged[t.name].view(-1))[start : start + values.size] = values
+
+    eager = replace(run, hashing=False, impl="eager" if run.impl == "auto" else run.impl)  # no wait for a compiler
+    with _running(plan, eager, Ranks()) as (engine, bar, _):
+        for t, _ in zip(plan.tensors, engine.run_all(plan.tensors, sink), strict=True):
+            bar.update(t.nbytes)
+    return merged, plan
+
+
+def merge_to_folder(recipe: MergeRecipe, out: Path, run: Run) -> MergeReport:
+    """Merge into a folder that does not exist yet, or is empty."""
+    started, cpu_started = time.perf_counter(), time.process_time()
+    ranks = Ranks()
+    with _stages_beside(recipe, out, run, ranks) as stages:
+        plan = make_plan(
+            recipe, max_shard_size=run.limit, threads=run.threads, allow_pickle=run.allow_pickle, stages=stages
+        )
+        plan.notes += code_note(plan, run.trust_remote_code)
+        with _running(plan, run, ranks) as (engine, bar, executor):
+            facts, resumed = _write(engine, out, run, ranks, bar, executor)
+    return MergeReport(
+        out=out,
+        paths=[out / name for name in plan.shards],
+        bytes_read=sum(
+            f.passes * plan.input_bytes(t)
+            for f, t in zip(facts, plan.tensors, strict=True)
+            if plan.shards[t.shard] not in resumed
+        ),
+        bytes_written=plan.bytes_written,
+        seconds=time.perf_counter() - started,
+        cpu_seconds=time.process_time() - cpu_started,
+        peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        resumed=resumed,
+        tensors=facts,
+        notes=[*plan.notes, *engine.notes],
+    )
+
+
+@contextlib.contextmanager
+def _stages_beside(recipe: MergeRecipe, out: Path, run: Run, ranks: Ranks) -> Iterator[dict[int, Source]]:
+    """The results of the recipes that stand among the models, in a hidden folder that goes when the merge is done.
+
+    An interrupted run leaves those that are whole, and a later one takes them where they are what it would make.
+    """
+    if not recipe.stages():
+        yield {}
+        return
+    folder = NewFolder(out.with_name(f"{out.name}.stages"), "merge", resumable=True)
+    stages: dict[int, Source] = {}
+    ranks.lead(folder.open)
+    try:
+        for stage in recipe.stages():
+            name = model_label(stage)
+            if Path(name).name != name or name.startswith("."):
+                raise ValueError(f"recipe: a stage cannot be called {name!r}; needed a plain name")
+            if not ranks.share(_is_whole(folder.folder / name, stage, run)):
+                ranks.lead(lambda: folder.clear(keep=[model_label(s) for s in recipe.stages() if id(s) in stages]))
+                made = merge_to_folder(replace(stage, name=name), folder.folder / name, run)
+                mark = {"fingerprint": _stage_mark(stage, run), "tensors": len(made.tensors)}
+                ranks.lead(lambda place=folder.folder / name, mark=mark: write_json(place / _STAGE, mark))
+            stages[id(stage)] = open_source(folder.folder / name, label=name)
+        yield stages
+    except BaseException:
+        ranks.lead(folder.close)
+        raise
+    ranks.lead(folder.discard)
+
+
+def _stage_mark(stage: MergeRecipe, run: Run) -> str | None:
+    """What a stage's result depends on; None where it has stages of its own, which are made anew."""
+    if stage.stages():
+        return None
+    return plan_fingerprint(make_plan(stage, allow_pickle=run.allow_pickle), run.seed, __version__)
+
+
+def _is_whole(folder: Path, stage: MergeRecipe, run: Run) -> bool:
+    if not run.resume or not (folder / _STAGE).is_file():
+        return False
+    try:
+        mark = read_json(folder / _STAGE).get("fingerprint")
+    except CheckpointError:
+        return False
+    return mark is not None and mark == _stage_mark(stage, run)
+
+
+def _write(
+    engine: Engine, out: Path, run: Run, ranks: Ranks, bar: Bar, executor: Executor
+) -> tuple[list[TensorFact], list[str]]:
+    """Write every shard that an earlier run has not finished, then what lies beside them."""
+    plan = engine.plan
+    chosen_template(plan)  # what could fail at the end is tried first
+    folder = OutputFolder(out, plan, plan_fingerprint(plan, run.seed, __version__))
+    ranks.lead(lambda: folder.prepare(run.resume))
+    resumed = ranks.share(sorted(folder.finished))
+    facts: list[TensorFact] = []
+    order = {t.name: i for i, t in enumerate(plan.tensors)}
+    hashing: Future[None] | None = None
+    try:
+        for shard, name in enumerate(plan.shards):
+            members = [t for t in plan.tensors if t.shard == shard]
+            if name in resumed:
+                facts += folder.finished[name] if ranks.rank == 0 else []
+                bar.update(sum(t.nbytes for t in members))
+                continue
+            if ranks.rank == 0:
+                folder.create(shard)
+            ranks.barrier()
+            folder.open_shard(shard)
+            mine, own = ranks.mine(members), []
+            for t, done in zip(mine, engine.run_all(mine, folder.write), strict=True):
+                own.append(done)
+                bar.update(t.nbytes * ranks.count)
+            folder.close_shard(shard)
+            together = sorted(ranks.gather(own), key=lambda f: order[f.name])
+            if hashing is not None:
+                hashing.result()
+            if ranks.rank == 0:
+                hashing = executor.submit(folder.finish, shard, together)
+                facts += together
+        if hashing is not None:
+            hashing.result()
+        facts = ranks.share(facts)
+        ranks.lead(lambda: folder.complete(facts, run.seed, run.trust_remote_code))
+    except BaseException as error:
+        executor.shutdown(wait=True, cancel_futures=True)  # nothing may write once the folder is let go
+        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        if ranks.rank == 0 and (full or isinstance(error, NotFiniteError)):
+            with contextlib.suppress(OSError):  # the error of the merge is the one to tell
+                folder.discard()
+        folder.close()
+        if full:
+            text = f"merge to {out}: the disk is full; what was written has been removed"
+            raise OutputError(errno.ENOSPC, text) from error
+        raise
+    return facts, resumed

@@ -1,0 +1,15 @@
+"""One vocabulary for models that have several: rows of embeddings and heads are matched by token string."""
+
+from .alignment import EMBEDDING, HEAD, AlignedSource, Vocabulary, is_vocabulary_tensor, plan_vocabulary
+from .tokenizers import TOKENIZER_FILES, read_vocabulary
+
+__all__ = [
+    "EMBEDDING",
+    "HEAD",
+    "TOKENIZER_FILES",
+    "AlignedSource",
+    "Vocabulary",
+    "is_vocabulary_tensor",
+    "plan_vocabulary",
+    "read_vocabulary",
+]

@@ -1,0 +1,285 @@
+"""Where each model's row for each token of the output is read, and the models as they look through that.
+
+A model that lacks a token of the output gets, for that token, the base model's row, or else the mean of the rows
+of the models that have it; a recipe's ``tokens`` entry can name the row to take. Rows past the last token (padding) are
+matched by position. Rows are gathered while the tensor streams; no embedding is ever built whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..dtypes import Array, numbers
+from ..files import CheckpointError, Source, TensorInfo
+from ..files.resolve import find_folder
+from ..recipe import RecipeError, TokenizerSpec, TokenRule, model_key, model_label
+from .tokenizers import TOKENIZER_FILES, extend_tokenizer, has_tokenizer, read_vocabulary
+
+EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|shared)\.weight$")
+HEAD = re.compile(r"(^|\.)(lm_head|embed_out|cls\.predictions\.decoder)\.weight$")
+_HEAD_BIAS = re.compile(r"(^|\.)(lm_head|cls\.predictions(\.decoder)?)\.bias$")
+
+
+def is_vocabulary_tensor(name: str) -> bool:
+    """Whether a tensor's rows are tokens."""
+    return bool(EMBEDDING.search(name) or HEAD.search(name) or _HEAD_BIAS.search(name))
+
+
+def _rows(source: Source) -> int:
+    rows = {info.shape[0] for name, info in source.tensors.items() if EMBEDDING.search(name) and info.shape}
+    if len(rows) != 1:
+        raise CheckpointError(f"{source.label}: found {len(rows)} sizes of token embedding, needed one")
+    return rows.pop()
+
+
+ZERO = -2
+"""In `Vocabulary.row_of` a row of zeros."""
+MEAN = -1
+"""In `Vocabulary.row_of` the mean of the models that have the token."""
+AVERAGE = -3
+"""In `Vocabulary.row_of` the mean of all of the model's rows that are tokens: padding that no model has."""
+
+_AVERAGED = 1 << 18  # elements read at a time
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The output's vocabulary, and where each model's row for each token is read.
+
+    Args:
+        rows: Rows of the output's embeddings.
+        tokens: Token to row.
+        has: For each model, the row of its own that holds each token, -1 where it lacks it.
+        model_of: For each model, the model that each row is read from.
+        row_of: For each model, the row of that model; or `ZERO`, `MEAN`, `AVERAGE`.
+        folder: Of the tokenizer's files.
+        tokenizer_json: Its tokenizer.json, where tokens were added.
+        notes: What was assumed.
+    """
+
+    rows: int
+    tokens: Mapping[str, int]
+    has: Array
+    model_of: Array
+    row_of: Array
+    folder: Path | None
+    tokenizer_json: str | None = None
+    notes: Sequence[str] = ()
+
+    def write_tokenizer(self, out: Path) -> None:
+        """Put the tokenizer's files into ``out``, tokens of the union added."""
+        if self.folder is None:
+            return
+        for name in TOKENIZER_FILES:
+            if (self.folder / name).exists():
+                shutil.copyfile(self.folder / name, out / name)
+        if self.tokenizer_json is not None:
+            (out / "tokenizer.json").write_text(self.tokenizer_json, encoding="utf-8")
+
+
+def _with_new(tokens: dict[str, int], new: Sequence[str]) -> None:
+    free = max(tokens.values(), default=-1) + 1
+    for token in new:
+        if token not in tokens:
+            tokens[token], free = free, free + 1
+
+
+def _vocabularies(sources: Sequence[Source], donor: int) -> tuple[list[dict[str, int]], list[str]]:
+    """Each model's vocabulary; a model without a tokenizer is taken to have the donor's."""
+    donors, notes = read_vocabulary(sources[donor].folder, sources[donor].label), []
+    vocabularies = []
+    for source in sources:
+        if has_tokenizer(source.folder):
+            vocabularies.append(read_vocabulary(source.folder, source.label))
+        else:
+            notes.append(f"{source.label} has no tokenizer; its rows are taken to be {sources[donor].label}'s tokens")
+            vocabularies.append(donors)
+    return vocabularies, notes
+
+
+def plan_vocabulary(
+    sources: Sequence[Source], spec: TokenizerSpec, donor: int, base: int | None, index: Mapping[Any, int]
+) -> Vocabulary:
+    """Decide the output's tokens and where each model's rows for them come from.
+
+    Args:
+        sources: The models, base included.
+        spec: The recipe's tokenizer entry.
+        donor: The model whose ids are kept where the source is base or union.
+        base: The recipe's base, whose rows come first where another model has none.
+        index: From a model's key to its place in ``sources``.
+
+    Raises:
+        CheckpointError: A tokenizer that is missing.
+        RecipeError: A token rule that names an unknown model, or a token that the model lacks.
+    """
+    vocabularies, notes = _vocabularies(sources, donor)
+    folder, tokens, rows = sources[donor].folder, dict(vocabularies[donor]), _rows(sources[donor])
+    if spec.source == "union":
+        for vocabulary in vocabularies:
+            _with_new(tokens, sorted(vocabulary, key=vocabulary.__getitem__))
+    elif spec.source != "base":
+        place = index.get(model_key(spec.source))
+        folder = find_folder(spec.source) if place is None else sources[place].folder
+        tokens = dict(read_vocabulary(folder, spec.source))
+        rows = 0 if place is None else _rows(sources[place])
+    before = len(tokens) if spec.source not in ("base", "union") else len(vocabularies[donor])
+    _with_new(tokens, list(spec.tokens))
+    extended = None
+    if len(tokens) > before:
+        if folder is None or not (folder / "tokenizer.json").exists():
+            raise CheckpointError(f"{sources[donor].label}: a tokenizer needs a tokenizer.json to be extended")
+        others = [s.folder for s in sources if s.folder is not None and (s.folder / "tokenizer.json").exists()]
+        extended = extend_tokenizer(folder / "tokenizer.json", tokens, others)
+    rows = max(rows, max(tokens.values(), default=-1) + 1)
+    multiple = spec.pad_to_multiple_of or 1
+    rows = -(-rows // multiple) * multiple
+    has = np.full((len(sources), rows), -1, np.int64)
+    padding = np.setdiff1d(np.arange(rows), np.fromiter(tokens.values(), np.int64, len(tokens)))
+    for own, vocabulary, source in zip(has, vocabularies, sources, strict=True):
+        size = _rows(source)
+        for token, row in tokens.items():
+            own[row] = vocabulary.get(token, -1)
+        own[padding] = np.where(padding < size, padding, -1)  # these keep their place, where the model has one
+        own[own >= size] = -1
+    model_of = np.repeat(np.arange(len(sources))[:, None], rows, 1)
+    row_of = has.copy()
+    if base is not None:
+        lacking = (row_of < 0) & (has[base] >= 0)
+        model_of[lacking] = base
+        row_of = np.where(lacking, has[base], row_of)
+    row_of[:, padding] = np.where((has[:, padding] < 0).all(0), AVERAGE, row_of[:, padding])
+    for token, rule in spec.tokens.items():
+        row = tokens[token]
+        takers = np.ones(len(sources), bool) if rule.force else has[:, row] < 0
+        place, theirs = _given_row(token, rule, index, sources, vocabularies)
+        if place is not None or theirs == ZERO:
+            model_of[takers, row], row_of[takers, row] = place or 0, theirs
+    return Vocabulary(rows, tokens, has, model_of, row_of, folder, extended, notes)
+
+
+def _given_row(
+    token: str,
+    rule: TokenRule,
+    index: Mapping[Any, int],
+    sources: Sequence[Source],
+    vocabularies: Sequence[Mapping[str, int]],
+) -> tuple[int | None, int]:
+    """The model and the row that a rule names; None where it names none."""
+    where = f"tokenizer tokens {token!r}"
+    if rule.zero:
+        return None, ZERO
+    if rule.model is None:
+        if rule.force:
+            raise RecipeError(f"{where}: force needs a source to take the row from")
+        return None, MEAN
+    if model_key(rule.model) not in index:
+        raise RecipeError(f"{where}: source must name one of the recipe's models")
+    place = index[model_key(rule.model)]
+    theirs = rule.token if rule.token is not None else token
+    row = rule.token_id if rule.token_id is not None else vocabularies[place].get(theirs, -1)
+    if not 0 <= row < _rows(sources[place]):
+        wanted = f"row {rule.token_id}" if rule.token_id is not None else "such token"
+        raise RecipeError(f"{where}: {model_label(rule.model)} has no {wanted}")
+    return place, row
+
+
+class AlignedSource:
+    """A model seen through the output's vocabulary; other tensors pass through.
+
+    Args:
+        sources: All models.
+        index: Which of them this is.
+        vocabulary: The output's.
+    """
+
+    def __init__(self, sources: Sequence[Source], index: int, vocabulary: Vocabulary):
+        own = sources[index]
+        self.label, self.folder, self.config = own.label, own.folder, own.config
+        self._sources, self._vocabulary, self._index = sources, vocabulary, index
+        self._model_of, self._row_of = vocabulary.model_of[index], vocabulary.row_of[index]
+        self._averages: dict[str, Array] = {}
+        named = dict(own.tensors)
+        embedding = next((info for name, info in named.items() if EMBEDDING.search(name)), None)
+        for head in {name for source in sources for name in source.tensors if HEAD.search(name)} - named.keys():
+            if embedding is not None and own.config.get("tie_word_embeddings", True):
+                named[head] = embedding  # a tied head has tokens of its own here: those of untied models' heads
+        self.tensors = {
+            name: TensorInfo(name, (vocabulary.rows, *info.shape[1:]), info.dtype)
+            if is_vocabulary_tensor(name)
+            else info
+            for name, info in named.items()
+        }
+
+    def read(self, name: str, start: int, stop: int) -> Array:
+        """Elements of the aligned tensor, float32 or better where its rows come from several places."""
+        if not is_vocabulary_tensor(name) or start == stop:
+            return self._sources[self._index].read(name, start, stop)
+        info = self.tensors[name]
+        width = info.count // info.shape[0]
+        first, last = start // width, -(-stop // width)
+        model, row = self._model_of[first:last], self._row_of[first:last]
+        breaks = np.flatnonzero((np.diff(model) != 0) | (np.diff(row) != 1) | (row[1:] < 0)) + 1
+        pieces = []
+        for left, right in pairwise([0, *breaks.tolist(), last - first]):
+            if row[left] == AVERAGE:
+                pieces.append(np.tile(self._average_row(name, width), right - left))
+            elif row[left] == ZERO:
+                pieces.append(np.zeros((right - left) * width, np.float32))
+            elif row[left] == MEAN:
+                pieces += [self._mean_row(name, first + i, width) for i in range(left, right)]
+            else:
+                pieces.append(self._rows(int(model[left]), name, int(row[left]), right - left, width))
+        if len({piece.dtype for piece in pieces}) > 1:
+            pieces = [numbers(piece) for piece in pieces]
+        return np.concatenate(pieces)[start - first * width : stop - first * width]
+
+    def _rows(self, model: int, name: str, first: int, count: int, width: int) -> Array:
+        source = self._sources[model]
+        there = name if name in source.tensors else next(n for n in source.tensors if EMBEDDING.search(n))
+        return source.read(there, first * width, (first + count) * width)
+
+    def _average_row(self, name: str, width: int) -> Array:
+        """The mean of this model's rows for all tokens, in float64 until the end."""
+        if name not in self._averages:
+            rows = np.sort(np.fromiter(self._vocabulary.tokens.values(), np.int64, len(self._vocabulary.tokens)))
+            total = np.zeros(width)
+            for begin in range(0, len(rows), step := max(1, _AVERAGED // width)):
+                part = rows[begin : begin + step]
+                first, last = int(part[0]), int(part[-1]) + 1
+                stretch = numbers(self.read(name, first * width, last * width)).reshape(-1, width)
+                total += stretch[part - first].sum(0, dtype=np.float64)
+            self._averages[name] = (total / max(1, len(rows))).astype(np.float32)
+        return self._averages[name]
+
+    def _mean_row(self, name: str, row: int, width: int) -> Array:
+        having = [
+            numbers(self._rows(model, name, int(rows[row]), 1, width))
+            for model, rows in enumerate(self._vocabulary.has)
+            if rows[row] >= 0 and name in self._sources[model].tensors
+        ]
+        return np.mean(having, 0) if having else np.zeros(width, np.float32)
+
+    def read_into(self, name: str, start: int, out: Array) -> bool:
+        """As the model does, where rows are no tokens."""
+        return not is_vocabulary_tensor(name) and self._sources[self._index].read_into(name, start, out)
+
+    def prefetch(self, name: str) -> None:
+        """The model's own tensor; rows of others are few."""
+        own = self._sources[self._index]
+        if name in own.tensors:
+            own.prefetch(name)
+
+    def fingerprint(self) -> Any:
+        """The model's own, and where its rows come from."""
+        rows = hashlib.sha256(self._model_of.tobytes() + self._row_of.tobytes()).hexdigest()
+        return [self._sources[self._index].fingerprint(), rows]

@@ -1,0 +1,107 @@
+"""Tokenizers as files: which tokens they have, and how more are added without moving one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..files import CheckpointError
+from ..files.headers import read_json
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def has_tokenizer(folder: Path | None) -> bool:
+    """Whether a folder has a tokenizer that `read_vocabulary` reads."""
+    return folder is not None and any(
+        (folder / name).exists() for name in ("tokenizer.json", "vocab.json", "vocab.txt")
+    )
+
+
+def read_vocabulary(folder: Path | None, label: str) -> dict[str, int]:
+    """Token string to id, from tokenizer.json, or vocab.json or vocab.txt where there is none.
+
+    Raises:
+        CheckpointError: The model has no tokenizer that can be read.
+    """
+    if folder is not None and (folder / "tokenizer.json").exists():
+        return _fast_vocabulary(folder / "tokenizer.json")
+    if folder is not None and (folder / "vocab.json").exists():
+        added = folder / "added_tokens.json"
+        return _whole_numbers(folder / "vocab.json") | (_whole_numbers(added) if added.exists() else {})
+    if folder is not None and (folder / "vocab.txt").exists():
+        lines = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
+        return {line: i for i, line in enumerate(lines)}
+    raise CheckpointError(f"{label}: has no tokenizer.json (or vocab.json, vocab.txt) to match its vocabulary by")
+
+
+def _whole_numbers(path: Path, ids: Any = None) -> dict[str, int]:
+    ids = read_json(path) if ids is None else ids
+    if not all(type(row) is int and 0 <= row < 1 << 31 for row in ids.values()):
+        raise CheckpointError(f"{path}: gives a token a row that is no whole number from 0")
+    return ids
+
+
+def _fast_vocabulary(path: Path) -> dict[str, int]:
+    data = read_json(path)
+    try:
+        vocab = data["model"]["vocab"]
+        ids = {piece[0]: i for i, piece in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
+        ids |= {token["content"]: token["id"] for token in data.get("added_tokens") or []}
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise CheckpointError(f"{path}: is not a tokenizer as the tokenizers library writes it ({error!r})") from error
+    return _whole_numbers(path, ids)
+
+
+def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Path]) -> str:
+    """A tokenizer.json with every one of ``tokens``, and the BPE merges of ``others`` that build the new ones.
+
+    Raises:
+        CheckpointError: The kind of tokenizer cannot be extended with its ids in place.
+    """
+    from tokenizers import Tokenizer
+
+    data = json.loads(path.read_text(encoding="utf-8"))
+    model = data["model"]
+    if not isinstance(model["vocab"], dict):
+        raise CheckpointError(f"{path}: a {model.get('type')} tokenizer cannot be extended; use base or a path")
+    added = {t["content"]: t for t in data.get("added_tokens", [])}
+    held = {json.dumps(m) for m in model.get("merges", [])}
+    known = set(model["vocab"]) | set(added)
+    for other in others:
+        theirs = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+        known |= set(theirs["model"]["vocab"])
+        for token in theirs.get("added_tokens", []):
+            if token["content"] in tokens:
+                added.setdefault(token["content"], token | {"id": tokens[token["content"]]})
+        for merge in theirs["model"].get("merges", []) if "merges" in model else ():
+            pair = merge if isinstance(merge, list) else merge.split(" ")
+            new = "".join(pair) not in model["vocab"]
+            if new and all(t in tokens for t in (*pair, "".join(pair))) and json.dumps(merge) not in held:
+                model["merges"].append(merge)
+                held.add(json.dumps(merge))
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    for token in tokens.keys() - known:  # a token of the recipe's own
+        added.setdefault(token, {"id": tokens[token], "content": token, **plain})
+    # Added tokens stand in the model's vocabulary too, or loading would number them after it.
+    model["vocab"] = dict(sorted(tokens.items(), key=lambda item: item[1]))
+    data["added_tokens"] = sorted(added.values(), key=lambda t: t["id"])
+    text = json.dumps(data, ensure_ascii=False)
+    loaded = Tokenizer.from_str(text).get_vocab(with_added_tokens=True)
+    if wrong := [t for t, row in tokens.items() if loaded.get(t) != row]:
+        raise CheckpointError(f"{path}: extended, token {wrong[0]!r} would lose its row; use base or a path")
+    return text

@@ -1,7 +1,9 @@
 """File merges: ours, mergekit, and the floors, each run in a fresh process, in turn.
 
 Three random Llama-like checkpoints (bfloat16, shards of about 100 MB) are built once under the work folder. The
-floors are a plain copy (read every input, write one output, 16 MB at a time, no torch) and ``import torch``.
+floors are a plain copy (read every input, write one output, 16 MB at a time), ``import numba`` and ``import torch``.
+Cold is the first merge on a machine, which compiles its kernels; eager runs torch functions in their place. Spectral
+methods, which have no kernel, stand beside a script that loads both models whole.
 """
 
 from __future__ import annotations
@@ -28,6 +30,36 @@ METHODS = {
     "dare_ties": (["b", "c"], "a", {"weight": 0.5, "density": 0.5}),
     "ties": (["b", "c"], "a", {"weight": 0.5, "density": 0.5}),
 }
+SPECTRAL = {"tsv": (["b", "c"], "a", {}), "iso_c": (["b", "c"], "a", {})}
+DENSE = """
+import os, sys, torch
+from safetensors.torch import load_file, save_file
+torch.set_num_threads(1)
+def load(folder):
+    files = [os.path.join(folder, f) for f in sorted(os.listdir(folder)) if f.endswith(".safetensors")]
+    return {k: v for f in files for k, v in load_file(f).items()}
+method, out, base, *models = sys.argv[1:]
+base, models = load(base), [load(m) for m in models]
+def nearest(m):
+    u, _, v = torch.linalg.svd(m, full_matrices=False)
+    return u @ v
+merged = {}
+for name, b in base.items():
+    deltas = [m[name].double() - b.double() for m in models]
+    if b.dim() != 2:
+        delta = sum(deltas) / len(deltas)
+    elif method == "iso_c":
+        u, s, v = torch.linalg.svd(sum(deltas), full_matrices=False)
+        delta = s.mean() * u @ v
+    else:
+        keep = min(b.shape) // len(deltas)
+        parts = [torch.linalg.svd(d, full_matrices=False) for d in deltas]
+        u, v = nearest(torch.cat([p[0][:, :keep] for p in parts], 1)), nearest(torch.cat([p[2][:keep] for p in parts]))
+        delta = u * torch.cat([p[1][:keep] for p in parts]) @ v
+    merged[name] = (b.double() + delta).to(b.dtype)
+os.makedirs(out)
+save_file(merged, os.path.join(out, "model.safetensors"), metadata={"format": "pt"})
+"""
 COPY = """
 import os, sys
 block = bytearray(1 << 24)
@@ -92,7 +124,7 @@ def build(size: str, name: str, seed: int) -> Path:
 
 def recipe(size: str, method: str) -> Path:
     """The YAML that both read."""
-    models, base, parameters = METHODS[method]
+    models, base, parameters = (METHODS | SPECTRAL)[method]
     folder = WORK / size
     listed = [folder / base, *(folder / m for m in models)] if method == "slerp" else [folder / m for m in models]
     text = f"merge_method: {method}\nmodels: {json.dumps([{'model': str(m)} for m in listed])}\n"
@@ -105,25 +137,35 @@ def recipe(size: str, method: str) -> Path:
 
 def commands(size: str, method: str, out: Path, device: str, peer: bool) -> dict[tuple[str, str], list[str]]:
     """(implementation, mode) → command line."""
-    models, base, _ = METHODS[method]
+    models, base, _ = (METHODS | SPECTRAL)[method]
     inputs = [str(WORK / size / m) for m in [*([base] if base else []), *models]]
     path = str(recipe(size, method))
     ours = [sys.executable, "-m", "mergekit_lite", "merge", path, str(out), "--no-progress", "--device", device]
-    made = {
+    cold = ["env", f"NUMBA_CACHE_DIR={WORK / 'cold'}", *ours]
+    if method in SPECTRAL:
+        return {
+            ("dense script", "1 thread"): [sys.executable, "-c", DENSE, method, str(out), *inputs],
+            ("mergekit_lite", "1 thread"): [*ours, "--threads", "1"],
+        }
+    chosen = {
         ("copy", f"{len(inputs)} in, 1 out"): [sys.executable, "-c", COPY, str(out), *inputs],
+        ("import numba", ""): [sys.executable, "-c", "import numba"],
         ("import torch", ""): [sys.executable, "-c", "import torch"],
         ("mergekit_lite", "1 thread"): [*ours, "--threads", "1"],
         ("mergekit_lite", f"{os.cpu_count()} threads"): [*ours, "--threads", str(os.cpu_count())],
+        ("mergekit_lite", "1 thread, cold"): [*cold, "--threads", "1"],
+        ("mergekit_lite", "1 thread, eager"): [*ours, "--threads", "1", "--impl", "eager"],
     }
     if peer:
         theirs = [str(Path(sys.executable).parent / "mergekit-yaml"), path, str(out), "--no-write-model-card"]
-        made[f"mergekit {version('mergekit')}", "1 thread"] = theirs + (["--cuda"] if device == "cuda" else [])
-    return made
+        chosen[f"mergekit {version('mergekit')}", "1 thread"] = theirs + (["--cuda"] if device == "cuda" else [])
+    return chosen
 
 
 def timed(command: list[str], out: Path) -> tuple[float, float, int]:
     """CPU seconds, wall seconds and peak resident bytes of one run in a fresh process."""
     shutil.rmtree(out, ignore_errors=True)
+    shutil.rmtree(WORK / "cold", ignore_errors=True)
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -147,7 +189,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure and append rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", default=["300M", "1B"], choices=SIZES)
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--methods", nargs="+", default=[*METHODS], choices=[*METHODS, *SPECTRAL])
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--no-peer", action="store_true", help="without mergekit")

@@ -47,7 +47,7 @@ CASES = [
     Case("linear", 3, base=False, parameters=weights(0.3, -0.2, 1.5) | {"normalize": False}),
     Case("linear", 1, base=False, parameters=weights(2.0)),
     Case("passthrough", 1, base=False),
-    Case("passthrough", 1, base=False, parameters={"scale": 0.7}),
+    Case("passthrough", 1, base=False, parameters={"scale": [0.7]}),
     Case("task_arithmetic", 3, parameters=weights(0.3, -0.2, 1.5) | {"lambda_": 0.8}),
     Case("task_arithmetic", 2, parameters=weights(0.5, 0.2) | {"normalize": True}),
     Case("nearswap", 1, parameters={"t": 0.3}),

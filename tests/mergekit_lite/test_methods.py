@@ -1,17 +1,21 @@
 """Every merge method against its definition: in memory with gradients, and streamed through files in small blocks."""
 
 import inspect
+import json
 from itertools import permutations
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import mergekit_lite.engine
-import mergekit_lite.select
+import mergekit_lite.engine.fused
+import mergekit_lite.engine.passes
+import mergekit_lite.engine.streaming
+import mergekit_lite.methods.selection
 from mergekit_lite import METHODS, Noise, merge_method, merge_models
+from mergekit_lite.engine.programs import PROGRAMS
 from mergekit_lite.methods import PerModel, get_method
-from mergekit_lite.select import Selector
+from mergekit_lite.methods.selection import Selector, bits_of
 from tests.mergekit_lite.cases import CASES, NAME, SEED, inputs_for, reference_for, split
 from tests.support.equivalence import judge
 
@@ -26,6 +30,65 @@ def merged_in_memory(case):
         return method(models, base, seed=SEED, name=NAME, **case.parameters)
 
     return call
+
+
+def streamed(case, tensors, out, impl, threads=1):
+    """The merge of one tensor through a folder."""
+    models, base = split(tensors)
+    merge_models(
+        [{NAME: m} for m in models],
+        case.method,
+        base_model=None if base is None else {NAME: base},
+        out=out,
+        seed=SEED,
+        threads=threads,
+        progress=False,
+        impl=impl,
+        **case.parameters,
+    )
+    return load_file(out / "model.safetensors")[NAME]
+
+
+def small_blocks(monkeypatch):
+    """Blocks and samples of a few elements, so that small tensors have many."""
+    monkeypatch.setattr(mergekit_lite.engine.streaming, "CHUNK", 50)
+    monkeypatch.setattr(mergekit_lite.engine.streaming, "_SLICE", 3)
+    monkeypatch.setattr(mergekit_lite.engine.passes, "BLOCK", 60)
+    monkeypatch.setattr(mergekit_lite.engine.fused, "BLOCK", 60)
+    monkeypatch.setattr(mergekit_lite.engine.passes, "_STRETCH", 3)
+
+
+def has_kernel(case):
+    method = get_method(case.method)
+    whole = method.chunking_for(method.bind(case.models, case.parameters)) == "elements"
+    return method in PROGRAMS and whole and case.parameters.get("scope") != "global"
+
+
+def test_every_method_that_goes_by_elements_has_a_kernel():
+    by_elements = {m for m in METHODS.values() if m.chunking == "elements"}
+    assert by_elements <= PROGRAMS.keys()
+    assert {case.method for case in CASES if has_kernel(case)} == {m.name for m in PROGRAMS}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("case", [c for c in CASES if has_kernel(c)], ids=str)
+def test_kernels_write_the_bytes_of_the_torch_functions(case, dtype, tmp_path, monkeypatch):
+    small_blocks(monkeypatch)
+    for number, shape in enumerate([(17, 33), (3, 5), (1,)]):
+        inputs = {name: value.to(dtype) for name, value in inputs_for(case, shape).items()}
+        eager, fused = (streamed(case, inputs, tmp_path / f"{impl}{number}", impl) for impl in ("eager", "fused"))
+        assert torch.equal(eager.view(torch.uint8), fused.view(torch.uint8))
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.parameters.get("scope") != "global"], ids=str)
+def test_the_passes_that_a_method_declares_are_those_it_makes(case, tmp_path):
+    inputs = inputs_for(case, (17, 9))
+    method = get_method(case.method)
+    declared = method.passes_for(method.bind(case.models, case.parameters))
+    for impl in ["eager", "fused"] if has_kernel(case) else ["eager"]:
+        streamed(case, inputs, tmp_path / impl, impl)
+        written = json.loads((tmp_path / impl / "merge_manifest.json").read_text())
+        assert written["tensors"][0]["passes"] == declared
 
 
 def test_every_method_has_a_row():
@@ -67,38 +130,24 @@ def test_gradients_by_finite_differences(case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_streamed_equals_the_reference(case, dtype, threads, tmp_path, monkeypatch):
-    monkeypatch.setattr(mergekit_lite.engine, "CHUNK", 50)
-    monkeypatch.setattr(mergekit_lite.engine, "_CACHED", 0 if threads == 1 else 10**6)
-    monkeypatch.setattr(mergekit_lite.engine, "_SLICE", 3)
+    small_blocks(monkeypatch)
+    monkeypatch.setattr(mergekit_lite.engine.streaming, "_CACHED", 0 if threads == 1 else 10**6)
+    impls = ["eager", "fused"] if has_kernel(case) else ["eager"]
     for number, shape in enumerate([(17, 33), (7,)] if len(case.shapes[0]) == 1 else [(17, 9)]):
         inputs = inputs_for(case, shape)
-
-        def streamed(number=number, **tensors):
-            models, base = split(tensors)
-            merge_models(
-                [{NAME: m} for m in models],
+        for impl in impls:
+            judge(
                 case.method,
-                base_model=None if base is None else {NAME: base},
-                out=tmp_path / str(number),
-                seed=SEED,
-                threads=threads,
-                progress=False,
-                **case.parameters,
+                "stream" if impl == "eager" else "fused",
+                lambda impl=impl, number=number, **t: streamed(case, t, tmp_path / f"{impl}{number}", impl, threads),
+                reference_for(case, inputs),
+                inputs,
+                dtype=dtype,
+                working=torch.float32,
+                gradients=False,
+                case=f"{case} {list(shape)}",
+                device="cpu",
             )
-            return load_file(tmp_path / str(number) / "model.safetensors")[NAME]
-
-        judge(
-            case.method,
-            "stream",
-            streamed,
-            reference_for(case, inputs),
-            inputs,
-            dtype=dtype,
-            working=torch.float32,
-            gradients=False,
-            case=f"{case} {list(shape)}",
-            device="cpu",
-        )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -153,7 +202,7 @@ def test_signatures_are_the_schema():
 
 
 def test_a_method_from_outside_streams_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(mergekit_lite.engine, "CHUNK", 16)
+    monkeypatch.setattr(mergekit_lite.engine.streaming, "CHUNK", 16)
 
     @merge_method("middle", inputs=(2, None), chunking="elements")
     def middle(tensors, base, *, weight: PerModel = 1.0, shift: float = 0.0):
@@ -204,7 +253,7 @@ def test_each_element_can_have_its_own_chance():
 @pytest.mark.parametrize("kind", ["spread", "equal", "two", "infinite"])
 def test_the_selector_is_exact_whatever_the_distribution(kind, collected, monkeypatch):
     """By passes over blocks, with the sample misleading or absent, and windows too full to collect."""
-    monkeypatch.setattr(mergekit_lite.select, "_COLLECT", collected)
+    monkeypatch.setattr(mergekit_lite.methods.selection, "_COLLECT", collected)
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(5000, generator=generator).abs()
     scores = {
@@ -216,7 +265,7 @@ def test_the_selector_is_exact_whatever_the_distribution(kind, collected, monkey
     order = scores.sort(descending=True, stable=True).indices
     for sample in (scores[::50], scores[:0], torch.zeros(20), torch.full((20,), 9.0)):
         for k in (1, 37, 2500, 4999, 5000):
-            selector = Selector(k, 5000, sample, torch.float32)
+            selector = Selector(k, 5000, bits_of(sample, False))
             passes = 0
             while not selector.done:
                 for i in range(10):
@@ -230,21 +279,21 @@ def test_the_selector_is_exact_whatever_the_distribution(kind, collected, monkey
             assert torch.equal(torch.cat(masks), expected), (k, passes)
 
 
-@pytest.mark.parametrize(("bits", "k"), [(0x7FC00000, 1), (-0x400000, 100)], ids=["positive", "negative"])
-def test_the_selector_refuses_a_rank_that_only_nan_could_fill(bits, k):
+@pytest.mark.parametrize("bits", [0x7FC00000, -0x400000], ids=["positive", "negative"])
+def test_the_selector_refuses_nan_wherever_it_would_rank(bits):
     scores = torch.ones(100)
     scores.view(torch.int32)[3] = bits
     assert scores[3].isnan()
-    selector = Selector(k, 100, scores[:0], torch.float32)
-    selector.observe(0, scores)
-    with pytest.raises(ValueError, match="NaN"):
-        selector.advance()
+    for k in (1, 50, 100):
+        selector = Selector(k, 100, bits_of(scores[:0], False))
+        with pytest.raises(ValueError, match="NaN"):
+            selector.observe(0, scores)
 
 
 def test_ties_at_the_threshold_go_to_the_lowest_places_in_any_order_of_arrival():
     blocks = [torch.tensor([2.0, 1.0]), torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0])]
     for order in permutations(range(3)):
-        selector = Selector(4, 6, torch.zeros(0), torch.float32)
+        selector = Selector(4, 6, bits_of(torch.zeros(0), False))
         while not selector.done:
             for block in order:
                 selector.observe(block, blocks[block])

@@ -17,12 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import mergekit_lite.outputs
+import mergekit_lite.engine.output
 from mergekit_lite import OutputError, merge_models
 from mergekit_lite.__main__ import main
+from mergekit_lite.engine.hashing import hash_file
 
 SCRIPT = """
-import sys, mergekit_lite.engine as e, mergekit_lite
+import sys, mergekit_lite.engine.streaming as e, mergekit_lite
 e.CHUNK = 512
 mergekit_lite.merge_models(sys.argv[2:4], "dare_ties", base_model=sys.argv[4], weight=0.5, density=0.5, seed=1,
     out=sys.argv[1], max_shard_size="40KB", threads=2, progress=False)
@@ -93,16 +94,16 @@ def merge(models, out, **extra):
 
 def interrupt_after(monkeypatch, shards):
     """The run stops, as by Ctrl-C, when that many shards are recorded."""
-    finish = mergekit_lite.outputs.OutputFolder.finish
+    finish = mergekit_lite.engine.output.OutputFolder.finish
     done = []
 
-    def finishing(self, shard):
-        finish(self, shard)
+    def finishing(self, shard, facts):
+        finish(self, shard, facts)
         done.append(shard)
         if len(done) == shards:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(mergekit_lite.outputs.OutputFolder, "finish", finishing)
+    monkeypatch.setattr(mergekit_lite.engine.output.OutputFolder, "finish", finishing)
 
 
 def test_a_resumed_run_keeps_proved_shards_and_gives_the_same_bytes(models, tmp_path, monkeypatch):
@@ -155,8 +156,8 @@ def test_a_folder_that_is_not_empty_is_left_alone(models, tmp_path):
 
 def test_too_little_disk_is_seen_before(models, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(mergekit_lite.outputs.shutil, "disk_usage", lambda path: usage(10**9, 10**9, 100))
-    with pytest.raises(OutputError, match="GB of disk"):
+    monkeypatch.setattr(mergekit_lite.engine.output.shutil, "disk_usage", lambda path: usage(10**9, 10**9, 100))
+    with pytest.raises(OutputError, match="of disk"):
         merge(models, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -169,7 +170,7 @@ def test_a_disk_that_fills_up(models, tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(descriptor, data, position)
 
-    monkeypatch.setattr(mergekit_lite.outputs.os, "pwrite", filling)
+    monkeypatch.setattr(mergekit_lite.engine.output.os, "pwrite", filling)
     with pytest.raises(OutputError, match="disk is full"):
         merge(models, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -189,7 +190,7 @@ def test_the_report_accounts_for_every_tensor(models, tmp_path):
 
 def test_a_late_failure_keeps_what_was_finished(models, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(mergekit_lite.outputs, "model_card", lambda plan: 1 / 0)
+        patched.setattr(mergekit_lite.engine.beside, "model_card", lambda plan: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             merge(models, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -237,8 +238,8 @@ def test_a_small_disk_keeps_what_was_finished(models, tmp_path, monkeypatch):
             merge(models, tmp_path / "out")
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patched:
-        patched.setattr(mergekit_lite.outputs.shutil, "disk_usage", lambda path: usage(10**9, 10**9, 100))
-        with pytest.raises(OutputError, match="GB of disk"):
+        patched.setattr(mergekit_lite.engine.output.shutil, "disk_usage", lambda path: usage(10**9, 10**9, 100))
+        with pytest.raises(OutputError, match="of disk"):
             merge(models, tmp_path / "out")
     assert len(merge(models, tmp_path / "out").resumed) == 2  # and the lock was let go of
 
@@ -263,7 +264,7 @@ def test_a_record_cannot_name_a_file_that_the_plan_has_not(models, tmp_path, mon
     partial = tmp_path / ".out.partial"
     record = json.loads((partial / "progress.json").read_text())
     (partial / "result" / "extra").write_text("x")
-    record["shards"]["extra"] = mergekit_lite.outputs.file_hash(partial / "result" / "extra")
+    record["shards"]["extra"] = {"hash": hash_file(partial / "result" / "extra"), "tensors": []}
     (partial / "progress.json").write_text(json.dumps(record))
     assert len(merge(models, tmp_path / "out").resumed) == 2
     assert not (tmp_path / "out" / "extra").exists()

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from mergekit_lite import MergeRecipe, RecipeError, load_recipe, merge_models
-from mergekit_lite.recipe import evaluate_setting, setting
+from mergekit_lite import MergeRecipe, ModelEntry, RecipeError, load_recipe, merge_models
+from mergekit_lite.planning import evaluate_setting, setting
+from mergekit_lite.recipe import parse_recipe
 
 FULL = """
 merge_method: ties
@@ -27,7 +28,7 @@ chat_template: auto
 def test_round_trips():
     recipe = load_recipe(FULL)
     assert load_recipe(recipe.to_yaml()) == recipe
-    assert MergeRecipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    assert parse_recipe(json.loads(json.dumps(recipe.to_dict()))) == recipe
 
 
 def test_the_most_specific_place_wins():
@@ -72,10 +73,16 @@ def test_lambda_by_either_name():
 
 
 def test_parameters_that_never_had_an_effect_are_noted(tmp_path):
-    base, model = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
-    options = {"weight": 1.0, "int8_mask": True, "out": tmp_path / "o", "progress": False}
-    report = merge_models([model], "ties", base_model=base, **options)
-    assert any("int8_mask has no effect" in note for note in report.notes)
+    recipe = MergeRecipe(
+        merge_method="ties",
+        base_model={"w": torch.zeros(2)},
+        models=[ModelEntry(model={"w": torch.ones(2)}, parameters={"weight": 1.0, "t": 0.5, "normalize": False})],
+        parameters={"int8_mask": True, "mood": "good"},
+    )
+    notes = merge_models(recipe, out=tmp_path / "o", progress=False).notes
+    for name in ("int8_mask", "t", "mood"):
+        assert any(f"{name} has no effect on ties" in note for note in notes)
+    assert any("normalize has no effect at a model" in note for note in notes)
 
 
 def test_per_model_lists_skip_the_base():
@@ -86,7 +93,9 @@ def test_per_model_lists_skip_the_base():
 
 def test_a_model_is_text():
     with pytest.raises(RecipeError, match="needed a path or hub id"):
-        load_recipe("merge_method: linear\nmodels: [{model: {path: a}}]")
+        load_recipe("merge_method: linear\nmodels: [{model: [a]}]")
+    text = "merge_method: linear\nmodels: [{model: {model: {path: a, revision: v1}, lora: {path: b}}}]"
+    assert load_recipe(text).models[0].model == "a@v1+b"
 
 
 def test_a_filter_that_no_tensor_answers_to_is_noted(tmp_path):

@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
-import mergekit_lite.engine
+import mergekit_lite.engine.streaming
 from mergekit_lite import PlanError, load_recipe, merge_models
 from tests.support.models import save, save_tokenizer, tiny
 
@@ -45,7 +45,7 @@ def row(folders, name, token, tensor="model.embed_tokens.weight"):
 @pytest.mark.parametrize("tensor", ["model.embed_tokens.weight", "lm_head.weight"])
 @pytest.mark.parametrize("chunk", [1 << 18, 24])
 def test_a_union_matches_rows_by_token(folders, tmp_path, tensor, chunk, monkeypatch):
-    monkeypatch.setattr(mergekit_lite.engine, "CHUNK", chunk)
+    monkeypatch.setattr(mergekit_lite.engine.streaming, "CHUNK", chunk)
     merged = merge(folders, tmp_path / "out", "tokenizer_source: union")[tensor]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     at = tokenizer.get_vocab()
@@ -83,7 +83,7 @@ def test_padding_a_source_path_and_placed_tokens(folders, tmp_path):
 
 def test_bad_token_rules(folders, tmp_path):
     for spec, message in [
-        ("tokens: {nope: {source: a}}", "'nope' is not a token"),
+        ("tokens: {w2: {force: true}}", "force needs a source"),
         ("tokens: {w2: {source: elsewhere}}", "source must name one of the recipe's models"),
         (f"tokens: {{only-x: {{source: {folders['y']}}}}}", "has no such token"),
     ]:

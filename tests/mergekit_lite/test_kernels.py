@@ -1,0 +1,209 @@
+"""The compiled kernels: without torch, without numba, without a cache; and what they refuse."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import mergekit_lite.engine._numba
+from mergekit_lite import NotFiniteError, merge_models
+from mergekit_lite.engine import hashing
+from mergekit_lite.engine.programs import PROGRAMS
+from tests.mergekit_lite.cases import CASES
+from tests.mergekit_lite.test_methods import has_kernel
+from tests.support.models import save, save_tokenizer, tiny
+
+KERNEL_CASES = {case.method: case for case in CASES if has_kernel(case)}
+BLOCK = """
+import json, sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in sys.argv[1].split(","):
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Block())
+from mergekit_lite import merge_models, load_recipe
+for arguments in json.loads(sys.argv[2]):
+    recipe = arguments.pop("recipe", None)
+    report = merge_models(load_recipe(recipe) if recipe else arguments.pop("models"), **arguments, progress=False)
+    print(json.dumps(report.notes))
+"""
+
+
+def run_without(packages, *merges, **environment):
+    """Merges in a process that cannot import some packages; the notes of each."""
+    path = os.pathsep.join(p for p in sys.path if p)
+    command = [sys.executable, "-c", BLOCK, packages, json.dumps(merges, default=str)]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("kernels")
+    for number, dtype in enumerate((torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float32, torch.float16)):
+        generator = torch.Generator().manual_seed(number)
+        state = {f"layers.{i}.w": torch.randn(40, 30, generator=generator).to(dtype) for i in range(3)}
+        (root / str(number)).mkdir()
+        save_file(state, root / str(number) / "model.safetensors")
+    return [root / str(number) for number in range(5)]
+
+
+def merges_of_every_kernel(folders, out):
+    """One call a method, of two or one models with a base or three models without, in several dtypes."""
+    for number, (name, case) in enumerate(KERNEL_CASES.items()):
+        models = [str(folders[(i + number) % 4 + 1]) for i in range(case.models)]
+        base = {"base_model": str(folders[0])} if case.base else {}
+        yield {"models": models, "method": name, **base, "out": str(out / name), "seed": 3, **case.parameters}
+
+
+def test_a_merge_by_kernels_never_imports_torch(folders, tmp_path):
+    run_without("torch,transformers,safetensors,tqdm", *merges_of_every_kernel(folders, tmp_path / "lean"))
+    for arguments in merges_of_every_kernel(folders, tmp_path / "torch"):
+        merge_models(arguments.pop("models"), progress=False, impl="eager", **arguments)
+        name = arguments["method"]
+        lean, eager = (tmp_path / kind / name / "model.safetensors" for kind in ("lean", "torch"))
+        assert lean.read_bytes() == eager.read_bytes(), name
+        assert len({(tmp_path / kind / name / "merge_manifest.json").read_text() for kind in ("lean", "torch")}) == 1
+
+
+def test_adapters_vocabularies_and_stages_need_no_torch_either(tmp_path):
+    import peft
+
+    words = ["<unk>", *(f"w{i}" for i in range(20))]
+    for number, name in enumerate(("base", "other")):
+        save(tiny("llama", number, vocab_size=21 + number), tmp_path / name)
+        save_tokenizer(tmp_path / name, [*words, "new"][: 21 + number])
+    wrapped = peft.get_peft_model(
+        tiny("llama", 0, vocab_size=21), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
+    wrapped.save_pretrained(tmp_path / "adapter")
+    recipe = f"""
+name: first
+merge_method: passthrough
+models: [{{model: {tmp_path}/base+{tmp_path}/adapter}}]
+---
+merge_method: linear
+models: [{{model: first}}, {{model: {tmp_path}/other}}]
+parameters: {{weight: 0.5}}
+tokenizer: {{source: union, pad_to_multiple_of: 8}}
+"""
+    run_without("torch,transformers,safetensors", {"recipe": recipe, "out": str(tmp_path / "out")})
+    assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].shape[0] == 24
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_without_numba_torch_writes_the_same_bytes_and_the_report_says_so(folders, tmp_path):
+    merge = {"models": [str(f) for f in folders[1:3]], "method": "ties", "base_model": str(folders[0])}
+    settings = {"weight": 0.5, "density": 0.4}
+    run_without("torch", {**merge, **settings, "out": tmp_path / "fused"})
+    for name, blocked, environment in (("none", "numba", {}), ("interpreted", "x", {"NUMBA_DISABLE_JIT": "1"})):
+        notes = run_without(blocked, {**merge, **settings, "out": tmp_path / name}, **environment)
+        assert any("numba cannot be used" in note for note in notes[0])
+        left, right = (tmp_path / which / "model.safetensors" for which in ("fused", name))
+        assert left.read_bytes() == right.read_bytes()
+        written = json.loads((tmp_path / name / "merge_manifest.json").read_text())
+        assert written["files"]["model.safetensors"].startswith("sha256:")
+
+
+def test_a_run_without_numba_goes_on_where_one_with_it_stopped(folders, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    finish = mergekit_lite.engine.output.OutputFolder.finish
+    done = []
+
+    def finishing(self, shard, facts):
+        finish(self, shard, facts)
+        done.append(shard)
+        if len(done) == 2:
+            raise KeyboardInterrupt
+
+    arguments = {"models": [str(f) for f in folders[1:3]], "weight": 0.5, "max_shard_size": "3kB"}
+    with monkeypatch.context() as patched:
+        patched.setattr(mergekit_lite.engine.output.OutputFolder, "finish", finishing)
+        with pytest.raises(KeyboardInterrupt):
+            merge_models(arguments["models"], weight=0.5, max_shard_size="3kB", out=out, progress=False)
+    run_without("numba", {**arguments, "out": str(out)})  # cannot prove the first files, and so makes them again
+    assert len(list(out.glob("*.safetensors"))) == 3
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(monkeypatch):
+    real, asked = mergekit_lite.engine._numba.njit, []
+
+    def njit(**options):
+        asked.append(options)
+        if options.pop("cache", False):
+            raise RuntimeError("cannot cache function: no locator available")
+        return real(**options)
+
+    monkeypatch.setattr(mergekit_lite.engine._numba, "njit", njit)
+    add = mergekit_lite.engine._numba._kernel(lambda x: x + 1)
+    assert add(2) == 3
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("impl", ["eager", "fused"])
+@pytest.mark.parametrize("method", KERNEL_CASES)
+def test_nan_and_infinity_never_reach_a_file(method, impl, poison, tmp_path):
+    case = KERNEL_CASES[method]
+    states = [{"w": torch.randn(50)} for _ in range(case.models)]
+    states[0]["w"][7] = poison
+    base = {"base_model": {"w": torch.randn(50)}} if case.base else {}
+    settings = {**base, **case.parameters, "out": tmp_path / "out", "progress": False, "impl": impl}
+    with pytest.raises(ValueError, match="NaN"):
+        merge_models(states, method, **settings)
+    assert not (tmp_path / "out").exists()
+
+
+def test_values_that_overflow_the_output_are_refused(tmp_path):
+    for dtype in ("float16", "bfloat16"):
+        state = {"w": torch.tensor([1.0, 3.4e38])}
+        with pytest.raises(NotFiniteError, match=f"NaN or infinity in {dtype}"):
+            merge_models(
+                [state], "passthrough", scale=1.0, dtype=dtype, out=tmp_path / "o", progress=False, impl="fused"
+            )
+
+
+def test_an_explicit_impl_runs_or_raises(tmp_path):
+    states = [{"w": torch.randn(6, 5)} for _ in range(2)]
+    with pytest.raises(ValueError, match="impl is 'fast', needed one of"):
+        merge_models(states, weight=1, impl="fast")
+    with pytest.raises(ValueError, match="w is merged in a way without a kernel"):
+        merge_models(states[:1], "tsv", base_model=states[1], out=tmp_path / "o", progress=False, impl="fused")
+    with pytest.raises(ValueError, match="without a kernel"):
+        merge_models(states, weight=1, dtype="float64", out=tmp_path / "o", progress=False, impl="fused")
+
+
+def test_kernels_in_memory_too():
+    states = [{"w": torch.randn(6, 5)} for _ in range(2)]
+    eager, fused = (merge_models(states, weight=[1, 3], progress=False, impl=impl)["w"] for impl in ("eager", "fused"))
+    assert torch.equal(eager, fused)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"", "ef46db3751d8e999"),
+        (b"a", "d24ec4f1a98c6e5b"),
+        (b"abc", "44bc2cf5ad770999"),
+        (b"The quick brown fox jumps over the lazy dog", "0b242d361fda71bc"),
+    ],
+)
+def test_checksums_are_xxh64(data, expected, tmp_path):
+    assert hashing.hash_bytes(data) == f"xxh64:{expected}"
+    (tmp_path / "f").write_bytes(data)
+    assert hashing.hash_file(tmp_path / "f") == f"xxh64:{expected}"
+    assert hashing.is_hash_of(f"xxh64:{expected}", tmp_path / "f")
+    assert not hashing.is_hash_of(f"xxh64:{expected[::-1]}", tmp_path / "f")
+    for nonsense in (None, 3, "", "md5:0", "xxh64:"):
+        assert not hashing.is_hash_of(nonsense, tmp_path / "f")
+
+
+def test_programs_are_those_of_the_package():
+    assert all(method.function.__module__.startswith("mergekit_lite.methods") for method in PROGRAMS)

@@ -1,0 +1,222 @@
+"""What once gave a wrong result without a word: now it is right, or said, or refused."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+import mergekit_lite.engine.output
+from mergekit_lite import METHODS, CheckpointError, PlanError, RecipeError, load_recipe, merge_method, merge_models
+from mergekit_lite.files.headers import read_header
+from tests.mergekit_lite.test_bad_input import header
+from tests.mergekit_lite.test_outputs import interrupt_after
+from tests.support.models import save, save_tokenizer, tiny
+
+
+def folder_of(path, state, config=None):
+    path.mkdir()
+    save_file(state, path / "model.safetensors")
+    if config is not None:
+        (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_tensors_outside_the_layers_take_the_first_value_of_a_gradient(tmp_path):
+    paths = [Path(save(tiny("llama", i), tmp_path / str(i))) for i in range(2)]
+    weights = [{"weight": [0, 1]}, {"weight": [1, 0]}]
+    models = [{"model": str(p), "parameters": w} for p, w in zip(paths, weights, strict=True)]
+    recipe = load_recipe(yaml.safe_dump({"merge_method": "linear", "models": models}))
+    merged = merge_models(recipe, progress=False)
+    states = [load_file(p / "model.safetensors") for p in paths]
+    for name in ("lm_head.weight", "model.norm.weight", "model.embed_tokens.weight"):
+        assert torch.equal(merged[name], states[1][name])
+    assert torch.equal(merged["model.layers.3.mlp.up_proj.weight"], states[0]["model.layers.3.mlp.up_proj.weight"])
+
+
+@pytest.mark.parametrize("method", ["ties", "breadcrumbs"])
+def test_a_global_scope_keeps_to_the_densities_of_single_tensors(method):
+    generator = torch.Generator().manual_seed(0)
+    model = {name: torch.randn(1000, generator=generator) for name in ("few", "many", "more")}
+    base = {name: torch.zeros(1000) for name in model}
+    density = [{"filter": "few", "value": 0.1}, {"value": 0.9}]
+    gamma = {} if method == "ties" else {"gamma": 0.0}
+    settings = {"weight": 1.0, "density": density, "scope": "global", "progress": False} | gamma
+    merged = merge_models([model], method, base_model=base, **settings)
+    kept = {name: int((values != 0).sum()) for name, values in merged.items()}
+    assert kept["few"] == 100
+    assert kept["many"] + kept["more"] == 1800  # one vector, ranked together
+    both = torch.cat([model["many"], model["more"]])
+    expected = both * (both.abs() >= both.abs().sort(descending=True).values[1799])
+    assert torch.equal(torch.cat([merged["many"], merged["more"]]), expected)
+
+
+def test_weights_too_large_for_float32_are_refused():
+    states = [{"w": torch.ones(2)}, {"w": torch.ones(2)}]
+    with pytest.raises(PlanError, match=r"weight is 1e\+308, needed a finite number of float32"):
+        merge_models(states, weight=[1e308, 1e308])
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("method", ["arcee_fusion", "tsv", "iso_c", "knots", "della"])
+def test_no_method_takes_nan_or_infinity_for_an_answer(method, poison, tmp_path):
+    model, base = {"w": torch.randn(6, 6)}, {"w": torch.randn(6, 6)}
+    model["w"][2, 3] = poison
+    needed = {"weight": 1.0, "density": 0.5, "epsilon": 0.1} if method == "della" else {}
+    with pytest.raises(ValueError, match="NaN"):
+        merge_models([model], method, base_model=base, out=tmp_path / "o", progress=False, **needed)
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_key_twice_is_no_recipe():
+    with pytest.raises(RecipeError, match=r"'weight' stands twice in one mapping \(line 4\)"):
+        load_recipe("merge_method: linear\nmodels: [a, b]\nparameters:\n  {weight: 1, weight: 2}\n")
+    anchors = "x: &w {weight: 1}\nmerge_method: linear\nmodels: [{model: a, parameters: {<<: *w}}]\n"
+    assert load_recipe(anchors).models[0].parameters == {"weight": 1}
+
+
+TWO = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (header({"a": TWO}, b"12345678trailing"), "8 bytes at its end belong to no tensor"),
+        (header({"a": TWO | {"data_offsets": [8, 16]}}, b"1" * 16), "8 bytes before a belong to no tensor"),
+        (header({"a": TWO | {"data_offsets": [0.5, 8.5]}}, b"1" * 9), "needed a list of whole numbers"),
+        (header({"a": TWO | {"data_offsets": [0, float("inf")]}}), "needed a list of whole numbers"),
+        (header({"a": TWO | {"data_offsets": [False, 8]}}, b"1" * 8), "needed a list of whole numbers"),
+        (header({"a": TWO | {"data_offsets": [0, 8, 9]}}, b"1" * 8), "needed a begin and an end"),
+        (header({"a": TWO | {"shape": "2"}}, b"1" * 8), "needed a list of whole numbers"),
+        (header({"a": TWO | {"dtype": ["F32"]}}, b"1" * 8), "quantised or unknown"),
+        (header({"a": [1]}), "needed dtype, shape and data_offsets"),
+        (header({"__metadata__": {"a": 1}, "a": TWO}, b"1" * 8), "__metadata__ is"),
+        (header({"__metadata__": [], "a": TWO}, b"1" * 8), "__metadata__ is"),
+        ((200_000).to_bytes(8, "little") + b"[" * 200_000, "not valid JSON"),
+        ((4).to_bytes(8, "little") + b"\xff\xfe\x00\x01", "not valid JSON"),
+    ],
+)
+def test_headers_are_believed_in_nothing(data, message, tmp_path):
+    (tmp_path / "f.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=message):
+        read_header(tmp_path / "f.safetensors")
+
+
+def test_parts_of_a_model_must_agree_too(tmp_path):
+    state = {"w": torch.ones(2)}
+    configs = [{"model_type": "x", "text_config": {"num_attention_heads": n, "rope_theta": n}} for n in (4, 8)]
+    paths = [folder_of(tmp_path / str(i), state, config) for i, config in enumerate(configs)]
+    with pytest.raises(PlanError, match=r"text_config.num_attention_heads is 4 in .*, 8 in"):
+        merge_models(paths, weight=1.0)
+    (paths[1] / "config.json").write_text(json.dumps({"model_type": "x", "text_config": {"rope_theta": 5}}))
+    report = merge_models(paths, weight=1.0, out=tmp_path / "o", progress=False)
+    assert any("text_config.rope_theta" in note for note in report.notes)
+
+
+def test_every_reason_is_found_at_once(tmp_path):
+    left = folder_of(tmp_path / "l", {"w": torch.ones(2), "v": torch.ones(3)}, {"n_head": 2, "hidden_act": "gelu"})
+    right = folder_of(tmp_path / "r", {"w": torch.ones(3)}, {"n_head": 4, "hidden_act": "relu"})
+    with pytest.raises(PlanError) as caught:
+        merge_models([left, right], weight=1.0)
+    assert len(caught.value.problems) == 4
+    said = " ".join(caught.value.problems)
+    assert all(word in said for word in ("n_head", "hidden_act", "lacks 1 tensors", "shapes differ: w"))
+
+
+def test_the_config_is_the_first_that_a_model_has(tmp_path):
+    path = Path(save(tiny("llama", 1), tmp_path / "m"))
+    state = load_file(path / "model.safetensors")
+    merge_models([state, path], weight=1.0, out=tmp_path / "out", progress=False)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_a_resumed_run_reads_no_other_inputs_than_it_began_with(tmp_path, monkeypatch):
+    states = [{f"layers.{i}.w": torch.randn(60, 70) for i in range(8)} for _ in range(2)]
+    paths = [folder_of(tmp_path / str(i), state) for i, state in enumerate(states)]
+
+    def merge(**extra):
+        settings = {"weight": 0.5, "max_shard_size": "40KB", "out": tmp_path / "out", "progress": False}
+        return merge_models(paths, **settings, **extra)
+
+    with monkeypatch.context() as patched:
+        interrupt_after(patched, 2)
+        with pytest.raises(KeyboardInterrupt):
+            merge()
+    file = paths[0] / "model.safetensors"
+    before = file.stat()
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    with file.open("r+b") as handle:  # in place, the same size, and its time set back
+        handle.write(data)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert merge().resumed == []
+
+
+def test_a_resumed_run_runs_the_method_that_it_began_with(tmp_path, monkeypatch):
+    states = [{f"layers.{i}.w": torch.randn(60, 70) for i in range(8)} for _ in range(2)]
+    paths = [folder_of(tmp_path / str(i), state) for i, state in enumerate(states)]
+    try:
+        for factor, resumed in ((2.0, 0), (2.0, 2), (3.0, 0)):
+            source = f"lambda tensors, base: sum(tensors) * {factor}"
+            merge_method("edited", chunking="elements")(eval(source))
+            with monkeypatch.context() as patched:
+                interrupt_after(patched, 2)
+                with pytest.raises(KeyboardInterrupt):
+                    merge_models(paths, "edited", max_shard_size="40KB", out=tmp_path / "out", progress=False)
+            del METHODS["edited"]
+            recorded = json.loads((tmp_path / ".out.partial" / "progress.json").read_text())["shards"]
+            assert len(recorded) == 2 + resumed
+    finally:
+        METHODS.pop("edited", None)
+
+
+def test_the_manifest_says_what_went_in_and_is_the_same_after_a_resume(tmp_path, monkeypatch):
+    states = [{f"layers.{i}.w": torch.randn(60, 70) for i in range(8)} for _ in range(3)]
+    paths = [folder_of(tmp_path / str(i), state) for i, state in enumerate(states)]
+
+    def merge(models, out):
+        settings = {"weight": 0.5, "density": 0.5, "max_shard_size": "40KB", "progress": False}
+        merge_models(models[1:], "ties", base_model=models[0], out=tmp_path / out, **settings)
+        return json.loads((tmp_path / out / "merge_manifest.json").read_text())
+
+    whole = merge(paths, "whole")
+    with monkeypatch.context() as patched:
+        interrupt_after(patched, 3)
+        with pytest.raises(KeyboardInterrupt):
+            merge(paths, "out")
+    assert merge(paths, "out") == whole
+    values = [entry["values"] for entry in whole["inputs"]]
+    assert len(set(values)) == 3
+    shutil.copytree(paths[1], tmp_path / "copy")
+    moved = merge([paths[0], tmp_path / "copy", paths[2]], "moved")
+    assert [entry["values"] for entry in moved["inputs"]] == values  # what is hashed is what was read, not its name
+    states[1]["layers.3.w"][5, 5] += 1
+    other = merge([paths[0], folder_of(tmp_path / "other", states[1]), paths[2]], "changed")
+    assert [entry["values"] == v for entry, v in zip(other["inputs"], values, strict=True)] == [False, True, True]
+
+
+def test_tokenizers_that_differ_at_equal_size_are_said(tmp_path):
+    words = ["<unk>", *(f"w{i}" for i in range(20))]
+    paths = []
+    for number, own in enumerate((words, [words[0], *words[:0:-1]])):
+        paths.append(save(tiny("llama", number, vocab_size=21), tmp_path / str(number)))
+        save_tokenizer(paths[-1], own)
+    report = merge_models(paths, weight=1.0, out=tmp_path / "out", progress=False)
+    assert any("the tokenizers of" in note and "differ in 20 tokens" in note for note in report.notes)
+    with pytest.warns(UserWarning, match="the tokenizers of"):
+        merge_models(paths, weight=1.0, progress=False)
+    settings = f"merge_method: linear\nmodels: [{paths[0]}, {paths[1]}]\nparameters: {{weight: 1}}\n"
+    aligned = load_recipe(settings + "tokenizer_source: base\n")
+    assert not merge_models(aligned, out=tmp_path / "aligned", progress=False).notes
+
+
+def test_the_disk_message_tells_the_two_figures_apart(tmp_path, monkeypatch):
+    path = folder_of(tmp_path / "m", {"w": torch.zeros(1000)})
+    free = shutil.disk_usage(tmp_path)._replace(free=3999)
+    monkeypatch.setattr(mergekit_lite.engine.output.shutil, "disk_usage", lambda _: free)
+    with pytest.raises(OSError, match=r"needs 4\.0 kB of disk, 1 B more than the 4\.0 kB free"):
+        merge_models([path], "passthrough", out=tmp_path / "o", progress=False)

@@ -9,6 +9,7 @@
 from model_components import __version__ as __version__
 from model_components._folders import OutputError
 
+from .adapters import AdapterReport, extract_lora, merge_adapters
 from .engine import NotFiniteError, TensorFact
 from .files import CheckpointError
 from .functional import merge_models
@@ -19,6 +20,7 @@ from .report import MergeReport
 
 __all__ = [
     "METHODS",
+    "AdapterReport",
     "CheckpointError",
     "Largest",
     "MergeMethod",
@@ -38,9 +40,11 @@ __all__ = [
     "TensorFact",
     "TokenRule",
     "TokenizerSpec",
+    "extract_lora",
     "get_method",
     "load_recipe",
     "make_plan",
+    "merge_adapters",
     "merge_method",
     "merge_models",
 ]

@@ -1,4 +1,4 @@
-"""The command line: ``mergekit-lite merge RECIPE OUT`` and ``mergekit-lite plan RECIPE``.
+"""The command line: ``mergekit-lite merge RECIPE OUT``, ``mergekit-lite plan RECIPE``, ``mergekit-lite extract-lora``.
 
 ``torchrun --nproc_per_node=N -m mergekit_lite merge RECIPE OUT`` divides the tensors over N processes.
 """
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from model_components import __version__
 
 from ._torch import torch
+from .adapters import extract_lora
 from .functional import merge_models, parse_size
 from .planning import make_plan
 from .recipe import load_recipe
@@ -35,9 +36,19 @@ def parser() -> argparse.ArgumentParser:
     merge.add_argument("--trust-remote-code", action="store_true", help="copy a model's own Python files too")
     plan = commands.add_parser("plan", help="check the recipe and print what a merge would read, write and hold")
     plan.add_argument("recipe", help="YAML file")
+    extract = commands.add_parser("extract-lora", help="write the LoRA adapter nearest to what tuning changed")
+    extract.add_argument("model", help="tuned model")
+    extract.add_argument("base", help="what it was tuned from")
+    extract.add_argument("out", help="folder to write; must not exist or be empty")
+    extract.add_argument("--rank", type=int, default=16, help="largest rank of a module (default: 16)")
+    extract.add_argument("--energy", type=float, default=1.0, help="share of a change at which fewer directions do")
+    extract.add_argument("--dtype", help="of the factors (default: the model's)")
+    extract.add_argument("--save-others", action="store_true", help="save changed embeddings, heads and norms whole")
+    extract.add_argument("--no-progress", action="store_true", help="no progress bar")
+    for command in (merge, plan, extract):
+        command.add_argument("--allow-pickle", choices=["weights_only"], help="admit pickled .bin checkpoints")
     for command in (merge, plan):
         command.add_argument("--max-shard-size", default="5GB", help="largest weight file (default: 5GB)")
-        command.add_argument("--allow-pickle", choices=["weights_only"], help="admit pickled .bin checkpoints")
     return top
 
 
@@ -48,6 +59,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if several:
         torch.distributed.init_process_group("gloo")
     try:
+        if options.command == "extract-lora":
+            report = extract_lora(
+                options.model,
+                options.base,
+                options.out,
+                rank=options.rank,
+                energy=options.energy,
+                dtype=options.dtype,
+                save_others=options.save_others,
+                progress=not options.no_progress,
+                allow_pickle=options.allow_pickle,
+            )
+            print(report)
+            return 0
         recipe = load_recipe(options.recipe)
         if options.command == "plan":
             limit = parse_size(options.max_shard_size)

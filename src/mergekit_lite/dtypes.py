@@ -41,6 +41,9 @@ FLOAT64 = DType("float64", "F64", "f8", True)
 FLOAT32 = DType("float32", "F32", "f4", True)
 FLOAT16 = DType("float16", "F16", "f2", True)
 BFLOAT16 = DType("bfloat16", "BF16", "u2", True)
+FLOAT8 = DType("float8_e4m3fn", "F8_E4M3", "u1", True)
+"""Only read: a source shows such tensors as numbers in bfloat16."""
+
 _WHOLE = [
     DType("int64", "I64", "i8"),
     DType("int32", "I32", "i4"),
@@ -52,8 +55,8 @@ _WHOLE = [
 FLOATS = {d.name: d for d in (FLOAT64, FLOAT32, FLOAT16, BFLOAT16)}
 """What an output can be in, by name."""
 
-BY_CODE = {d.code: d for d in (*FLOATS.values(), *_WHOLE)}
-_BY_NAME = {d.name: d for d in BY_CODE.values()}
+BY_CODE = {d.code: d for d in (*FLOATS.values(), *_WHOLE, FLOAT8)}
+_BY_NAME = {d.name: d for d in (*FLOATS.values(), *_WHOLE)}
 
 
 def promote(dtypes: Iterable[DType]) -> DType:
@@ -69,6 +72,11 @@ def promote(dtypes: Iterable[DType]) -> DType:
         return FLOAT64 if FLOAT64 in (a, b) else FLOAT32
 
     return reduce(wider, dtypes)
+
+
+def from_numpy(stored: Array) -> DType:
+    """The dtype of a stored array."""
+    return next(d for d in _BY_NAME.values() if np.dtype(d.storage) == stored.dtype)
 
 
 def from_torch(dtype: torch.dtype) -> DType | None:
@@ -91,6 +99,18 @@ def numbers(stored: Array) -> Array:
     if stored.dtype == np.uint16:
         return (stored.astype(np.uint32) << 16).view(np.float32)
     return stored.astype(np.float32) if stored.dtype == np.float16 else stored
+
+
+def stored_as(values: Array, dtype: DType) -> Array:
+    """Float32 numbers rounded to nearest even, as they are stored in a float dtype.
+
+    >>> numbers(stored_as(np.array([1.5, 1 + 2**-9], np.float32), BFLOAT16))
+    array([1.5, 1. ], dtype=float32)
+    """
+    if dtype != BFLOAT16:
+        return values.astype(dtype.storage)
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16).astype(np.uint16)
 
 
 def tensor_of(stored: Array) -> Tensor:

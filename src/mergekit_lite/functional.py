@@ -71,7 +71,7 @@ def build_recipe(
 
 def merge_models(
     models: Sequence[Any] | MergeRecipe,
-    method: str = "linear",
+    method: str | None = None,
     *,
     base_model: Any = None,
     out: str | os.PathLike[str] | None = None,
@@ -96,7 +96,7 @@ def merge_models(
     Args:
         models: Folders, hub ids (``org/name@revision``), ``"model+adapter"``, modules or state dicts, mixed; or a
             `MergeRecipe`, which then says everything down to ``out_dtype``.
-        method: A name from the table of methods.
+        method: A name from the table of methods; default: ``"linear"``.
         base_model: The common ancestor, for methods that use one. It may also stand among ``models``.
         out: Folder to write; it must not exist or be empty. None returns a state dict.
         dtype: Dtype of the result; default: the inputs' promoted dtype. ``"float64"`` also computes in float64.
@@ -129,7 +129,7 @@ def merge_models(
     {'w': tensor([3.0000, 3.5000])}
     """
     if isinstance(models, MergeRecipe):
-        given = {"method": method != "linear", "base_model": base_model, "dtype": dtype, "out_dtype": out_dtype}
+        given = {"method": method, "base_model": base_model, "dtype": dtype, "out_dtype": out_dtype}
         if extra := [k for k, v in given.items() if v] + list(parameters):
             raise ValueError(f"merge_models: {extra[0]} was given beside a recipe, which says it itself")
         recipe = models
@@ -138,7 +138,7 @@ def merge_models(
             raise ValueError(f"merge_models: models is {type(models).__name__}, needed a list with at least one model")
         names = {"dtype": dtype, "out_dtype": out_dtype}
         rest = {k: str(v).removeprefix("torch.") for k, v in names.items() if v is not None}
-        recipe = build_recipe(models, method, base_model, parameters, **rest)
+        recipe = build_recipe(models, method or "linear", base_model, parameters, **rest)
     if threads is not None and (type(threads) is not int or threads < 1):
         raise ValueError(f"merge_models: threads is {threads}, needed a whole number from 1")
     if impl not in _IMPLS:
@@ -171,6 +171,8 @@ def _usable(device: str) -> str:
         return device
     try:
         chosen = torch.device(device)
+        if chosen.type == "meta":
+            raise RuntimeError("it holds no values")
         if chosen.type == "cuda" and chosen.index is None and "LOCAL_RANK" in os.environ:
             chosen = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.empty(1, device=chosen)

@@ -100,7 +100,7 @@ def multislerp(
     w = [x / sum(weight) for x in weight] if normalize_weights else list(weight)
     units = [x / (x.norm() + eps) for x in inputs]
     mean = _total(a * u for a, u in zip(w, units, strict=True))
-    if mean.norm() <= eps:
+    if mean.norm() <= max(eps, 1e-6 * sum(abs(a) for a in w)):
         merged = _total(a * x for a, x in zip(w, inputs, strict=True))
     else:
         mean = mean / mean.norm()
@@ -118,7 +118,7 @@ def karcher(tensors: list[Tensor], base: None, *, max_iter: int = 10, tol: float
         return torch.zeros_like(tensors[0])
     units = [t / t.norm() for t in present]
     mean = _total(units) / len(units)
-    if mean.norm() < 1e-7:
+    if mean.norm() < 1e-6:
         return _total(tensors) / len(tensors)
     mean = mean / mean.norm()
     for _ in range(max_iter):
@@ -126,7 +126,7 @@ def karcher(tensors: list[Tensor], base: None, *, max_iter: int = 10, tol: float
         for u in units:
             cosine = (u * mean).sum().clamp(-1, 1)
             angle = torch.arccos(cosine)
-            factor = angle / angle.sin() if angle.sin() > 1e-12 else 1.0
+            factor = angle / angle.sin() if angle.sin() > 1e-6 else 1.0
             pull = pull + factor * (u - cosine * mean) / len(units)
         length = pull.norm()
         if length < tol:
@@ -174,8 +174,8 @@ def _consensus(changes: list[Tensor], weight: Weights, normalize: bool) -> Tenso
     return merged / torch.where(share.abs() < 1e-8, 1.0, share)
 
 
-def _restore_l1(change: Tensor, kept: Tensor) -> Tensor:
-    return kept * (change.abs().sum() / kept.abs().sum()) if kept.abs().sum() > 0 else kept
+def _restore_l1(change: Tensor, trimmed: Tensor) -> Tensor:
+    return trimmed * (change.abs().sum() / trimmed.abs().sum()) if trimmed.abs().sum() > 0 else trimmed
 
 
 def ties(
@@ -191,25 +191,25 @@ def ties(
 ) -> Tensor:
     """Trim, elect, average."""
     changes = [t - base for t in tensors]
-    kept = [keep_largest(c, max(1, int(d * c.numel()))) for c, d in zip(changes, density, strict=True)]
+    trimmed = [keep_largest(c, max(1, int(d * c.numel()))) for c, d in zip(changes, density, strict=True)]
     if rescale and min(density) < 1:
-        kept = [_restore_l1(c, k) for c, k in zip(changes, kept, strict=True)]
-    return base + lambda_ * _consensus(kept, weight, normalize)
+        trimmed = [_restore_l1(c, k) for c, k in zip(changes, trimmed, strict=True)]
+    return base + lambda_ * _consensus(trimmed, weight, normalize)
 
 
 def _middle(change: Tensor, density: float, gamma: float) -> Tensor:
     count = change.numel()
-    kept = int(density * count)
-    top = min(int(gamma * count), count - kept)
-    return keep_largest(change, top + kept) - keep_largest(change, top)
+    trimmed = int(density * count)
+    top = min(int(gamma * count), count - trimmed)
+    return keep_largest(change, top + trimmed) - keep_largest(change, top)
 
 
 def _crumbs(tensors: list[Tensor], base: Tensor, density: Weights, gamma: Weights, rescale: bool) -> list[Tensor]:
     changes = [t - base for t in tensors]
-    kept = [_middle(c, d, g) for c, d, g in zip(changes, density, gamma, strict=True)]
+    trimmed = [_middle(c, d, g) for c, d, g in zip(changes, density, gamma, strict=True)]
     if rescale and min(density) < 1:
-        kept = [_restore_l1(c, k) for c, k in zip(changes, kept, strict=True)]
-    return kept
+        trimmed = [_restore_l1(c, k) for c, k in zip(changes, trimmed, strict=True)]
+    return trimmed
 
 
 def breadcrumbs(
@@ -225,8 +225,8 @@ def breadcrumbs(
     scope: str = "tensor",
 ) -> Tensor:
     """Drop the largest and the smallest, then task arithmetic."""
-    kept = _crumbs(tensors, base, density, gamma, rescale)
-    return base + _scaled_sum(kept, weight, normalize, lambda_)
+    trimmed = _crumbs(tensors, base, density, gamma, rescale)
+    return base + _scaled_sum(trimmed, weight, normalize, lambda_)
 
 
 def breadcrumbs_ties(
@@ -266,10 +266,10 @@ def _dropped(
     tensors: list[Tensor], base: Tensor, density: Weights, rescale: bool, keep: Sequence[Tensor]
 ) -> list[Tensor]:
     changes = [t - base for t in tensors]
-    kept = [c * k.to(c.dtype) for c, k in zip(changes, keep, strict=True)]
+    trimmed = [c * k.to(c.dtype) for c, k in zip(changes, keep, strict=True)]
     if rescale and min(density) < 1:
-        kept = [_restore_l1(c, k) for c, k in zip(changes, kept, strict=True)]
-    return kept
+        trimmed = [_restore_l1(c, k) for c, k in zip(changes, trimmed, strict=True)]
+    return trimmed
 
 
 def dare_linear(
@@ -284,8 +284,8 @@ def dare_linear(
     lambda_: float = 1.0,
 ) -> Tensor:
     """Drop by the given masks, restore the L1 norm, task arithmetic."""
-    kept = _dropped(tensors, base, density, rescale, keep)
-    return base + _scaled_sum(kept, weight, normalize, lambda_)
+    trimmed = _dropped(tensors, base, density, rescale, keep)
+    return base + _scaled_sum(trimmed, weight, normalize, lambda_)
 
 
 def dare_ties(
@@ -451,6 +451,6 @@ def knots(
     if base.dim() != 2:
         return ties(tensors, base, **settings)
     u, s, v = torch.linalg.svd(torch.cat([t - base for t in tensors], 1), full_matrices=False)
-    held = s > 1e-4 * s[0]
-    blocks = list(v[held].chunk(len(tensors), 1))
-    return base + u[:, held] @ torch.diag(s[held]) @ ties(blocks, torch.zeros_like(blocks[0]), **settings)
+    significant = s > 1e-4 * s[0]
+    blocks = list(v[significant].chunk(len(tensors), 1))
+    return base + u[:, significant] @ torch.diag(s[significant]) @ ties(blocks, torch.zeros_like(blocks[0]), **settings)

@@ -47,6 +47,6 @@ class MergeReport(Report):
         ]
 
     def remarks(self) -> list[str]:
-        """What was kept of an interrupted run, and what the planner wants said."""
-        kept = f"{len(self.resumed)} of {len(self.paths)} files were there from an interrupted run"
-        return [*([kept] if self.resumed else []), *(f"note: {text}" for text in self.notes)]
+        """What was resumed of an interrupted run, and what the planner wants said."""
+        resumed = f"{len(self.resumed)} of {len(self.paths)} files were there from an interrupted run"
+        return [*([resumed] if self.resumed else []), *(f"note: {text}" for text in self.notes)]

@@ -94,7 +94,7 @@ def merge_in_memory(recipe: MergeRecipe, run: Run) -> tuple[dict[str, Tensor], M
         source = DictSource(state, model_label(stage), made_by.config)
         source.folder = made_by.sources[made_by.donor].folder
         stages[id(stage)] = source
-    plan = make_plan(recipe, threads=run.threads, allow_pickle=run.allow_pickle, stages=stages)
+    plan = make_plan(recipe, threads=run.threads, allow_pickle=run.allow_pickle, stages=stages or None)
     for note in plan.notes:
         warnings.warn(f"merge_models: {note}", stacklevel=4)
     merged = {t.name: torch.empty(t.shape, dtype=to_torch(t.dtype)) for t in plan.tensors}
@@ -115,7 +115,7 @@ def merge_to_folder(recipe: MergeRecipe, out: Path, run: Run) -> MergeReport:
     ranks = Ranks()
     with _stages_beside(recipe, out, run, ranks) as stages:
         plan = make_plan(
-            recipe, max_shard_size=run.limit, threads=run.threads, allow_pickle=run.allow_pickle, stages=stages
+            recipe, max_shard_size=run.limit, threads=run.threads, allow_pickle=run.allow_pickle, stages=stages or None
         )
         plan.notes += code_note(plan, run.trust_remote_code)
         with _running(plan, run, ranks) as (engine, bar, executor):
@@ -149,14 +149,14 @@ def _stages_beside(recipe: MergeRecipe, out: Path, run: Run, ranks: Ranks) -> It
         return
     folder = NewFolder(out.with_name(f"{out.name}.stages"), "merge", resumable=True)
     stages: dict[int, Source] = {}
+    make_plan(recipe, allow_pickle=run.allow_pickle)  # what is wrong with the last stage is said before the first
     ranks.lead(folder.open)
     try:
         for stage in recipe.stages():
             name = model_label(stage)
-            if Path(name).name != name or name.startswith("."):
-                raise ValueError(f"recipe: a stage cannot be called {name!r}; needed a plain name")
             if not ranks.share(_is_whole(folder.folder / name, stage, run)):
-                ranks.lead(lambda: folder.clear(keep=[model_label(s) for s in recipe.stages() if id(s) in stages]))
+                keep = [model_label(s) for s in recipe.stages() if id(s) in stages] + [f".{name}.partial"]
+                ranks.lead(lambda keep=keep: folder.clear(keep=keep))
                 made = merge_to_folder(replace(stage, name=name), folder.folder / name, run)
                 mark = {"fingerprint": _stage_mark(stage, run), "tensors": len(made.tensors)}
                 ranks.lead(lambda place=folder.folder / name, mark=mark: write_json(place / _STAGE, mark))

@@ -50,7 +50,7 @@ class Engine:
     ):
         self.plan, self.notes = plan, list[str]()
         self._seed, self._device, self._executor, self._progress = seed, device, executor, progress
-        self._hashing = hashing
+        self._hashing, self._said = hashing, False
         self._streaming: StreamingEngine | None = None
         self._fused = self._compiled(impl) if impl != "eager" else None
         if impl == "fused" and (without := [t for t in plan.tensors if t.method and not self._has_kernel(t)]):
@@ -84,6 +84,7 @@ class Engine:
             self.notes.append(f"torch did what compiled kernels do faster, since numba cannot be used ({error})")
             return None
         self._progress("loading kernels, which are compiled once on a machine")
+        self._said = True
         return FusedEngine(self.plan, self._seed, self._executor, self._hashing)
 
     def _torch_engine(self) -> StreamingEngine:
@@ -101,12 +102,14 @@ class Engine:
                 for i in following.everything:
                     self.plan.sources[i.source].prefetch(i.name)
             yield self.run(t, sink)
-            self._progress("")
+            if self._said:
+                self._progress("")
+                self._said = False
 
     def run(self, t: TensorPlan, sink: Sink) -> TensorFact:
         """Make one tensor and hand its blocks to ``sink(plan, start, values)``."""
         if t.info.count == 0:
-            return fact(t, 0)
+            return fact(t, 0, self._hashes(t))
         if t.method is None:
             source = self.plan.sources[t.inputs[0].source]
             for start in range(0, t.info.count, CHUNK):
@@ -120,15 +123,9 @@ class Engine:
         """Of every input's stored values, in the blocks of the compiled engine."""
         if not self._hashing:
             return ()
-        places = range(0, t.info.count, BLOCK)
-        return tuple(
-            hash_inputs(
-                [
-                    [
-                        hash_bytes(self.plan.sources[i.source].read(i.name, at, min(at + BLOCK, t.info.count)))
-                        for i in t.everything
-                    ]
-                    for at in places
-                ]
-            )
-        )
+        sources, count = self.plan.sources, t.info.count
+        blocks = [
+            [hash_bytes(sources[i.source].read(i.name, at, min(at + BLOCK, count))) for i in t.everything]
+            for at in range(0, count, BLOCK)
+        ]
+        return tuple(hash_inputs(t, blocks))

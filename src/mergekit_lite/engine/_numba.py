@@ -28,6 +28,7 @@ if getattr(config, "DISABLE_JIT", False):
 
 TILE, _GROUP = 2048, 16
 ALL, TRIM, MIDDLE, DRAW = 0, 1, 2, 3  # what is kept of a task vector
+EVERY, SPENT = -1, -2  # of elements that equal a threshold: all are kept; a block's share of them is used up
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _NOTHING = np.float32(-0.0)  # to which any number can be added, -0 included, and be what it was
@@ -184,19 +185,23 @@ def _above(row, threshold):
 
 @_kernel
 def _trim(row, threshold, budget):
-    """Set what is below the threshold to 0; of equal ones keep the first ``budget`` (-1: all). Answers what is left."""
-    if budget < 0:
+    """Set what is below the threshold to 0; of equal ones keep the first ``budget`` (`EVERY`: all, `SPENT`: none more).
+
+    Answers what is left of the budget. Where there was one, a 0 has the sign of what it was, as a product with 0 does.
+    """
+    if budget == EVERY:
         _at_least(row, threshold)
     elif budget == 0:
         _above(row, threshold)
     else:
         for i in range(row.size):
             size = abs(row[i])
-            kept = size > threshold
+            keep = size > threshold
             if size == threshold and budget > 0:
-                kept = True
+                keep = True
                 budget -= 1
-            row[i] = row[i] * (_ONE if kept else _ZERO)
+            row[i] = row[i] * (_ONE if keep else _ZERO)
+        budget = SPENT if budget == 0 else budget
     return budget
 
 
@@ -241,8 +246,8 @@ def _draw(row, place, words, keys, whole, limit):
     if limit >= 0:
         for i in range(row.size):
             if lanes[i] == whole:
-                own = np.uint32(_hash(np.uint32(place + i), keys[2], keys[3]) & _SIZE)
-                lanes[i] = -128 if np.float32(own) < limit else 127
+                word = np.uint32(_hash(np.uint32(place + i), keys[2], keys[3]) & _SIZE)
+                lanes[i] = -128 if np.float32(word) < limit else 127
     if limit >= 0 and whole == -128:  # nothing lies below the first byte, so the mark for "kept" needs a step up
         whole += 1
     _keep_lanes(row, lanes, np.int8(whole))
@@ -310,8 +315,8 @@ def _count_above(bits, high):
 
 
 @_kernel
-def _collect(bits, low, high, found, held):
-    """Copy the patterns from ``low`` to below ``high`` behind the ``held`` of ``found``; how many are held then."""
+def _collect(bits, low, high, patterns, count):
+    """Copy the patterns from ``low`` to below ``high`` behind the first ``count``; how many there are then."""
     span, whole = np.uint32(high - low), bits.size // _GROUP * _GROUP
     for start in range(0, whole, _GROUP):  # most groups have none, which a vector sees at once
         inside = np.uint32(0)
@@ -320,13 +325,13 @@ def _collect(bits, low, high, found, held):
         if inside:
             for i in range(start, start + _GROUP):
                 if np.uint32(bits[i] - low) < span:
-                    found[held] = bits[i]
-                    held += 1
+                    patterns[count] = bits[i]
+                    count += 1
     for i in range(whole, bits.size):
         if np.uint32(bits[i] - low) < span:
-            found[held] = bits[i]
-            held += 1
-    return held
+            patterns[count] = bits[i]
+            count += 1
+    return count
 
 
 # Kernels: tiles of a block
@@ -460,10 +465,10 @@ def shift(raw, n, models, place, kept, scales, weights, vote, out):
 
 
 @_kernel
-def window(raw, n, models, lows, highs, top, found, above, inside):
+def window(raw, n, models, lows, highs, top, patterns, above, inside):
     """Of the magnitudes of every task vector: how many lie above a window, and which patterns inside it.
 
-    There may be several rounds of K windows. The patterns go to ``found`` (windows, n). Answers whether one is NaN.
+    There may be several rounds of K windows. The patterns go to ``patterns`` (windows, n). Answers whether one is NaN.
     """
     base, deltas = np.empty(TILE, np.float32), np.empty((models, TILE), np.float32)
     largest = np.uint32(0)
@@ -476,7 +481,7 @@ def window(raw, n, models, lows, highs, top, found, above, inside):
             largest = max(largest, _sizes(bits))
             for w in range(k, lows.size, models):
                 above[w] += _count_above(bits, highs[w])
-                inside[w] = _collect(bits, lows[w], highs[w], found[w], inside[w])
+                inside[w] = _collect(bits, lows[w], highs[w], patterns[w], inside[w])
     return largest >= top
 
 
@@ -495,7 +500,7 @@ def _variance(deltas, mean, scores):
 
 
 @_kernel
-def variance_window(raw, n, models, low, high, top, found, counts):
+def variance_window(raw, n, models, low, high, top, patterns, counts):
     """`window` of the variances over models: ``counts`` takes how many lie above, inside, and are not 0."""
     base, mean, variances = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     deltas, largest = np.empty((models, TILE), np.float32), np.uint32(0)
@@ -510,7 +515,7 @@ def variance_window(raw, n, models, low, high, top, found, counts):
         for i in range(count):
             counts[2] += bits[i] != 0
         counts[0] += _count_above(bits, high)
-        counts[1] = _collect(bits, low, high, found, counts[1])
+        counts[1] = _collect(bits, low, high, patterns, counts[1])
     return largest >= top
 
 
@@ -519,11 +524,11 @@ def _select(deltas, cut, budget, mean, scores):
     """Set to 0, in every row, the columns whose variance is not among the largest. Answers what is left."""
     _variance(deltas, mean, scores)
     for i in range(scores.size):
-        kept = scores[i] > cut
+        keep = scores[i] > cut
         if scores[i] == cut and budget != 0:
-            kept = True
+            keep = True
             budget -= budget > 0
-        scores[i] = _ONE if kept else _ZERO
+        scores[i] = _ONE if keep else _ZERO
     for k in range(deltas.shape[0]):
         row = deltas[k, : scores.size]
         for i in range(row.size):
@@ -549,9 +554,9 @@ def energy(raw, n, models, selecting, cut, budget, sums):
 @_kernel
 def _add_majority(row, elected, weight, merged, share):
     for i in range(row.size):
-        own = weight if row[i] * elected[i] > _ZERO else _ZERO
-        share[i] = share[i] + own
-        merged[i] = merged[i] + row[i] * own
+        counted = weight if row[i] * elected[i] > _ZERO else _ZERO
+        share[i] = share[i] + counted
+        merged[i] = merged[i] + row[i] * counted
 
 
 @_kernel
@@ -608,9 +613,9 @@ def active_counts(raw, n, models, epsilon, counts):
         for k in range(models):
             row, shared, changed = deltas[k, :count], 0, 0
             for i in range(count):
-                own = abs(row[i]) > epsilon
-                shared += own & (active[i] > _ONE)
-                changed += own
+                moved = abs(row[i]) > epsilon
+                shared += moved & (active[i] > _ONE)
+                changed += moved
             counts[k, 0] += shared
             counts[k, 1] += changed
 

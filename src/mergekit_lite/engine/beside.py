@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -13,14 +14,16 @@ import yaml
 from model_components import __version__
 from model_components._folders import write_json
 
-from ..files import Source
+from ..files import CheckpointError, Source
 from ..files.headers import read_json
 from ..planning import MergePlan, PlanError
+from ..recipe import MergeRecipe, model_label
 from ..vocabulary import TOKENIZER_FILES
 from .facts import TensorFact
 from .hashing import hash_bytes
 from .templates import TEMPLATES
 
+MANIFEST = "merge_manifest.json"
 _COPIED = ("generation_config.json", "preprocessor_config.json")
 _CODE = ("modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py")
 _CACHED = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})")
@@ -130,19 +133,31 @@ def hub_id(source: Source) -> str | None:
     return name if _HUB_ID.fullmatch(name) and not Path(name).exists() else None
 
 
+def _labels(recipe: MergeRecipe) -> list[str]:
+    """Every model that a recipe and its stages name, the longest first, so that none is a part of one after it."""
+    models = [model for r in (recipe, *recipe.stages()) for model in r.mentions()]
+    inner = [label for stage in recipe.stages() for label in _labels(stage)]
+    own = [model_label(model) for model in models if not isinstance(model, MergeRecipe)]
+    return sorted({*own, *inner}, key=lambda label: (-len(label), label))
+
+
+def _is_local(part: str) -> bool:
+    return "/" in part and not (_HUB_ID.fullmatch(part.partition("@")[0]) and not Path(part).exists())
+
+
 def model_card(plan: MergePlan) -> str:
     """A README for the merged checkpoint; it names no folder of this machine."""
     ids = list(dict.fromkeys(name for source in plan.sources if (name := hub_id(source)) is not None))
     data: dict[str, Any] = {"library_name": "transformers", "tags": ["merge", "mergekit-lite", "model-components"]}
     if ids:
         data |= {"base_model": ids, "base_model_relation": "merge"}
-    recipe = plan.recipe.to_yaml()
-    listed = []
-    for source in plan.sources:
-        name = hub_id(source) or source.label
-        for path in {part for part in source.label.split("+") if "/" in part and part != hub_id(source)}:
-            short = Path(path).name if hub_id(source) is None else hub_id(source) or ""
-            recipe, name = recipe.replace(path, short), name.replace(path, short)
+    recipe, listed = plan.recipe.to_yaml(), []
+    ids_by_label = {source.label: hub_id(source) for source in plan.sources}
+    for label in _labels(plan.recipe):
+        name = ids_by_label.get(label) or "+".join(
+            Path(part).name if _is_local(part) else part for part in label.split("+")
+        )
+        recipe = recipe.replace(label, name)
         listed.append(f"- {name}\n")
     return (
         f"---\n{yaml.safe_dump(data, sort_keys=False)}---\n# {plan.recipe.merge_method} merge\n\n"
@@ -155,6 +170,7 @@ def manifest(plan: MergePlan, facts: Sequence[TensorFact], seed: int, hashes: Ma
     return {
         "made_by": f"mergekit_lite {__version__}",
         "recipe": plan.recipe.to_dict(),
+        **({"stages": [stage.to_dict() for stage in plan.recipe.stages()]} if plan.recipe.stages() else {}),
         "seed": seed,
         "inputs": _described(plan, facts),
         "files": dict(hashes),
@@ -178,5 +194,8 @@ def _described(plan: MergePlan, facts: Sequence[TensorFact]) -> list[dict[str, A
         entry: dict[str, Any] = {"model": source.label, "values": hash_bytes("".join(sorted(set(own))).encode())}
         if source.folder is not None and (match := _CACHED.search(str(source.folder))):
             entry |= {"hub_id": match["id"].replace("--", "/", 1), "commit": match["commit"]}
+        if source.folder is not None and (source.folder / MANIFEST).is_file():  # a merge itself
+            with contextlib.suppress(CheckpointError):
+                entry["merged_from"] = read_json(source.folder / MANIFEST).get("inputs")
         described.append(entry)
     return described

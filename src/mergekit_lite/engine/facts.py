@@ -46,9 +46,9 @@ def fact(t: TensorPlan, passes: int, inputs: Sequence[str] = ()) -> TensorFact:
     return TensorFact(t.name, t.shape, t.dtype.name, t.method.name if t.method else "copy", passes, tuple(inputs))
 
 
-def hash_inputs(blocks: Sequence[Sequence[str]]) -> list[str]:
+def hash_inputs(t: TensorPlan, blocks: Sequence[Sequence[str]]) -> list[str]:
     """From the hashes of every input's blocks, a list for each block, one hash for each input."""
-    return [hash_bytes("".join(hashes).encode()) for hashes in zip(*blocks, strict=True)]
+    return [hash_bytes("".join(block[i] for block in blocks).encode()) for i in range(len(t.everything))]
 
 
 def not_finite(t: TensorPlan) -> NotFiniteError:

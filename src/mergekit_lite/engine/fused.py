@@ -48,4 +48,4 @@ class FusedEngine:
 
         hashes: list[list[str]] | None = [[] for _ in range(0, t.info.count, BLOCK)] if self._hashing else None
         x.each(work, hashes)
-        return fact(t, x.passes, hash_inputs(hashes) if hashes else ())
+        return fact(t, x.passes, hash_inputs(t, hashes) if hashes else ())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from io import RawIOBase
 from pathlib import Path
 
 import numpy as np
@@ -108,10 +109,10 @@ def hash_file(path: Path, kind: str | None = None) -> str:
         return _hash(kind or _kind(), pieces())
 
 
-def _fill(file: object, buffer: memoryview) -> int:
+def _fill(file: RawIOBase, buffer: memoryview) -> int:
     """Read until the buffer is full or the file ends."""
     done = 0
-    while done < len(buffer) and (count := file.readinto(buffer[done:])):  # type: ignore[attr-defined]
+    while done < len(buffer) and (count := file.readinto(buffer[done:])):
         done += count
     return done
 

@@ -8,47 +8,73 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import inspect
 import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import CodeType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from model_components._folders import NewFolder, OutputError, write_json
 
 from ..dtypes import Array, byte_view
-from ..files.headers import INDEX
-from ..planning import MergePlan, TensorPlan, header_bytes, size_text
-from .beside import manifest, write_beside
+from ..planning import MergePlan, TensorPlan, shard_header, size_text
+from .beside import MANIFEST, manifest, write_beside
 from .facts import TensorFact
 from .hashing import hash_file, is_hash_of
 
-MANIFEST = "merge_manifest.json"
 
+def method_hash(function: Callable[..., Any]) -> str:
+    """A hash of what a method does: its body and defaults, and the numbers, texts and functions that it refers to.
 
-def _code_hash(function: Callable[..., Any]) -> str:
-    """A hash of what a function's body does and of its defaults; it cannot see what the body calls."""
-    digest = hashlib.sha256(repr(getattr(function, "__kwdefaults__", None)).encode())
+    What else it refers to cannot be compared, and makes the hash one that no other run has. The package's own methods
+    are known by the package's version.
+    """
+    if str(getattr(function, "__module__", "")).startswith("mergekit_lite."):
+        return "own"
+    digest, seen = hashlib.sha256(), set[int]()
 
-    def add(code: CodeType) -> None:
+    def add_code(code: CodeType) -> None:
         digest.update(code.co_code + repr((code.co_names, code.co_varnames)).encode())
         for constant in code.co_consts:
             if isinstance(constant, CodeType):
-                add(constant)
+                add_code(constant)
             else:
                 digest.update(repr(constant).encode())
 
-    if isinstance(code := getattr(function, "__code__", None), CodeType):
-        add(code)
+    def add(value: Any) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, FunctionType):
+            digest.update(repr((value.__defaults__, value.__kwdefaults__)).encode())
+            add_code(value.__code__)
+            refers = inspect.getclosurevars(value)
+            for name, referred in sorted({**refers.globals, **refers.nonlocals}.items()):
+                digest.update(name.encode())
+                add(referred)
+        elif isinstance(value, (bool, int, float, str, bytes, type(None))):
+            digest.update(repr(value).encode())
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                add(item)
+        elif isinstance(value, (ModuleType, type, BuiltinFunctionType)):
+            digest.update(getattr(value, "__name__", "").encode())
+        elif type(value).__module__.startswith("mergekit_lite."):
+            digest.update(repr(getattr(value, "name", type(value))).encode())
+        else:
+            digest.update(os.urandom(16))
+
+    add(function)
     return digest.hexdigest()
 
 
 def plan_fingerprint(plan: MergePlan, seed: int, version: str) -> str:
     """Equal for two runs that would write the same bytes."""
-    methods = {t.method.name: _code_hash(t.method.function) for t in plan.tensors if t.method is not None}
+    methods = {t.method.name: method_hash(t.method.function) for t in plan.tensors if t.method is not None}
     described = {
         "version": version,
         "recipe": plan.recipe.to_yaml(),
@@ -92,7 +118,7 @@ class OutputFolder(NewFolder):
         self._members: list[list[TensorPlan]] = [[] for _ in plan.shards]
         for t in plan.tensors:
             self._members[t.shard].append(t)
-        self._body = [len(header_bytes(members)) for members in self._members]
+        self._body = [len(shard_header(members)) for members in self._members]
 
     @property
     def _progress(self) -> Path:
@@ -150,7 +176,7 @@ class OutputFolder(NewFolder):
     def create(self, shard: int) -> None:
         """Make the shard's file with its header and full length."""
         with (self.folder / self._plan.shards[shard]).open("wb") as file:
-            file.write(header_bytes(self._members[shard]))
+            file.write(shard_header(self._members[shard]))
             file.truncate(self._body[shard] + sum(t.nbytes for t in self._members[shard]))
 
     def write(self, t: TensorPlan, start: int, values: Array) -> None:
@@ -200,7 +226,8 @@ class OutputFolder(NewFolder):
                 "metadata": {"total_size": plan.bytes_written, "total_parameters": plan.parameters},
                 "weight_map": {t.name: plan.shards[t.shard] for t in plan.tensors},
             }
-            write_json(folder / INDEX, index)
+            stem = plan.shards[0].rsplit("-", 3)[0]
+            write_json(folder / f"{stem}.safetensors.index.json", index)
         write_beside(plan, folder, trust_remote_code)
         hashes = {name: self._hashes[name] for name in plan.shards}
         write_json(folder / MANIFEST, manifest(plan, facts, seed, hashes))

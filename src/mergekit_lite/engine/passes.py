@@ -180,13 +180,13 @@ class FusedTensor:
         top = np.uint32(selectors[0].top)
 
         def work(raw: Array, count: int, place: int, block: int) -> None:
-            found = self._buffers.get("found", len(selectors), BLOCK, np.uint32)
+            patterns = self._buffers.get("patterns", len(selectors), BLOCK, np.uint32)
             above, inside = np.zeros(len(selectors), np.int64), np.zeros(len(selectors), np.int64)
-            if kernels.window(raw, count, self.models, lows, highs, top, found, above, inside):
+            if kernels.window(raw, count, self.models, lows, highs, top, patterns, above, inside):
                 raise _nan(self.plan)
             for k, selector in enumerate(selectors):
                 if not selector.done:
-                    selector.take(block, int(above[k]), found[k, : inside[k]].astype(np.int32))
+                    selector.take(block, int(above[k]), patterns[k, : inside[k]].astype(np.int32))
 
         self.each(work)
         for selector in selectors:
@@ -251,11 +251,11 @@ class FusedTensor:
         low, high, top = np.uint32(selector.low), np.uint32(selector.high), np.uint32(selector.top)
 
         def work(raw: Array, count: int, place: int, block: int) -> int:
-            found = self._buffers.get("found", self.models, BLOCK, np.uint32)[0]
+            patterns = self._buffers.get("patterns", self.models, BLOCK, np.uint32)[0]
             counts = np.zeros(3, np.int64)
-            if kernels.variance_window(raw, count, self.models, low, high, top, found, counts):
+            if kernels.variance_window(raw, count, self.models, low, high, top, patterns, counts):
                 raise _nan(self.plan)
-            selector.take(block, int(counts[0]), found[: counts[1]].astype(np.int32))
+            selector.take(block, int(counts[0]), patterns[: counts[1]].astype(np.int32))
             return int(counts[2])
 
         return sum(self.each(work))

@@ -65,73 +65,52 @@ def _model_stock(x: FusedTensor, **_: Any) -> Finish:
     return _along_angles(x, lambda g: coefficients.model_stock(g, np))
 
 
-def _trimmed_share(x: FusedTensor, density: Sequence[float]) -> Kept:
+def _weighted_sum(
+    x: FusedTensor, kept: Kept, weight: list[float], normalize: bool, rescale: bool, lambda_: float, **_: Any
+) -> Finish:
+    """B + λ times the weighted sum of what is kept of the task vectors."""
+    return x.shifted(weight, lambda_ / normaliser(weight, normalize), kept, x.restoring(kept, rescale))
+
+
+def _election(
+    x: FusedTensor, kept: Kept, weight: list[float], normalize: bool, rescale: bool, lambda_: float, **_: Any
+) -> Finish:
+    """B + λ times the consensus of what is kept of the task vectors."""
+    return x.shifted(weight, lambda_, kept, x.restoring(kept, rescale), normalize)
+
+
+def _largest(x: FusedTensor, density: Sequence[float]) -> Kept:
     if min(density) >= 1:
         return Kept()
     return x.trimmed([lambda n, d=d: trimmed_count(n, d) for d in density])
 
 
-def _ties(
-    x: FusedTensor,
-    weight: list[float],
-    density: list[float],
-    normalize: bool,
-    rescale: bool,
-    lambda_: float,
-    scope: str,
-) -> Finish:
-    kept = _trimmed_share(x, density)
-    return x.shifted(weight, lambda_, kept, x.restoring(kept, rescale), normalize)
-
-
-def _middle(x: FusedTensor, density: Sequence[float], gamma: Sequence[float]) -> Kept:
+def _middling(x: FusedTensor, density: Sequence[float], gamma: Sequence[float]) -> Kept:
     return Kept() if min(density) >= 1 else x.trimmed(middle_counts(density, gamma))
 
 
-def _breadcrumbs(
-    x: FusedTensor,
-    weight: list[float],
-    density: list[float],
-    gamma: list[float],
-    normalize: bool,
-    rescale: bool,
-    lambda_: float,
-    scope: str,
-) -> Finish:
-    kept = _middle(x, density, gamma)
-    return x.shifted(weight, lambda_ / normaliser(weight, normalize), kept, x.restoring(kept, rescale))
-
-
-def _breadcrumbs_ties(
-    x: FusedTensor,
-    weight: list[float],
-    density: list[float],
-    gamma: list[float],
-    normalize: bool,
-    rescale: bool,
-    lambda_: float,
-    scope: str,
-) -> Finish:
-    kept = _middle(x, density, gamma)
-    return x.shifted(weight, lambda_, kept, x.restoring(kept, rescale), normalize)
-
-
-def _dropped(x: FusedTensor, density: Sequence[float]) -> Kept:
+def _drawn(x: FusedTensor, density: Sequence[float]) -> Kept:
     return Kept() if min(density) >= 1 else x.drawn(density)
 
 
-def _dare_linear(
-    x: FusedTensor, weight: list[float], density: list[float], normalize: bool, rescale: bool, lambda_: float
-) -> Finish:
-    kept = _dropped(x, density)
-    return x.shifted(weight, lambda_ / normaliser(weight, normalize), kept, x.restoring(kept, rescale))
+def _ties(x: FusedTensor, density: list[float], **rest: Any) -> Finish:
+    return _election(x, _largest(x, density), **rest)
 
 
-def _dare_ties(
-    x: FusedTensor, weight: list[float], density: list[float], normalize: bool, rescale: bool, lambda_: float
-) -> Finish:
-    kept = _dropped(x, density)
-    return x.shifted(weight, lambda_, kept, x.restoring(kept, rescale), normalize)
+def _breadcrumbs(x: FusedTensor, density: list[float], gamma: list[float], **rest: Any) -> Finish:
+    return _weighted_sum(x, _middling(x, density, gamma), **rest)
+
+
+def _breadcrumbs_ties(x: FusedTensor, density: list[float], gamma: list[float], **rest: Any) -> Finish:
+    return _election(x, _middling(x, density, gamma), **rest)
+
+
+def _dare_linear(x: FusedTensor, density: list[float], **rest: Any) -> Finish:
+    return _weighted_sum(x, _drawn(x, density), **rest)
+
+
+def _dare_ties(x: FusedTensor, density: list[float], **rest: Any) -> Finish:
+    return _election(x, _drawn(x, density), **rest)
 
 
 def _sce(x: FusedTensor, select_topk: float) -> Finish:

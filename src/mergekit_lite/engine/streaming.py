@@ -37,8 +37,8 @@ class StreamBlocks:
         size = max(1, self.total) if t.chunking == "tensor" else max(row, CHUNK // max(1, row) * row)
         self._row = row
         self._edges = [*range(0, self.total, size), self.total] if self.total else [0, 0]
-        held = self.total * t.work.itemsize * (len(t.inputs) + 1)
-        self._cache: dict[int, Block] | None = {} if cached and t.passes > 1 and held <= _CACHED else None
+        nbytes = self.total * t.work.itemsize * (len(t.inputs) + 1)
+        self._cache: dict[int, Block] | None = {} if cached and t.passes > 1 and nbytes <= _CACHED else None
 
     def __len__(self) -> int:
         return len(self._edges) - 1
@@ -125,11 +125,11 @@ class StreamingEngine:
             evaluation, _ = self._evaluation(t, cached=False)
             requests = evaluation.requests()
             assert requests is not None
-            held = evaluation.samples(len(requests))
+            sampled = evaluation.samples(len(requests))
             counts = [request.count(total) for request in requests if isinstance(request, Largest)]
             samples = samples or [[] for _ in requests]
             for i, request in enumerate(requests):
-                scores = torch.cat(held[i]) if held[i] else request.compute().detach().flatten()
+                scores = torch.cat(sampled[i]) if sampled[i] else request.compute().detach().flatten()
                 wanted = max(1, round(t.info.count / total * _GLOBAL_SAMPLE))  # its share of the sample is its size
                 samples[i].append(scores[:: max(1, scores.numel() // wanted)].clone())
         wide = any(t.work.name == "float64" for t, _ in members)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ _LORA_KEY = re.compile(
 )
 _PAIRS = (["lora_A", "lora_B"], ["lora_embedding_A", "lora_embedding_B"])
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
 _RESIDUAL = ("pissa", "olora", "corda", "loftq")  # initialisations that subtract the adapter from the base
-_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")  # their linear layers store (in, out)
+CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")  # their linear layers store (in, out)
 
 
 def read_adapter_config(adapter: Path) -> dict[str, Any]:
@@ -72,67 +74,99 @@ def scale_of(settings: dict[str, Any], module: str) -> tuple[int, float]:
     return int(rank), alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
-class LoraSource:
-    """A model with a peft LoRA adapter folded in, stretch by stretch: W + s B A, with no merged copy anywhere."""
+@dataclass(frozen=True)
+class Pair:
+    """The two factors of one module's change, s B A.
 
-    def __init__(self, base: Source, adapter: Path):
-        self.label, self.folder = f"{base.label}+{adapter}", base.folder
-        self._base, self._adapter_folder = base, adapter
-        settings = read_adapter_config(adapter)
-        self.config = dict(base.config)
-        stored = FolderSource(adapter, str(adapter), read_header(adapter / WEIGHTS))
-        self._pairs: dict[str, tuple[Array, Array, float]] = {}
-        self._replaced: dict[str, Array] = {}
-        replaced: dict[str, TensorInfo] = {}
-        # peft's flag is that of the last layer it saw, so the architecture's own word comes first.
-        self._transposed = bool(settings.get("fan_in_fan_out")) or base.config.get("model_type") in _CONV1D
-        pairs: dict[str, dict[str, Array]] = {}
+    Args:
+        down: A, (r, in_features).
+        up: B, (out_features, r).
+        scale: s.
+        embedding: Of a token embedding, whose weight is (tokens, features) and takes the transpose of the change.
+    """
+
+    down: Array
+    up: Array
+    scale: float
+    embedding: bool = False
+
+
+class Adapter:
+    """A peft LoRA adapter, read whole: its settings, every module's factors, and the tensors that it replaces.
+
+    Raises:
+        CheckpointError: Not a plain LoRA adapter, or its files are unsound.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.settings = folder, read_adapter_config(folder)
+        self.pairs: dict[str, Pair] = {}
+        self.replaced: dict[str, tuple[TensorInfo, Array]] = {}
+        stored = FolderSource(folder, str(folder), read_header(folder / WEIGHTS))
+        self.tensors = stored.tensors
+        factors: dict[str, dict[str, Array]] = {}
         for key, info in stored.tensors.items():
             value = stored.read(key, 0, info.count).reshape(info.shape)
             if match := _LORA_KEY.match(key):
                 if len(info.shape) != 2 or not info.dtype.is_floating_point:
-                    raise CheckpointError(f"adapter {adapter}: {key} is {info.dtype} {list(info.shape)}, not a matrix")
-                pairs.setdefault(match["module"], {})[match["part"]] = numbers(value).astype(np.float32)
+                    raise CheckpointError(f"adapter {folder}: {key} is {info.dtype} {list(info.shape)}, not a matrix")
+                factors.setdefault(match["module"], {})[match["part"]] = numbers(value).astype(np.float32)
             else:  # modules_to_save, biases that were trained, embeddings saved beside their adapters
-                plain = key.removeprefix("base_model.model.")
-                name = plain.replace(".modules_to_save", "").replace(".base_layer", "")
-                self._replaced[name], replaced[name] = value, info
-        for module, parts in pairs.items():
-            self._add_pair(f"{module}.weight", parts, settings)
-        for name, info in replaced.items():
-            if name not in base.tensors:
-                raise CheckpointError(f"adapter {adapter}: {name} is not a tensor of {base.label}")
-            if info.shape != base.tensors[name].shape:
-                raise CheckpointError(
-                    f"adapter {adapter}: {name} has shape {list(info.shape)}, the model's is "
-                    f"{list(base.tensors[name].shape)}"
-                )
-        self.tensors = {
-            name: TensorInfo(name, info.shape, replaced[name].dtype if name in replaced else info.dtype)
-            for name, info in base.tensors.items()
-        }
+                plain = key.removeprefix(PREFIX).replace(".modules_to_save", "").replace(".base_layer", "")
+                self.replaced[plain] = info, value
+        for module, parts in factors.items():
+            self.pairs[module] = self._pair(module, parts)
 
-    def _add_pair(self, name: str, parts: dict[str, Array], settings: dict[str, Any]) -> None:
-        adapter = f"adapter {self._adapter_folder}"
+    def _pair(self, module: str, parts: dict[str, Array]) -> Pair:
         kinds = sorted(parts)
         if kinds not in _PAIRS:
-            raise CheckpointError(f"{adapter}: {name} has {kinds}, needed an A and a B")
+            raise CheckpointError(f"adapter {self.folder}: {module} has {kinds}, needed an A and a B")
         down, up = parts[kinds[0]], parts[kinds[1]]
-        if name not in self._base.tensors:
-            raise CheckpointError(f"{adapter}: {name} is not a tensor of {self._base.label}")
-        shape = self._base.tensors[name].shape
-        turned = kinds[0] == "lora_embedding_A" or self._is_transposed(name, (up.shape[0], down.shape[1]))
-        if turned:  # the stored weight is (in, out): rows of it come from A's transpose
-            up, down = np.ascontiguousarray(down.T), np.ascontiguousarray(up.T)
-        if (up.shape[0], down.shape[1]) != shape or up.shape[1] != down.shape[0]:
+        rank, scale = scale_of(self.settings, module)
+        if {up.shape[1], down.shape[0]} != {rank}:
             raise CheckpointError(
-                f"{adapter}: {name} of shape {list(shape)} does not fit "
-                f"A {list(parts[kinds[0]].shape)} and B {list(parts[kinds[1]].shape)}"
+                f"adapter {self.folder}: {module} has A {list(down.shape)} and B {list(up.shape)}, needed rank {rank}"
             )
-        rank, scale = scale_of(settings, name.removesuffix(".weight"))
-        if up.shape[1] != rank:
-            raise CheckpointError(f"{adapter}: {name} has rank {up.shape[1]}, its config {rank}")
-        self._pairs[name] = (up, down, scale)
+        return Pair(down, up, scale, kinds == _PAIRS[1])
+
+
+class LoraSource:
+    """A model with a peft LoRA adapter folded in, stretch by stretch: W + s B A, with no merged copy anywhere."""
+
+    def __init__(self, base: Source, folder: Path):
+        self.label, self.folder = f"{base.label}+{folder}", base.folder
+        self._base, self._adapter_folder = base, folder
+        self.config = dict(base.config)
+        adapter = Adapter(folder)
+        # peft's flag is that of the last layer it saw, so the architecture's own word comes first.
+        self._transposed = bool(adapter.settings.get("fan_in_fan_out")) or base.config.get("model_type") in CONV1D
+        self._pairs = {f"{module}.weight": self._turned(f"{module}.weight", p) for module, p in adapter.pairs.items()}
+        self._replaced: dict[str, Array] = {}
+        self.tensors = dict(base.tensors)
+        for name, (info, value) in adapter.replaced.items():
+            if name not in base.tensors:
+                raise CheckpointError(f"adapter {folder}: {name} is not a tensor of {base.label}")
+            if info.shape != base.tensors[name].shape:
+                raise CheckpointError(
+                    f"adapter {folder}: {name} has shape {list(info.shape)}, the model's is "
+                    f"{list(base.tensors[name].shape)}"
+                )
+            self._replaced[name], self.tensors[name] = value, TensorInfo(name, info.shape, info.dtype)
+
+    def _turned(self, name: str, pair: Pair) -> Pair:
+        """A pair whose product has the shape of the stored weight, which may be (in, out)."""
+        if name not in self._base.tensors:
+            raise CheckpointError(f"adapter {self._adapter_folder}: {name} is not a tensor of {self._base.label}")
+        shape = self._base.tensors[name].shape
+        down, up = pair.down, pair.up
+        if pair.embedding or self._is_transposed(name, (up.shape[0], down.shape[1])):
+            up, down = np.ascontiguousarray(down.T), np.ascontiguousarray(up.T)
+        if (up.shape[0], down.shape[1]) != shape:
+            raise CheckpointError(
+                f"adapter {self._adapter_folder}: {name} of shape {list(shape)} does not fit "
+                f"A {list(pair.down.shape)} and B {list(pair.up.shape)}"
+            )
+        return Pair(down, up, pair.scale)
 
     def _is_transposed(self, name: str, product: tuple[int, int]) -> bool:
         """Whether the stored weight is (in, out): its shape says so; a square one goes by peft's fan_in_fan_out."""
@@ -145,11 +179,11 @@ class LoraSource:
         stored = self._base.read(name, start, stop) if replaced is None else replaced.reshape(-1)[start:stop]
         if name not in self._pairs or start == stop:
             return stored
-        up, down, scale = self._pairs[name]
-        columns = down.shape[1]
+        pair = self._pairs[name]
+        columns = pair.down.shape[1]
         first, last = start // columns, -(-stop // columns)
-        change = (up[first:last] @ down).reshape(-1)[start - first * columns : stop - first * columns]
-        return numbers(stored) + change * np.float32(scale)
+        change = (pair.up[first:last] @ pair.down).reshape(-1)[start - first * columns : stop - first * columns]
+        return numbers(stored) + change * np.float32(pair.scale)
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
         """As the base does, where the adapter changes nothing."""

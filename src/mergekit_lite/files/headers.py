@@ -12,7 +12,8 @@ from typing import Any
 from ..dtypes import BY_CODE, DType
 
 _MAX_HEADER = 100_000_000
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+STEMS = ("model", "diffusion_pytorch_model")
+"""How a folder's weight files begin: transformers' name, and diffusers'."""
 
 
 class CheckpointError(ValueError):
@@ -130,11 +131,31 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+def header_bytes(tensors: Sequence[tuple[TensorInfo, int]]) -> bytes:
+    """The header of a file that holds these tensors at these offsets, length prefix included, padded to 8 bytes."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for info, offset in tensors:
+        place = [offset, offset + info.nbytes]
+        entries[info.name] = {"dtype": info.dtype.code, "shape": list(info.shape), "data_offsets": place}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def stem_of(folder: Path) -> str | None:
+    """How the weight files of a folder begin; None when it holds no safetensors model."""
+    ends = (".safetensors.index.json", ".safetensors")
+    return next((stem for stem in STEMS if any((folder / f"{stem}{end}").exists() for end in ends)), None)
+
+
 def read_folder(folder: Path) -> dict[str, TensorInfo] | None:
     """All tensors of a safetensors folder; None when it holds no safetensors model."""
-    index, single = folder / INDEX, folder / SINGLE
+    stem = stem_of(folder)
+    if stem is None:
+        return None
+    index = folder / f"{stem}.safetensors.index.json"
     if not index.exists():
-        return read_header(single) if single.exists() else None
+        return read_header(folder / f"{stem}.safetensors")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map")

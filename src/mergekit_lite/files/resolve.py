@@ -11,12 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from .._torch import torch
+from ..dtypes import FLOAT8
 from .adapter import CONFIG, LoraSource
-from .headers import CheckpointError, read_folder, read_json
+from .headers import STEMS, CheckpointError, read_folder, read_header, read_json
+from .quantised import METHODS
 from .sources import DictSource, FolderSource, Source
 
 _HUB_ID = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
-_PATTERNS = ["model*.safetensors", "adapter_*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
+_PATTERNS = [
+    *(f"{stem}*.safetensors" for stem in STEMS),
+    "adapter_*.safetensors",
+    "*.json",
+    "*.model",
+    "*.txt",
+    "*.jinja",
+    "*.py",
+]
 
 
 def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | None:
@@ -61,8 +71,8 @@ def open_source(model: Any, *, allow_pickle: str | None = None, label: str | Non
     """Whatever a user names a model by, as a `Source`.
 
     Args:
-        model: A folder, a hub id (``org/name``, ``name``, either with ``@revision``), ``"model+adapter"``, an
-            ``nn.Module``, a state dict, or a `Source` as it is.
+        model: A folder, a ``.safetensors`` file, a hub id (``org/name``, ``name``, either with ``@revision``),
+            ``"model+adapter"``, an ``nn.Module``, a state dict, or a `Source` as it is.
         allow_pickle: ``"weights_only"`` admits pickled ``.bin`` files.
         label: What to call it in messages.
 
@@ -78,9 +88,11 @@ def open_source(model: Any, *, allow_pickle: str | None = None, label: str | Non
     if not isinstance(model, (str, os.PathLike)):
         raise CheckpointError(f"a model is a path, a hub id, a module or a state dict, not {type(model).__name__}")
     text = os.fspath(model)
-    if not Path(text).expanduser().is_dir() and "+" in text:
+    if not _path(text).is_dir() and "+" in text:
         base, _, adapter = text.rpartition("+")
         return LoraSource(open_source(base, allow_pickle=allow_pickle), find_folder(adapter))
+    if text.endswith(".safetensors") and _path(text).is_file():
+        return FolderSource(None, label or text, read_header(_path(text)))
     folder = find_folder(text)
     tensors = read_folder(folder)
     if tensors is None:
@@ -88,11 +100,14 @@ def open_source(model: Any, *, allow_pickle: str | None = None, label: str | Non
             raise CheckpointError(f"{text}: is a LoRA adapter; name it as MODEL+{text}")
         pickled = _pickled(folder, allow_pickle, text)
         if pickled is None:
-            raise CheckpointError(f"{text}: holds no model.safetensors and no index of shards")
+            raise CheckpointError(f"{text}: holds no {' and no '.join(f'{stem}.safetensors' for stem in STEMS)}")
         return pickled
     source = FolderSource(folder, label or text, tensors)
     if quantised := source.config.get("quantization_config"):
         kind = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
+        if kind in METHODS and any(info.dtype == FLOAT8 for info in tensors.values()):
+            del source.config["quantization_config"]  # what is written is not quantised
+            return source
         raise CheckpointError(f"{text}: is quantised ({kind}); merge the original weights and quantise the result")
     return source
 
@@ -111,18 +126,26 @@ def _from_module(model: torch.nn.Module, label: str) -> DictSource:
     return DictSource(state, label, config)
 
 
+def _path(text: str) -> Path:
+    """The path that a user writes, ``~`` expanded where there is such a user."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
+
+
 def find_folder(name: str) -> Path:
     """The folder of that path, or of the snapshot of a hub id, ``@revision`` included.
 
     Raises:
         CheckpointError: There is none, and the hub did not give it.
     """
-    folder = Path(name).expanduser()
+    folder = _path(name)
     if folder.is_dir():
         return folder
     before, at, _ = name.rpartition("@")
-    if at and Path(before).expanduser().is_dir():  # a folder has no revisions
-        return Path(before).expanduser()
+    if at and _path(before).is_dir():  # a folder has no revisions
+        return _path(before)
     match = _HUB_ID.fullmatch(name)
     if name.startswith((".", "/", "~")) or match is None:
         raise CheckpointError(f"{name}: there is no such folder")

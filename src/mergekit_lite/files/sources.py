@@ -16,7 +16,8 @@ import numpy as np
 
 from .._torch import Tensor
 from ..dtypes import Array, byte_view, from_torch, stored_of
-from .headers import CheckpointError, TensorInfo, read_json
+from .headers import CheckpointError, TensorInfo, read_json, stem_of
+from .quantised import Float8
 
 
 @runtime_checkable
@@ -55,14 +56,27 @@ def stat_of(path: Path) -> list[Any]:
 
 
 class FolderSource:
-    """A Hugging Face folder of safetensors files."""
+    """A Hugging Face folder of safetensors files, or one such file alone.
 
-    def __init__(self, folder: Path, label: str, tensors: dict[str, TensorInfo]):
-        self.label, self.tensors = label, tensors
-        self.folder: Path | None = folder
+    Args:
+        folder: The folder; None for a file alone, which has no config and no tokenizer.
+        label: What to call it in messages.
+        tensors: From its headers.
+
+    Raises:
+        CheckpointError: A config that is none, or scales of float8 tensors that do not fit them.
+    """
+
+    def __init__(self, folder: Path | None, label: str, tensors: dict[str, TensorInfo]):
+        self.label, self._stored, self.folder = label, tensors, folder
         self._descriptors: dict[Path, int] = {}
-        self.config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
         self._lock = threading.Lock()
+        self.config: dict[str, Any] = {}
+        self.stem = (stem_of(folder) if folder is not None else None) or "model"
+        if folder is not None and (folder / "config.json").exists():
+            self.config = read_json(folder / "config.json")
+        self._float8 = Float8(tensors, self._read_stored)
+        self.tensors = self._float8.shown(tensors) if self._float8.names else tensors
 
     def _descriptor(self, path: Path) -> int:
         if path not in self._descriptors:
@@ -72,14 +86,24 @@ class FolderSource:
         return self._descriptors[path]
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Elements ``start`` to ``stop``, in fresh memory."""
-        out = np.empty(stop - start, self.tensors[name].dtype.storage)
-        self.read_into(name, start, out)
+        """Elements ``start`` to ``stop``, in fresh memory; float32 for a float8 tensor."""
+        return (self._float8.read if name in self._float8.names else self._read_stored)(name, start, stop)
+
+    def _read_stored(self, name: str, start: int, stop: int) -> Array:
+        out = np.empty(stop - start, self._stored[name].dtype.storage)
+        self._fill(name, start, out)
         return out
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
-        """Elements ``start`` onwards, read with pread into an array of the stored dtype."""
-        info = self.tensors[name]
+        """Elements ``start`` onwards, in an array of the stored dtype."""
+        if name in self._float8.names:
+            return False
+        self._fill(name, start, out)
+        return True
+
+    def _fill(self, name: str, start: int, out: Array) -> None:
+        """Read with pread into memory that is there."""
+        info = self._stored[name]
         assert info.file is not None
         view = byte_view(out)
         position, done = info.start + start * info.dtype.itemsize, 0
@@ -88,18 +112,17 @@ class FolderSource:
             if count == 0:
                 raise CheckpointError(f"{info.file}: became shorter while it was being read")
             done += count
-        return True
 
     def prefetch(self, name: str) -> None:
         """Ask the kernel to read ahead; at most 256 MB, so as not to push out what is in use."""
-        info = self.tensors[name]
+        info = self._stored[name]
         if hasattr(os, "posix_fadvise") and info.file is not None:
             size = min(info.nbytes, 1 << 28)
             os.posix_fadvise(self._descriptor(info.file), info.start, size, os.POSIX_FADV_WILLNEED)
 
     def fingerprint(self) -> Any:
         """Sizes and times of the files that hold tensors."""
-        return [stat_of(file) for file in sorted({info.file for info in self.tensors.values() if info.file})]
+        return [stat_of(file) for file in sorted({info.file for info in self._stored.values() if info.file})]
 
     def __del__(self) -> None:
         for descriptor in self._descriptors.values():

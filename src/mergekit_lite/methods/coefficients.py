@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _COLINEAR = 1e-8  # on sin θ
+_CANCELLED = 1e-6  # a sum of unit vectors this short is what rounding leaves of nothing
 _TINY = 1e-300
 
 
@@ -64,8 +65,9 @@ def multislerp(g: Any, weight: Sequence[float], normalize_weights: bool, eps: fl
     shares = [w / sum(weight) for w in weight] if normalize_weights else list(weight)
     w = xp.stack([xp.full_like(norms[0], share) for share in shares], -1)
     length = xp.sqrt((w @ units @ w).clip(min=0))
+    least = max(eps, _CANCELLED * sum(abs(share) for share in shares))
     direction = w * xp.where(norms > 0, 1 / (norms + eps).clip(min=_TINY), 0.0)
-    return xp.where(length > eps, direction / length.clip(min=_TINY) * (w @ norms), w)
+    return xp.where(length > least, direction / length.clip(min=_TINY) * (w @ norms), w)
 
 
 def karcher(g: Any, max_iter: int, tol: float, xp: Any) -> Any:
@@ -76,21 +78,22 @@ def karcher(g: Any, max_iter: int, tol: float, xp: Any) -> Any:
     plain = xp.full_like(norms, 1 / count)
     share = present / present.sum().clip(min=1)
     start = xp.sqrt((share @ units @ share).clip(min=0))
-    if start < 1e-7:  # all zero, or opposite directions: the mean direction is not defined
+    if start < _CANCELLED:  # all zero, or opposite directions: the mean direction is not defined
         return plain
     mean = share / start
     for _ in range(max_iter):
         cosine = (units @ mean).clip(-1, 1)
         angle = xp.arccos(cosine)
         sine = xp.sin(angle)
-        pull = share * xp.where(sine > 1e-12, angle / sine.clip(min=1e-12), 1.0)
+        # Towards an input, or away from its opposite, there is no direction to go in.
+        pull = share * xp.where(sine > _CANCELLED, angle / sine.clip(min=_CANCELLED), 1.0)
         tangent = pull - (pull @ cosine) * mean
         length = xp.sqrt((tangent @ units @ tangent).clip(min=0))
         if length < tol:
             break
         mean = xp.cos(length) * mean + xp.sin(length) / length * tangent
         size = xp.sqrt((mean @ units @ mean).clip(min=0))
-        if size < 1e-7:  # a direction and its opposite: no mean direction to go on from
+        if size < _CANCELLED:  # a direction and its opposite: no mean direction to go on from
             return plain
         mean = mean / size
     return mean * (norms.sum() / count) / norms.clip(min=_TINY) * present

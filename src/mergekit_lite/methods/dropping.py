@@ -25,8 +25,8 @@ def _dropped(
     changes = deltas(tensors, base)
     if min(density) >= 1:
         return changes
-    kept = [change * noise.keep(i, change, p) for i, (change, p) in enumerate(zip(changes, density, strict=True))]
-    return (yield from rescaled(changes, kept)) if rescale else kept
+    remaining = [change * noise.keep(i, change, p) for i, (change, p) in enumerate(zip(changes, density, strict=True))]
+    return (yield from rescaled(changes, remaining)) if rescale else remaining
 
 
 def dropping_passes(parameters: dict[str, Any]) -> int:
@@ -61,8 +61,8 @@ def dare_linear(
     >>> dare_linear([torch.tensor([3.0])], torch.tensor([1.0]), weight=0.5)
     tensor([2.])
     """
-    kept = yield from _dropped(tensors, base, density, rescale, noise)
-    return base + weighted_sum(kept, weight) * (lambda_ / normaliser(weight, normalize))
+    remaining = yield from _dropped(tensors, base, density, rescale, noise)
+    return base + weighted_sum(remaining, weight) * (lambda_ / normaliser(weight, normalize))
 
 
 @merge_method("dare_ties", **_DARE)
@@ -84,8 +84,8 @@ def dare_ties(
     >>> dare_ties([torch.tensor([3.0]), torch.tensor([0.0])], torch.tensor([1.0]), weight=1.0)
     tensor([3.])
     """
-    kept = yield from _dropped(tensors, base, density, rescale, noise)
-    return base + lambda_ * consensus_mean(kept, weight, normalize)
+    remaining = yield from _dropped(tensors, base, density, rescale, noise)
+    return base + lambda_ * consensus_mean(remaining, weight, normalize)
 
 
 def keep_probabilities(change: Tensor, density: float, epsilon: float) -> Tensor:
@@ -114,11 +114,11 @@ def _sampled_by_magnitude(
     changes = deltas(tensors, base)
     if min(density) >= 1:
         return changes
-    kept = [
+    remaining = [
         change if p >= 1 else change * noise.keep_each(i, keep_probabilities(change, p, e))
         for i, (change, p, e) in enumerate(zip(changes, density, epsilon, strict=True))
     ]
-    return (yield from rescaled(changes, kept)) if rescale else kept
+    return (yield from rescaled(changes, remaining)) if rescale else remaining
 
 
 def _check_spread(parameters: dict[str, Any]) -> None:
@@ -160,8 +160,8 @@ def della(
     >>> della([torch.tensor([[3.0, 1.0]])], torch.zeros(1, 2), weight=1.0)
     tensor([[3., 1.]])
     """
-    kept = yield from _sampled_by_magnitude(tensors, base, density, epsilon, rescale, noise)
-    return base + lambda_ * consensus_mean(kept, weight, normalize)
+    remaining = yield from _sampled_by_magnitude(tensors, base, density, epsilon, rescale, noise)
+    return base + lambda_ * consensus_mean(remaining, weight, normalize)
 
 
 @merge_method("della_linear", **_DELLA)
@@ -184,5 +184,5 @@ def della_linear(
     >>> della_linear([torch.tensor([[3.0, 1.0]])], torch.zeros(1, 2), weight=0.5)
     tensor([[1.5000, 0.5000]])
     """
-    kept = yield from _sampled_by_magnitude(tensors, base, density, epsilon, rescale, noise)
-    return base + weighted_sum(kept, weight) * (lambda_ / normaliser(weight, normalize))
+    remaining = yield from _sampled_by_magnitude(tensors, base, density, epsilon, rescale, noise)
+    return base + weighted_sum(remaining, weight) * (lambda_ / normaliser(weight, normalize))

@@ -102,6 +102,7 @@ class Evaluation:
         self._function, self._parameters, self._blocks = function, parameters, blocks
         self._noise, self._executor = noise, executor
         self._answered: list[list[Answering]] = []
+        self._first: Tensor | None = None
         self.passes = 0
 
     def map(self, work: Callable[[int], Any]) -> list[Any]:
@@ -127,8 +128,9 @@ class Evaluation:
         return list(asked) if isinstance(asked, (list, tuple)) else [asked], None
 
     def requests(self) -> list[Request] | None:
-        """What the method asks next, as closures over the first block; None when it would return a result."""
-        return self._replay(self._blocks.load(0), 0)[0]
+        """What the method asks next, as closures over the first block; None when it returns a result."""
+        requests, self._first = self._replay(self._blocks.load(0), 0)
+        return requests
 
     def answer(self, collectors: Sequence[Answering]) -> None:
         """Give the answers to the requests now open; they were collected elsewhere (the global scope)."""
@@ -164,11 +166,11 @@ class Evaluation:
             thresholds = any(isinstance(request, Largest) for request in requests)
             samples = self.samples(len(requests)) if thresholds else [[] for _ in requests]
             collectors: list[Collector] = []
-            for request, held in zip(requests, samples, strict=True):
-                if isinstance(request, Largest) and not held:  # one block: its own stride is the sample
+            for request, sampled in zip(requests, samples, strict=True):
+                if isinstance(request, Largest) and not sampled:  # one block: its own stride is the sample
                     scores = request.compute().detach().flatten()
-                    held = [scores[:: max(1, scores.numel() // _SAMPLE)]]
-                collectors.append(request.start(self._blocks.total, torch.cat(held) if held else torch.empty(0)))
+                    sampled = [scores[:: max(1, scores.numel() // _SAMPLE)]]
+                collectors.append(request.start(self._blocks.total, torch.cat(sampled) if sampled else torch.empty(0)))
             while not all(collector.done for collector in collectors):
                 self.observe(collectors)
                 for collector in collectors:
@@ -177,6 +179,9 @@ class Evaluation:
 
     def result(self, index: int) -> Tensor:
         """The merged values of block ``index``; every request must have been answered."""
+        if index == 0 and self._first is not None:  # computed when it was asked for requests
+            first, self._first = self._first, None
+            return first
         requests, result = self._replay(self._blocks.load(index), index)
         assert requests is None
         assert result is not None

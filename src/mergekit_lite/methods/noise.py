@@ -147,12 +147,12 @@ class Noise:
         lanes = words.view(torch.int8)[self.offset % 4 :][: like.numel()]
         whole, rest = divmod(probability * (1 << 8) - (1 << 7), 1)
         # A difference of whole numbers, clamped, is the decision: several times faster than a boolean mask.
-        kept = lanes.to(like.dtype).neg_().add_(whole).clamp_(0, 1)
+        decisions = lanes.to(like.dtype).neg_().add_(whole).clamp_(0, 1)
         if rest:
             undecided = _positions(lanes, int(whole))
-            own = bits_at(f"{key}|own", undecided + self.offset).bitwise_and_(0x7FFFFFFF)
-            kept[undecided] = (own < rest * (1 << 31)).to(like.dtype)
-        return kept.view(like.shape)
+            words = bits_at(f"{key}|own", undecided + self.offset).bitwise_and_(0x7FFFFFFF)
+            decisions[undecided] = (words < rest * (1 << 31)).to(like.dtype)
+        return decisions.view(like.shape)
 
     def keep_each(self, model: int, probabilities: Tensor) -> Tensor:
         """Independent keep decisions, each element with a probability of its own, exact to 2**-31.

@@ -138,11 +138,11 @@ def knots(
         zero = torch.zeros_like(base)
         return base + ties(changes, zero, weight=weight, density=density, normalize=normalize, lambda_=lambda_)
     u, s, v = svd(torch.cat(changes, 1))
-    held = s > 1e-4 * s[0] if s.numel() and s[0] > 0 else torch.zeros_like(s, dtype=torch.bool)
-    if not bool(held.any()):
+    significant = s > 1e-4 * s[0] if s.numel() and s[0] > 0 else torch.zeros_like(s, dtype=torch.bool)
+    if not bool(significant.any()):
         return base.clone()
-    shared = u[:, held] * s[held]
-    blocks = [block.contiguous() for block in v[held].chunk(len(changes), 1)]
+    shared = u[:, significant] * s[significant]
+    blocks = [block.contiguous() for block in v[significant].chunk(len(changes), 1)]
     zero = torch.zeros_like(blocks[0])
     merged = ties(blocks, zero, weight=weight, density=density, normalize=normalize, lambda_=lambda_)
     return base + (shared @ merged).to(base.dtype)

@@ -32,7 +32,7 @@ def consensus_mean(changes: Sequence[Tensor], weights: Sequence[float], normaliz
     weighted = [change * weight for change, weight in zip(changes, weights, strict=True)]
     # Adding 0.0 turns -0.0 into 0.0. Products, relu and sign run several times faster than boolean masks on CPU.
     elected = torch.copysign(torch.ones((), dtype=weighted[0].dtype), sum(weighted[1:], weighted[0] + 0.0))
-    agreeing = [torch.relu(elected * w) for w in weighted]
+    agreeing = [torch.relu(elected * w + 0.0) for w in weighted]
     merged = sum(agreeing[1:], agreeing[0]) * elected
     if not normalize:
         return merged
@@ -47,12 +47,12 @@ def l1(x: Tensor) -> Tensor:
     return x.abs().sum(dtype=torch.float64)
 
 
-def rescaled(changes: list[Tensor], kept: list[Tensor]) -> Generator[Any, Any, list[Tensor]]:
+def rescaled(changes: list[Tensor], remaining: list[Tensor]) -> Generator[Any, Any, list[Tensor]]:
     """The kept changes, each model's scaled so that its L1 norm over the tensor is what it was before."""
-    pairs = list(zip(changes, kept, strict=True))
+    pairs = list(zip(changes, remaining, strict=True))
     norms = yield Sum(lambda: torch.stack([torch.stack([l1(c), l1(k)]) for c, k in pairs]))
     scales = torch.where(norms[:, 1] > 0, norms[:, 0] / norms[:, 1].clamp(min=1e-300), 1.0)
-    return [k * s.to(k.dtype) for k, s in zip(kept, scales, strict=True)]
+    return [k * s.to(k.dtype) for k, s in zip(remaining, scales, strict=True)]
 
 
 def largest_magnitudes(changes: list[Tensor], counts: list[Any], scope: str) -> Generator[Any, Any, list[Cut]]:
@@ -115,8 +115,8 @@ def ties(
     if min(density) < 1:
         counts = [lambda n, d=d: trimmed_count(n, d) for d in density]
         cuts = yield from largest_magnitudes(changes, counts, scope)
-        kept = [cut.trim(change) for cut, change in zip(cuts, changes, strict=True)]
-        changes = (yield from rescaled(changes, kept)) if rescale else kept
+        remaining = [cut.trim(change) for cut, change in zip(cuts, changes, strict=True)]
+        changes = (yield from rescaled(changes, remaining)) if rescale else remaining
     return base + lambda_ * consensus_mean(changes, weight, normalize)
 
 
@@ -128,8 +128,8 @@ def _without_outliers(
         return changes
     cuts = yield from largest_magnitudes(changes + changes, middle_counts(density, gamma), scope)
     # The largest are a subset of the larger set kept, so subtracting them leaves exact values or exact zeros.
-    kept = [wide.trim(c) - top.trim(c) for c, wide, top in zip(changes, cuts, cuts[len(changes) :], strict=False)]
-    return (yield from rescaled(changes, kept)) if rescale else kept
+    remaining = [wide.trim(c) - top.trim(c) for c, wide, top in zip(changes, cuts, cuts[len(changes) :], strict=False)]
+    return (yield from rescaled(changes, remaining)) if rescale else remaining
 
 
 _CRUMBS: dict[str, Any] = {
@@ -163,8 +163,8 @@ def breadcrumbs(
     >>> breadcrumbs([w], torch.zeros(4), weight=1.0, density=0.5, gamma=0.25)
     tensor([0., 1., 2., 0.])
     """
-    kept = yield from _without_outliers(deltas(tensors, base), density, gamma, rescale, scope)
-    return base + weighted_sum(kept, weight) * (lambda_ / normaliser(weight, normalize))
+    remaining = yield from _without_outliers(deltas(tensors, base), density, gamma, rescale, scope)
+    return base + weighted_sum(remaining, weight) * (lambda_ / normaliser(weight, normalize))
 
 
 @merge_method("breadcrumbs_ties", **_CRUMBS)
@@ -188,8 +188,8 @@ def breadcrumbs_ties(
     >>> breadcrumbs_ties([w, -w / 2], torch.zeros(4), weight=1.0, density=0.5, gamma=0.25)
     tensor([0., 1., 2., 0.])
     """
-    kept = yield from _without_outliers(deltas(tensors, base), density, gamma, rescale, scope)
-    return base + lambda_ * consensus_mean(kept, weight, normalize)
+    remaining = yield from _without_outliers(deltas(tensors, base), density, gamma, rescale, scope)
+    return base + lambda_ * consensus_mean(remaining, weight, normalize)
 
 
 @merge_method(

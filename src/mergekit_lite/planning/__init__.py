@@ -13,9 +13,9 @@ from ..vocabulary import AlignedSource, Vocabulary, plan_vocabulary
 from .checks import check_copies, compare_configs, compare_tokenizers, tensor_problem
 from .configs import output_config
 from .layout import Slot, stacked_slices, whole_models
-from .models import Models, open_models
-from .plan import CHUNK, Input, MergePlan, PlanError, TensorPlan, header_bytes, shard_layout, size_text
-from .settings import check_parameters, evaluate_setting, idle_filters, own_parameters, setting, settings_for
+from .models import Models, PlannedSource, open_models
+from .plan import CHUNK, Input, MergePlan, PlanError, TensorPlan, shard_header, shard_layout, size_text
+from .settings import check_parameters, evaluate_setting, idle_filters, setting, settings_for
 
 __all__ = [
     "CHUNK",
@@ -24,9 +24,9 @@ __all__ = [
     "PlanError",
     "TensorPlan",
     "evaluate_setting",
-    "header_bytes",
     "make_plan",
     "setting",
+    "shard_header",
     "size_text",
 ]
 
@@ -46,11 +46,13 @@ def make_plan(
         max_shard_size: Bytes of tensors in a file.
         threads: For the estimate of memory.
         allow_pickle: ``"weights_only"`` admits pickled checkpoints.
-        stages: The results of the recipes that stand among the models, by their `id`.
+        stages: The results of the recipes that stand among the models, by their `id`; default: as they are planned.
 
     Raises:
         PlanError: With every problem found.
     """
+    if stages is None:
+        stages = {id(stage): PlannedSource(make_plan(stage, allow_pickle=allow_pickle)) for stage in recipe.stages()}
     problems: list[str] = []
     notes = list(recipe.notes)
     method: MergeMethod | None = None
@@ -61,7 +63,7 @@ def make_plan(
     if method is not None:
         wrong, idle = check_parameters(recipe, method)
         problems, notes = problems + wrong, notes + idle
-    models, unopened = open_models(recipe, stages or {}, allow_pickle)
+    models, unopened = open_models(recipe, stages, allow_pickle)
     if models is None or method is None or problems:
         _stop_if(problems + unopened)
     assert models is not None
@@ -90,7 +92,7 @@ def make_plan(
     _stop_if(problems)
     _stop_if(check_copies(tensors, aligned))
     notes += idle_filters(recipe, [t.name for t in tensors])
-    placed, shards = shard_layout(tensors, max_shard_size)
+    placed, shards = shard_layout(tensors, max_shard_size, getattr(models.sources[models.donor], "stem", "model"))
     rows = vocabulary.rows if vocabulary else None
     return MergePlan(
         recipe,
@@ -134,8 +136,8 @@ def _tensor(slot: Slot, recipe: MergeRecipe, method: MergeMethod, models: Models
     dtype = FLOATS[recipe.out_dtype] if recipe.out_dtype else asked or stored
     method.check_inputs(len(inputs), slot.base is not None)
     common: list[Mapping[str, Any]] = [slot.piece.parameters] if slot.piece else []
-    own = [(own_parameters(entry), i.name) for entry, i in slot.inputs]
-    bound = settings_for(method, slot.name, slot.depth, own, [*common, recipe.parameters])
+    by_model = [(entry.parameters if entry else {}, i.name) for entry, i in slot.inputs]
+    bound = settings_for(method, slot.name, slot.depth, by_model, [*common, recipe.parameters])
     return TensorPlan(
         slot.name,
         shape,

@@ -12,12 +12,21 @@ from typing import Any
 import numpy as np
 
 from ..files import CheckpointError, Source
-from ..vocabulary import EMBEDDING, HEAD, read_vocabulary
+from ..vocabulary import is_vocabulary_tensor, read_vocabulary
 from .layout import Slot
 from .models import Models
 from .plan import CHUNK, Input, TensorPlan
 
-_MUST_AGREE = ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim", "n_head", "hidden_act")
+_MUST_AGREE = (
+    "model_type",
+    "hidden_size",
+    "n_embd",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "n_head",
+    "hidden_act",
+)
 _MUST_AGREE += ("activation_function", "num_experts", "num_experts_per_tok")
 _MAY_DIFFER = ("rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings", "rms_norm_eps")
 _MAY_DIFFER += ("sliding_window", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -84,7 +93,8 @@ def tensor_problem(slot: Slot, models: Models, by_token: bool) -> str | None:
     infos = [models.sources[i.source].tensors[i.name] for i in inputs]
     if len({info.shape for info in infos}) > 1:
         shown = ", ".join(f"{models.label(i.source)} {list(t.shape)}" for i, t in zip(inputs, infos, strict=True))
-        vocabulary = not by_token and (EMBEDDING.search(slot.name) or HEAD.search(slot.name))
+        rows_alone = len({info.shape[1:] for info in infos}) == 1 and is_vocabulary_tensor(slot.name)
+        vocabulary = not by_token and rows_alone
         hint = " (vocabularies differ; tokenizer_source: union or base would match them by token)" if vocabulary else ""
         return f"shapes differ: {slot.name}: {shown}{hint}"
     if not all(info.dtype.is_floating_point for info in infos) and len({info.dtype for info in infos}) > 1:

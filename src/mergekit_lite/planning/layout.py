@@ -168,6 +168,7 @@ class _Piece:
             available = 1 + max((layer for layer in layers if layer is not None), default=-1)
             if stop > available:
                 problems.append(f"slice: layer_range ends at {stop}, {models.label(member)} has {available} layers")
+                self.length = 0  # of what is there, nothing can be laid out
 
     def outside(self) -> list[str]:
         """The tensors that are in no layer."""
@@ -178,18 +179,18 @@ class _Piece:
         slots = []
         for step in range(self.length):
             numbers = [start + step for start, _ in self._ranges]
-            there = zip(self._by_layer, numbers, strict=True)
-            names = dict.fromkeys(with_layer(name, 0) for layers, n in there for name in layers.get(n, ()))
+            by_source = zip(self._by_layer, numbers, strict=True)
+            names = dict.fromkeys(with_layer(name, 0) for layers, n in by_source for name in layers.get(n, ()))
             for name in names:
-                own = [with_layer(name, n) for n in numbers]
-                slot = self.slot(with_layer(name, first + step), own, _depth(step, self.length))
+                there = [with_layer(name, n) for n in numbers]
+                slot = self.slot(with_layer(name, first + step), there, _depth(step, self.length))
                 slots += [slot] if slot else []
         return slots
 
-    def slot(self, name: str, own: Sequence[str], depth: float) -> Slot | None:
+    def slot(self, name: str, names: Sequence[str], depth: float) -> Slot | None:
         """One tensor, from the name that it has in each source; None, and a problem, where one lacks it."""
         inputs: list[tuple[ModelEntry | None, Input]] = []
-        for entry, member, there in zip(self._piece.sources, self._members, own, strict=True):
+        for entry, member, there in zip(self._piece.sources, self._members, names, strict=True):
             alias = self._models.alias(member, there)
             if alias is None:
                 self._problems.append(f"{self._models.label(member)} has no {there}")
@@ -199,10 +200,10 @@ class _Piece:
         if self._base is not None:
             base = next((i for _, i in inputs if i.source == self._base), None)
             if base is None:  # not among the sources: its layers are the first source's, by number
-                alias = self._models.alias(self._base, own[0])
+                alias = self._models.alias(self._base, names[0])
                 if alias is None:
-                    self._problems.append(f"{name}: the base model {self._models.label(self._base)} has no {own[0]}")
+                    self._problems.append(f"{name}: the base model {self._models.label(self._base)} has no {names[0]}")
                     return None
                 base = Input(self._base, alias)
-        kept = [i for i in inputs if base is None or i[1].source != self._base]
-        return Slot(name, depth, tuple(kept), base, self._piece)
+        models = tuple(i for i in inputs if base is None or i[1].source != self._base)
+        return Slot(name, depth, models, base, self._piece)

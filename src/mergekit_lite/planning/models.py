@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..dtypes import Array
 from ..files import CheckpointError, Source, open_source
-from ..recipe import MergeRecipe, model_key
+from ..recipe import MergeRecipe, model_key, model_label
 from ..vocabulary import EMBEDDING, HEAD
+from .plan import MergePlan
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,33 @@ class Models:
         if HEAD.search(name) and source.config.get("tie_word_embeddings", True):
             return next((n for n in source.tensors if EMBEDDING.search(n)), None)
         return None
+
+
+class PlannedSource:
+    """The result of a stage that is planned and not merged yet: what it will hold is known, but no value."""
+
+    def __init__(self, plan: MergePlan):
+        self.label, self.config = model_label(plan.recipe), plan.config
+        self.folder = plan.sources[plan.donor].folder
+        self.tensors = {t.name: t.info for t in plan.tensors}
+        self.copied = {
+            t.name: (plan.sources[t.inputs[0].source], t.inputs[0].name) for t in plan.tensors if not t.method
+        }
+
+    def read(self, name: str, start: int, stop: int) -> Array:
+        """The values of a tensor that is copied."""
+        source, there = self.copied[name]
+        return source.read(there, start, stop)
+
+    def read_into(self, name: str, start: int, out: Array) -> bool:
+        """False: nothing is stored."""
+        return False
+
+    def prefetch(self, name: str) -> None:
+        """Nothing to do."""
+
+    def fingerprint(self) -> Any:
+        """None: there are no values."""
 
 
 def open_models(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +10,7 @@ from model_components._report import Report, Table
 
 from ..dtypes import DType
 from ..files import Source, TensorInfo
+from ..files.headers import header_bytes
 from ..methods import MergeMethod
 from ..recipe import MergeRecipe
 from ..vocabulary import Vocabulary
@@ -128,7 +128,7 @@ class MergePlan(Report):
         models = f"{self.recipe.merge_method} of {len(self.sources)}: {', '.join(s.label for s in self.sources)}"
         rows = {
             "tensors": f"{len(self.tensors)}, {self.parameters:,} parameters, {_dtypes(self.tensors)}",
-            "reads": f"{size_text(self.bytes_read)} in up to {passes} passes",
+            "reads": f"{size_text(self.bytes_read)} in {f'up to {passes} passes' if passes > 1 else 'one pass'}",
             "writes": f"{size_text(self.bytes_written)} in {len(self.shards)} shard{plural}",
             "peak memory": f"about {size_text(self.peak_memory)} beyond what is imported, threads: {self.threads}",
             "config from": self.sources[self.donor].label,
@@ -176,8 +176,14 @@ def size_text(count: float) -> str:
     return f"{count:.2f} TB"
 
 
-def shard_layout(tensors: Sequence[TensorPlan], limit: int) -> tuple[list[TensorPlan], list[str]]:
-    """Give each tensor a shard and an offset, in order, no shard above ``limit`` bytes unless one tensor is."""
+def shard_layout(tensors: Sequence[TensorPlan], limit: int, stem: str) -> tuple[list[TensorPlan], list[str]]:
+    """Give each tensor a shard and an offset, in order, no shard above ``limit`` bytes unless one tensor is.
+
+    Args:
+        tensors: In order.
+        limit: Bytes.
+        stem: How the files' names begin.
+    """
     placed, shard, offset = [], 0, 0
     for t in tensors:
         if offset and offset + t.nbytes > limit:
@@ -186,19 +192,10 @@ def shard_layout(tensors: Sequence[TensorPlan], limit: int) -> tuple[list[Tensor
         offset += t.nbytes
     count = shard + 1
     if count == 1:
-        return placed, ["model.safetensors"]
-    return placed, [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        return placed, [f"{stem}.safetensors"]
+    return placed, [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def header_bytes(tensors: Sequence[TensorPlan]) -> bytes:
-    """The safetensors header of a shard that holds these tensors, length prefix included, padded to 8 bytes."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for t in tensors:
-        entries[t.name] = {
-            "dtype": t.dtype.code,
-            "shape": list(t.shape),
-            "data_offsets": [t.offset, t.offset + t.nbytes],
-        }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+def shard_header(tensors: Sequence[TensorPlan]) -> bytes:
+    """The header of a shard that holds these tensors."""
+    return header_bytes([(t.info, t.offset) for t in tensors])

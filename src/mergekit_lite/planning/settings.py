@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..methods import METHODS, MergeMethod, Parameter
-from ..recipe import MergeRecipe, ModelEntry, RecipeError, model_label
+from ..recipe import MergeRecipe, RecipeError, model_label
 from ..recipe.recipe import as_mapping, unknown_keys
 
 _MISSING = object()
@@ -108,9 +108,9 @@ def settings_for(
             return parameter.check(value, method.name)
 
         if parameter.per_model:
-            own = [setting([level, *common], key, tensor, depth, check) for level, tensor in models]
-            if parameter.required or any(value is not None for value in own):
-                values[key] = own
+            values_of_models = [setting([level, *common], key, tensor, depth, check) for level, tensor in models]
+            if parameter.required or any(value is not None for value in values_of_models):
+                values[key] = values_of_models
         elif (value := setting(common, key, name, depth, check)) is not None:
             values[key] = value
     return method.bind(len(models), values)
@@ -176,8 +176,3 @@ def idle_filters(recipe: MergeRecipe, names: Sequence[str]) -> list[str]:
                 if not any(matches(wanted, name) for name in names):
                     notes.append(f"{key}: filter {wanted!r} is in no tensor's name")
     return notes
-
-
-def own_parameters(entry: ModelEntry | None) -> Mapping[str, Any]:
-    """A model's own parameters; a base that is not among the models has none."""
-    return {} if entry is None else entry.parameters

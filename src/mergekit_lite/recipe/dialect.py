@@ -92,6 +92,9 @@ def _final_stage(documents: list[dict[str, Any]]) -> MergeRecipe:
     names = [data.get("name") for data in documents]
     if any(not isinstance(name, str) for name in names if name is not None) or names.count(None) > 1:
         raise RecipeError("recipe: of several documents each needs a name, but for the one that is the result")
+    for name in names:
+        if name is not None and (Path(name).name != name or name.startswith(".")):
+            raise RecipeError(f"recipe: a stage cannot be called {name!r}; needed a plain name")
     if twice := [name for name in names if names.count(name) > 1]:
         raise RecipeError(f"recipe: two documents have the name {twice[0]!r}")
     by_name = dict(zip(names, documents, strict=True))
@@ -139,7 +142,7 @@ class _Parser:
         self.notes += [_IDLE[key] for key in data if key in _IDLE]
         self._known("recipe", {key: value for key, value in data.items() if key not in _IDLE}, _RECIPE)
         data = {key: value for key, value in data.items() if key in _RECIPE}
-        if "merge_method" not in data:
+        if data.get("merge_method") is None:
             raise RecipeError("recipe: has no merge_method")
         data["parameters"] = _parameters("parameters", data.get("parameters"))
         if data.get("modules") is not None:
@@ -259,6 +262,8 @@ def _parameters(where: str, value: Any) -> dict[str, Any]:
     def check(part: Any, depth: int) -> None:
         if depth > _DEPTH:  # an alias may even hold itself
             raise RecipeError(f"{where}: a value is nested too deep, needed numbers, gradients and filter entries")
+        if not isinstance(part, (Mapping, list, bool, int, float, str, type(None))):
+            raise RecipeError(f"{where}: has {part!r}, needed numbers, texts, gradients and filter entries")
         for inner in part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ():
             check(inner, depth + 1)
 

@@ -186,10 +186,13 @@ class MergeRecipe:
             raise RecipeError("recipe: needs either models or slices, and not both")
         for key in ("dtype", "out_dtype"):
             value = getattr(self, key)
-            if value is not None and value not in FLOATS:
+            if value is not None and (not isinstance(value, str) or value not in FLOATS):
                 raise RecipeError(f"recipe {key}: is {value!r}, needed one of {', '.join(FLOATS)}")
         if self.chat_template is not None and not isinstance(self.chat_template, str):
             raise RecipeError(f"recipe chat_template: is {self.chat_template!r}, needed a text")
+        labels = [model_label(stage) for stage in self.stages()]
+        if twice := [label for label in labels if labels.count(label) > 1]:
+            raise RecipeError(f"recipe: two stages are called {twice[0]!r}; give each a name of its own")
         for models in [self.models, *(piece.sources for piece in self.slices)]:
             keys = [model_key(entry.model) for entry in models]
             for key, entry in zip(keys, models, strict=True):

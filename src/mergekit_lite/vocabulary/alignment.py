@@ -145,12 +145,12 @@ def plan_vocabulary(
     rows = -(-rows // multiple) * multiple
     has = np.full((len(sources), rows), -1, np.int64)
     padding = np.setdiff1d(np.arange(rows), np.fromiter(tokens.values(), np.int64, len(tokens)))
-    for own, vocabulary, source in zip(has, vocabularies, sources, strict=True):
+    for rows_here, vocabulary, source in zip(has, vocabularies, sources, strict=True):
         size = _rows(source)
         for token, row in tokens.items():
-            own[row] = vocabulary.get(token, -1)
-        own[padding] = np.where(padding < size, padding, -1)  # these keep their place, where the model has one
-        own[own >= size] = -1
+            rows_here[row] = vocabulary.get(token, -1)
+        rows_here[padding] = np.where(padding < size, padding, -1)  # these keep their place, where the model has one
+        rows_here[rows_here >= size] = -1
     model_of = np.repeat(np.arange(len(sources))[:, None], rows, 1)
     row_of = has.copy()
     if base is not None:
@@ -203,15 +203,15 @@ class AlignedSource:
     """
 
     def __init__(self, sources: Sequence[Source], index: int, vocabulary: Vocabulary):
-        own = sources[index]
-        self.label, self.folder, self.config = own.label, own.folder, own.config
+        source = sources[index]
+        self.label, self.folder, self.config = source.label, source.folder, source.config
         self._sources, self._vocabulary, self._index = sources, vocabulary, index
         self._model_of, self._row_of = vocabulary.model_of[index], vocabulary.row_of[index]
         self._averages: dict[str, Array] = {}
-        named = dict(own.tensors)
+        named = dict(source.tensors)
         embedding = next((info for name, info in named.items() if EMBEDDING.search(name)), None)
-        for head in {name for source in sources for name in source.tensors if HEAD.search(name)} - named.keys():
-            if embedding is not None and own.config.get("tie_word_embeddings", True):
+        for head in {name for other in sources for name in other.tensors if HEAD.search(name)} - named.keys():
+            if embedding is not None and source.config.get("tie_word_embeddings", True):
                 named[head] = embedding  # a tied head has tokens of its own here: those of untied models' heads
         self.tensors = {
             name: TensorInfo(name, (vocabulary.rows, *info.shape[1:]), info.dtype)
@@ -275,9 +275,9 @@ class AlignedSource:
 
     def prefetch(self, name: str) -> None:
         """The model's own tensor; rows of others are few."""
-        own = self._sources[self._index]
-        if name in own.tensors:
-            own.prefetch(name)
+        source = self._sources[self._index]
+        if name in source.tensors:
+            source.prefetch(name)
 
     def fingerprint(self) -> Any:
         """The model's own, and where its rows come from."""

@@ -80,7 +80,7 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
     if not isinstance(model["vocab"], dict):
         raise CheckpointError(f"{path}: a {model.get('type')} tokenizer cannot be extended; use base or a path")
     added = {t["content"]: t for t in data.get("added_tokens", [])}
-    held = {json.dumps(m) for m in model.get("merges", [])}
+    merges = {json.dumps(m) for m in model.get("merges", [])}
     known = set(model["vocab"]) | set(added)
     for other in others:
         theirs = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
@@ -91,9 +91,9 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
         for merge in theirs["model"].get("merges", []) if "merges" in model else ():
             pair = merge if isinstance(merge, list) else merge.split(" ")
             new = "".join(pair) not in model["vocab"]
-            if new and all(t in tokens for t in (*pair, "".join(pair))) and json.dumps(merge) not in held:
+            if new and all(t in tokens for t in (*pair, "".join(pair))) and json.dumps(merge) not in merges:
                 model["merges"].append(merge)
-                held.add(json.dumps(merge))
+                merges.add(json.dumps(merge))
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
     for token in tokens.keys() - known:  # a token of the recipe's own
         added.setdefault(token, {"id": tokens[token], "content": token, **plain})
@@ -101,7 +101,10 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
     model["vocab"] = dict(sorted(tokens.items(), key=lambda item: item[1]))
     data["added_tokens"] = sorted(added.values(), key=lambda t: t["id"])
     text = json.dumps(data, ensure_ascii=False)
-    loaded = Tokenizer.from_str(text).get_vocab(with_added_tokens=True)
+    try:
+        loaded = Tokenizer.from_str(text).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the library raises no class of its own
+        raise CheckpointError(f"{path}: extended, the tokenizers library does not read it ({error})") from error
     if wrong := [t for t, row in tokens.items() if loaded.get(t) != row]:
         raise CheckpointError(f"{path}: extended, token {wrong[0]!r} would lose its row; use base or a path")
     return text

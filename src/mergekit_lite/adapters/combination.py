@@ -1,0 +1,176 @@
+"""merge_adapters: several adapters of one base become one, without the base."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from model_components._folders import NewFolder, check_new
+
+from .._torch import torch
+from ..dtypes import FLOATS, Array, promote
+from ..files import CheckpointError
+from ..files.adapter import Adapter, Pair
+from ..files.resolve import find_folder
+from ..methods import METHODS, MergeMethod, get_method
+from ..planning import PlanError
+from .report import AdapterModule, AdapterReport
+from .storage import module_of, truncated, write_adapter
+
+_MUCH = 0.2  # of a change, missed, that is worth a note
+_NEEDS_WEIGHTS = ("slerp", "arcee_fusion")  # which look at the weights themselves and not at their changes alone
+
+
+def merge_adapters(
+    adapters: Sequence[str | os.PathLike[str]],
+    method: str = "linear",
+    *,
+    out: str | os.PathLike[str],
+    rank: int | None = None,
+    dtype: str | None = None,
+    seed: int = 0,
+    **parameters: Any,
+) -> AdapterReport:
+    """Merge LoRA adapters of one base into one adapter.
+
+    A method means what it means in `merge_models`: the result is the adapter nearest to the merge of the models that
+    the adapters make of their base, which need not be there. ``"cat"`` puts the factors side by side: the weighted sum
+    of the changes, exactly, at the sum of the ranks.
+
+    Args:
+        adapters: Folders or hub ids of plain LoRA adapters.
+        method: ``"cat"``, ``"linear"``, or a method with a base: ``"task_arithmetic"``, ``"ties"``, ``"dare_ties"``, …
+        out: Folder to write; it must not exist or be empty.
+        rank: The largest rank of a module; default: the largest of the adapters'.
+        dtype: Of the factors; default: the adapters'.
+        seed: Of methods that draw.
+        **parameters: The method's (``weight`` for most): one number, or for a per-model parameter a list with one for
+            each adapter.
+
+    Returns:
+        Every module's rank, and the share of its change that the rank misses: merged changes have more directions than
+        any of the adapters.
+
+    Raises:
+        PlanError: The adapters cannot be merged; every reason found is listed.
+        ValueError: A bad argument.
+        OutputError: ``out`` is not empty or cannot be written.
+
+    Example::
+
+        merge_adapters(["adapters/math", "adapters/code"], "ties", weight=[0.6, 0.4], density=0.5, out="adapters/both")
+    """
+    if isinstance(adapters, (str, os.PathLike)) or not adapters:
+        raise ValueError(f"merge_adapters: adapters is {adapters!r}, needed a list with at least one adapter")
+    if rank is not None and (type(rank) is not int or rank < 1):
+        raise ValueError(f"merge_adapters: rank is {rank!r}, needed a whole number from 1")
+    if dtype is not None and dtype not in FLOATS:
+        raise ValueError(f"merge_adapters: dtype is {dtype!r}, needed one of {', '.join(FLOATS)}")
+    merged = _method(method)
+    bound = merged.bind(len(adapters), parameters) if merged else _cat_weights(len(adapters), parameters)
+    check_new(out, "merge_adapters")
+    opened, notes = _open(adapters)
+    largest = max(pair.down.shape[0] for adapter in opened for pair in adapter.pairs.values())
+    stored = promote(info.dtype for adapter in opened for info in adapter.tensors.values())
+    chosen = dtype or stored.name
+    factors: dict[str, tuple[Array, Array]] = {}
+    modules: list[AdapterModule] = []
+    for name in dict.fromkeys(name for adapter in opened for name in adapter.pairs):
+        pairs = [adapter.pairs.get(name) for adapter in opened]
+        if merged is None:
+            factors[name] = _side_by_side(pairs, bound["weight"])
+            change = factors[name][0] @ factors[name][1]
+        else:
+            change = _merged_change(merged, pairs, bound, seed, f"{name}.weight")
+            factors[name] = truncated(change, rank or largest)
+        modules.append(module_of(name, change, *factors[name], FLOATS[chosen]))
+    first = opened[0].settings
+    with NewFolder(out, "merge_adapters") as folder:
+        nbytes = write_adapter(
+            folder.folder,
+            factors,
+            dtype=chosen,
+            base_model=first.get("base_model_name_or_path"),
+            task_type=first.get("task_type"),
+            fan_in_fan_out=bool(first.get("fan_in_fan_out")),
+        )
+    if (missed := max(m.error for m in modules)) > _MUCH:
+        notes.append(f"up to {missed:.0%} of a change is missed at rank {rank or largest}; a higher rank misses less")
+    return AdapterReport(Path(out), modules, [], {}, nbytes, notes)
+
+
+def _method(name: str) -> MergeMethod | None:
+    """The method, or None for "cat"."""
+    if name == "cat":
+        return None
+    fitting = [m.name for m in METHODS.values() if m.base == "required" and m.name not in _NEEDS_WEIGHTS]
+    if name in METHODS and name not in (*fitting, "linear"):
+        choices = ", ".join(sorted(["cat", "linear", *fitting]))
+        raise ValueError(f"merge_adapters: {name} needs the base's weights; needed one of {choices}")
+    return get_method(name)
+
+
+def _cat_weights(count: int, parameters: dict[str, Any]) -> dict[str, Any]:
+    if unknown := sorted(parameters.keys() - {"weight"}):
+        raise ValueError(f"merge_adapters: cat has no parameter {unknown[0]!r}; it takes weight")
+    weight = parameters.get("weight", 1.0)
+    weights = list(weight) if isinstance(weight, (list, tuple)) else [weight] * count
+    if len(weights) != count or not all(isinstance(w, (int, float)) and np.isfinite(w) for w in weights):
+        raise ValueError(f"merge_adapters: weight is {weight!r}, needed a number, or one for each of {count} adapters")
+    return {"weight": weights}
+
+
+def _open(adapters: Sequence[str | os.PathLike[str]]) -> tuple[list[Adapter], list[str]]:
+    """The adapters, which must change matrices of equal shapes and replace nothing; and notes."""
+    problems: list[str] = []
+    opened: list[Adapter] = []
+    for adapter in adapters:
+        try:
+            opened.append(Adapter(find_folder(os.fspath(adapter))))
+        except (CheckpointError, OSError) as error:
+            problems.append(str(error))
+    for adapter in opened:
+        if adapter.replaced:
+            name = next(iter(adapter.replaced))
+            problems.append(f"adapter {adapter.folder}: replaces {name}, which has no factors; merge the whole models")
+        if not adapter.pairs:
+            problems.append(f"adapter {adapter.folder}: changes no module")
+        if any(pair.embedding for pair in adapter.pairs.values()):
+            problems.append(f"adapter {adapter.folder}: changes an embedding; merge the whole models")
+    shapes: dict[str, tuple[int, int]] = {}
+    for adapter in opened:
+        for name, pair in adapter.pairs.items():
+            shape = pair.up.shape[0], pair.down.shape[1]
+            if shapes.setdefault(name, shape) != shape:
+                problems.append(f"{name} is {list(shapes[name])} in one adapter, {list(shape)} in {adapter.folder}")
+    if problems:
+        raise PlanError(problems)
+    bases = sorted({str(adapter.settings.get("base_model_name_or_path") or "") for adapter in opened} - {""})
+    notes = [f"the adapters name different bases: {', '.join(bases)}"] if len(bases) > 1 else []
+    strange = [a.folder for a in opened[1:] if not a.pairs.keys() & opened[0].pairs.keys()]
+    if notes and strange:
+        raise PlanError([f"{notes[0]}, and {opened[0].folder} and {strange[0]} have no module in common"])
+    return opened, notes
+
+
+def _side_by_side(pairs: Sequence[Pair | None], weights: Sequence[float]) -> tuple[Array, Array]:
+    there = [(pair, weight) for pair, weight in zip(pairs, weights, strict=True) if pair is not None]
+    ups = [pair.up * np.float32(pair.scale * weight) for pair, weight in there]
+    return np.concatenate(ups, 1), np.concatenate([pair.down for pair, _ in there], 0)
+
+
+def _merged_change(
+    method: MergeMethod, pairs: Sequence[Pair | None], bound: dict[str, Any], seed: int, name: str
+) -> Array:
+    """The method on the changes themselves; an adapter without the module changes nothing there."""
+    shape = next((pair.up.shape[0], pair.down.shape[1]) for pair in pairs if pair is not None)
+    changes = [
+        torch.zeros(shape) if pair is None else torch.from_numpy(pair.up @ pair.down * np.float32(pair.scale))
+        for pair in pairs
+    ]
+    base = torch.zeros(shape) if method.base == "required" else None
+    return method(changes, base, seed=seed, name=name, **bound).numpy()

@@ -1,0 +1,163 @@
+"""extract_lora: the adapter that is nearest to what tuning changed."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from model_components._folders import NewFolder, check_new
+
+from ..dtypes import FLOATS, Array, numbers, promote
+from ..files import Source, open_source
+from ..files.adapter import CONV1D
+from ..planning import PlanError
+from ..recipe import model_label
+from ..vocabulary import HEAD, is_vocabulary_tensor
+from .report import AdapterModule, AdapterReport
+from .storage import module_of, task_of, truncated, write_adapter
+
+_TABLE = re.compile(r"(^|\.|_)(embed\w*|embeddings?|wpe|wte)(\.|$)")  # rows of which are looked up, not multiplied by
+_SHOWN = 10
+
+
+def extract_lora(
+    model: Any,
+    base_model: Any,
+    out: str | os.PathLike[str],
+    *,
+    rank: int = 16,
+    energy: float = 1.0,
+    dtype: str | None = None,
+    save_others: bool = False,
+    progress: bool = True,
+    allow_pickle: str | None = None,
+) -> AdapterReport:
+    """Write the LoRA adapter that comes nearest to a tuned model, for peft or to be named as ``"base+adapter"``.
+
+    Tensor by tensor: the change of every linear layer's weight is cut to its largest singular directions, which no
+    adapter of that rank can better (Eckart and Young, 1936). Embeddings, heads, norms and biases are no products; they
+    are left, and the report says by how much they changed, or saved whole.
+
+    Args:
+        model: The tuned model: what `merge_models` takes.
+        base_model: What it was tuned from; the same names and shapes.
+        out: Folder to write; it must not exist or be empty.
+        rank: The largest rank of a module.
+        energy: Share of a change's squared norm, 0 to 1, at which fewer directions are enough.
+        dtype: Of the factors; default: the model's.
+        save_others: Save changed tensors that are no linear layers whole, as peft's ``modules_to_save``; but for an
+            embedding that is tied to the head, of which peft would leave one as it was.
+        progress: Show a progress bar.
+        allow_pickle: ``"weights_only"`` admits pickled checkpoints.
+
+    Raises:
+        PlanError: The models do not have the same tensors, or differ in nothing; every reason found is listed.
+        ValueError: A bad argument.
+        OutputError: ``out`` is not empty or cannot be written.
+
+    >>> import tempfile, torch
+    >>> base = {"layer.weight": torch.zeros(4, 3)}
+    >>> model = {"layer.weight": torch.outer(torch.ones(4), torch.arange(3.0))}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     report = extract_lora(model, base, f"{folder}/adapter", rank=2, progress=False)
+    >>> report.modules
+    [AdapterModule(name='layer', shape=(4, 3), rank=1, error=0.0)]
+    """
+    if type(rank) is not int or rank < 1:
+        raise ValueError(f"extract_lora: rank is {rank!r}, needed a whole number from 1")
+    if not 0 < energy <= 1:
+        raise ValueError(f"extract_lora: energy is {energy!r}, needed a share above 0 and up to 1")
+    if dtype is not None and dtype not in FLOATS:
+        raise ValueError(f"extract_lora: dtype is {dtype!r}, needed one of {', '.join(FLOATS)}")
+    check_new(out, "extract_lora")
+    base, tuned = (open_source(m, allow_pickle=allow_pickle) for m in (base_model, model))
+    names = _common_tensors(base, tuned)
+    chosen = dtype or promote(tuned.tensors[n].dtype for n in names if tuned.tensors[n].dtype.is_floating_point).name
+    extraction = _Extraction(base, tuned, rank, energy, chosen, save_others)
+    for name in _shown(names, hidden=not progress):
+        extraction.take(name)
+    if not extraction.modules and not extraction.saved:
+        raise PlanError([f"{tuned.label} and {base.label} differ in no linear layer: there is nothing to extract"])
+    with NewFolder(out, "extract_lora") as folder:
+        nbytes = write_adapter(
+            folder.folder,
+            extraction.factors,
+            dtype=chosen,
+            base_model=model_label(base_model),
+            task_type=task_of(base.config),
+            saved=extraction.saved,
+            fan_in_fan_out=extraction.transposed,
+        )
+    return AdapterReport(Path(out), extraction.modules, sorted(extraction.saved), extraction.left, nbytes)
+
+
+def _shown(names: list[str], *, hidden: bool) -> Any:
+    if hidden:
+        return names
+    from tqdm.auto import tqdm
+
+    return tqdm(names, desc="extract_lora", unit="tensor")
+
+
+def _common_tensors(base: Source, tuned: Source) -> list[str]:
+    """The base's tensors, all of which the tuned model must have in the same shape."""
+    problems = [f"{tuned.label} has no {name}" for name in base.tensors if name not in tuned.tensors][:_SHOWN]
+    for name, info in base.tensors.items():
+        other = tuned.tensors.get(name)
+        if other is not None and other.shape != info.shape:
+            rows_alone = is_vocabulary_tensor(name) and other.shape[1:] == info.shape[1:]
+            why = "the vocabularies differ" if rows_alone else "the shapes differ"
+            problems.append(
+                f"{why}: {name} is {list(info.shape)} in {base.label}, {list(other.shape)} in {tuned.label}"
+            )
+    problems += [f"{base.label} has no {name}" for name in tuned.tensors if name not in base.tensors][:_SHOWN]
+    if problems:
+        raise PlanError(problems)
+    return list(base.tensors)
+
+
+class _Extraction:
+    """What is found of an adapter, tensor by tensor."""
+
+    def __init__(self, base: Source, tuned: Source, rank: int, energy: float, dtype: str, save_others: bool):
+        self._base, self._tuned, self._rank, self._energy = base, tuned, rank, energy
+        self._dtype, self._save_others = FLOATS[dtype], save_others
+        self._tied = base.config.get("tie_word_embeddings", not any(HEAD.search(n) for n in base.tensors))
+        self.transposed = base.config.get("model_type") in CONV1D
+        self.factors: dict[str, tuple[Array, Array]] = {}
+        self.modules: list[AdapterModule] = []
+        self.saved: dict[str, Array] = {}
+        self.left: dict[str, float] = {}
+
+    def take(self, name: str) -> None:
+        """Look at one tensor."""
+        info = self._base.tensors[name]
+        if not info.dtype.is_floating_point:
+            return
+        stored = self._tuned.read(name, 0, info.count)
+        before = numbers(self._base.read(name, 0, info.count))
+        change = (numbers(stored) - before).reshape(info.shape)
+        if not change.any():
+            return
+        if not np.isfinite(change).all():
+            raise PlanError([f"{name}: one of the models holds NaN or infinity"])
+        if self._is_linear(name, info.shape):
+            module = name.removesuffix(".weight")
+            change = change.T if self.transposed else change
+            up, down = truncated(change, self._rank, self._energy)
+            self.factors[module] = up, down
+            self.modules.append(module_of(module, change, up, down, self._dtype))
+        elif self._save_others and name.endswith(".weight") and not (self._tied and is_vocabulary_tensor(name)):
+            self.saved[name] = stored.reshape(info.shape)
+        else:
+            size = float(np.linalg.norm(before.astype(np.float64)))
+            self.left[name] = float(np.linalg.norm(change.astype(np.float64))) / max(size, 1e-300)
+
+    @staticmethod
+    def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
+        module = name.removesuffix(".weight")
+        return len(shape) == 2 and module != name and not is_vocabulary_tensor(name) and not _TABLE.search(module)

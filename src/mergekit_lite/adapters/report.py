@@ -1,0 +1,79 @@
+"""What an adapter came to, module by module."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from model_components._report import Report, Table
+
+
+@dataclass(frozen=True)
+class AdapterModule:
+    """One module of an adapter that was written.
+
+    Args:
+        name: The module.
+        shape: (out_features, in_features).
+        rank: Of its factors.
+        error: Norm of what the rounded factors miss of the change, as a share of the change's norm.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    rank: int
+    error: float
+
+
+@dataclass(frozen=True)
+class AdapterReport(Report):
+    """An adapter that was written.
+
+    Args:
+        out: Its folder.
+        modules: What it changes.
+        saved: Tensors that it replaces (peft's ``modules_to_save``).
+        left: Tensors that changed and are not in it: name, and norm of the change as a share of the tensor's.
+        nbytes: Size of its weights.
+        notes: What else is to be known.
+    """
+
+    out: Path
+    modules: list[AdapterModule]
+    saved: list[str]
+    left: dict[str, float]
+    nbytes: int
+    notes: list[str] = field(default_factory=list)
+
+    def summary(self) -> list[str]:
+        """How much there is, and how well it fits."""
+        ranks, errors = [m.rank for m in self.modules], [m.error for m in self.modules]
+        lines = [f"{len(self.modules)} modules, {self.nbytes / 1e6:.1f} MB at {self.out}"]
+        if errors:
+            spread = f"median {statistics.median(errors):.2%}, worst {max(errors):.2%}"
+            lines.append(f"rank {min(ranks)} to {max(ranks)}; missed of a change, by its norm: {spread}")
+        return lines
+
+    def table(self) -> Table:
+        """Every module's rank and error."""
+        rows = [(m.name, "x".join(map(str, m.shape)), str(m.rank), f"{m.error:.2%}") for m in self.modules]
+        return Table(("module", "shape", "rank", "missed"), rows)
+
+    def remarks(self) -> list[str]:
+        """What is not in it."""
+        left = [f"{name} changed by {share:.2%} and is not in the adapter" for name, share in self.left.items()]
+        return [*(f"note: {text}" for text in self.notes), *left]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON can hold it."""
+        modules = [{"name": m.name, "shape": list(m.shape), "rank": m.rank, "error": m.error} for m in self.modules]
+        return {
+            "out": str(self.out),
+            "modules": modules,
+            "saved": self.saved,
+            "left": self.left,
+            "nbytes": self.nbytes,
+            "notes": self.notes,
+        }

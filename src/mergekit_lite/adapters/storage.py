@@ -1,0 +1,121 @@
+"""Factors of a change, and the peft adapter that holds them on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from model_components._folders import write_json
+
+from ..dtypes import FLOATS, Array, DType, byte_view, from_numpy, numbers, stored_as
+from ..files import TensorInfo
+from ..files.adapter import CONFIG, PREFIX, WEIGHTS
+from ..files.headers import header_bytes
+from .report import AdapterModule
+
+_TASKS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
+_TASKS |= {"ForConditionalGeneration": "SEQ_2_SEQ_LM", "ForQuestionAnswering": "QUESTION_ANS"}
+_NOTHING = 1e-14  # of the largest eigenvalue: what float64 leaves of a zero
+
+
+def task_of(config: Mapping[str, Any]) -> str | None:
+    """Peft's name of what a model of this config is for; None where it has none."""
+    architectures = config.get("architectures")
+    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    return next((task for end, task in _TASKS.items() if name.endswith(end)), None)
+
+
+def truncated(
+    change: Array,  # (out_features, in_features)
+    rank: int,
+    energy: float = 1.0,
+) -> tuple[Array, Array]:
+    """The best factors B (out, r) and A (r, in) of a change, of equal length direction by direction.
+
+    Found from the eigenvectors of the smaller of the two Gram matrices, in float64.
+
+    Args:
+        change: What B A is to be.
+        rank: The largest r.
+        energy: Share of the squared norm at which fewer directions are enough.
+    """
+    wide = change.astype(np.float64)
+    tall = wide.shape[0] > wide.shape[1]
+    values, vectors = np.linalg.eigh(wide.T @ wide if tall else wide @ wide.T)
+    values, vectors = values[::-1].clip(0), vectors[:, ::-1]
+    enough = 1 + int(np.searchsorted(np.cumsum(values) / max(values.sum(), 1e-300), energy * (1 - 1e-12)))
+    r = max(1, min(rank, enough, int((values > values[0] * _NOTHING).sum())))
+    root = np.sqrt(np.sqrt(values[:r]))
+    root = np.where(root > 0, root, 1.0)
+    vectors = vectors[:, :r]
+    if tall:
+        return (wide @ vectors / root).astype(np.float32), (vectors * root).T.astype(np.float32)
+    return (vectors * root).astype(np.float32), ((vectors.T @ wide) / root[:, None]).astype(np.float32)
+
+
+def module_of(name: str, change: Array, up: Array, down: Array, dtype: DType) -> AdapterModule:
+    """What the report says of a module whose factors are rounded to a dtype."""
+    rounded = numbers(stored_as(up, dtype)).astype(np.float32) @ numbers(stored_as(down, dtype)).astype(np.float32)
+    size = float(np.linalg.norm(change))
+    error = float(np.linalg.norm(change - rounded)) / size if size > 0 else 0.0
+    return AdapterModule(name, (change.shape[0], change.shape[1]), down.shape[0], error)
+
+
+def write_adapter(
+    folder: Path,
+    factors: Mapping[str, tuple[Array, Array]],
+    *,
+    dtype: str,
+    base_model: str | None,
+    task_type: str | None,
+    saved: Mapping[str, Array] | None = None,
+    fan_in_fan_out: bool = False,
+) -> int:
+    """Write adapter_model.safetensors and adapter_config.json; the bytes of its tensors.
+
+    Args:
+        folder: Where to.
+        factors: B (out, r) and A (r, in) of every module; the change is their product.
+        dtype: Of the factors.
+        base_model: What the config names as the base.
+        task_type: peft's name of what the base is for.
+        saved: Tensors that replace the base's, as stored.
+        fan_in_fan_out: The base's linear layers store (in, out).
+    """
+    arrays: dict[str, Array] = {}
+    for module, (up, down) in factors.items():
+        arrays[f"{PREFIX}{module}.lora_A.weight"] = stored_as(down, FLOATS[dtype])
+        arrays[f"{PREFIX}{module}.lora_B.weight"] = stored_as(up, FLOATS[dtype])
+    arrays |= {f"{PREFIX}{name}": value for name, value in (saved or {}).items()}
+    placed, offset = [], 0
+    for name, value in arrays.items():
+        info = TensorInfo(name, value.shape, from_numpy(value))
+        placed.append((info, offset))
+        offset += info.nbytes
+    with (folder / WEIGHTS).open("wb") as file:
+        file.write(header_bytes(placed))
+        for value in arrays.values():
+            file.write(byte_view(np.ascontiguousarray(value)))
+    ranks = {module: down.shape[0] for module, (_, down) in factors.items()}
+    largest = max(ranks.values(), default=1)
+    odd = {module: r for module, r in ranks.items() if r != largest}
+    settings = {
+        "peft_type": "LORA",
+        "task_type": task_type,
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": largest,
+        "lora_alpha": largest,
+        "rank_pattern": odd,
+        "alpha_pattern": odd,
+        "target_modules": sorted(ranks),
+        "modules_to_save": sorted(name.removesuffix(".weight") for name in saved or {}) or None,
+        "fan_in_fan_out": fan_in_fan_out,
+        "lora_dropout": 0.0,
+        "bias": "none",
+    }
+    write_json(folder / CONFIG, settings)
+    return offset

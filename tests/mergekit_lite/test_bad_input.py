@@ -114,7 +114,7 @@ def header(entries, body=b""):
             ),
             "b overlaps",
         ),
-        (header({"a": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}, b"1"), "F8_E4M3.*quantised"),
+        (header({"a": {"dtype": "F8_E5M2", "shape": [1], "data_offsets": [0, 1]}}, b"1"), "F8_E5M2.*quantised"),
         (header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}), "needed a list of whole numbers"),
         (header({"a": {"dtype": "F32"}}), "shape None, needed a list"),
         (header([1]), "JSON list, needed an object"),

@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 import transformers
+import yaml
 from safetensors.torch import load_file, save_file
 
 import mergekit_lite.engine.streaming
@@ -175,6 +176,90 @@ def test_what_lies_beside_the_weights(tmp_path):
     manifest = json.loads((out / "merge_manifest.json").read_text())
     assert manifest["files"]["model.safetensors"] == hash_bytes((out / "model.safetensors").read_bytes())
     assert not list(tmp_path.glob(".*"))
+
+
+def test_code_of_a_model_is_copied_only_on_request(tmp_path):
+    path = tmp_path / "m"
+    save(tiny("llama", 1), path)
+    config = json.loads((path / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_x.X"}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "modeling_x.py").write_text("raise SystemExit")
+    save_tokenizer(path, ["<unk>", *(f"w{i}" for i in range(95))])
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"auto_map": {"AutoTokenizer": ["x.T", None]}}))
+    report = merge_models([path], "passthrough", out=tmp_path / "plain", progress=False)
+    assert any("modeling_x.py); it was left out; trust_remote_code=True copies it" in note for note in report.notes)
+    assert not list((tmp_path / "plain").glob("*.py"))
+    for name in ("config.json", "tokenizer_config.json"):
+        assert "auto_map" not in json.loads((tmp_path / "plain" / name).read_text())
+    options = {"out": tmp_path / "with", "progress": False, "trust_remote_code": True}
+    report = merge_models([path], "passthrough", **options)
+    assert any("it was copied and runs when the output is loaded" in note for note in report.notes)
+    assert (tmp_path / "with" / "modeling_x.py").exists()
+    assert json.loads((tmp_path / "with" / "config.json").read_text())["auto_map"] == config["auto_map"]
+
+
+def test_the_model_card_links_the_hub_and_names_no_folder(tmp_path, monkeypatch):
+    cache = tmp_path / "models--someone--base" / "snapshots" / ("0123456789" * 4)
+    own = tmp_path / "private" / "tuned"
+    for number, path in enumerate((cache, own)):
+        path.parent.mkdir(parents=True)
+        save(tiny("llama", number), path)
+    asked = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, **given: (asked.append((name, given["revision"])), cache)[1]
+    )
+    recipe = load_recipe(
+        f"merge_method: linear\nmodels: [{{model: someone/base@v2}}, {{model: {own}}}]\nparameters: {{weight: 1}}\n"
+    )
+    merge_models(recipe, out=tmp_path / "out", progress=False)
+    assert asked == [("someone/base", "v2")]
+    card = (tmp_path / "out" / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["base_model"] == ["someone/base"]
+    assert "merge" in front["tags"]
+    assert str(tmp_path) not in card
+    assert "tuned" in card
+    inputs = json.loads((tmp_path / "out" / "merge_manifest.json").read_text())["inputs"]
+    assert inputs[0]["commit"] == "0123456789" * 4
+    assert inputs[0]["hub_id"] == "someone/base"
+    merge_models(["gpt-like"], "passthrough", progress=False)
+    assert asked[-1] == ("gpt-like", None)
+
+
+@pytest.mark.parametrize("name", ["alpaca", "chatml", "exaone", "llama3", "mistral"])
+def test_named_chat_templates(name, tmp_path):
+    path = tmp_path / "m"
+    save(tiny("llama", 1), path)
+    save_tokenizer(path, ["<unk>", *(f"w{i}" for i in range(95))])
+    recipe = load_recipe(f"merge_method: passthrough\nmodels: [{path}]\nchat_template: {name}\n")
+    merge_models(recipe, out=tmp_path / "out", progress=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", bos_token="<s>", eos_token="</s>")
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello?"},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "Bye."},
+    ]
+    said = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert (
+        said
+        == {
+            "alpaca": "Be brief.\n\n### Instruction:\nHello?\n\n### Response:\nYes.</s>\n\n"
+            "### Instruction:\nBye.\n\n### Response:\n",
+            "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello?<|im_end|>\n"
+            "<|im_start|>assistant\nYes.<|im_end|>\n<|im_start|>user\nBye.<|im_end|>\n<|im_start|>assistant\n",
+            "exaone": "[|system|]Be brief.[|endofturn|]\n[|user|]Hello?\n[|assistant|]Yes.[|endofturn|]\n"
+            "[|user|]Bye.\n[|assistant|]",
+            "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+            "<|start_header_id|>user<|end_header_id|>\n\nHello?<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\nYes.<|eot_id|>"
+            "<|start_header_id|>user<|end_header_id|>\n\nBye.<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+            "mistral": "<s>[INST] Be brief.\n\nHello? [/INST] Yes.</s>[INST] Bye. [/INST]",
+        }[name]
+    )
 
 
 def test_frankenmerge_stacks_layers_and_tells_the_config(tmp_path):

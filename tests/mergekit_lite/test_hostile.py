@@ -139,6 +139,10 @@ def test_a_tokenizer(tokenizer, tmp_path, capsys):
 @pytest.mark.parametrize(
     "recipe",
     [
+        "merge_method: null\nmodels: [a]", "merge_method: linear\nmodels: [a]\ndtype: [1, 2]",
+        "merge_method: linear\nmodels: [a]\nparameters: {weight: !!binary aGk=}",
+        "merge_method: linear\nmodels: [~no-one/x]",
+        "merge_method: passthrough\nslices: [{sources: [{model: ./a, layer_range: [0, 9223372036854775808]}]}]",
         b"\xff\xfe\x00", "", "null", "3", "[" * 50_000, "merge_method: [linear]\nmodels: [a]",
         "merge_method: linear\nmodels: [a]\nparameters: &p {weight: *p}", "merge_method: linear\nmodels: &m [*m]",
         "? [a, b]\n: c", "merge_method: linear\nmodels: [a]\nchat_template: [x]", "!!python/object:os.system {}",
@@ -156,7 +160,17 @@ def test_a_recipe(recipe, tmp_path, capsys):
     said = told(recipe, tmp_path, capsys)
     assert any(
         word in said
-        for word in ("recipe", "models", "slice", "layer_range", "tokenizer", "./a", "base_model", "parameters")
+        for word in (
+            "recipe",
+            "models",
+            "slice",
+            "layer_range",
+            "tokenizer",
+            "./a",
+            "base_model",
+            "parameters",
+            "~no-one",
+        )
     ), said
 
 
@@ -172,3 +186,14 @@ def test_a_folder_where_a_file_should_be(tmp_path, capsys):
 def test_a_settings_file_of_the_donor(tmp_path, capsys):
     folder = model(tmp_path / "m", tokenizer_config__json=json.dumps([1]), tokenizer__json="{}")
     assert "tokenizer_config.json" in told(passthrough(folder), tmp_path, capsys)
+
+
+def test_layers_beyond_all_counting(tmp_path, capsys):
+    folder = model(tmp_path / "m")
+    recipe = f"merge_method: passthrough\nslices: [{{sources: [{{model: {folder}, layer_range: [0, {1 << 63}]}}]}}]"
+    assert "has 0 layers" in told(recipe, tmp_path, capsys)
+
+
+def test_devices_without_values():
+    with pytest.raises(ValueError, match="device meta cannot be used here"):
+        merge_models([{"w": torch.ones(2)}], "passthrough", device="meta")

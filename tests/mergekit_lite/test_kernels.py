@@ -207,3 +207,57 @@ def test_checksums_are_xxh64(data, expected, tmp_path):
 
 def test_programs_are_those_of_the_package():
     assert all(method.function.__module__.startswith("mergekit_lite.methods") for method in PROGRAMS)
+
+
+@pytest.mark.parametrize("impl", ["eager", "fused"])
+@pytest.mark.parametrize("method", KERNEL_CASES)
+def test_empty_tensors_and_scalars(method, impl, tmp_path):
+    case = KERNEL_CASES[method]
+    states = [{"e": torch.zeros(3, 0), "s": torch.tensor(0.5 * i + 1), "w": torch.randn(5)} for i in range(6)]
+    base = {"base_model": states[5]} if case.base else {}
+    settings = {**base, **case.parameters, "out": tmp_path / "out", "progress": False, "impl": impl}
+    merge_models(states[: case.models], method, **settings)
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: tuple(value.shape) for name, value in merged.items()} == {"e": (3, 0), "s": (), "w": (5,)}
+    manifest = json.loads((tmp_path / "out" / "merge_manifest.json").read_text())
+    assert all(entry["values"].startswith("xxh64:") for entry in manifest["inputs"])
+
+
+@pytest.mark.parametrize("method", ["karcher", "multislerp"])
+def test_directions_that_cancel_are_no_noise(method, tmp_path):
+    """One-element tensors have two directions; sums of them may be nothing but rounding."""
+    generator = torch.Generator().manual_seed(0)
+    for number in range(30):
+        states = [{"w": torch.randn(1, generator=generator)} for _ in range(5)]
+        largest = max(float(state["w"].abs()) for state in states)
+        settings = {} if method == "karcher" else {"weight": [1.0, 1.0, 0.5, 0.5, 1.0]}
+        results = []
+        for impl in ("eager", "fused"):
+            out = tmp_path / f"{impl}{number}"
+            merge_models(states, method, out=out, progress=False, impl=impl, **settings)
+            results.append(load_file(out / "model.safetensors")["w"])
+        assert torch.equal(*results)
+        assert float(results[0].abs()) <= largest * 1.0001
+
+
+def test_zeros_keep_their_sign_as_torch_has_it(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    base = {"w": torch.full((5000,), -0.0)}
+    draw = lambda: {"w": torch.randint(-2, 3, (5000,), generator=generator) * 0.5}  # noqa: E731
+    models = [draw(), draw()]
+    for method, settings in {
+        "ties": {"density": 0.3},
+        "breadcrumbs": {"density": 0.3, "gamma": 0.1},
+        "breadcrumbs_ties": {"density": 0.3, "gamma": 0.1},
+        "dare_ties": {"density": 0.3, "rescale": False},
+        "dare_linear": {"density": 0.3},
+        "sce": {"select_topk": 0.3},
+        "consensus": {},
+        "ram": {},
+    }.items():
+        weight = {} if method in ("sce", "ram") else {"weight": [1.0, -0.5]}
+        for impl in ("eager", "fused"):
+            given = {"base_model": base, "out": tmp_path / f"{method}-{impl}", "progress": False, "impl": impl}
+            merge_models(models, method, **given, **settings, **weight)
+        files = [(tmp_path / f"{method}-{impl}" / "model.safetensors").read_bytes() for impl in ("eager", "fused")]
+        assert files[0] == files[1], method

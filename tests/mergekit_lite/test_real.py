@@ -1,11 +1,14 @@
 """Real pretrained checkpoints: MiniLM and SmolLM2 merge with tuned copies, and the results speak."""
 
+import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
-from mergekit_lite import merge_models
+from mergekit_lite import extract_lora, merge_models
 from mergekit_lite.masks import Merger
+from tests.mergekit_lite.test_adapters import updates
 from tests.support import real
 
 pytestmark = pytest.mark.real
@@ -104,3 +107,38 @@ def test_a_bake_has_the_bits_of_the_merger(smollm2, tuned, tmp_path, granularity
     ids = torch.arange(1, 41).view(2, 20)
     with torch.no_grad():
         assert torch.equal(baked(input_ids=ids).logits, merger(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize(("dtype", "median", "worst"), [("float32", 4e-3, 1e-2), ("bfloat16", 1e-2, 5e-2)])
+def test_an_adapter_comes_back_out_of_the_model_that_it_made(dtype, median, worst, smollm2, tmp_path):
+    """In bfloat16 files; where the model's are too, its rounding is part of the change, and little of that is kept."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
+    base = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    wrapped = peft.get_peft_model(base, settings)
+    optimizer = torch.optim.Adam([p for p in wrapped.parameters() if p.requires_grad], lr=1e-2)
+    batch = tokenizer("The sky over Paris was green today, and nobody minded it much.", return_tensors="pt")
+    for _ in range(15):
+        wrapped(**batch, labels=batch["input_ids"]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    wrapped.save_pretrained(tmp_path / "adapter")
+    tuned, extracted = tmp_path / "tuned", tmp_path / "extracted"
+    model = f"{tmp_path / 'base'}+{tmp_path / 'adapter'}"
+    merge_models([model], "passthrough", dtype=dtype, out=tuned, progress=False)
+    report = extract_lora(tuned, tmp_path / "base", extracted, rank=8, dtype="bfloat16", progress=False)
+    assert len(report.modules) == 210
+    assert not report.left
+    theirs, ours = updates(tmp_path / "adapter"), updates(extracted)
+    errors = sorted(float((ours[name] - change).norm() / change.norm()) for name, change in theirs.items())
+    assert errors[105] < median, f"median {errors[105]:.4f}, worst {errors[-1]:.4f}"
+    assert errors[-1] < worst, f"median {errors[105]:.4f}, worst {errors[-1]:.4f}"
+    merge_models([f"{tmp_path / 'base'}+{extracted}"], "passthrough", out=tmp_path / "again", progress=False)
+    before, after = (load_file(folder / "model.safetensors") for folder in (tuned, tmp_path / "again"))
+    first = load_file(tmp_path / "base" / "model.safetensors")
+    missed = sum(float((after[n].float() - before[n].float()).square().sum()) for n in before) ** 0.5
+    change = sum(float((before[n].float() - first[n].float()).square().sum()) for n in before) ** 0.5
+    assert missed < 0.05 * change  # each is rounded to bfloat16 once

@@ -1,11 +1,14 @@
 """Recipes: the dialect on disk means what it says, and survives the round trip."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from mergekit_lite import MergeRecipe, ModelEntry, RecipeError, load_recipe, merge_models
+import mergekit_lite.running
+from mergekit_lite import MergeRecipe, ModelEntry, PlanError, RecipeError, load_recipe, make_plan, merge_models
 from mergekit_lite.planning import evaluate_setting, setting
 from mergekit_lite.recipe import parse_recipe
 
@@ -102,3 +105,140 @@ def test_a_filter_that_no_tensor_answers_to_is_noted(tmp_path):
     options = {"t": [{"filter": "mlp", "value": 1}, {"value": 0}], "out": tmp_path / "o", "progress": False}
     report = merge_models([{"w": torch.ones(2)}], "slerp", base_model={"w": torch.zeros(2)}, **options)
     assert report.notes == ["t: filter 'mlp' is in no tensor's name"]
+
+
+def folder_of(path, **tensors):
+    path.mkdir()
+    save_file({name: torch.tensor(values) for name, values in tensors.items()}, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture
+def three(tmp_path):
+    return [folder_of(tmp_path / name, w=[value, 2 * value]) for name, value in (("a", 1.0), ("b", 3.0), ("c", 8.0))]
+
+
+STAGED = """
+name: half
+merge_method: linear
+models: [{{model: {a}}}, {{model: {b}}}]
+parameters: {{weight: 1}}
+---
+merge_method: task_arithmetic
+base_model: {a}
+models: [{{model: half}}, {{model: {c}}}]
+parameters: {{weight: 1}}
+"""
+
+
+def test_stages_are_merged_first_and_leave_nothing(three, tmp_path):
+    recipe = load_recipe(STAGED.format(a=three[0], b=three[1], c=three[2]))
+    assert recipe.to_dict()["models"][0] == {"model": "half"}
+    assert load_recipe(recipe.to_yaml()) == load_recipe(load_recipe(recipe.to_yaml()).to_yaml())
+    expected = [1.0 + (2 - 1) + (8 - 1), 2 * 9.0]
+    assert merge_models(recipe, progress=False)["w"].tolist() == expected
+    report = merge_models(recipe, out=tmp_path / "out", progress=False)
+    assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == expected
+    assert report.tensors[0].name == "w"
+    assert not list(tmp_path.glob(".*"))
+    manifest = json.loads((tmp_path / "out" / "merge_manifest.json").read_text())
+    assert [entry["model"] for entry in manifest["inputs"]] == ["half", str(three[2]), str(three[0])]
+    again = load_recipe(tmp_path / "out" / "mergekit_config.yml")
+    assert merge_models(again, progress=False)["w"].tolist() == expected
+
+
+def test_a_stage_that_is_whole_is_not_made_again(three, tmp_path, monkeypatch):
+    recipe = load_recipe(STAGED.format(a=three[0], b=three[1], c=three[2]))
+    merged, real = [], mergekit_lite.running._write
+
+    def write(engine, out, *rest):
+        merged.append(out.name)
+        if len(merged) == 2:
+            raise KeyboardInterrupt
+        return real(engine, out, *rest)
+
+    monkeypatch.setattr(mergekit_lite.running, "_write", write)
+    with pytest.raises(KeyboardInterrupt):
+        merge_models(recipe, out=tmp_path / "out", progress=False)
+    assert (tmp_path / ".out.stages.partial").exists()
+    merge_models(recipe, out=tmp_path / "out", progress=False)
+    assert merged == ["half", "out", "out"]
+    assert not list(tmp_path.glob(".*"))
+    shutil.rmtree(tmp_path / "out")
+    merged.clear()
+    with pytest.raises(KeyboardInterrupt):
+        merge_models(recipe, out=tmp_path / "out", progress=False)
+    save_file({"w": torch.tensor([5.0, 5.0])}, three[1] / "model.safetensors")
+    merge_models(recipe, out=tmp_path / "out", progress=False)
+    assert merged == ["half", "out", "half", "out"]
+    assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [1 + 2 + 7, 2 + 1.5 + 14]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: ../x\nmerge_method: linear\nmodels: [{model: A}]\n---\nmerge_method: linear\nmodels: [{model: ../x}]",
+         "a stage cannot be called '../x'"),
+        ("name: x\nmerge_method: linear\nmodels: [{model: A}]\n---\nmerge_method: linear\nmodels: [{model: A}]",
+         "does not use the stage 'x'"),
+        ("name: x\nmerge_method: linear\nmodels: [y]\n---\nname: y\nmerge_method: linear\nmodels: [x]",
+         "need each other in a circle"),
+        ("name: x\nmerge_method: linear\nmodels: [a]\n---\nname: x\nmerge_method: linear\nmodels: [a]",
+         "two documents have the name 'x'"),
+    ],
+)  # fmt: skip
+def test_bad_stages(text, message, three, tmp_path):
+    with pytest.raises(RecipeError, match=message):
+        merge_models(load_recipe(text.replace("A", str(three[0]))), out=tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_slice_has_a_base_of_its_own(tmp_path):
+    a, b, c = (
+        folder_of(tmp_path / n, **{f"layers.{i}.w": [v * (i + 1)] for i in range(2)})
+        for n, v in zip("abc", (1.0, 10.0, 100.0), strict=True)
+    )
+    text = f"""
+merge_method: task_arithmetic
+slices:
+- {{sources: [{{model: {a}, layer_range: [0, 1]}}, {{model: {b}, layer_range: [0, 1]}}], base_model: {a}}}
+- {{sources: [{{model: {c}, layer_range: [1, 2]}}, {{model: {b}, layer_range: [1, 2]}}], base_model: {c}}}
+parameters: {{weight: 0.5}}
+"""
+    merged = merge_models(load_recipe(text), progress=False)
+    assert merged["layers.0.w"].tolist() == [1 + 0.5 * 9]
+    assert merged["layers.1.w"].tolist() == [200 + 0.5 * (20 - 200)]
+
+
+def test_what_is_wrong_with_the_last_stage_is_said_before_the_first_is_merged(three, tmp_path):
+    odd = folder_of(tmp_path / "odd", w=[1.0, 2.0, 3.0])
+    text = STAGED.format(a=three[0], b=three[1], c=odd)
+    assert "task_arithmetic of 3: half" in str(
+        make_plan(load_recipe(STAGED.format(a=three[0], b=three[1], c=three[2])))
+    )
+    for merge in (make_plan, lambda recipe: merge_models(recipe, out=tmp_path / "out", progress=False)):
+        with pytest.raises(PlanError, match="shapes differ: w"):
+            merge(load_recipe(text))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_recipe_says_its_method_itself(three):
+    recipe = load_recipe(f"merge_method: passthrough\nmodels: [{three[0]}]\n")
+    with pytest.raises(ValueError, match="method was given beside a recipe"):
+        merge_models(recipe, "linear")
+
+
+def test_stages_made_in_python_have_names(three):
+    stages = [MergeRecipe(merge_method="linear", models=[ModelEntry(model=path)]) for path in three[:2]]
+    with pytest.raises(RecipeError, match="two stages are called"):
+        MergeRecipe(merge_method="linear", models=[ModelEntry(model=stage) for stage in stages])
+
+
+def test_the_card_and_the_manifest_of_stages(three, tmp_path):
+    merge_models(load_recipe(STAGED.format(a=three[0], b=three[1], c=three[2])), out=tmp_path / "out", progress=False)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert str(tmp_path) not in card
+    assert all(f"- {name}\n" in card for name in "abc")
+    manifest = json.loads((tmp_path / "out" / "merge_manifest.json").read_text())
+    assert manifest["stages"][0]["name"] == "half"
+    assert [entry["model"] for entry in manifest["inputs"][0]["merged_from"]] == [str(three[0]), str(three[1])]

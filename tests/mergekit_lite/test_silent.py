@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import mergekit_lite.engine.output
 from mergekit_lite import METHODS, CheckpointError, PlanError, RecipeError, load_recipe, merge_method, merge_models
+from mergekit_lite.engine.output import method_hash
 from mergekit_lite.files.headers import read_header
 from tests.mergekit_lite.test_bad_input import header
 from tests.mergekit_lite.test_outputs import interrupt_after
@@ -172,6 +173,23 @@ def test_a_resumed_run_runs_the_method_that_it_began_with(tmp_path, monkeypatch)
             assert len(recorded) == 2 + resumed
     finally:
         METHODS.pop("edited", None)
+
+
+def test_a_method_is_also_what_it_refers_to():
+    factor, table = 2.0, {"unknown": 1}
+
+    def scaled(tensors, base):
+        return tensors[0] * factor
+
+    def looked_up(tensors, base):
+        return tensors[0] * table["unknown"]
+
+    first = method_hash(scaled)
+    assert method_hash(scaled) == first
+    factor = 3.0
+    assert method_hash(scaled) != first
+    assert method_hash(looked_up) != method_hash(looked_up)  # what cannot be compared is never equal
+    assert method_hash(METHODS["ties"].function) == "own"
 
 
 def test_the_manifest_says_what_went_in_and_is_the_same_after_a_resume(tmp_path, monkeypatch):

@@ -163,7 +163,7 @@ def write_numerics(path: Path) -> None:
         "Written by the test suite (`make numerics`). Each line is the worst of its cases: the error against the "
         "float64 reference, divided by the budget that the reference's own error in the working dtype sets "
         "(`tests/support/equivalence.py`). Above 1 the suite fails. Outputs and all gradients are judged, by maximum "
-        "and by root mean square; `stream` writes files and has no gradients.",
+        "and by root mean square; `stream` and, of merge methods, `fused` write files and have no gradients.",
         "",
         f"Hardware: {hardware}." + ("" if DEVICE == "cuda" else " Not measured on a GPU yet."),
         "",

@@ -1,0 +1,265 @@
+"""Adapters extracted from tuned models and merged with each other, against peft and against merges of whole models."""
+
+import json
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mergekit_lite import PlanError, extract_lora, merge_adapters, merge_models
+from mergekit_lite.__main__ import main
+from mergekit_lite.adapters.storage import truncated
+from tests.support.models import save, tiny
+
+QVD = ["q_proj", "v_proj", "down_proj"]
+
+
+def adapter(path, kind="llama", seed=0, **settings):
+    """A random adapter of the tiny base number 1."""
+    torch.manual_seed(seed)
+    config = {"r": 3, "lora_alpha": 5, "target_modules": QVD, "init_lora_weights": False, **settings}
+    wrapped = peft.get_peft_model(tiny(kind, 1), peft.LoraConfig(**config))
+    wrapped.save_pretrained(path)
+    return wrapped
+
+
+def updates(folder):
+    """The change that every module of an adapter makes."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    state = {k: v.double() for k, v in load_file(folder / "adapter_model.safetensors").items()}
+    changes = {}
+    for key, down in state.items():
+        if "lora_A" in key:
+            module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            rank = (config.get("rank_pattern") or {}).get(module, config["r"])
+            alpha = (config.get("alpha_pattern") or {}).get(module, config["lora_alpha"])
+            assert down.shape[0] == rank
+            changes[module] = alpha / rank * state[key.replace("lora_A", "lora_B")] @ down
+    return changes
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (5, 7), (6, 6), (1, 4), (4, 1)])
+def test_factors_are_the_best_of_their_rank(shape):
+    change = torch.randn(shape, generator=torch.Generator().manual_seed(0)).numpy()
+    u, s, v = torch.linalg.svd(torch.from_numpy(change).double(), full_matrices=False)
+    for rank in range(1, min(shape) + 1):
+        up, down = truncated(change, rank)
+        assert up.shape == (shape[0], rank)
+        best = (u[:, :rank] * s[:rank]) @ v[:rank]
+        torch.testing.assert_close(torch.from_numpy(up @ down).double(), best, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(  # of equal length, so that neither factor loses more to rounding
+            torch.from_numpy(up).norm(dim=0), torch.from_numpy(down).norm(dim=1), atol=1e-5, rtol=1e-5
+        )
+    energies = (s**2).cumsum(0) / (s**2).sum()
+    for share in (0.3, 0.7, 0.95):
+        assert truncated(change, 99, share)[1].shape[0] == 1 + int((energies < share).sum())
+
+
+@pytest.mark.parametrize(("kind", "targets"), [("llama", QVD), ("gpt2", ["c_attn", "c_proj", "c_fc"])])
+def test_extraction_gives_back_the_adapter_and_peft_loads_it(kind, targets, tmp_path):
+    base = save(tiny(kind, 1), tmp_path / "base")
+    wrapped = adapter(tmp_path / "adapter", kind, target_modules=targets)
+    merge_models([f"{base}+{tmp_path / 'adapter'}"], "passthrough", out=tmp_path / "tuned", progress=False)
+    report = extract_lora(tmp_path / "tuned", base, tmp_path / "out", rank=3, progress=False)
+    assert max(module.error for module in report.modules) < 1e-5
+    expected, found = updates(tmp_path / "adapter"), updates(tmp_path / "out")
+    assert expected.keys() == found.keys()
+    for name, change in expected.items():
+        torch.testing.assert_close(found[name], change, atol=1e-5, rtol=1e-4)
+    loaded = peft.PeftModel.from_pretrained(tiny(kind, 1), tmp_path / "out")
+    ids = torch.arange(12)[None]
+    torch.testing.assert_close(loaded(ids).logits, wrapped.eval()(ids).logits, atol=1e-5, rtol=1e-4)
+    merge_models([f"{base}+{tmp_path / 'out'}"], "passthrough", out=tmp_path / "again", progress=False)
+    for name, value in load_file(tmp_path / "tuned" / "model.safetensors").items():
+        torch.testing.assert_close(load_file(tmp_path / "again" / "model.safetensors")[name], value, atol=1e-6, rtol=0)
+
+
+def test_what_is_no_product_is_left_with_a_figure_or_saved_whole(tmp_path):
+    base, tuned = tiny("llama", 1), tiny("llama", 1)
+    with torch.no_grad():
+        tuned.model.norm.weight.mul_(1.5)
+        tuned.model.embed_tokens.weight[3] += 1
+        tuned.model.layers[0].mlp.up_proj.weight += 0.1
+    paths = save(tuned, tmp_path / "tuned"), save(base, tmp_path / "base")
+    report = extract_lora(*paths, tmp_path / "out", progress=False)
+    assert [m.name for m in report.modules] == ["model.layers.0.mlp.up_proj"]
+    assert report.modules[0].rank == 1
+    assert report.left.keys() == {"model.norm.weight", "model.embed_tokens.weight"}
+    assert report.left["model.norm.weight"] == pytest.approx(0.5)
+    assert "model.norm.weight changed by 50.00% and is not in the adapter" in str(report)
+    whole = extract_lora(*paths, tmp_path / "whole", save_others=True, progress=False)
+    assert not whole.left
+    loaded = peft.PeftModel.from_pretrained(tiny("llama", 1), tmp_path / "whole")
+    ids = torch.arange(10)[None]
+    torch.testing.assert_close(loaded(ids).logits, tuned.eval()(ids).logits, atol=1e-5, rtol=1e-4)
+
+
+def test_a_tied_embedding_is_left_since_peft_would_untie_it(tmp_path):
+    base, tuned = tiny("llama-tied", 1), tiny("llama-tied", 1)
+    with torch.no_grad():
+        tuned.model.embed_tokens.weight[3] += 1
+        tuned.model.layers[0].mlp.up_proj.weight += 0.1
+    paths = save(tuned, tmp_path / "tuned"), save(base, tmp_path / "base")
+    report = extract_lora(*paths, tmp_path / "out", save_others=True, progress=False)
+    assert report.left.keys() == {"model.embed_tokens.weight"}
+    assert not report.saved
+
+
+def test_extraction_refuses_before_it_writes(tmp_path, capsys):
+    base = save(tiny("llama", 1), tmp_path / "base")
+    grown = save(tiny("llama", 1, vocab_size=100), tmp_path / "grown")
+    with pytest.raises(PlanError, match=r"the vocabularies differ: .*embed_tokens"):
+        extract_lora(grown, base, tmp_path / "out")
+    with pytest.raises(PlanError, match=r"has no model\.layers\.3"):
+        extract_lora(save(tiny("llama", 1, num_hidden_layers=3), tmp_path / "short"), base, tmp_path / "out")
+    with pytest.raises(PlanError, match="nothing to extract"):
+        extract_lora(base, base, tmp_path / "out", progress=False)
+    for settings, message in [({"rank": 0}, "rank is 0"), ({"energy": 2}, "energy is 2"), ({"dtype": "int8"}, "int8")]:
+        with pytest.raises(ValueError, match=message):
+            extract_lora(base, base, tmp_path / "out", **settings)
+    assert main(["extract-lora", grown, base, str(tmp_path / "out")]) == 1
+    assert "the vocabularies differ" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_line_extracts(tmp_path, capsys):
+    base = save(tiny("llama", 1), tmp_path / "base")
+    adapter(tmp_path / "adapter")
+    merge_models([f"{base}+{tmp_path / 'adapter'}"], "passthrough", out=tmp_path / "tuned", progress=False)
+    arguments = ["extract-lora", str(tmp_path / "tuned"), base, str(tmp_path / "out"), "--rank", "8", "--no-progress"]
+    assert main([*arguments, "--energy", "0.5", "--dtype", "bfloat16"]) == 0
+    assert "missed of a change" in capsys.readouterr().out
+    assert load_file(tmp_path / "out" / "adapter_model.safetensors").popitem()[1].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        ("linear", {"weight": [0.7, 0.3]}),
+        ("task_arithmetic", {"weight": [0.7, -0.4], "lambda": 0.5}),
+        ("ties", {"weight": [1.0, 0.5], "density": 0.4}),
+        ("dare_ties", {"weight": [1.0, 0.5], "density": 0.4}),
+    ],
+)
+def test_adapters_merge_as_the_models_that_they_make(method, parameters, tmp_path):
+    base = save(tiny("llama", 1), tmp_path / "base")
+    adapter(tmp_path / "x", seed=1)
+    adapter(tmp_path / "y", seed=2, target_modules=["q_proj", "up_proj"], r=2, use_rslora=True)
+    report = merge_adapters(
+        [tmp_path / "x", tmp_path / "y"], method, out=tmp_path / "out", rank=99, seed=4, **parameters
+    )
+    models = [f"{base}+{tmp_path / name}" for name in "xy"]
+    named = {} if method == "linear" else {"base_model": base}
+    settings = {("lambda_" if k == "lambda" else k): v for k, v in parameters.items()}
+    merge_models(models, method, **named, seed=4, out=tmp_path / "whole", progress=False, **settings)
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    before = load_file(tmp_path / "base" / "model.safetensors")
+    found = updates(tmp_path / "out")
+    assert max(m.error for m in report.modules) < 1e-5
+    for name, value in whole.items():
+        change = (value - before[name]).double()
+        module = name.removesuffix(".weight")
+        if module not in found:
+            assert change.abs().max() < 1e-6, name
+        elif method in ("linear", "task_arithmetic"):  # trimming near a threshold turns on the last bit of W + D - W
+            torch.testing.assert_close(found[module], change, atol=1e-6, rtol=1e-4, msg=name)
+        else:
+            assert float((found[module] - change).norm() / change.norm()) < 0.2, name
+
+
+def test_cat_is_exact_and_is_pefts(tmp_path):
+    wrapped = adapter(tmp_path / "x", seed=1)
+    adapter(tmp_path / "y", seed=2)
+    wrapped.load_adapter(tmp_path / "y", "y")
+    wrapped.add_weighted_adapter(["default", "y"], [0.7, 0.3], "both", combination_type="cat")
+    wrapped.save_pretrained(tmp_path / "peft", selected_adapters=["both"])
+    report = merge_adapters([tmp_path / "x", tmp_path / "y"], "cat", weight=[0.7, 0.3], out=tmp_path / "out")
+    assert {m.rank for m in report.modules} == {6}
+    theirs, ours = updates(tmp_path / "peft" / "both"), updates(tmp_path / "out")
+    assert theirs.keys() == ours.keys()
+    for name, change in theirs.items():
+        torch.testing.assert_close(ours[name], change, atol=1e-5, rtol=1e-4)
+
+
+def test_merged_adapters_refuse_what_has_no_factors(tmp_path):
+    adapter(tmp_path / "x")
+    adapter(tmp_path / "saved", modules_to_save=["lm_head"])
+    adapter(tmp_path / "table", target_modules=["embed_tokens"])
+    wide = peft.get_peft_model(
+        tiny("llama", 1, intermediate_size=32), peft.LoraConfig(target_modules=QVD, init_lora_weights=False)
+    )
+    wide.save_pretrained(tmp_path / "wide")
+    for other, message in [
+        ("saved", "replaces lm_head.weight, which has no factors"),
+        ("table", "changes an embedding"),
+        ("wide", r"down_proj is \[16, 24\] in one adapter, \[16, 32\]"),
+        ("nowhere", "there is no such folder"),
+    ]:
+        with pytest.raises(PlanError, match=message):
+            merge_adapters([tmp_path / "x", tmp_path / other], weight=1.0, out=tmp_path / "out")
+    for method, parameters, message in [
+        ("slerp", {"t": 0.5}, "slerp needs the base's weights; needed one of breadcrumbs"),
+        ("tyes", {}, "did you mean ties"),
+        ("cat", {"density": 1}, "cat has no parameter 'density'"),
+        ("cat", {"weight": [1, 2, 3]}, "needed a number, or one for each of 2"),
+        ("ties", {"weight": [1]}, "weight has 1 values"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            merge_adapters([tmp_path / "x", tmp_path / "x"], method, out=tmp_path / "out", **parameters)
+    assert not (tmp_path / "out").exists()
+
+
+def test_single_files_and_diffusers_folders(tmp_path):
+    states = [{"conv.weight": torch.randn(4, 3, 2, 2), "b": torch.randn(4)} for _ in range(2)]
+    for number, state in enumerate(states):
+        save_file(state, tmp_path / f"{number}.safetensors")
+        (tmp_path / str(number)).mkdir()
+        save_file(state, tmp_path / str(number) / "diffusion_pytorch_model.safetensors")
+        (tmp_path / str(number) / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
+    merge_models([tmp_path / "0.safetensors", tmp_path / "1"], weight=[1, 3], out=tmp_path / "one", progress=False)
+    settings = {"weight": [1, 3], "max_shard_size": 100, "progress": False}
+    merge_models([tmp_path / "0", tmp_path / "1.safetensors"], out=tmp_path / "two", **settings)
+    assert (tmp_path / "two" / "diffusion_pytorch_model.safetensors.index.json").exists()
+    assert json.loads((tmp_path / "two" / "config.json").read_text())["_class_name"] == "UNet2DConditionModel"
+    merged = merge_models([tmp_path / "two"], "passthrough", progress=False)
+    for name, value in load_file(tmp_path / "one" / "diffusion_pytorch_model.safetensors").items():
+        torch.testing.assert_close(value, states[0][name] / 4 + states[1][name] * 3 / 4)
+        assert torch.equal(merged[name], value)
+
+
+@pytest.mark.parametrize("scale", [None, (), (1,), (5,), (5, 1), (1, 1)])
+@pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
+def test_float8_is_read_as_numbers(scale, suffix, tmp_path):
+    weight = torch.randn(5, 7).to(torch.float8_e4m3fn)
+    state, factor = {"w.weight": weight}, torch.ones(1)
+    if scale is not None:
+        factor = torch.rand(scale) + 0.5
+        state["w.weight" + suffix] = factor
+    (tmp_path / "m").mkdir()
+    save_file(state, tmp_path / "m" / "model.safetensors")
+    (tmp_path / "m" / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}, "a": 1}')
+    expected = weight.float() * (factor[:, None] if scale == (5,) else factor)
+    for dtype in ("float32", "bfloat16"):
+        merge_models([tmp_path / "m"], "passthrough", dtype=dtype, out=tmp_path / dtype, progress=False)
+        merged = load_file(tmp_path / dtype / "model.safetensors")
+        assert merged.keys() == {"w.weight"}
+        assert torch.equal(merged["w.weight"], expected.to(getattr(torch, dtype)))
+        assert "quantization_config" not in json.loads((tmp_path / dtype / "config.json").read_text())
+    plain = merge_models([tmp_path / "m"], "passthrough", progress=False)["w.weight"]
+    assert plain.dtype == torch.bfloat16
+
+
+def test_float8_in_blocks_and_every_value(tmp_path):
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    finite = every[every.float().isfinite()]
+    weight = finite.repeat(200)[: 200 * 150].view(200, 150)
+    scale = torch.rand(2, 2) + 0.5
+    (tmp_path / "m").mkdir()
+    save_file({"w.weight": weight, "w.weight_scale_inv": scale}, tmp_path / "m" / "model.safetensors")
+    merged = merge_models([tmp_path / "m"], "passthrough", dtype="float32", progress=False)["w.weight"]
+    blocks = scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :150]
+    assert torch.equal(merged, weight.float() * blocks)
+    save_file({"w.weight": weight, "w.weight_scale": torch.ones(3)}, tmp_path / "m" / "model.safetensors")
+    with pytest.raises(PlanError, match=r"w.weight of shape \[200, 150\] has scales of shape \[3\]"):
+        merge_models([tmp_path / "m"], "passthrough")

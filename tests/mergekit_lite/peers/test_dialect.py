@@ -64,5 +64,5 @@ def test_mergekit_still_does_what_was_recorded(models, ours):
         recorded = golden[name]
         if not name.startswith("r_"):
             assert ("refused" in outcome) == ("refused" in recorded), name
-            assert "refused" in outcome or dialect.same(outcome, recorded), name
+            assert "refused" in outcome or dialect.same(outcome, recorded, name), name
     verdicts(ours, theirs)

@@ -111,7 +111,11 @@ def test_a_bake_has_the_bits_of_the_merger(smollm2, tuned, tmp_path, granularity
 
 @pytest.mark.parametrize(("dtype", "median", "worst"), [("float32", 4e-3, 1e-2), ("bfloat16", 1e-2, 5e-2)])
 def test_an_adapter_comes_back_out_of_the_model_that_it_made(dtype, median, worst, smollm2, tmp_path):
-    """In bfloat16 files; where the model's are too, its rounding is part of the change, and little of that is kept."""
+    """In bfloat16 files; where the model's are too, its rounding is part of the change, and little of that is kept.
+
+    How much depends on the size of the change: at a fifth of this learning rate the errors in a bfloat16 model are
+    0.025 in the median and 0.10 at worst.
+    """
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
     base = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16)
     base.save_pretrained(tmp_path / "base")

@@ -3,13 +3,15 @@
 Three random Llama-like checkpoints (bfloat16, shards of about 100 MB) are built once under the work folder. The
 floors are a plain copy (read every input, write one output, 16 MB at a time), ``import numba`` and ``import torch``.
 Cold is the first merge on a machine, which compiles its kernels; eager runs torch functions in their place. Spectral
-methods, which have no kernel, stand beside a script that loads both models whole.
+methods, which have no kernel, stand beside a script that loads both models whole. A size that follows two others in
+the same run has its seconds predicted by the line through them before it is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -21,7 +23,13 @@ from pathlib import Path
 from tests.benchmarks.results import Row, append
 
 WORK = Path(__file__).parent / "work"
-SIZES = {"30M": (512, 1408, 4), "300M": (2048, 2816, 6), "1B": (2048, 5632, 18)}  # hidden, mlp, layers
+SIZES = {  # hidden, mlp, layers; the last are Mistral 7B's
+    "30M": (512, 1408, 4),
+    "300M": (2048, 2816, 6),
+    "1B": (2048, 5632, 18),
+    "7B": (4096, 14336, 32),
+}
+SHARD = {"7B": 2e9}  # bytes a file, where not about 100 MB
 METHODS = {
     "linear": (["a", "b"], None, {"weight": 0.5}),
     "slerp": (["b"], "a", {"t": 0.5}),
@@ -90,17 +98,11 @@ for number, model in enumerate(models):
 """
 
 
-def build(size: str, name: str, seed: int) -> Path:
-    """One random checkpoint: a common base plus noise of a tenth of its size."""
-    folder = WORK / size / name
-    if (folder / "config.json").exists():
-        return folder
-    import torch
-    from safetensors.torch import save_file
-
+def shapes_of(size: str) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a Llama-like model."""
     hidden, mlp, layers = SIZES[size]
     vocabulary, kv = 32000, hidden // 4
-    shapes = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for i in range(layers):
         p = f"model.layers.{i}."
         shapes |= {p + f"self_attn.{n}_proj.weight": (hidden, hidden) for n in "qo"}
@@ -108,30 +110,54 @@ def build(size: str, name: str, seed: int) -> Path:
         shapes |= {p + f"mlp.{n}_proj.weight": (mlp, hidden) for n in ("gate", "up")}
         shapes |= {p + "mlp.down_proj.weight": (hidden, mlp)}
         shapes |= {p + f"{n}_layernorm.weight": (hidden,) for n in ("input", "post_attention")}
-    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
-    common, own = torch.Generator().manual_seed(99), torch.Generator().manual_seed(seed)
-    shards, held = [{}], 0
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+
+
+def build(size: str, name: str, seed: int) -> Path:
+    """One random checkpoint, file by file: a common base plus noise of a tenth of its size."""
+    folder = WORK / size / name
+    if (folder / "config.json").exists():
+        return folder
+    import torch
+    from safetensors.torch import save_file
+
+    shapes, limit = shapes_of(size), SHARD.get(size, 100e6)
+    shards: list[list[str]] = [[]]
+    filled = 0
     for tensor, shape in shapes.items():
-        value = torch.randn(shape, generator=common) * 0.02
-        value = (value + torch.randn(shape, generator=own) * 0.002 if seed else value).bfloat16()
-        if held and held + value.nbytes > 100e6:
-            shards.append({})
-            held = 0
-        shards[-1][tensor] = value
-        held += value.nbytes
+        nbytes = 2 * math.prod(shape)
+        if filled and filled + nbytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += nbytes
+    common, own = torch.Generator().manual_seed(99), torch.Generator().manual_seed(seed)
+
+    def value(shape: tuple[int, ...]) -> torch.Tensor:
+        drawn = torch.randn(shape, generator=common) * 0.02
+        return (drawn + torch.randn(shape, generator=own) * 0.002 if seed else drawn).bfloat16()
+
     folder.mkdir(parents=True, exist_ok=True)
-    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for file, shard in zip(files, shards, strict=True):
-        save_file(shard, folder / file, metadata={"format": "pt"})
-    weight_map = {t: f for f, s in zip(files, shards, strict=True) for t in s}
+    weight_map = {}
+    for i, members in enumerate(shards):
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        save_file({tensor: value(shapes[tensor]) for tensor in members}, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(members, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    hidden, mlp, layers = SIZES[size]
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "intermediate_size": mlp,
-        "num_hidden_layers": layers, "num_attention_heads": hidden // 128, "num_key_value_heads": kv // 128,
-        "head_dim": 128, "vocab_size": vocabulary, "tie_word_embeddings": False, "dtype": "bfloat16",
+        "num_hidden_layers": layers, "num_attention_heads": hidden // 128, "num_key_value_heads": hidden // 512,
+        "head_dim": 128, "vocab_size": 32000, "tie_word_embeddings": False, "dtype": "bfloat16",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def inputs_of(method: str) -> list[str]:
+    """The models that a method reads, a base first."""
+    models, base, _ = (METHODS | SPECTRAL)[method]
+    return [*([base] if base else []), *models]
 
 
 def recipe(size: str, method: str) -> Path:
@@ -149,10 +175,10 @@ def recipe(size: str, method: str) -> Path:
 
 def commands(size: str, method: str, out: Path, device: str, peer: bool) -> dict[tuple[str, str], list[str]]:
     """(implementation, mode) → command line."""
-    models, base, _ = (METHODS | SPECTRAL)[method]
-    inputs = [str(WORK / size / m) for m in [*([base] if base else []), *models]]
+    inputs = [str(WORK / size / name) for name in inputs_of(method)]
     path = str(recipe(size, method))
     ours = [sys.executable, "-m", "mergekit_lite", "merge", path, str(out), "--no-progress", "--device", device]
+    threads = f"{os.cpu_count()} threads"
     cold = ["env", f"NUMBA_CACHE_DIR={WORK / 'cold'}", *ours]
     if method in SPECTRAL:
         return {
@@ -161,10 +187,14 @@ def commands(size: str, method: str, out: Path, device: str, peer: bool) -> dict
         }
     chosen = {
         ("copy", f"{len(inputs)} in, 1 out"): [sys.executable, "-c", COPY, str(out), *inputs],
+        ("mergekit_lite", "1 thread"): [*ours, "--threads", "1"],
+        ("mergekit_lite", threads): [*ours, "--threads", str(os.cpu_count())],
+    }
+    if size == "7B":
+        return chosen
+    chosen |= {
         ("import numba", ""): [sys.executable, "-c", "import numba"],
         ("import torch", ""): [sys.executable, "-c", "import torch"],
-        ("mergekit_lite", "1 thread"): [*ours, "--threads", "1"],
-        ("mergekit_lite", f"{os.cpu_count()} threads"): [*ours, "--threads", str(os.cpu_count())],
         ("mergekit_lite", "1 thread, cold"): [*cold, "--threads", "1"],
         ("mergekit_lite", "1 thread, eager"): [*ours, "--threads", "1", "--impl", "eager"],
     }
@@ -193,6 +223,15 @@ def timed(command: list[str], out: Path) -> tuple[float, float, int]:
     return cpu, wall, peak * 1024
 
 
+def predicted(known: dict[str, tuple[float, float]], size: str) -> tuple[float, float]:
+    """CPU and wall seconds by the line through the last two sizes: a start, and so much for each parameter."""
+    (small, before), (large, after) = [*known.items()][-2:]
+    counts = [sum(math.prod(shape) for shape in shapes_of(s).values()) for s in (small, large, size)]
+    along = (counts[2] - counts[0]) / (counts[1] - counts[0])
+    cpu, wall = (x + along * (y - x) for x, y in zip(before, after, strict=True))
+    return cpu, wall
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measure and append rows."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -203,32 +242,38 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--no-peer", action="store_true", help="without mergekit")
     options = parser.parse_args(arguments)
 
+    medians: dict[tuple[str, str, str], dict[str, tuple[float, float]]] = {}
     for size in options.sizes:
-        for number, name in enumerate("abc"):
+        for name in sorted({name for method in options.methods for name in inputs_of(method)}):
             # In a process of its own: a child inherits its parent's largest resident size as its own first value.
-            maker = multiprocessing.get_context("spawn").Process(target=build, args=(size, name, number))
+            maker = multiprocessing.get_context("spawn").Process(target=build, args=(size, name, "abc".index(name)))
             maker.start()
             maker.join()
         # Peers are timed at the first size; a larger one shows only how our memory grows.
         peer = not options.no_peer and size == options.sizes[0]
         rows = []
         for method in options.methods:
-            out = WORK / size / "out"
-            held: dict[tuple[str, str], list[tuple[float, float, int]]] = {}
+            out, shape = WORK / size / "out", f"Llama-like, {size} parameters"
+            results: dict[tuple[str, str], list[tuple[float, float, int]]] = {}
             for run in range(options.runs + 1):  # the first round fills caches and is not counted
                 for key, command in commands(size, method, out, options.device, peer and run > 0).items():
                     measured = timed(command, out)
                     if run:
-                        held.setdefault(key, []).append(measured)
+                        results.setdefault(key, []).append(measured)
                     cpu, wall, peak = measured
                     print(
                         f"{size} {method} {' '.join(key)}: {cpu:.2f} CPU s, {wall:.2f} s, {peak / 1e6:.0f} MB",
                         flush=True,
                     )
-            for (impl, mode), results in held.items():
-                times, peak = [r[:2] for r in results], max(r[2] for r in results)
-                shape = f"Llama-like, {size} parameters"
-                rows.append(Row.of(method, impl, mode, "bfloat16", shape, times, peak, device=options.device))
+            for (impl, mode), runs in results.items():
+                times, peak = [r[:2] for r in runs], max(r[2] for r in runs)
+                measured_row = Row.of(method, impl, mode, "bfloat16", shape, times, peak, device=options.device)
+                rows.append(measured_row)
+                known = medians.setdefault((method, impl, mode), {})
+                if impl == "mergekit_lite" and len(known) >= 2:
+                    mode = f"{mode}, predicted from {' and '.join([*known][-2:])}"
+                    rows.append(Row.of(method, impl, mode, "bfloat16", shape, [predicted(known, size)], 0))
+                known[size] = measured_row.cpu_p50, measured_row.wall_p50
         append("merge_models.csv", rows)
 
 

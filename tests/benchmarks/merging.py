@@ -228,7 +228,7 @@ def predicted(known: dict[str, tuple[float, float]], size: str) -> tuple[float, 
     (small, before), (large, after) = [*known.items()][-2:]
     counts = [sum(math.prod(shape) for shape in shapes_of(s).values()) for s in (small, large, size)]
     along = (counts[2] - counts[0]) / (counts[1] - counts[0])
-    cpu, wall = (x + along * (y - x) for x, y in zip(before, after, strict=True))
+    cpu, wall = (round(x + along * (y - x), 4) for x, y in zip(before, after, strict=True))
     return cpu, wall
 
 

@@ -13,27 +13,31 @@ torch.Size([2, 7, 16])
 
 from model_components import __version__ as __version__
 
-from . import arithmetic, puzzles  # noqa: F401  (they put their tasks under their names)
-from .callbacks import CurriculumCallback, GridCallback, RewindOnPeak, ThinkerCallback
 from .config import ExitRule, ThinkerConfig
 from .curriculum import CurriculumDataset
-from .evaluate import Accuracy, Grid, evaluate_grid, evaluate_lengths, plot_training
 from .flow import FlowPlan, FlowRow
-from .losses import AllSteps, LastAndRandom, LearnedWeights, LinearWeights, Ponder, ProgressiveLoss, StepLoss
+from .losses import AllSteps, LastAndRandom, LearnedWeights, LinearWeights, Ponder, ProgressiveLoss, Reach, StepLoss
 from .model import LatentThinker
-from .recipe import parameter_groups, thinker_arguments
-from .schedules import Coupled, Dynamic, Fixed, Frontier, Linear, Progressive, Schedule, Uniform
-from .sequences import SequenceTask
+from .report import Accuracy, Grid, evaluate_grid, evaluate_lengths, plot_training
+from .schedules import Dynamic, Fixed, Frontier, Linear, Progressive, Schedule, Uniform
 from .state import Context, ThinkerOutput, ThinkerState, Thought
-from .tasks import TASKS, Sample, Task, make_task, register_task
-from .training import ThinkerTrainer
+from .tasks import TASKS, AtTokens, Sample, SequenceTask, Task, make_task, register_task
+from .training import (
+    CurriculumCallback,
+    GridCallback,
+    RewindOnPeak,
+    ThinkerCallback,
+    ThinkerTrainer,
+    parameter_groups,
+    thinker_arguments,
+)
 
 __all__ = [
     "TASKS",
     "Accuracy",
     "AllSteps",
+    "AtTokens",
     "Context",
-    "Coupled",
     "CurriculumCallback",
     "CurriculumDataset",
     "Dynamic",
@@ -52,6 +56,7 @@ __all__ = [
     "Ponder",
     "Progressive",
     "ProgressiveLoss",
+    "Reach",
     "RewindOnPeak",
     "Sample",
     "Schedule",

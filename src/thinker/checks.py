@@ -107,11 +107,12 @@ def check_latents(
             f"LatentThinker: the carry has {shape[0]} rows of {n} latents; needed {context[0]} rows"
             f"{'' if n_latent is None else f' of {n_latent}'}"
         )
-    if config.causal and n > context[1]:
-        raise ValueError(f"LatentThinker: n_latent is {n}, the input has {context[1]} tokens; needed at most as many")
-    if not config.causal and config.latent_init == "table" and n > config.num_latents:
+    if config.at_tokens and (n > context[1] or (n < context[1] and not config.causal)):
+        needed = "at most as many" if config.causal else "as many"
+        raise ValueError(f"LatentThinker: n_latent is {n}, the input has {context[1]} tokens; needed {needed}")
+    if config.table_size is not None and n > config.table_size:
         raise ValueError(
-            f"LatentThinker: n_latent is {n}, the table has {config.num_latents}; needed at most as many, or a model "
+            f"LatentThinker: n_latent is {n}, the table has {config.table_size}; needed at most as many, or a model "
             'with latent_init="noise", which thinks with any number'
         )
 

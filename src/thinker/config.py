@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from transformers import PreTrainedConfig
 
 Positions = Literal["learned", "sinusoidal", "rotary", "random", "random_float", "aligned"]
-LatentInit = Literal["table", "noise"]
+LatentInit = Literal["table", "noise", "tokens"]
 MemoryKind = Literal["none", "grow", "window", "static"]
 StepUpdate = Literal["replace", "damped", "normalized"]
 OutputSteps = Literal["last", "all"] | Sequence[int]
@@ -37,9 +37,11 @@ class ThinkerConfig(PreTrainedConfig):
         layers_per_step: Layers in the shared block; each step runs all of them.
         max_input_length: Longest input.
         max_output_length: Longest answer.
-        num_latents: Latents when a call does not say; with ``latent_init="table"`` also the most there can be.
-        latent_init: ``"table"``, a learned vector for each, or ``"noise"``, one learned vector plus N(0, 1) each, which
-            lets a trained model think with more latents than it has seen.
+        num_latents: Latents when a call does not say, default 8; with ``latent_init="table"`` also the most there can
+            be. With ``"tokens"`` one for each token is the default.
+        latent_init: ``"table"``, a learned vector for each (the default); ``"noise"``, one learned vector plus N(0, 1)
+            each, which lets a trained model think with more latents than it has seen; ``"tokens"``, the input's tokens
+            themselves, whose own logits are the answer (the default with ``causal``).
         n_step: Steps when a call does not say.
         positions: How input and answer are told where they are: ``"learned"`` and ``"sinusoidal"`` by index;
             ``"rotary"`` turns the input's keys (the answer's queries are learned); ``"random"``, an ordered random
@@ -61,8 +63,10 @@ class ThinkerConfig(PreTrainedConfig):
         step_noise: Standard deviation of what is added to the latents before each training step.
         sandwich: Norms after attention and MLP too (Huginn, Geiping et al. 2025).
         decoder_self_attention: Answer positions look at each other before they are read off.
-        causal: Autoregressive flow (Perceiver AR, Hawthorne et al. 2022): the latents are the last ``n_latent`` input
-            tokens, nothing looks ahead, and each latent's own logits are the answer.
+        causal: Nothing looks ahead; needs ``latent_init="tokens"``. With fewer latents than tokens these are the last
+            ones (Perceiver AR, Hawthorne et al. 2022).
+        window: With ``"tokens"``, each latent looks at those less than ``window`` places away, itself included: with 2
+            at its neighbours. What a latent knows then travels one place a step, as in a scan; default everywhere.
         halting: A head that says when to stop; starts with zero weights and a bias of -5.
         initializer_range: Standard deviation of embeddings, positions, latents and static tokens at the start. A small
             one (0.02) never solves copying.
@@ -91,8 +95,8 @@ class ThinkerConfig(PreTrainedConfig):
         layers_per_step: int = 1,
         max_input_length: int = 64,
         max_output_length: int = 64,
-        num_latents: int = 8,
-        latent_init: LatentInit = "table",
+        num_latents: int | None = None,
+        latent_init: LatentInit | None = None,
         n_step: int = 4,
         positions: Positions = "learned",
         from_end: bool = False,
@@ -108,6 +112,7 @@ class ThinkerConfig(PreTrainedConfig):
         sandwich: bool = False,
         decoder_self_attention: bool = False,
         causal: bool = False,
+        window: int | None = None,
         halting: bool = False,
         initializer_range: float = 0.5,
         **rest: Any,
@@ -120,8 +125,8 @@ class ThinkerConfig(PreTrainedConfig):
         self.layers_per_step = layers_per_step
         self.max_input_length = max_input_length
         self.max_output_length = max_output_length
-        self.num_latents = num_latents
-        self.latent_init = latent_init
+        self.latent_init = latent_init or ("tokens" if causal else "table")
+        self.num_latents = 8 if num_latents is None and self.latent_init != "tokens" else num_latents
         self.n_step = n_step
         self.positions = positions
         self.from_end = from_end
@@ -138,6 +143,7 @@ class ThinkerConfig(PreTrainedConfig):
         self.sandwich = sandwich
         self.decoder_self_attention = decoder_self_attention
         self.causal = causal
+        self.window = window
         self.halting = halting
         self.initializer_range = initializer_range
         self._check()
@@ -160,8 +166,9 @@ class ThinkerConfig(PreTrainedConfig):
             "max_output_length",
             "num_latents",
             "n_step",
+            "window",
         ):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 refuse(name, getattr(self, name), "1 or more")
         for name, kinds in (
             ("latent_init", LatentInit),
@@ -192,11 +199,33 @@ class ThinkerConfig(PreTrainedConfig):
                 refuse(name, getattr(self, name), "0 or more")
         if self.initializer_range <= 0:
             refuse("initializer_range", self.initializer_range, "above 0")
+        if self.causal and self.latent_init != "tokens":
+            refuse("latent_init", self.latent_init, '"tokens" in a causal flow')
         if self.causal and (self.positions not in ("learned", "sinusoidal", "rotary") or self.from_end):
             refuse("positions", self.positions, "learned, sinusoidal or rotary, and no from_end, in a causal flow")
-        for name, value in (("latent_init", "table"), ("decoder_self_attention", False)):
-            if self.causal and getattr(self, name) != value:
-                refuse(name, getattr(self, name), f"{value!r} in a causal flow, whose latents are the input's tokens")
+        if self.at_tokens and self.decoder_self_attention:
+            refuse("decoder_self_attention", True, 'False with latent_init="tokens", whose latents are the answer')
+        if self.window is not None and not self.at_tokens:
+            refuse("window", self.window, 'none without latent_init="tokens"')
+        if self.at_tokens and not self.causal and self.num_latents is not None:
+            refuse("num_latents", self.num_latents, "none in a flow that looks both ways: every token has a latent")
+
+    @property
+    def at_tokens(self) -> bool:
+        """The latents are the input's tokens, and their own logits are the answer."""
+        return self.latent_init == "tokens"
+
+    def latents_for(self, length: int) -> int:
+        """How many latents an input of ``length`` tokens has when a call does not say."""
+        if self.at_tokens:
+            return length if self.num_latents is None else min(self.num_latents, length)
+        assert self.num_latents is not None
+        return self.num_latents
+
+    @property
+    def table_size(self) -> int | None:
+        """The most latents there can be; none with noise or tokens."""
+        return self.num_latents if self.latent_init == "table" else None
 
     @property
     def longest(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from .counters import between, mix, seed_of, signed
 from .schedules import Frontier, Schedule
 from .tasks import Sample, Task
+
+Count = int | tuple[int, int] | Callable[[int], int | tuple[int, int]]
+"""How many steps or latents: a number, two to draw between, or a function from the longest length to either."""
 
 _ENOUGH = 1000  # lengths with fewer inputs than this have none held out
 
@@ -28,7 +31,8 @@ class CurriculumDataset(IterableDataset):
         task: What to sample.
         schedule: How long; default half of the rows uniform in 1 .. 20, half at 20.
         batch_size: Rows.
-        n_step: Steps of each batch, drawn uniformly between two numbers, or one number; the same for all ranks.
+        n_step: Steps of each batch: one number, two to draw uniformly between, or a function from the batch's longest
+            length to either. Processes draw the same where their batches are as long.
         n_latent: Latents likewise; none: the model's own.
         holdout: Share of inputs, by hash, that training never sees and `held_out` gives; the same inputs with every
             seed. Lengths with fewer than 1000 inputs have none held out.
@@ -53,8 +57,8 @@ class CurriculumDataset(IterableDataset):
         schedule: Schedule | None = None,
         *,
         batch_size: int = 64,
-        n_step: int | tuple[int, int] = (1, 6),
-        n_latent: int | tuple[int, int] | None = None,
+        n_step: Count = (1, 6),
+        n_latent: Count | None = None,
         holdout: float = 0.1,
         seed: int = 0,
         rank: int = 0,
@@ -69,7 +73,10 @@ class CurriculumDataset(IterableDataset):
         self.task = task
         self.schedule = schedule or Frontier(max_length=20, min_length=task.min_length)
         self.batch_size, self.holdout, self.seed, self.rank, self.delay = batch_size, holdout, seed, rank, delay
-        self.n_step, self.n_latent = _pair("n_step", n_step), None if n_latent is None else _pair("n_latent", n_latent)
+        self.n_step, self.n_latent = n_step, n_latent
+        for length in (self.schedule.min_length, self.schedule.max_length):
+            _pair("n_step", n_step, length)
+            _pair("n_latent", n_latent or 1, length)
         self.device = torch.device(device)
         if batch_size < 1 or delay < 1 or not 0 <= holdout < 1:
             raise ValueError(
@@ -91,6 +98,11 @@ class CurriculumDataset(IterableDataset):
         initial = self.schedule.initial()
         self._states = torch.full((2 * delay + 2, 1 + len(initial)), -1.0, dtype=torch.float64).share_memory_()
         self._states[0] = torch.tensor([0.0, *initial], dtype=torch.float64)
+
+    @property
+    def most_latents(self) -> int | None:
+        """The most latents that a batch asks for; none where the model decides."""
+        return None if self.n_latent is None else _pair("n_latent", self.n_latent, self.schedule.max_length)[1]
 
     def sizes(self, length: int | None = None) -> dict[str, int]:
         """What a model must have for samples up to ``length``, by default the schedule's: fields of `ThinkerConfig`.
@@ -153,22 +165,20 @@ class CurriculumDataset(IterableDataset):
         """Batch number ``step``.
 
         Returns:
-            ``input_ids`` (B, L), ``attention_mask`` (B, L), ``labels`` (B, O) with -100 where there is no answer,
-            ``counted`` (B, O), which answers count, ``lengths`` (B,), and numbers: ``n_step``, ``n_latent`` (or none),
-            ``step``, ``rank``.
+            ``input_ids`` (B, L), ``attention_mask`` (B, L), ``labels`` (B, O), or (B, T, O) of each step, with -100
+            where there is no answer, ``counted`` like them, which answers count, ``lengths`` (B,), ``distance`` (B, O)
+            where the task has them, and numbers: ``n_step``, ``n_latent`` (or none), ``step``, ``rank``.
         """
         generator = self._generator(1, self.rank, step)
         lengths = self.schedule.lengths(generator, self.batch_size, step, self.state_at(step))
         sample = self.task.sample(generator, self.batch_size, lengths)
         if self.holdout:
             sample = self._without_held_out(generator, sample, lengths)
-        n_step, n_latent = self.schedule.steps_and_latents(lengths)
-        if n_step is None:
-            n_step = between(self.n_step, mix(self.seed, 4, step))
-        if n_latent is None and self.n_latent is not None:
-            n_latent = between(self.n_latent, mix(self.seed, 5, step))
+        longest, n_latent = int(lengths.max()), None
+        if self.n_latent is not None:
+            n_latent = between(_pair("n_latent", self.n_latent, longest), mix(self.seed, 5, step))
         return _as_dict(self.task, sample, lengths) | {
-            "n_step": n_step,
+            "n_step": between(_pair("n_step", self.n_step, longest), mix(self.seed, 4, step)),
             "n_latent": n_latent,
             "step": step,
             "rank": self.rank,
@@ -188,8 +198,8 @@ class CurriculumDataset(IterableDataset):
         """Which rows training never sees."""
         if not self.holdout:
             return torch.zeros(len(lengths), dtype=torch.bool, device=lengths.device)
-        width = sample.tokens.shape[1]
-        word = ((sample.tokens + 1) * sample.mask * self._multipliers[:width]).sum(1)
+        place = (sample.mask.cumsum(1) - 1).clamp(min=0)  # on whichever side a row is padded
+        word = ((sample.tokens + 1) * sample.mask * self._multipliers[place]).sum(1)
         word = (word ^ (word >> 29)) * signed(0xBF58476D1CE4E5B9)
         share = (word ^ (word >> 32)) & 0xFFFFFF
         return (share < self.holdout * (1 << 24)) & self._held_lengths[lengths]
@@ -211,14 +221,13 @@ class CurriculumDataset(IterableDataset):
         for _ in range(1000):
             many = int(missing / self.holdout * 1.2) + 16
             sample = self.task.sample(generator, many, length)
-            held = self.is_held_out(sample, torch.full((many,), length, device=self.device))
-            found.append(Sample(*(t[held][:missing] for t in sample)))
-            missing -= len(found[-1].tokens)
+            rows = self.is_held_out(sample, torch.full((many,), length, device=self.device)).nonzero()[:missing, 0]
+            found.append(sample.rows(rows))
+            missing -= len(rows)
             if not missing:
                 break
         assert not missing
-        whole = Sample(*(torch.cat(parts) for parts in zip(*found, strict=True)))
-        return _as_dict(self.task, whole, lengths)
+        return _as_dict(self.task, Sample.joined(found), lengths)
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """What a resume needs: the number of batches that were trained on, the schedule's states.
@@ -255,8 +264,9 @@ class CurriculumDataset(IterableDataset):
             if not len(wrong):
                 return sample
             again = self.task.sample(generator, len(wrong), lengths[wrong])
-            for whole, part in zip(sample, again, strict=True):
-                whole[wrong, : part.shape[1]] = part
+            for whole, part in zip(sample[:3], again[:3], strict=True):  # distances are the same
+                width = part.shape[1]
+                whole[wrong, slice(whole.shape[1] - width, None) if self.task.pads_left else slice(width)] = part
             wrong = wrong[self.is_held_out(again, lengths[wrong])]
         raise ValueError(
             f"CurriculumDataset: every sample of length {int(lengths[wrong[0]])} is held out; needed a smaller "
@@ -264,18 +274,21 @@ class CurriculumDataset(IterableDataset):
         )
 
 
-def _pair(name: str, value: int | tuple[int, int]) -> tuple[int, int]:
+def _pair(name: str, count: Count, length: int) -> tuple[int, int]:
+    value = count(length) if callable(count) else count
     low, high = (value, value) if isinstance(value, int) else value
     if not 1 <= low <= high:
-        raise ValueError(f"CurriculumDataset: {name} is {value}; needed a number from 1, or two in order")
+        where = f" at length {length}" if callable(count) else ""
+        raise ValueError(f"CurriculumDataset: {name} is {value}{where}; needed a number from 1, or two in order")
     return low, high
 
 
 def _as_dict(task: Task, sample: Sample, lengths: Tensor) -> dict[str, Any]:
-    return {
+    batch = {
         "input_ids": sample.tokens,
         "attention_mask": sample.mask,
         "labels": sample.targets,
         "counted": task.accuracy_mask(sample),
         "lengths": lengths,
     }
+    return batch if sample.distance is None else batch | {"distance": sample.distance}

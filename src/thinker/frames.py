@@ -38,10 +38,15 @@ def plain_frame(context: Context) -> Frame:
     return Frame(None if context.mask is None else context.mask[:, None, None])
 
 
-def causal_frame(context: Context, n: int, angles: Callable[[Tensor], Tensor | None]) -> Frame:
-    """The latents are the last n tokens, and look at none after them."""
+def token_frame(
+    context: Context, n: int, angles: Callable[[Tensor], Tensor | None], *, causal: bool, window: int | None
+) -> Frame:
+    """The latents are the last n tokens; they look at none after them if so asked, and no farther than the window."""
     place = torch.arange(context.shape[1], device=context.index.device)
-    before = place <= place[-n:, None]  # (n, L)
-    itself = place == place[-n:, None]  # padding, which nothing looks at, must look somewhere
-    read = before[None, None] if context.mask is None else before & context.mask[:, None, None] | itself
+    away = place[-n:, None] - place  # (n, L)
+    near = torch.ones_like(away, dtype=torch.bool) if window is None else away.abs() < window
+    if causal:
+        near = near & (away >= 0)
+    # padding, which nothing looks at, must look somewhere
+    read = near[None, None] if context.mask is None else near & context.mask[:, None, None] | (away == 0)
     return Frame(read, read[..., -n:], angles(context.index[:, -n:]))

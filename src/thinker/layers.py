@@ -146,7 +146,7 @@ class Readout(nn.Module):
 
     def __init__(self, config: ThinkerConfig):
         super().__init__()
-        if not config.causal:
+        if not config.at_tokens:
             self.look = Attention(config)
             self.self_attention = SelfAttention(config) if config.decoder_self_attention else None
             self.mlp = SwiGLU(config)
@@ -156,7 +156,7 @@ class Readout(nn.Module):
     def forward(
         self,
         latents: Tensor,  # (B, n, d)
-        queries: Tensor | None,  # (1, O, d); none in a causal flow
+        queries: Tensor | None,  # (1, O, d); none where the latents are the answer
     ) -> Tensor:  # (B, O, output_size)
         """The logits."""
         x = latents

@@ -18,6 +18,27 @@ from .flow import FlowPlan
 from .state import ThinkerOutput
 
 
+def labels_of_steps(
+    labels: Tensor,  # (B, O), or (B, T, O)
+    steps: Sequence[int],  # counted from 1
+) -> list[Tensor]:  # (B, O) each
+    """The answers that each step is asked for.
+
+    Raises:
+        ValueError: A step that has none.
+    """
+    if labels.dim() == 2:
+        return [labels] * len(steps)
+    if max(steps) > labels.shape[1]:
+        raise ValueError(f"labels_of_steps: step {max(steps)}; needed at most {labels.shape[1]}, which have answers")
+    return [labels[:, step - 1] for step in steps]
+
+
+def num_answers(labels: Tensor, steps: Sequence[int]) -> Tensor:
+    """How many answers a loss is a mean over: those of one step, on average."""
+    return torch.stack([(answers != -100).sum() for answers in labels_of_steps(labels, steps)]).sum() / len(steps)
+
+
 @dataclass(frozen=True)
 class Pass:
     """One forward pass that a loss asks for.
@@ -46,8 +67,10 @@ class StepLoss(nn.Module, ABC):
         """The forward passes of a batch that thinks ``n_step`` steps; ``generator`` lives on the CPU."""
 
     @abstractmethod
-    def weights(self, output: ThinkerOutput, steps: Sequence[int]) -> Tensor | Sequence[float]:
-        """(S,) or (S, B), how much each step counts."""
+    def weights(
+        self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None
+    ) -> Tensor | Sequence[float]:
+        """(S,), (S, B) or (S, B, O): how much each step, row and answer counts."""
 
     def penalty(self, output: ThinkerOutput) -> Tensor | float:
         """What is added, a mean over rows."""
@@ -56,23 +79,22 @@ class StepLoss(nn.Module, ABC):
     def forward(
         self,
         output: ThinkerOutput,
-        labels: Tensor,  # (B, O), -100 counts nowhere
+        labels: Tensor,  # (B, O), or (B, T, O) of each step; -100 counts nowhere
+        distance: Tensor | None = None,  # (B, O), see `Sample`
     ) -> Tensor:
         """Σ_s w_s Σ cross-entropy of step s, over the number of answers, plus the penalty."""
         assert output.step_logits is not None
         assert output.output_steps is not None
-        flat = labels.flatten()
+        steps = output.output_steps
         errors = torch.stack([
-            F.cross_entropy(logits.flatten(0, 1).float(), flat, reduction="none").view_as(labels).sum(1)
-            for logits in output.step_logits
-        ])  # (S, B)  # fmt: skip
-        weights = self.weights(output, output.output_steps)
+            F.cross_entropy(logits.flatten(0, 1).float(), answers.flatten(), reduction="none").view_as(answers)
+            for logits, answers in zip(output.step_logits, labels_of_steps(labels, steps), strict=True)
+        ])  # (S, B, O)  # fmt: skip
+        weights = self.weights(output, steps, distance)
         if not isinstance(weights, Tensor):
             weights = torch.tensor(weights, device=errors.device, dtype=errors.dtype)
-        if weights.dim() == 1:
-            weights = weights[:, None]
-        count = (labels != -100).sum().clamp(min=1)
-        return (weights.to(errors.dtype) * errors).sum() / count + self.penalty(output)
+        weights = weights.to(errors.dtype).reshape(*weights.shape, *[1] * (3 - weights.dim()))
+        return (weights * errors).sum() / num_answers(labels, steps).clamp(min=1) + self.penalty(output)
 
 
 class LastAndRandom(StepLoss):
@@ -97,7 +119,7 @@ class LastAndRandom(StepLoss):
         chosen = earlier[int(torch.randint(len(earlier), (), generator=generator))]
         return [Pass(n_step, (chosen, last))]
 
-    def weights(self, output: ThinkerOutput, steps: Sequence[int]) -> Sequence[float]:
+    def weights(self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None) -> Sequence[float]:
         """The two."""
         return [self.random, self.last] if len(steps) == 2 else [self.last + self.random]
 
@@ -109,7 +131,9 @@ class AllSteps(StepLoss):
         """One."""
         return [Pass(n_step, plan.output_steps(n_step))]
 
-    def weights(self, output: ThinkerOutput, steps: Sequence[int]) -> Tensor | Sequence[float]:
+    def weights(
+        self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None
+    ) -> Tensor | Sequence[float]:
         """1 / S."""
         return [1 / len(steps)] * len(steps)
 
@@ -117,7 +141,7 @@ class AllSteps(StepLoss):
 class LinearWeights(AllSteps):
     """Every step that outputs, in proportion to its number."""
 
-    def weights(self, output: ThinkerOutput, steps: Sequence[int]) -> Sequence[float]:
+    def weights(self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None) -> Sequence[float]:
         """S / Σ s."""
         return [s / sum(steps) for s in steps]
 
@@ -136,12 +160,48 @@ class LearnedWeights(AllSteps):
         super().__init__()
         self.scores = nn.Parameter(torch.zeros(max_steps))
 
-    def weights(self, output: ThinkerOutput, steps: Sequence[int]) -> Tensor:
+    def weights(self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None) -> Tensor:
         """Cumulative."""
         if steps[-1] > len(self.scores):
             raise ValueError(f"LearnedWeights: step {steps[-1]}; needed at most max_steps, {len(self.scores)}")
         grown = self.scores[: steps[-1]].softmax(0).cumsum(0)[torch.tensor(steps, device=self.scores.device) - 1]
         return grown / grown.sum()
+
+
+class Reach(StepLoss):
+    """What a flow with a window can know: after t steps only answers count that need nothing farther than t windows.
+
+    The last step and the one before are supervised. A row's answers in reach share the weight of all its answers. (A
+    latent could know of one more, for it looks at what its neighbours have read in the same step.)
+
+    Args:
+        grad_steps: Only so many steps have gradients.
+        window: The model's: what a latent knows travels ``window - 1`` tokens a step.
+    """
+
+    def __init__(self, *, grad_steps: int | None = 3, window: int = 2):
+        super().__init__()
+        if (grad_steps is not None and grad_steps < 1) or window < 2:
+            raise ValueError(f"Reach: grad_steps {grad_steps}, window {window}; needed 1 or more, and 2 or more")
+        self.grad_steps, self.window = grad_steps, window
+
+    def check(self, config: ThinkerConfig) -> None:
+        """It needs tokens that look so far."""
+        if config.window != self.window:
+            raise ValueError(f"Reach: window is {self.window}, the model's {config.window}; needed the same")
+
+    def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
+        """One."""
+        return [Pass(n_step, plan.output_steps(n_step)[-2:], self.grad_steps)]
+
+    def weights(self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None) -> Tensor:
+        """(S, B, O)."""
+        if distance is None:
+            raise ValueError("Reach: the batch has no distances; needed a task in thinker.AtTokens")
+        seen = torch.tensor(steps, device=distance.device)[:, None, None] * (self.window - 1)
+        near = (distance > 0) & (distance <= seen)
+        share = (distance > 0).sum(-1) / near.sum(-1).clamp(min=1)  # (S, B)
+        return near * share[..., None] / len(steps)
 
 
 class ProgressiveLoss(StepLoss):
@@ -172,7 +232,7 @@ class ProgressiveLoss(StepLoss):
             made.append(Pass(steps, plan.output_steps(steps)[-1:], grad_steps=rest, share=self.alpha))
         return made
 
-    def weights(self, output: ThinkerOutput, steps: Sequence[int]) -> Sequence[float]:
+    def weights(self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None) -> Sequence[float]:
         """One step."""
         return [1.0]
 
@@ -209,7 +269,7 @@ class Ponder(AllSteps):
         stop = F.logsigmoid(logits)
         return torch.cat([(before + stop)[:, :-1], before[:, -1:]], 1)
 
-    def weights(self, output: ThinkerOutput, steps: Sequence[int]) -> Tensor:
+    def weights(self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None) -> Tensor:
         """(S, B), of the steps that output; scaled to add up to 1."""
         assert output.halt_logits is not None
         index = torch.tensor(steps, device=output.halt_logits.device) - 1

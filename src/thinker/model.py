@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from .checks import check_choice, check_labels, check_latents, check_mask, check_plan, check_tokens, chosen_steps
 from .config import ExitRule, OutputSteps, ThinkerConfig
 from .flow import FlowPlan, FlowRow
-from .frames import Frame, causal_frame, plain_frame
+from .frames import Frame, plain_frame, token_frame
 from .halting import Exits, best_rollouts
 from .layers import Readout, ThinkLayer
 from .memory import Memory, make_memory
@@ -52,8 +52,8 @@ class LatentThinker(PreTrainedModel):
         d = config.hidden_size
         self.embedding = nn.Embedding(config.vocab_size, d)
         self.positions = Positions(config)
-        rows = config.num_latents if config.latent_init == "table" else 1
-        self.latents = None if config.causal else nn.Parameter(torch.empty(rows, d))
+        rows = config.table_size or 1
+        self.latents = None if config.at_tokens else nn.Parameter(torch.empty(rows, d))
         self.static_tokens = (
             nn.Parameter(torch.empty(config.num_static_tokens, d)) if config.num_static_tokens else None
         )
@@ -135,7 +135,7 @@ class LatentThinker(PreTrainedModel):
             mask=mask,
             index=index,
             places=places,
-            embedded=embedded if self.config.causal else None,
+            embedded=embedded if self.config.at_tokens else None,
         )
 
     def think(
@@ -238,7 +238,7 @@ class LatentThinker(PreTrainedModel):
 
         Args:
             state: Of `think`.
-            out_len: O; default the longest. In a causal flow the answer has the latents' length.
+            out_len: O; default the longest. Where latents are tokens the answer has their length.
 
         Raises:
             ValueError: An answer longer than the model's.
@@ -288,7 +288,7 @@ class LatentThinker(PreTrainedModel):
         """
         if out_len is None and labels is not None:
             out_len = labels.shape[1]
-        elif out_len is None and not self.config.causal:
+        elif out_len is None and not self.config.at_tokens:
             out_len = self.config.max_output_length
         places = None if carry is None else carry.places
         context = self.encode(input_ids, attention_mask, out_len=out_len, places=places, generator=generator)
@@ -340,9 +340,9 @@ class LatentThinker(PreTrainedModel):
     def _start(self, context: Context, n_latent: int | None, generator: torch.Generator | None) -> ThinkerState:
         """Latents before the first step."""
         config, (batch, length) = self.config, context.shape
-        n = min(config.num_latents, length) if n_latent is None and config.causal else n_latent or config.num_latents
+        n = config.latents_for(length) if n_latent is None else n_latent
         check_latents(config, n_latent, (batch, n, config.hidden_size), context.shape)
-        if config.causal:
+        if config.at_tokens:
             assert context.embedded is not None
             latents = context.embedded[:, length - n :]
         else:
@@ -353,7 +353,10 @@ class LatentThinker(PreTrainedModel):
         return ThinkerState(latents, None, context.places)
 
     def _frame(self, context: Context, n: int) -> Frame:
-        return causal_frame(context, n, self.positions.angles) if self.config.causal else plain_frame(context)
+        config = self.config
+        if not config.at_tokens:
+            return plain_frame(context)
+        return token_frame(context, n, self.positions.angles, causal=config.causal, window=config.window)
 
     def _step(
         self, z: Tensor, row: FlowRow, context: Context, memory: Memory | None, frame: Frame
@@ -385,11 +388,11 @@ class LatentThinker(PreTrainedModel):
 
     def _decode(self, latents: Tensor, out_len: int | None, state: ThinkerState) -> Tensor:
         config = self.config
-        if config.causal:
+        if config.at_tokens:
             if out_len not in (None, latents.shape[1]):
                 raise ValueError(
-                    f"LatentThinker: out_len is {out_len}, but a causal flow answers at its {latents.shape[1]} "
-                    f"latents; needed as many"
+                    f"LatentThinker: out_len is {out_len}, but the answer is at the {latents.shape[1]} latents, which "
+                    f"are tokens; needed as many"
                 )
             return self.readout(latents, None)
         length = config.max_output_length if out_len is None else out_len

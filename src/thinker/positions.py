@@ -73,7 +73,7 @@ class Positions(nn.Module):
         inputs, outputs = inputs.get(kind, config.max_input_length), config.max_output_length
         self.input = nn.Embedding(inputs, d) if kind in ("learned", "random", "aligned") else None
         self.end = nn.Embedding(config.max_input_length, d) if config.from_end else None
-        if config.causal:
+        if config.at_tokens:
             outputs = 0  # the latents are the answer
         elif kind in SHARED:
             outputs = 1  # codes are the input's; one vector tells queries from tokens

@@ -110,14 +110,17 @@ def think(
     if config.from_end:
         x = x + w["positions.end.weight"][(valid.sum(1, keepdim=True) - 1 - place).clamp(min=0)]
 
-    n = n_latent or config.num_latents
+    n = n_latent or config.latents_for(length)
     own, read, latent_at = None, valid[:, None].expand(batch, n, length), None
-    if config.causal:
+    if config.at_tokens:
         z, latent_at = x[:, length - n :], place[:, length - n :]
         read = torch.zeros(batch, n, length, dtype=torch.bool)
+        far = config.window or length
         for i in range(n):
-            read[:, i, : length - n + i + 1] = valid[:, : length - n + i + 1]
-            read[:, i, length - n + i] = True
+            at_ = length - n + i
+            for j in range(max(0, at_ - far + 1), at_ + 1 if config.causal else min(length, at_ + far)):
+                read[:, i, j] = valid[:, j]
+            read[:, i, at_] = True
         own = read[:, :, length - n :]
     elif config.latent_init == "noise":
         assert noise is not None
@@ -151,7 +154,7 @@ def think(
             written.append(z)
             written = written[-config.memory_size :] if config.memory == "window" and config.memory_size else written
 
-    if config.causal:
+    if config.at_tokens:
         answer = z
     else:
         ask = torch.arange(out_len)

@@ -14,6 +14,7 @@ from model_components._report import Axes, Figure, Report, Table, axes_for, plai
 
 from .curriculum import CurriculumDataset
 from .flow import FlowPlan
+from .losses import labels_of_steps
 from .model import LatentThinker
 
 
@@ -81,7 +82,7 @@ class Grid(Report):
 
 
 @torch.no_grad()
-def answers(
+def accuracies(
     model: LatentThinker,
     batch: dict[str, Any],
     *,
@@ -96,7 +97,7 @@ def answers(
     inputs = {
         "input_ids": batch["input_ids"].to(model.device),
         "attention_mask": batch["attention_mask"].to(model.device),
-        "out_len": batch["labels"].shape[1],
+        "out_len": batch["labels"].shape[-1],
         "n_latent": n_latent,
     }
     labels = batch["labels"].to(model.device)
@@ -110,8 +111,13 @@ def answers(
         else:
             made = [model(**inputs, n_step=n, plan=plan).logits for n in n_steps]
     counted = batch["counted"].to(model.device)
-    right = [(logits.argmax(-1) == labels) & counted for logits in made]
-    return [Accuracy(float(r.sum() / counted.sum()), float((r | ~counted).all(1).float().mean())) for r in right]
+    found = []
+    for logits, answers, counts in zip(
+        made, labels_of_steps(labels, n_steps), labels_of_steps(counted, n_steps), strict=True
+    ):
+        right = (logits.argmax(-1) == answers) & counts
+        found.append(Accuracy(float(right.sum() / counts.sum()), float((right | ~counts).all(1).float().mean())))
+    return found
 
 
 def evaluate_grid(
@@ -147,7 +153,7 @@ def evaluate_grid(
             f"evaluate_grid: n_latents {list(n_latents)}, n_steps {list(n_steps)}, samples {samples}; needed 1 or more"
         )
     batch = data.held_out(samples, data.schedule.max_length if length is None else length, seed=seed)
-    cells = [tuple(answers(model, batch, n_steps=n_steps, n_latent=n, plan=plan)) for n in n_latents]
+    cells = [tuple(accuracies(model, batch, n_steps=n_steps, n_latent=n, plan=plan)) for n in n_latents]
     return Grid(tuple(n_latents), tuple(n_steps), tuple(cells))
 
 
@@ -176,7 +182,7 @@ def evaluate_lengths(
     """
     steps = [(plan or model.default_plan()).num_steps(model.config.n_step) if n_step is None else n_step]
     return {
-        n: answers(model, data.held_out(samples, n, seed=seed), n_steps=steps, n_latent=n_latent, plan=plan)[0]
+        n: accuracies(model, data.held_out(samples, n, seed=seed), n_steps=steps, n_latent=n_latent, plan=plan)[0]
         for n in lengths
     }
 

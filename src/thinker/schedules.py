@@ -48,10 +48,6 @@ class Schedule(ABC):
         """The longest length in use, or the mean one where all are: for logs and plots."""
         return float(self.max_length)
 
-    def steps_and_latents(self, lengths: Tensor) -> tuple[int | None, int | None]:
-        """How many steps and latents a batch should have; none: the data set draws them."""
-        return None, None
-
     def _uniform(self, generator: torch.Generator, batch: int, longest: int) -> Tensor:
         low = min(self.min_length, longest)
         return torch.randint(low, longest + 1, (batch,), generator=generator, device=generator.device)
@@ -239,54 +235,3 @@ class Dynamic(Schedule):
         error = 1 - right / total.clamp(min=1)
         moved = self.momentum * state + (1 - self.momentum) * error.to(state.dtype)
         return torch.where(total > 0, moved, state)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Coupled(Schedule):
-    """Another schedule's lengths, with steps and latents in proportion to a batch's longest.
-
-    Args:
-        lengths_from: The other; ``max_length`` and ``min_length`` are its own.
-        n_step: Steps at the shortest and at the longest.
-        n_latent: Latents at the shortest and at the longest; none: the data set draws them.
-    """
-
-    lengths_from: Schedule
-    n_step: tuple[int, int] = (1, 8)
-    n_latent: tuple[int, int] | None = None
-    max_length: int = 0
-    min_length: int = 0
-
-    def __post_init__(self):
-        object.__setattr__(self, "max_length", self.lengths_from.max_length)
-        object.__setattr__(self, "min_length", self.lengths_from.min_length)
-        super().__post_init__()
-        for name in ("n_step", "n_latent"):
-            pair = getattr(self, name)
-            if pair is not None and not 1 <= pair[0] <= pair[1]:
-                raise ValueError(f"Coupled: {name} is {pair}; needed two numbers from 1, in order")
-
-    def initial(self) -> list[float]:
-        """The other's."""
-        return self.lengths_from.initial()
-
-    def difficulty(self, step: int, state: Tensor) -> float:
-        """The other's."""
-        return self.lengths_from.difficulty(step, state)
-
-    def lengths(self, generator: torch.Generator, batch: int, step: int, state: Tensor) -> Tensor:
-        """The other's."""
-        return self.lengths_from.lengths(generator, batch, step, state)
-
-    def update(self, state: Tensor, right: Tensor, total: Tensor) -> Tensor:
-        """The other's."""
-        return self.lengths_from.update(state, right, total)
-
-    def steps_and_latents(self, lengths: Tensor) -> tuple[int | None, int | None]:
-        """In proportion."""
-        part = (int(lengths.max()) - self.min_length) / max(1, self.max_length - self.min_length)
-        low, high = self.n_step
-        latents = (
-            None if self.n_latent is None else round(self.n_latent[0] + part * (self.n_latent[1] - self.n_latent[0]))
-        )
-        return round(low + part * (high - low)), latents

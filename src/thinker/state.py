@@ -26,7 +26,7 @@ class Context:
         mask: (B, L), False is padding; none when there is none.
         index: (B or 1, L), the place of each token in its row.
         places: What was drawn for positions.
-        embedded: (B, L, d), in a causal flow, whose latents start from it.
+        embedded: (B, L, d), where the latents are the tokens and start from it.
     """
 
     keys_values: tuple[KeysValues, ...]

@@ -5,20 +5,22 @@ import torch
 from torch.utils.data import DataLoader
 
 from thinker import (
-    Coupled,
+    AtTokens,
     CurriculumDataset,
     Dynamic,
     Fixed,
     Frontier,
     Linear,
     Progressive,
+    Sample,
     Uniform,
     make_task,
 )
 
 
 def data_of(schedule=None, task="copy", **options):
-    return CurriculumDataset(make_task(task), schedule or Frontier(max_length=9), **{"batch_size": 8, **options})
+    task = make_task(task) if isinstance(task, str) else task
+    return CurriculumDataset(task, schedule or Frontier(max_length=9), **{"batch_size": 8, **options})
 
 
 def same(a, b):
@@ -98,15 +100,11 @@ def test_training_never_sees_what_is_held_out(task):
     assert not hidden & seen
     shown = data.held_out(64, 6)
     sample = [shown[k] for k in ("input_ids", "attention_mask", "labels")]
-    from thinker import Sample
-
     assert data.is_held_out(Sample(*sample), shown["lengths"]).all()
 
 
 def test_as_many_are_held_out_as_was_asked_whatever_the_padding():
     data, generator = data_of(holdout=0.2), torch.Generator().manual_seed(0)
-    from thinker import Sample
-
     lengths = torch.full((4000,), 6)
     sample = data.task.sample(generator, 4000, lengths)
     held = data.is_held_out(sample, lengths)
@@ -170,10 +168,29 @@ def test_dynamic_prefers_what_is_wrong():
     torch.testing.assert_close(counts, torch.tensor([0, 0.1, 0.6, 1.1]) / 1.8, rtol=0, atol=0.03)
 
 
-def test_coupled_thinks_longer_about_longer_inputs():
-    data = data_of(Coupled(lengths_from=Linear(max_length=9, steps=100), n_step=(2, 10), n_latent=(4, 8)))
-    found = [data.batch(s) for s in (0, 50, 200)]
-    assert [(b["n_step"], b["n_latent"]) for b in found] == [(2, 4), (6, 6), (10, 8)]
+def test_steps_and_latents_by_length():
+    data = data_of(Linear(max_length=9, steps=100, share=1.0), n_step=lambda n: (n, n + 6), n_latent=lambda n: 2 * n)
+    found = [data.batch(s) for s in (0, 50, *range(200, 260))]
+    assert [b["n_latent"] for b in found[:3]] == [2, 10, 18]
+    assert 1 <= found[0]["n_step"] <= 7
+    assert {b["n_step"] for b in found[2:]} == set(range(9, 16))
+    assert data.most_latents == 18
+
+
+@pytest.mark.parametrize("task", [make_task("prefix_sum", symbols=9), *map(make_task, ("reverse", "add", "lookup"))])
+def test_an_input_is_held_out_wherever_it_is_padded(task):
+    data = data_of(Uniform(max_length=9, min_length=5), task=AtTokens(task), holdout=0.3)
+    for step in range(3):
+        batch = data.batch(step)
+        for row, length in enumerate(batch["lengths"].tolist()):
+            width = data.task.input_length(length)
+            alone = Sample(*(batch[k][row : row + 1, -width:] for k in ("input_ids", "attention_mask", "labels")))
+            assert alone.mask.all()
+            assert not data.is_held_out(alone, torch.tensor([length])).any()
+    held = data.held_out(20, 7)
+    sample = Sample(held["input_ids"], held["attention_mask"], held["labels"])
+    assert data.is_held_out(sample, torch.full((20,), 7)).all()
+    assert held["distance"].shape == held["labels"].shape
 
 
 def test_what_was_reported_in_the_past_stays():
@@ -203,7 +220,7 @@ def test_what_was_reported_in_the_past_stays():
         (lambda: Progressive(max_length=3, start=4), "start 4"),
         (lambda: Linear(max_length=3, steps=0), "steps 0"),
         (lambda: Dynamic(max_length=3, floor=0), "floor 0"),
-        (lambda: Coupled(lengths_from=Fixed(max_length=3), n_step=(3, 1)), r"n_step is \(3, 1\)"),
+        (lambda: data_of(n_step=lambda n: (3, n - 7)), r"n_step is \(3, -6\) at length 1; needed a number from 1"),
         (lambda: data_of(batch_size=0), "batch_size 0"),
         (lambda: data_of(n_step=0), "n_step is 0; needed a number from 1"),
         (lambda: data_of(holdout=1.0), "holdout 1.0"),

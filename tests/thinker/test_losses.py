@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.thinker.test_model import batch, model_of
-from thinker import AllSteps, FlowPlan, LastAndRandom, LearnedWeights, LinearWeights, Ponder, ProgressiveLoss
+from thinker import AllSteps, FlowPlan, LastAndRandom, LearnedWeights, LinearWeights, Ponder, ProgressiveLoss, Reach
 
 LABELS = torch.tensor([[1, 2, 3, -100], [4, -100, -100, -100], [5, 6, 7, 8]])
 
@@ -89,6 +89,39 @@ def test_progressive_passes():
     assert len(ProgressiveLoss(alpha=1).passes(3, EVERY, torch.Generator())) == 1
 
 
+def test_reach_counts_what_can_be_known():
+    """A row's answers in reach share the weight of all its answers; the two last steps count alike."""
+    model = model_of(causal=True, window=2, num_latents=None, positions="rotary")
+    loss = Reach(window=2, grad_steps=2)
+    (part,) = loss.passes(3, EVERY, torch.Generator())
+    assert (part.n_step, part.output_steps, part.grad_steps) == (3, (2, 3), 2)
+    tokens, _ = batch(length=4, padded=False)
+    distance = torch.tensor([[1, 2, 3, 0], [3, 0, 0, 0], [1, 2, 3, 4]])
+    out = model(tokens, n_step=3, output_steps=part.output_steps)
+    total = 0.0
+    for logits, step in zip(out.step_logits, (2, 3), strict=True):
+        for row in range(3):
+            answers = [p for p in range(4) if LABELS[row, p] >= 0]
+            near = [p for p in answers if distance[row, p] <= step]
+            for p in near:
+                error = -F.log_softmax(logits[row, p], -1)[LABELS[row, p]]
+                total = total + error * len(answers) / len(near) / 2 / 8
+    torch.testing.assert_close(loss(out, LABELS, distance), total)
+    wide = Reach(window=3).weights(out, (1, 2), distance)
+    assert (wide[0, 2] > 0).tolist() == [True, True, False, False]
+    with pytest.raises(ValueError, match="the batch has no distances"):
+        loss(out, LABELS)
+
+
+def test_labels_of_each_step():
+    out, _, _ = run(AllSteps())
+    by_step = torch.stack([LABELS, LABELS.roll(1, 0), LABELS.roll(2, 0), LABELS], 1)  # (B, T, O)
+    steps = [F.cross_entropy(x.flatten(0, 1), by_step[:, s].flatten()) for s, x in enumerate(out.step_logits)]
+    torch.testing.assert_close(AllSteps()(out, by_step), sum(steps) / 4)
+    with pytest.raises(ValueError, match="step 4; needed at most 3, which have answers"):
+        AllSteps()(out, by_step[:, :3])
+
+
 def test_ponder():
     loss = Ponder(prior=0.3, weight=0.5)
     model = model_of(halting=True)
@@ -121,6 +154,9 @@ def test_ponder():
         (lambda: LastAndRandom(last=0), "last 0"),
         (lambda: ProgressiveLoss(alpha=2), "alpha is 2"),
         (lambda: Ponder(prior=1.0), "prior 1.0"),
+        (lambda: Reach(window=1), "window 1; needed 1 or more, and 2 or more"),
+        (lambda: Reach(grad_steps=0), "grad_steps 0"),
+        (lambda: Reach().check(model_of().config), "window is 2, the model's None; needed the same"),
         (lambda: Ponder().check(model_of().config), r"needed ThinkerConfig\(halting=True\)"),
     ],
 )

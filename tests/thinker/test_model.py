@@ -55,6 +55,11 @@ CASES = {
     "causal, rotary": {"causal": True, "positions": "rotary", "memory": "window", "memory_size": 2,
                        "layers_per_step": 2},
     "causal, sinusoidal": {"causal": True, "positions": "sinusoidal", "padded": False},
+    "causal, window": {"causal": True, "positions": "rotary", "window": 2, "num_latents": None,
+                       "step_update": "normalized"},
+    "causal, window, last latents": {"causal": True, "window": 3, "memory": "grow"},
+    "both ways": {"latent_init": "tokens", "num_latents": None, "positions": "rotary"},
+    "both ways, window": {"latent_init": "tokens", "num_latents": None, "window": 2, "from_end": True},
 }  # fmt: skip
 
 
@@ -88,7 +93,7 @@ class Whole(torch.nn.Module):
         if noise is not None:
             latents = self.model.latents + noise.to(self.model.latents.dtype)
             options["carry"] = ThinkerState(latents, None, context.places)
-        length = None if self.model.config.causal else 6
+        length = None if self.model.config.at_tokens else 6
         return self.model.decode(self.model.think(context, **options).state, length)
 
 
@@ -282,6 +287,24 @@ def test_nothing_leaks_from_the_future_in_a_causal_flow(changes, padded):
         earlier = tokens.clone()
         earlier[:, 0] = (earlier[:, 0] + 1) % 11
         assert ((model(earlier, mask, n_step=4).logits - logits)[0].abs().amax(1) > 0).all()  # all of the past is read
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [1, 2, 4])
+def test_what_is_known_travels_by_the_window_in_each_step(causal, window):
+    """And once more at the start, where a latent looks at what its neighbours have just read."""
+    model = model_of(latent_init="tokens", num_latents=None, causal=causal, window=window, positions="rotary")
+    tokens, mask = batch(rows=3, length=12, padded=True, left=True)
+    other = tokens.clone()
+    other[:, 6] = (other[:, 6] + 1) % 11
+    away = torch.arange(12) - 6
+    for n_step in (1, 2, 3):
+        with torch.no_grad():
+            moved = (model(other, mask, n_step=n_step).logits - model(tokens, mask, n_step=n_step).logits).abs()
+        reached = (away.abs() <= (n_step + 1) * (window - 1)) & ((away >= 0) | torch.tensor(not causal))
+        found = moved.amax(-1) > 0
+        assert not (found & ~reached).any()
+        assert found[0][reached].all()  # the first row has no padding
 
 
 @pytest.mark.parametrize("left", [False, True])
@@ -615,7 +638,12 @@ TOKENS = torch.zeros(2, 5, dtype=torch.long)
             "by later tokens in a causal flow",
         ),
         ({"causal": True}, lambda m: torch.no_grad()(m)(TOKENS, rollouts=2), "by later tokens in a causal flow"),
-        ({"causal": True}, lambda m: m(TOKENS, out_len=3), "out_len is 3, but a causal flow answers at its 4 latents"),
+        ({"causal": True}, lambda m: m(TOKENS, out_len=3), "out_len is 3, but the answer is at the 4 latents"),
+        (
+            {"latent_init": "tokens", "num_latents": None},
+            lambda m: m(TOKENS, n_latent=4),
+            "n_latent is 4, the input has 5 tokens; needed as many",
+        ),
         ({"causal": True}, lambda m: m(TOKENS, n_latent=6), "n_latent is 6, the input has 5 tokens"),
     ],
 )
@@ -636,7 +664,11 @@ def test_bad_input_is_refused(changes, call, message):
         ({"num_latents": 0}, "num_latents is 0; needed 1 or more"),
         ({"positions": "random", "num_positions": 5}, "at least the longest sequence, 12"),
         ({"causal": True, "from_end": True}, "no from_end, in a causal flow"),
-        ({"causal": True, "latent_init": "noise"}, "latent_init is 'noise'; needed 'table' in a causal flow"),
+        ({"causal": True, "latent_init": "noise"}, "latent_init is 'noise'; needed \"tokens\" in a causal flow"),
+        ({"window": 2}, 'window is 2; needed none without latent_init="tokens"'),
+        ({"causal": True, "window": 0}, "window is 0; needed 1 or more"),
+        ({"latent_init": "tokens", "num_latents": 4}, "num_latents is 4; needed none in a flow that looks both ways"),
+        ({"causal": True, "decoder_self_attention": True}, "decoder_self_attention is True; needed False"),
         ({"damping": 0.0}, "damping is 0.0"),
         ({"hiden_size": 9}, "hiden_size is 9; needed hidden_size, or was another meant"),
         ({"latents": 9}, "latents is 9; needed num_latents"),

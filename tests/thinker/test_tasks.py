@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from thinker import TASKS, Sample, SequenceTask, Task, make_task, register_task
+from thinker import TASKS, AtTokens, Sample, SequenceTask, Task, make_task, register_task
 
 
 def number(digits, base, little=True):
@@ -24,11 +24,11 @@ def arithmetic(op):
 
 def hops(task, tokens, answer, length):
     table, place = tokens[: task.size], tokens[task.size]
-    assert sorted(table) == list(range(task.size))
-    assert tokens[-1] == task.size + length
-    for _ in range(length):
+    assert not task.permutation or sorted(table) == list(range(task.size))
+    for after in answer:
         place = table[place]
-    assert answer == [place]
+        assert after == place
+    assert len(answer) == length
 
 
 def modular(task, tokens, answer, length):
@@ -48,6 +48,19 @@ def brackets(task, tokens, answer, length):
         else:
             good = False
     assert answer == [int(good and not open_)]
+
+
+def add_columns(task, tokens, answer, length):
+    a, b = ([f(t, task.base) for t in tokens] for f in (lambda t, n: t // n, lambda t, n: t % n))
+    assert a[-1] == b[-1] == 0
+    assert number(answer, task.base) == number(a, task.base) + number(b, task.base)
+
+
+def depth(task, tokens, answer, length):
+    steps = [1 - 2 * t for t in tokens]
+    assert answer == [sum(steps[: i + 1]) for i in range(length)]
+    assert min(answer) >= 0
+    assert max(answer) <= task.max_depth
 
 
 def lookup(task, tokens, answer, length):
@@ -73,6 +86,8 @@ DEFINITIONS = {
     "add": arithmetic(lambda a, b: a + b),
     "subtract": arithmetic(lambda a, b: a - b),
     "multiply": arithmetic(lambda a, b: a * b),
+    "add_columns": add_columns,
+    "depth": depth,
     "modular": modular,
     "hops": hops,
     "brackets": brackets,
@@ -86,6 +101,9 @@ OPTIONS = {
     "prefix_sum": [{}, {"symbols": 5}],
     "majority": [{"symbols": 3}],
     "brackets": [{}, {"kinds": 1}],
+    "hops": [{}, {"size": 4, "permutation": False}],
+    "depth": [{}, {"max_depth": 1}],
+    "add_columns": [{}, {"base": 2}],
 }
 CASES = [(name, options) for name in DEFINITIONS for options in OPTIONS.get(name, [{}])]
 
@@ -103,14 +121,15 @@ def test_answers_are_right(name, options, ragged):
     sample = task.sample(generator, 300, lengths)
     longest = int(lengths.max()) if ragged else 7
     assert sample.tokens.shape == sample.mask.shape == (300, task.input_length(longest))
-    assert sample.targets.shape == (300, task.output_length(longest))
+    steps = (longest,) if task.by_step else ()
+    assert sample.targets.shape == (300, *steps, task.output_length(longest))
     assert int(sample.tokens.max()) < task.vocab_size
     for row in range(300):
         n = int(lengths[row]) if ragged else 7
         mask, told = sample.mask[row], sample.targets[row] != -100
         assert int(mask.sum()) == task.input_length(n)
         assert mask[: int(mask.sum())].all()  # padding is behind
-        assert int(told.sum()) == task.output_length(n)
+        assert int(told.sum()) == task.output_length(n) * (n if task.by_step else 1)
         assert (sample.tokens[row][~mask] == 0).all()
         tokens, answer = sample.tokens[row][mask].tolist(), sample.targets[row][told].tolist()
         assert max(answer) < task.output_size
@@ -122,10 +141,46 @@ def test_answers_are_right(name, options, ragged):
 def test_a_sample_is_its_generators(name):
     task = make_task(name)
     a, b, c = (task.sample(torch.Generator().manual_seed(s), 50, 6) for s in (1, 1, 2))
-    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(a[:3], b[:3], strict=True))
     assert not torch.equal(a.tokens, c.tokens)
     if task.output_length(6) == 1:
         assert len(a.targets.unique()) > 1
+
+
+@pytest.mark.parametrize(("name", "options"), [c for c in CASES if c[0] != "hops"])
+def test_at_tokens_is_the_same_task(name, options):
+    """Start, input, blanks if the answer is not as long as the input; rows end together."""
+    plain = make_task(name, **options)
+    task = AtTokens(plain)
+    lengths = torch.randint(1, 9, (60,), generator=torch.Generator().manual_seed(1))
+    before, after = (t.sample(torch.Generator().manual_seed(0), 60, lengths) for t in (plain, task))
+    assert after.tokens.shape == after.mask.shape == after.targets.shape == after.distance.shape
+    for row, n in enumerate(lengths.tolist()):
+        tokens = before.tokens[row][before.mask[row]].tolist()
+        answer = before.targets[row][before.targets[row] != -100].tolist()
+        mask = after.mask[row]
+        width = task.input_length(n)
+        assert mask.tolist() == [False] * (len(mask) - width) + [True] * width
+        aligned = plain.output_length(2) == plain.input_length(2)
+        blanks = [] if aligned else [plain.vocab_size + 1] * len(answer)
+        expected = [plain.vocab_size, *tokens, *blanks]
+        assert after.tokens[row][mask].tolist() == expected
+        assert after.targets[row][mask].tolist() == [-100] * (width - len(answer)) + answer
+        assert (after.distance[row][after.targets[row] == -100] == 0).all()
+    assert int(after.tokens.max()) < task.vocab_size
+
+
+@pytest.mark.parametrize("name", ["prefix_sum", "depth", "add_columns", "reverse", "copy"])
+def test_an_answer_depends_on_nothing_farther_than_its_distance(name):
+    """Inputs that agree within the distance, the ends of the sequence included, have the same answer there."""
+    task = make_task(name)
+    sample = task.sample(torch.Generator().manual_seed(0), 4000, 4)
+    for place in range(sample.targets.shape[1]):
+        far = int(sample.distance[0, place])
+        near = sample.tokens[:, max(0, place - far) : place + far + 1]
+        keys = {}
+        for row, answer in zip(near.tolist(), sample.targets[:, place].tolist(), strict=True):
+            assert keys.setdefault(tuple(row), answer) == answer
 
 
 def carries(sample, base, length):
@@ -179,7 +234,7 @@ def test_a_users_own_task():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda g: make_task("juggle"), "no task 'juggle'; needed one of add, brackets"),
+        (lambda g: make_task("juggle"), "no task 'juggle'; needed one of add, add_columns, brackets"),
         (lambda g: make_task("copy", symbol=3), "'copy' with symbol; needed some of symbols"),
         (lambda g: register_task("test_x")(int), "needed a class under Task, or SequenceTask"),
         (lambda g: make_task("copy", symbols=1), "symbols is 1; needed 2 or more"),
@@ -188,7 +243,8 @@ def test_a_users_own_task():
             lambda g: make_task("copy").sample(g, 3, torch.ones(2, dtype=torch.long)),
             r"lengths have shape \[2\]; needed \(3,\)",
         ),
-        (lambda g: make_task("hops", max_hops=3).sample(g, 2, 4), "length 4; needed at most max_hops, 3"),
+        (lambda g: AtTokens(make_task("hops")), "needed a Task with one answer for all steps"),
+        (lambda g: AtTokens(AtTokens(make_task("copy"))), "needed a Task with one answer for all steps"),
         (lambda g: make_task("lookup", keys=3).sample(g, 2, 4), "needed at most as many as keys, 3"),
         (lambda g: make_task("add", carry_heavy=0.5, max_value=9), "needed a share, without max_value"),
     ],

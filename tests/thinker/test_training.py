@@ -12,6 +12,7 @@ from tests.support.equivalence import ROWS, Row
 from tests.support.ranks import in_two_processes
 from thinker import (
     AllSteps,
+    AtTokens,
     CurriculumCallback,
     CurriculumDataset,
     FlowPlan,
@@ -32,7 +33,7 @@ from thinker import (
     plot_training,
     thinker_arguments,
 )
-from thinker.sequences import Copy
+from thinker.tasks.sequences import Copy
 
 SIZES = {
     "vocab_size": 16,
@@ -49,8 +50,10 @@ def model_of(**changes):
     return LatentThinker(ThinkerConfig(**{**SIZES, **changes}))
 
 
-def data_of(schedule=None, **options):
-    return CurriculumDataset(make_task("copy"), schedule or Frontier(max_length=6), **{"batch_size": 8, **options})
+def data_of(schedule=None, task=None, **options):
+    return CurriculumDataset(
+        task or make_task("copy"), schedule or Frontier(max_length=6), **{"batch_size": 8, **options}
+    )
 
 
 def trainer_of(out, model=None, data=None, **options):
@@ -472,7 +475,8 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
         (lambda out: trainer_of(out, data=data_of(Progressive(max_length=6), delay=3), dataloader_num_workers=2),
          "drawn 5 ahead, the data set's delay is 3"),
         (lambda out: RewindOnPeak(factor=0.5), "factor 0.5"),
-        (lambda out: trainer_of(out, model_of(causal=True)), "a causal flow answers at its own tokens"),
+        (lambda out: trainer_of(out, model_of(causal=True)), r"the task is Copy\(symbols=16\); needed AtTokens\(task\)"),
+        (lambda out: trainer_of(out, data=data_of(task=AtTokens(make_task("copy")))), "needed a plain task"),
         (lambda out: trainer_of(out, data=data_of(n_latent=(2, 9))), "draws up to 9 latents, the model's table has 4"),
         (lambda out: trainer_of(out, plan=FlowPlan.read_once()), 'memory is "none"; needed'),
         (lambda out: trainer_of(out, model_of(memory="static", memory_size=4)), "would change what autograd saved"),

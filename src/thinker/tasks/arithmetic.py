@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .tasks import IGNORED, Sample, Task, at_least, integers, register_task
+from .task import IGNORED, Sample, Task, at_least, integers, register_task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +106,15 @@ class _Arithmetic(Task):
     def digits(self, a: Tensor, b: Tensor) -> Tensor:
         """The result's digits, smallest first."""
 
-    def carried(self, digits: Tensor) -> Tensor:
-        """Digits in range, what is above or below it carried on; as many as there were."""
-        made, carry = [], torch.zeros_like(digits[:, 0])
-        for digit in digits.unbind(1):
-            total = digit + carry
-            carry = total.div(self.base, rounding_mode="floor")
-            made.append(total - carry * self.base)
-        return torch.stack(made, 1)
+
+def _carried(base: int, digits: Tensor) -> Tensor:  # (B, n) to the same
+    """Digits in range, what is above or below it carried on; as many as there were."""
+    result, carry = [], torch.zeros_like(digits[:, 0])
+    for digit in digits.unbind(1):
+        total = digit + carry
+        carry = total.div(base, rounding_mode="floor")
+        result.append(total - carry * base)
+    return torch.stack(result, 1)
 
 
 @register_task("add")
@@ -126,7 +127,56 @@ class Add(_Arithmetic):
 
     def digits(self, a: Tensor, b: Tensor) -> Tensor:
         """Of the sum."""
-        return self.carried(F.pad(a + b, (0, 1)))
+        return _carried(self.base, F.pad(a + b, (0, 1)))
+
+
+@register_task("add_columns")
+@dataclass(frozen=True, kw_only=True)
+class AddColumns(Task):
+    """The sum of two numbers as it is written by hand: a token is a column of two digits, the smallest first.
+
+    A last column of zeros has the carry's place. ``length`` counts digits.
+
+    Args:
+        base: Of the digits; the id of a column is base · first + second.
+    """
+
+    base: int = 10
+
+    def __post_init__(self):
+        at_least("AddColumns", base=(self.base, 2))
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns."""
+        return self.base**2
+
+    @property
+    def output_size(self) -> int:
+        """Digits."""
+        return self.base
+
+    def input_length(self, length: int) -> int:
+        """One more, for the carry."""
+        return length + 1
+
+    def output_length(self, length: int) -> int:
+        """One more."""
+        return length + 1
+
+    def num_samples(self, length: int) -> int:
+        """Pairs of numbers."""
+        return self.base ** (2 * length)
+
+    def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
+        """Uniform digits."""
+        lengths, longest = self.checked(generator, batch, length)
+        place = torch.arange(longest + 1, device=generator.device)
+        first, second = integers(generator, self.base, 2, batch, longest + 1) * (place < lengths)
+        answer = _carried(self.base, first + second)
+        mask = place <= lengths
+        distance = (place + 1).expand(batch, -1)
+        return Sample(first * self.base + second, mask, answer.masked_fill(~mask, IGNORED), distance)
 
 
 @register_task("subtract")
@@ -143,7 +193,7 @@ class Subtract(_Arithmetic):
 
     def digits(self, a: Tensor, b: Tensor) -> Tensor:
         """Of the difference."""
-        return self.carried(a - b)
+        return _carried(self.base, a - b)
 
 
 @register_task("multiply")
@@ -160,7 +210,7 @@ class Multiply(_Arithmetic):
         sums = torch.zeros(len(a), 2 * n, dtype=torch.long, device=a.device)
         for i in range(n):
             sums[:, i : i + n] += a[:, i : i + 1] * b
-        return self.carried(sums)
+        return _carried(self.base, sums)
 
 
 @register_task("modular")

@@ -1,66 +1,117 @@
-"""Tasks that need a look at one thing after another: hops through a permutation, brackets, look-up."""
+"""Tasks that need a look at one thing after another: pointers, brackets, look-up."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .tasks import Sample, Task, at_least, integers, register_task
+from .task import IGNORED, Sample, Task, at_least, integers, register_task
 
 
 @register_task("hops")
 @dataclass(frozen=True, kw_only=True)
 class Hops(Task):
-    """f(f(…f(s))): a permutation's table, a start, the number of hops, which is ``length``.
+    """Follow a pointer: the table of f, a start s; step t of thinking answers f(f(…f(s))), t times.
+
+    ``length`` counts hops, and so steps.
 
     Args:
-        size: Of the permutation; ids are 0 .. size - 1, then the numbers of hops.
-        max_hops: Most that can be asked.
+        size: Of the table; ids are its places.
+        permutation: f is one; otherwise each place points anywhere.
     """
 
+    by_step: ClassVar[bool] = True
     size: int = 10
-    max_hops: int = 16
+    permutation: bool = True
 
     def __post_init__(self):
-        at_least("Hops", size=(self.size, 2), max_hops=(self.max_hops, 1))
+        at_least("Hops", size=(self.size, 2))
 
     @property
     def vocab_size(self) -> int:
-        """Places and numbers of hops."""
-        return self.size + self.max_hops + 1
-
-    @property
-    def output_size(self) -> int:
         """Places."""
         return self.size
 
     def input_length(self, length: int) -> int:
-        """The table, start and hops."""
-        return self.size + 2
+        """The table and the start."""
+        return self.size + 1
 
     def output_length(self, length: int) -> int:
-        """One."""
+        """One, at each step."""
         return 1
 
     def num_samples(self, length: int) -> int:
-        """Permutations and starts."""
-        return math.factorial(self.size) * self.size
+        """Tables and starts."""
+        return (math.factorial(self.size) if self.permutation else self.size**self.size) * self.size
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
-        """Table, start, hops."""
+        """Table and start; the place after each hop, (B, T, 1)."""
         hops, longest = self.checked(generator, batch, length)
-        if longest > self.max_hops:
-            raise ValueError(f"Hops: length {longest}; needed at most max_hops, {self.max_hops}")
-        table = torch.rand(batch, self.size, generator=generator, device=generator.device).argsort(1)
-        start = value = integers(generator, self.size, batch, 1)
-        for i in range(longest):
-            value = torch.where(i < hops, table.gather(1, value), value)
-        tokens = torch.cat([table, start, self.size + hops], 1)
-        return Sample(tokens, torch.ones_like(tokens, dtype=torch.bool), value)
+        if self.permutation:
+            table = torch.rand(batch, self.size, generator=generator, device=generator.device).argsort(1)
+        else:
+            table = integers(generator, self.size, batch, self.size)
+        start = integers(generator, self.size, batch, 1)
+        places = [start]
+        for _ in range(longest):
+            places.append(table.gather(1, places[-1]))
+        after = torch.stack(places[1:], 1)  # (B, T, 1)
+        asked = torch.arange(1, longest + 1, device=generator.device) <= hops
+        tokens = torch.cat([table, start], 1)
+        targets = after.masked_fill(~asked[..., None], IGNORED)
+        return Sample(tokens, torch.ones_like(tokens, dtype=torch.bool), targets)
+
+
+@register_task("depth")
+@dataclass(frozen=True, kw_only=True)
+class Depth(Task):
+    """How deep in brackets each place is: openings (0) less closings (1) so far, never below 0 or above ``max_depth``.
+
+    ``length`` counts brackets.
+
+    Args:
+        max_depth: At which the next bracket closes.
+    """
+
+    max_depth: int = 4
+
+    def __post_init__(self):
+        at_least("Depth", max_depth=(self.max_depth, 1))
+
+    @property
+    def vocab_size(self) -> int:
+        """Opening and closing."""
+        return 2
+
+    @property
+    def output_size(self) -> int:
+        """Depths from 0."""
+        return self.max_depth + 1
+
+    def num_samples(self, length: int) -> int:
+        """Walks, at least; half as many choices as places when it is narrowest."""
+        return 2 ** (length // 2)
+
+    def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
+        """A walk between two walls."""
+        lengths, longest = self.checked(generator, batch, length)
+        up = torch.rand(batch, longest, generator=generator, device=generator.device) < 0.5
+        depth, depths = torch.zeros(batch, dtype=torch.long, device=generator.device), []
+        for choice in up.unbind(1):
+            opens = (choice | (depth == 0)) & (depth < self.max_depth)
+            depth = depth + torch.where(opens, 1, -1)
+            depths.append(depth)
+        after = torch.stack(depths, 1)
+        tokens = (after < F.pad(after[:, :-1], (1, 0))).long()
+        place = torch.arange(longest, device=generator.device)
+        mask = place < lengths
+        distance = (place + 1).expand(batch, -1)
+        return Sample(tokens.masked_fill(~mask, 0), mask, after.masked_fill(~mask, IGNORED), distance)
 
 
 @register_task("brackets")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .tasks import IGNORED, Sample, Task, at_least, integers, register_task
+from .task import IGNORED, Sample, Task, at_least, integers, register_task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,11 @@ class SequenceTask(Task):
         answer = self.answer(tokens, mask, lengths, place)
         if answer.shape[1] == longest:
             answer = answer.masked_fill(~mask, IGNORED)
-        return Sample(tokens.masked_fill_(~mask, 0), mask, answer)
+        return Sample(tokens.masked_fill_(~mask, 0), mask, answer, self.distance(lengths, place))
+
+    def distance(self, lengths: Tensor, place: Tensor) -> Tensor | None:
+        """`Sample.distance`; none, the default, where every answer may depend on every symbol."""
+        return None
 
     @abstractmethod
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
@@ -57,6 +61,10 @@ class Copy(SequenceTask):
         """t_i."""
         return tokens.clone()
 
+    def distance(self, lengths: Tensor, place: Tensor) -> Tensor:
+        """Nowhere."""
+        return place.expand(len(lengths), -1) * 0
+
 
 @register_task("reverse")
 class Reverse(SequenceTask):
@@ -66,6 +74,10 @@ class Reverse(SequenceTask):
         """t_{n-1-i}."""
         return tokens.gather(1, (lengths - 1 - place).clamp_(min=0))
 
+    def distance(self, lengths: Tensor, place: Tensor) -> Tensor:
+        """To the mirror image's place, and to the nearer end, which tells where the middle is."""
+        return torch.maximum((lengths - 1 - 2 * place).abs(), torch.minimum(place + 1, lengths - place))
+
 
 @register_task("flip")
 class Flip(SequenceTask):
@@ -74,6 +86,10 @@ class Flip(SequenceTask):
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
         """Symbols - 1 - t_i."""
         return self.symbols - 1 - tokens
+
+    def distance(self, lengths: Tensor, place: Tensor) -> Tensor:
+        """Nowhere."""
+        return place.expand(len(lengths), -1) * 0
 
 
 @register_task("roll")
@@ -111,6 +127,10 @@ class PrefixSum(SequenceTask):
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
         """(t_0 + … + t_i) mod symbols."""
         return tokens.cumsum(1).remainder(self.symbols)
+
+    def distance(self, lengths: Tensor, place: Tensor) -> Tensor:
+        """To the start."""
+        return (place + 1).expand(len(lengths), -1)
 
 
 @register_task("parity")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,11 +19,33 @@ TASKS: dict[str, type[Task]] = {}
 
 
 class Sample(NamedTuple):
-    """A batch: ids (B, L), where there are any (B, L), answers (B, O) with -100 where there is none."""
+    """A batch of inputs and answers.
+
+    Args:
+        tokens: (B, L) ids.
+        mask: (B, L), where there are any.
+        targets: (B, O) answers, -100 where there is none; or (B, T, O), those of each step, where the task says
+            ``by_step``.
+        distance: (B, O), how many tokens away the farthest lies that an answer depends on, its own place or the start
+            token before the input; none: it may depend on everything.
+    """
 
     tokens: Tensor
     mask: Tensor
     targets: Tensor
+    distance: Tensor | None = None
+
+    def rows(self, index: Tensor) -> Sample:
+        """Some rows."""
+        distance = None if self.distance is None else self.distance[index]
+        return Sample(self.tokens[index], self.mask[index], self.targets[index], distance)
+
+    @staticmethod
+    def joined(samples: Sequence[Sample]) -> Sample:
+        """One batch of several of the same length."""
+        tokens, mask, targets = (torch.cat([getattr(s, n) for s in samples]) for n in Sample._fields[:3])
+        distances = [s.distance for s in samples if s.distance is not None]
+        return Sample(tokens, mask, targets, torch.cat(distances) if distances else None)
 
 
 def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
@@ -64,9 +86,14 @@ def make_task(name: str, **options: Any) -> Task:
 
 
 class Task(ABC):
-    """What a task says of itself. ``length`` is a whole number, or (B,), one for each row; shorter rows are padded."""
+    """What a task says of itself. ``length`` is a whole number, or (B,), one for each row; shorter rows are padded.
+
+    Where ``by_step``, every step of thinking has an answer of its own: the first ``length`` of them are asked for.
+    """
 
     min_length: ClassVar[int] = 1
+    by_step: ClassVar[bool] = False
+    pads_left: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -99,7 +126,7 @@ class Task(ABC):
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
         """A batch, drawn and made on the generator's device."""
 
-    def accuracy_mask(self, sample: Sample) -> Tensor:  # (B, O)
+    def accuracy_mask(self, sample: Sample) -> Tensor:  # like the targets
         """Which answers count."""
         return sample.targets != IGNORED
 

@@ -11,10 +11,10 @@ from transformers import TrainerCallback
 
 from model_components._folders import write_json
 
-from .curriculum import CurriculumDataset
-from .evaluate import Grid, evaluate_grid
-from .flow import FlowPlan
-from .model import LatentThinker
+from ..curriculum import CurriculumDataset
+from ..flow import FlowPlan
+from ..model import LatentThinker
+from ..report import Grid, evaluate_grid
 from .tally import Counts, Tally
 
 

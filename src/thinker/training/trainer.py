@@ -16,15 +16,15 @@ from transformers import TrainerCallback, TrainingArguments
 from model_components._folders import new_file
 from model_components._trainer import StepTrainer, TrainerOptions
 
+from ..counters import seed_of
+from ..curriculum import CurriculumDataset
+from ..flow import FlowPlan
+from ..losses import LastAndRandom, StepLoss, labels_of_steps
+from ..model import LatentThinker
+from ..report import evaluate_lengths
+from .arguments import parameter_groups, thinker_arguments
 from .callbacks import CurriculumCallback, ThinkerCallback
-from .counters import seed_of
-from .curriculum import CurriculumDataset
-from .evaluate import evaluate_lengths
 from .fit import check_fit
-from .flow import FlowPlan
-from .losses import LastAndRandom, StepLoss
-from .model import LatentThinker
-from .recipe import parameter_groups, thinker_arguments
 from .tally import Tally
 
 
@@ -154,17 +154,19 @@ class ThinkerTrainer(StepTrainer):
         n_step = plan.num_steps(inputs["n_step"] or config.n_step)
         for part in self.step_loss.passes(n_step, plan, choose):
             outputs = model(
-                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], out_len=labels.shape[1],
+                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], out_len=labels.shape[-1],
                 n_step=part.n_step, n_latent=inputs["n_latent"], plan=plan, output_steps=part.output_steps,
                 grad_steps=part.grad_steps, generator=noise,
             )  # fmt: skip
             first = first or outputs
-            loss = loss + part.share * self.step_loss(outputs, labels)
+            loss = loss + part.share * self.step_loss(outputs, labels, inputs.get("distance"))
         assert first is not None
         # A plan may leave parameters out: DDP waits for every one, and without it they must decay all the same.
         loss = loss + 0.0 * torch.stack([p.sum() for p in model.parameters() if p.requires_grad]).sum()
         if model.training:
-            self.tally.add(first.logits, labels, inputs["counted"], inputs["lengths"], loss)
+            last = first.output_steps[-1:]
+            (answers,), (counted,) = labels_of_steps(labels, last), labels_of_steps(inputs["counted"], last)
+            self.tally.add(first.logits, answers, counted, inputs["lengths"], loss)
         loss = self.share_of_step(loss, (labels != -100).sum(), num_items_in_batch)
         return (loss, first) if return_outputs else loss
 

@@ -1,0 +1,98 @@
+"""A task laid out for a flow whose latents are the tokens: a start token first, each answer at a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .task import IGNORED, Sample, Task
+
+
+@dataclass(frozen=True)
+class AtTokens(Task):
+    """Another task, for a model with ``latent_init="tokens"``.
+
+    A row is a start token, the input, and where the answer is not as long as the input one blank token for each symbol
+    of it; labels are at the input's tokens, or at the blanks. Rows are padded on the left, as a causal flow needs.
+
+    Args:
+        task: The other.
+
+    >>> from thinker import make_task
+    >>> task = AtTokens(make_task("prefix_sum"))
+    >>> tokens, mask, targets, distance = task.sample(torch.Generator().manual_seed(0), 1, 4)
+    >>> tokens, targets, distance
+    (tensor([[2, 0, 1, 1, 0]]), tensor([[-100,    0,    1,    0,    0]]), tensor([[0, 1, 2, 3, 4]]))
+    """
+
+    pads_left: ClassVar[bool] = True
+    task: Task
+
+    def __post_init__(self):
+        if not isinstance(self.task, Task) or self.task.by_step or isinstance(self.task, AtTokens):
+            raise ValueError(
+                f"AtTokens: the task is {self.task!r}; needed a Task with one answer for all steps, as of make_task"
+            )
+
+    @property
+    def min_length(self) -> int:  # pyrefly: ignore
+        """The other's."""
+        return self.task.min_length
+
+    @property
+    def _blanks(self) -> bool:
+        n = self.min_length + 1
+        return self.task.output_length(n) != self.task.input_length(n)
+
+    @property
+    def vocab_size(self) -> int:
+        """The other's, the start, and the blank where there is one."""
+        return self.task.vocab_size + 1 + self._blanks
+
+    @property
+    def output_size(self) -> int:
+        """The other's."""
+        return self.task.output_size
+
+    @property
+    def separators(self) -> tuple[int, ...]:
+        """The other's."""
+        return self.task.separators
+
+    def input_length(self, length: int) -> int:
+        """With the start, and the blanks."""
+        return 1 + self.task.input_length(length) + (self.task.output_length(length) if self._blanks else 0)
+
+    def output_length(self, length: int) -> int:
+        """As long as the input."""
+        return self.input_length(length)
+
+    def num_samples(self, length: int) -> int:
+        """The other's."""
+        return self.task.num_samples(length)
+
+    def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
+        """The other's batch, laid out."""
+        tokens, mask, targets, distance = self.task.sample(generator, batch, length)
+        start, blank = self.task.vocab_size, self.task.vocab_size + 1
+        if distance is None:  # anything may depend on everything
+            distance = mask.sum(1, keepdim=True).expand_as(targets)
+        known = targets != IGNORED
+        if self._blanks:
+            nothing = torch.full_like(tokens, IGNORED)
+            tokens = torch.cat([tokens, torch.full_like(targets, blank)], 1)
+            mask, targets = torch.cat([mask, known], 1), torch.cat([nothing, targets], 1)
+            distance = torch.cat([torch.zeros_like(nothing), distance + known.cumsum(1)], 1)
+        first = torch.full_like(tokens[:, :1], start)
+        columns = [
+            torch.cat([first, tokens], 1),
+            torch.cat([first == start, mask], 1),
+            torch.cat([torch.full_like(first, IGNORED), targets], 1),
+            torch.cat([torch.zeros_like(first), distance], 1),
+        ]
+        order = columns[1].long().argsort(dim=1, stable=True)  # padding to the left
+        tokens, mask, targets, distance = (column.gather(1, order) for column in columns)
+        return Sample(tokens.masked_fill(~mask, 0), mask, targets, distance.masked_fill(targets == IGNORED, 0))

@@ -1,0 +1,15 @@
+"""`ThinkerTrainer`, its callbacks, and the recipe's arguments."""
+
+from .arguments import parameter_groups, thinker_arguments
+from .callbacks import CurriculumCallback, GridCallback, RewindOnPeak, ThinkerCallback
+from .trainer import ThinkerTrainer
+
+__all__ = [
+    "CurriculumCallback",
+    "GridCallback",
+    "RewindOnPeak",
+    "ThinkerCallback",
+    "ThinkerTrainer",
+    "parameter_groups",
+    "thinker_arguments",
+]

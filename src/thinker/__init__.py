@@ -18,7 +18,7 @@ from .curriculum import CurriculumDataset
 from .flow import FlowPlan, FlowRow
 from .losses import AllSteps, LastAndRandom, LearnedWeights, LinearWeights, Ponder, ProgressiveLoss, Reach, StepLoss
 from .model import LatentThinker
-from .report import Accuracy, Grid, evaluate_grid, evaluate_lengths, plot_training
+from .report import Accuracy, Curves, Grid, evaluate_grid, evaluate_lengths, evaluate_steps, plot_training
 from .schedules import Dynamic, Fixed, Frontier, Linear, Progressive, Schedule, Uniform
 from .state import Context, ThinkerOutput, ThinkerState, Thought
 from .tasks import TASKS, AtTokens, Sample, SequenceTask, Task, make_task, register_task
@@ -40,6 +40,7 @@ __all__ = [
     "Context",
     "CurriculumCallback",
     "CurriculumDataset",
+    "Curves",
     "Dynamic",
     "ExitRule",
     "Fixed",
@@ -72,6 +73,7 @@ __all__ = [
     "Uniform",
     "evaluate_grid",
     "evaluate_lengths",
+    "evaluate_steps",
     "make_task",
     "parameter_groups",
     "plot_training",

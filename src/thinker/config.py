@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from transformers import PreTrainedConfig
 
-Positions = Literal["learned", "sinusoidal", "rotary", "random", "random_float", "aligned"]
+Positions = Literal["learned", "cyclic", "sinusoidal", "rotary", "random", "random_float", "aligned"]
 LatentInit = Literal["table", "noise", "tokens"]
 MemoryKind = Literal["none", "grow", "window", "static"]
 StepUpdate = Literal["replace", "damped", "normalized"]
@@ -44,12 +44,14 @@ class ThinkerConfig(PreTrainedConfig):
             themselves, whose own logits are the answer (the default with ``causal``).
         n_step: Steps when a call does not say.
         positions: How input and answer are told where they are: ``"learned"`` and ``"sinusoidal"`` by index;
+            ``"cyclic"``, learned and the same again after ``num_positions`` places, so that none is new at any length;
             ``"rotary"`` turns the input's keys (the answer's queries are learned); ``"random"``, an ordered random
             subset of ``num_positions`` learned ones, drawn once a batch and shared by both (Ruoss et al. 2023);
             ``"random_float"``, sorted random reals as sinusoids; ``"aligned"``, by place inside the operand (McLeish et
             al. 2024), where operands end at ``separators``.
         from_end: Add a learned position counted from the input's end.
-        num_positions: Of ``"random"`` and ``"random_float"``; default four times the longest sequence.
+        num_positions: Of ``"random"`` and ``"random_float"``, default four times the longest sequence; of
+            ``"cyclic"``, default 4.
         separators: Token ids that end an operand; for ``"aligned"``.
         max_offset: With ``"aligned"``, positions of a training batch start at a random place up to here.
         memory: Of past latents' keys and values: ``"none"``, ``"grow"`` keeps all, ``"window"`` the last
@@ -131,7 +133,8 @@ class ThinkerConfig(PreTrainedConfig):
         self.positions = positions
         self.from_end = from_end
         longest = max(max_input_length, max_output_length)
-        self.num_positions = 4 * longest if num_positions is None else num_positions
+        usual = 4 if positions == "cyclic" else 4 * longest
+        self.num_positions = usual if num_positions is None else num_positions
         self.separators = list(separators)
         self.max_offset = max_offset
         self.memory = memory
@@ -167,6 +170,7 @@ class ThinkerConfig(PreTrainedConfig):
             "num_latents",
             "n_step",
             "window",
+            "num_positions",
         ):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 refuse(name, getattr(self, name), "1 or more")
@@ -201,8 +205,8 @@ class ThinkerConfig(PreTrainedConfig):
             refuse("initializer_range", self.initializer_range, "above 0")
         if self.causal and self.latent_init != "tokens":
             refuse("latent_init", self.latent_init, '"tokens" in a causal flow')
-        if self.causal and (self.positions not in ("learned", "sinusoidal", "rotary") or self.from_end):
-            refuse("positions", self.positions, "learned, sinusoidal or rotary, and no from_end, in a causal flow")
+        if self.causal and (self.positions not in ("learned", "cyclic", "sinusoidal", "rotary") or self.from_end):
+            refuse("positions", self.positions, "learned, cyclic, sinusoidal or rotary, and no from_end, if causal")
         if self.at_tokens and self.decoder_self_attention:
             refuse("decoder_self_attention", True, 'False with latent_init="tokens", whose latents are the answer')
         if self.window is not None and not self.at_tokens:

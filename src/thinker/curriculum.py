@@ -265,8 +265,12 @@ class CurriculumDataset(IterableDataset):
                 return sample
             again = self.task.sample(generator, len(wrong), lengths[wrong])
             for whole, part in zip(sample[:3], again[:3], strict=True):  # distances are the same
-                width = part.shape[1]
-                whole[wrong, slice(whole.shape[1] - width, None) if self.task.pads_left else slice(width)] = part
+                if part.dim() == 3:  # the last step's answers stay
+                    last = part[:, -1:].expand(-1, whole.shape[1] - part.shape[1], -1)
+                    part = torch.cat([part, last], 1)
+                width = part.shape[-1]
+                columns = slice(whole.shape[-1] - width, None) if self.task.pads_left else slice(width)
+                whole[wrong, ..., columns] = part
             wrong = wrong[self.is_held_out(again, lengths[wrong])]
         raise ValueError(
             f"CurriculumDataset: every sample of length {int(lengths[wrong[0]])} is held out; needed a smaller "

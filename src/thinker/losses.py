@@ -22,16 +22,10 @@ def labels_of_steps(
     labels: Tensor,  # (B, O), or (B, T, O)
     steps: Sequence[int],  # counted from 1
 ) -> list[Tensor]:  # (B, O) each
-    """The answers that each step is asked for.
-
-    Raises:
-        ValueError: A step that has none.
-    """
+    """The answers that each step is asked for; those after the last that has its own are asked for that one's."""
     if labels.dim() == 2:
         return [labels] * len(steps)
-    if max(steps) > labels.shape[1]:
-        raise ValueError(f"labels_of_steps: step {max(steps)}; needed at most {labels.shape[1]}, which have answers")
-    return [labels[:, step - 1] for step in steps]
+    return [labels[:, min(step, labels.shape[1]) - 1] for step in steps]
 
 
 def num_answers(labels: Tensor, steps: Sequence[int]) -> Tensor:

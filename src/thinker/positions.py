@@ -69,9 +69,10 @@ class Positions(nn.Module):
         super().__init__()
         self.config = config
         d, kind = config.hidden_size, config.positions
-        inputs = {"random": config.num_positions, "aligned": config.longest + config.max_offset}
+        some = config.num_positions
+        inputs = {"random": some, "cyclic": some, "aligned": config.longest + config.max_offset}
         inputs, outputs = inputs.get(kind, config.max_input_length), config.max_output_length
-        self.input = nn.Embedding(inputs, d) if kind in ("learned", "random", "aligned") else None
+        self.input = nn.Embedding(inputs, d) if kind in ("learned", "cyclic", "random", "aligned") else None
         self.end = nn.Embedding(config.max_input_length, d) if config.from_end else None
         if config.at_tokens:
             outputs = 0  # the latents are the answer
@@ -116,6 +117,8 @@ class Positions(nn.Module):
             index = operand_index(tokens, mask, self.config.separators) + places.offset
         elif places.drawn is not None:
             index = places.drawn[index]
+        elif kind == "cyclic":
+            index = index % self.config.num_positions
         if self.input is not None:
             code = self.input(index)
         elif kind != "rotary":

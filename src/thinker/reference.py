@@ -103,7 +103,9 @@ def think(
     elif drawn is not None:
         at = drawn[place]
     x = w["embedding.weight"][tokens]
-    if config.positions in ("learned", "random", "aligned"):
+    if config.positions == "cyclic":
+        at = at % config.num_positions
+    if config.positions in ("learned", "cyclic", "random", "aligned"):
         x = x + w["positions.input.weight"][at]
     elif config.positions != "rotary":
         x = x + sinusoid(at)

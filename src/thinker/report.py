@@ -1,8 +1,8 @@
-"""How right a thinker is: by steps and latents, by length; and the plots of it."""
+"""How right a thinker is: by steps, latents and length; and the plots of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,54 @@ class Grid(Report):
         axes.set_yticks(range(len(self.n_latents)), [str(n) for n in self.n_latents])
         axes.set(xlabel="steps", ylabel="latents")
         figure.colorbar(image, ax=axes, label="token accuracy")
+        return figure
+
+
+@dataclass(frozen=True)
+class Curves(Report):
+    """Accuracy by number of steps, a curve for each length."""
+
+    lengths: tuple[int, ...]
+    n_steps: tuple[tuple[int, ...], ...]  # of each length
+    cells: tuple[tuple[Accuracy, ...], ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A mapping for each point: length, steps, shares of right symbols and of right rows."""
+        return [
+            {"length": length, "steps": step, "symbols": cell.token, "rows": cell.sequence}
+            for length, steps, cells in zip(self.lengths, self.n_steps, self.cells, strict=True)
+            for step, cell in zip(steps, cells, strict=True)
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: the points."""
+        return plain({"points": self.rows()})
+
+    def table(self) -> Table:
+        """Shares of right symbols."""
+        steps = sorted({step for steps in self.n_steps for step in steps})
+        rows = []
+        for length, own, cells in zip(self.lengths, self.n_steps, self.cells, strict=True):
+            by_step = dict(zip(own, cells, strict=True))
+            rows.append([str(length), *(f"{by_step[s].token:.4f}" if s in by_step else "" for s in steps)])
+        return Table(["length \\ steps", *map(str, steps)], rows)
+
+    def plot(self, ax: Axes | None = None) -> Figure:
+        """Shares of right symbols against steps (extra ``plot``), on ``ax`` or in a new figure.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        figure, axes = axes_for(ax, "Curves.plot", width=6, height=3.4)
+        for number, (length, steps, cells) in enumerate(zip(self.lengths, self.n_steps, self.cells, strict=True)):
+            shade = 0.85 * number / max(1, len(self.lengths) - 1)
+            shown = (0.1 + shade * 0.9, 0.2 + shade * 0.4, 0.7 - shade * 0.6)
+            axes.plot(steps, [c.token for c in cells], marker="o", ms=3, color=shown, label=f"length {length}")
+        axes.set(xlabel="steps", ylabel="right symbols", xscale="log")
+        ticks = sorted({2**k for k in range(12) if 2**k <= max(map(max, self.n_steps))})
+        axes.set_xticks(ticks, [str(t) for t in ticks])
+        axes.set_ylim(top=1.02)
+        axes.legend(fontsize=8)
         return figure
 
 
@@ -185,6 +233,42 @@ def evaluate_lengths(
         n: accuracies(model, data.held_out(samples, n, seed=seed), n_steps=steps, n_latent=n_latent, plan=plan)[0]
         for n in lengths
     }
+
+
+def evaluate_steps(
+    model: LatentThinker,
+    data: CurriculumDataset,
+    lengths: Sequence[int],
+    *,
+    n_steps: Sequence[int] | Callable[[int], Sequence[int]],
+    n_latent: int | None = None,
+    samples: int = 512,
+    plan: FlowPlan | None = None,
+    seed: int = 0,
+) -> Curves:
+    """Accuracy on held-out samples of each length after each number of steps.
+
+    Args:
+        model: In any mode.
+        data: Whose held-out samples; lengths beyond those trained on are all unseen.
+        lengths: Of samples.
+        n_steps: Numbers of steps, or a function from a length to them.
+        n_latent: Latents; default the config's.
+        samples: Of each length.
+        plan: What each step does.
+        seed: Which samples.
+
+    Raises:
+        ValueError: Nothing to look at; samples longer than the model's.
+    """
+    steps = {n: sorted(set(n_steps(n) if callable(n_steps) else n_steps)) for n in lengths}
+    if not steps or not all(steps.values()) or min(map(min, steps.values())) < 1 or samples < 1:
+        raise ValueError(f"evaluate_steps: lengths and steps {steps}, samples {samples}; needed 1 or more of each")
+    cells = []
+    for length, numbers in steps.items():
+        batch = data.held_out(samples, length, seed=seed)
+        cells.append(tuple(accuracies(model, batch, n_steps=numbers, n_latent=n_latent, plan=plan)))
+    return Curves(tuple(steps), tuple(map(tuple, steps.values())), tuple(cells))
 
 
 def plot_training(history: Sequence[dict[str, Any]], ax: Axes | None = None) -> Figure:

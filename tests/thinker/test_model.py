@@ -47,6 +47,7 @@ CASES = {
     "normalized": {"step_update": "normalized", "damping": 0.3},
     "noise": {"latent_init": "noise"},
     "sinusoidal": {"positions": "sinusoidal"},
+    "cyclic": {"latent_init": "tokens", "num_latents": None, "positions": "cyclic", "num_positions": 3, "window": 2},
     "rotary": {"positions": "rotary"},
     "random": {"positions": "random"},
     "random_float": {"positions": "random_float"},
@@ -655,7 +656,7 @@ def test_bad_input_is_refused(changes, call, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"positions": "absolute"}, "needed one of learned, sinusoidal"),
+        ({"positions": "absolute"}, "needed one of learned, cyclic, sinusoidal"),
         ({"memory": "window"}, "memory_size is None"),
         ({"memory": "grow", "memory_size": 3}, "memory_size is 3"),
         ({"positions": "aligned"}, r"separators is \[\]"),
@@ -663,7 +664,7 @@ def test_bad_input_is_refused(changes, call, message):
         ({"max_offset": 3}, "max_offset is 3"),
         ({"num_latents": 0}, "num_latents is 0; needed 1 or more"),
         ({"positions": "random", "num_positions": 5}, "at least the longest sequence, 12"),
-        ({"causal": True, "from_end": True}, "no from_end, in a causal flow"),
+        ({"causal": True, "from_end": True}, "no from_end, if causal"),
         ({"causal": True, "latent_init": "noise"}, "latent_init is 'noise'; needed \"tokens\" in a causal flow"),
         ({"window": 2}, 'window is 2; needed none without latent_init="tokens"'),
         ({"causal": True, "window": 0}, "window is 0; needed 1 or more"),

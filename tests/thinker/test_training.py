@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from transformers import set_seed
+from transformers import TrainerCallback, set_seed
 
 from tests.support.equivalence import ROWS, Row
 from tests.support.ranks import in_two_processes
@@ -94,7 +94,7 @@ def test_resumed_is_as_if_never_stopped(loss, tmp_path):
             data_of(Progressive(max_length=6, threshold=0.01, retreat=0.0, min_answers=1), delay=4, n_latent=(2, 6)),
             step_loss=make() if make else None, ema=0.9, max_steps=24, save_strategy="steps", save_steps=12,
             logging_steps=5,
-            callbacks=[RewindOnPeak(factor=1.0, margin=0.0, every=3)],
+            callbacks=[RewindOnPeak(factor=1.0, margin=0.0, every=3), CurriculumCallback(every=1)],
         )  # fmt: skip
 
     whole = fresh(tmp_path / "whole")
@@ -106,7 +106,7 @@ def test_resumed_is_as_if_never_stopped(loss, tmp_path):
     same(whole.ema_model, again.ema_model, rtol=0, atol=0)
     same(whole.step_loss, again.step_loss, rtol=0, atol=0)
     assert whole.data.state_dict() == again.data.state_dict()
-    assert whole.data.difficulty() > 1
+    assert max(row[1] for row in whole.data.state_dict()["states"]) > 1  # the frontier has moved
     logs = [[r for r in t.state.log_history if r["step"] > 12 and "loss" in r] for t in (whole, again)]
     assert [r["accuracy"] for r in logs[0]] == [r["accuracy"] for r in logs[1]]
     rewinds = [
@@ -261,8 +261,6 @@ def test_accumulation_gives_the_same_step(tmp_path):
 
 def test_a_peak_goes_back_to_the_best_point(tmp_path):
     """Weights are spoilt half-way; the run returns to what it had, with the optimizer, and goes on to learn."""
-    from transformers import TrainerCallback
-
     held = {}
 
     def state_of(trainer):
@@ -285,13 +283,13 @@ def test_a_peak_goes_back_to_the_best_point(tmp_path):
     trainer = trainer_of(tmp_path, data=data_of(schedule), max_steps=80, ema=0.9, callbacks=[Spoil(), rewind, After()])
     trainer.train()
     peak = [r for r in trainer.state.log_history if "rewinds" in r]
-    assert [(r["rewinds"], r["rewound_to_step"], r["step"]) for r in peak] == [(1, 40, 50)]
+    assert [(r["rewinds"], r["rewound_to_step"], r["step"]) for r in peak][:1] == [(1, 30, 50)]  # the best is 31 to 40
     assert peak[0]["peak"] > 3
-    for a, b, spoilt in zip(held[40], held["after", 50], held[50], strict=True):
+    for a, b, spoilt in zip(held[30], held["after", 50], held[50], strict=True):
         flat = [list(_tensors(x)) for x in (a, b, spoilt)]
         assert all(torch.equal(x, y) for x, y in zip(flat[0], flat[1], strict=True))
         assert not all(torch.equal(x, y) for x, y in zip(flat[0], flat[2], strict=True))
-    assert rewind.best["step"] > 50
+    assert rewind.best["step"] >= 50
     assert trainer.data.step == 80  # the stream went on
     quiet = trainer_of(tmp_path, max_steps=40, callbacks=[RewindOnPeak(every=10)])
     quiet.train()
@@ -308,7 +306,6 @@ def _tensors(tree):
 
 def test_rewinding_gives_a_schedule_its_state_back(tmp_path):
     """Also where the curriculum reports at the same step; what was counted on the way given up is forgotten."""
-    from transformers import TrainerCallback
 
     class After(TrainerCallback):
         seen = 0
@@ -383,19 +380,108 @@ def test_a_task_says_which_answers_count(tmp_path):
     assert evaluate_lengths(trainer.model, data, [6], samples=64)[6].token == pytest.approx(float(right.float().mean()))
 
 
-def test_a_loss_that_is_not_finite_is_a_peak(tmp_path):
-    rewind = RewindOnPeak(every=5)
-    trainer = trainer_of(tmp_path, max_steps=20, callbacks=[rewind])
-    whole = trainer.compute_loss
+class Broken(AllSteps):
+    """Not finite at some calls, counted from 0."""
 
-    def broken(model, inputs, *rest, **named):
-        loss = whole(model, inputs, *rest, **named)
-        return loss * math.nan if inputs["step"] == 11 else loss
+    def __init__(self, *bad):
+        super().__init__()
+        self.bad, self.calls = bad, 0
 
-    trainer.compute_loss = broken
+    def forward(self, *arguments):
+        self.calls += 1
+        loss = super().forward(*arguments)
+        return loss * math.nan if self.calls - 1 in self.bad else loss
+
+
+def test_a_step_whose_loss_is_not_finite_is_skipped_and_said(tmp_path, caplog):
+    trainer = trainer_of(tmp_path, max_steps=12, logging_steps=4, step_loss=Broken(5))
+    held = {}
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            held[state.global_step] = copy.deepcopy(model.state_dict())
+
+    trainer.add_callback(Look())
     trainer.train()
-    assert rewind.count == 1
-    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+    assert "gradients of step 6 are not finite; it is skipped (1 so far)" in caplog.text
+    assert all(torch.equal(v, held[6][k]) for k, v in held[5].items())
+    assert not all(torch.equal(v, held[7][k]) for k, v in held[6].items())
+    logs = [r for r in trainer.state.log_history if "loss" in r]
+    assert [r.get("losses_not_finite", 0) for r in logs] == [0, 1, 0]
+    assert all(math.isfinite(r["loss"]) for r in logs)
+
+
+def test_a_run_without_a_finite_loss_says_so_and_keeps_its_weights(tmp_path):
+    trainer = trainer_of(tmp_path, max_steps=8, logging_steps=4, step_loss=Broken(*range(8)))
+    before = copy.deepcopy(trainer.model.state_dict())
+    result = trainer.train()
+    assert all(torch.equal(v, before[k]) for k, v in trainer.model.state_dict().items())
+    logs = trainer.state.log_history
+    assert all(math.isnan(r["loss"]) for r in logs if "loss" in r)
+    assert all(math.isnan(r["train_loss"]) for r in logs if "train_loss" in r)
+    assert result.global_step == 8
+
+
+def test_a_run_that_never_recovers_stops_at_its_limit(tmp_path, caplog):
+    rewind = RewindOnPeak(every=2, limit=3)
+    trainer = trainer_of(tmp_path, max_steps=40, callbacks=[rewind], step_loss=Broken(*range(6, 40)))
+    trainer.train()
+    assert rewind.count == 3
+    assert trainer.state.global_step == 14  # three windows were good, three were given up, one is too many
+    assert "3 rewinds, and the loss peaks again at step 14" in caplog.text
+    assert trainer.lr_scheduler.state_dict()["base_lrs"][0] == pytest.approx(3e-3 / 8)
+    assert trainer.state.log_history[-1]["rewound_to_step"] == rewind.best["step"] < 6
+
+
+@pytest.mark.parametrize("rate", [3.0, 10.0, 30.0])
+def test_an_explosion_ends_at_or_below_the_best_loss_seen(rate, tmp_path):
+    settings = {"max_steps": 300, "learning_rate": rate, "warmup_steps": 0, "max_grad_norm": 0.0,
+                "lr_scheduler_type": "constant", "lr_scheduler_kwargs": None}  # fmt: skip
+
+    def trained(*callbacks):
+        data = CurriculumDataset(make_task("copy", symbols=4), Frontier(max_length=3), batch_size=32)
+        trainer = trainer_of(tmp_path, model_of(vocab_size=4), data, callbacks=[*callbacks], **settings)
+        trainer.train()
+        return trainer
+
+    def loss_of(trainer):
+        trainer.model.eval()
+        batch = trainer.data.held_out(256, 3)
+        with torch.no_grad():
+            return float(trainer.model(batch["input_ids"], n_step=3, labels=batch["labels"]).loss)
+
+    rewind = RewindOnPeak(every=10)
+    exploded, rewound = trained(), trained(rewind)
+    assert rewind.count > 0
+    assert loss_of(exploded) > 1.5  # chance is log 4, 1.39
+    assert loss_of(rewound) <= rewind.best["loss"] + 0.06  # which is of 10 training batches of 96 symbols
+
+
+def test_a_callback_that_is_added_later_knows_its_trainer(tmp_path):
+    trainer = trainer_of(tmp_path, max_steps=4)
+    trainer.add_callback(RewindOnPeak())
+    trainer.add_callback(RewindOnPeak)
+    trainer.train()
+
+
+def test_a_checkpoint_cut_short_is_passed_over(tmp_path, caplog):
+    trainer_of(tmp_path, max_steps=6, save_strategy="steps", save_steps=2).train()
+    state = tmp_path / "checkpoint-6" / "thinker_state.pt"
+    state.write_bytes(state.read_bytes()[:100])
+    again = trainer_of(tmp_path, max_steps=6)
+    again.train(resume_from_checkpoint=True)
+    assert "checkpoint-6 is not whole and is passed over" in caplog.text
+    assert again._initial_global_step == 4
+    with pytest.raises(ValueError, match=r"thinker_state[.]pt cannot be read .*; needed a whole checkpoint"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    with pytest.raises(ValueError, match="has no whole checkpoint to resume from"):
+        trainer_of(tmp_path / "none").train(resume_from_checkpoint=True)
+
+
+def test_a_users_arguments_stay_as_they_are(tmp_path):
+    arguments = thinker_arguments(tmp_path, per_device_train_batch_size=3, use_cpu=True)
+    trainer = ThinkerTrainer(model_of(), arguments, train_dataset=data_of())
+    assert (arguments.per_device_train_batch_size, trainer.args.per_device_train_batch_size) == (3, 8)
 
 
 def test_workers_change_nothing(tmp_path):
@@ -475,7 +561,9 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
         (lambda out: trainer_of(out, data=data_of(Progressive(max_length=6), delay=3), dataloader_num_workers=2),
          "drawn 5 ahead, the data set's delay is 3"),
         (lambda out: RewindOnPeak(factor=0.5), "factor 0.5"),
-        (lambda out: trainer_of(out, model_of(causal=True)), r"the task is Copy\(symbols=16\); needed AtTokens\(task\)"),
+        (lambda out: RewindOnPeak(cooling=0.0), "cooling 0.0"),
+        (lambda out: trainer_of(out).predict([]), r"predict is not there; needed model\(tokens, mask\)"),
+        (lambda out: trainer_of(out, model_of(causal=True)), r"is Copy\(symbols=16\); needed AtTokens\(task\)"),
         (lambda out: trainer_of(out, data=data_of(task=AtTokens(make_task("copy")))), "needed a plain task"),
         (lambda out: trainer_of(out, data=data_of(n_latent=(2, 9))), "draws up to 9 latents, the model's table has 4"),
         (lambda out: trainer_of(out, plan=FlowPlan.read_once()), 'memory is "none"; needed'),
@@ -491,5 +579,5 @@ def test_a_foreign_checkpoint_is_refused(tmp_path):
     trainer = trainer_of(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
     trainer.train()
     (tmp_path / "checkpoint-2" / "thinker_state.pt").unlink()
-    with pytest.raises(ValueError, match=r"has no thinker_state[.]pt; needed a checkpoint that ThinkerTrainer wrote"):
+    with pytest.raises(ValueError, match=r"has no thinker_state[.]pt; needed a whole checkpoint that"):
         trainer_of(tmp_path, max_steps=4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

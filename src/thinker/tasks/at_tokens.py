@@ -32,15 +32,23 @@ class AtTokens(Task):
     task: Task
 
     def __post_init__(self):
-        if not isinstance(self.task, Task) or self.task.by_step or isinstance(self.task, AtTokens):
+        if not isinstance(self.task, Task) or isinstance(self.task, AtTokens):
+            raise ValueError(f"AtTokens: the task is {self.task!r}; needed a Task, as of make_task")
+        if self.task.by_step and self._blanks:
             raise ValueError(
-                f"AtTokens: the task is {self.task!r}; needed a Task with one answer for all steps, as of make_task"
+                f"AtTokens: {self.task!r} has an answer for each step and not for each token; needed the task itself, "
+                f"and a model whose latents are not tokens"
             )
 
     @property
     def min_length(self) -> int:  # pyrefly: ignore
         """The other's."""
         return self.task.min_length
+
+    @property
+    def by_step(self) -> bool:  # pyrefly: ignore
+        """The other's."""
+        return self.task.by_step
 
     @property
     def _blanks(self) -> bool:
@@ -79,7 +87,7 @@ class AtTokens(Task):
         tokens, mask, targets, distance = self.task.sample(generator, batch, length)
         start, blank = self.task.vocab_size, self.task.vocab_size + 1
         if distance is None:  # anything may depend on everything
-            distance = mask.sum(1, keepdim=True).expand_as(targets)
+            distance = mask.sum(1, keepdim=True).expand(-1, targets.shape[-1])
         known = targets != IGNORED
         if self._blanks:
             nothing = torch.full_like(tokens, IGNORED)
@@ -87,12 +95,12 @@ class AtTokens(Task):
             mask, targets = torch.cat([mask, known], 1), torch.cat([nothing, targets], 1)
             distance = torch.cat([torch.zeros_like(nothing), distance + known.cumsum(1)], 1)
         first = torch.full_like(tokens[:, :1], start)
-        columns = [
-            torch.cat([first, tokens], 1),
-            torch.cat([first == start, mask], 1),
-            torch.cat([torch.full_like(first, IGNORED), targets], 1),
-            torch.cat([torch.zeros_like(first), distance], 1),
-        ]
-        order = columns[1].long().argsort(dim=1, stable=True)  # padding to the left
-        tokens, mask, targets, distance = (column.gather(1, order) for column in columns)
-        return Sample(tokens.masked_fill(~mask, 0), mask, targets, distance.masked_fill(targets == IGNORED, 0))
+        tokens, mask = torch.cat([first, tokens], 1), torch.cat([first == start, mask], 1)
+        targets = torch.cat([torch.full_like(targets[..., :1], IGNORED), targets], -1)
+        distance = torch.cat([torch.zeros_like(first), distance], 1)
+        order = mask.long().argsort(dim=1, stable=True)  # padding to the left
+        tokens, mask, distance = (column.gather(1, order) for column in (tokens, mask, distance))
+        turned = order[:, None].expand(-1, targets.shape[1], -1) if targets.dim() == 3 else order
+        targets = targets.gather(-1, turned)
+        answered = (targets != IGNORED).any(1) if targets.dim() == 3 else targets != IGNORED
+        return Sample(tokens.masked_fill(~mask, 0), mask, targets, distance.masked_fill(~answered, 0))

@@ -16,9 +16,9 @@ from .task import IGNORED, Sample, Task, at_least, integers, register_task
 @register_task("hops")
 @dataclass(frozen=True, kw_only=True)
 class Hops(Task):
-    """Follow a pointer: the table of f, a start s; step t of thinking answers f(f(…f(s))), t times.
+    """Follow a pointer: the table of f, a start s; the first step answers s, and each further one is another hop.
 
-    ``length`` counts hops, and so steps.
+    ``length`` counts hops: step ``length + 1`` answers f(f(…f(s))).
 
     Args:
         size: Of the table; ids are its places.
@@ -50,7 +50,7 @@ class Hops(Task):
         return (math.factorial(self.size) if self.permutation else self.size**self.size) * self.size
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
-        """Table and start; the place after each hop, (B, T, 1)."""
+        """Table and start; the place before the first and after each hop, (B, 1 + hops, 1)."""
         hops, longest = self.checked(generator, batch, length)
         if self.permutation:
             table = torch.rand(batch, self.size, generator=generator, device=generator.device).argsort(1)
@@ -60,8 +60,8 @@ class Hops(Task):
         places = [start]
         for _ in range(longest):
             places.append(table.gather(1, places[-1]))
-        after = torch.stack(places[1:], 1)  # (B, T, 1)
-        asked = torch.arange(1, longest + 1, device=generator.device) <= hops
+        after = torch.stack(places, 1)
+        asked = torch.arange(longest + 1, device=generator.device) <= hops
         tokens = torch.cat([table, start], 1)
         targets = after.masked_fill(~asked[..., None], IGNORED)
         return Sample(tokens, torch.ones_like(tokens, dtype=torch.bool), targets)

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .task import IGNORED, Sample, Task, at_least, integers, register_task
@@ -40,8 +41,8 @@ class SequenceTask(Task):
         place = torch.arange(longest, device=generator.device)
         mask = place < lengths
         answer = self.answer(tokens, mask, lengths, place)
-        if answer.shape[1] == longest:
-            answer = answer.masked_fill(~mask, IGNORED)
+        if answer.shape[-1] == longest:
+            answer = answer.masked_fill(~mask[:, None] if answer.dim() == 3 else ~mask, IGNORED)
         return Sample(tokens.masked_fill_(~mask, 0), mask, answer, self.distance(lengths, place))
 
     def distance(self, lengths: Tensor, place: Tensor) -> Tensor | None:
@@ -50,7 +51,10 @@ class SequenceTask(Task):
 
     @abstractmethod
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
-        """The answer of every position, (B, L), or of the whole, (B, 1); what lies behind the end does not matter."""
+        """The answer of every position, (B, L), or of the whole, (B, 1); or of every step and position, (B, T, L).
+
+        What lies behind the end does not matter.
+        """
 
 
 @register_task("copy")
@@ -66,17 +70,55 @@ class Copy(SequenceTask):
         return place.expand(len(lengths), -1) * 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Rearranged(SequenceTask):
+    """The input in another order, which neighbours can bring about by exchanging symbols.
+
+    Args:
+        by_step: Each step's answer is how far the exchanges have come: at odd steps of the first and second symbol,
+            the third and fourth, and so on, at even steps of the second and third, the fourth and fifth, and so on;
+            after n steps all is in place (odd-even transposition, Habermann 1972).
+    """
+
+    by_step: bool = False  # pyrefly: ignore
+
+    def distance(self, lengths: Tensor, place: Tensor) -> Tensor | None:
+        """Of a step's answer, none but the neighbours; otherwise anything."""
+        return torch.ones_like(place).expand(len(lengths), -1) if self.by_step else None
+
+    @abstractmethod
+    def exchanged(self, left: Tensor, right: Tensor) -> Tensor:
+        """(B, L - 1), whether neighbours exchange their symbols."""
+
+    def rounds(self, tokens: Tensor, lengths: Tensor) -> Tensor:  # (B, T, L)
+        """The symbols after each step; of a row that is in order, the same."""
+        length = tokens.shape[1]
+        place = torch.arange(length - 1, device=tokens.device)
+        states = []
+        for step in range(length):
+            left, right = tokens[:, :-1], tokens[:, 1:]
+            active = (place % 2 == step % 2) & (place + 1 < lengths) & (step < lengths)
+            swap = active & self.exchanged(left, right)
+            gives, takes = F.pad(swap, (0, 1)), F.pad(swap, (1, 0))
+            tokens = torch.where(gives, tokens.roll(-1, 1), torch.where(takes, tokens.roll(1, 1), tokens))
+            states.append(tokens)
+        return torch.stack(states, 1)
+
+
 @register_task("reverse")
-class Reverse(SequenceTask):
+@dataclass(frozen=True, kw_only=True)
+class Reverse(_Rearranged):
     """The input from its end."""
 
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
         """t_{n-1-i}."""
+        if self.by_step:
+            return self.rounds(tokens, lengths)
         return tokens.gather(1, (lengths - 1 - place).clamp_(min=0))
 
-    def distance(self, lengths: Tensor, place: Tensor) -> Tensor:
-        """To the mirror image's place, and to the nearer end, which tells where the middle is."""
-        return torch.maximum((lengths - 1 - 2 * place).abs(), torch.minimum(place + 1, lengths - place))
+    def exchanged(self, left: Tensor, right: Tensor) -> Tensor:
+        """Always."""
+        return torch.ones_like(left, dtype=torch.bool)
 
 
 @register_task("flip")
@@ -109,12 +151,19 @@ class Roll(SequenceTask):
 
 
 @register_task("sort")
-class Sort(SequenceTask):
+@dataclass(frozen=True, kw_only=True)
+class Sort(_Rearranged):
     """The symbols in order."""
 
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
         """Ascending."""
+        if self.by_step:
+            return self.rounds(tokens, lengths)
         return tokens.masked_fill(~mask, self.symbols).sort(1).values
+
+    def exchanged(self, left: Tensor, right: Tensor) -> Tensor:
+        """Where the larger is on the left."""
+        return left > right
 
 
 @register_task("prefix_sum")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from transformers import TrainerCallback
+from transformers.utils import logging
 
 from model_components._folders import write_json
 
@@ -15,7 +16,9 @@ from ..curriculum import CurriculumDataset
 from ..flow import FlowPlan
 from ..model import LatentThinker
 from ..report import Grid, evaluate_grid
-from .tally import Counts, Tally
+from .tally import Counts, Tally, mean_loss
+
+logger = logging.get_logger(__name__)
 
 
 class ThinkerRun(Protocol):
@@ -41,6 +44,10 @@ class ThinkerRun(Protocol):
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Back to it."""
+        ...
+
+    def cool(self, factor: float) -> None:
+        """Lower the learning rate for good."""
         ...
 
     def log(self, logs: dict[str, float]) -> None:
@@ -104,59 +111,90 @@ class CurriculumCallback(ThinkerCallback):
 
 
 class RewindOnPeak(ThinkerCallback):
-    """Back to the best point when the loss peaks or is not finite: weights, optimizer, schedule; the stream goes on.
+    """Back to the best point, at a lower rate, when the loss peaks or is not finite; new batches follow.
 
-    The mean loss of every ``every`` steps is compared with the best such mean; the state of the best is kept in memory
-    and in checkpoints. New batches follow, so that the same peak does not come again. Logged as ``rewinds``.
+    The mean loss of every ``every`` steps is compared with the best such mean and with the first step's loss. What is
+    kept for the best one are weights, optimizer, moving average and schedule at its beginning, in memory and in
+    checkpoints. A run that peaks once more than ``limit`` times is stopped. One that ends on a peak, or after a rewind
+    above the best, ends with the best weights. Logged as ``rewinds``, ``peak``, ``rewound_to_step``.
 
     Args:
         factor: A peak is above ``factor`` times the best
         margin: plus this.
         every: Steps between two looks.
-        limit: Never more often than this.
+        limit: Rewinds, at most.
+        cooling: The learning rate is multiplied by it at each rewind.
     """
 
-    def __init__(self, *, factor: float = 3.0, margin: float = 0.3, every: int = 20, limit: int = 20):
-        if factor < 1 or margin < 0 or every < 1 or limit < 1:
+    def __init__(
+        self, *, factor: float = 3.0, margin: float = 0.3, every: int = 20, limit: int = 20, cooling: float = 0.5
+    ):
+        if not (factor >= 1 and margin >= 0 and every >= 1 and limit >= 1 and 0 < cooling <= 1):
             raise ValueError(
-                f"RewindOnPeak: factor {factor}, margin {margin}, every {every}, limit {limit}; needed from 1, 0, 1, 1"
+                f"RewindOnPeak: factor {factor}, margin {margin}, every {every}, limit {limit}, cooling {cooling}; "
+                f"needed from 1, 0, 1, 1, and above 0 to 1"
             )
-        self.factor, self.margin, self.every, self.limit = factor, margin, every, limit
+        self.factor, self.margin, self.every, self.limit, self.cooling = factor, margin, every, limit, cooling
         self.count = 0
-        self.best: dict[str, Any] | None = None
+        self.best: dict[str, Any] = {}
+        self.newest: dict[str, Any] = {}  # where the present window began
+        self.first = math.nan  # loss of the first step
+        self.last = math.nan  # mean loss of the last window
         self.before: Counts | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count from here."""
+        """Count from here; there is nothing better yet."""
         if self.before is None:
             self.before = self.trainer.tally.mark()
+            self.newest = {"loss": math.inf, "step": state.global_step} | self.trainer.snapshot()
+            self.best = self.newest
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look, keep or go back."""
+        assert self.before is not None
+        if math.isnan(self.first):
+            self.first = mean_loss(
+                {name: value - self.before[name] for name, value in self.trainer.tally.counts.items()}
+            )
         if state.global_step % self.every:
             return
-        assert self.before is not None
-        total, count = self.trainer.tally.since(self.before)["loss"].tolist()
-        loss = total / max(1.0, count)
-        if self.best is not None and not loss <= self.factor * self.best["loss"] + self.margin:  # nan is a peak
-            if self.count < self.limit:
-                self._rewind(loss)
-        elif math.isfinite(loss) and (self.best is None or loss < self.best["loss"]):
-            self.best = {"loss": loss, "step": state.global_step} | self.trainer.snapshot()
+        self.last = mean_loss(self.trainer.tally.since(self.before))
+        if self._is_peak(self.last):
+            if self.count == self.limit:
+                logger.warning(
+                    "RewindOnPeak: %d rewinds, and the loss peaks again at step %d (%.4g, best %.4g); training stops",
+                    self.limit, state.global_step, self.last, self.best["loss"],
+                )  # fmt: skip
+                control.should_training_stop = True
+                return
+            self.count += 1
+            self._rewind()
+            self.trainer.cool(self.cooling)
+        elif self.last < self.best["loss"]:
+            self.best = self.newest | {"loss": self.last}
+        self.newest = {"loss": math.inf, "step": state.global_step} | self.trainer.snapshot()
 
-    def _rewind(self, loss: float) -> None:
-        assert self.best is not None
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Not with a peak's weights."""
+        worse = self.count and not self.last <= self.best["loss"]
+        if worse or self._is_peak(self.last):
+            self._rewind()
+
+    def _is_peak(self, loss: float) -> bool:
+        return math.isinf(loss) or loss > self.factor * min(self.best["loss"], self.first) + self.margin
+
+    def _rewind(self) -> None:
         self.trainer.restore(self.best)
-        self.count += 1
-        self.trainer.log({"rewinds": self.count, "peak": loss, "rewound_to_step": self.best["step"]})
+        self.trainer.log({"rewinds": self.count, "peak": self.last, "rewound_to_step": self.best["step"]})
 
     def state_dict(self) -> dict[str, Any]:
-        """The count and the best point."""
-        return {"count": self.count, "best": self.best, "before": self.before}
+        """The count, the best point and the present window's beginning."""
+        return {k: getattr(self, k) for k in ("count", "best", "newest", "first", "last", "before")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on."""
-        self.count, self.best = state["count"], state["best"]
+        for name in ("count", "best", "newest", "first", "last"):
+            setattr(self, name, state[name])
         self.before = self.trainer.tally.loaded(state["before"])
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 Counts = dict[str, Tensor]
-"""``right`` and ``total`` (L + 1,) by length, ``loss`` (2,): its sum, and how many there were; float64."""
-
-_HUGE = 1e9
+"""``right`` and ``total`` (L + 1,) by length; ``loss`` (3,): the sum of those that were finite, how many were and were
+not; float64."""
 
 
 class Tally:
@@ -24,7 +24,7 @@ class Tally:
 
     def __init__(self, max_length: int, device: torch.device, total: Callable[[Tensor], Tensor]):
         self._total, self._device = total, device
-        sizes = {"right": max_length + 1, "total": max_length + 1, "loss": 2}
+        sizes = {"right": max_length + 1, "total": max_length + 1, "loss": 3}
         self.counts: Counts = {n: torch.zeros(size, dtype=torch.float64, device=device) for n, size in sizes.items()}
 
     @torch.no_grad()
@@ -33,8 +33,9 @@ class Tally:
         right = ((logits.argmax(-1) == labels) & counted).sum(1)
         self.counts["right"].index_add_(0, lengths, right.double())
         self.counts["total"].index_add_(0, lengths, counted.sum(1).double())
-        known = loss.detach().double().nan_to_num(_HUGE, _HUGE)  # a sum with nan in it would tell of nothing else
-        self.counts["loss"] += torch.stack([known, torch.ones_like(known)])
+        loss = loss.detach().double()
+        finite = loss.isfinite()
+        self.counts["loss"] += torch.stack([loss.where(finite, torch.zeros_like(loss)), finite, ~finite])
 
     def mark(self) -> Counts:
         """The present moment."""
@@ -51,3 +52,9 @@ class Tally:
     def loaded(self, counts: Counts) -> Counts:
         """Counts from a checkpoint, where this process counts."""
         return {name: value.to(self._device) for name, value in counts.items()}
+
+
+def mean_loss(counts: Counts) -> float:
+    """The mean of the losses that were finite; infinite where none was, nan where there was none at all."""
+    total, finite, other = counts["loss"].tolist()
+    return total / finite if finite else math.inf if other else math.nan

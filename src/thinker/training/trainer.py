@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainingArguments
+from transformers.utils import logging
 
 from model_components._folders import new_file
 from model_components._trainer import StepTrainer, TrainerOptions
@@ -24,8 +26,11 @@ from ..model import LatentThinker
 from ..report import evaluate_lengths
 from .arguments import parameter_groups, thinker_arguments
 from .callbacks import CurriculumCallback, ThinkerCallback
+from .checkpoints import newest_whole, read_state
 from .fit import check_fit
 from .tally import Tally
+
+logger = logging.get_logger(__name__)
 
 
 class ThinkerTrainer(StepTrainer):
@@ -38,7 +43,7 @@ class ThinkerTrainer(StepTrainer):
 
     Args:
         model: The thinker.
-        args: `TrainingArguments`; default `thinker_arguments`. The batch size is the data set's.
+        args: `TrainingArguments`; default `thinker_arguments`. They are copied, and the batch size is the data set's.
         train_dataset: Batches.
         step_loss: Which steps are supervised; default the last and one random earlier one.
         plan: What each step does; default everything that the model has. A batch that draws fewer steps than it needs
@@ -76,7 +81,7 @@ class ThinkerTrainer(StepTrainer):
             raise ValueError(f"ThinkerTrainer: ema is {ema}; needed a decay between 0 and 1")
         self.plan, self.data = plan, train_dataset
         self.eval_lengths, self.eval_samples = eval_lengths or [train_dataset.schedule.max_length], eval_samples
-        args = args or thinker_arguments("runs/thinker")
+        args = copy.copy(args) if args else thinker_arguments("runs/thinker")  # the caller's stay as they are
         args.per_device_train_batch_size = train_dataset.batch_size
         args.ignore_data_skip = True  # the data set knows where it was
         args.remove_unused_columns = False
@@ -100,12 +105,18 @@ class ThinkerTrainer(StepTrainer):
         self.tally = Tally(longest, device, lambda counts: self.accelerator.reduce(counts, "sum"))
         self._logged = self.tally.mark()
         self._start_of_data = self.data.step
-        self.add_callback(_Housekeeping(self))
+        self._checkpoint: Path | None = None
+        self._skipped = 0
         if not any(isinstance(c, CurriculumCallback) for c in self.callback_handler.callbacks):
             self.add_callback(CurriculumCallback())
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, ThinkerCallback):
-                callback.trainer = self
+        self.add_callback(_Housekeeping(self))  # last: it loads what the others know
+
+    def add_callback(self, callback: Any) -> None:
+        """A callback, or a class of one, that may be a `ThinkerCallback`."""
+        super().add_callback(callback)
+        for known in self.callback_handler.callbacks:
+            if isinstance(known, ThinkerCallback):
+                known.trainer = self
 
     @property
     def ema_model(self) -> LatentThinker:
@@ -170,12 +181,45 @@ class ThinkerTrainer(StepTrainer):
         loss = self.share_of_step(loss, (labels != -100).sum(), num_items_in_batch)
         return (loss, first) if return_outputs else loss
 
+    def predict(self, *ignored: Any, **named: Any) -> Any:
+        """There is nothing to predict but what the curriculum draws.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError("ThinkerTrainer: predict is not there; needed model(tokens, mask), or trainer.evaluate()")
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
+        """Train, or go on.
+
+        Args:
+            resume_from_checkpoint: A folder, or True for the newest whole checkpoint of ``output_dir``.
+            *rest: Of `Trainer.train`.
+            **named: Of `Trainer.train`.
+
+        Raises:
+            ValueError: No checkpoint, or one that is not whole or not of this trainer.
+        """
+        self._checkpoint = None
+        if resume_from_checkpoint is True:
+            self._checkpoint = newest_whole(Path(str(self.args.output_dir)), self._state_name(0))
+        elif resume_from_checkpoint:
+            self._checkpoint = Path(resume_from_checkpoint)
+            read_state(self._checkpoint / self._state_name(0))
+        return super().train(None if self._checkpoint is None else str(self._checkpoint), *rest, **named)
+
     def log(self, logs: dict[str, float], *rest: Any, **named: Any) -> None:
-        """The logs, with accuracy and difficulty while it trains."""
+        """The logs, with accuracy and difficulty while it trains, and how many losses were not finite."""
         if "loss" in logs:
-            found = self.tally.since(self._logged)
-            logs["accuracy"] = float(found["right"].sum() / found["total"].sum().clamp(min=1))
+            counts = self.tally.since(self._logged)
+            logs["accuracy"] = float(counts["right"].sum() / counts["total"].sum().clamp(min=1))
             logs["difficulty"] = round(self.data.difficulty(self.batches), 3)
+            _, finite, other = counts["loss"].tolist()
+            if other:
+                logs["losses_not_finite"] = other
+                logs["loss"] = logs["loss"] if finite else math.nan
+        if "train_loss" in logs and not float(self.tally.counts["loss"][1]):
+            logs["train_loss"] = math.nan  # the stock trainer's is a mean over none
         super().log(logs, *rest, **named)
 
     def evaluate(
@@ -201,17 +245,17 @@ class ThinkerTrainer(StepTrainer):
         """The model, out of what wraps it in training with several processes."""
         return self.unwrapped()
 
-    def _state_file(self, folder: str, rank: int) -> Path:
-        return Path(folder, f"thinker_state_{rank}.pt" if rank else "thinker_state.pt")
+    @staticmethod
+    def _state_name(rank: int) -> str:
+        return f"thinker_state_{rank}.pt" if rank else "thinker_state.pt"
 
     def _thinker_callbacks(self) -> dict[str, ThinkerCallback]:
         held = [c for c in self.callback_handler.callbacks if isinstance(c, ThinkerCallback)]
         return {f"{i} {type(c).__name__}": c for i, c in enumerate(held)}
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        """With the random state, what else a resume needs; each process has counts of its own."""
-        super()._save_rng_state(output_dir)
-        held = {
+    def save_progress(self, folder: Path) -> None:
+        """Write what a resume needs besides the stock checkpoint, last of all; each process has counts of its own."""
+        state = {
             "data": self.data.state_dict(self.batches),
             "counts": self.tally.counts,
             "logged": self._logged,
@@ -219,29 +263,21 @@ class ThinkerTrainer(StepTrainer):
             "step_loss": self.step_loss.state_dict(),
             "callbacks": {name: c.state_dict() for name, c in self._thinker_callbacks().items()},
         }
-        with new_file(self._state_file(output_dir, self.args.process_index), "ThinkerTrainer") as part:
-            torch.save(held, part)
+        with new_file(folder / self._state_name(self.args.process_index), "ThinkerTrainer") as part:
+            torch.save(state, part)
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        if checkpoint is None:
-            return
-        own, first = (self._state_file(checkpoint, rank) for rank in (self.args.process_index, 0))
-        if not first.exists():
-            raise ValueError(
-                f"ThinkerTrainer: {checkpoint} has no {first.name}; needed a checkpoint that ThinkerTrainer wrote"
-            )
-        # a process that was not there begins with the first one's state
-        held = torch.load(own if own.exists() else first, map_location="cpu", weights_only=True)
-        self.data.load_state_dict(held["data"])
-        self._start_of_data = self.data.step - self.seen
-        self.step_loss.load_state_dict(held["step_loss"])
-        if self.ema is not None and held["ema"] is not None:
-            self.ema.load_state_dict(held["ema"])
-        self.tally.counts, self._logged = self.tally.loaded(held["counts"]), self.tally.loaded(held["logged"])
+    def load_progress(self, folder: Path) -> None:
+        """Go on from there; a process that was not there begins with the first one's state."""
+        mine, first = (folder / self._state_name(rank) for rank in (self.args.process_index, 0))
+        state = read_state(mine if mine.exists() else first)
+        self.data.load_state_dict(state["data"])
+        self.step_loss.load_state_dict(state["step_loss"])
+        if self.ema is not None and state["ema"] is not None:
+            self.ema.load_state_dict(state["ema"])
+        self.tally.counts, self._logged = self.tally.loaded(state["counts"]), self.tally.loaded(state["logged"])
         for name, callback in self._thinker_callbacks().items():
-            if name in held["callbacks"]:
-                callback.load_state_dict(held["callbacks"][name])
+            if name in state["callbacks"]:
+                callback.load_state_dict(state["callbacks"][name])
 
     def snapshot(self) -> dict[str, Any]:
         """A copy of what training changes: weights, what the loss learns, optimizer, moving average, schedule."""
@@ -271,6 +307,26 @@ class ThinkerTrainer(StepTrainer):
         for callback in self._thinker_callbacks().values():
             callback.on_rewind()
 
+    def cool(self, factor: float) -> None:
+        """Multiply the learning rate by ``factor``, now and in what the schedule says from here on."""
+        scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
+        for group in _bare(self.optimizer).param_groups:
+            group["lr"] *= factor
+
+    def skip_if_not_finite(self) -> None:
+        """Drop a step's gradients when one of them is not finite: the optimizer would put nan into every weight."""
+        assert self.model is not None
+        gradients = [p.grad for p in (*self.model.parameters(), *self.step_loss.parameters()) if p.grad is not None]
+        if gradients and not bool(torch.stack([g.isfinite().all() for g in gradients]).all()):
+            _bare(self.optimizer).zero_grad(set_to_none=True)
+            self._skipped += 1
+            if self._skipped in (1, 10, 100, 1000):
+                logger.warning(
+                    "ThinkerTrainer: gradients of step %d are not finite; it is skipped (%d so far)",
+                    self.state.global_step + 1, self._skipped,
+                )  # fmt: skip
+
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
@@ -283,7 +339,12 @@ class _Housekeeping(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.trainer._checkpoint is not None:
+            self.trainer.load_progress(self.trainer._checkpoint)
         self.trainer._start_of_data = self.trainer.data.step - self.trainer.seen
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.save_progress(Path(args.output_dir, f"checkpoint-{state.global_step}"))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.data.step = self.trainer.batches  # of workers' copies the data set here knows nothing
@@ -292,6 +353,7 @@ class _Housekeeping(TrainerCallback):
         for parameter in self.trainer.step_loss.parameters():
             if parameter.grad is not None:
                 parameter.grad = self.trainer.accelerator.reduce(parameter.grad, "mean")
+        self.trainer.skip_if_not_finite()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.step_loss.zero_grad()

@@ -1,0 +1,45 @@
+"""Which checkpoints are whole: `ThinkerTrainer` writes its own file last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What `ThinkerTrainer` wrote into a checkpoint.
+
+    Raises:
+        ValueError: It is not there, or is cut short.
+    """
+    if not path.exists():
+        raise ValueError(
+            f"ThinkerTrainer: {path.parent} has no {path.name}; needed a whole checkpoint that ThinkerTrainer wrote"
+        )
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch and pickle raise what they like for a file that is cut
+        raise ValueError(f"ThinkerTrainer: {path} cannot be read ({error}); needed a whole checkpoint") from error
+
+
+def newest_whole(folder: Path, name: str) -> Path:
+    """The newest checkpoint that can be gone on from; says which newer ones cannot.
+
+    Raises:
+        ValueError: There is none.
+    """
+    numbers = {p: p.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-") for p in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+    for path in sorted((p for p, n in numbers.items() if n.isdigit()), key=lambda p: -int(numbers[p])):
+        try:
+            read_state(path / name)
+        except ValueError as error:
+            logger.warning("ThinkerTrainer: the checkpoint %s is not whole and is passed over: %s", path, error)
+        else:
+            return path
+    raise ValueError(f"ThinkerTrainer: {folder} has no whole checkpoint to resume from")

@@ -16,9 +16,29 @@ from model_components import __version__ as __version__
 from .config import ExitRule, ThinkerConfig
 from .curriculum import CurriculumDataset
 from .flow import FlowPlan, FlowRow
-from .losses import AllSteps, LastAndRandom, LearnedWeights, LinearWeights, Ponder, ProgressiveLoss, Reach, StepLoss
+from .losses import (
+    AllSteps,
+    ExactHalt,
+    LastAndRandom,
+    LearnedWeights,
+    LinearWeights,
+    Ponder,
+    ProgressiveLoss,
+    Reach,
+    StepLoss,
+)
 from .model import LatentThinker
-from .report import Accuracy, Curves, Grid, evaluate_grid, evaluate_lengths, evaluate_steps, plot_training
+from .report import (
+    Accuracy,
+    Calibration,
+    Curves,
+    Grid,
+    evaluate_grid,
+    evaluate_halting,
+    evaluate_lengths,
+    evaluate_steps,
+    plot_training,
+)
 from .schedules import Dynamic, Fixed, Frontier, Linear, Progressive, Schedule, Uniform
 from .state import Context, ThinkerOutput, ThinkerState, Thought
 from .tasks import TASKS, AtTokens, Sample, SequenceTask, Task, make_task, register_task
@@ -37,11 +57,13 @@ __all__ = [
     "Accuracy",
     "AllSteps",
     "AtTokens",
+    "Calibration",
     "Context",
     "CurriculumCallback",
     "CurriculumDataset",
     "Curves",
     "Dynamic",
+    "ExactHalt",
     "ExitRule",
     "Fixed",
     "FlowPlan",
@@ -72,6 +94,7 @@ __all__ = [
     "Thought",
     "Uniform",
     "evaluate_grid",
+    "evaluate_halting",
     "evaluate_lengths",
     "evaluate_steps",
     "make_task",

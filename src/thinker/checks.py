@@ -80,14 +80,12 @@ def check_labels(config: ThinkerConfig, labels: Tensor, logits: Sequence[int]) -
         )
 
 
-def check_choice(config: ThinkerConfig, what: str) -> None:
-    """Exits and rollouts choose by whole answers, which gradients and a causal flow must not."""
+def check_choice(config: ThinkerConfig, what: str, *, causal: bool = False) -> None:
+    """Exits and rollouts choose by whole answers, which gradients must not, and a causal flow only where it may."""
     if torch.is_grad_enabled():
         raise ValueError(f"LatentThinker: {what} with gradients on; needed torch.no_grad()")
-    if config.causal:
-        raise ValueError(
-            f"LatentThinker: {what} would choose by later tokens in a causal flow; needed every step and one rollout"
-        )
+    if config.causal and not causal:
+        raise ValueError(f"LatentThinker: {what} would choose by later tokens in a causal flow; needed one rollout")
 
 
 def check_latents(

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 Positions = Literal["learned", "cyclic", "sinusoidal", "rotary", "random", "random_float", "aligned"]
 LatentInit = Literal["table", "noise", "tokens"]
 MemoryKind = Literal["none", "grow", "window", "static"]
-StepUpdate = Literal["replace", "damped", "normalized"]
+StepUpdate = Literal["normalized", "replace"]
 OutputSteps = Literal["last", "all"] | Sequence[int]
 ExitKind = Literal["residual", "kl", "argmax", "halt"]
 
@@ -59,10 +59,13 @@ class ThinkerConfig(PreTrainedConfig):
             gradients).
         memory_size: In writes.
         num_static_tokens: Learned vectors that ``static_mem_lookup`` attends to.
-        step_update: What a step makes of block output f(z): ``"replace"`` z by it; ``"damped"``, (1-λ) z + λ f(z);
-            ``"normalized"``, unit-RMS states and a learned λ for each channel (nGPT's, Loshchilov et al. 2024).
-        damping: λ, or where it starts.
-        step_noise: Standard deviation of what is added to the latents before each training step.
+        step_update: What a step makes of latents z and the block's output f(z): ``"normalized"``, z + λ (f(z) - z) with
+            z and f(z) at unit RMS, and the result too, where λ is learned for each channel (nGPT's, Loshchilov et al.
+            2024): latents stay as large as they were, and when they no longer move they have arrived; ``"replace"``,
+            f(z), a sum that grows with the steps.
+        step_rate: Where λ starts.
+        step_noise: Standard deviation of what is added to the latents before each training step; it teaches steps to
+            correct what they are given, so that answers stay right when thinking goes on.
         sandwich: Norms after attention and MLP too (Huginn, Geiping et al. 2025).
         decoder_self_attention: Answer positions look at each other before they are read off.
         causal: Nothing looks ahead; needs ``latent_init="tokens"``. With fewer latents than tokens these are the last
@@ -108,9 +111,9 @@ class ThinkerConfig(PreTrainedConfig):
         memory: MemoryKind = "none",
         memory_size: int | None = None,
         num_static_tokens: int = 0,
-        step_update: StepUpdate = "replace",
-        damping: float = 0.95,
-        step_noise: float = 0.0,
+        step_update: StepUpdate = "normalized",
+        step_rate: float = 0.95,
+        step_noise: float = 0.1,
         sandwich: bool = False,
         decoder_self_attention: bool = False,
         causal: bool = False,
@@ -141,7 +144,7 @@ class ThinkerConfig(PreTrainedConfig):
         self.memory_size = memory_size
         self.num_static_tokens = num_static_tokens
         self.step_update = step_update
-        self.damping = damping
+        self.step_rate = step_rate
         self.step_noise = step_noise
         self.sandwich = sandwich
         self.decoder_self_attention = decoder_self_attention
@@ -196,8 +199,8 @@ class ThinkerConfig(PreTrainedConfig):
             refuse("max_offset", self.max_offset, '0, or more with positions="aligned"')
         if (self.memory in ("window", "static")) != (self.memory_size is not None) or (self.memory_size or 1) < 1:
             refuse("memory_size", self.memory_size, "writes, 1 or more, with memory window or static, and none without")
-        if not 0 < self.damping <= 1:
-            refuse("damping", self.damping, "above 0 and at most 1")
+        if not 0 < self.step_rate <= 1:
+            refuse("step_rate", self.step_rate, "above 0 and at most 1")
         for name in ("step_noise", "num_static_tokens"):
             if getattr(self, name) < 0:
                 refuse(name, getattr(self, name), "0 or more")
@@ -242,12 +245,14 @@ class ExitRule:
     """When a row stops thinking, in evaluation; rows that stop leave the batch.
 
     Args:
-        kind: ``"kl"``, mean KL(answer ‖ answer of the step before); ``"residual"``, ‖z - z'‖ / ‖z'‖ of the latents
-            against the step before, of which `ThinkerOutput.residuals` show what is usual; ``"argmax"``, the answer
-            stayed the same; ``"halt"``, the halting head's probability.
+        kind: ``"residual"``, ‖z - z'‖ / ‖z'‖ of the latents against the step before, of which
+            `ThinkerOutput.residuals` show what is usual; ``"halt"``, the halting head's probability, which costs next
+            to nothing too; ``"kl"``, mean KL(answer ‖ answer at the look before), and ``"argmax"``, the answer stayed
+            the same: these read the answer off at every look.
         threshold: Stop below it (residual, kl) or above it (halt); default 0.03, 1e-3, 0.5.
-        patience: In how many steps one after the other.
-        min_steps: Never before.
+        patience: At how many looks one after the other.
+        min_steps: Never before; nothing is looked at that cannot matter.
+        every: Steps from one look to the next; default 4 for ``"kl"`` and ``"argmax"``, 1 for the others.
 
     >>> ExitRule(kind="kl").threshold
     0.001
@@ -256,19 +261,34 @@ class ExitRule:
     ValueError: ExitRule: kind is 'soon'; needed one of residual, kl, argmax, halt
     """
 
-    kind: ExitKind = "kl"
+    kind: ExitKind = "residual"
     threshold: float | None = None
     patience: int = 1
     min_steps: int = 1
+    every: int | None = None
 
     def __post_init__(self):
         if self.kind not in get_args(ExitKind):
             raise ValueError(f"ExitRule: kind is {self.kind!r}; needed one of {', '.join(get_args(ExitKind))}")
-        if self.patience < 1 or self.min_steps < 1:
-            raise ValueError(f"ExitRule: patience {self.patience}, min_steps {self.min_steps}; needed 1 or more")
         if self.threshold is None:
             default = {"residual": 0.03, "kl": 1e-3, "argmax": 0.0, "halt": 0.5}[self.kind]
             object.__setattr__(self, "threshold", default)
-        assert self.threshold is not None
-        if self.threshold < 0:
-            raise ValueError(f"ExitRule: threshold is {self.threshold}; needed 0 or more")
+        if self.every is None:
+            object.__setattr__(self, "every", 4 if self.reads_answers else 1)
+        for name in ("patience", "min_steps", "every"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"ExitRule: {name} is {value!r}; needed a whole number, 1 or more")
+        if not isinstance(self.threshold, int | float) or not self.threshold >= 0:
+            raise ValueError(f"ExitRule: threshold is {self.threshold!r}; needed 0 or more")
+
+    @property
+    def reads_answers(self) -> bool:
+        """It compares answers, and so needs one look before the first that can end anything."""
+        return self.kind in ("kl", "argmax")
+
+    def looks_at(self, step: int) -> bool:
+        """Whether this step, counted from 1, is looked at: every so many, none that cannot matter."""
+        assert self.every is not None
+        first = self.min_steps - self.every * (self.patience - 1 + self.reads_answers)
+        return step >= first and (step - self.min_steps) % self.every == 0

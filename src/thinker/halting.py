@@ -1,4 +1,4 @@
-"""Rows that stop when they are done, and leave the batch: those of the others close ranks; and the best of rollouts.
+"""Rows that stop when they are done and leave the batch; and the best of several rollouts.
 
 Shapes: B batch, n latents, d width, T steps, O answer length, V symbols, K rollouts.
 """
@@ -75,12 +75,15 @@ class Exits:
         self.residuals[self.rows, number - 1] = torch.where(self.going, residual.float(), 0.0)
         if self.halted is not None and halted is not None:
             self.halted[self.rows, number - 1] = torch.where(self.going, halted.float(), 0.0)
-        self.calm = torch.where(self._calm(latents, residual, halted), self.calm + 1, 0)
-        done = self.going & (self.calm >= self.rule.patience)
-        if number < self.rule.min_steps or not row.output:
-            done = torch.zeros_like(done)
         if number == self.num_steps:
             done = self.going
+        elif not self.rule.looks_at(number):
+            return self.SAME
+        else:
+            self.calm = torch.where(self._calm(latents, residual, halted), self.calm + 1, 0)
+            if number < self.rule.min_steps or not row.output:
+                return self.SAME
+            done = self.going & (self.calm >= self.rule.patience)
         which = done.nonzero()[:, 0]
         if not len(which):
             return self.SAME

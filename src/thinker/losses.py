@@ -66,7 +66,7 @@ class StepLoss(nn.Module, ABC):
     ) -> Tensor | Sequence[float]:
         """(S,), (S, B) or (S, B, O): how much each step, row and answer counts."""
 
-    def penalty(self, output: ThinkerOutput) -> Tensor | float:
+    def penalty(self, output: ThinkerOutput, labels: Tensor) -> Tensor | float:
         """What is added, a mean over rows."""
         return 0.0
 
@@ -88,7 +88,7 @@ class StepLoss(nn.Module, ABC):
         if not isinstance(weights, Tensor):
             weights = torch.tensor(weights, device=errors.device, dtype=errors.dtype)
         weights = weights.to(errors.dtype).reshape(*weights.shape, *[1] * (3 - weights.dim()))
-        return (weights * errors).sum() / num_answers(labels, steps).clamp(min=1) + self.penalty(output)
+        return (weights * errors).sum() / num_answers(labels, steps).clamp(min=1) + self.penalty(output, labels)
 
 
 class LastAndRandom(StepLoss):
@@ -269,10 +269,61 @@ class Ponder(AllSteps):
         index = torch.tensor(steps, device=output.halt_logits.device) - 1
         return self.log_chances(output.halt_logits)[:, index].softmax(1).T
 
-    def penalty(self, output: ThinkerOutput) -> Tensor:
+    def penalty(self, output: ThinkerOutput, labels: Tensor) -> Tensor:
         """KL towards the geometric distribution, cut where the steps end."""
         assert output.halt_logits is not None
         chances = self.log_chances(output.halt_logits)
         place = torch.arange(chances.shape[1], device=chances.device)
         prior = (place * torch.log1p(torch.tensor(-self.prior)) + torch.log(torch.tensor(self.prior))).log_softmax(0)
         return self.weight * (chances.exp() * (chances - prior)).sum(1).mean()
+
+
+class ExactHalt(StepLoss):
+    """Another loss, and a halting head that learns whether the whole answer is right already.
+
+    At every supervised step the head's probability is drawn towards 1 where each symbol is right and towards 0 where
+    one is not, as in HRM (Wang et al. 2025) and TRM (Jolicoeur-Martineau 2025); see `evaluate_halting`.
+
+    Args:
+        step_loss: The other; default `LastAndRandom`.
+        weight: Of the head's cross-entropy.
+    """
+
+    def __init__(self, step_loss: StepLoss | None = None, weight: float = 0.5):
+        super().__init__()
+        if not weight > 0:
+            raise ValueError(f"ExactHalt: weight is {weight}; needed above 0")
+        self.step_loss, self.weight = step_loss or LastAndRandom(), weight
+
+    def check(self, config: ThinkerConfig) -> None:
+        """It needs the head, and what the other needs."""
+        if not config.halting:
+            raise ValueError("ExactHalt: the model has no halting head; needed ThinkerConfig(halting=True)")
+        self.step_loss.check(config)
+
+    def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
+        """The other's."""
+        return self.step_loss.passes(n_step, plan, generator)
+
+    def weights(
+        self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None
+    ) -> Tensor | Sequence[float]:
+        """The other's."""
+        return self.step_loss.weights(output, steps, distance)
+
+    def penalty(self, output: ThinkerOutput, labels: Tensor) -> Tensor | float:
+        """The other's, and the head's cross-entropy."""
+        assert output.halt_logits is not None
+        assert output.output_steps is not None
+        steps = torch.tensor(output.output_steps, device=labels.device) - 1
+        logits = output.halt_logits[:, steps].float()
+        errors = F.binary_cross_entropy_with_logits(logits, exact(output, labels).float())
+        return self.weight * errors + self.step_loss.penalty(output, labels)
+
+
+def exact(output: ThinkerOutput, labels: Tensor) -> Tensor:  # (B, S)
+    """Whether each row's whole answer is right at each supervised step."""
+    assert output.step_logits is not None
+    assert output.output_steps is not None
+    rows = zip(output.step_logits, labels_of_steps(labels, output.output_steps), strict=True)
+    return torch.stack([((x.argmax(-1) == y) | (y == -100)).all(1) for x, y in rows], 1)

@@ -83,7 +83,7 @@ class LatentThinker(PreTrainedModel):
                 if parameter is not None:
                     nn.init.normal_(parameter, std=std)
             if self.rate is not None:
-                nn.init.constant_(self.rate, self.config.damping)
+                nn.init.constant_(self.rate, self.config.step_rate)
 
     def get_input_embeddings(self) -> nn.Module:
         """The table of tokens."""
@@ -163,7 +163,8 @@ class LatentThinker(PreTrainedModel):
             carry: Go on from there.
             output_steps: Whose latents to keep, counted from 1: ``"last"``, ``"all"`` that the plan outputs, or some.
             grad_steps: Only the last so many steps have gradients (truncated backpropagation); default all.
-            exit_rule: When a row may stop early (without gradients); rows that did leave the batch.
+            exit_rule: When a row may stop early (without gradients); rows that did leave the batch. In a causal flow
+                how many steps a row takes depends on all of its tokens: do not score predictions of the next one so.
             out_len: Of the answer that an exit by ``"kl"`` or ``"argmax"`` watches; default the longest.
             step_noise: Standard deviation; default the config's in training, none in evaluation.
             generator: Of noise and noise latents; in evaluation, without one, the same each time.
@@ -187,7 +188,7 @@ class LatentThinker(PreTrainedModel):
         keep = chosen_steps(output_steps, rows)
         first_grad = 0 if grad_steps is None else max(0, len(rows) - grad_steps)
         if exit_rule is not None:
-            check_choice(config, "an exit rule")
+            check_choice(config, "an exit rule", causal=True)
         exits = None
         if exit_rule is not None:
 
@@ -379,8 +380,6 @@ class LatentThinker(PreTrainedModel):
                 read_mask=frame.read, self_mask=frame.own, turn=frame.turn,
                 memory_mask=None if held is None else frame.memory(held[0].shape[2]),
             )  # fmt: skip
-        if self.config.step_update == "damped":
-            return torch.lerp(z, made, self.config.damping)
         if self.rate is not None:
             unit, to = (F.rms_norm(x, x.shape[-1:]) for x in (z, made))
             return F.rms_norm(unit + self.rate * (to - unit), z.shape[-1:])

@@ -146,9 +146,7 @@ def think(
                 z = z + after(i, "memory", look_up(f"{name}.memory", z, past, look, None, None))
             z = z + after(i, "self_attention", itself(f"{name}.self_attention", z, own, latent_at))
             z = z + after(i, "mlp", mlp(f"{name}.mlp", z))
-        if config.step_update == "damped":
-            z = (1 - config.damping) * before + config.damping * z
-        elif config.step_update == "normalized":
+        if config.step_update == "normalized":
             unit, to = (y / (y.square().mean(-1, keepdim=True) + torch.finfo(dtype).eps).sqrt() for y in (before, z))
             z = unit + w["rate"] * (to - unit)
             z = z / (z.square().mean(-1, keepdim=True) + torch.finfo(dtype).eps).sqrt()

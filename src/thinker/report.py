@@ -14,7 +14,7 @@ from model_components._report import Axes, Figure, Report, Table, axes_for, plai
 
 from .curriculum import CurriculumDataset
 from .flow import FlowPlan
-from .losses import labels_of_steps
+from .losses import exact, labels_of_steps
 from .model import LatentThinker
 
 
@@ -127,6 +127,37 @@ class Curves(Report):
         axes.set_ylim(top=1.02)
         axes.legend(fontsize=8)
         return figure
+
+
+@dataclass(frozen=True)
+class Calibration(Report):
+    """What a halting head says against what is so, by tenths of its probability.
+
+    Args:
+        count: Looks in each tenth: rows times steps.
+        said: Mean probability that the head gave.
+        right: Share of whole answers that were right.
+    """
+
+    count: tuple[int, ...]
+    said: tuple[float, ...]
+    right: tuple[float, ...]
+
+    @property
+    def error(self) -> float:
+        """Mean distance between what was said and what was so, by looks (expected calibration error)."""
+        parts = zip(self.count, self.said, self.right, strict=True)
+        return sum(n * abs(s - r) for n, s, r in parts) / max(1, sum(self.count))
+
+    def summary(self) -> list[str]:
+        """One line."""
+        return [f"{sum(self.count)} looks, calibration error {self.error:.3f}"]
+
+    def table(self) -> Table:
+        """Tenths that were used."""
+        parts = zip(range(10), self.count, self.said, self.right, strict=True)
+        rows = [[f"{i / 10:.1f} to {(i + 1) / 10:.1f}", str(n), f"{s:.3f}", f"{r:.3f}"] for i, n, s, r in parts if n]
+        return Table(["probability", "looks", "said", "right"], rows)
 
 
 @torch.no_grad()
@@ -269,6 +300,47 @@ def evaluate_steps(
         batch = data.held_out(samples, length, seed=seed)
         cells.append(tuple(accuracies(model, batch, n_steps=numbers, n_latent=n_latent, plan=plan)))
     return Curves(tuple(steps), tuple(map(tuple, steps.values())), tuple(cells))
+
+
+@torch.no_grad()
+def evaluate_halting(
+    model: LatentThinker,
+    data: CurriculumDataset,
+    length: int,
+    *,
+    n_step: int,
+    samples: int = 512,
+    plan: FlowPlan | None = None,
+    seed: int = 0,
+) -> Calibration:
+    """How often a halting head is right about the answer being right, after every step.
+
+    Args:
+        model: With ``halting=True``, trained with `ExactHalt`; in any mode.
+        data: Whose held-out samples.
+        length: Of the samples.
+        n_step: Steps; each that outputs is looked at.
+        samples: How many.
+        plan: What each step does.
+        seed: Which samples.
+
+    Raises:
+        ValueError: A model without the head.
+    """
+    if not model.config.halting:
+        raise ValueError("evaluate_halting: the model has no halting head; needed ThinkerConfig(halting=True)")
+    batch = {k: v.to(model.device) for k, v in data.held_out(samples, length, seed=seed).items()}
+    with evaluating(model):
+        out = model(
+            batch["input_ids"], batch["attention_mask"], out_len=batch["labels"].shape[-1], n_step=n_step, plan=plan,
+            output_steps="all",
+        )  # fmt: skip
+    said = out.halt_logits[:, torch.tensor(out.output_steps, device=model.device) - 1].float().sigmoid().flatten()
+    right = exact(out, batch["labels"]).float().flatten()
+    tenths = (said * 10).long().clamp(max=9)
+    count = torch.zeros(10, device=said.device).index_add_(0, tenths, torch.ones_like(said))
+    sums = [torch.zeros(10, device=said.device).index_add_(0, tenths, x) / count.clamp(min=1) for x in (said, right)]
+    return Calibration(tuple(int(n) for n in count), *(tuple(x.tolist()) for x in sums))
 
 
 def plot_training(history: Sequence[dict[str, Any]], ax: Axes | None = None) -> Figure:

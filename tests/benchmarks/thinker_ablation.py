@@ -30,10 +30,11 @@ LOSSES = {
     "progressive": th.ProgressiveLoss,
 }
 UPDATES = {
-    "replace": {},
-    "damped": {"step_update": "damped", "damping": 0.95},
-    "damped + noise": {"step_update": "damped", "damping": 0.95, "step_noise": 0.01},
-    "normalized": {"step_update": "normalized", "damping": 0.5},
+    "normalized": {},
+    "replace": {"step_update": "replace", "step_noise": 0.0},
+    "replace + noise": {"step_update": "replace"},
+    "without noise": {"step_noise": 0.0},
+    "rate 0.5": {"step_rate": 0.5},
 }
 
 

@@ -116,7 +116,7 @@ def run(name: str, task: th.Task, *, trained: int, iterations: int, lengths: lis
     generator, started = torch.Generator().manual_seed(seed), time.process_time()
     model = ANCHORS[name](task.vocab_size, task.output_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=model.rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, model.rate, total_steps=iterations, pct_start=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, model.rate, total_steps=iterations, pct_start=0.1)
     for _ in range(iterations):
         length = trained if random.random() < 0.5 else random.randint(1, trained)
         sample = task.sample(generator, 64, length)

@@ -5,7 +5,18 @@ import torch
 import torch.nn.functional as F
 
 from tests.thinker.test_model import batch, model_of
-from thinker import AllSteps, FlowPlan, LastAndRandom, LearnedWeights, LinearWeights, Ponder, ProgressiveLoss, Reach
+from thinker import (
+    AllSteps,
+    ExactHalt,
+    FlowPlan,
+    LastAndRandom,
+    LearnedWeights,
+    LinearWeights,
+    Ponder,
+    ProgressiveLoss,
+    Reach,
+)
+from thinker.losses import exact
 
 LABELS = torch.tensor([[1, 2, 3, -100], [4, -100, -100, -100], [5, 6, 7, 8]])
 
@@ -148,12 +159,34 @@ def test_ponder():
     assert model.halt.weight.grad.abs().sum() > 0
 
 
+def test_the_halting_head_learns_whether_the_answer_is_right():
+    model = model_of(halting=True)
+    with torch.no_grad():
+        model.halt.weight.normal_(std=0.5, generator=torch.Generator().manual_seed(0))
+    loss = ExactHalt(AllSteps(), weight=0.3)
+    (part,) = loss.passes(3, EVERY, torch.Generator())
+    out = model(*batch(), n_step=3, out_len=4, output_steps=part.output_steps)
+    labels = torch.where(LABELS == -100, LABELS, out.logits.argmax(-1))
+    labels[0, 0] = (labels[0, 0] + 1) % 11  # two rows of three are right at the last step
+    penalty = 0.0
+    for row in range(3):
+        for step, logits in enumerate(out.step_logits):
+            right = all(int(logits[row, p].argmax()) == y for p, y in enumerate(labels[row].tolist()) if y >= 0)
+            chance = out.halt_logits[row, step].sigmoid()
+            penalty = penalty - torch.log(chance if right else 1 - chance) / 9
+    assert exact(out, labels)[:, -1].tolist() == [False, True, True]
+    torch.testing.assert_close(loss(out, labels), AllSteps()(out, labels) + 0.3 * penalty)
+    with pytest.raises(ValueError, match="ExactHalt: the model has no halting head"):
+        loss.check(model_of().config)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: LastAndRandom(last=0), "last 0"),
         (lambda: ProgressiveLoss(alpha=2), "alpha is 2"),
         (lambda: Ponder(prior=1.0), "prior 1.0"),
+        (lambda: ExactHalt(weight=0), "weight is 0; needed above 0"),
         (lambda: Reach(window=1), "window 1; needed 1 or more, and 2 or more"),
         (lambda: Reach(grad_steps=0), "grad_steps 0"),
         (lambda: Reach().check(model_of().config), "window is 2, the model's None; needed the same"),

@@ -251,7 +251,7 @@ def test_accumulation_gives_the_same_step(tmp_path):
     items = (whole["labels"] != -100).sum()
     gradients = []
     for parts in ([whole], halves):
-        trainer = trainer_of(tmp_path, step_loss=AllSteps())
+        trainer = trainer_of(tmp_path, model_of(step_noise=0.0), step_loss=AllSteps())
         for part in parts:
             trainer.compute_loss(trainer.model, part, num_items_in_batch=items).backward()
         gradients.append([p.grad for p in trainer.model.parameters()])
@@ -440,7 +440,8 @@ def test_an_explosion_ends_at_or_below_the_best_loss_seen(rate, tmp_path):
 
     def trained(*callbacks):
         data = CurriculumDataset(make_task("copy", symbols=4), Frontier(max_length=3), batch_size=32)
-        trainer = trainer_of(tmp_path, model_of(vocab_size=4), data, callbacks=[*callbacks], **settings)
+        model = model_of(vocab_size=4, step_update="replace")  # whose latents grow
+        trainer = trainer_of(tmp_path, model, data, callbacks=[*callbacks], **settings)
         trainer.train()
         return trainer
 

@@ -66,8 +66,8 @@ class Copy(SequenceTask):
         return tokens.clone()
 
     def distance(self, lengths: Tensor, place: Tensor) -> Tensor:
-        """Nowhere."""
-        return place.expand(len(lengths), -1) * 0
+        """Its own place."""
+        return torch.ones_like(place).expand(len(lengths), -1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +108,17 @@ class _Rearranged(SequenceTask):
 @register_task("reverse")
 @dataclass(frozen=True, kw_only=True)
 class Reverse(_Rearranged):
-    """The input from its end."""
+    """The input from its end.
+
+    With ``by_step`` a row of n symbols is asked for n steps: exchanges that went on would undo what they have done.
+    """
 
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
         """t_{n-1-i}."""
-        if self.by_step:
-            return self.rounds(tokens, lengths)
-        return tokens.gather(1, (lengths - 1 - place).clamp_(min=0))
+        if not self.by_step:
+            return tokens.gather(1, (lengths - 1 - place).clamp_(min=0))
+        over = place >= lengths  # steps are as many as places
+        return self.rounds(tokens, lengths).masked_fill(over[..., None], IGNORED)
 
     def exchanged(self, left: Tensor, right: Tensor) -> Tensor:
         """Always."""
@@ -130,8 +134,8 @@ class Flip(SequenceTask):
         return self.symbols - 1 - tokens
 
     def distance(self, lengths: Tensor, place: Tensor) -> Tensor:
-        """Nowhere."""
-        return place.expand(len(lengths), -1) * 0
+        """Its own place."""
+        return torch.ones_like(place).expand(len(lengths), -1)
 
 
 @register_task("roll")

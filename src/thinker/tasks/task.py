@@ -27,7 +27,7 @@ class Sample(NamedTuple):
         targets: (B, O) answers, -100 where there is none; or (B, T, O), those of each step, where the task says
             ``by_step``.
         distance: (B, O), how many tokens away the farthest lies that an answer depends on, its own place or the start
-            token before the input; none: it may depend on everything.
+            token before the input, 1 at least; none: it may depend on everything.
     """
 
     tokens: Tensor

@@ -1,0 +1,193 @@
+"""Trained on short inputs, tested on long ones: the tasks of `examples/think_longer.py` by its own command, five seeds.
+
+Beside it, on the tasks that are scans, what others would use (`thinker_anchors`): three seeds, as many iterations,
+tested at as many steps as symbols, eight more, and twice as many, of which the best counts. For pointers the score of
+answering the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import thinker as th
+from tests.benchmarks import thinker_anchors
+from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
+
+FOUND, WORK = RESULTS / "thinker_lengths.json", Path(__file__).parent / "work" / "thinker"
+GUIDE, README, PLOT = ROOT / "docs" / "thinker.md", ROOT / "README.md", ROOT / "docs" / "thinker_lengths.svg"
+EXAMPLE = ROOT / "examples" / "think_longer.py"
+SEEDS, TIMES = (11, 12, 13, 14, 15), (2, 4, 10, 20)
+SCANS = ("parity", "sums", "depth", "add10")
+WORDS = {
+    "parity": "parity of every prefix", "sums": "sums modulo 5 of every prefix", "depth": "depth of brackets",
+    "add2": "addition in base 2", "add10": "addition in base 10", "add16": "addition in base 16", "copy": "copy",
+    "reverse": "reverse", "sort": "sort", "hops": "hops through a permutation", "pointers": "pointers that may meet",
+}  # fmt: skip
+
+
+def example() -> Any:
+    """The example as a module: its table of tasks, and which steps it looks at."""
+    spec = importlib.util.spec_from_file_location("think_longer", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(task: str, lengths: list[int], seed: int, more: list[str]) -> dict[str, Any]:
+    """One run of the example: its CPU seconds, imports and test included, and its figures."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    file = WORK / f"{task}-{seed}.json"
+    command = [sys.executable, str(EXAMPLE), "--task", task, "--seed", str(seed), "--json", str(file), *more]
+    command += ["--lengths", *map(str, lengths)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+    done = subprocess.run(command, check=True, env=environment, capture_output=True, text=True, cwd=WORK)
+    line = next(row for row in done.stdout.splitlines() if " parameters, " in row)
+    numbers = [int(word) for word in line.replace(",", "").split() if word.isdigit()]
+    points = json.loads(file.read_text(encoding="utf-8"))
+    return {"seed": seed, "cpu_seconds": numbers[-1], "parameters": numbers[0], "points": points}
+
+
+def anchors(task: str, recipe: dict[str, Any], lengths: list[int], iterations: int) -> dict[str, Any]:
+    """What others would use, three seeds."""
+    options = {k: v for k, v in recipe.items() if k not in ("length", "iterations", "model", "task")}
+    made = th.make_task(recipe["task"], **options)
+    numbers = {"trained": recipe["length"], "iterations": iterations, "lengths": lengths}
+    return {
+        name: [thinker_anchors.run(name, made, seed=seed, **numbers) for seed in SEEDS[:3]]
+        for name in thinker_anchors.ANCHORS
+    }
+
+
+def start_alone(task: str, recipe: dict[str, Any], lengths: list[int]) -> dict[str, float]:
+    """The share of pointers that end where they start."""
+    options = {k: v for k, v in recipe.items() if k not in ("length", "iterations", "model", "task")}
+    data = th.CurriculumDataset(th.make_task(recipe["task"], **options), th.Fixed(max_length=4), holdout=0.0)
+    shares = {}
+    for length in lengths:
+        batch = data.held_out(4096, length)
+        shares[str(length)] = float((batch["labels"][:, -1, 0] == batch["input_ids"][:, -1]).float().mean())
+    return shares
+
+
+def right(points: list[dict[str, Any]], length: int, most: int | None = None) -> float:
+    """The share of symbols at a length: after the most steps that are at most twice it, or at the most of all."""
+    own = [p for p in points if p["length"] == length and p["steps"] <= (most or 2 * length + 1)]
+    return max(own, key=lambda p: p["steps"])["symbols"]
+
+
+def percent(share: float) -> str:
+    """Of symbols; 100 only where every one is right."""
+    return "100" if share == 1 else f"{min(99.99, 100 * share):.2f}"
+
+
+def write_table() -> None:
+    """The guide's and the README's tables, from the committed results."""
+    if not FOUND.exists():
+        return
+    found = json.loads(FOUND.read_text(encoding="utf-8"))
+    lines = [
+        "| task | trained to | 2 times as long | 4 | 10 | 20 | 20, thinking 10 steps a symbol | CPU s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    short = ["| trained on a few symbols, tested on 20 times as many | symbols right, worst of five seeds | CPU s |",
+             "|---|---|---|"]  # fmt: skip
+    for task, row in found["tasks"].items():
+        trained, runs = row["trained"], row["runs"]
+        cells = [percent(min(right(r["points"], trained * n) for r in runs)) for n in TIMES]
+        longest = trained * TIMES[-1]
+        most = max(p["steps"] for p in runs[0]["points"] if p["length"] == longest)
+        stays = percent(min(right(r["points"], longest, most) for r in runs)) if most >= 10 * longest else ""
+        seconds = statistics.median(r["cpu_seconds"] for r in runs)
+        lines.append(f"| {WORDS[task]} | {trained} | {' | '.join(cells)} | {stays} | {seconds:.0f} |")
+        short.append(f"| {WORDS[task]}, {trained} to {longest} | {cells[-1]} % | {seconds:.0f} |")
+    place = f"{found['hardware']}, one thread; measured {found['date']} at {found['commit']}."
+    put(GUIDE, [*lines, "", f"Per cent of symbols right, the worst of five seeds. {place}"], "longer")
+    put(README, short, "thinker")
+    names = list(thinker_anchors.ANCHORS)
+    lines = [f"| task, length | LatentThinker | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
+    for task, row in found["tasks"].items():
+        for n in (4, 20) if row.get("anchors") else ():
+            length = row["trained"] * n
+            cells = [percent(statistics.median(right(r["points"], length) for r in row["runs"][:3]))]
+            for name in names:
+                best = [max(p["symbols"] for p in r["points"] if p["length"] == length) for r in row["anchors"][name]]
+                cells.append(percent(statistics.median(best)))
+            lines.append(f"| {WORDS[task]}, {length} | {' | '.join(cells)} |")
+    put(GUIDE, lines, "anchors")
+
+
+def draw() -> None:
+    """Right symbols against steps, a panel for each task that has curves: the first seed's."""
+    import matplotlib
+
+    matplotlib.rcParams["svg.hashsalt"] = "thinker"
+    from matplotlib import pyplot
+
+    found = json.loads(FOUND.read_text(encoding="utf-8"))["tasks"]
+    shown = [t for t in ("parity", "sums", "depth", "add2", "add10", "sort") if t in found]
+    figure, axes = pyplot.subplots(2, 3, figsize=(11, 5.6), layout="constrained", sharey=True)
+    for task, ax in zip(shown, axes.flat, strict=False):
+        points = found[task]["runs"][0]["points"]
+        lengths = sorted({p["length"] for p in points})
+        own = [[p for p in points if p["length"] == n] for n in lengths]
+        th.Curves(
+            tuple(lengths),
+            tuple(tuple(p["steps"] for p in ps) for ps in own),
+            tuple(tuple(th.Accuracy(p["symbols"], p["rows"]) for p in ps) for ps in own),
+        ).plot(ax)
+        ax.set_title(f"{WORDS[task]}, trained to {found[task]['trained']}", fontsize=9)
+    figure.savefig(PLOT)
+    text = PLOT.read_text(encoding="utf-8").split("\n")
+    PLOT.write_text("\n".join(line.rstrip() for line in text if "<dc:date>" not in line), encoding="utf-8")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run every task with every seed; write results, tables and the picture."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", help="not looked at: the example trains on the CPU")
+    parser.add_argument("--only", nargs="*", help="tasks; the others are kept")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, a thread each")
+    parser.add_argument("--smoke", action="store_true", help="seconds each, to see that it works; nothing is written")
+    options = parser.parse_args(arguments)
+    tasks = example().TASKS
+    found: dict[str, Any] = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {"tasks": {}}
+    found |= {"date": today(), "commit": commit(), "hardware": hardware()}
+    rows = {}
+    for task, recipe in tasks.items():
+        if options.only and task not in options.only:
+            if task in found["tasks"]:
+                rows[task] = found["tasks"][task]
+            continue
+        lengths = [recipe["length"] * n for n in ((2,) if options.smoke else TIMES)]
+        seeds, more = SEEDS, ["--samples", "128" if recipe["length"] > 10 else "256"]
+        if options.smoke:
+            seeds, more = SEEDS[:1], ["--iterations", "20", "--samples", "16"]
+        with ThreadPoolExecutor(options.jobs) as pool:
+            runs = list(pool.map(lambda s, t=task, n=lengths, m=more: run(t, n, s, m), seeds))
+        rows[task] = {"trained": recipe["length"], "iterations": recipe["iterations"], "runs": runs}
+        if task in SCANS:
+            rows[task]["anchors"] = anchors(task, recipe, lengths, 20 if options.smoke else recipe["iterations"])
+        if recipe["task"] == "hops":
+            rows[task]["answering the start"] = start_alone(task, recipe, lengths)
+        print(task, [(r["cpu_seconds"], [right(r["points"], n) for n in lengths]) for r in runs], flush=True)
+        if not options.smoke:
+            left = {t: found["tasks"][t] for t in tasks if t in found["tasks"] and t not in rows}
+            FOUND.write_text(json.dumps(found | {"tasks": rows | left}, indent=1) + "\n", encoding="utf-8")
+    if not options.smoke:
+        draw()
+        write_table()
+
+
+if __name__ == "__main__":
+    main()

@@ -31,7 +31,6 @@ RECIPES = {  # what a task needs beyond the defaults
         "task": {"max_value": 1000},
         "model": {"positions": "aligned"},
     },
-    "hops": {"iterations": 1500, "batch": 128, "length": 6},
 }
 
 
@@ -41,7 +40,7 @@ def settings(pairs: list[str]) -> dict:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", default="copy", choices=sorted(th.TASKS))
+    parser.add_argument("--task", default="copy", choices=sorted(n for n, t in th.TASKS.items() if not t.by_step))
     parser.add_argument("--options", nargs="*", default=[], metavar="NAME=VALUE", help="of the task: symbols=32")
     parser.add_argument("--model", nargs="*", default=[], metavar="NAME=VALUE", help="of ThinkerConfig: num_heads=8")
     parser.add_argument("--length", type=int, help="longest in training (default 20, or the task's)")

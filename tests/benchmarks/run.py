@@ -23,6 +23,7 @@ from tests.benchmarks import (
     pairwise_trial,
     thinker_ablation,
     thinker_accuracy,
+    thinker_lengths,
     thinker_step,
 )
 from tests.benchmarks.results import write_memory_account, write_page, write_readme_table
@@ -42,6 +43,7 @@ GATES = {
     "kron_ablation": [f"{KRONECKER}/test_training.py", "-k", "dense_one"],
     "thinker_step": [f"{THINKER}/test_model.py"],
     "thinker_accuracy": [f"{THINKER}/test_tasks.py", f"{THINKER}/test_curriculum.py"],
+    "thinker_lengths": [f"{THINKER}/test_tasks.py", f"{THINKER}/test_losses.py"],
     "thinker_ablation": [f"{THINKER}/test_training.py", "-k", "learns_to_copy"],
     "lora_linear": [f"{LORA}/test_functional.py"],
     "lora_step": [f"{LORA}/test_accelerate.py", "-k", "output_and_gradients"],
@@ -61,6 +63,7 @@ SCRIPTS = {
     "kron_ablation": kron_ablation.main,
     "thinker_step": thinker_step.main,
     "thinker_accuracy": thinker_accuracy.main,
+    "thinker_lengths": thinker_lengths.main,
     "thinker_ablation": thinker_ablation.main,
     "lora_linear": lora_linear.main,
     "lora_step": lora_step.main,

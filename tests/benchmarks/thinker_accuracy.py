@@ -15,7 +15,7 @@ import thinker as th
 from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
 
 CONFIG, FOUND = Path(__file__).parent / "thinker_accuracy.json", RESULTS / "thinker_accuracy.json"
-WORK, GUIDE, README = Path(__file__).parent / "work" / "thinker", ROOT / "docs" / "thinker.md", ROOT / "README.md"
+WORK, GUIDE = Path(__file__).parent / "work" / "thinker", ROOT / "docs" / "thinker.md"
 PLOT = ROOT / "docs" / "thinker_grid.svg"
 
 
@@ -34,7 +34,7 @@ def run(name: str, arguments: str, seed: int, smoke: bool) -> dict[str, Any]:
 
 
 def write_table() -> None:
-    """The guide's and the README's table, from the committed results."""
+    """The guide's table, from the committed results."""
     if not FOUND.exists():
         return
     found = json.loads(FOUND.read_text(encoding="utf-8"))
@@ -53,20 +53,6 @@ def write_table() -> None:
     lines += ["", place, "", "```bash"]
     lines += [f"python examples/train_thinker.py {row['arguments']}" for row in found["rows"].values()]
     put(GUIDE, [*lines, "```"], "accuracy")
-    beyond = [(n, r) for n, r in found["rows"].items() if any(int(k) > r["length"] for k in r["runs"][0]["by_length"])]
-    lines = ["| task | trained to | accuracy at length, median of seeds |", "|---|---|---|"]
-    for name, row in beyond:
-        told = {k: statistics.median(r["by_length"][k][0] for r in row["runs"]) for k in row["runs"][0]["by_length"]}
-        shown = ", ".join(f"{k}: {v:.3f}" for k, v in told.items() if int(k) >= row["length"])
-        lines.append(f"| {name} | {row['length']} | {shown} |")
-    put(GUIDE, lines, "lengths")
-    short = ["| task | held-out symbols right, worst of three seeds | CPU seconds, one thread |", "|---|---|---|"]
-    for name, row in found["rows"].items():
-        if row["readme"]:
-            worst = min(r["token"] for r in row["runs"])
-            seconds = statistics.median(r["cpu_seconds"] for r in row["runs"])
-            short.append(f"| {name} | {100 * worst:.2f} % | {seconds:.0f} |")
-    put(README, short, "thinker")
 
 
 def draw(found: dict[str, Any]) -> None:
@@ -104,7 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
                 found["rows"][name] = before[name]
             continue
         runs = [run(name, row["arguments"], seed, options.smoke) for seed in row.get("seeds", [0, 1, 2])]
-        found["rows"][name] = {"readme": False} | row | {"commit": commit(), "runs": runs}
+        found["rows"][name] = row | {"commit": commit(), "runs": runs}
         print(name, [(r["token"], r["cpu_seconds"]) for r in runs], flush=True)
         if not options.smoke:
             FOUND.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

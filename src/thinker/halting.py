@@ -117,7 +117,8 @@ class Exits:
         self.before = answer.log_softmax(-1)
         if before is None:
             return torch.zeros_like(self.going)
-        return (self.before.exp() * (self.before - before)).sum(-1).mean(1) < threshold
+        divergence = (self.before.exp() * (self.before - before)).sum(-1).mean(1)
+        return divergence.clamp(min=0.0) < threshold  # rounding makes it negative
 
     def thought(self, kept: dict[int, Tensor], asked: set[int]) -> Thought:
         """What every row found, without memories: those of rows that stopped at different steps differ in length."""

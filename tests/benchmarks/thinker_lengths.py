@@ -170,7 +170,7 @@ def main(arguments: list[str] | None = None) -> None:
                 rows[task] = found["tasks"][task]
             continue
         lengths = [recipe["length"] * n for n in ((2,) if options.smoke else TIMES)]
-        seeds, more = SEEDS, ["--samples", "128" if recipe["length"] > 10 else "256"]
+        seeds, more = SEEDS, ["--samples", "64"]
         if options.smoke:
             seeds, more = SEEDS[:1], ["--iterations", "20", "--samples", "16"]
         with ThreadPoolExecutor(options.jobs) as pool:

@@ -2,7 +2,7 @@
 
 One step is forward and backward of eight thinking steps and one read-out. All have the same widths, read-out and, to
 within a few per cent, parameters; perceiver-pytorch's tied Perceiver has no read-out for sequences and is timed with
-its own, a mean. Early exit: the same model, 16 steps, with and without rows that leave at step 4.
+its own, a mean. Early exit: a scan that was trained, rows of many lengths, the rule's own cost included.
 """
 
 from __future__ import annotations
@@ -10,15 +10,26 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from tests.benchmarks.measure import interleave, run_alone, saved_bytes
 from tests.benchmarks.results import ROOT, Row, append, latest, put
-from thinker import CurriculumDataset, ExitRule, LatentThinker, ThinkerConfig, make_task, thinker_arguments
-from thinker.halting import Exits
+from thinker import (
+    AtTokens,
+    CurriculumDataset,
+    ExactHalt,
+    ExitRule,
+    Frontier,
+    LatentThinker,
+    Reach,
+    ThinkerConfig,
+    ThinkerTrainer,
+    evaluate_halting,
+    make_task,
+    thinker_arguments,
+)
 
 IMPLS = ("nn.TransformerDecoderLayer", "LatentThinker", "LatentThinker, no cache", "perceiver-pytorch")
 STEPS = 8
@@ -141,37 +152,62 @@ def measure_loop(length: int, shape: tuple, backward: bool, runs: int, device: s
     return made
 
 
-class ThreeQuarters(Exits):
-    """Three rows of four are done from the first step that the rule allows."""
+def trained_scan(longest: int) -> tuple[LatentThinker, CurriculumDataset]:
+    """Prefix parity, learned on up to five symbols, with a halting head."""
+    import tempfile
 
-    def _calm(self, latents, residual, halted):
-        return self.rows % 4 != 0
+    from transformers import set_seed
+
+    set_seed(11)
+    task = AtTokens(make_task("prefix_sum"))
+    data = CurriculumDataset(task, Frontier(max_length=5), n_step=lambda length: (1, length + 6), holdout=0.0, seed=11)
+    model = LatentThinker(ThinkerConfig(
+        **data.sizes(longest), hidden_size=32, num_heads=2, causal=True, window=2, positions="rotary", halting=True
+    ))  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = thinker_arguments(
+            folder, max_steps=1500, learning_rate=4e-3, warmup_steps=50, disable_tqdm=True, use_cpu=True, seed=11
+        )
+        ThinkerTrainer(model, arguments, train_dataset=data, step_loss=ExactHalt(Reach())).train()
+    return model, data
 
 
 def measure_exit(runs: int, device: str) -> list[Row]:
-    """512 rows, 16 steps; three quarters leave at step 4."""
-    torch.manual_seed(0)
-    config = ThinkerConfig(vocab_size=16, max_input_length=20, max_output_length=20)
-    model, tokens = LatentThinker(config).eval().to(device), torch.randint(16, (512, 20)).to(device)
-    rule = ExitRule(min_steps=4)
+    """Rows of 4 to 64 symbols, 80 steps at most, the rule itself running; and what a rule costs when nobody leaves."""
+    model, data = trained_scan(64)
+    model = model.eval().to(device)
+    generator = torch.Generator().manual_seed(0)
+    sample = data.task.sample(generator, 256, torch.randint(4, 65, (256,), generator=generator))
+    tokens, mask, targets = (x.to(device) for x in sample[:3])
+    rules: dict[str, ExitRule | None] = {
+        "all rows": None,
+        "residual": ExitRule(),
+        "halt": ExitRule(kind="halt"),
+        "kl": ExitRule(kind="kl"),
+        "argmax": ExitRule(kind="argmax", patience=2),
+        "kl every step": ExitRule(kind="kl", every=1),
+        "residual, nobody leaves": ExitRule(threshold=0.0),
+        "kl, nobody leaves": ExitRule(kind="kl", threshold=0.0),
+        "kl every step, nobody leaves": ExitRule(kind="kl", threshold=0.0, every=1),
+    }
 
     @torch.no_grad()
-    def run(rule: ExitRule | None, answer: bool) -> None:
-        context = model.encode(tokens)
-        with mock.patch("thinker.model.Exits", ThreeQuarters):
-            thought = model.think(context, n_step=16, exit_rule=rule)
-        assert float((thought.steps == 4).float().mean()) == (0.75 if rule else 0.0)
-        if answer:
-            model.decode(thought.state)
+    def run(rule: ExitRule | None) -> tuple[float, float]:
+        out = model(tokens, mask, n_step=80, exit_rule=rule)
+        right = (out.logits.argmax(-1) == targets)[targets != -100]
+        return float(right.float().mean()), float(out.steps.float().mean())
 
+    found = {name: run(rule) for name, rule in rules.items()}
+    times = interleave({name: lambda r=rule: run(r) for name, rule in rules.items()}, runs, device)
     rows = []
-    for mode, answer in (("read and think", False), ("read, think and answer", True)):
-        turns = {"all rows": lambda a=answer: run(None, a), "early exit": lambda a=answer: run(rule, a)}
-        held = interleave(turns, runs, device)
-        text = "512 x 20 tokens, 8 latents of 64, 16 steps, 3 of 4 rows done at 4"
-        made = [Row.of("early exit", impl, mode, "float32", text, t, 0, device=device) for impl, t in held.items()]
-        report(made)
-        rows += made
+    for name, measured in times.items():
+        right, steps = found[name]
+        mode = f"{steps:.1f} steps, {100 * right:.2f} % right"
+        text = "256 rows of 4 to 64 symbols, at most 80 steps"
+        rows.append(Row.of("early exit", name, mode, "float32", text, measured, 0, device=device))
+    report(rows)
+    calibration = evaluate_halting(model, data, 5, n_step=11)
+    print(f"halting head at length 5: {calibration}")
     return rows
 
 
@@ -207,8 +243,6 @@ def measure_training(device: str, steps: int) -> list[Row]:
     """Samples per second of copy-20 training, through the trainer, and of its loop alone."""
     import tempfile
     import time
-
-    from thinker import ThinkerTrainer
 
     task = make_task("copy")
     rows, made = 64 if device == "cpu" else 512, []
@@ -250,14 +284,15 @@ def write_table() -> None:
         cells = [f"{b / o:.2f}" for b, o in zip(base, ours, strict=True)]
         cells += [f"{base[1] / other[1]:.2f}" for other in (plain, peer)]
         lines.append(f"| {shape} | {' | '.join(cells)} |")
-    exits = {mode: {i: v for (op, _, m, i), v in held.items() if (op, m) == ("early exit", mode)}
-             for mode in ("read and think", "read, think and answer")}  # fmt: skip
-    gains = [f"{v['all rows'] / v['early exit']:.2f} ({mode})" for mode, v in exits.items()]
     batch = {i: v for (op, _, _, i), v in held.items() if op == "batch"}
-    lines += [
-        "",
-        f"512 rows, 16 steps, three quarters done at step 4: early exit is {' and '.join(gains)} times as fast.",
-    ]
+    exits = [r for r in rows if r["op"] == "early exit"]
+    whole = next(float(r["cpu_p50"]) for r in exits if r["impl"] == "all rows")
+    lines += ["", f"Early exit, {exits[0]['shape']}, the rule's own cost included:", ""]
+    lines += ["| rule | mean steps | symbols right | times as fast |", "|---|---|---|---|"]
+    for row in exits:
+        steps, right = row["mode"].split(" steps, ")
+        lines.append(f"| {row['impl']} | {steps} | {right.split(' right')[0]} | {whole / float(row['cpu_p50']):.2f} |")
+    lines.append("")
     took = {impl: f"{1e3 * seconds:.2f} ms" for impl, seconds in batch.items()}
     lines += [
         f"A batch of 512 x 20: {took['Task.sample']} to sample, {took['CurriculumDataset']} with lengths and hold-out; "

@@ -74,7 +74,7 @@ def main() -> None:
     flow, task = recipe.pop("model"), th.make_task(recipe.pop("task"), **recipe)
 
     if flow is POINTER:  # every step is another hop
-        schedule, loss, n_step = th.Fixed(max_length=trained), th.AllSteps(), trained + 1
+        schedule, loss, n_step = th.schedules.Fixed(max_length=trained), th.AllSteps(), trained + 1
     else:
         task, loss = th.AtTokens(task), th.Reach(window=2)
         schedule = th.Frontier(max_length=trained, share=0.3 if flow is EXCHANGE else 0.5)

@@ -66,7 +66,9 @@ def main() -> None:
     recipe = RECIPES.get(args.task, {})
     task = th.make_task(args.task, **recipe.get("task", {}) | settings(args.options))
     kind = args.schedule or ("fixed" if "task" in recipe else "frontier")
-    schedule = getattr(th, kind.capitalize())(max_length=args.length or (4 if args.smoke else recipe.get("length", 20)))
+    schedule = getattr(th.schedules, kind.capitalize())(
+        max_length=args.length or (4 if args.smoke else recipe.get("length", 20))
+    )
     choices = recipe.get("model", {}) | settings(args.model)
     if choices.get("positions") == "aligned":
         choices["separators"] = task.separators

@@ -205,7 +205,7 @@ def test_the_guide_to_thinking_has_every_task_choice_and_public_name():
         assert all(f"`{f.name}`" in guide for f in dataclasses.fields(task)), name
     for kinds in (config.Positions, config.LatentInit, config.MemoryKind, config.StepUpdate, config.ExitKind):
         assert all(f'`"{kind}"`' in guide for kind in get_args(kinds)), kinds
-    for kind in (*thinker.Schedule.__subclasses__(), *thinker.StepLoss.__subclasses__()):
+    for kind in (*thinker.schedules.Schedule.__subclasses__(), *thinker.losses.StepLoss.__subclasses__()):
         assert f"`{kind.__name__}`" in guide
     results = json.loads((ROOT / "tests" / "benchmarks" / "results" / "thinker_accuracy.json").read_text())
     assert all(f"| {name} |" in guide for name in results["rows"])

@@ -15,84 +15,30 @@ from model_components import __version__ as __version__
 
 from .config import ExitRule, ThinkerConfig
 from .curriculum import CurriculumDataset
-from .flow import FlowPlan, FlowRow
-from .losses import (
-    AllSteps,
-    ExactHalt,
-    LastAndRandom,
-    LearnedWeights,
-    LinearWeights,
-    Ponder,
-    ProgressiveLoss,
-    Reach,
-    StepLoss,
-)
+from .flow import FlowPlan
+from .losses import AllSteps, ExactHalt, Reach
 from .model import LatentThinker
-from .report import (
-    Accuracy,
-    Calibration,
-    Curves,
-    Grid,
-    evaluate_grid,
-    evaluate_halting,
-    evaluate_lengths,
-    evaluate_steps,
-    plot_training,
-)
-from .schedules import Dynamic, Fixed, Frontier, Linear, Progressive, Schedule, Uniform
-from .state import Context, ThinkerOutput, ThinkerState, Thought
-from .tasks import TASKS, AtTokens, Sample, SequenceTask, Task, make_task, register_task
-from .training import (
-    CurriculumCallback,
-    GridCallback,
-    RewindOnPeak,
-    ThinkerCallback,
-    ThinkerTrainer,
-    parameter_groups,
-    thinker_arguments,
-)
+from .report import evaluate_grid, evaluate_halting, evaluate_lengths, evaluate_steps, plot_training
+from .schedules import Frontier
+from .tasks import TASKS, AtTokens, SequenceTask, Task, make_task, register_task
+from .training import RewindOnPeak, ThinkerTrainer, parameter_groups, thinker_arguments
 
 __all__ = [
     "TASKS",
-    "Accuracy",
     "AllSteps",
     "AtTokens",
-    "Calibration",
-    "Context",
-    "CurriculumCallback",
     "CurriculumDataset",
-    "Curves",
-    "Dynamic",
     "ExactHalt",
     "ExitRule",
-    "Fixed",
     "FlowPlan",
-    "FlowRow",
     "Frontier",
-    "Grid",
-    "GridCallback",
-    "LastAndRandom",
     "LatentThinker",
-    "LearnedWeights",
-    "Linear",
-    "LinearWeights",
-    "Ponder",
-    "Progressive",
-    "ProgressiveLoss",
     "Reach",
     "RewindOnPeak",
-    "Sample",
-    "Schedule",
     "SequenceTask",
-    "StepLoss",
     "Task",
-    "ThinkerCallback",
     "ThinkerConfig",
-    "ThinkerOutput",
-    "ThinkerState",
     "ThinkerTrainer",
-    "Thought",
-    "Uniform",
     "evaluate_grid",
     "evaluate_halting",
     "evaluate_lengths",

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .config import OutputSteps, ThinkerConfig
+from .config import OutputSteps, ThinkerConfig, is_whole
 from .flow import FlowRow
 
 
 def check_tokens(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None, *, values: bool) -> None:
     """Shape, length, and with ``values`` the ids."""
-    if tokens.dim() != 2 or tokens.dtype.is_floating_point or 0 in tokens.shape:
+    if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64) or 0 in tokens.shape:
         raise ValueError(
-            f"LatentThinker: tokens have shape {list(tokens.shape)} and dtype {tokens.dtype}; needed whole ids (B, L), "
-            f"none of the two 0"
+            f"LatentThinker: tokens have shape {list(tokens.shape)} and dtype {tokens.dtype}; needed int64 or int32 "
+            f"ids (B, L), none of the two 0"
         )
     if mask is not None and mask.shape != tokens.shape:
         turned = "; that is time first: transpose it" if mask.shape == tokens.shape[::-1] else ""
@@ -36,6 +37,15 @@ def check_tokens(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None, *, 
         if low < 0 or high >= config.vocab_size:
             wrong = low if low < 0 else high
             raise ValueError(f"LatentThinker: token id {wrong}; needed 0 to vocab_size - 1, {config.vocab_size - 1}")
+
+
+def check_numbers(n_step: int | None, n_latent: int | None, grad_steps: int | None, noise: float | None) -> None:
+    """What is counted is whole, and noise is not negative."""
+    for name, value, least in (("n_step", n_step, 1), ("n_latent", n_latent, 1), ("grad_steps", grad_steps, 0)):
+        if value is not None and (not is_whole(value) or value < least):
+            raise ValueError(f"LatentThinker: {name} is {value!r}; needed a whole number, {least} or more")
+    if noise is not None and not 0 <= noise < math.inf:
+        raise ValueError(f"LatentThinker: step_noise is {noise!r}; needed 0 or more, and finite")
 
 
 def check_mask(config: ThinkerConfig, mask: Tensor) -> None:
@@ -73,6 +83,8 @@ def check_labels(config: ThinkerConfig, labels: Tensor, logits: Sequence[int]) -
             f"LatentThinker: labels have shape {list(labels.shape)}; needed {list(logits[:2])}, the answer's"
         )
     known = labels[labels != -100]
+    if not known.numel():
+        raise ValueError("LatentThinker: every label is -100, of which there is no mean loss; needed an answer")
     if known.numel() and (int(known.min()) < 0 or int(known.max()) >= config.output_size):
         raise ValueError(
             f"LatentThinker: labels from {int(known.min())} to {int(known.max())}; needed 0 to output_size - 1, "
@@ -98,8 +110,6 @@ def check_latents(
 ) -> None:
     """As many latents as there can be, and a carry that belongs to the input."""
     n = shape[1]
-    if n_latent is not None and n_latent < 1:
-        raise ValueError(f"LatentThinker: n_latent is {n_latent}; needed 1 or more")
     if carried and (shape[0] != context[0] or (n_latent is not None and n_latent != n)):
         raise ValueError(
             f"LatentThinker: the carry has {shape[0]} rows of {n} latents; needed {context[0]} rows"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -21,6 +22,11 @@ ExitKind = Literal["residual", "kl", "argmax", "halt"]
 def refuse(what: str, got: Any, needed: str) -> None:
     """Raise the one kind of error that configs raise."""
     raise ValueError(f"ThinkerConfig: {what} is {got!r}; needed {needed}")
+
+
+def is_whole(value: Any) -> bool:
+    """A whole number, and not True or False."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class ThinkerConfig(PreTrainedConfig):
@@ -154,11 +160,12 @@ class ThinkerConfig(PreTrainedConfig):
         self.initializer_range = initializer_range
         self._check()
         super().__init__(**rest)
-        own = [n for n in inspect.signature(type(self).__init__).parameters if n not in ("self", "rest")]
-        for name in set(rest) - set(PreTrainedConfig().__dict__):
-            near = difflib.get_close_matches(name, own, 1)
-            if near and not hasattr(PreTrainedConfig, name):
-                refuse(name, rest[name], f"{near[0]}, or was another meant? There is no such field")
+        fields = [n for n in inspect.signature(type(self).__init__).parameters if n not in ("self", "rest")]
+        for name in rest:
+            if name not in PreTrainedConfig().__dict__ and not hasattr(PreTrainedConfig, name) and name[0] != "_":
+                near = difflib.get_close_matches(name, fields, 1)
+                meant = f"{near[0]}, or was another meant?" if near else "none:"
+                refuse(name, rest[name], f"{meant} There is no such field")
 
     def _check(self) -> None:
         for name in (
@@ -175,8 +182,11 @@ class ThinkerConfig(PreTrainedConfig):
             "window",
             "num_positions",
         ):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                refuse(name, getattr(self, name), "1 or more")
+            value = getattr(self, name)
+            if not is_whole(value) and not (value is None and name in ("num_latents", "window")):
+                refuse(name, value, "a whole number")
+            if value is not None and value < 1:
+                refuse(name, value, "1 or more")
         for name, kinds in (
             ("latent_init", LatentInit),
             ("positions", Positions),
@@ -195,17 +205,20 @@ class ThinkerConfig(PreTrainedConfig):
             refuse("num_positions", self.num_positions, f"at least the longest sequence, {self.longest}")
         if (self.positions == "aligned") != bool(self.separators):
             refuse("separators", self.separators, 'token ids with positions="aligned", and none without')
-        if self.max_offset < 0 or (self.max_offset and self.positions != "aligned"):
+        if not all(is_whole(t) and 0 <= t < self.vocab_size for t in self.separators):
+            refuse("separators", self.separators, f"token ids, below vocab_size, {self.vocab_size}")
+        if not is_whole(self.max_offset) or self.max_offset < 0 or (self.max_offset and self.positions != "aligned"):
             refuse("max_offset", self.max_offset, '0, or more with positions="aligned"')
         if (self.memory in ("window", "static")) != (self.memory_size is not None) or (self.memory_size or 1) < 1:
             refuse("memory_size", self.memory_size, "writes, 1 or more, with memory window or static, and none without")
         if not 0 < self.step_rate <= 1:
             refuse("step_rate", self.step_rate, "above 0 and at most 1")
-        for name in ("step_noise", "num_static_tokens"):
-            if getattr(self, name) < 0:
-                refuse(name, getattr(self, name), "0 or more")
-        if self.initializer_range <= 0:
-            refuse("initializer_range", self.initializer_range, "above 0")
+        if not is_whole(self.num_static_tokens) or self.num_static_tokens < 0:
+            refuse("num_static_tokens", self.num_static_tokens, "a whole number, 0 or more")
+        if not 0 <= self.step_noise < math.inf:
+            refuse("step_noise", self.step_noise, "0 or more, and finite")
+        if not 0 < self.initializer_range < math.inf:
+            refuse("initializer_range", self.initializer_range, "above 0, and finite")
         if self.causal and self.latent_init != "tokens":
             refuse("latent_init", self.latent_init, '"tokens" in a causal flow')
         if self.causal and (self.positions not in ("learned", "cyclic", "sinusoidal", "rotary") or self.from_end):
@@ -277,7 +290,7 @@ class ExitRule:
             object.__setattr__(self, "every", 4 if self.reads_answers else 1)
         for name in ("patience", "min_steps", "every"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_whole(value) or value < 1:
                 raise ValueError(f"ExitRule: {name} is {value!r}; needed a whole number, 1 or more")
         if not isinstance(self.threshold, int | float) or not self.threshold >= 0:
             raise ValueError(f"ExitRule: threshold is {self.threshold!r}; needed 0 or more")

@@ -148,10 +148,14 @@ class FlowPlan:
         rows: list[Mapping[str, Any]] = []
         if isinstance(table, str):
             lines = [line.strip() for line in table.splitlines() if line.strip()]
-            if lines and lines[0].startswith("|"):
-                lines = [line.removeprefix("|").removesuffix("|") for line in lines]
+            for bar in (str.removeprefix, str.removesuffix):  # where the first line has one, all lines have
+                if lines and bar(lines[0], "|") != lines[0]:
+                    lines = [bar(line, "|") for line in lines]
             cells = [[c.strip() for c in line.split("|")] for line in lines]
-            names, cells = cells[0] if cells else [], cells[1:]
+            names, cells = [c.lower() for c in cells[0]] if cells else [], cells[1:]
+            doubled = sorted({n for n in names if names.count(n) > 1})
+            if doubled:
+                raise ValueError(f"FlowPlan.from_table: two columns are called {doubled[0]!r}; needed each once")
             if cells and all(re.fullmatch(":?-{2,}:?", c) for c in cells[0]):
                 cells = cells[1:]
             for number, line in enumerate(cells, 1):

@@ -6,7 +6,7 @@ Shapes: B batch, n latents, d width, T steps, O answer length, V symbols, K roll
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from .config import ExitRule
 from .flow import FlowRow
 from .memory import Memory
 from .state import Context, ThinkerState, Thought
+
+Select = Literal["residual", "confidence"]
 
 _CROWD = 7 / 8  # closing ranks copies keys and values: it pays once an eighth of the rows has stopped
 
@@ -135,14 +137,12 @@ def best_rollouts(
     thought: Thought,  # of K · B rows, each input's K side by side
     logits: Tensor,  # (K · B, O, V)
     rollouts: int,
-    select: str,
+    select: Select,
 ) -> Tensor:  # (B,)
     """Which rollout of each row to keep: the one that moved least at its end, or the one surest of its answer."""
     if select == "residual":
         score = -thought.residuals.gather(1, thought.steps[:, None] - 1)[:, 0]
-    elif select == "confidence":
-        score = logits.float().log_softmax(-1).amax(-1).mean(1)
     else:
-        raise ValueError(f"LatentThinker: select is {select!r}; needed residual or confidence")
+        score = logits.float().log_softmax(-1).amax(-1).mean(1)
     best = score.unflatten(0, (-1, rollouts)).argmax(1)
     return best + rollouts * torch.arange(len(best), device=best.device)

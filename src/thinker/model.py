@@ -6,18 +6,27 @@ Shapes: B batch, n latents, L input length, O answer length, d width, H heads, h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from .checks import check_choice, check_labels, check_latents, check_mask, check_plan, check_tokens, chosen_steps
+from .checks import (
+    check_choice,
+    check_labels,
+    check_latents,
+    check_mask,
+    check_numbers,
+    check_plan,
+    check_tokens,
+    chosen_steps,
+)
 from .config import ExitRule, OutputSteps, ThinkerConfig
 from .flow import FlowPlan, FlowRow
 from .frames import Frame, plain_frame, token_frame
-from .halting import Exits, best_rollouts
+from .halting import Exits, Select, best_rollouts
 from .layers import Readout, ThinkLayer
 from .memory import Memory, make_memory
 from .positions import Places, Positions, token_index
@@ -173,6 +182,9 @@ class LatentThinker(PreTrainedModel):
             ValueError: No steps, more latents than there are, a plan that looks up what is not configured.
         """
         config = self.config
+        check_numbers(n_step, n_latent, grad_steps, step_noise)
+        if not isinstance(exit_rule, ExitRule | None):
+            raise ValueError(f"LatentThinker: exit_rule is {exit_rule!r}; needed an ExitRule, as ExitRule(kind='kl')")
         plan = plan or self.default_plan()
         rows = plan.rows(plan.num_steps(config.n_step) if n_step is None else n_step)
         check_plan(config, rows)
@@ -261,7 +273,7 @@ class LatentThinker(PreTrainedModel):
         carry: ThinkerState | None = None,
         exit_rule: ExitRule | None = None,
         rollouts: int = 1,
-        select: Literal["residual", "confidence"] = "residual",
+        select: Select = "residual",
         step_noise: float | None = None,
         generator: torch.Generator | None = None,
     ) -> ThinkerOutput:
@@ -293,6 +305,8 @@ class LatentThinker(PreTrainedModel):
             out_len = self.config.max_output_length
         places = None if carry is None else carry.places
         context = self.encode(input_ids, attention_mask, out_len=out_len, places=places, generator=generator)
+        if select not in get_args(Select):
+            raise ValueError(f"LatentThinker: select is {select!r}; needed one of {', '.join(get_args(Select))}")
         if rollouts > 1:
             check_choice(self.config, f"{rollouts} rollouts")
 

@@ -22,12 +22,12 @@ from tests.benchmarks.results import RESULTS, ROOT, commit, put, today
 CONFIG, FOUND = Path(__file__).parent / "thinker_ablation.json", RESULTS / "thinker_ablation.json"
 GUIDE, PLOT = ROOT / "docs" / "thinker.md", ROOT / "docs" / "thinker_ablation.svg"
 LOSSES = {
-    "last": lambda: th.LastAndRandom(1.0, 0.0),
-    "last + random": th.LastAndRandom,
+    "last": lambda: th.losses.LastAndRandom(1.0, 0.0),
+    "last + random": th.losses.LastAndRandom,
     "all": th.AllSteps,
-    "linear": th.LinearWeights,
-    "learned": lambda: th.LearnedWeights(8),
-    "progressive": th.ProgressiveLoss,
+    "linear": th.losses.LinearWeights,
+    "learned": lambda: th.losses.LearnedWeights(8),
+    "progressive": th.losses.ProgressiveLoss,
 }
 UPDATES = {
     "normalized": {},
@@ -44,8 +44,11 @@ def run(setting: dict[str, Any], size: dict[str, Any], config: dict[str, Any]) -
 
     set_seed(setting["seed"])
     length, iterations = config["length"], size["iterations"]
-    task, kind = th.make_task("copy", symbols=config["symbols"]), getattr(th, setting["schedule"].capitalize())
-    schedule = kind(max_length=length, **({"steps": iterations // 2} if kind is th.Linear else {}))
+    task, kind = (
+        th.make_task("copy", symbols=config["symbols"]),
+        getattr(th.schedules, setting["schedule"].capitalize()),
+    )
+    schedule = kind(max_length=length, **({"steps": iterations // 2} if kind is th.schedules.Linear else {}))
     noise = setting["latents"] == "noise"
     data = th.CurriculumDataset(task, schedule, seed=setting["seed"])
     positions, _, end = setting["positions"].partition(" + ")

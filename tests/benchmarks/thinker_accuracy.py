@@ -65,8 +65,8 @@ def draw(found: dict[str, Any]) -> None:
         return
     grid = row["runs"][0]["grid"]
     pairs = [zip(*rows, strict=True) for rows in zip(grid["token"], grid["sequence"], strict=True)]
-    cells = [[th.Accuracy(token, sequence) for token, sequence in row] for row in pairs]
-    whole = th.Grid(tuple(grid["n_latents"]), tuple(grid["n_steps"]), tuple(map(tuple, cells)))
+    cells = [[th.report.Accuracy(token, sequence) for token, sequence in row] for row in pairs]
+    whole = th.report.Grid(tuple(grid["n_latents"]), tuple(grid["n_steps"]), tuple(map(tuple, cells)))
     figure = whole.plot()
     figure.suptitle("copying 20 symbols; trained with 8 to 16 latents, 1 to 6 steps")
     figure.savefig(PLOT)

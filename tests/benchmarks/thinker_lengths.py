@@ -72,7 +72,7 @@ def anchors(task: str, recipe: dict[str, Any], lengths: list[int], iterations: i
 def start_alone(task: str, recipe: dict[str, Any], lengths: list[int]) -> dict[str, float]:
     """The share of pointers that end where they start."""
     options = {k: v for k, v in recipe.items() if k not in ("length", "iterations", "model", "task")}
-    data = th.CurriculumDataset(th.make_task(recipe["task"], **options), th.Fixed(max_length=4), holdout=0.0)
+    data = th.CurriculumDataset(th.make_task(recipe["task"], **options), th.schedules.Fixed(max_length=4), holdout=0.0)
     shares = {}
     for length in lengths:
         batch = data.held_out(4096, length)
@@ -141,10 +141,10 @@ def draw() -> None:
         points = found[task]["runs"][0]["points"]
         lengths = sorted({p["length"] for p in points})
         own = [[p for p in points if p["length"] == n] for n in lengths]
-        th.Curves(
+        th.report.Curves(
             tuple(lengths),
             tuple(tuple(p["steps"] for p in ps) for ps in own),
-            tuple(tuple(th.Accuracy(p["symbols"], p["rows"]) for p in ps) for ps in own),
+            tuple(tuple(th.report.Accuracy(p["symbols"], p["rows"]) for p in ps) for ps in own),
         ).plot(ax)
         ax.set_title(f"{WORDS[task]}, trained to {found[task]['trained']}", fontsize=9)
     figure.savefig(PLOT)

@@ -18,7 +18,7 @@ from mergekit_lite.masks import Merger
 from model_components._report import Report, Table, bars, needs_matplotlib, plain
 from tests.heads.pairwise.support import model_of, pairs_of
 from tests.support.models import save, tiny
-from thinker import Accuracy, Grid
+from thinker.report import Accuracy, Grid
 
 IDS = torch.randint(3, 96, (4, 12), generator=torch.Generator().manual_seed(0))
 

@@ -13,7 +13,8 @@ from mergekit_lite.masks import MaskTrainer
 from model_components._modes import evaluating, in_mode
 from model_components._trainer import StepTrainer, TrainerOptions
 from tests.support.models import tiny
-from thinker import CurriculumDataset, Fixed, LatentThinker, ThinkerConfig, ThinkerTrainer, evaluate_lengths, make_task
+from thinker import CurriculumDataset, LatentThinker, ThinkerConfig, ThinkerTrainer, evaluate_lengths, make_task
+from thinker.schedules import Fixed
 
 TRAINERS = (InstructionTrainer, KroneckerTrainer, MaskTrainer, PairwiseTrainer, ThinkerTrainer)
 

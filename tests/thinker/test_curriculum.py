@@ -4,18 +4,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from thinker import (
-    AtTokens,
-    CurriculumDataset,
-    Dynamic,
-    Fixed,
-    Frontier,
-    Linear,
-    Progressive,
-    Sample,
-    Uniform,
-    make_task,
-)
+from thinker import AtTokens, CurriculumDataset, Frontier, make_task
+from thinker.schedules import Dynamic, Fixed, Linear, Progressive, Uniform
+from thinker.tasks import Sample
 
 
 def data_of(schedule=None, task="copy", **options):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from thinker import FlowPlan, FlowRow
+from thinker import FlowPlan
+from thinker.flow import FlowRow
 
 ALL_THE_TIME = """
 step | read_input | mem_lookup | mem_write  | output
@@ -61,6 +62,8 @@ def test_round_trips(plan):
 
 
 def test_tables_of_lists_and_other_marks():
+    table = "Step | Read_Input | OUTPUT |\n --- | --- | --- |\n 1 | 1 | 0 |\n 2 | 0 | 1 |"  # a bar at the end alone
+    assert FlowPlan.from_table(table) == FlowPlan((FlowRow(True), FlowRow(output=True)))
     assert FlowPlan.from_table([[1, 0, 0, 0, 0], [0, 0, 0, 0, 1]]).rows()[1] == FlowRow(output=True)
     assert FlowPlan.from_table([{"read_input": True, "output": 1}]) == FlowPlan((FlowRow(True, output=True),))
     assert FlowPlan.from_table("read_input | output\n x | ✓\n | x") == FlowPlan(
@@ -95,6 +98,7 @@ def test_random_plans():
         (lambda: FlowPlan.from_table("step | output\n1 | 2"), "cell '2'; needed 1 or 0"),
         (lambda: FlowPlan.from_table("step | output\n1 | 1 | 1"), "row 1 has 3 cells, the head 2"),
         (lambda: FlowPlan.from_table(""), "none of 0 rows outputs"),
+        (lambda: FlowPlan.from_table("output | Output\n0 | 1"), "two columns are called 'output'"),
         (lambda: FlowPlan.from_table("step | output\n1* | 0\n2 | 0\n3* | 1"), "needed one loop"),
         (lambda: FlowPlan.random(1.5, 3), "needed probabilities"),
         (lambda: FlowPlan.random({"think": 1.0}, 3), "needed probabilities"),

@@ -5,18 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.thinker.test_model import batch, model_of
-from thinker import (
-    AllSteps,
-    ExactHalt,
-    FlowPlan,
-    LastAndRandom,
-    LearnedWeights,
-    LinearWeights,
-    Ponder,
-    ProgressiveLoss,
-    Reach,
-)
-from thinker.losses import exact
+from thinker import AllSteps, ExactHalt, FlowPlan, Reach
+from thinker.losses import LastAndRandom, LearnedWeights, LinearWeights, Ponder, ProgressiveLoss, exact
 
 LABELS = torch.tensor([[1, 2, 3, -100], [4, -100, -100, -100], [5, 6, 7, 8]])
 

@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from thinker import TASKS, AtTokens, Sample, SequenceTask, Task, make_task, register_task
+from thinker import TASKS, AtTokens, SequenceTask, Task, make_task, register_task
+from thinker.tasks import Sample
 
 
 def number(digits, base, little=True):

@@ -13,16 +13,10 @@ from tests.support.ranks import in_two_processes
 from thinker import (
     AllSteps,
     AtTokens,
-    CurriculumCallback,
     CurriculumDataset,
     FlowPlan,
     Frontier,
-    GridCallback,
     LatentThinker,
-    LearnedWeights,
-    Ponder,
-    Progressive,
-    ProgressiveLoss,
     RewindOnPeak,
     ThinkerConfig,
     ThinkerTrainer,
@@ -33,7 +27,10 @@ from thinker import (
     plot_training,
     thinker_arguments,
 )
+from thinker.losses import LearnedWeights, Ponder, ProgressiveLoss
+from thinker.schedules import Progressive
 from thinker.tasks.sequences import Copy
+from thinker.training import CurriculumCallback, GridCallback
 
 SIZES = {
     "vocab_size": 16,
@@ -171,7 +168,8 @@ SGD = {"optim": "sgd", "learning_rate": 0.03, "max_grad_norm": 0.0, "lr_schedule
        "lr_scheduler_kwargs": None, "warmup_steps": 0}  # fmt: skip
 STOPPED = """
 from tests.thinker.test_training import SGD, data_of, model_of, trainer_of
-from thinker import Progressive, RewindOnPeak
+from thinker import RewindOnPeak
+from thinker.schedules import Progressive
 schedule = Progressive(max_length=6, start=2, threshold=0.01, retreat=0.0, min_answers=1)
 trainer = trainer_of(out, model_of(), data_of(schedule, delay=4), ddp_backend="gloo", max_steps=30, logging_steps=10,
                      save_strategy="steps", save_steps=15, callbacks=[RewindOnPeak(every=8)], **SGD)
@@ -198,7 +196,7 @@ def test_two_processes_resumed_are_as_if_never_stopped(tmp_path):
 
 RANK = """
 from tests.thinker.test_training import LOSSES, SGD, data_of, model_of, trainer_of
-from thinker import Progressive
+from thinker.schedules import Progressive
 for number, loss in enumerate(cases):
     make, changes = LOSSES[loss]
     schedule = Progressive(max_length=6, start=3, threshold=0.01, retreat=0.0, min_answers=1)

@@ -130,7 +130,7 @@ def run(name: str, task: th.Task, *, trained: int, iterations: int, lengths: lis
     data = th.CurriculumDataset(task, th.Frontier(max_length=trained, min_length=task.min_length), holdout=0.0)
     points = []
     for length in lengths:
-        batch = data.held_out(512, length)
+        batch = data.held_out(64, length)
         steps = [length] if name == "GRU" else sorted({length, length + 8, 2 * length})
         for step in steps:
             with torch.no_grad():

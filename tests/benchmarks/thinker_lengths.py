@@ -152,6 +152,14 @@ def draw() -> None:
     PLOT.write_text("\n".join(line.rstrip() for line in text if "<dc:date>" not in line), encoding="utf-8")
 
 
+def save(found: dict[str, Any], rows: dict[str, Any], tasks: dict[str, Any], *, smoke: bool) -> None:
+    """Write what there is so far, with the earlier rows of other tasks."""
+    if not smoke:
+        whole = {t: rows.get(t) or found["tasks"].get(t) for t in tasks}
+        kept = {t: row for t, row in whole.items() if row}
+        FOUND.write_text(json.dumps(found | {"tasks": kept}, indent=1) + "\n", encoding="utf-8")
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run every task with every seed; write results, tables and the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -176,14 +184,16 @@ def main(arguments: list[str] | None = None) -> None:
         with ThreadPoolExecutor(options.jobs) as pool:
             runs = list(pool.map(lambda s, t=task, n=lengths, m=more: run(t, n, s, m), seeds))
         rows[task] = {"trained": recipe["length"], "iterations": recipe["iterations"], "runs": runs}
-        if task in SCANS:
-            rows[task]["anchors"] = anchors(task, recipe, lengths, 20 if options.smoke else recipe["iterations"])
         if recipe["task"] == "hops":
             rows[task]["answering the start"] = start_alone(task, recipe, lengths)
         print(task, [(r["cpu_seconds"], [right(r["points"], n) for n in lengths]) for r in runs], flush=True)
-        if not options.smoke:
-            left = {t: found["tasks"][t] for t in tasks if t in found["tasks"] and t not in rows}
-            FOUND.write_text(json.dumps(found | {"tasks": rows | left}, indent=1) + "\n", encoding="utf-8")
+        save(found, rows, tasks, smoke=options.smoke)
+    for task in SCANS:
+        if not options.only or task in options.only:
+            recipe, iterations = tasks[task], 20 if options.smoke else tasks[task]["iterations"]
+            lengths = [recipe["length"] * n for n in ((2,) if options.smoke else (4, 20))]
+            rows[task]["anchors"] = anchors(task, recipe, lengths, iterations)
+            save(found, rows, tasks, smoke=options.smoke)
     if not options.smoke:
         draw()
         write_table()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import can_draw, save_plot
 from transformers import set_seed
 
 import thinker as th
@@ -61,9 +62,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--out", type=Path, help="a folder for the picture")
     parser.add_argument("--json", type=Path, help="a file for the figures")
+    parser.add_argument("--smoke", action="store_true", help="a run of seconds, to see that it works")
     options = parser.parse_args()
-    if options.out is not None:
-        import matplotlib  # noqa: F401  (said before it trains, if it is missing)
+    draw = options.out is not None and can_draw()
+    if options.smoke:
+        options.iterations, options.samples = 20, 16
 
     torch.set_num_threads(1)
     set_seed(options.seed)
@@ -82,7 +85,7 @@ def main() -> None:
         # each step, and places far from both ends must not always know of an end
         n_step = (1, 8) if flow is EXCHANGE else lambda longest: (1, longest + 6)
     data = th.CurriculumDataset(task, schedule, n_step=n_step, holdout=0.0, seed=options.seed)
-    model = th.LatentThinker(th.ThinkerConfig(**data.sizes(max(options.lengths)), **flow))
+    model = th.LatentThinker(th.ThinkerConfig(**data.sizes(max(trained, *options.lengths)), **flow))
     arguments = th.thinker_arguments(
         "runs/think_longer", max_steps=iterations, learning_rate=3e-3 if flow is POINTER else 4e-3, warmup_steps=50,
         logging_steps=max(1, iterations // 6), seed=options.seed, use_cpu=True,
@@ -98,11 +101,10 @@ def main() -> None:
     print(curves)
     if options.json is not None:
         options.json.write_text(json.dumps(curves.rows(), indent=1) + "\n", encoding="utf-8")
-    if options.out is not None:
+    if draw:
         options.out.mkdir(parents=True, exist_ok=True)
-        figure = curves.plot()
-        figure.suptitle(f"{options.task}, trained on lengths up to {trained}")
-        figure.savefig(options.out / f"{options.task}.svg")
+    if options.out is not None:
+        print(f"curves: {save_plot(draw, options.out / f'{options.task}.svg', curves.plot)}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The documentation says what the code does: every method, every parameter and default, every judged operation."""
 
+import inspect
 import itertools
 import json
 import os
@@ -200,6 +201,12 @@ def test_the_guide_to_thinking_has_every_task_choice_and_public_name():
 
     guide = (ROOT / "docs" / "thinker.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^::: thinker\.(\w+)$", guide, re.M)) == set(thinker.__all__) - {"TASKS"}
+    modules = (thinker.flow, thinker.losses, thinker.report, thinker.schedules, thinker.state, thinker.training)
+    for module in modules:
+        for name, value in vars(module).items():
+            if inspect.isclass(value) and value.__module__.startswith(module.__name__) and not name.startswith("_"):
+                shown = name in thinker.__all__ or f"::: {module.__name__}.{name}\n" in guide
+                assert shown or name in ("Pass",), f"{module.__name__}.{name}"
     for name, task in thinker.TASKS.items():
         assert f"`{name}`" in guide
         assert all(f"`{f.name}`" in guide for f in dataclasses.fields(task)), name
@@ -222,7 +229,7 @@ def test_the_snippets_about_thinking_run(page, tmp_path, monkeypatch):
     found = [
         code
         for code in snippets
-        if re.search(r"th\.|model\.", code) and not re.search("kronecker|mergekit_lite|heads", code)
+        if re.search(r"th\.|model\.", code) and not re.search("kronecker|mergekit_lite|from heads", code)
     ]
     assert len(found) == (1 if page == "README.md" else 6)
     namespace = {}
@@ -232,7 +239,36 @@ def test_the_snippets_about_thinking_run(page, tmp_path, monkeypatch):
             exec(code.replace('"runs/plan")', '"runs/plan", max_steps=2)'), namespace)
     finally:
         thinker.TASKS.pop("double", None)
-    assert namespace["trainer" if page != "README.md" else "out"]
+    assert namespace["trainer" if page != "README.md" else "model"]
+
+
+@pytest.mark.parametrize("task", ["parity", "add16", "reverse", "sort", "hops"])
+def test_the_example_that_thinks_longer_runs(task, tmp_path):
+    figures = tmp_path / "figures.json"
+    options = ["--task", task, "--lengths", 4, 9, "--json", figures, "--out", tmp_path]
+    printed = run_example("think_longer.py", *options, without=tmp_path if task == "sort" else None)
+    assert re.search(r"^\d+ parameters, lengths up to \d+, 20 iterations, \d+ CPU s$", printed, re.M)
+    points = json.loads(figures.read_text())
+    assert {p["length"] for p in points} == {4, 9}
+    assert all(0 <= p["rows"] <= p["symbols"] <= 1 and p["steps"] >= 1 for p in points)
+    assert (tmp_path / f"{task}.svg").exists() == (task != "sort")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [11, 12, 13, 14, 15])
+def test_parity_of_five_bits_becomes_parity_of_a_hundred(seed, tmp_path):
+    """The figures that the guide promises, by the command that it shows."""
+    figures, example = tmp_path / "figures.json", str(ROOT / "examples" / "think_longer.py")
+    options = ["--task", "parity", "--train-length", "5", "--seed", str(seed), "--json", str(figures)]
+    command = [sys.executable, example, *options, "--samples", "128"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=tmp_path).stdout
+    assert int(re.search(r"(\d+) CPU s$", printed, re.M)[1]) < 60
+    right = {(p["length"], p["steps"]): p["symbols"] for p in json.loads(figures.read_text())}
+    assert right[40, 48] >= 0.999
+    assert right[100, 200] >= 0.999
+    assert right[100, 1000] >= 0.999
+    assert right[100, 25] < 0.8
 
 
 def test_the_thinkers_example_runs_and_resumes(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -160,12 +160,16 @@ class ThinkerConfig(PreTrainedConfig):
         self.initializer_range = initializer_range
         self._check()
         super().__init__(**rest)
-        fields = [n for n in inspect.signature(type(self).__init__).parameters if n not in ("self", "rest")]
-        for name in rest:
-            if name not in PreTrainedConfig().__dict__ and not hasattr(PreTrainedConfig, name) and name[0] != "_":
-                near = difflib.get_close_matches(name, fields, 1)
-                meant = f"{near[0]}, or was another meant?" if near else "none:"
-                refuse(name, rest[name], f"{meant} There is no such field")
+        for name in _strangers(rest):
+            near = difflib.get_close_matches(name, _fields(), 1)
+            refuse(name, rest[name], f"{near[0]}, or was another meant?" if near else "none of that name")
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As transformers reads a saved config, in which trainers may have left fields of other models (use_cache)."""
+        strangers = _strangers(config_dict)
+        known = {name: value for name, value in config_dict.items() if name not in strangers}
+        return super().from_dict(known, **kwargs)
 
     def _check(self) -> None:
         for name in (
@@ -251,6 +255,17 @@ class ThinkerConfig(PreTrainedConfig):
     def longest(self) -> int:
         """The longest sequence, of input or answer."""
         return max(self.max_input_length, self.max_output_length)
+
+
+def _fields() -> list[str]:
+    """Of a `ThinkerConfig` itself."""
+    return [n for n in inspect.signature(ThinkerConfig.__init__).parameters if n not in ("self", "rest")]
+
+
+def _strangers(names: Iterable[str]) -> list[str]:
+    """Names that neither a `ThinkerConfig` nor transformers' own configs have."""
+    known = {*_fields(), *PreTrainedConfig().__dict__}
+    return [n for n in names if n not in known and not hasattr(PreTrainedConfig, n) and not n.startswith("_")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,13 @@ from thinker import (
     FlowPlan,
     Frontier,
     LatentThinker,
+    Reach,
     RewindOnPeak,
     ThinkerConfig,
     ThinkerTrainer,
     evaluate_grid,
     evaluate_lengths,
+    evaluate_steps,
     make_task,
     parameter_groups,
     plot_training,
@@ -134,6 +136,37 @@ def test_it_learns_to_copy(tmp_path):
     last = [r for r in trainer.state.log_history if "loss" in r][-1]
     assert last["accuracy"] > 0.9
     assert last["difficulty"] == 3
+
+
+def test_it_learns_a_scan_and_runs_it_longer(tmp_path):
+    """The short twin of `examples/think_longer.py`: parity of five bits becomes parity of twelve, and stays."""
+    data = CurriculumDataset(
+        AtTokens(make_task("prefix_sum")),
+        Frontier(max_length=5),
+        n_step=lambda length: (1, length + 6),
+        holdout=0.0,
+        seed=12,
+    )
+    config = ThinkerConfig(
+        **data.sizes(12), hidden_size=32, num_heads=2, causal=True, window=2, positions="rotary", step_noise=0.1
+    )
+    set_seed(12)
+    model = LatentThinker(config)
+    trainer = trainer_of(tmp_path, model, data, max_steps=450, learning_rate=4e-3, warmup_steps=50, step_loss=Reach())
+    trainer.train()
+    curves = evaluate_steps(model, data, [12], n_steps=[3, 24, 240], samples=128)
+    early, needed, longer = (point["symbols"] for point in curves.rows())
+    assert early < 0.8
+    assert needed > 0.95
+    assert longer >= needed  # at ten times the steps
+    batch = data.held_out(64, 12)
+    with torch.no_grad():
+        thought = model.eval().think(model.encode(batch["input_ids"]), n_step=240, output_steps=[7, 240])
+    sizes = [thought.kept[step].square().mean().sqrt() for step in (7, 240)]
+    assert 0.5 < sizes[1] / sizes[0] < 2
+    assert thought.residuals[:, 200:].max() < 0.03 < thought.residuals[:, 3].min()  # it has arrived
+    assert isinstance(curves.to_dict()["points"], list)
+    assert "0." in str(curves)
 
 
 class Ranks(IterableDataset):

@@ -41,6 +41,16 @@ TASKS: dict[str, dict[str, Any]] = {  # longest in training, iterations, the tas
 }
 
 
+def scan_steps(longest: int) -> tuple[int, int]:
+    """Steps in training: some more than symbols, so that answers learn to stay."""
+    return 1, longest + 6
+
+
+def exchange_steps(longest: int) -> tuple[int, int]:
+    """Each has an answer of its own; few, so that places far from both ends do not always know of an end."""
+    return 1, min(8, longest)
+
+
 def steps_to_test(name: str, length: int) -> list[int]:
     """After how many steps to look; where each step has an answer of its own, that is what it is compared with."""
     if name in ("hops", "pointers"):
@@ -48,7 +58,7 @@ def steps_to_test(name: str, length: int) -> list[int]:
     if name == "reverse":
         return [length]  # further steps would turn it back
     longest = 2 if name == "sort" else 10  # times the length
-    return [max(1, length // 4), length // 2, length, length + 8, 2 * length, longest * length]
+    return [max(1, length // 4), max(1, length // 2), length, length + 8, 2 * length, longest * length]
 
 
 def main() -> None:
@@ -67,12 +77,17 @@ def main() -> None:
     draw = options.out is not None and can_draw()
     if options.smoke:
         options.iterations, options.samples = 20, 16
+    if min(*options.lengths, options.samples, options.train_length or 1, options.iterations or 1) < 1:
+        parser.error("lengths, samples and iterations must be 1 or more")
+    for folder in (options.out, options.json.parent if options.json else None):
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
 
     torch.set_num_threads(1)
     set_seed(options.seed)
     started = time.process_time()
     recipe = dict(TASKS[options.task])
-    trained, iterations = options.train_length or recipe.pop("length"), options.iterations or recipe.pop("iterations")
+    trained, iterations = options.train_length or recipe["length"], options.iterations or recipe["iterations"]
     recipe = {k: v for k, v in recipe.items() if k not in ("length", "iterations")}
     flow, task = recipe.pop("model"), th.make_task(recipe.pop("task"), **recipe)
 
@@ -81,9 +96,7 @@ def main() -> None:
     else:
         task, loss = th.AtTokens(task), th.Reach(window=2)
         schedule = th.Frontier(max_length=trained, share=0.3 if flow is EXCHANGE else 0.5)
-        # a scan thinks some more steps than it has symbols, so that answers learn to stay; exchanges have an answer for
-        # each step, and places far from both ends must not always know of an end
-        n_step = (1, 8) if flow is EXCHANGE else lambda longest: (1, longest + 6)
+        n_step = exchange_steps if flow is EXCHANGE else scan_steps
     data = th.CurriculumDataset(task, schedule, n_step=n_step, holdout=0.0, seed=options.seed)
     model = th.LatentThinker(th.ThinkerConfig(**data.sizes(max(trained, *options.lengths)), **flow))
     arguments = th.thinker_arguments(
@@ -101,8 +114,6 @@ def main() -> None:
     print(curves)
     if options.json is not None:
         options.json.write_text(json.dumps(curves.rows(), indent=1) + "\n", encoding="utf-8")
-    if draw:
-        options.out.mkdir(parents=True, exist_ok=True)
     if options.out is not None:
         print(f"curves: {save_plot(draw, options.out / f'{options.task}.svg', curves.plot)}")
 

@@ -128,6 +128,12 @@ class ThinkerConfig(PreTrainedConfig):
         initializer_range: float = 0.5,
         **rest: Any,
     ):
+        sizes = {"hidden_size": hidden_size, "max_input_length": max_input_length}
+        for name, value in (sizes | {"max_output_length": max_output_length}).items():
+            if not is_whole(value):
+                refuse(name, value, "a whole number")
+        if not isinstance(separators, Sequence) or isinstance(separators, str):
+            refuse("separators", separators, "token ids")
         self.vocab_size = vocab_size
         self.output_size = vocab_size if output_size is None else output_size
         self.hidden_size = hidden_size
@@ -215,6 +221,11 @@ class ThinkerConfig(PreTrainedConfig):
             refuse("max_offset", self.max_offset, '0, or more with positions="aligned"')
         if (self.memory in ("window", "static")) != (self.memory_size is not None) or (self.memory_size or 1) < 1:
             refuse("memory_size", self.memory_size, "writes, 1 or more, with memory window or static, and none without")
+        for name in ("step_rate", "step_noise", "initializer_range"):
+            if not isinstance(getattr(self, name), int | float):
+                refuse(name, getattr(self, name), "a number")
+        if self.memory_size is not None and (not is_whole(self.memory_size) or self.memory_size < 1):
+            refuse("memory_size", self.memory_size, "writes, a whole number, 1 or more")
         if not 0 < self.step_rate <= 1:
             refuse("step_rate", self.step_rate, "above 0 and at most 1")
         if not is_whole(self.num_static_tokens) or self.num_static_tokens < 0:
@@ -280,7 +291,8 @@ class ExitRule:
         threshold: Stop below it (residual, kl) or above it (halt); default 0.03, 1e-3, 0.5.
         patience: At how many looks one after the other.
         min_steps: Never before; nothing is looked at that cannot matter.
-        every: Steps from one look to the next; default 4 for ``"kl"`` and ``"argmax"``, 1 for the others.
+        every: Steps from one look to the next; default 4 for ``"kl"`` and ``"argmax"``, 1 for the others. A look at a
+            step that does not output waits for the next that does.
 
     >>> ExitRule(kind="kl").threshold
     0.001

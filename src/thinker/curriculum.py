@@ -260,14 +260,18 @@ class CurriculumDataset(IterableDataset):
 
     def _without_held_out(self, generator: torch.Generator, sample: Sample, lengths: Tensor) -> Sample:
         wrong = self.is_held_out(sample, lengths).nonzero()[:, 0]
+        if sample.distance is not None:
+            sample = sample._replace(distance=sample.distance.clone())  # it may be one row, shown as many
         for _ in range(64):
             if not len(wrong):
                 return sample
-            again = self.task.sample(generator, len(wrong), lengths[wrong])
-            for whole, part in zip(sample[:3], again[:3], strict=True):  # distances are the same
-                if part.dim() == 3:  # the last step's answers stay
-                    last = part[:, -1:].expand(-1, whole.shape[1] - part.shape[1], -1)
-                    part = torch.cat([part, last], 1)
+            these = lengths[wrong]
+            if self.task.by_step:  # one more row, for as many steps as the batch has
+                these = torch.cat([these, lengths.amax()[None]])
+            again = self.task.sample(generator, len(these), these).rows(torch.arange(len(wrong), device=self.device))
+            for whole, part in zip(sample, again, strict=True):
+                if whole is None or part is None:
+                    continue
                 width = part.shape[-1]
                 columns = slice(whole.shape[-1] - width, None) if self.task.pads_left else slice(width)
                 whole[wrong, ..., columns] = part

@@ -22,11 +22,17 @@ class Frame:
         read: (B or 1, 1, 1 or n, L), True where the input may be read; none: everywhere.
         own: (B or 1, 1, n, n), which latents a latent may look at; none: all.
         turn: (B or 1, n, h / 2) radians; none: not at all.
+        real: (B, n, 1), 1 at latents of tokens and 0 at those of padding; none: there is no padding among them.
     """
 
     read: Tensor | None
     own: Tensor | None = None
     turn: Tensor | None = None
+    real: Tensor | None = None
+
+    def mean(self, latents: Tensor) -> Tensor:  # (B, n, d) to (B, d)
+        """Of the latents that are none of padding."""
+        return latents.mean(1) if self.real is None else (latents * self.real).sum(1) / self.real.sum(1)
 
     def memory(self, length: int) -> Tensor | None:
         """A look-up sees of each write what self-attention sees of the present."""
@@ -49,4 +55,5 @@ def token_frame(
         near = near & (away >= 0)
     # padding, which nothing looks at, must look somewhere
     read = near[None, None] if context.mask is None else near & context.mask[:, None, None] | (away == 0)
-    return Frame(read, read[..., -n:], angles(context.index[:, -n:]))
+    real = None if context.mask is None else context.mask[:, -n:, None].to(context.keys_values[0][0].dtype)
+    return Frame(read, read[..., -n:], angles(context.index[:, -n:]), real)

@@ -31,6 +31,7 @@ class Exits:
         num_steps: At most.
         answer: (latents, state) to logits (B, O, V), for rules that look at answers.
         halting: The model has a halting head.
+        at_tokens: Answers are at the input's tokens.
     """
 
     SAME = object()  # nobody left
@@ -44,10 +45,12 @@ class Exits:
         *,
         answer: Callable[[Tensor, ThinkerState], Tensor],
         halting: bool,
+        at_tokens: bool = False,
     ):
         if rule.kind == "halt" and not halting:
             raise ValueError('LatentThinker: an exit by "halt" needed ThinkerConfig(halting=True)')
-        self.rule, self.context, self.answer = rule, context, answer
+        self.rule, self.context, self.answer, self.at_tokens = rule, context, answer, at_tokens
+        self.due = False  # a look that waits for a step that outputs
         self.places, batch, device = context.places, len(state.latents), state.latents.device
         self.rows = torch.arange(batch, device=device)  # which row of the whole each one here is
         self.going = torch.ones(batch, dtype=torch.bool, device=device)  # of those here
@@ -79,11 +82,13 @@ class Exits:
             self.halted[self.rows, number - 1] = torch.where(self.going, halted.float(), 0.0)
         if number == self.num_steps:
             done = self.going
-        elif not self.rule.looks_at(number):
-            return self.SAME
         else:
+            self.due = self.due or self.rule.looks_at(number)
+            if not self.due or not row.output:
+                return self.SAME
+            self.due = False
             self.calm = torch.where(self._calm(latents, residual, halted), self.calm + 1, 0)
-            if number < self.rule.min_steps or not row.output:
+            if number < self.rule.min_steps:
                 return self.SAME
             done = self.going & (self.calm >= self.rule.patience)
         which = done.nonzero()[:, 0]
@@ -113,13 +118,20 @@ class Exits:
             return halted.sigmoid() > threshold
         answer = self.answer(latents, ThinkerState(latents, None, self.places)).float()
         before = self.before
+        real = None  # where answers are at tokens, those at padding tell nothing
+        if self.at_tokens and self.context.mask is not None:
+            real = self.context.mask[:, -answer.shape[1] :]
         if kind == "argmax":
             self.before = answer.argmax(-1)
-            return torch.zeros_like(self.going) if before is None else (self.before == before).all(1)
+            if before is None:
+                return torch.zeros_like(self.going)
+            same = self.before == before
+            return (same if real is None else same | ~real).all(1)
         self.before = answer.log_softmax(-1)
         if before is None:
             return torch.zeros_like(self.going)
-        divergence = (self.before.exp() * (self.before - before)).sum(-1).mean(1)
+        divergence = (self.before.exp() * (self.before - before)).sum(-1)
+        divergence = divergence.mean(1) if real is None else (divergence * real).sum(1) / real.sum(1)
         return divergence.clamp(min=0.0) < threshold  # rounding makes it negative
 
     def thought(self, kept: dict[int, Tensor], asked: set[int]) -> Thought:

@@ -163,7 +163,9 @@ class LearnedWeights(AllSteps):
 
 
 class Reach(StepLoss):
-    """What a flow with a window can know: after t steps only answers count that need nothing farther than t windows.
+    """What a flow with a window can know: after t steps, t (window - 1) tokens away.
+
+    Only answers count that need nothing farther.
 
     The last step and the one before are supervised. A row's answers in reach share the weight of all its answers. (A
     latent could know of one more, for it looks at what its neighbours have read in the same step.)
@@ -324,6 +326,6 @@ class ExactHalt(StepLoss):
 def exact(output: ThinkerOutput, labels: Tensor) -> Tensor:  # (B, S)
     """Whether each row's whole answer is right at each supervised step."""
     assert output.step_logits is not None
-    assert output.output_steps is not None
-    rows = zip(output.step_logits, labels_of_steps(labels, output.output_steps), strict=True)
-    return torch.stack([((x.argmax(-1) == y) | (y == -100)).all(1) for x, y in rows], 1)
+    if labels.dim() == 3:
+        raise ValueError("exact: the task has an answer for each step, so none is the whole; needed labels (B, O)")
+    return torch.stack([((x.argmax(-1) == labels) | (labels == -100)).all(1) for x in output.step_logits], 1)

@@ -207,7 +207,10 @@ class LatentThinker(PreTrainedModel):
             def answer(latents: Tensor, at: ThinkerState) -> Tensor:
                 return self._decode(latents, out_len, at)
 
-            exits = Exits(exit_rule, context, state, len(rows), answer=answer, halting=self.halt is not None)
+            exits = Exits(
+                exit_rule, context, state, len(rows), answer=answer, halting=self.halt is not None,
+                at_tokens=config.at_tokens,
+            )  # fmt: skip
         latents, memory = state.latents, state.memory or make_memory(config)
         frame = self._frame(context, latents.shape[1])
         kept, residuals, pooled = {}, [], []
@@ -220,10 +223,11 @@ class LatentThinker(PreTrainedModel):
             if number in keep:
                 kept[number] = latents if exits is None else exits.merged(latents)
             with torch.no_grad():
-                moved = torch.linalg.vector_norm(latents - before, dim=(1, 2))
-                residuals.append(moved / torch.linalg.vector_norm(before, dim=(1, 2)).clamp(min=1e-12))
+                moved, size = (x if frame.real is None else x * frame.real for x in (latents - before, before))
+                moved, size = (torch.linalg.vector_norm(x, dim=(1, 2)) for x in (moved, size))
+                residuals.append(moved / size.clamp(min=1e-12))
             if self.halt is not None:
-                pooled.append(latents.mean(1))
+                pooled.append(frame.mean(latents))
             if exits is not None:
                 halted = None if self.halt is None else self.halt(pooled.pop())[:, 0]
                 rest = exits.step(number, row, latents, memory, residuals.pop(), halted)

@@ -168,6 +168,16 @@ def test_steps_and_latents_by_length():
     assert data.most_latents == 18
 
 
+@pytest.mark.parametrize("task", [make_task("reverse", by_step=True), make_task("hops")])
+def test_rows_drawn_again_are_asked_for_their_own_steps(task):
+    data = data_of(Uniform(max_length=8), task=task, batch_size=64, holdout=0.3)
+    steps = 1 if task.by_step and task.input_length(3) != 3 else 0  # hops ask for the start too
+    for step in range(20):
+        batch = data.batch(step)
+        asked = (batch["labels"] != -100).any(-1).sum(1)
+        assert torch.equal(asked, batch["lengths"] + steps)
+
+
 @pytest.mark.parametrize("task", [make_task("prefix_sum", symbols=9), *map(make_task, ("reverse", "add", "lookup"))])
 def test_an_input_is_held_out_wherever_it_is_padded(task):
     data = data_of(Uniform(max_length=9, min_length=5), task=AtTokens(task), holdout=0.3)

@@ -166,6 +166,8 @@ def test_the_halting_head_learns_whether_the_answer_is_right():
             penalty = penalty - torch.log(chance if right else 1 - chance) / 9
     assert exact(out, labels)[:, -1].tolist() == [False, True, True]
     torch.testing.assert_close(loss(out, labels), AllSteps()(out, labels) + 0.3 * penalty)
+    with pytest.raises(ValueError, match="an answer for each step, so none is the whole"):
+        loss(out, labels[:, None].expand(-1, 3, -1))
     with pytest.raises(ValueError, match="ExactHalt: the model has no halting head"):
         loss.check(model_of().config)
 

@@ -12,6 +12,7 @@ from transformers import AutoModel
 from tests.support.equivalence import judge, place
 from thinker import ExitRule, FlowPlan, LatentThinker, ThinkerConfig
 from thinker import reference as definition
+from thinker.flow import FlowRow
 from thinker.state import ThinkerState
 
 SIZES = {
@@ -252,6 +253,33 @@ def test_exits_are_what_the_rule_says(rule):
                 expected = step
                 break
         assert took == expected, (row, took, expected)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: f"{r.kind} {r.every}")
+def test_padding_has_no_say_in_when_a_row_stops(rule):
+    """Where latents are tokens, those of padding are latents too."""
+    model = model_of(causal=True, window=2, num_latents=None, positions="rotary", halting=True)
+    with torch.no_grad():
+        model.halt.weight.normal_(std=0.5, generator=torch.Generator().manual_seed(0))
+        model.halt.bias.fill_(-1.5)
+    tokens, _ = batch(rows=24, length=4, padded=False)
+    longer = torch.cat([torch.zeros(24, 8, dtype=torch.long), tokens], 1)
+    mask = torch.arange(12).expand(24, 12) >= 8
+    with torch.no_grad():
+        alone, padded = (model(*inputs, n_step=12, exit_rule=rule) for inputs in ((tokens,), (longer, mask)))
+    assert torch.equal(alone.steps, padded.steps)
+    torch.testing.assert_close(alone.residuals, padded.residuals)
+    torch.testing.assert_close(alone.halt_logits, padded.halt_logits)
+    torch.testing.assert_close(alone.logits, padded.logits[:, 8:])
+
+
+def test_a_look_waits_for_a_step_that_outputs():
+    model = model_of()
+    plan = FlowPlan(loop=(FlowRow(read_input=True), FlowRow(read_input=True, output=True)))
+    tokens, mask = batch()
+    with torch.no_grad():
+        out = model(tokens, mask, n_step=40, plan=plan, exit_rule=ExitRule(kind="kl", threshold=1e9))
+    assert out.steps.tolist() == [6] * len(tokens)  # looks at 1 and 5 wait for 2 and 6; the first has nothing before it
 
 
 def test_nothing_is_read_off_before_it_can_matter():
@@ -710,6 +738,11 @@ def test_bad_input_is_refused(changes, call, message):
         ({"step_rate": 0.0}, "step_rate is 0.0"),
         ({"step_noise": float("nan")}, "step_noise is nan; needed 0 or more, and finite"),
         ({"step_noise": -1}, "step_noise is -1"),
+        ({"step_noise": None}, "step_noise is None; needed a number"),
+        ({"memory": "window", "memory_size": 0}, "memory_size is 0"),
+        ({"memory": "window", "memory_size": 1.5}, "memory_size is 1.5"),
+        ({"max_input_length": "64"}, "max_input_length is '64'; needed a whole number"),
+        ({"separators": None}, "separators is None; needed token ids"),
         ({"hidden_size": 64.0}, "hidden_size is 64.0; needed a whole number"),
         ({"num_heads": True}, "num_heads is True; needed a whole number"),
         ({"positions": "aligned", "separators": [99]}, r"separators is \[99\]; needed token ids, below vocab_size, 11"),

@@ -150,6 +150,17 @@ def test_a_sample_is_its_generators(name):
         assert len(a.targets.unique()) > 1
 
 
+def test_at_tokens_wants_tasks_whose_answers_all_count():
+    class Some(type(make_task("copy"))):
+        """Only the first counts."""
+
+        def accuracy_mask(self, sample):
+            return sample.targets.cumsum(1) == 1
+
+    with pytest.raises(ValueError, match="says which answers count; needed a Task where all do"):
+        AtTokens(Some())
+
+
 @pytest.mark.parametrize("at_tokens", [False, True])
 @pytest.mark.parametrize("name", ["sort", "reverse"])
 def test_exchanges_of_neighbours_bring_the_answer_about(name, at_tokens):

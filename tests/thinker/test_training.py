@@ -30,7 +30,7 @@ from thinker import (
     thinker_arguments,
 )
 from thinker.losses import LearnedWeights, Ponder, ProgressiveLoss
-from thinker.schedules import Progressive
+from thinker.schedules import Linear, Progressive
 from thinker.tasks.sequences import Copy
 from thinker.training import CurriculumCallback, GridCallback
 
@@ -487,6 +487,69 @@ def test_an_explosion_ends_at_or_below_the_best_loss_seen(rate, tmp_path):
     assert rewind.count > 0
     assert loss_of(exploded) > 1.5  # chance is log 4, 1.39
     assert loss_of(rewound) <= rewind.best["loss"] + 0.06  # which is of 10 training batches of 96 symbols
+
+
+def test_a_peak_in_a_last_window_that_is_not_whole_is_seen(tmp_path):
+    class Spoil(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 45:
+                with torch.no_grad():
+                    model.readout.head.weight.mul_(-50)
+
+    trainer = trainer_of(tmp_path, max_steps=50, callbacks=[Spoil(), RewindOnPeak(every=20)])
+    trainer.train()
+    last = trainer.state.log_history[-1]
+    assert (last["rewinds"], last["rewound_to_step"]) == (0, 20)
+    assert trainer.model.readout.head.weight.abs().max() < 5
+
+
+def test_an_easy_beginning_is_not_better_than_a_hard_end(tmp_path):
+    """After one early rewind, a curriculum that has grown keeps what it has learned."""
+
+    class Spoil(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 25:
+                with torch.no_grad():
+                    model.readout.head.weight.mul_(-50)
+
+    data = data_of(Linear(max_length=6, steps=50))
+    trainer = trainer_of(tmp_path, data=data, max_steps=60, callbacks=[Spoil(), RewindOnPeak(every=10)])
+    trainer.train()
+    rewinds = [r["step"] for r in trainer.state.log_history if "rewinds" in r]
+    assert rewinds == [30]
+
+
+def test_what_callbacks_know_is_theirs_whatever_others_come(tmp_path):
+    def run(out, *callbacks, **options):
+        trainer = trainer_of(out, data=data_of(Progressive(max_length=6)), max_steps=24, callbacks=[*callbacks])
+        trainer.args.save_strategy, trainer.args.save_steps = "steps", 12
+        trainer.train(**options)
+        return trainer
+
+    first = RewindOnPeak(every=5)
+    run(tmp_path, first)
+    again, new = RewindOnPeak(every=5), GridCallback(100, n_latents=[4], n_steps=[1])
+    run(tmp_path / "more", new, again, resume_from_checkpoint=tmp_path / "checkpoint-12")
+    assert again.first == first.first
+    late = RewindOnPeak(every=5)
+    run(tmp_path / "late", resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
+    run(
+        tmp_path / "later",
+        late,
+        late_one := RewindOnPeak(every=5),
+        resume_from_checkpoint=str(tmp_path / "checkpoint-12"),
+    )
+    assert math.isfinite(late_one.best["loss"])
+
+
+def test_a_second_run_begins_anew(tmp_path):
+    rewind = RewindOnPeak(every=5)
+    trainer = trainer_of(tmp_path, max_steps=10, callbacks=[rewind])
+    trainer.train()
+    before = rewind.best
+    trainer.train()
+    assert rewind.best is not before
+    assert rewind.count == 0
 
 
 def test_a_callback_that_is_added_later_knows_its_trainer(tmp_path):

@@ -34,6 +34,8 @@ class AtTokens(Task):
     def __post_init__(self):
         if not isinstance(self.task, Task) or isinstance(self.task, AtTokens):
             raise ValueError(f"AtTokens: the task is {self.task!r}; needed a Task, as of make_task")
+        if type(self.task).accuracy_mask is not Task.accuracy_mask:
+            raise ValueError(f"AtTokens: {self.task!r} says which answers count; needed a Task where all do")
         if self.task.by_step and self._blanks:
             raise ValueError(
                 f"AtTokens: {self.task!r} has an answer for each step and not for each token; needed the task itself, "

@@ -95,7 +95,7 @@ class Depth(Task):
 
     def num_samples(self, length: int) -> int:
         """Walks, at least; half as many choices as places when it is narrowest."""
-        return 2 ** (length // 2)
+        return 1 if self.max_depth == 1 else 2 ** (length // 2)
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
         """A walk between two walls."""

@@ -88,7 +88,7 @@ def make_task(name: str, **options: Any) -> Task:
 class Task(ABC):
     """What a task says of itself. ``length`` is a whole number, or (B,), one for each row; shorter rows are padded.
 
-    Where ``by_step``, every step of thinking has an answer of its own, the last of them at step ``length + 1``.
+    Where ``by_step``, every step of thinking has an answer of its own, the first so many of them.
     """
 
     min_length: ClassVar[int] = 1

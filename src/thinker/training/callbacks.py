@@ -84,8 +84,7 @@ class CurriculumCallback(ThinkerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count from here."""
-        if self.before is None:
-            self.before = self.trainer.tally.mark()
+        self.before = self.trainer.tally.mark()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report."""
@@ -116,7 +115,8 @@ class RewindOnPeak(ThinkerCallback):
     The mean loss of every ``every`` steps is compared with the best such mean and with the first step's loss. What is
     kept for the best one are weights, optimizer, moving average and schedule at its beginning, in memory and in
     checkpoints. A run that peaks once more than ``limit`` times is stopped. One that ends on a peak, or after a rewind
-    above the best, ends with the best weights. Logged as ``rewinds``, ``peak``, ``rewound_to_step``.
+    above the best at the same difficulty, ends with the best weights. Logged as ``rewinds``, ``peak`` and
+    ``rewound_to_step``.
 
     Args:
         factor: A peak is above ``factor`` times the best
@@ -144,18 +144,15 @@ class RewindOnPeak(ThinkerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count from here; there is nothing better yet."""
-        if self.before is None:
-            self.before = self.trainer.tally.mark()
-            self.newest = {"loss": math.inf, "step": state.global_step} | self.trainer.snapshot()
-            self.best = self.newest
+        self.count, self.first, self.last = 0, math.nan, math.nan
+        self.before = self.trainer.tally.mark()
+        self.newest = self.best = self._point(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look, keep or go back."""
         assert self.before is not None
         if math.isnan(self.first):
-            self.first = mean_loss(
-                {name: value - self.before[name] for name, value in self.trainer.tally.counts.items()}
-            )
+            self.first = mean_loss(self.trainer.tally.since(dict(self.before)))
         if state.global_step % self.every:
             return
         self.last = mean_loss(self.trainer.tally.since(self.before))
@@ -172,13 +169,26 @@ class RewindOnPeak(ThinkerCallback):
             self.trainer.cool(self.cooling)
         elif self.last < self.best["loss"]:
             self.best = self.newest | {"loss": self.last}
-        self.newest = {"loss": math.inf, "step": state.global_step} | self.trainer.snapshot()
+        self.newest = self._point(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Not with a peak's weights."""
-        worse = self.count and not self.last <= self.best["loss"]
-        if worse or self._is_peak(self.last):
+        assert self.before is not None
+        rest = mean_loss(self.trainer.tally.since(self.before))  # of a window that was not whole
+        self.last = self.last if math.isnan(rest) else rest
+        as_hard = self.best["difficulty"] == self._difficulty()
+        if self._is_peak(self.last) or (self.count and as_hard and self.last > self.best["loss"]):
             self._rewind()
+
+    def _difficulty(self) -> float:
+        return self.trainer.data.difficulty(self.trainer.batches)
+
+    def _point(self, step: int) -> dict[str, Any]:
+        return {"loss": math.inf, "step": step, "difficulty": self._difficulty()} | self.trainer.snapshot()
+
+    def on_rewind(self) -> None:
+        """Count from here; another of its kind may have gone back."""
+        self.before = self.trainer.tally.mark()
 
     def _is_peak(self, loss: float) -> bool:
         return math.isinf(loss) or loss > self.factor * min(self.best["loss"], self.first) + self.margin

@@ -37,7 +37,8 @@ def newest_whole(folder: Path, name: str) -> Path:
     numbers = {p: p.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-") for p in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
     for path in sorted((p for p, n in numbers.items() if n.isdigit()), key=lambda p: -int(numbers[p])):
         try:
-            read_state(path / name)
+            for file in {path / name, *path.glob(f"{Path(name).stem}*{Path(name).suffix}")}:  # of all processes
+                read_state(file)
         except ValueError as error:
             logger.warning("ThinkerTrainer: the checkpoint %s is not whole and is passed over: %s", path, error)
         else:

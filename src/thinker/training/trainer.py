@@ -250,8 +250,13 @@ class ThinkerTrainer(StepTrainer):
         return f"thinker_state_{rank}.pt" if rank else "thinker_state.pt"
 
     def _thinker_callbacks(self) -> dict[str, ThinkerCallback]:
-        held = [c for c in self.callback_handler.callbacks if isinstance(c, ThinkerCallback)]
-        return {f"{i} {type(c).__name__}": c for i, c in enumerate(held)}
+        """By class, and number among those of it: callbacks of other classes may come and go."""
+        named: dict[str, ThinkerCallback] = {}
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ThinkerCallback):
+                kind = type(callback).__name__
+                named[f"{kind} {sum(name.startswith(f'{kind} ') for name in named)}"] = callback
+        return named
 
     def save_progress(self, folder: Path) -> None:
         """Write what a resume needs besides the stock checkpoint, last of all; each process has counts of its own."""
@@ -278,6 +283,8 @@ class ThinkerTrainer(StepTrainer):
         for name, callback in self._thinker_callbacks().items():
             if name in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][name])
+            else:
+                callback.on_rewind()  # it was not there: it counts from here
 
     def snapshot(self) -> dict[str, Any]:
         """A copy of what training changes: weights, what the loss learns, optimizer, moving average, schedule."""
@@ -310,13 +317,16 @@ class ThinkerTrainer(StepTrainer):
     def cool(self, factor: float) -> None:
         """Multiply the learning rate by ``factor``, now and in what the schedule says from here on."""
         scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
-        scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
+        if hasattr(scheduler, "base_lrs"):
+            scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
         for group in _bare(self.optimizer).param_groups:
             group["lr"] *= factor
 
     def skip_if_not_finite(self) -> None:
         """Drop a step's gradients when one of them is not finite: the optimizer would put nan into every weight."""
         assert self.model is not None
+        if self.accelerator.scaler is not None:  # which does so itself
+            return
         gradients = [p.grad for p in (*self.model.parameters(), *self.step_loss.parameters()) if p.grad is not None]
         if gradients and not bool(torch.stack([g.isfinite().all() for g in gradients]).all()):
             _bare(self.optimizer).zero_grad(set_to_none=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ TASKS: dict[str, dict[str, Any]] = {  # longest in training, iterations, the tas
     "hops": {"length": 4, "iterations": 1000, "model": POINTER, "task": "hops"},
     "pointers": {"length": 4, "iterations": 1000, "model": POINTER, "task": "hops", "permutation": False},
 }
+NOT_OF_THE_TASK = ("length", "iterations", "model", "task")
 
 
 def scan_steps(longest: int) -> tuple[int, int]:
@@ -77,20 +79,18 @@ def main() -> None:
     draw = options.out is not None and can_draw()
     if options.smoke:
         options.iterations, options.samples = 20, 16
-    if min(*options.lengths, options.samples, options.train_length or 1, options.iterations or 1) < 1:
+    numbers = (*options.lengths, options.samples, options.train_length, options.iterations)
+    if min(n for n in numbers if n is not None) < 1:
         parser.error("lengths, samples and iterations must be 1 or more")
-    for folder in (options.out, options.json.parent if options.json else None):
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-
+    for folder in filter(None, (options.out, options.json and options.json.parent)):
+        folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     set_seed(options.seed)
     started = time.process_time()
-    recipe = dict(TASKS[options.task])
+    recipe = TASKS[options.task]
     trained, iterations = options.train_length or recipe["length"], options.iterations or recipe["iterations"]
-    recipe = {k: v for k, v in recipe.items() if k not in ("length", "iterations")}
-    flow, task = recipe.pop("model"), th.make_task(recipe.pop("task"), **recipe)
-
+    flow = recipe["model"]
+    task = th.make_task(recipe["task"], **{k: v for k, v in recipe.items() if k not in NOT_OF_THE_TASK})
     if flow is POINTER:  # every step is another hop
         schedule, loss, n_step = th.schedules.Fixed(max_length=trained), th.AllSteps(), trained + 1
     else:
@@ -106,11 +106,8 @@ def main() -> None:
     th.ThinkerTrainer(model, arguments, train_dataset=data, step_loss=loss).train()
     seconds = time.process_time() - started
     print(f"{model.num_parameters()} parameters, lengths up to {trained}, {iterations} iterations, {seconds:.0f} CPU s")
-
-    curves = th.evaluate_steps(
-        model, data, options.lengths, n_steps=lambda length: steps_to_test(options.task, length),
-        samples=options.samples,
-    )  # fmt: skip
+    steps = partial(steps_to_test, options.task)
+    curves = th.evaluate_steps(model, data, options.lengths, n_steps=steps, samples=options.samples)
     print(curves)
     if options.json is not None:
         options.json.write_text(json.dumps(curves.rows(), indent=1) + "\n", encoding="utf-8")

@@ -122,7 +122,9 @@ class Curves(Report):
             shown = (0.1 + shade * 0.9, 0.2 + shade * 0.4, 0.7 - shade * 0.6)
             axes.plot(steps, [c.token for c in cells], marker="o", ms=3, color=shown, label=f"length {length}")
         axes.set(xlabel="steps", ylabel="right symbols", xscale="log")
-        ticks = sorted({2**k for k in range(12) if 2**k <= max(map(max, self.n_steps))})
+        powers = [2**k for k in range(16) if 2**k <= max(map(max, self.n_steps))]
+        ticks = powers[:: 1 + len(powers) // 8]
+        axes.minorticks_off()
         axes.set_xticks(ticks, [str(t) for t in ticks])
         axes.set_ylim(top=1.02)
         axes.legend(fontsize=8)

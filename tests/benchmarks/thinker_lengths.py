@@ -135,7 +135,7 @@ def draw() -> None:
     from matplotlib import pyplot
 
     found = json.loads(FOUND.read_text(encoding="utf-8"))["tasks"]
-    shown = [t for t in ("parity", "sums", "depth", "add2", "add10", "sort") if t in found]
+    shown = [t for t in ("parity", "sums", "depth", "add2", "add10", "add16") if t in found]
     figure, axes = pyplot.subplots(2, 3, figsize=(11, 5.6), layout="constrained", sharey=True)
     for task, ax in zip(shown, axes.flat, strict=False):
         points = found[task]["runs"][0]["points"]

@@ -160,7 +160,7 @@ def trained_scan(longest: int) -> tuple[LatentThinker, CurriculumDataset]:
 
     set_seed(12)
     task = AtTokens(make_task("prefix_sum"))
-    data = CurriculumDataset(task, Frontier(max_length=5), n_step=lambda length: (1, length + 6), holdout=0.0, seed=11)
+    data = CurriculumDataset(task, Frontier(max_length=5), n_step=lambda length: (1, length + 6), holdout=0.0, seed=12)
     model = LatentThinker(ThinkerConfig(
         **data.sizes(longest), hidden_size=32, num_heads=2, causal=True, window=2, positions="rotary", halting=True
     ))  # fmt: skip

@@ -39,6 +39,7 @@ def example() -> Any:
     spec = importlib.util.spec_from_file_location("think_longer", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
+    sys.path.append(str(EXAMPLE.parent))  # for what the examples share
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -218,15 +218,15 @@ class ProgressiveLoss(StepLoss):
 
     def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
         """The whole run, and the other."""
-        made = []
+        passes = []
         if self.alpha < 1:
-            made.append(Pass(n_step, plan.output_steps(n_step)[-1:], share=1 - self.alpha))
+            passes.append(Pass(n_step, plan.output_steps(n_step)[-1:], share=1 - self.alpha))
         if self.alpha:
             first = int(torch.randint(n_step, (), generator=generator))
             rest = 1 + int(torch.randint(n_step - first, (), generator=generator))
             steps = plan.num_steps(first + rest)
-            made.append(Pass(steps, plan.output_steps(steps)[-1:], grad_steps=rest, share=self.alpha))
-        return made
+            passes.append(Pass(steps, plan.output_steps(steps)[-1:], grad_steps=rest, share=self.alpha))
+        return passes
 
     def weights(self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None) -> Sequence[float]:
         """One step."""

@@ -165,8 +165,8 @@ def test_it_learns_a_scan_and_runs_it_longer(tmp_path):
     sizes = [thought.kept[step].square().mean().sqrt() for step in (7, 240)]
     assert 0.5 < sizes[1] / sizes[0] < 2
     assert thought.residuals[:, 200:].max() < 0.03 < thought.residuals[:, 3].min()  # it has arrived
-    assert isinstance(curves.to_dict()["points"], list)
-    assert "0." in str(curves)
+    assert [(p["length"], p["steps"]) for p in curves.to_dict()["points"]] == [(12, 3), (12, 24), (12, 240)]
+    assert f"{early:.4f}" in str(curves)
 
 
 class Ranks(IterableDataset):

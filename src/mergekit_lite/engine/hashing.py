@@ -75,7 +75,7 @@ class _Xxh64:
 
 def _kind() -> str:
     try:
-        from . import _numba  # noqa: F401
+        from . import _numba  # noqa: F401, only whether it can be imported
     except ImportError:
         return "sha256"
     return "xxh64"

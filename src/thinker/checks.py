@@ -58,6 +58,19 @@ def check_mask(config: ThinkerConfig, mask: Tensor) -> None:
         raise ValueError("LatentThinker: padding after tokens; a causal flow aligns right and needed it on the left")
 
 
+def check_grid(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None) -> None:
+    """Where positions are of a grid, each row of the batch is one."""
+    if config.positions != "rotary_2d":
+        return
+    counts = torch.tensor([tokens.shape[1]]) if mask is None else mask.sum(1)
+    width = config.grid_width
+    whole = counts.double().sqrt().round().square() == counts if width is None else counts % width == 0
+    if not bool(whole.all()):
+        wrong = int((~whole).nonzero()[0])
+        needed = "a square" if width is None else f"a multiple of grid_width, {width}"
+        raise ValueError(f"LatentThinker: row {wrong} has {int(counts[wrong])} tokens; needed {needed}")
+
+
 def check_plan(config: ThinkerConfig, rows: Sequence[FlowRow]) -> None:
     """What the rows look up exists, and can be written."""
     if config.memory == "none" and any(row.mem_lookup or row.mem_write for row in rows):

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from transformers import PreTrainedConfig
 
-Positions = Literal["learned", "cyclic", "sinusoidal", "rotary", "random", "random_float", "aligned"]
+Positions = Literal["learned", "cyclic", "sinusoidal", "rotary", "rotary_2d", "random", "random_float", "aligned"]
 LatentInit = Literal["table", "noise", "tokens"]
 MemoryKind = Literal["none", "grow", "window", "static"]
 StepUpdate = Literal["normalized", "replace"]
@@ -51,13 +51,15 @@ class ThinkerConfig(PreTrainedConfig):
         n_step: Steps when a call does not say.
         positions: How input and answer are told where they are: ``"learned"`` and ``"sinusoidal"`` by index;
             ``"cyclic"``, learned and the same again after ``num_positions`` places, so that none is new at any length;
-            ``"rotary"`` turns the input's keys (the answer's queries are learned); ``"random"``, an ordered random
+            ``"rotary"`` turns the input's keys (the answer's queries are learned); ``"rotary_2d"``, half of each head
+            by the row and half by the column of a grid that is read row by row; ``"random"``, an ordered random
             subset of ``num_positions`` learned ones, drawn once a batch and shared by both (Ruoss et al. 2023);
             ``"random_float"``, sorted random reals as sinusoids; ``"aligned"``, by place inside the operand (McLeish et
             al. 2024), where operands end at ``separators``.
         from_end: Add a learned position counted from the input's end.
         num_positions: Of ``"random"`` and ``"random_float"``, default four times the longest sequence; of
             ``"cyclic"``, default 4.
+        grid_width: With ``"rotary_2d"``, the grid's columns; default each row of the batch is a square.
         separators: Token ids that end an operand; for ``"aligned"``.
         max_offset: With ``"aligned"``, positions of a training batch start at a random place up to here.
         memory: Of past latents' keys and values: ``"none"``, ``"grow"`` keeps all, ``"window"`` the last
@@ -77,7 +79,8 @@ class ThinkerConfig(PreTrainedConfig):
         causal: Nothing looks ahead; needs ``latent_init="tokens"``. With fewer latents than tokens these are the last
             ones (Perceiver AR, Hawthorne et al. 2022).
         window: With ``"tokens"``, each latent looks at those less than ``window`` places away, itself included: with 2
-            at its neighbours. What a latent knows then travels one place a step, as in a scan; default everywhere.
+            at its neighbours, in a grid (``"rotary_2d"``) at the eight around it. What a latent knows then travels one
+            place a step, as in a scan; default everywhere.
         halting: A head that says when to stop; starts with zero weights and a bias of -5.
         initializer_range: Standard deviation of embeddings, positions, latents and static tokens at the start. A small
             one (0.02) never solves copying.
@@ -112,6 +115,7 @@ class ThinkerConfig(PreTrainedConfig):
         positions: Positions = "learned",
         from_end: bool = False,
         num_positions: int | None = None,
+        grid_width: int | None = None,
         separators: Sequence[int] = (),
         max_offset: int = 0,
         memory: MemoryKind = "none",
@@ -150,6 +154,7 @@ class ThinkerConfig(PreTrainedConfig):
         longest = max(max_input_length, max_output_length)
         usual = 4 if positions == "cyclic" else 4 * longest
         self.num_positions = usual if num_positions is None else num_positions
+        self.grid_width = grid_width
         self.separators = list(separators)
         self.max_offset = max_offset
         self.memory = memory
@@ -190,10 +195,11 @@ class ThinkerConfig(PreTrainedConfig):
             "num_latents",
             "n_step",
             "window",
+            "grid_width",
             "num_positions",
         ):
             value = getattr(self, name)
-            if not is_whole(value) and not (value is None and name in ("num_latents", "window")):
+            if not is_whole(value) and not (value is None and name in ("num_latents", "window", "grid_width")):
                 refuse(name, value, "a whole number")
             if value is not None and value < 1:
                 refuse(name, value, "1 or more")
@@ -207,8 +213,13 @@ class ThinkerConfig(PreTrainedConfig):
                 refuse(name, getattr(self, name), f"one of {', '.join(get_args(kinds))}")
         if self.hidden_size % self.num_heads:
             refuse("num_heads", self.num_heads, f"a divisor of hidden_size, {self.hidden_size}")
-        if self.positions == "rotary" and self.hidden_size // self.num_heads % 2:
-            refuse("hidden_size / num_heads", self.hidden_size // self.num_heads, "an even size for rotary positions")
+        size = self.hidden_size // self.num_heads
+        if self.positions == "rotary" and size % 2:
+            refuse("hidden_size / num_heads", size, "an even size for rotary positions")
+        if self.positions == "rotary_2d" and size % 4:
+            refuse("hidden_size / num_heads", size, "a multiple of 4 for rotary positions in two dimensions")
+        if self.grid_width is not None and self.positions != "rotary_2d":
+            refuse("grid_width", self.grid_width, 'none without positions="rotary_2d"')
         if self.positions in ("sinusoidal", "random_float") and self.hidden_size % 2:
             refuse("hidden_size", self.hidden_size, f"an even size for {self.positions} positions")
         if self.positions.startswith("random") and self.num_positions < self.longest:

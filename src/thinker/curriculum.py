@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from .counters import between, mix, seed_of, signed
-from .schedules import Frontier, Schedule
+from .schedules import Fixed, Frontier, Schedule
 from .tasks import Sample, Task
 
 Count = int | tuple[int, int] | Callable[[int], int | tuple[int, int]]
@@ -29,13 +29,13 @@ class CurriculumDataset(IterableDataset):
 
     Args:
         task: What to sample.
-        schedule: How long; default half of the rows uniform in 1 .. 20, half at 20.
+        schedule: How long; default half of the rows uniform in 1 .. 20, half at 20; rows that are given have length 1.
         batch_size: Rows.
         n_step: Steps of each batch: one number, two to draw uniformly between, or a function from the batch's longest
             length to either. Processes draw the same where their batches are as long.
         n_latent: Latents likewise; none: the model's own.
         holdout: Share of inputs, by hash, that training never sees and `held_out` gives; the same inputs with every
-            seed. Lengths with fewer than 1000 inputs have none held out.
+            seed. Lengths with fewer than 1000 inputs have none held out, but of rows that are given some always are.
         seed: Of everything drawn.
         rank: Whose stream, in training with several processes.
         device: Where batches are made.
@@ -71,7 +71,9 @@ class CurriculumDataset(IterableDataset):
                 f"Schedule, as Frontier(max_length=20)"
             )
         self.task = task
-        self.schedule = schedule or Frontier(max_length=20, min_length=task.min_length)
+        self._given = task.every()
+        usual = Frontier(max_length=20, min_length=task.min_length) if self._given is None else Fixed(max_length=1)
+        self.schedule = schedule or usual
         self.batch_size, self.holdout, self.seed, self.rank, self.delay = batch_size, holdout, seed, rank, delay
         self.n_step, self.n_latent = n_step, n_latent
         for length in (self.schedule.min_length, self.schedule.max_length):
@@ -89,11 +91,17 @@ class CurriculumDataset(IterableDataset):
                 f"{type(task).__name__} needed {task.min_length} or more"
             )
         longest = self.schedule.max_length
-        held = [holdout > 0 and task.num_samples(n) >= _ENOUGH for n in range(task.min_length, longest + 1)]
+        if self._given is not None and longest != 1:
+            raise ValueError(
+                f"CurriculumDataset: {type(self.schedule).__name__} goes up to length {longest}; the rows of {task!r} "
+                f"are given, have length 1, and needed no schedule"
+            )
+        enough = 1 if self._given else _ENOUGH
+        held = [holdout > 0 and task.num_samples(n) >= enough for n in range(task.min_length, longest + 1)]
         self._held_lengths = torch.tensor([False] * task.min_length + held, device=self.device)
         words = [signed(mix(7, i) | 1) for i in range(task.input_length(longest))]  # the same whatever the seed
         self._multipliers = torch.tensor(words, device=self.device)
-        self.step = 0
+        self.step, self.segments = 0, 1
         # rows of (from which batch on, state): shared, so that workers that live on see what the trainer reports
         initial = self.schedule.initial()
         self._states = torch.full((2 * delay + 2, 1 + len(initial)), -1.0, dtype=torch.float64).share_memory_()
@@ -162,25 +170,28 @@ class CurriculumDataset(IterableDataset):
         row[0] = start  # last: workers find a row by it
 
     def batch(self, step: int) -> dict[str, Any]:
-        """Batch number ``step``.
+        """Batch number ``step``; where ``segments`` are more than 1, each drawn batch comes so many times.
 
         Returns:
             ``input_ids`` (B, L), ``attention_mask`` (B, L), ``labels`` (B, O), or (B, T, O) of each step, with -100
             where there is no answer, ``counted`` like them, which answers count, ``lengths`` (B,), ``distance`` (B, O)
-            where the task has them, and numbers: ``n_step``, ``n_latent`` (or none), ``step``, ``rank``.
+            where the task has them, and numbers: ``n_step``, ``n_latent`` (or none), ``step``, ``segment``, ``rank``.
         """
-        generator = self._generator(1, self.rank, step)
-        lengths = self.schedule.lengths(generator, self.batch_size, step, self.state_at(step))
+        segment = step % self.segments
+        first = step - segment  # that the schedule's state is one for all
+        generator = self._generator(1, self.rank, first)
+        lengths = self.schedule.lengths(generator, self.batch_size, first, self.state_at(first))
         sample = self.task.sample(generator, self.batch_size, lengths)
         if self.holdout:
             sample = self._without_held_out(generator, sample, lengths)
         longest, n_latent = int(lengths.max()), None
         if self.n_latent is not None:
-            n_latent = between(_pair("n_latent", self.n_latent, longest), mix(self.seed, 5, step))
+            n_latent = between(_pair("n_latent", self.n_latent, longest), mix(self.seed, 5, first))
         return _as_dict(self.task, sample, lengths) | {
             "n_step": between(_pair("n_step", self.n_step, longest), mix(self.seed, 4, step)),
             "n_latent": n_latent,
             "step": step,
+            "segment": segment,
             "rank": self.rank,
         }
 
@@ -198,8 +209,10 @@ class CurriculumDataset(IterableDataset):
         """Which rows training never sees."""
         if not self.holdout:
             return torch.zeros(len(lengths), dtype=torch.bool, device=lengths.device)
-        place = (sample.mask.cumsum(1) - 1).clamp(min=0)  # on whichever side a row is padded
-        word = ((sample.tokens + 1) * sample.mask * self._multipliers[place]).sum(1)
+        word = sample.key
+        if word is None:
+            place = (sample.mask.cumsum(1) - 1).clamp(min=0)  # on whichever side a row is padded
+            word = ((sample.tokens + 1) * sample.mask * self._multipliers[place]).sum(1)
         word = (word ^ (word >> 29)) * signed(0xBF58476D1CE4E5B9)
         share = (word ^ (word >> 32)) & 0xFFFFFF
         return (share < self.holdout * (1 << 24)) & self._held_lengths[lengths]
@@ -208,11 +221,13 @@ class CurriculumDataset(IterableDataset):
         """A batch of held-out inputs of one length; where none are held out, of any.
 
         Args:
-            batch: Rows.
+            batch: Rows; of rows that are given at most as many as there are, each once.
             length: Of all rows.
             seed: Which batch.
         """
         generator, lengths = self._generator(3, seed, length), torch.full((batch,), length, device=self.device)
+        if self._given is not None:
+            return self._of_given(batch, generator)
         beyond = length >= len(self._held_lengths)  # nothing of such a length was seen
         if beyond or not bool(self._held_lengths[length]):
             return _as_dict(self.task, self.task.sample(generator, batch, length), lengths)
@@ -255,6 +270,17 @@ class CurriculumDataset(IterableDataset):
         self.step = state["step"]
         self._states.copy_(states)
 
+    def _of_given(self, batch: int, generator: torch.Generator) -> dict[str, Any]:
+        assert self._given is not None
+        rows = self._given.map(lambda column: column.to(self.device))
+        lengths = torch.ones(len(rows.tokens), dtype=torch.long, device=self.device)
+        kept = self.is_held_out(rows, lengths) if self.holdout else lengths.bool()
+        which = kept.nonzero()[:, 0]
+        if not len(which):
+            raise ValueError(f"CurriculumDataset: none of {len(lengths)} rows is held out; needed more of either")
+        chosen = which[torch.randperm(len(which), generator=generator, device=self.device)[:batch]]
+        return _as_dict(self.task, rows.rows(chosen), lengths[chosen])
+
     def _generator(self, *words: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed_of(self.seed, *words))
 
@@ -271,6 +297,9 @@ class CurriculumDataset(IterableDataset):
             again = self.task.sample(generator, len(these), these).rows(torch.arange(len(wrong), device=self.device))
             for whole, part in zip(sample, again, strict=True):
                 if whole is None or part is None:
+                    continue
+                if whole.dim() == 1:
+                    whole[wrong] = part
                     continue
                 width = part.shape[-1]
                 columns = slice(whole.shape[-1] - width, None) if self.task.pads_left else slice(width)

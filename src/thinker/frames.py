@@ -49,11 +49,13 @@ def token_frame(
 ) -> Frame:
     """The latents are the last n tokens; they look at none after them if so asked, and no farther than the window."""
     place = torch.arange(context.shape[1], device=context.index.device)
-    away = place[-n:, None] - place  # (n, L)
-    near = torch.ones_like(away, dtype=torch.bool) if window is None else away.abs() < window
+    after = place[-n:, None] - place  # (n, L)
+    where = context.index if context.index.shape[-1] > 1 else place[None, :, None]
+    away = (where[:, -n:, None] - where[:, None]).abs().amax(-1)  # (B or 1, n, L), in a grid that of the farther axis
+    near = torch.ones_like(away, dtype=torch.bool) if window is None else away < window
     if causal:
-        near = near & (away >= 0)
+        near = near & (after >= 0)
     # padding, which nothing looks at, must look somewhere
-    read = near[None, None] if context.mask is None else near & context.mask[:, None, None] | (away == 0)
+    read = near[:, None] if context.mask is None else near[:, None] & context.mask[:, None, None] | (after == 0)
     real = None if context.mask is None else context.mask[:, -n:, None].to(context.keys_values[0][0].dtype)
     return Frame(read, read[..., -n:], angles(context.index[:, -n:]), real)

@@ -53,6 +53,11 @@ class Pass:
 class StepLoss(nn.Module, ABC):
     """Cross-entropy of answers, weighted by step; a mean over answered symbols."""
 
+    @property
+    def counts_from_start(self) -> bool:
+        """What a step is worth depends on how many there were since the input was first read."""
+        return False
+
     def check(self, config: ThinkerConfig) -> None:
         """Refuse a model that this loss cannot train."""
 
@@ -181,6 +186,11 @@ class Reach(StepLoss):
             raise ValueError(f"Reach: grad_steps {grad_steps}, window {window}; needed 1 or more, and 2 or more")
         self.grad_steps, self.window = grad_steps, window
 
+    @property
+    def counts_from_start(self) -> bool:
+        """By the number of steps it says what is in reach."""
+        return True
+
     def check(self, config: ThinkerConfig) -> None:
         """It needs tokens that look so far."""
         if config.window != self.window:
@@ -296,6 +306,11 @@ class ExactHalt(StepLoss):
         if not weight > 0:
             raise ValueError(f"ExactHalt: weight is {weight}; needed above 0")
         self.step_loss, self.weight = step_loss or LastAndRandom(), weight
+
+    @property
+    def counts_from_start(self) -> bool:
+        """As the other."""
+        return self.step_loss.counts_from_start
 
     def check(self, config: ThinkerConfig) -> None:
         """It needs the head, and what the other needs."""

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from .checks import (
     check_choice,
+    check_grid,
     check_labels,
     check_latents,
     check_mask,
@@ -29,7 +30,7 @@ from .frames import Frame, plain_frame, token_frame
 from .halting import Exits, Select, best_rollouts
 from .layers import Readout, ThinkLayer
 from .memory import Memory, make_memory
-from .positions import Places, Positions, token_index
+from .positions import Places, Positions
 from .state import Context, ThinkerOutput, ThinkerState, Thought
 
 
@@ -121,13 +122,15 @@ class LatentThinker(PreTrainedModel):
             generator: Of positions.
 
         Raises:
-            ValueError: Not (B, L), too long, ids outside the vocabulary, a row all padding.
+            ValueError: Not (B, L), too long, ids outside the vocabulary, a row all padding, a row that is no grid.
         """
         check_tokens(self.config, tokens, mask, values=self._checked())
         if mask is not None:
             mask = mask.bool()
             if self._checked():
                 check_mask(self.config, mask)
+        if self._checked():
+            check_grid(self.config, tokens, mask)
         if places is None:
             longest = max(tokens.shape[1], out_len or 0)
             places = self.positions.draw(longest, generator=generator, device=tokens.device)
@@ -135,7 +138,7 @@ class LatentThinker(PreTrainedModel):
         codes = self.positions.encode(tokens, mask, places, embedded.dtype)
         if codes is not None:
             embedded = embedded + codes
-        index = token_index(tokens, mask)
+        index = self.positions.index(tokens, mask)
         turn = self.positions.angles(index)
         static = self.static_tokens
         return Context(

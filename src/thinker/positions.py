@@ -62,6 +62,25 @@ def operand_index(
     return (place - after).clamp_(min=0)
 
 
+def grid_index(
+    tokens: Tensor,  # (B, L)
+    mask: Tensor | None,  # (B, L)
+    width: int | None,
+) -> Tensor:  # (B or 1, L, 2)
+    """The row and the column of each token in a grid that is read row by row; without a width, in a square.
+
+    >>> grid_index(torch.zeros(1, 4), None, None)
+    tensor([[[0, 0],
+             [0, 1],
+             [1, 0],
+             [1, 1]]])
+    """
+    count = torch.tensor([[tokens.shape[1]]], device=tokens.device) if mask is None else mask.sum(1, keepdim=True)
+    columns = count.double().sqrt().round().long() if width is None else width
+    place = token_index(tokens, mask)
+    return torch.stack([place // columns, place % columns], -1)
+
+
 class Positions(nn.Module):
     """Codes of position for the input, and the queries of the answer; see `ThinkerConfig`'s ``positions``."""
 
@@ -121,7 +140,7 @@ class Positions(nn.Module):
             index = index % self.config.num_positions
         if self.input is not None:
             code = self.input(index)
-        elif kind != "rotary":
+        elif not kind.startswith("rotary"):
             code = self._waves(index, dtype)
         if self.end is not None:
             count = tokens.shape[1] if mask is None else mask.sum(1, keepdim=True)
@@ -129,11 +148,23 @@ class Positions(nn.Module):
             code = from_end if code is None else code + from_end
         return code
 
-    def angles(self, index: Tensor) -> Tensor | None:
-        """By how much rotary positions turn keys and queries at ``index``."""
-        if self.config.positions != "rotary":
+    def index(self, tokens: Tensor, mask: Tensor | None) -> Tensor:  # (B or 1, L, 1 or 2)
+        """The place of each token in its row, or its row and column in a grid."""
+        if self.config.positions == "rotary_2d":
+            return grid_index(tokens, mask, self.config.grid_width)
+        return token_index(tokens, mask)[..., None]
+
+    def angles(self, index: Tensor) -> Tensor | None:  # (B or 1, n, h / 2)
+        """By how much rotary positions turn keys and queries at what `index` gave; each axis turns a share alike.
+
+        In two dimensions from a base of 100, not 10,000, for a grid's sides are short (Heo et al. 2024, section 3.2).
+        """
+        if not self.config.positions.startswith("rotary"):
             return None
-        return angles(index, self.config.hidden_size // self.config.num_heads // 2)
+        axes = index.shape[-1]
+        size = self.config.hidden_size // self.config.num_heads // 2 // axes
+        base = 10_000.0 if axes == 1 else 100.0
+        return torch.cat([angles(axis, size, base=base) for axis in index.unbind(-1)], -1)
 
     def queries(self, out_len: int, places: Places, device: torch.device) -> Tensor:  # (1, O, d)
         """What the answer's positions ask with."""

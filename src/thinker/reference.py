@@ -50,8 +50,12 @@ def think(
         centred = x - x.mean(-1, keepdim=True)
         return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"]
 
-    def waves(position: Tensor, size: int) -> Tensor:
-        frequency = torch.tensor([10_000.0 ** (-i / size) for i in range(size)], dtype=torch.float32)
+    def grid(position: Tensor) -> tuple[Tensor, Tensor]:
+        columns = config.grid_width or (valid.sum(1, keepdim=True) ** 0.5).round().long()
+        return position // columns, position % columns
+
+    def waves(position: Tensor, size: int, base: float = 10_000.0) -> Tensor:
+        frequency = torch.tensor([base ** (-i / size) for i in range(size)], dtype=torch.float32)
         return position[..., None].float() * frequency
 
     def sinusoid(position: Tensor) -> Tensor:
@@ -59,10 +63,13 @@ def think(
         return math.sqrt(2) * config.initializer_range * torch.cat([turned.sin(), turned.cos()], -1).to(dtype)
 
     def turned(x: Tensor, position: Tensor) -> Tensor:
-        if config.positions != "rotary":
+        size, parts = d // heads, []
+        if config.positions == "rotary":
+            angle = waves(position, size // 2)
+        elif config.positions == "rotary_2d":
+            angle = torch.cat([waves(axis, size // 4, 100.0) for axis in grid(position)], -1)
+        else:
             return x
-        size = d // heads
-        angle, parts = waves(position, size // 2), []
         cosine, sine = angle.cos().to(dtype), angle.sin().to(dtype)
         for part in x.split(size, -1):
             first, second = part[..., : size // 2], part[..., size // 2 :]
@@ -107,7 +114,7 @@ def think(
         at = at % config.num_positions
     if config.positions in ("learned", "cyclic", "random", "aligned"):
         x = x + w["positions.input.weight"][at]
-    elif config.positions != "rotary":
+    elif not config.positions.startswith("rotary"):
         x = x + sinusoid(at)
     if config.from_end:
         x = x + w["positions.end.weight"][(valid.sum(1, keepdim=True) - 1 - place).clamp(min=0)]
@@ -120,8 +127,12 @@ def think(
         far = config.window or length
         for i in range(n):
             at_ = length - n + i
-            for j in range(max(0, at_ - far + 1), at_ + 1 if config.causal else min(length, at_ + far)):
-                read[:, i, j] = valid[:, j]
+            for j in range(at_ + 1 if config.causal else length):
+                near = torch.full((batch,), abs(at_ - j) < far)
+                if config.positions == "rotary_2d":
+                    row, column = grid(place)
+                    near = ((row[:, at_] - row[:, j]).abs() < far) & ((column[:, at_] - column[:, j]).abs() < far)
+                read[:, i, j] = valid[:, j] & near
             read[:, i, at_] = True
         own = read[:, :, length - n :]
     elif config.latent_init == "noise":

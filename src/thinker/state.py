@@ -24,7 +24,7 @@ class Context:
         keys_values: By layer, (B, H, L, h) twice.
         static: Those of the static tokens, by layer, (1, H, M, h) twice; empty without any.
         mask: (B, L), False is padding; none when there is none.
-        index: (B or 1, L), the place of each token in its row.
+        index: (B or 1, L, 1 or 2), the place of each token in its row, or its row and column in a grid.
         places: What was drawn for positions.
         embedded: (B, L, d), where the latents are the tokens and start from it.
     """

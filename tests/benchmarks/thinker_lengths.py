@@ -112,7 +112,8 @@ def write_table() -> None:
         seconds = statistics.median(r["cpu_seconds"] for r in runs)
         lines.append(f"| {WORDS[task]} | {trained} | {' | '.join(cells)} | {stays} | {seconds:.0f} |")
         short.append(f"| {WORDS[task]}, {trained} to {longest} | {cells[-1]} % | {seconds:.0f} |")
-    place = f"{found['hardware']}, one thread; measured {found['date']} at {found['commit']}."
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in found["tasks"].values()))
+    place = f"{found['hardware']}, one thread; measured {found['date']} at {commits}."
     put(GUIDE, [*lines, "", f"Per cent of symbols right, the worst of five seeds. {place}"], "longer")
     put(README, short, "thinker")
     names = list(thinker_anchors.ANCHORS)
@@ -136,7 +137,7 @@ def draw() -> None:
     from matplotlib import pyplot
 
     found = json.loads(FOUND.read_text(encoding="utf-8"))["tasks"]
-    shown = [t for t in ("parity", "sums", "depth", "add2", "add10", "add16") if t in found]
+    shown = [t for t in ("parity", "sums", "depth", "add2", "add10", "sort") if t in found]
     figure, axes = pyplot.subplots(2, 3, figsize=(11, 5.6), layout="constrained", sharey=True)
     for task, ax in zip(shown, axes.flat, strict=False):
         points = found[task]["runs"][0]["points"]
@@ -171,7 +172,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     tasks = example().TASKS
     found: dict[str, Any] = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {"tasks": {}}
-    found |= {"date": today(), "commit": commit(), "hardware": hardware()}
+    found |= {"date": today(), "hardware": hardware()}
     rows = {}
     for task, recipe in tasks.items():
         if options.only and task not in options.only:
@@ -184,7 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
             seeds, more = SEEDS[:1], ["--iterations", "20", "--samples", "16"]
         with ThreadPoolExecutor(options.jobs) as pool:
             runs = list(pool.map(lambda s, t=task, n=lengths, m=more: run(t, n, s, m), seeds))
-        rows[task] = {"trained": recipe["length"], "iterations": recipe["iterations"], "runs": runs}
+        rows[task] = {"commit": commit(), "trained": recipe["length"], "iterations": recipe["iterations"], "runs": runs}
         if recipe["task"] == "hops":
             rows[task]["answering the start"] = start_alone(task, recipe, lengths)
         print(task, [(r["cpu_seconds"], [right(r["points"], n) for n in lengths]) for r in runs], flush=True)

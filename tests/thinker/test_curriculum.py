@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 
 from thinker import AtTokens, CurriculumDataset, Frontier, make_task
 from thinker.schedules import Dynamic, Fixed, Linear, Progressive, Uniform
-from thinker.tasks import Sample
+from thinker.tasks import Sample, TensorTask
 
 
 def data_of(schedule=None, task="copy", **options):
@@ -100,8 +100,74 @@ def test_as_many_are_held_out_as_was_asked_whatever_the_padding():
     sample = data.task.sample(generator, 4000, lengths)
     held = data.is_held_out(sample, lengths)
     assert float(held.float().mean()) == pytest.approx(0.2, abs=0.03)
-    padded = Sample(*(torch.nn.functional.pad(t, (0, 3)) for t in sample))
+    padded = Sample(*(None if t is None else torch.nn.functional.pad(t, (0, 3)) for t in sample))
     assert torch.equal(held, data.is_held_out(padded, lengths))
+
+
+def ones(*shape):
+    return torch.ones(*shape, dtype=torch.long)
+
+
+def given(n=400, **options):
+    tokens = torch.arange(4 * n).view(n, 4) % 97
+    return TensorTask(tokens, tokens.flip(1), **options), tokens
+
+
+@pytest.mark.parametrize("at_tokens", [False, True])
+def test_rows_that_are_given_are_in_training_or_held_out(at_tokens):
+    """Each held-out row once and as it is; none of them, made another or not, in training."""
+
+    def shifted(generator, tokens, targets):
+        more = torch.randint(100, (len(tokens), 1), generator=generator)
+        return tokens + 100 * more, targets + 100 * more
+
+    task, tokens = given(augment=shifted)
+    data = CurriculumDataset(AtTokens(task) if at_tokens else task, batch_size=64, holdout=0.2)
+    first = slice(1, None) if at_tokens else slice(None)
+    held = data.held_out(1000, 1)
+    assert held["labels"].shape == (len(held["lengths"]), 5 if at_tokens else 4)
+    rows = {tuple(row) for row in held["input_ids"][:, first].tolist()}
+    assert 0.1 < len(held["input_ids"]) / 400 < 0.3
+    assert rows <= set(map(tuple, tokens.tolist()))
+    seen = torch.cat([data.batch(n)["input_ids"][:, first] for n in range(60)])
+    assert int(seen.max()) > 97  # made others
+    assert not rows & {tuple(row) for row in (seen % 100).tolist()}
+    assert len({tuple(row) for row in (seen % 100).tolist()}) == len(set(map(tuple, tokens.tolist())) - rows)
+    assert len(data.held_out(7, 1)["input_ids"]) == 7
+    assert not torch.equal(data.held_out(7, 1)["input_ids"], data.held_out(7, 1, seed=1)["input_ids"])
+    assert len(CurriculumDataset(task, holdout=0.0).held_out(1000, 1)["input_ids"]) == 400
+
+
+def test_rows_that_are_given_have_masks_and_answers_that_do_not_count():
+    tokens = torch.arange(12).view(3, 4)
+    mask, targets = tokens % 4 < torch.tensor([[4], [2], [3]]), tokens.masked_fill(tokens % 2 == 1, -100)
+    task = TensorTask(tokens, targets, mask=mask)
+    batch = CurriculumDataset(task, batch_size=30, holdout=0.0).batch(0)
+    for got, whole in (("input_ids", tokens), ("labels", targets), ("attention_mask", mask)):
+        assert torch.equal(batch[got], whole[batch["input_ids"][:, 0] // 4])
+    assert torch.equal(batch["counted"], batch["labels"] != -100)
+    other = TensorTask(tokens + 1, targets)
+    assert repr(task) != repr(other)
+    assert repr(task) == repr(TensorTask(tokens.int(), targets, mask=mask))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: TensorTask(torch.ones(3, 4), torch.ones(3, 4)), r"tokens is \[3, 4\] of torch.float32; needed whole"),
+        (lambda: TensorTask([[1]], torch.ones(1, 1)), r"tokens is \[\[1\]\]; needed whole numbers"),
+        (lambda: TensorTask(ones(3, 4), ones(2, 4)), r"targets is \[2, 4\]"),
+        (lambda: TensorTask(ones(3, 4), ones(3, 4), mask=ones(3, 3)), r"mask is \[3, 3\]; needed \[3, 4\]"),
+        (lambda: TensorTask(-ones(3, 4), ones(3, 4)), "tokens from -1, targets to 1; needed ids from 0, and an answer"),
+        (lambda: TensorTask(ones(3, 4), -100 * ones(3, 4)), "targets to -100; needed ids from 0, and an answer"),
+        (lambda: TensorTask(ones(3, 4), ones(3, 1), grid=True), r"targets are \[3, 1\]; needed \[3, 4\]"),
+        (lambda: data_of(Uniform(max_length=5), given()[0]), "goes up to length 5; the rows of TensorTask"),
+        (lambda: CurriculumDataset(given(4)[0], holdout=0.001).held_out(3, 1), "none of 4 rows is held out"),
+    ],
+)
+def test_rows_that_cannot_be_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_short_lengths_hold_nothing_out():

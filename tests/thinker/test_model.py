@@ -30,12 +30,13 @@ def model_of(seed=0, **changes):
     return LatentThinker(ThinkerConfig(**{**SIZES, "num_latents": 4, **changes})).eval()
 
 
-def batch(rows=3, length=7, seed=1, padded=True, left=False):
+def batch(rows=3, length=7, seed=1, padded=True, left=False, lengths=None):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(11, (rows, length), generator=generator)
     if not padded:
         return tokens, None
-    lengths = torch.randint(1, length + 1, (rows, 1), generator=generator)
+    drawn = torch.randint(1, length + 1, (rows, 1), generator=generator)
+    lengths = drawn if lengths is None else torch.tensor(lengths)[:, None]
     lengths[0] = length
     place = torch.arange(length)
     return tokens, (place >= length - lengths) if left else (place < lengths)
@@ -70,6 +71,13 @@ CASES = {
     "causal, window, last latents": {"causal": True, "window": 3, "memory": "grow"},
     "both ways": {"latent_init": "tokens", "num_latents": None, "positions": "rotary"},
     "both ways, window": {"latent_init": "tokens", "num_latents": None, "window": 2, "from_end": True},
+    "grids": {"latent_init": "tokens", "num_latents": None, "positions": "rotary_2d", "length": 9,
+              "lengths": (9, 4, 1)},
+    "grids, window": {"latent_init": "tokens", "num_latents": None, "positions": "rotary_2d", "window": 2,
+                      "length": 9, "lengths": (9, 4, 9)},
+    "a grid of two columns": {"latent_init": "tokens", "num_latents": None, "positions": "rotary_2d", "grid_width": 2,
+                              "window": 2, "length": 8, "padded": False},
+    "a grid, latents from a table": {"positions": "rotary_2d", "length": 4, "padded": False},
 }  # fmt: skip
 
 
@@ -110,10 +118,10 @@ class Whole(torch.nn.Module):
 def pair_of(case):
     """The model's way and the definition's, as functions of named parameters."""
     changes = dict(CASES[case])
-    length, padded = changes.pop("length", 7), changes.pop("padded", True)
+    length, padded, lengths = changes.pop("length", 7), changes.pop("padded", True), changes.pop("lengths", None)
     model = model_of(**changes)
     config, generator = model.config, torch.Generator().manual_seed(0)
-    tokens, mask = batch(length=length, padded=padded, left=config.causal)
+    tokens, mask = batch(length=length, padded=padded, left=config.causal, lengths=lengths)
     drawn = model.positions.draw(max(length, 6), generator=generator, device=torch.device("cpu")).drawn
     noise = torch.randn(3, 4, 16, generator=generator) if config.latent_init == "noise" else None
 
@@ -365,18 +373,51 @@ def test_what_is_known_travels_by_the_window_in_each_step(causal, window):
         assert found[0][reached].all()  # the first row has no padding
 
 
+@pytest.mark.parametrize("width", [None, 3])
+def test_in_a_grid_what_is_known_travels_to_the_eight_around(width):
+    model = model_of(
+        latent_init="tokens", num_latents=None, window=2, positions="rotary_2d", grid_width=width, max_input_length=36
+    )
+    columns = width or 6
+    tokens, _ = batch(rows=2, length=36, padded=False)
+    other = tokens.clone()
+    other[:, 14] = (other[:, 14] + 1) % 11
+    place = torch.arange(36)
+    away = torch.maximum((place // columns - 14 // columns).abs(), (place % columns - 14 % columns).abs())
+    for n_step in (1, 2):
+        with torch.no_grad():
+            moved = (model(other, n_step=n_step).logits - model(tokens, n_step=n_step).logits).abs().amax((0, 2))
+        assert ((moved > 0) == (away <= n_step + 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "length", "kept", "message"),
+    [
+        ({}, 8, None, "row 0 has 8 tokens; needed a square"),
+        ({}, 9, [9, 5], "row 1 has 5 tokens; needed a square"),
+        ({"grid_width": 4}, 8, [8, 6], "row 1 has 6 tokens; needed a multiple of grid_width, 4"),
+    ],
+)
+def test_what_is_no_grid_is_refused(changes, length, kept, message):
+    model = model_of(latent_init="tokens", num_latents=None, positions="rotary_2d", **changes)
+    mask = None if kept is None else torch.arange(length) < torch.tensor(kept)[:, None]
+    with pytest.raises(ValueError, match=message):
+        model(torch.zeros(2, length, dtype=torch.long), mask)
+
+
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize(
     "changes",
-    [{"from_end": True}, {"positions": "aligned", "separators": [3]}, {"positions": "rotary"}, {"positions": "random"}],
-)
+    [{"from_end": True}, {"positions": "aligned", "separators": [3]}, {"positions": "rotary"}, {"positions": "random"},
+     {"positions": "rotary_2d"}],
+)  # fmt: skip
 def test_padding_changes_nothing(changes, left):
     model = model_of(**changes)
-    tokens, _ = batch(rows=2, length=5, padded=False)
-    padding = torch.full((2, 4), 3)
+    tokens, _ = batch(rows=2, length=4, padded=False)
+    padding = torch.full((2, 5), 3)
     longer = torch.cat([padding, tokens] if left else [tokens, padding], 1)
     place = torch.arange(9).expand(2, 9)
-    mask = place >= 4 if left else place < 5
+    mask = place >= 5 if left else place < 4
     results = [model(*inputs, out_len=9).logits for inputs in ((longer, mask), (tokens,))]
     torch.testing.assert_close(*results)
 
@@ -750,6 +791,10 @@ def test_bad_input_is_refused(changes, call, message):
         ({"hiden_size": 9}, "hiden_size is 9; needed hidden_size, or was another meant?"),
         ({"latents": 9}, "latents is 9; needed num_latents"),
         ({"hidden_size": 6, "positions": "rotary"}, "an even size for rotary"),
+        ({"hidden_size": 12, "positions": "rotary_2d"}, "is 6; needed a multiple of 4 for rotary positions in two"),
+        ({"grid_width": 3}, 'grid_width is 3; needed none without positions="rotary_2d"'),
+        ({"positions": "rotary_2d", "grid_width": 0}, "grid_width is 0; needed 1 or more"),
+        ({"positions": "rotary_2d", "causal": True}, "needed learned, cyclic, sinusoidal or rotary"),
     ],
 )
 def test_a_config_refuses(changes, message):

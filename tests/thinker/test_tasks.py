@@ -77,6 +77,31 @@ def majority(task, tokens, answer, length):
     assert answer == [counts.index(max(counts))]
 
 
+def ways(cells, cell):
+    """Open cells beside one."""
+    return [
+        other for other in ((cell[0] + a, cell[1] + b) for a, b in ((0, 1), (1, 0), (0, -1), (-1, 0))) if other in cells
+    ]
+
+
+def maze(task, tokens, answer, length):
+    """A tree of cells that has every room; the answers are the only way from start to goal."""
+    places = [(i // length, i % length) for i in range(length**2)]
+    cells = {place for place, token in zip(places, tokens, strict=True) if token != 1}
+    assert {(r, c) for r in range(0, length, 2) for c in range(0, length, 2)} <= cells
+    assert sum(len(ways(cells, cell)) for cell in cells) == 2 * (len(cells) - 1)  # with all connected: no loop
+    start, goal = (places[tokens.index(kind)] for kind in (2, 3))
+    back, edge = {start: start}, [start]
+    for cell in edge:
+        edge += [other for other in ways(cells, cell) if back.setdefault(other, cell) == cell and other not in edge]
+    assert back.keys() == cells
+    way = {goal}
+    while goal != start:
+        goal = back[goal]
+        way.add(goal)
+    assert answer == [int(place in way) for place in places if place in cells]
+
+
 DEFINITIONS = {
     "copy": lambda task, t, a, n: t == a,
     "reverse": lambda task, t, a, n: t[::-1] == a,
@@ -95,6 +120,7 @@ DEFINITIONS = {
     "hops": hops,
     "brackets": brackets,
     "lookup": lookup,
+    "maze": maze,
 }
 OPTIONS = {
     "roll": [{"shift": 1}, {"shift": 5}, {"shift": -2}],
@@ -120,7 +146,7 @@ def test_every_task_is_checked():
 def test_answers_are_right(name, options, ragged):
     task = make_task(name, **options)
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 10, (300,), generator=generator) if ragged else 7
+    lengths = torch.randint(task.min_length, 10, (300,), generator=generator) if ragged else 7
     sample = task.sample(generator, 300, lengths)
     longest = int(lengths.max()) if ragged else 7
     assert sample.tokens.shape == sample.mask.shape == (300, task.input_length(longest))
@@ -132,7 +158,8 @@ def test_answers_are_right(name, options, ragged):
         mask, told = sample.mask[row], sample.targets[row] != -100
         assert int(mask.sum()) == task.input_length(n)
         assert mask[: int(mask.sum())].all()  # padding is behind
-        assert int(told.sum()) == task.output_length(n) * (n + 1 if task.by_step else 1)
+        unasked = int((sample.tokens[row][mask] == 1).sum()) if name == "maze" else 0  # walls
+        assert int(told.sum()) == task.output_length(n) * (n + 1 if task.by_step else 1) - unasked
         assert (sample.tokens[row][~mask] == 0).all()
         tokens, answer = sample.tokens[row][mask].tolist(), sample.targets[row][told].tolist()
         assert max(answer) < task.output_size
@@ -185,7 +212,7 @@ def test_exchanges_of_neighbours_bring_the_answer_about(name, at_tokens):
             assert torch.equal(after, states[-1]) if name == "sort" else (after == -100).all()
 
 
-@pytest.mark.parametrize(("name", "options"), [c for c in CASES if c[0] != "hops"])
+@pytest.mark.parametrize(("name", "options"), [c for c in CASES if c[0] not in ("hops", "maze")])
 def test_at_tokens_is_the_same_task(name, options):
     """Start, input, blanks if the answer is not as long as the input; rows end together."""
     plain = make_task(name, **options)
@@ -206,6 +233,39 @@ def test_at_tokens_is_the_same_task(name, options):
         assert after.targets[row][mask].tolist() == [-100] * (width - len(answer)) + answer
         assert (after.distance[row][after.targets[row] == -100] == 0).all()
     assert int(after.tokens.max()) < task.vocab_size
+
+
+def test_at_tokens_a_grid_stays_one():
+    lengths = torch.tensor([5, 3, 7, 4])
+    before, after = (
+        t.sample(torch.Generator().manual_seed(0), 4, lengths) for t in (make_task("maze"), AtTokens(make_task("maze")))
+    )
+    for row, n in enumerate(lengths.tolist()):
+        for a, b in zip(before, after, strict=True):
+            if a is None:
+                assert b is None
+            elif a is before.distance:
+                asked = before.targets[row, : n * n] != -100
+                assert torch.equal(a[row, : n * n][asked], b[row, -n * n :][asked])
+            else:
+                assert torch.equal(a[row, : n * n], b[row, -n * n :])
+    assert AtTokens(make_task("maze")).vocab_size == 4
+    assert AtTokens(make_task("maze")).input_length(7) == 49
+
+
+def test_a_mazes_distances_are_the_rounds_of_filling_dead_ends():
+    sample = make_task("maze").sample(torch.Generator().manual_seed(0), 20, 11)
+    for tokens, answers, distance in zip(
+        *(x.tolist() for x in (sample.tokens, sample.targets, sample.distance)), strict=True
+    ):
+        cells = {(i // 11, i % 11) for i, token in enumerate(tokens) if token != 1}
+        ends = {(i // 11, i % 11) for i, token in enumerate(tokens) if token > 1}
+        for number in range(1, 122):
+            dead = {cell for cell in cells - ends if len(ways(cells, cell)) <= 1}
+            assert all(distance[r * 11 + c] == number for r, c in dead)
+            cells -= dead
+        assert cells == {(i // 11, i % 11) for i, answer in enumerate(answers) if answer == 1}
+        assert all(distance[r * 11 + c] == 1 for r, c in cells)
 
 
 @pytest.mark.parametrize("name", ["prefix_sum", "depth", "add_columns", "copy"])
@@ -283,6 +343,7 @@ def test_a_users_own_task():
         ),
         (lambda g: AtTokens(make_task("hops")), "has an answer for each step and not for each token"),
         (lambda g: AtTokens(AtTokens(make_task("copy"))), "needed a Task, as of make_task"),
+        (lambda g: make_task("maze").sample(g, 2, 2), "Maze: length 2; needed 3 or more"),
         (lambda g: make_task("lookup", keys=3).sample(g, 2, 4), "needed at most as many as keys, 3"),
         (lambda g: make_task("add", carry_heavy=0.5, max_value=9), "needed a share, without max_value"),
     ],

@@ -29,8 +29,9 @@ from thinker import (
     plot_training,
     thinker_arguments,
 )
+from thinker.counters import seed_of
 from thinker.losses import LearnedWeights, Ponder, ProgressiveLoss
-from thinker.schedules import Linear, Progressive
+from thinker.schedules import Fixed, Linear, Progressive
 from thinker.tasks.sequences import Copy
 from thinker.training import CurriculumCallback, GridCallback
 
@@ -113,6 +114,49 @@ def test_resumed_is_as_if_never_stopped(loss, tmp_path):
     ]
     assert rewinds[0] == rewinds[1] > 0
     ROWS.append(Row("ThinkerTrainer", "resumed", "float32", f"{loss} loss", 0.0, "every parameter, bit for bit"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"memory": "window", "memory_size": 2, "positions": "random"}, {"positions": "aligned", "separators": [3],
+     "max_offset": 2, "memory": "grow"}],
+)  # fmt: skip
+def test_resumed_in_the_middle_of_a_batch_is_as_if_never_stopped(changes, tmp_path):
+    def fresh(out):
+        return trainer_of(out, model_of(latent_init="noise", **changes), segments=4, max_steps=10, save_steps=6)
+
+    whole, again = fresh(tmp_path / "whole"), fresh(tmp_path / "again")
+    whole.train()
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-6"))
+    same(whole.model, again.model, rtol=0, atol=0)
+
+
+def test_segments_are_steps_of_their_own_from_where_the_latents_had_come(tmp_path):
+    """Against the loop that one would write: two batches, three optimizer steps each."""
+    data = data_of(n_step=(2, 4))
+    trainer = trainer_of(tmp_path, data=data, segments=3, step_loss=AllSteps(), **SGD)
+    trainer.train()
+    model, carry = model_of().train(), None
+    optimizer = torch.optim.SGD(parameter_groups(model, weight_decay=0.01), lr=SGD["learning_rate"])
+    plain = data_of(n_step=(2, 4))
+    seen = []
+    for step in range(6):
+        drawn, again = plain.batch(step - step % 3), data.batch(step)
+        assert torch.equal(drawn["input_ids"], again["input_ids"])
+        assert again["segment"] == step % 3
+        n_step = again["n_step"]
+        seen.append(n_step)
+        noise = torch.Generator().manual_seed(seed_of(trainer.args.seed, 0, step, 2))
+        out = model(
+            drawn["input_ids"], drawn["attention_mask"], out_len=drawn["labels"].shape[1], n_step=n_step,
+            output_steps="all", carry=carry if step % 3 else None, generator=noise,
+        )  # fmt: skip
+        AllSteps()(out, drawn["labels"]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        carry = out.carry.detach()
+    assert len(set(seen)) > 1
+    same(trainer.model, model)
 
 
 def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path):
@@ -653,6 +697,23 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
         (lambda out: RewindOnPeak(factor=0.5), "factor 0.5"),
         (lambda out: RewindOnPeak(cooling=0.0), "cooling 0.0"),
         (lambda out: trainer_of(out).predict([]), r"predict is not there; needed model\(tokens, mask\)"),
+        (lambda out: trainer_of(out, segments=0), "segments is 0; needed a whole number, 1 or more"),
+        (lambda out: trainer_of(out, segments=2, gradient_accumulation_steps=2), "needed one of them to be 1"),
+        (
+            lambda out: trainer_of(
+                out, model_of(vocab_size=10, max_input_length=11), data_of(Fixed(max_length=2), make_task("hops")),
+                segments=2,
+            ),
+            r"segments is 2, but answers of Hops\(size=10, permutation=True\) counts steps from the start",
+        ),
+        (
+            lambda out: trainer_of(
+                out, model_of(vocab_size=17, latent_init="tokens", num_latents=None, window=2, max_input_length=7,
+                              max_output_length=7),
+                data_of(task=AtTokens(make_task("copy"))), segments=2, step_loss=Reach(),
+            ),
+            "but Reach counts steps from the start; needed 1, or another loss",
+        ),
         (lambda out: trainer_of(out, model_of(causal=True)), r"is Copy\(symbols=16\); needed AtTokens\(task\)"),
         (lambda out: trainer_of(out, data=data_of(task=AtTokens(make_task("copy")))), "needed a plain task"),
         (lambda out: trainer_of(out, data=data_of(n_latent=(2, 9))), "draws up to 9 latents, the model's table has 4"),

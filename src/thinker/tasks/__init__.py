@@ -1,8 +1,22 @@
 """Tasks: batches of inputs and answers, by name; importing this puts the package's own under their names."""
 
-from . import arithmetic, puzzles, sequences  # noqa: F401
+from . import arithmetic, grids, puzzles, sequences  # noqa: F401
 from .at_tokens import AtTokens
 from .sequences import SequenceTask
+from .sudoku import sudoku_difficulty, sudoku_puzzles, sudoku_shuffle
 from .task import TASKS, Sample, Task, make_task, register_task
+from .tensors import TensorTask
 
-__all__ = ["TASKS", "AtTokens", "Sample", "SequenceTask", "Task", "make_task", "register_task"]
+__all__ = [
+    "TASKS",
+    "AtTokens",
+    "Sample",
+    "SequenceTask",
+    "Task",
+    "TensorTask",
+    "make_task",
+    "register_task",
+    "sudoku_difficulty",
+    "sudoku_puzzles",
+    "sudoku_shuffle",
+]

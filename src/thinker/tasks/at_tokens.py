@@ -1,4 +1,4 @@
-"""A task laid out for a flow whose latents are the tokens: a start token first, each answer at a token."""
+"""A task laid out for a flow whose latents are the tokens: each answer at one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ class AtTokens(Task):
     """Another task, for a model with ``latent_init="tokens"``.
 
     A row is a start token, the input, and where the answer is not as long as the input one blank token for each symbol
-    of it; labels are at the input's tokens, or at the blanks. Rows are padded on the left, as a causal flow needs.
+    of it; labels are at the input's tokens, or at the blanks. Rows are padded on the left, as a causal flow needs. A
+    grid has no start token: it stays a square.
 
     Args:
         task: The other.
 
     >>> from thinker import make_task
     >>> task = AtTokens(make_task("prefix_sum"))
-    >>> tokens, mask, targets, distance = task.sample(torch.Generator().manual_seed(0), 1, 4)
+    >>> tokens, mask, targets, distance, _ = task.sample(torch.Generator().manual_seed(0), 1, 4)
     >>> tokens, targets, distance
     (tensor([[2, 0, 1, 1, 0]]), tensor([[-100,    0,    1,    0,    0]]), tensor([[0, 1, 2, 3, 4]]))
     """
@@ -53,14 +54,19 @@ class AtTokens(Task):
         return self.task.by_step
 
     @property
+    def grid(self) -> bool:  # pyrefly: ignore
+        """The other's."""
+        return self.task.grid
+
+    @property
     def _blanks(self) -> bool:
         n = self.min_length + 1
         return self.task.output_length(n) != self.task.input_length(n)
 
     @property
     def vocab_size(self) -> int:
-        """The other's, the start, and the blank where there is one."""
-        return self.task.vocab_size + 1 + self._blanks
+        """The other's, and those of start and blank that there are."""
+        return self.task.vocab_size + (not self.grid) + self._blanks
 
     @property
     def output_size(self) -> int:
@@ -74,7 +80,8 @@ class AtTokens(Task):
 
     def input_length(self, length: int) -> int:
         """With the start, and the blanks."""
-        return 1 + self.task.input_length(length) + (self.task.output_length(length) if self._blanks else 0)
+        blanks = self.task.output_length(length) if self._blanks else 0
+        return self.task.input_length(length) + (not self.grid) + blanks
 
     def output_length(self, length: int) -> int:
         """As long as the input."""
@@ -86,7 +93,15 @@ class AtTokens(Task):
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
         """The other's batch, laid out."""
-        tokens, mask, targets, distance = self.task.sample(generator, batch, length)
+        return self._laid_out(self.task.sample(generator, batch, length))
+
+    def every(self) -> Sample | None:
+        """The other's, laid out."""
+        rows = self.task.every()
+        return None if rows is None else self._laid_out(rows)
+
+    def _laid_out(self, sample: Sample) -> Sample:
+        tokens, mask, targets, distance, key = sample
         start, blank = self.task.vocab_size, self.task.vocab_size + 1
         if distance is None:  # anything may depend on everything
             distance = mask.sum(1, keepdim=True).expand(-1, targets.shape[-1])
@@ -96,13 +111,14 @@ class AtTokens(Task):
             tokens = torch.cat([tokens, torch.full_like(targets, blank)], 1)
             mask, targets = torch.cat([mask, known], 1), torch.cat([nothing, targets], 1)
             distance = torch.cat([torch.zeros_like(nothing), distance + known.cumsum(1)], 1)
-        first = torch.full_like(tokens[:, :1], start)
-        tokens, mask = torch.cat([first, tokens], 1), torch.cat([first == start, mask], 1)
-        targets = torch.cat([torch.full_like(targets[..., :1], IGNORED), targets], -1)
-        distance = torch.cat([torch.zeros_like(first), distance], 1)
+        if not self.grid:
+            first = torch.full_like(tokens[:, :1], start)
+            tokens, mask = torch.cat([first, tokens], 1), torch.cat([first == start, mask], 1)
+            targets = torch.cat([torch.full_like(targets[..., :1], IGNORED), targets], -1)
+            distance = torch.cat([torch.zeros_like(first), distance], 1)
         order = mask.long().argsort(dim=1, stable=True)  # padding to the left
         tokens, mask, distance = (column.gather(1, order) for column in (tokens, mask, distance))
         turned = order[:, None].expand(-1, targets.shape[1], -1) if targets.dim() == 3 else order
         targets = targets.gather(-1, turned)
         answered = (targets != IGNORED).any(1) if targets.dim() == 3 else targets != IGNORED
-        return Sample(tokens.masked_fill(~mask, 0), mask, targets, distance.masked_fill(~answered, 0))
+        return Sample(tokens.masked_fill(~mask, 0), mask, targets, distance.masked_fill(~answered, 0), key)

@@ -28,24 +28,29 @@ class Sample(NamedTuple):
             ``by_step``.
         distance: (B, O), how many tokens away the farthest lies that an answer depends on, its own place or the start
             token before the input, 1 at least; none: it may depend on everything.
+        key: (B,) numbers, by which rows are held out together; none: its tokens say which it is.
     """
 
     tokens: Tensor
     mask: Tensor
     targets: Tensor
     distance: Tensor | None = None
+    key: Tensor | None = None
 
     def rows(self, index: Tensor) -> Sample:
         """Some rows."""
-        distance = None if self.distance is None else self.distance[index]
-        return Sample(self.tokens[index], self.mask[index], self.targets[index], distance)
+        return self.map(lambda column: column[index])
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Sample:
+        """Every column that there is, changed."""
+        columns: list[Any] = [None if column is None else change(column) for column in self]
+        return Sample(*columns)
 
     @staticmethod
     def joined(samples: Sequence[Sample]) -> Sample:
         """One batch of several of the same length."""
-        tokens, mask, targets = (torch.cat([getattr(s, n) for s in samples]) for n in Sample._fields[:3])
-        distances = [s.distance for s in samples if s.distance is not None]
-        return Sample(tokens, mask, targets, torch.cat(distances) if distances else None)
+        columns: list[Any] = [None if c[0] is None else torch.cat(c) for c in zip(*samples, strict=True)]
+        return Sample(*columns)
 
 
 def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
@@ -88,12 +93,14 @@ def make_task(name: str, **options: Any) -> Task:
 class Task(ABC):
     """What a task says of itself. ``length`` is a whole number, or (B,), one for each row; shorter rows are padded.
 
-    Where ``by_step``, every step of thinking has an answer of its own, the first so many of them.
+    Where ``by_step``, every step of thinking has an answer of its own, the first so many of them. Where ``grid``, the
+    input is a square, row by row, and each answer is at a token of it.
     """
 
     min_length: ClassVar[int] = 1
     by_step: ClassVar[bool] = False
     pads_left: ClassVar[bool] = False
+    grid: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -125,6 +132,10 @@ class Task(ABC):
     @abstractmethod
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
         """A batch, drawn and made on the generator's device."""
+
+    def every(self) -> Sample | None:
+        """All rows there are, where they are given; none where they are drawn."""
+        return None
 
     def accuracy_mask(self, sample: Sample) -> Tensor:  # like the targets
         """Which answers count."""

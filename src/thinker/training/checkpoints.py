@@ -1,4 +1,4 @@
-"""Which checkpoints are whole: `ThinkerTrainer` writes its own file last."""
+"""What `ThinkerTrainer` writes into a checkpoint, last of all, and which checkpoints are whole."""
 
 from __future__ import annotations
 
@@ -6,10 +6,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from ..config import ThinkerConfig
+from ..memory import make_memory
+from ..positions import Places
+from ..state import ThinkerState
+
 logger = logging.get_logger(__name__)
+
+
+def pack_carry(carry: ThinkerState | None) -> dict[str, Any] | None:
+    """A carry as what `torch.load` reads without trusting anyone."""
+    if carry is None:
+        return None
+    memory = None if carry.memory is None else list(carry.memory.layers)
+    return {"latents": carry.latents, "memory": memory, "drawn": carry.places.drawn, "offset": carry.places.offset}
+
+
+def unpack_carry(packed: dict[str, Any] | None, config: ThinkerConfig, device: torch.device) -> ThinkerState | None:
+    """What `pack_carry` packed."""
+    if packed is None:
+        return None
+
+    def there(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(device)
+
+    memory = make_memory(config)
+    if memory is not None and packed["memory"] is not None:
+        memory.layers = tuple((k.to(device), v.to(device)) for k, v in packed["memory"])
+    places = Places(there(packed["drawn"]), packed["offset"])
+    return ThinkerState(packed["latents"].to(device), memory, places)
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from ..checks import check_plan
+from ..config import is_whole
 from ..curriculum import CurriculumDataset
 from ..flow import FlowPlan
+from ..losses import StepLoss
 from ..model import LatentThinker
 from ..tasks import AtTokens
 
@@ -29,3 +31,14 @@ def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> 
             f'{config.table_size}; needed at most as many, or latent_init="noise"'
         )
     check_plan(config, plan.rows())
+
+
+def check_segments(segments: int, data: CurriculumDataset, loss: StepLoss) -> None:
+    """Refuse segments that are none, or where steps count from the start."""
+    if not is_whole(segments) or segments < 1:
+        raise ValueError(f"ThinkerTrainer: segments is {segments!r}; needed a whole number, 1 or more")
+    if segments > 1 and (data.task.by_step or loss.counts_from_start):
+        what = f"answers of {data.task!r}" if data.task.by_step else type(loss).__name__
+        raise ValueError(
+            f"ThinkerTrainer: segments is {segments}, but {what} counts steps from the start; needed 1, or another loss"
+        )

@@ -24,10 +24,11 @@ from ..flow import FlowPlan
 from ..losses import LastAndRandom, StepLoss, labels_of_steps
 from ..model import LatentThinker
 from ..report import evaluate_lengths
+from ..state import ThinkerState
 from .arguments import parameter_groups, thinker_arguments
 from .callbacks import CurriculumCallback, ThinkerCallback
-from .checkpoints import newest_whole, read_state
-from .fit import check_fit
+from .checkpoints import newest_whole, pack_carry, read_state, unpack_carry
+from .fit import check_fit, check_segments
 from .tally import Tally
 
 logger = logging.get_logger(__name__)
@@ -48,13 +49,17 @@ class ThinkerTrainer(StepTrainer):
         step_loss: Which steps are supervised; default the last and one random earlier one.
         plan: What each step does; default everything that the model has. A batch that draws fewer steps than it needs
             takes its fewest.
+        segments: How many optimizer steps each batch is for; each goes on from the latents that the one before came
+            to, without gradients into it (deep supervision: HRM, Wang et al. 2025; TRM, Jolicoeur-Martineau 2025). A
+            model then learns to go on from where it is, at the cost of a few steps.
         ema: Decay of a moving average of the weights, `ema_model`; default none.
         eval_lengths: Of held-out samples in `evaluate`; default the longest.
         eval_samples: Of each.
         **options: Of `Trainer`; ``eval_dataset`` is a `CurriculumDataset` too, default the training one.
 
     Raises:
-        ValueError: Data longer than the model's positions or with other symbols; a loss that the model has no head for.
+        ValueError: Data longer than the model's positions or with other symbols; a loss that the model has no head for;
+            segments with answers or a loss that count steps from the start.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class ThinkerTrainer(StepTrainer):
         train_dataset: CurriculumDataset,
         step_loss: StepLoss | None = None,
         plan: FlowPlan | None = None,
+        segments: int = 1,
         ema: float | None = None,
         eval_lengths: Sequence[int] | None = None,
         eval_samples: int = 512,
@@ -79,7 +85,9 @@ class ThinkerTrainer(StepTrainer):
         self.step_loss.check(model.config)
         if ema is not None and not 0 < ema < 1:
             raise ValueError(f"ThinkerTrainer: ema is {ema}; needed a decay between 0 and 1")
+        check_segments(segments, train_dataset, self.step_loss)
         self.plan, self.data = plan, train_dataset
+        self.data.segments = segments
         self.eval_lengths, self.eval_samples = eval_lengths or [train_dataset.schedule.max_length], eval_samples
         args = copy.copy(args) if args else thinker_arguments("runs/thinker")  # the caller's stay as they are
         args.per_device_train_batch_size = train_dataset.batch_size
@@ -89,6 +97,11 @@ class ThinkerTrainer(StepTrainer):
         options.setdefault("eval_dataset", train_dataset)
         super().__init__(model=model, args=args, train_dataset=train_dataset, **options)
         self.model_accepts_loss_kwargs = True  # losses are over the answers of a whole step
+        if segments > 1 and self.args.gradient_accumulation_steps > 1:
+            raise ValueError(
+                f"ThinkerTrainer: segments is {segments}, gradient_accumulation_steps "
+                f"{self.args.gradient_accumulation_steps}; needed one of them to be 1"
+            )
         self.data.rank = self.args.process_index
         drawn = self.args.dataloader_num_workers * (self.args.dataloader_prefetch_factor or 2)
         ahead = self.args.gradient_accumulation_steps + drawn
@@ -107,6 +120,7 @@ class ThinkerTrainer(StepTrainer):
         self._start_of_data = self.data.step
         self._checkpoint: Path | None = None
         self._skipped = 0
+        self._carry: ThinkerState | None = None  # of the segment before
         if not any(isinstance(c, CurriculumCallback) for c in self.callback_handler.callbacks):
             self.add_callback(CurriculumCallback())
         self.add_callback(_Housekeeping(self))  # last: it loads what the others know
@@ -163,11 +177,12 @@ class ThinkerTrainer(StepTrainer):
         noise = torch.Generator(labels.device).manual_seed(seed_of(*words, 2))
         plan, loss, first = self.plan or self.thinker.default_plan(), torch.zeros((), device=labels.device), None
         n_step = plan.num_steps(inputs["n_step"] or config.n_step)
+        carry = self._carry if model.training and inputs["segment"] else None
         for part in self.step_loss.passes(n_step, plan, choose):
             outputs = model(
                 input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], out_len=labels.shape[-1],
                 n_step=part.n_step, n_latent=inputs["n_latent"], plan=plan, output_steps=part.output_steps,
-                grad_steps=part.grad_steps, generator=noise,
+                grad_steps=part.grad_steps, carry=carry, generator=noise,
             )  # fmt: skip
             first = first or outputs
             loss = loss + part.share * self.step_loss(outputs, labels, inputs.get("distance"))
@@ -178,6 +193,8 @@ class ThinkerTrainer(StepTrainer):
             last = first.output_steps[-1:]
             (answers,), (counted,) = labels_of_steps(labels, last), labels_of_steps(inputs["counted"], last)
             self.tally.add(first.logits, answers, counted, inputs["lengths"], loss)
+            if self.data.segments > 1:
+                self._carry = first.carry.detach()
         loss = self.share_of_step(loss, (labels != -100).sum(), num_items_in_batch)
         return (loss, first) if return_outputs else loss
 
@@ -267,6 +284,7 @@ class ThinkerTrainer(StepTrainer):
             "ema": None if self.ema is None else self.ema.state_dict(),
             "step_loss": self.step_loss.state_dict(),
             "callbacks": {name: c.state_dict() for name, c in self._thinker_callbacks().items()},
+            "carry": pack_carry(self._carry),
         }
         with new_file(folder / self._state_name(self.args.process_index), "ThinkerTrainer") as part:
             torch.save(state, part)
@@ -280,6 +298,7 @@ class ThinkerTrainer(StepTrainer):
         if self.ema is not None and state["ema"] is not None:
             self.ema.load_state_dict(state["ema"])
         self.tally.counts, self._logged = self.tally.loaded(state["counts"]), self.tally.loaded(state["logged"])
+        self._carry = unpack_carry(state["carry"], self.thinker.config, self.args.device)
         for name, callback in self._thinker_callbacks().items():
             if name in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][name])
@@ -311,6 +330,7 @@ class ThinkerTrainer(StepTrainer):
             self.ema.load_state_dict(snapshot["ema"])
         if not torch.equal(snapshot["schedule"], self.data.newest_state()):
             self.data.change(snapshot["schedule"], step=self.batches)
+        self._carry = None  # it is of the way that was given up
         for callback in self._thinker_callbacks().values():
             callback.on_rewind()
 

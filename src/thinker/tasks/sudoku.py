@@ -1,0 +1,219 @@
+"""Sudoku: puzzles with one solution each, by difficulty, and the symmetries that make others of them.
+
+A grid is read row by row; 0 is an empty cell, digits count from 1. Everything works on whole batches: possible digits
+are (N, L, S), N puzzles of L = S² cells and S = box² digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from .task import integers
+
+Difficulty = Literal["easy", "medium", "hard"]
+
+
+def sudoku_puzzles(
+    count: int, *, box: int = 3, difficulty: Difficulty = "easy", clues: int = 0, seed: int = 0
+) -> tuple[Tensor, Tensor]:  # (count, L) twice
+    """Different puzzles with one solution each, and their solutions.
+
+    Args:
+        count: How many.
+        box: Side of a box: 2 for puzzles of 4 x 4 cells, 3 for 9 x 9.
+        difficulty: What solves them: ``"easy"``, cells that have one digit left; ``"medium"``, also digits that have
+            one cell left in a row, column or box, and not without; ``"hard"``, these two are not enough, but trying out
+            is. Of 4 x 4 cells there are only easy ones.
+        clues: Digits are left out until there are so many, or none can be left out any more: then the others would not
+            say as much. Puzzles of 9 x 9 cells end with 20 to 30, those of 4 x 4 with 4 or 5.
+        seed: Of everything drawn.
+
+    Raises:
+        ValueError: Numbers or a difficulty outside what is said above; fewer than ``count`` were found.
+
+    >>> puzzles, solutions = sudoku_puzzles(2, box=2)
+    >>> puzzles.shape, bool(((puzzles == 0) | (puzzles == solutions)).all()), solutions.sum(1).tolist()
+    (torch.Size([2, 16]), True, [40, 40])
+    """
+    if box not in (2, 3) or difficulty not in get_args(Difficulty) or count < 1 or not 0 <= clues < box**4:
+        raise ValueError(
+            f"sudoku_puzzles: count {count}, box {box}, difficulty {difficulty!r}, clues {clues}; needed 1 or more, 2 "
+            f"or 3, one of {', '.join(get_args(Difficulty))}, and fewer than there are cells"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[tuple[int, ...], Tensor] = {}
+    dry = 0
+    while len(found) < count:
+        before = len(found)
+        solutions = _full_grids(generator, min(2 * (count - before) + 8, 512), box)
+        puzzles = _dug(generator, solutions, box, difficulty, clues)
+        for puzzle, solution in zip(puzzles, solutions, strict=True):
+            found.setdefault(tuple(puzzle.tolist()), solution)
+        if difficulty != "easy":  # some need less than was allowed
+            made = torch.tensor(list(found)[before:], dtype=torch.long).view(-1, box**4)
+            grades = sudoku_difficulty(made, box=box)
+            for puzzle, grade in zip(made, grades, strict=True):
+                if grade != difficulty:
+                    del found[tuple(puzzle.tolist())]
+        dry = dry + 1 if len(found) == before else 0
+        if dry == 8:
+            raise ValueError(
+                f"sudoku_puzzles: found {len(found)} {difficulty} puzzles of box {box}; needed {count}, of which there "
+                f"may not be so many"
+            )
+    return torch.tensor(list(found)[:count]), torch.stack(list(found.values())[:count])
+
+
+def sudoku_difficulty(
+    puzzles: Tensor,  # (N, L)
+    *,
+    box: int = 3,
+) -> list[Difficulty]:
+    """What solves each puzzle, see `sudoku_puzzles`; of one with several solutions or none, ``"hard"``."""
+    can = _possible(puzzles, box)
+    easy, medium = (_solved(_narrowed(can, box, hidden=hidden)).tolist() for hidden in (False, True))
+    return ["easy" if e else "medium" if m else "hard" for e, m in zip(easy, medium, strict=True)]
+
+
+def sudoku_shuffle(box: int = 3) -> Callable[[torch.Generator, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Another puzzle of the same kind of each: digits renamed, rows and columns exchanged within and as bands, turned.
+
+    Args:
+        box: Side of a box.
+
+    Returns:
+        A function of (generator, puzzles (N, L), solutions (N, L)), as `TensorTask` takes for ``augment``.
+    """
+    side = box**2
+
+    def lines(generator: torch.Generator, rows: int) -> Tensor:  # (N, S)
+        bands = torch.rand(rows, box, generator=generator, device=generator.device).argsort(1)
+        inside = torch.rand(rows, box, box, generator=generator, device=generator.device).argsort(2)
+        return (bands[:, :, None] * box + inside).flatten(1)
+
+    def shuffle(generator: torch.Generator, puzzles: Tensor, solutions: Tensor) -> tuple[Tensor, Tensor]:
+        n, device = len(puzzles), generator.device
+        row, column = lines(generator, n), lines(generator, n)
+        turned = integers(generator, 2, n, 1, 1).bool()
+        cells = row[:, :, None] * side + column[:, None]
+        cells = torch.where(turned, cells.transpose(1, 2), cells).flatten(1)
+        names = torch.rand(n, side, generator=generator, device=device).argsort(1) + 1
+        names = torch.cat([torch.zeros_like(names[:, :1]), names], 1)
+        puzzles, solutions = (names.gather(1, x.gather(1, cells)) for x in (puzzles, solutions))
+        return puzzles, solutions
+
+    return shuffle
+
+
+@lru_cache
+def _units(box: int) -> Tensor:  # (3 S, L) float
+    """Which cells each row, column and box has."""
+    side = box**2
+    place = torch.arange(side**2)
+    row, column = place // side, place % side
+    kinds = (row, column, row // box * box + column // box)
+    return torch.cat([torch.arange(side)[:, None] == kind for kind in kinds]).float()
+
+
+@lru_cache
+def _peers(box: int) -> Tensor:  # (L, L) float
+    """Which cells share a unit with each, itself not."""
+    units = _units(box)
+    return ((units.T @ units) > 0).float().fill_diagonal_(0)
+
+
+def _possible(puzzles: Tensor, box: int) -> Tensor:
+    """Every digit in an empty cell, the given one in the others."""
+    digits = torch.arange(1, box**2 + 1)
+    return (puzzles[..., None] == digits) | (puzzles == 0)[..., None]
+
+
+def _solved(can: Tensor) -> Tensor:  # (N,)
+    return (can.sum(2) == 1).all(1)
+
+
+def _narrowed(can: Tensor, box: int, *, hidden: bool = True) -> Tensor:
+    """Strike out digits until nothing changes; in a puzzle that cannot be solved everything is struck out."""
+    can, going = can.clone(), torch.arange(len(can))
+    units, peers = _units(box), _peers(box)
+    while len(going):
+        before = can[going]
+        alone = (before.sum(2, keepdim=True) == 1) & before
+        now = before & ~((peers @ alone.float()) > 0)
+        places = units @ now.float()  # (N, 3 S, S): in how many cells of a unit a digit fits
+        broken = (now.sum(2) == 0).any(1) | (places == 0).flatten(1).any(1)
+        if hidden:
+            only = now & ((units.T @ (places == 1).float()) > 0)
+            now = torch.where(only.any(2, keepdim=True), only, now)
+        now &= ~broken[:, None, None]
+        can[going] = now
+        going = going[(now != before).flatten(1).any(1) & ~broken]
+    return can
+
+
+def _choose(generator: torch.Generator, can: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each unsolved puzzle a cell with the fewest digits left, but several, and one of its digits, at random."""
+    left = can.sum(2).float()
+    order = left + torch.rand(left.shape, generator=generator)
+    cell = order.masked_fill(left <= 1, float("inf")).argmin(1)
+    of_cell = can[torch.arange(len(can)), cell]
+    chance = torch.rand(of_cell.shape, generator=generator).masked_fill(~of_cell, -1.0)
+    return cell, chance.argmax(1)
+
+
+def _full_grids(generator: torch.Generator, count: int, box: int) -> Tensor:  # (count, L)
+    """Solved at random: a digit is tried in a cell, and where nothing fits any more it begins again."""
+    empty = torch.ones(count, box**4, box**2, dtype=torch.bool)
+    can = empty.clone()
+    while True:
+        can[~can.any(2).all(1)] = True
+        which = (~_solved(can)).nonzero()[:, 0]
+        if not len(which):
+            return can.long().argmax(2) + 1
+        cell, digit = _choose(generator, can[which])
+        can[which, cell] = False
+        can[which, cell, digit] = True
+        can[which] = _narrowed(can[which], box)
+
+
+def _solvable(generator: torch.Generator, can: Tensor, box: int) -> Tensor:  # (N,)
+    """Whether there is a solution: one digit of a cell is tried, and its others, until one is found or none is left."""
+    found, owner = torch.zeros(len(can), dtype=torch.bool), torch.arange(len(can))
+    while len(can):
+        can = _narrowed(can, box)
+        found[owner[_solved(can)]] = True
+        keep = can.any(2).all(1) & ~found[owner]
+        can, owner = can[keep], owner[keep]
+        if not len(can):
+            break
+        (cell, digit), rows = _choose(generator, can), torch.arange(len(can))
+        tried, others = can.clone(), can
+        tried[rows, cell] = False
+        tried[rows, cell, digit] = True
+        others[rows, cell, digit] = False
+        can, owner = torch.cat([tried, others]), torch.cat([owner, owner])
+    return found
+
+
+def _dug(
+    generator: torch.Generator, solutions: Tensor, box: int, difficulty: Difficulty, clues: int
+) -> Tensor:  # (N, L)
+    """Digits are left out, in a random order, where the rest still says all."""
+    puzzles, rows = solutions.clone(), torch.arange(len(solutions))
+    for cell in torch.rand(solutions.shape, generator=generator).argsort(1).unbind(1):
+        fewer = puzzles.clone()
+        fewer[rows, cell] = 0
+        can = _possible(fewer, box)
+        if difficulty == "hard":  # another solution would have another digit there
+            can[rows, cell, solutions[rows, cell] - 1] = False
+            enough = ~_solvable(generator, can, box)
+        else:
+            enough = _solved(_narrowed(can, box, hidden=difficulty == "medium"))
+        enough &= (fewer > 0).sum(1) >= clues
+        puzzles = torch.where(enough[:, None], fewer, puzzles)
+    return puzzles

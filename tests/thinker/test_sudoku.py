@@ -1,0 +1,114 @@
+"""Sudoku against a plain solver in Python: one solution each, the difficulty that was asked for, symmetries."""
+
+import itertools
+
+import pytest
+import torch
+
+from thinker.tasks import sudoku_difficulty, sudoku_puzzles, sudoku_shuffle
+
+
+def allowed(cells, place, side, box):
+    """Digits that no cell of the same row, column or box has."""
+    row, column = divmod(place, side)
+    seen = {cells[row * side + i] for i in range(side)} | {cells[i * side + column] for i in range(side)}
+    corner = row // box * box * side + column // box * box
+    seen |= {cells[corner + a * side + b] for a, b in itertools.product(range(box), range(box))}
+    return set(range(1, side + 1)) - seen
+
+
+def solutions(cells, box, most=2):
+    """Up to ``most`` of them, by trying out."""
+    side = box**2
+    empty = {place: allowed(cells, place, side, box) for place, digit in enumerate(cells) if not digit}
+    if not empty:
+        return [cells]
+    place = min(empty, key=lambda p: len(empty[p]))
+    found = []
+    for digit in empty[place]:
+        found += solutions([*cells[:place], digit, *cells[place + 1 :]], box, most - len(found))
+        if len(found) >= most:
+            break
+    return found
+
+
+def grade(cells, box):
+    """By the plainest reading of the two rules."""
+    side = box**2
+    units = [[i * side + j for j in range(side)] for i in range(side)]
+    units += [list(column) for column in zip(*units, strict=True)]
+    units += [
+        [(r * box + a) * side + c * box + b for a in range(box) for b in range(box)]
+        for r in range(box) for c in range(box)
+    ]  # fmt: skip
+    for hidden in (False, True):
+        now, changed = list(cells), True
+        while changed:
+            can = [allowed(now, place, side, box) if not digit else set() for place, digit in enumerate(now)]
+            sure = {place: min(digits) for place, digits in enumerate(can) if len(digits) == 1}
+            for unit, digit in itertools.product(units, range(1, side + 1)) if hidden else ():
+                where = [place for place in unit if digit in can[place]]
+                if len(where) == 1:
+                    sure[where[0]] = digit
+            for place, digit in sure.items():
+                now[place] = digit
+            changed = bool(sure)
+        if all(now):
+            return ("easy", "medium")[hidden]
+    return "hard"
+
+
+@pytest.mark.parametrize(
+    ("box", "difficulty", "count"), [(2, "easy", 40), (3, "easy", 4), (3, "medium", 4), (3, "hard", 3)]
+)
+def test_puzzles_have_one_solution_and_the_difficulty_asked_for(box, difficulty, count):
+    puzzles, answers = sudoku_puzzles(count, box=box, difficulty=difficulty, seed=1)
+    assert puzzles.shape == answers.shape == (count, box**4)
+    assert len(puzzles.unique(dim=0)) == count
+    assert sudoku_difficulty(puzzles, box=box) == [difficulty] * count
+    for puzzle, answer in zip(puzzles.tolist(), answers.tolist(), strict=True):
+        assert solutions(puzzle, box) == [answer]
+        assert grade(puzzle, box) == difficulty
+        for place in [p for p, digit in enumerate(puzzle) if digit][:: 1 if box == 2 else 6]:
+            fewer = [*puzzle[:place], 0, *puzzle[place + 1 :]]
+            assert grade(fewer, box) not in ("easy", difficulty) or len(solutions(fewer, box)) == 2
+
+
+def test_four_by_four_grids_are_all_there_and_need_nothing_but_the_first_rule():
+    """There are 288 of them; no clue less than four, as is known (Taalman 2007)."""
+    puzzles, answers = sudoku_puzzles(4000, box=2)
+    assert len(answers.unique(dim=0)) == 288
+    assert int((puzzles > 0).sum(1).min()) == 4
+    with pytest.raises(ValueError, match="found 0 hard puzzles of box 2; needed 2, of which there may not be so many"):
+        sudoku_puzzles(2, box=2, difficulty="hard")
+
+
+def test_as_many_clues_as_were_asked_for():
+    puzzles, _ = sudoku_puzzles(20, box=2, clues=8)
+    assert set((puzzles > 0).sum(1).tolist()) == {8}
+    assert torch.equal(puzzles, sudoku_puzzles(20, box=2, clues=8)[0])
+    assert not torch.equal(puzzles, sudoku_puzzles(20, box=2, clues=8, seed=1)[0])
+
+
+@pytest.mark.parametrize("box", [2, 3])
+def test_shuffled_puzzles_are_as_hard_and_have_the_shuffled_solution(box):
+    puzzles, answers = (x.repeat(30, 1) for x in sudoku_puzzles(1, box=box))
+    others, solved = sudoku_shuffle(box)(torch.Generator().manual_seed(0), puzzles, answers)
+    assert len(others.unique(dim=0)) > 25
+    for puzzle, answer in list(zip(others.tolist(), solved.tolist(), strict=True))[:5]:
+        assert solutions(puzzle, box) == [answer]
+        assert grade(puzzle, box) == "easy"
+
+
+def test_what_is_no_puzzle_is_hard():
+    """Two solutions, or none."""
+    empty = torch.zeros(1, 16, dtype=torch.long)
+    twice = empty.clone()
+    twice[0, :2] = 1
+    assert sudoku_difficulty(torch.cat([empty, twice]), box=2) == ["hard", "hard"]
+
+
+@pytest.mark.parametrize("changes", [{"count": 0}, {"box": 4}, {"difficulty": "evil"}, {"clues": 81}, {"clues": -1}])
+def test_what_cannot_be_made_is_refused(changes):
+    with pytest.raises(ValueError, match=r"sudoku_puzzles: count .*; needed 1 or more, 2 or 3, one of easy, medium"):
+        sudoku_puzzles(**{"count": 1, **changes})

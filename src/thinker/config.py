@@ -48,6 +48,7 @@ class ThinkerConfig(PreTrainedConfig):
         latent_init: ``"table"``, a learned vector for each (the default); ``"noise"``, one learned vector plus N(0, 1)
             each, which lets a trained model think with more latents than it has seen; ``"tokens"``, the input's tokens
             themselves, whose own logits are the answer (the default with ``causal``).
+        latent_noise: Standard deviation of what ``"noise"`` adds, instead of 1.
         n_step: Steps when a call does not say.
         positions: How input and answer are told where they are: ``"learned"`` and ``"sinusoidal"`` by index;
             ``"cyclic"``, learned and the same again after ``num_positions`` places, so that none is new at any length;
@@ -111,6 +112,7 @@ class ThinkerConfig(PreTrainedConfig):
         max_output_length: int = 64,
         num_latents: int | None = None,
         latent_init: LatentInit | None = None,
+        latent_noise: float = 1.0,
         n_step: int = 4,
         positions: Positions = "learned",
         from_end: bool = False,
@@ -147,6 +149,7 @@ class ThinkerConfig(PreTrainedConfig):
         self.max_input_length = max_input_length
         self.max_output_length = max_output_length
         self.latent_init = latent_init or ("tokens" if causal else "table")
+        self.latent_noise = latent_noise
         self.num_latents = 8 if num_latents is None and self.latent_init != "tokens" else num_latents
         self.n_step = n_step
         self.positions = positions
@@ -232,7 +235,7 @@ class ThinkerConfig(PreTrainedConfig):
             refuse("max_offset", self.max_offset, '0, or more with positions="aligned"')
         if (self.memory in ("window", "static")) != (self.memory_size is not None) or (self.memory_size or 1) < 1:
             refuse("memory_size", self.memory_size, "writes, 1 or more, with memory window or static, and none without")
-        for name in ("step_rate", "step_noise", "initializer_range"):
+        for name in ("latent_noise", "step_rate", "step_noise", "initializer_range"):
             if not isinstance(getattr(self, name), int | float):
                 refuse(name, getattr(self, name), "a number")
         if self.memory_size is not None and (not is_whole(self.memory_size) or self.memory_size < 1):
@@ -243,6 +246,8 @@ class ThinkerConfig(PreTrainedConfig):
             refuse("num_static_tokens", self.num_static_tokens, "a whole number, 0 or more")
         if not 0 <= self.step_noise < math.inf:
             refuse("step_noise", self.step_noise, "0 or more, and finite")
+        if not 0 < self.latent_noise < math.inf or (self.latent_noise != 1 and self.latent_init != "noise"):
+            refuse("latent_noise", self.latent_noise, 'above 0 and finite, and 1 without latent_init="noise"')
         if not 0 < self.initializer_range < math.inf:
             refuse("initializer_range", self.initializer_range, "above 0, and finite")
         if self.causal and self.latent_init != "tokens":

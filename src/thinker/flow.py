@@ -14,7 +14,8 @@ import torch
 class FlowRow(NamedTuple):
     """One step; within it the order is: read, static look-up, memory look-up, self-attention, MLP, write, output.
 
-    All zero is pure thinking: self-attention and MLP.
+    Only the MLP is always there. A row of nothing else but ``self_attention``, which is on unless it is said, is pure
+    thinking.
     """
 
     read_input: bool = False
@@ -22,9 +23,11 @@ class FlowRow(NamedTuple):
     mem_write: bool = False
     static_mem_lookup: bool = False
     output: bool = False
+    self_attention: bool = True
 
 
 COLUMNS = FlowRow._fields
+_USUAL = FlowRow()._asdict()
 _TRUE, _FALSE = {"1", "x", "✓", "true", "yes"}, {"", "0", "-", "false", "no"}
 
 
@@ -66,18 +69,21 @@ class FlowPlan:
             raise ValueError("FlowPlan: the last step does not output; needed output = 1 there")
 
     @classmethod
-    def every_step(cls, n_step: int | None = None, *, memory: bool = True, static: bool = False) -> FlowPlan:
+    def every_step(
+        cls, n_step: int | None = None, *, memory: bool = True, static: bool = False, self_attention: bool = True
+    ) -> FlowPlan:
         """Do all the time: each step reads, looks up, writes and outputs.
 
         Args:
             n_step: Fixed length; default: any.
             memory: Look up and write.
             static: Look up static tokens too.
+            self_attention: Latents look at each other.
 
         >>> len(FlowPlan.every_step().rows(7))
         7
         """
-        plan = cls(loop=(FlowRow(True, memory, memory, static, True),))
+        plan = cls(loop=(FlowRow(True, memory, memory, static, True, self_attention),))
         return plan if n_step is None else cls(plan.rows(n_step))
 
     @classmethod
@@ -107,7 +113,7 @@ class FlowPlan:
         """Each cell 1 with probability p; the first row reads, the last outputs.
 
         Args:
-            p: One probability, or one by column (others 0).
+            p: One probability, or one by column (the others are 0, and ``self_attention`` is 1).
             n_step: Rows.
             generator: Of the draws.
 
@@ -116,7 +122,7 @@ class FlowPlan:
         """
         if n_step < 1:
             raise ValueError(f"FlowPlan.random: n_step is {n_step}; needed 1 or more")
-        by_column = {c: p.get(c, 0.0) if isinstance(p, Mapping) else p for c in COLUMNS}
+        by_column = {c: p.get(c, float(_USUAL[c])) if isinstance(p, Mapping) else p for c in COLUMNS}
         wrong = [v for v in by_column.values() if not 0 <= v <= 1]
         if wrong or (isinstance(p, Mapping) and set(p) - set(COLUMNS)):
             raise ValueError(f"FlowPlan.random: p is {p!r}; needed probabilities, by columns {', '.join(COLUMNS)}")
@@ -131,8 +137,9 @@ class FlowPlan:
         """A plan from a Markdown table, as people write it in a notebook, or from rows.
 
         Args:
-            table: Text whose first line names columns (absent ones are 0; cells are 1 or 0, x or empty; a ``step`` that
-                ends in * is part of the loop), or a list of rows: mappings by column, or five values in their order.
+            table: Text whose first line names columns (absent ones are 0, ``self_attention`` 1; cells are 1 or 0, x or
+                empty; a ``step`` that ends in * is part of the loop), or a list of rows: mappings by column, or values
+                in the columns' order.
 
         Raises:
             ValueError: A column or cell that is none.
@@ -163,7 +170,10 @@ class FlowPlan:
                     raise ValueError(f"FlowPlan.from_table: row {number} has {len(line)} cells, the head {len(names)}")
                 rows.append(dict(zip(names, line, strict=True)))
         else:
-            rows = [r if isinstance(r, Mapping) else dict(zip(COLUMNS, r, strict=True)) for r in table]
+            for r in table:
+                if not isinstance(r, Mapping) and len(r) > len(COLUMNS):
+                    raise ValueError(f"FlowPlan.from_table: a row has {len(r)} values; needed {len(COLUMNS)} or fewer")
+            rows = [r if isinstance(r, Mapping) else dict(zip(COLUMNS, r, strict=False)) for r in table]
         for row in rows:
             unknown = sorted(set(row) - {*COLUMNS, "step"})
             if unknown:
@@ -229,12 +239,13 @@ class FlowPlan:
         return cls(**json.loads(text))
 
     def __str__(self) -> str:
-        names = ["step", *COLUMNS]
         every, first = self.prologue + self.loop + self.epilogue, len(self.prologue)
+        shown = COLUMNS if not all(row.self_attention for row in every) else COLUMNS[:-1]
+        names = ["step", *shown]
         lines = [f"| {' | '.join(names)} |", f"|{'|'.join('-' * (len(n) + 2) for n in names)}|"]
         for number, row in enumerate(every):
             repeated = first <= number < first + len(self.loop)
-            cells = [f"{number + 1}{'*' if repeated else ''}", *(str(int(v)) for v in row)]
+            cells = [f"{number + 1}{'*' if repeated else ''}", *(str(int(v)) for v in row[: len(shown)])]
             lines.append(f"| {' | '.join(c.ljust(len(n)) for c, n in zip(cells, names, strict=True))} |")
         return "\n".join(lines)
 

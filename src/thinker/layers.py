@@ -134,7 +134,8 @@ class ThinkLayer(nn.Module):
         if row.mem_lookup and memory is not None:
             assert self.memory is not None
             z = z + self._after("memory", self.memory(z, memory, memory_mask))
-        z = z + self._after("self_attention", self.self_attention(z, self_mask, turn))
+        if row.self_attention:
+            z = z + self._after("self_attention", self.self_attention(z, self_mask, turn))
         return z + self._after("mlp", self.mlp(z))
 
     def _after(self, part: str, x: Tensor) -> Tensor:

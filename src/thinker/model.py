@@ -103,6 +103,16 @@ class LatentThinker(PreTrainedModel):
         """Everything that is configured, in each step."""
         return FlowPlan.every_step(memory=self.config.memory != "none", static=self.config.num_static_tokens > 0)
 
+    def answers_of(
+        self,
+        labels: Tensor,  # (..., O)
+        n_latent: int | None = None,
+    ) -> Tensor:  # (..., n) or the same
+        """The labels that so many latents answer: with fewer latents than tokens (causal) those of the last tokens."""
+        if not self.config.at_tokens:
+            return labels
+        return labels[..., -(self.config.latents_for(labels.shape[-1]) if n_latent is None else n_latent) :]
+
     def encode(
         self,
         tokens: Tensor,  # (B, L)
@@ -371,7 +381,7 @@ class LatentThinker(PreTrainedModel):
             assert self.latents is not None
             latents = self.latents[: n if config.latent_init == "table" else 1].expand(batch, n, -1)
             if config.latent_init == "noise":
-                latents = latents + _normal(latents.shape, latents, generator)
+                latents = latents + config.latent_noise * _normal(latents.shape, latents, generator)
         return ThinkerState(latents, None, context.places)
 
     def _frame(self, context: Context, n: int) -> Frame:

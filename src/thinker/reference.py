@@ -67,7 +67,7 @@ def think(
         if config.positions == "rotary":
             angle = waves(position, size // 2)
         elif config.positions == "rotary_2d":
-            angle = torch.cat([waves(axis, size // 4, 100.0) for axis in grid(position)], -1)
+            angle = torch.cat([math.pi / 2 * waves(axis, size // 4, 30.0) for axis in grid(position)], -1)
         else:
             return x
         cosine, sine = angle.cos().to(dtype), angle.sin().to(dtype)
@@ -155,7 +155,8 @@ def think(
                 past = torch.cat(written, 1)
                 look = None if own is None else own.repeat(1, 1, len(written))
                 z = z + after(i, "memory", look_up(f"{name}.memory", z, past, look, None, None))
-            z = z + after(i, "self_attention", itself(f"{name}.self_attention", z, own, latent_at))
+            if row.self_attention:
+                z = z + after(i, "self_attention", itself(f"{name}.self_attention", z, own, latent_at))
             z = z + after(i, "mlp", mlp(f"{name}.mlp", z))
         if config.step_update == "normalized":
             unit, to = (y / (y.square().mean(-1, keepdim=True) + torch.finfo(dtype).eps).sqrt() for y in (before, z))

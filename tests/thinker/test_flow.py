@@ -51,6 +51,7 @@ def test_a_loop_of_several_rows_is_cut():
     [
         FlowPlan.every_step(static=True),
         FlowPlan.read_once(),
+        FlowPlan.every_step(self_attention=False),
         FlowPlan.random(0.5, 6, generator=torch.Generator().manual_seed(1)),
     ],
 )
@@ -65,6 +66,9 @@ def test_tables_of_lists_and_other_marks():
     table = "Step | Read_Input | OUTPUT |\n --- | --- | --- |\n 1 | 1 | 0 |\n 2 | 0 | 1 |"  # a bar at the end alone
     assert FlowPlan.from_table(table) == FlowPlan((FlowRow(True), FlowRow(output=True)))
     assert FlowPlan.from_table([[1, 0, 0, 0, 0], [0, 0, 0, 0, 1]]).rows()[1] == FlowRow(output=True)
+    assert FlowPlan.from_table([[1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1]]).rows()[0] == FlowRow(
+        True, self_attention=False
+    )
     assert FlowPlan.from_table([{"read_input": True, "output": 1}]) == FlowPlan((FlowRow(True, output=True),))
     assert FlowPlan.from_table("read_input | output\n x | ✓\n | x") == FlowPlan(
         (FlowRow(True, output=True), FlowRow(output=True))
@@ -76,14 +80,22 @@ def test_a_row_of_nothing_is_pure_thinking():
     assert FlowPlan.from_table(table).rows() == (FlowRow(True), FlowRow(), FlowRow(), FlowRow(output=True))
 
 
+def test_self_attention_is_there_unless_it_is_said():
+    plan = FlowPlan.from_table("read_input | self_attention | output\n 1 | 0 | 0\n 0 | 1 | 1")
+    assert [r.self_attention for r in plan.rows()] == [False, True]
+    assert "self_attention" in str(plan)
+    assert "self_attention" not in str(FlowPlan.every_step(2))
+    assert FlowPlan.every_step(self_attention=False).rows(2)[1] == FlowRow(True, True, True, False, True, False)
+
+
 def test_random_plans():
     generator = torch.Generator().manual_seed(0)
     plans = [FlowPlan.random(0.3, 5, generator=generator) for _ in range(400)]
     assert all(p.rows()[0].read_input and p.rows()[-1].output for p in plans)
     inner = torch.tensor([[list(r) for r in p.rows()[1:-1]] for p in plans]).float().mean((0, 1))
-    torch.testing.assert_close(inner, torch.full((5,), 0.3), rtol=0, atol=0.06)
+    torch.testing.assert_close(inner, torch.full((6,), 0.3), rtol=0, atol=0.06)
     by_column = FlowPlan.random({"mem_write": 1.0}, 3)
-    assert [tuple(r) for r in by_column.rows()] == [(1, 0, 1, 0, 0), (0, 0, 1, 0, 0), (0, 0, 1, 0, 1)]
+    assert [tuple(r) for r in by_column.rows()] == [(1, 0, 1, 0, 0, 1), (0, 0, 1, 0, 0, 1), (0, 0, 1, 0, 1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +109,7 @@ def test_random_plans():
         (lambda: FlowPlan.from_table("step | think\n1 | 1"), "column 'think'; needed some of read_input"),
         (lambda: FlowPlan.from_table("step | output\n1 | 2"), "cell '2'; needed 1 or 0"),
         (lambda: FlowPlan.from_table("step | output\n1 | 1 | 1"), "row 1 has 3 cells, the head 2"),
+        (lambda: FlowPlan.from_table([[0] * 7]), "a row has 7 values; needed 6 or fewer"),
         (lambda: FlowPlan.from_table(""), "none of 0 rows outputs"),
         (lambda: FlowPlan.from_table("output | Output\n0 | 1"), "two columns are called 'output'"),
         (lambda: FlowPlan.from_table("step | output\n1* | 0\n2 | 0\n3* | 1"), "needed one loop"),

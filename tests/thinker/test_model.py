@@ -792,6 +792,8 @@ def test_bad_input_is_refused(changes, call, message):
         ({"latents": 9}, "latents is 9; needed num_latents"),
         ({"hidden_size": 6, "positions": "rotary"}, "an even size for rotary"),
         ({"hidden_size": 12, "positions": "rotary_2d"}, "is 6; needed a multiple of 4 for rotary positions in two"),
+        ({"latent_noise": 0.0}, "latent_noise is 0.0; needed above 0 and finite"),
+        ({"latent_noise": 0.1}, 'latent_noise is 0.1; needed above 0 and finite, and 1 without latent_init="noise"'),
         ({"grid_width": 3}, 'grid_width is 3; needed none without positions="rotary_2d"'),
         ({"positions": "rotary_2d", "grid_width": 0}, "grid_width is 0; needed 1 or more"),
         ({"positions": "rotary_2d", "causal": True}, "needed learned, cyclic, sinusoidal or rotary"),

@@ -131,6 +131,56 @@ def test_resumed_in_the_middle_of_a_batch_is_as_if_never_stopped(changes, tmp_pa
     same(whole.model, again.model, rtol=0, atol=0)
 
 
+def test_the_last_latents_of_a_causal_flow_are_asked_for_the_last_answers(tmp_path):
+    """As in Perceiver AR: all of the input is read, latents and losses are at its end."""
+    task = AtTokens(make_task("copy"))
+    model = model_of(causal=True, num_latents=3, vocab_size=17, max_input_length=7, max_output_length=7)
+    data = data_of(Fixed(max_length=6), task)
+    trainer = trainer_of(tmp_path, model, data, step_loss=AllSteps(), **SGD)
+    batch = data.batch(0)
+    noise = torch.Generator().manual_seed(seed_of(trainer.args.seed, 0, 0, 2))
+    out = model.train()(
+        batch["input_ids"], batch["attention_mask"], n_step=batch["n_step"], output_steps="all", generator=noise
+    )
+    expected = torch.stack([
+        torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"][:, -3:]) for logits in out.step_logits
+    ])  # fmt: skip
+    torch.testing.assert_close(trainer.compute_loss(model, batch), expected.mean())
+    assert out.logits.shape == (8, 3, 17)
+    trainer.train()
+    found = evaluate_steps(model, data, [6], n_steps=[2], samples=64)
+    held = data.held_out(64, 6)
+    with torch.no_grad():
+        right = model.eval()(held["input_ids"], n_step=2).logits.argmax(-1) == held["labels"][:, -3:]
+    assert found.rows()[0]["symbols"] == pytest.approx(float(right.float().mean()))
+
+
+def test_a_plan_is_drawn_for_each_batch(tmp_path):
+    plans, steps = [], []
+
+    def draw(generator, n_step):
+        plans.append(FlowPlan.random(0.5, n_step, generator=generator))
+        steps.append(n_step)
+        return plans[-1]
+
+    trainer = trainer_of(
+        tmp_path, model_of(memory="grow", num_static_tokens=2), data_of(n_step=(2, 5)), plan=draw, max_steps=6
+    )
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    drawn = [trainer.data.batch(n)["n_step"] for n in range(6)]
+    assert steps[-6:] == drawn
+    assert len(set(map(str, plans[-6:]))) == 6
+    assert all(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    assert 0 <= trainer.evaluate()["eval_accuracy"] <= 1
+    again = trainer_of(tmp_path, model_of(memory="grow", num_static_tokens=2), data_of(n_step=(2, 5)), plan=draw)
+    again.train()
+    same(trainer.model, again.model, rtol=0, atol=0)
+    assert plans[-6:] == plans[1:7]  # the first was drawn to see whether the model has what it needs
+    with pytest.raises(ValueError, match='the plan uses the memory, but memory is "none"'):
+        trainer_of(tmp_path, plan=lambda generator, n_step: FlowPlan.read_once())
+
+
 def test_segments_are_steps_of_their_own_from_where_the_latents_had_come(tmp_path):
     """Against the loop that one would write: two batches, three optimizer steps each."""
     data = data_of(n_step=(2, 4))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -33,6 +33,8 @@ from .tally import Tally
 
 logger = logging.get_logger(__name__)
 
+DrawPlan = Callable[[torch.Generator, int], FlowPlan]
+
 
 class ThinkerTrainer(StepTrainer):
     """A `transformers.Trainer` that trains a `LatentThinker` on a `CurriculumDataset`.
@@ -48,7 +50,9 @@ class ThinkerTrainer(StepTrainer):
         train_dataset: Batches.
         step_loss: Which steps are supervised; default the last and one random earlier one.
         plan: What each step does; default everything that the model has. A batch that draws fewer steps than it needs
-            takes its fewest.
+            takes its fewest. A function of a generator and a number of steps draws a plan for each batch, as
+            ``lambda generator, n_step: FlowPlan.random(0.5, n_step, generator=generator)``; evaluation then does
+            everything.
         segments: How many optimizer steps each batch is for; each goes on from the latents that the one before came
             to, without gradients into it (deep supervision: HRM, Wang et al. 2025; TRM, Jolicoeur-Martineau 2025). A
             model then learns to go on from where it is, at the cost of a few steps.
@@ -69,7 +73,7 @@ class ThinkerTrainer(StepTrainer):
         *,
         train_dataset: CurriculumDataset,
         step_loss: StepLoss | None = None,
-        plan: FlowPlan | None = None,
+        plan: FlowPlan | DrawPlan | None = None,
         segments: int = 1,
         ema: float | None = None,
         eval_lengths: Sequence[int] | None = None,
@@ -80,13 +84,14 @@ class ThinkerTrainer(StepTrainer):
             raise ValueError(
                 f"ThinkerTrainer: train_dataset is {type(train_dataset).__name__}; needed a CurriculumDataset"
             )
-        check_fit(model, train_dataset, plan or model.default_plan())
+        self.plan, self._draw_plan = (plan, None) if isinstance(plan, FlowPlan | None) else (None, plan)
+        check_fit(model, train_dataset, self._plan_of(torch.Generator().manual_seed(0), model))
         self.step_loss = step_loss or LastAndRandom()
         self.step_loss.check(model.config)
         if ema is not None and not 0 < ema < 1:
             raise ValueError(f"ThinkerTrainer: ema is {ema}; needed a decay between 0 and 1")
         check_segments(segments, train_dataset, self.step_loss)
-        self.plan, self.data = plan, train_dataset
+        self.data = train_dataset
         self.data.segments = segments
         self.eval_lengths, self.eval_samples = eval_lengths or [train_dataset.schedule.max_length], eval_samples
         args = copy.copy(args) if args else thinker_arguments("runs/thinker")  # the caller's stay as they are
@@ -171,27 +176,29 @@ class ThinkerTrainer(StepTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The step loss, over the answers of the whole step."""
-        labels, config = inputs["labels"], self.thinker.config
+        n_step, n_latent, distance = inputs["n_step"], inputs["n_latent"], inputs.get("distance")
+        labels, counted = (self.thinker.answers_of(inputs[name], n_latent) for name in ("labels", "counted"))
+        distance = None if distance is None else self.thinker.answers_of(distance, n_latent)
         words = (self.args.seed, inputs["rank"], inputs["step"])
         choose = torch.Generator().manual_seed(seed_of(*words, 1))
         noise = torch.Generator(labels.device).manual_seed(seed_of(*words, 2))
-        plan, loss, first = self.plan or self.thinker.default_plan(), torch.zeros((), device=labels.device), None
-        n_step = plan.num_steps(inputs["n_step"] or config.n_step)
+        plan, loss, first = self._plan_of(choose, self.thinker, n_step), torch.zeros((), device=labels.device), None
+        n_step = plan.num_steps(n_step)
         carry = self._carry if model.training and inputs["segment"] else None
         for part in self.step_loss.passes(n_step, plan, choose):
             outputs = model(
                 input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], out_len=labels.shape[-1],
-                n_step=part.n_step, n_latent=inputs["n_latent"], plan=plan, output_steps=part.output_steps,
+                n_step=part.n_step, n_latent=n_latent, plan=plan, output_steps=part.output_steps,
                 grad_steps=part.grad_steps, carry=carry, generator=noise,
             )  # fmt: skip
             first = first or outputs
-            loss = loss + part.share * self.step_loss(outputs, labels, inputs.get("distance"))
+            loss = loss + part.share * self.step_loss(outputs, labels, distance)
         assert first is not None
         # A plan may leave parameters out: DDP waits for every one, and without it they must decay all the same.
         loss = loss + 0.0 * torch.stack([p.sum() for p in model.parameters() if p.requires_grad]).sum()
         if model.training:
             last = first.output_steps[-1:]
-            (answers,), (counted,) = labels_of_steps(labels, last), labels_of_steps(inputs["counted"], last)
+            (answers,), (counted,) = labels_of_steps(labels, last), labels_of_steps(counted, last)
             self.tally.add(first.logits, answers, counted, inputs["lengths"], loss)
             if self.data.segments > 1:
                 self._carry = first.carry.detach()
@@ -261,6 +268,10 @@ class ThinkerTrainer(StepTrainer):
     def thinker(self) -> LatentThinker:
         """The model, out of what wraps it in training with several processes."""
         return self.unwrapped()
+
+    def _plan_of(self, generator: torch.Generator, model: LatentThinker, n_step: int = 2) -> FlowPlan:
+        """Of a batch."""
+        return self._draw_plan(generator, n_step) if self._draw_plan else self.plan or model.default_plan()
 
     @staticmethod
     def _state_name(rank: int) -> str:

@@ -1,0 +1,18 @@
+"""How right a thinker is: by steps, latents and length; and the plots of it."""
+
+from .evaluation import accuracies, evaluate_grid, evaluate_halting, evaluate_lengths, evaluate_steps
+from .results import Accuracy, Calibration, Curves, Grid
+from .training import plot_training
+
+__all__ = [
+    "Accuracy",
+    "Calibration",
+    "Curves",
+    "Grid",
+    "accuracies",
+    "evaluate_grid",
+    "evaluate_halting",
+    "evaluate_lengths",
+    "evaluate_steps",
+    "plot_training",
+]

@@ -1,0 +1,200 @@
+"""How right a thinker is on held-out samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from model_components._modes import evaluating
+
+from ..curriculum import CurriculumDataset
+from ..flow import FlowPlan
+from ..losses import exact, labels_of_steps
+from ..model import LatentThinker
+from .results import Accuracy, Calibration, Curves, Grid
+
+
+@torch.no_grad()
+def accuracies(
+    model: LatentThinker,
+    batch: dict[str, Any],
+    *,
+    n_steps: Sequence[int],
+    n_latent: int | None = None,
+    plan: FlowPlan | None = None,
+) -> list[Accuracy]:
+    """Accuracy on a batch after each number of steps.
+
+    Plans that output in every step run once, with the most steps; others once for each number.
+    """
+    inputs = {
+        "input_ids": batch["input_ids"].to(model.device),
+        "attention_mask": batch["attention_mask"].to(model.device),
+        "n_latent": n_latent,
+    }
+    labels = model.answers_of(batch["labels"].to(model.device), n_latent)
+    inputs["out_len"] = labels.shape[-1]
+    chosen, most = plan or model.default_plan(), max(n_steps)
+    with evaluating(model):
+        if chosen.loop and not chosen.prologue and not chosen.epilogue and all(row.output for row in chosen.loop):
+            steps = sorted(set(n_steps))
+            out = model(**inputs, n_step=most, plan=plan, output_steps=steps)
+            by_step = dict(zip(steps, out.step_logits, strict=True))
+            made = [by_step[n] for n in n_steps]
+        else:
+            made = [model(**inputs, n_step=n, plan=plan).logits for n in n_steps]
+    counted = model.answers_of(batch["counted"].to(model.device), n_latent)
+    found = []
+    for logits, answers, counts in zip(
+        made, labels_of_steps(labels, n_steps), labels_of_steps(counted, n_steps), strict=True
+    ):
+        right = (logits.argmax(-1) == answers) & counts
+        found.append(Accuracy(float(right.sum() / counts.sum()), float((right | ~counts).all(1).float().mean())))
+    return found
+
+
+def evaluate_grid(
+    model: LatentThinker,
+    data: CurriculumDataset,
+    *,
+    n_latents: Sequence[int],
+    n_steps: Sequence[int],
+    length: int | None = None,
+    samples: int = 512,
+    plan: FlowPlan | None = None,
+    seed: int = 0,
+) -> Grid:
+    """Accuracy on held-out samples for each number of latents and steps.
+
+    Args:
+        model: In any mode; it is left in it.
+        data: Whose held-out samples.
+        n_latents: Rows.
+        n_steps: Columns.
+        length: Of the samples; default the longest trained on.
+        samples: How many.
+        plan: What each step does.
+        seed: Which samples.
+
+    Raises:
+        ValueError: Nothing to look at; more latents than a model with a table has.
+    """
+    if isinstance(n_latents, int) or isinstance(n_steps, int):
+        raise ValueError(f"evaluate_grid: n_latents {n_latents}, n_steps {n_steps}; needed lists, as [{n_latents}]")
+    if not n_latents or not n_steps or min(*n_latents, *n_steps, samples) < 1:
+        raise ValueError(
+            f"evaluate_grid: n_latents {list(n_latents)}, n_steps {list(n_steps)}, samples {samples}; needed 1 or more"
+        )
+    batch = data.held_out(samples, data.schedule.max_length if length is None else length, seed=seed)
+    cells = [tuple(accuracies(model, batch, n_steps=n_steps, n_latent=n, plan=plan)) for n in n_latents]
+    return Grid(tuple(n_latents), tuple(n_steps), tuple(cells))
+
+
+def evaluate_lengths(
+    model: LatentThinker,
+    data: CurriculumDataset,
+    lengths: Sequence[int],
+    *,
+    n_step: int | None = None,
+    n_latent: int | None = None,
+    samples: int = 512,
+    plan: FlowPlan | None = None,
+    seed: int = 0,
+) -> dict[int, Accuracy]:
+    """Accuracy on held-out samples of each length.
+
+    Args:
+        model: In any mode.
+        data: Whose held-out samples; lengths beyond those trained on are all unseen.
+        lengths: Of samples.
+        n_step: Steps; default the config's, or the plan's own.
+        n_latent: Latents; default the config's.
+        samples: Of each length.
+        plan: What each step does.
+        seed: Which samples.
+    """
+    steps = [(plan or model.default_plan()).num_steps(model.config.n_step) if n_step is None else n_step]
+    return {
+        n: accuracies(model, data.held_out(samples, n, seed=seed), n_steps=steps, n_latent=n_latent, plan=plan)[0]
+        for n in lengths
+    }
+
+
+def evaluate_steps(
+    model: LatentThinker,
+    data: CurriculumDataset,
+    lengths: Sequence[int],
+    *,
+    n_steps: Sequence[int] | Callable[[int], Sequence[int]],
+    n_latent: int | None = None,
+    samples: int = 512,
+    plan: FlowPlan | None = None,
+    seed: int = 0,
+) -> Curves:
+    """Accuracy on held-out samples of each length after each number of steps.
+
+    Args:
+        model: In any mode.
+        data: Whose held-out samples; lengths beyond those trained on are all unseen.
+        lengths: Of samples.
+        n_steps: Numbers of steps, or a function from a length to them.
+        n_latent: Latents; default the config's.
+        samples: Of each length.
+        plan: What each step does.
+        seed: Which samples.
+
+    Raises:
+        ValueError: Nothing to look at; samples longer than the model's.
+    """
+    steps = {n: sorted(set(n_steps(n) if callable(n_steps) else n_steps)) for n in lengths}
+    if not steps or not all(steps.values()) or min(map(min, steps.values())) < 1 or samples < 1:
+        raise ValueError(f"evaluate_steps: lengths and steps {steps}, samples {samples}; needed 1 or more of each")
+    cells = []
+    for length, numbers in steps.items():
+        batch = data.held_out(samples, length, seed=seed)
+        cells.append(tuple(accuracies(model, batch, n_steps=numbers, n_latent=n_latent, plan=plan)))
+    return Curves(tuple(steps), tuple(map(tuple, steps.values())), tuple(cells))
+
+
+@torch.no_grad()
+def evaluate_halting(
+    model: LatentThinker,
+    data: CurriculumDataset,
+    length: int,
+    *,
+    n_step: int,
+    samples: int = 512,
+    plan: FlowPlan | None = None,
+    seed: int = 0,
+) -> Calibration:
+    """How often a halting head is right about the answer being right, after every step.
+
+    Args:
+        model: With ``halting=True``, trained with `ExactHalt`; in any mode.
+        data: Whose held-out samples.
+        length: Of the samples.
+        n_step: Steps; each that outputs is looked at.
+        samples: How many.
+        plan: What each step does.
+        seed: Which samples.
+
+    Raises:
+        ValueError: A model without the head.
+    """
+    if not model.config.halting:
+        raise ValueError("evaluate_halting: the model has no halting head; needed ThinkerConfig(halting=True)")
+    batch = {k: v.to(model.device) for k, v in data.held_out(samples, length, seed=seed).items()}
+    labels = model.answers_of(batch["labels"])
+    with evaluating(model):
+        out = model(
+            batch["input_ids"], batch["attention_mask"], out_len=labels.shape[-1], n_step=n_step, plan=plan,
+            output_steps="all",
+        )  # fmt: skip
+    said = out.halt_logits[:, torch.tensor(out.output_steps, device=model.device) - 1].float().sigmoid().flatten()
+    right = exact(out, labels).float().flatten()
+    tenths = (said * 10).long().clamp(max=9)
+    count = torch.zeros(10, device=said.device).index_add_(0, tenths, torch.ones_like(said))
+    sums = [torch.zeros(10, device=said.device).index_add_(0, tenths, x) / count.clamp(min=1) for x in (said, right)]
+    return Calibration(tuple(int(n) for n in count), *(tuple(x.tolist()) for x in sums))

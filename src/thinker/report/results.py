@@ -1,0 +1,169 @@
+"""What is found out about a thinker: accuracy by steps, latents and length, and what its halting head is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model_components._report import Axes, Figure, Report, Table, axes_for, plain
+
+
+@dataclass(frozen=True)
+class Accuracy(Report):
+    """Shares of right answers.
+
+    Args:
+        token: Of symbols.
+        sequence: Of rows with every symbol right.
+    """
+
+    token: float
+    sequence: float
+
+    def summary(self) -> list[str]:
+        """One line."""
+        return [f"symbols {self.token:.3f}, rows {self.sequence:.3f}"]
+
+
+@dataclass(frozen=True)
+class Grid(Report):
+    """Accuracy by number of latents (rows) and steps (columns)."""
+
+    n_latents: tuple[int, ...]
+    n_steps: tuple[int, ...]
+    cells: tuple[tuple[Accuracy, ...], ...]
+
+    def token(self) -> Tensor:
+        """(latents, steps) shares of right symbols."""
+        return torch.tensor([[cell.token for cell in row] for row in self.cells])
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: both shares, rounded to 4 digits."""
+        parts = {
+            name: [[round(getattr(c, name), 4) for c in row] for row in self.cells] for name in ("token", "sequence")
+        }
+        return plain({"n_latents": self.n_latents, "n_steps": self.n_steps, **parts})
+
+    def table(self) -> Table:
+        """Shares of right symbols."""
+        rows = [[str(n), *(f"{c.token:.3f}" for c in row)] for n, row in zip(self.n_latents, self.cells, strict=True)]
+        return Table(["latents \\ steps", *map(str, self.n_steps)], rows)
+
+    def plot(self, ax: Axes | None = None) -> Figure:
+        """A heat map of shares of right symbols (extra ``plot``), on ``ax``, or in a new figure beside step curves.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        width, height = 0.6 * len(self.n_steps) + 2.5, max(3.4, 0.45 * len(self.n_latents) + 1.6)
+        figure, axes = axes_for(ax, "Grid.plot", width=width + (0 if ax else 5), height=height)
+        values = self.token()
+        low = float(values.min())
+        image = axes.imshow(values.tolist(), cmap="viridis", aspect="auto", origin="lower", vmin=low, vmax=1.0)
+        for i, row in enumerate(values.tolist()):
+            for j, value in enumerate(row):
+                shown, colour = f"{value:.3f}".removeprefix("0"), "white" if value < (low + 1) / 2 else "black"
+                axes.text(j, i, shown, ha="center", va="center", fontsize=7, color=colour)
+        axes.set_xticks(range(len(self.n_steps)), [str(n) for n in self.n_steps])
+        axes.set_yticks(range(len(self.n_latents)), [str(n) for n in self.n_latents])
+        axes.set(xlabel="steps", ylabel="latents")
+        figure.colorbar(image, ax=axes, label="token accuracy")
+        if ax is None:
+            left, right = figure.add_gridspec(1, 2, width_ratios=[width, 5])
+            axes.set_subplotspec(left)
+            names = [f"{n} latents" for n in self.n_latents]
+            _step_curves(figure.add_subplot(right), names, [self.n_steps] * len(names), values.tolist())
+        return figure
+
+
+@dataclass(frozen=True)
+class Curves(Report):
+    """Accuracy by number of steps, a curve for each length."""
+
+    lengths: tuple[int, ...]
+    n_steps: tuple[tuple[int, ...], ...]  # of each length
+    cells: tuple[tuple[Accuracy, ...], ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A mapping for each point: length, steps, shares of right symbols and of right rows."""
+        return [
+            {"length": length, "steps": step, "symbols": cell.token, "rows": cell.sequence}
+            for length, steps, cells in zip(self.lengths, self.n_steps, self.cells, strict=True)
+            for step, cell in zip(steps, cells, strict=True)
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: the points."""
+        return plain({"points": self.rows()})
+
+    def table(self) -> Table:
+        """Shares of right symbols."""
+        steps = sorted({step for steps in self.n_steps for step in steps})
+        rows = []
+        for length, own, cells in zip(self.lengths, self.n_steps, self.cells, strict=True):
+            by_step = dict(zip(own, cells, strict=True))
+            rows.append([str(length), *(f"{by_step[s].token:.4f}" if s in by_step else "" for s in steps)])
+        return Table(["length \\ steps", *map(str, steps)], rows)
+
+    def plot(self, ax: Axes | None = None) -> Figure:
+        """Shares of right symbols against steps (extra ``plot``), on ``ax`` or in a new figure.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        figure, axes = axes_for(ax, "Curves.plot", width=6, height=3.4)
+        names = [f"length {n}" for n in self.lengths]
+        _step_curves(axes, names, self.n_steps, [[c.token for c in cells] for cells in self.cells])
+        return figure
+
+
+@dataclass(frozen=True)
+class Calibration(Report):
+    """What a halting head says against what is so, by tenths of its probability.
+
+    Args:
+        count: Looks in each tenth: rows times steps.
+        said: Mean probability that the head gave.
+        right: Share of whole answers that were right.
+    """
+
+    count: tuple[int, ...]
+    said: tuple[float, ...]
+    right: tuple[float, ...]
+
+    @property
+    def error(self) -> float:
+        """Mean distance between what was said and what was so, by looks (expected calibration error)."""
+        parts = zip(self.count, self.said, self.right, strict=True)
+        return sum(n * abs(s - r) for n, s, r in parts) / max(1, sum(self.count))
+
+    def summary(self) -> list[str]:
+        """One line."""
+        return [f"{sum(self.count)} looks, calibration error {self.error:.3f}"]
+
+    def table(self) -> Table:
+        """Tenths that were used."""
+        parts = zip(range(10), self.count, self.said, self.right, strict=True)
+        rows = [[f"{i / 10:.1f} to {(i + 1) / 10:.1f}", str(n), f"{s:.3f}", f"{r:.3f}"] for i, n, s, r in parts if n]
+        return Table(["probability", "looks", "said", "right"], rows)
+
+
+def _step_curves(
+    axes: Axes, names: Sequence[str], n_steps: Sequence[Sequence[int]], values: Sequence[Sequence[float]]
+) -> None:
+    """Right symbols against steps, a curve for each name."""
+    for number, (name, steps, shares) in enumerate(zip(names, n_steps, values, strict=True)):
+        shade = 0.85 * number / max(1, len(names) - 1)
+        colour = (0.1 + shade * 0.9, 0.2 + shade * 0.4, 0.7 - shade * 0.6)
+        axes.plot(steps, shares, marker="o", ms=3, color=colour, label=name)
+    axes.set(xlabel="steps", ylabel="right symbols", xscale="log")
+    powers = [2**k for k in range(16) if 2**k <= max(map(max, n_steps))]
+    ticks = powers[:: 1 + len(powers) // 8]
+    axes.minorticks_off()
+    axes.set_xticks(ticks, [str(t) for t in ticks])
+    axes.set_ylim(top=1.02)
+    axes.legend(fontsize=8)

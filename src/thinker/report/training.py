@@ -1,0 +1,35 @@
+"""How a training went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from model_components._report import Axes, Figure, axes_for
+
+
+def plot_training(history: Sequence[dict[str, Any]], ax: Axes | None = None) -> Figure:
+    """Loss, accuracy and difficulty by step (extra ``plot``).
+
+    Args:
+        history: A trainer's ``state.log_history``.
+        ax: Where to; default a new figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    figure, axes = axes_for(ax, "plot_training", width=7, height=3.4)
+    rows = [row for row in history if "loss" in row]
+    steps = [row["step"] for row in rows]
+    axes.semilogy(steps, [row["loss"] for row in rows], color="tab:blue", label="loss")
+    axes.set(xlabel="step", ylabel="loss")
+    other = axes.twinx()
+    most = max((row.get("difficulty", 0.0) for row in rows), default=0.0)
+    for name, scale, colour in (("accuracy", 1.0, "tab:orange"), ("difficulty", most, "tab:green")):
+        if scale and any(name in row for row in rows):
+            shown = f"{name} (of {most:g})" if name == "difficulty" else name
+            other.plot(steps, [row.get(name, float("nan")) / scale for row in rows], color=colour, label=shown)
+    other.set(ylim=(0, 1.03), ylabel="share")
+    lines = [*axes.get_lines(), *other.get_lines()]
+    axes.legend(lines, [str(line.get_label()) for line in lines], loc="center right", fontsize=8)
+    return figure

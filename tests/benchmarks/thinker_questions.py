@@ -1,0 +1,318 @@
+"""What the log that this package grew out of asked, each answered by a table: thinker_questions.json, and its page.
+
+Not timed: what is compared is accuracy, or bits of text. Every number is the median of the seeds, on held-out samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import thinker as th
+from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
+from tests.support.real import alpaca
+from thinker.state import ThinkerOutput
+from thinker.tasks import TensorTask
+
+FOUND, PAGE = RESULTS / "thinker_questions.json", ROOT / "docs" / "thinker_questions.md"
+SEEDS = (0, 1, 2)
+COPY = {"hidden_size": 64, "num_heads": 4, "num_latents": 8}
+Rows = list[dict[str, Any]]
+
+
+def train(
+    data: th.CurriculumDataset, model: dict[str, Any], iterations: int, seed: int, **options: Any
+) -> tuple[th.LatentThinker, float]:
+    """A model of the recipe, and its CPU seconds."""
+    from transformers import set_seed
+
+    set_seed(seed)
+    made = th.LatentThinker(th.ThinkerConfig(**{**data.sizes(), **model}))
+    rate = options.pop("learning_rate", 3e-3)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = th.thinker_arguments(
+            folder, max_steps=iterations, disable_tqdm=True, use_cpu=True, seed=seed, learning_rate=rate
+        )
+        trainer = th.ThinkerTrainer(made, arguments, train_dataset=data, **options)
+        seconds = time.process_time()
+        trainer.train()
+        return made, time.process_time() - seconds
+
+
+def copying(seed: int, length: int = 20, schedule: th.schedules.Schedule | None = None, **options: Any) -> Any:
+    """Sixteen symbols."""
+    schedule = schedule or th.Frontier(max_length=length)
+    return th.CurriculumDataset(th.make_task("copy"), schedule, seed=seed, **options)
+
+
+def symbols(
+    model: th.LatentThinker,
+    data: th.CurriculumDataset,
+    n_steps: Sequence[int],
+    *,
+    length: int | None = None,
+    **options: Any,
+) -> list[float]:
+    """Shares of right symbols after each number of steps."""
+    length = length or data.schedule.max_length
+    curves = th.evaluate_steps(model, data, [length], n_steps=n_steps, samples=1024, **options)
+    return [point["symbols"] for point in curves.rows()]
+
+
+def self_attention(seed: int, few: int) -> Rows:
+    """With and without latents that look at each other."""
+    rows = []
+    tasks = {
+        "copy 20": (copying(seed), {}, 400),
+        "add, base 16, 3 digits": (th.CurriculumDataset(th.make_task("add"), th.Frontier(max_length=3), seed=seed), {}, 800),
+        "4 hops": (
+            th.CurriculumDataset(th.make_task("hops"), th.schedules.Fixed(max_length=4), n_step=5, seed=seed),
+            {"step_loss": th.AllSteps()}, 600,
+        ),
+    }  # fmt: skip
+    for name, (data, options, iterations) in tasks.items():
+        for on in (True, False):
+            plan = th.FlowPlan.every_step(memory=False, self_attention=on)
+            model, seconds = train(data, COPY, few or iterations, seed, plan=plan, **options)
+            right = symbols(model, data, [5], plan=plan)[0]
+            rows.append({"task": name, "self-attention": "yes" if on else "no", "symbols": right, "CPU s": seconds})
+    return rows
+
+
+def fixed_steps(seed: int, few: int) -> Rows:
+    """Trained with one number of steps each, as the log did, and with the recipe's random ones."""
+    rows = []
+    small = {"hidden_size": 32, "num_heads": 8, "num_latents": 8}
+    for iterations in (300, 1200):
+        for kind in ("as the log", "the recipe, but so many steps"):
+            row: dict[str, Any] = {"trained": kind, "iterations": iterations}
+            for n in (1, 2, 3, 4):
+                schedule = th.schedules.Fixed(max_length=20) if kind == "as the log" else None
+                data = copying(seed, schedule=schedule, n_step=n)
+                model = small | ({"step_update": "replace", "step_noise": 0.0} if schedule else {})
+                loss = th.losses.LastAndRandom(1.0, 0.0) if schedule else None
+                made, _ = train(data, model, few or iterations, seed, step_loss=loss)
+                row[f"{n} steps"] = symbols(made, data, [n])[0]
+            rows.append(row)
+        data = copying(seed)
+        made, _ = train(data, small, few or iterations, seed)
+        right = symbols(made, data, [1, 2, 3, 4])
+        rows.append(
+            {"trained": "the recipe, 1 to 6 steps in one model", "iterations": iterations}
+            | {f"{n} steps": value for n, value in zip((1, 2, 3, 4), right, strict=True)}
+        )
+    return rows
+
+
+def plateau(seed: int, few: int) -> Rows:
+    """The log's model and task under four schedules."""
+    rows = []
+    kinds = {
+        "only 20 symbols": th.schedules.Fixed(max_length=20),
+        "1 to 20, uniform": th.schedules.Uniform(max_length=20),
+        "half at 20, half uniform": th.Frontier(max_length=20),
+        "by accuracy, from 1": th.schedules.Progressive(max_length=20),
+    }
+    for name, schedule in kinds.items():
+        data = copying(seed, schedule=schedule, n_step=6)
+        model = {"hidden_size": 16, "num_heads": 4, "num_latents": 4}
+        row: dict[str, Any] = {"lengths in training": name}
+        made, seconds = train(data, model, few or 2000, seed, learning_rate=1e-2, step_loss=th.AllSteps())
+        row |= {f"length {n}": symbols(made, data, [6], length=n)[0] for n in (5, 10, 15, 20)}
+        rows.append(row | {"CPU s": seconds})
+    return rows
+
+
+def plans(seed: int, few: int) -> Rows:
+    """Trained with one plan, or with a random one for each batch; tested with all."""
+    rows = []
+    kinds: dict[str, Any] = {
+        "do all the time": th.FlowPlan.every_step(),
+        "read once, think, answer": th.FlowPlan.read_once(),
+        "a random one for each batch": lambda generator, n: th.FlowPlan.random(
+            {"read_input": 0.5, "mem_lookup": 0.5, "mem_write": 0.5, "output": 0.5, "self_attention": 0.5},
+            n, generator=generator,
+        ),
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    draws = [kinds["a random one for each batch"](generator, 6) for _ in range(16)]
+    for name, plan in kinds.items():
+        data = copying(seed, n_step=(2, 6))
+        model, _ = train(data, COPY | {"memory": "grow"}, few or 800, seed, plan=plan)
+        row: dict[str, Any] = {"trained with": name}
+        for other in ("do all the time", "read once, think, answer"):
+            row[other] = symbols(model, data, [6], plan=kinds[other])[0]
+        row["random ones"] = statistics.mean(symbols(model, data, [6], plan=drawn)[0] for drawn in draws)
+        rows.append(row)
+    return rows
+
+
+class Neighbours(th.losses.LastAndRandom):
+    """The recipe's loss, and one of the log's ideas about embeddings.
+
+    Args:
+        kind: ``"mean"``, the mean embedding of the answer against that of what was said; ``"closest"``, each said
+            embedding against the closest of the answer's, wherever it is; ``"near"``, cross-entropy against the symbols
+            one place away too.
+        embedding: Of symbols.
+        weight: Of the idea.
+    """
+
+    def __init__(self, kind: str, embedding: Tensor, weight: float):
+        super().__init__()
+        self.kind, self.embedding, self.weight = kind, embedding, weight
+
+    def penalty(self, output: ThinkerOutput, labels: Tensor) -> Tensor:
+        """Of the last step."""
+        assert output.logits is not None
+        known = labels != -100
+        logs = output.logits.float().log_softmax(-1)
+        target = F.one_hot(labels.clamp(min=0), logs.shape[-1]).float() * known[..., None]
+        if self.kind == "near":
+            beside = F.pad(target, (0, 0, 1, 1))
+            beside = (beside[:, :-2] + beside[:, 2:]) / 2
+            return -self.weight * ((beside * logs).sum(-1) * known).sum() / known.sum()
+        table = self.embedding.detach()
+        said, meant = logs.exp() @ table, target @ table
+        if self.kind == "mean":
+            apart = ((said - meant) * known[..., None]).sum(1) / known.sum(1, keepdim=True)
+            return self.weight * apart.square().sum(-1).mean()
+        far = torch.cdist(said, meant).square().masked_fill(~known[:, None], math.inf).amin(-1)
+        return self.weight * (far * known).sum() / known.sum()
+
+
+def embeddings(seed: int, few: int) -> Rows:
+    """The log's ideas of losses on embeddings, beside cross-entropy."""
+    rows = []
+    for name, kind, weight in (
+        ("cross-entropy", "mean", 0.0), ("and the mean embedding", "mean", 0.1), ("and the closest embedding", "closest", 0.1),
+        ("and the symbols beside", "near", 0.1),
+    ):  # fmt: skip
+        row: dict[str, Any] = {"loss": name}
+        for iterations in (150, 250, 400):
+            data = copying(seed)
+            from transformers import set_seed
+
+            set_seed(seed)
+            table = th.LatentThinker(th.ThinkerConfig(**{**data.sizes(), **COPY})).embedding.weight
+            model, _ = train(
+                data, COPY, few or iterations, seed, step_loss=Neighbours(kind, table.detach().clone(), weight)
+            )
+            row[f"{iterations} iterations"] = symbols(model, data, [6])[0]
+        rows.append(row)
+    return rows
+
+
+def latent_noise(seed: int, few: int) -> Rows:
+    """How latents start."""
+    rows = []
+    starts: dict[str, dict[str, Any]] = {
+        "a learned table": {},
+        "one vector + N(0, 0.1)": {"latent_init": "noise", "latent_noise": 0.1},
+        "one vector + N(0, 1)": {"latent_init": "noise"},
+    }
+    for name, start in starts.items():
+        data = copying(seed, length=12, n_latent=None if not start else (6, 12))
+        model, seconds = train(data, COPY | start, few or 1200, seed)
+        row: dict[str, Any] = {"latents start from": name}
+        for n_latent in (8, 16) if start else (8,):
+            right = symbols(model, data, [1, 2, 6, 24], n_latent=n_latent)
+            row |= {f"{n_latent} latents, {s} steps": v for s, v in zip((1, 2, 6, 24), right, strict=True)}
+        rows.append(row | {"CPU s": seconds})
+    return rows
+
+
+def text(seed: int, few: int) -> Rows:
+    """Bits for each byte of English instructions that were held out, by steps of thought."""
+    rows: Rows = []
+    whole = "\n".join(f"{r['instruction']}\n{r['output']}" for r in alpaca(5000)).encode("ascii", "replace")
+    stream = torch.frombuffer(bytearray(whole), dtype=torch.uint8).long().clamp(max=127)
+    length = 96
+    pieces = stream[: (len(stream) - 1) // length * length].view(-1, length)
+    following = stream[1 : 1 + pieces.numel()].view(-1, length)
+    task = th.AtTokens(TensorTask(pieces, following))
+    shape = {"hidden_size": 96, "num_heads": 4, "causal": True, "positions": "rotary"}
+    kinds: dict[str, tuple[int | tuple[int, int], int | None]] = {
+        "always 1 step": (1, None), "always 4 steps": (4, None), "1 to 8 steps": ((1, 8), None),
+        "1 to 8 steps, 32 latents at the end (Perceiver AR)": ((1, 8), 32),
+    }  # fmt: skip
+    for name, (n_step, latents) in kinds.items():
+        data = th.CurriculumDataset(task, batch_size=16, n_step=n_step, n_latent=latents, seed=seed, holdout=0.05)
+        model, seconds = train(data, shape, few or 700, seed)
+        row: dict[str, Any] = {"trained with": name}
+        held = data.held_out(256, 1)
+        labels = held["labels"][:, -32:]  # of all the same ones, with 64 before them
+        with torch.no_grad():
+            for steps in (1, 2, 4, 8, 16):
+                logits = model.eval()(held["input_ids"], n_step=steps, n_latent=latents).logits[:, -32:]
+                loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
+                row[f"{steps} steps"] = float(loss) / math.log(2)
+        rows.append(row | {"CPU s": seconds})
+    return rows
+
+
+QUESTIONS: dict[str, Callable[[int, int], Rows]] = {
+    "self_attention": self_attention, "fixed_steps": fixed_steps, "plateau": plateau, "plans": plans,
+    "embeddings": embeddings, "latent_noise": latent_noise, "text": text,
+}  # fmt: skip
+
+
+def shown(values: Sequence[Any]) -> str:
+    """A cell: the median of the seeds and, where they differ in what is shown, their range."""
+    if not isinstance(values[0], float):
+        return str(values[0])
+    digits = 0 if max(values) > 4 else 3
+    low, middle, high = (f"{v:.{digits}f}" for v in (min(values), statistics.median(values), max(values)))
+    return middle if digits == 0 or low == high else f"{middle} ({low} to {high})"
+
+
+def write_tables() -> None:
+    """The page's tables, from the committed results."""
+    if not FOUND.exists():
+        return
+    found = json.loads(FOUND.read_text(encoding="utf-8"))
+    for name, entry in found.items():
+        columns = list(dict.fromkeys(column for row in entry["seeds"][0] for column in row))
+        lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+        for rows in zip(*entry["seeds"], strict=True):
+            cells = [shown([r[c] for r in rows]) if c in rows[0] else "" for c in columns]
+            lines.append(f"| {' | '.join(cells)} |")
+        count = len(entry["seeds"])
+        place = f"{entry['hardware']}, one thread; measured {entry['date']} at {entry['commit']}."
+        put(PAGE, [*lines, "", f"Median of {count} seeds, and their range. {place}"], name)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Answer every question; write results and tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", help="not looked at: it is not timed")
+    parser.add_argument("--only", nargs="*", choices=QUESTIONS, help="questions; the others are kept")
+    parser.add_argument("--smoke", action="store_true", help="a few iterations each, to see that it works")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    for name in options.only or QUESTIONS:
+        seeds = []
+        for seed in SEEDS[:1] if options.smoke else SEEDS:
+            seeds.append(QUESTIONS[name](seed, 3 if options.smoke else 0))
+            print(name, seed, seeds[-1], flush=True)
+        if not options.smoke:
+            found = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
+            found[name] = {"date": today(), "commit": commit(), "hardware": hardware(), "seeds": seeds}
+            ordered = {n: found[n] for n in QUESTIONS if n in found}
+            FOUND.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    if not options.smoke:
+        write_tables()
+
+
+if __name__ == "__main__":
+    main()

@@ -8,23 +8,19 @@ answering the start.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import thinker as th
 from tests.benchmarks import thinker_anchors
+from tests.benchmarks.examples import load_example, run_example
 from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
 
-FOUND, WORK = RESULTS / "thinker_lengths.json", Path(__file__).parent / "work" / "thinker"
+FOUND = RESULTS / "thinker_lengths.json"
 GUIDE, README, PLOT = ROOT / "docs" / "thinker.md", ROOT / "README.md", ROOT / "docs" / "thinker_lengths.svg"
-EXAMPLE = ROOT / "examples" / "think_longer.py"
 SEEDS, TIMES = (11, 12, 13, 14, 15), (2, 4, 10, 20)
 SCANS = ("parity", "sums", "depth", "add10")
 WORDS = {
@@ -32,31 +28,6 @@ WORDS = {
     "add2": "addition in base 2", "add10": "addition in base 10", "add16": "addition in base 16", "copy": "copy",
     "reverse": "reverse", "sort": "sort", "hops": "hops through a permutation", "pointers": "pointers that may meet",
 }  # fmt: skip
-
-
-def example() -> Any:
-    """The example as a module: its table of tasks, and which steps it looks at."""
-    spec = importlib.util.spec_from_file_location("think_longer", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    sys.path.append(str(EXAMPLE.parent))  # for what the examples share
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def run(task: str, lengths: list[int], seed: int, more: list[str]) -> dict[str, Any]:
-    """One run of the example: its CPU seconds, imports and test included, and its figures."""
-    WORK.mkdir(parents=True, exist_ok=True)
-    file = WORK / f"{task}-{seed}.json"
-    command = [sys.executable, str(EXAMPLE), "--task", task, "--seed", str(seed), "--json", str(file), *more]
-    command += ["--lengths", *map(str, lengths)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
-    done = subprocess.run(command, check=True, env=environment, capture_output=True, text=True, cwd=WORK)
-    line = next(row for row in done.stdout.splitlines() if " parameters, " in row)
-    numbers = [int(word) for word in line.replace(",", "").split() if word.isdigit()]
-    points = json.loads(file.read_text(encoding="utf-8"))
-    return {"seed": seed, "cpu_seconds": numbers[-1], "parameters": numbers[0], "points": points}
 
 
 def anchors(task: str, recipe: dict[str, Any], lengths: list[int], iterations: int) -> dict[str, Any]:
@@ -170,7 +141,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, a thread each")
     parser.add_argument("--smoke", action="store_true", help="seconds each, to see that it works; nothing is written")
     options = parser.parse_args(arguments)
-    tasks = example().TASKS
+    tasks = load_example("think_longer").TASKS
     found: dict[str, Any] = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {"tasks": {}}
     found |= {"date": today(), "hardware": hardware()}
     rows = {}
@@ -184,7 +155,8 @@ def main(arguments: list[str] | None = None) -> None:
         if options.smoke:
             seeds, more = SEEDS[:1], ["--iterations", "20", "--samples", "16"]
         with ThreadPoolExecutor(options.jobs) as pool:
-            runs = list(pool.map(lambda s, t=task, n=lengths, m=more: run(t, n, s, m), seeds))
+            command = ["--task", task, *more, "--lengths", *map(str, lengths)]
+            runs = list(pool.map(lambda seed, c=command: run_example("think_longer", c, seed), seeds))
         rows[task] = {"commit": commit(), "trained": recipe["length"], "iterations": recipe["iterations"], "runs": runs}
         if recipe["task"] == "hops":
             rows[task]["answering the start"] = start_alone(task, recipe, lengths)

@@ -72,9 +72,10 @@ def symbols(
 def self_attention(seed: int, few: int) -> Rows:
     """With and without latents that look at each other."""
     rows = []
+    adding = th.CurriculumDataset(th.make_task("add"), th.Frontier(max_length=3), seed=seed)
     tasks = {
         "copy 20": (copying(seed), {}, 400),
-        "add, base 16, 3 digits": (th.CurriculumDataset(th.make_task("add"), th.Frontier(max_length=3), seed=seed), {}, 800),
+        "add, base 16, 3 digits": (adding, {}, 800),
         "4 hops": (
             th.CurriculumDataset(th.make_task("hops"), th.schedules.Fixed(max_length=4), n_step=5, seed=seed),
             {"step_loss": th.AllSteps()}, 600,
@@ -195,8 +196,8 @@ def embeddings(seed: int, few: int) -> Rows:
     """The log's ideas of losses on embeddings, beside cross-entropy."""
     rows = []
     for name, kind, weight in (
-        ("cross-entropy", "mean", 0.0), ("and the mean embedding", "mean", 0.1), ("and the closest embedding", "closest", 0.1),
-        ("and the symbols beside", "near", 0.1),
+        ("cross-entropy", "mean", 0.0), ("and the mean embedding", "mean", 0.1),
+        ("and the closest embedding", "closest", 0.1), ("and the symbols beside", "near", 0.1),
     ):  # fmt: skip
         row: dict[str, Any] = {"loss": name}
         for iterations in (150, 250, 400):

@@ -1,0 +1,241 @@
+"""Puzzles that were not seen in training, solved by the command of `examples/solve_puzzles.py`, five seeds.
+
+Beside it, for as many CPU seconds and on the same puzzles: for Sudoku the same model without segments, and a
+transformer of four layers, which has one answer and no steps; for mazes Deep Thinking with recall in two dimensions
+(Bansal et al. 2022), of width 32, with their loss for mazes: a hundredth of it progressive. Three seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import thinker as th
+from tests.benchmarks.examples import load_example, run_example
+from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
+
+FOUND, GUIDE = RESULTS / "thinker_puzzles.json", ROOT / "docs" / "thinker.md"
+SEEDS = (11, 12, 13, 14, 15)
+PUZZLES = {"sudoku4": "4 x 4 Sudoku, solutions never seen", "maze": "mazes"}
+
+
+class Encoder(nn.Module):
+    """Tokens and learned places, four layers, a head at every cell."""
+
+    steps = (1,)
+
+    def __init__(self, vocabulary: int, symbols: int, cells: int):
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(vocabulary, 64), nn.Parameter(0.5 * torch.randn(cells, 64))
+        layer = nn.TransformerEncoderLayer(64, 4, 256, 0.0, F.gelu, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, symbols))
+
+    def forward(self, tokens: Tensor, steps: int) -> Tensor:
+        """Logits of every cell."""
+        return self.head(self.layers(self.embedding(tokens) + self.places))
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy."""
+        return F.cross_entropy(self(tokens, 1).flatten(0, 1), labels.flatten())
+
+
+class DeepThinking(nn.Module):
+    """Convolutions of 3 x 3: a recurrent block that sees the input again, two residual blocks in it, and a head."""
+
+    steps, most = (4, 9, 18, 36, 72), 20
+
+    def __init__(self, vocabulary: int, symbols: int, cells: int):
+        super().__init__()
+
+        def conv(i: int, o: int) -> nn.Conv2d:
+            return nn.Conv2d(i, o, 3, padding=1, bias=False)
+
+        d = 32
+        self.embedding, self.project, self.recall = nn.Embedding(vocabulary, d), conv(d, d), conv(2 * d, d)
+        self.blocks = nn.ModuleList(nn.ModuleList((conv(d, d), conv(d, d))) for _ in range(2))
+        self.head = nn.Sequential(conv(d, d), nn.ReLU(), conv(d, d // 2), nn.ReLU(), conv(d // 2, symbols))
+
+    def begin(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The input as a picture, and the first thought of it."""
+        side = math.isqrt(tokens.shape[1])
+        x = self.embedding(tokens).mT.unflatten(2, (side, side))
+        return x, F.relu(self.project(x))
+
+    def iterate(self, x: Tensor, thought: Tensor, steps: int) -> Tensor:
+        """So many iterations."""
+        for _ in range(steps):
+            thought = self.recall(torch.cat([thought, x], 1))
+            for first, second in self.blocks:  # pyrefly: ignore
+                thought = F.relu(thought + second(F.relu(first(thought))))
+        return thought
+
+    def read(self, thought: Tensor) -> Tensor:
+        """Logits of every cell."""
+        return self.head(thought).flatten(2).mT
+
+    def forward(self, tokens: Tensor, steps: int) -> Tensor:
+        """Logits of every cell after so many iterations."""
+        x, thought = self.begin(tokens)
+        return self.read(self.iterate(x, thought, steps))
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """All iterations, and a hundredth of the progressive loss."""
+        x, thought = self.begin(tokens)
+        before = random.randrange(self.most)
+        with torch.no_grad():
+            later = self.iterate(x, thought, before)
+        later = self.iterate(x, later, random.randint(1, self.most - before))
+        losses = [
+            F.cross_entropy(self.read(end).flatten(0, 1), labels.flatten())
+            for end in (self.iterate(x, thought, self.most), later)
+        ]
+        return 0.99 * losses[0] + 0.01 * losses[1]
+
+
+def points_of(answer: Callable[[Tensor, int], Tensor], data: th.CurriculumDataset, lengths: Any, steps: Any) -> Any:
+    """Shares of right cells and puzzles."""
+    points = []
+    for length in lengths:
+        batch = data.held_out(512, length)
+        counted = batch["labels"] != -100
+        for step in steps:
+            with torch.no_grad():
+                right = (answer(batch["input_ids"], step).argmax(-1) == batch["labels"]) & counted
+            points.append({
+                "length": length, "steps": step, "symbols": float(right.sum() / counted.sum()),
+                "rows": float((right | ~counted).all(1).float().mean()),
+            })  # fmt: skip
+    return points
+
+
+def rival(kind: type[Any], puzzle: Any, seed: int, seconds: float, rate: float) -> dict[str, Any]:
+    """Another model, trained for so many CPU seconds on the puzzle's rows; of mazes one size in each batch."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    data, longest = puzzle.train, puzzle.train.schedule.max_length
+    made = kind(data.task.vocab_size, data.task.output_size, data.task.input_length(longest))
+    optimizer = torch.optim.AdamW(made.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+    generator, started, iterations = torch.Generator().manual_seed(seed), time.process_time(), 0
+    while (done := (time.process_time() - started) / seconds) < 1:
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, (iterations + 1) / 50) * (0.525 + 0.475 * math.cos(math.pi * done))
+        length = longest if random.random() < 0.5 else random.randint(data.schedule.min_length, longest)
+        sample = data.task.sample(generator, data.batch_size, length)
+        loss = made.loss(sample.tokens, sample.targets)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(made.parameters(), 1.0)
+        optimizer.step()
+        iterations += 1
+    size = sum(p.numel() for p in made.parameters())
+    points = points_of(made.eval(), puzzle.test, puzzle.lengths, kind.steps)
+    return {"seed": seed, "cpu_seconds": seconds, "iterations": iterations, "parameters": size, "points": points}
+
+
+def without_segments(puzzle: Any, seed: int, share: float) -> dict[str, Any]:
+    """The same model, an optimizer step for each batch, as many steps of thought as four segments have, at most."""
+    import tempfile
+
+    from transformers import set_seed
+
+    set_seed(seed)
+    data = th.CurriculumDataset(puzzle.train.task, n_step=(1, 16), holdout=0.0, seed=seed)
+    made = th.LatentThinker(th.ThinkerConfig(**data.sizes() | {"latent_init": "tokens"} | puzzle.model))
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = th.thinker_arguments(
+            folder, max_steps=round(puzzle.iterations * share), learning_rate=puzzle.learning_rate, warmup_steps=50,
+            use_cpu=True, disable_tqdm=True, seed=seed,
+        )  # fmt: skip
+        trainer, started = th.ThinkerTrainer(made, arguments, train_dataset=data), time.process_time()
+        trainer.train()
+    taken = time.process_time() - started
+    curves = th.evaluate_steps(made, puzzle.test, puzzle.lengths, n_steps=puzzle.steps)
+    numbers = {"cpu_seconds": round(taken, 1), "iterations": arguments.max_steps, "parameters": made.num_parameters()}
+    return {"seed": seed, **numbers, "points": curves.rows()}
+
+
+def others(name: str, puzzle: Any, seed: int, seconds: float, *, smoke: bool) -> dict[str, dict[str, Any]]:
+    """What the example's model is compared with."""
+    if name == "maze":
+        return {"Deep Thinking": rival(DeepThinking, puzzle, seed, seconds, 1e-3)}
+    share = 0.005 if smoke else 1 / 3  # takes as long as four segments of a quarter of the steps
+    return {
+        "without segments": without_segments(puzzle, seed, share),
+        "a transformer of 4 layers": rival(Encoder, puzzle, seed, seconds, 1e-3),
+    }
+
+
+def percent(values: list[float]) -> str:
+    """The median, and the worst of several."""
+    return f"{statistics.median(values):.1%} ({min(values):.1%})"
+
+
+def write_table() -> None:
+    """The guide's table, from the committed results."""
+    if not FOUND.exists():
+        return
+    found = json.loads(FOUND.read_text(encoding="utf-8"))
+    lines: list[str] = []
+    for name, entry in found.items():
+        steps = sorted({p["steps"] for p in entry["runs"]["LatentThinker"][0]["points"]})
+        lengths = sorted({p["length"] for p in entry["runs"]["LatentThinker"][0]["points"]})
+        lines += [f"| {PUZZLES[name]} | CPU s | {' | '.join(f'{s} steps' for s in steps)} |"]
+        lines += ["|---" * (2 + len(steps)) + "|"]
+        for length in lengths:
+            for model, runs in entry["runs"].items():
+                cells = []
+                for step in steps:
+                    own = [
+                        [p["rows"] for p in r["points"] if (p["length"], p["steps"]) == (length, step)] for r in runs
+                    ]
+                    cells.append(percent([p[0] for p in own]) if all(own) else "")
+                seconds = statistics.median(r["cpu_seconds"] for r in runs)
+                which = f"{model}, {length} x {length}" if len(lengths) > 1 else model
+                lines.append(f"| {which} | {seconds:.0f} | {' | '.join(cells)} |")
+        place = f"{entry['hardware']}, one thread; measured {entry['date']} at {entry['commit']}."
+        lines += ["", f"Whole puzzles solved, of 512: the median of the seeds, and the worst. {place}", ""]
+    put(GUIDE, lines[:-1], "puzzles")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train, test, write results and table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", help="not looked at: the example trains on the CPU")
+    parser.add_argument("--only", nargs="*", choices=PUZZLES, help="puzzles; the others are kept")
+    parser.add_argument("--smoke", action="store_true", help="seconds each, to see that it works; nothing is written")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    example = load_example("solve_puzzles")
+    for name in options.only or PUZZLES:
+        more = ["--smoke"] if options.smoke else []
+        seeds = SEEDS[:1] if options.smoke else SEEDS
+        runs: dict[str, list[dict[str, Any]]] = {
+            "LatentThinker": [run_example("solve_puzzles", ["--puzzle", name, *more], s) for s in seeds]
+        }
+        seconds = 2.0 if options.smoke else statistics.median(r["cpu_seconds"] for r in runs["LatentThinker"])
+        for seed in seeds[:3]:
+            puzzle = example.PUZZLES[name](seed, options.smoke)
+            for model, found in others(name, puzzle, seed, seconds, smoke=options.smoke).items():
+                runs.setdefault(model, []).append(found)
+                print(name, model, found, flush=True)
+        if not options.smoke:
+            found = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
+            found[name] = {"date": today(), "commit": commit(), "hardware": hardware(), "runs": runs}
+            FOUND.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if not options.smoke:
+        write_table()
+
+
+if __name__ == "__main__":
+    main()

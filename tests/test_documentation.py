@@ -231,7 +231,7 @@ def test_the_snippets_about_thinking_run(page, tmp_path, monkeypatch):
         for code in snippets
         if re.search(r"th\.|model\.", code) and not re.search("kronecker|mergekit_lite|from heads", code)
     ]
-    assert len(found) == (1 if page == "README.md" else 6)
+    assert len(found) == (1 if page == "README.md" else 7)
     namespace = {}
     try:
         for code in found:
@@ -252,6 +252,17 @@ def test_the_example_that_thinks_longer_runs(task, tmp_path):
     assert {p["length"] for p in points} == {4, 9}
     assert all(0 <= p["rows"] <= p["symbols"] <= 1 and p["steps"] >= 1 for p in points)
     assert (tmp_path / f"{task}.svg").exists() == (task != "sort")
+
+
+@pytest.mark.parametrize("puzzle", ["sudoku4", "maze", "sudoku9"])
+def test_the_example_that_solves_puzzles_runs(puzzle, tmp_path):
+    figures = tmp_path / "figures.json"
+    printed = run_example("solve_puzzles.py", "--puzzle", puzzle, "--json", figures, "--out", tmp_path)
+    assert re.search(r"^\d+ parameters, 8 iterations, \d+ CPU s$", printed, re.M)
+    points = json.loads(figures.read_text())
+    assert len(points) > 4
+    assert f"{points[-1]['steps']} steps: {points[-1]['symbols']:.2%} of cells" in printed
+    assert (tmp_path / f"{puzzle}.svg").exists()
 
 
 @pytest.mark.slow

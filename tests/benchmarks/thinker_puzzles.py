@@ -1,4 +1,4 @@
-"""Puzzles that were not seen in training, solved by the command of `examples/solve_puzzles.py`, five seeds.
+"""Puzzles that were not seen in training, solved by the command of `examples/solve_puzzles.py`: 5 seeds, or 3 of mazes.
 
 Beside it, for as many CPU seconds and on the same puzzles: for Sudoku the same model without segments, and a
 transformer of four layers, which has one answer and no steps; for mazes Deep Thinking with recall in two dimensions
@@ -13,7 +13,6 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,14 +24,15 @@ from tests.benchmarks.examples import load_example, run_example
 from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
 
 FOUND, GUIDE = RESULTS / "thinker_puzzles.json", ROOT / "docs" / "thinker.md"
-SEEDS = (11, 12, 13, 14, 15)
-PUZZLES = {"sudoku4": "4 x 4 Sudoku, solutions never seen", "maze": "mazes"}
+SEEDS = {"sudoku4": (11, 12, 13, 14, 15), "maze": (11, 12, 13)}
+PUZZLES = {"sudoku4": "4 x 4 Sudoku, solutions never seen", "maze": "mazes, trained to 9 x 9"}
+SAMPLES = {"sudoku4": 512, "maze": 256}
 
 
 class Encoder(nn.Module):
     """Tokens and learned places, four layers, a head at every cell."""
 
-    steps = (1,)
+    most = 1
 
     def __init__(self, vocabulary: int, symbols: int, cells: int):
         super().__init__()
@@ -53,7 +53,7 @@ class Encoder(nn.Module):
 class DeepThinking(nn.Module):
     """Convolutions of 3 x 3: a recurrent block that sees the input again, two residual blocks in it, and a head."""
 
-    steps, most = (4, 9, 18, 36, 72), 20
+    most = 20
 
     def __init__(self, vocabulary: int, symbols: int, cells: int):
         super().__init__()
@@ -103,15 +103,15 @@ class DeepThinking(nn.Module):
         return 0.99 * losses[0] + 0.01 * losses[1]
 
 
-def points_of(answer: Callable[[Tensor, int], Tensor], data: th.CurriculumDataset, lengths: Any, steps: Any) -> Any:
+def points_of(made: Any, puzzle: Any, samples: int) -> list[dict[str, Any]]:
     """Shares of right cells and puzzles."""
     points = []
-    for length in lengths:
-        batch = data.held_out(512, length)
+    for length in puzzle.lengths:
+        batch = puzzle.test.held_out(samples, length)
         counted = batch["labels"] != -100
-        for step in steps:
+        for step in puzzle.steps(length) if made.most > 1 else [1]:
             with torch.no_grad():
-                right = (answer(batch["input_ids"], step).argmax(-1) == batch["labels"]) & counted
+                right = (made(batch["input_ids"], step).argmax(-1) == batch["labels"]) & counted
             points.append({
                 "length": length, "steps": step, "symbols": float(right.sum() / counted.sum()),
                 "rows": float((right | ~counted).all(1).float().mean()),
@@ -119,14 +119,15 @@ def points_of(answer: Callable[[Tensor, int], Tensor], data: th.CurriculumDatase
     return points
 
 
-def rival(kind: type[Any], puzzle: Any, seed: int, seconds: float, rate: float) -> dict[str, Any]:
+def rival(kind: type[Any], puzzle: Any, seed: int, seconds: float, *, samples: int) -> dict[str, Any]:
     """Another model, trained for so many CPU seconds on the puzzle's rows; of mazes one size in each batch."""
     torch.manual_seed(seed)
     random.seed(seed)
     data, longest = puzzle.train, puzzle.train.schedule.max_length
+    rate, generator, iterations = 1e-3, torch.Generator().manual_seed(seed), 0
     made = kind(data.task.vocab_size, data.task.output_size, data.task.input_length(longest))
     optimizer = torch.optim.AdamW(made.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
-    generator, started, iterations = torch.Generator().manual_seed(seed), time.process_time(), 0
+    started = time.process_time()
     while (done := (time.process_time() - started) / seconds) < 1:
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, (iterations + 1) / 50) * (0.525 + 0.475 * math.cos(math.pi * done))
@@ -139,11 +140,11 @@ def rival(kind: type[Any], puzzle: Any, seed: int, seconds: float, rate: float) 
         optimizer.step()
         iterations += 1
     size = sum(p.numel() for p in made.parameters())
-    points = points_of(made.eval(), puzzle.test, puzzle.lengths, kind.steps)
+    points = points_of(made.eval(), puzzle, samples)
     return {"seed": seed, "cpu_seconds": seconds, "iterations": iterations, "parameters": size, "points": points}
 
 
-def without_segments(puzzle: Any, seed: int, share: float) -> dict[str, Any]:
+def without_segments(puzzle: Any, seed: int, share: float, *, samples: int) -> dict[str, Any]:
     """The same model, an optimizer step for each batch, as many steps of thought as four segments have, at most."""
     import tempfile
 
@@ -160,7 +161,7 @@ def without_segments(puzzle: Any, seed: int, share: float) -> dict[str, Any]:
         trainer, started = th.ThinkerTrainer(made, arguments, train_dataset=data), time.process_time()
         trainer.train()
     taken = time.process_time() - started
-    curves = th.evaluate_steps(made, puzzle.test, puzzle.lengths, n_steps=puzzle.steps)
+    curves = th.evaluate_steps(made, puzzle.test, puzzle.lengths, n_steps=puzzle.steps, samples=samples)
     numbers = {"cpu_seconds": round(taken, 1), "iterations": arguments.max_steps, "parameters": made.num_parameters()}
     return {"seed": seed, **numbers, "points": curves.rows()}
 
@@ -168,11 +169,11 @@ def without_segments(puzzle: Any, seed: int, share: float) -> dict[str, Any]:
 def others(name: str, puzzle: Any, seed: int, seconds: float, *, smoke: bool) -> dict[str, dict[str, Any]]:
     """What the example's model is compared with."""
     if name == "maze":
-        return {"Deep Thinking": rival(DeepThinking, puzzle, seed, seconds, 1e-3)}
+        return {"Deep Thinking": rival(DeepThinking, puzzle, seed, seconds, samples=SAMPLES[name])}
     share = 0.005 if smoke else 1 / 3  # takes as long as four segments of a quarter of the steps
     return {
-        "without segments": without_segments(puzzle, seed, share),
-        "a transformer of 4 layers": rival(Encoder, puzzle, seed, seconds, 1e-3),
+        "without segments": without_segments(puzzle, seed, share, samples=SAMPLES[name]),
+        "a transformer of 4 layers": rival(Encoder, puzzle, seed, seconds, samples=SAMPLES[name]),
     }
 
 
@@ -188,24 +189,35 @@ def write_table() -> None:
     found = json.loads(FOUND.read_text(encoding="utf-8"))
     lines: list[str] = []
     for name, entry in found.items():
-        steps = sorted({p["steps"] for p in entry["runs"]["LatentThinker"][0]["points"]})
-        lengths = sorted({p["length"] for p in entry["runs"]["LatentThinker"][0]["points"]})
-        lines += [f"| {PUZZLES[name]} | CPU s | {' | '.join(f'{s} steps' for s in steps)} |"]
-        lines += ["|---" * (2 + len(steps)) + "|"]
+        points = entry["runs"]["LatentThinker"][0]["points"]
+        lengths = sorted({p["length"] for p in points})
+        steps = [p["steps"] // lengths[0] for p in points if p["length"] == lengths[0]]
+        heads = [f"{s} steps" if name != "maze" else f"{s} steps a side" for s in steps]
+        lines += [f"| {PUZZLES[name]} | CPU s | {' | '.join(heads)} |", "|---" * (2 + len(steps)) + "|"]
         for length in lengths:
             for model, runs in entry["runs"].items():
                 cells = []
                 for step in steps:
                     own = [
-                        [p["rows"] for p in r["points"] if (p["length"], p["steps"]) == (length, step)] for r in runs
+                        [p["rows"] for p in r["points"] if (p["length"], p["steps"]) == (length, step * length)]
+                        for r in runs
                     ]
                     cells.append(percent([p[0] for p in own]) if all(own) else "")
                 seconds = statistics.median(r["cpu_seconds"] for r in runs)
                 which = f"{model}, {length} x {length}" if len(lengths) > 1 else model
                 lines.append(f"| {which} | {seconds:.0f} | {' | '.join(cells)} |")
         place = f"{entry['hardware']}, one thread; measured {entry['date']} at {entry['commit']}."
-        lines += ["", f"Whole puzzles solved, of 512: the median of the seeds, and the worst. {place}", ""]
+        count = SAMPLES[name]
+        lines += ["", f"Whole puzzles solved, of {count}: the median of the seeds, and the worst. {place}", ""]
     put(GUIDE, lines[:-1], "puzzles")
+
+
+def save(name: str, runs: dict[str, list[dict[str, Any]]], *, smoke: bool) -> None:
+    """Write what there is so far, with the earlier rows of the other puzzle."""
+    if not smoke:
+        found = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
+        found[name] = {"date": today(), "commit": commit(), "hardware": hardware(), "runs": runs}
+        FOUND.write_text(json.dumps({n: found[n] for n in PUZZLES if n in found}, indent=1) + "\n", encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -218,21 +230,19 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     example = load_example("solve_puzzles")
     for name in options.only or PUZZLES:
-        more = ["--smoke"] if options.smoke else []
-        seeds = SEEDS[:1] if options.smoke else SEEDS
+        command = ["--puzzle", name, "--samples", str(SAMPLES[name]), *(["--smoke"] if options.smoke else [])]
+        seeds = SEEDS[name][:1] if options.smoke else SEEDS[name]
         runs: dict[str, list[dict[str, Any]]] = {
-            "LatentThinker": [run_example("solve_puzzles", ["--puzzle", name, *more], s) for s in seeds]
+            "LatentThinker": [run_example("solve_puzzles", command, s) for s in seeds]
         }
         seconds = 2.0 if options.smoke else statistics.median(r["cpu_seconds"] for r in runs["LatentThinker"])
+        save(name, runs, smoke=options.smoke)
         for seed in seeds[:3]:
             puzzle = example.PUZZLES[name](seed, options.smoke)
             for model, found in others(name, puzzle, seed, seconds, smoke=options.smoke).items():
                 runs.setdefault(model, []).append(found)
                 print(name, model, found, flush=True)
-        if not options.smoke:
-            found = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
-            found[name] = {"date": today(), "commit": commit(), "hardware": hardware(), "runs": runs}
-            FOUND.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            save(name, runs, smoke=options.smoke)
     if not options.smoke:
         write_table()
 

@@ -197,7 +197,7 @@ def test_the_guide_to_thinking_has_every_task_choice_and_public_name():
     from typing import get_args
 
     import thinker
-    from thinker import config
+    from thinker import config, halting
 
     guide = (ROOT / "docs" / "thinker.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^::: thinker\.(\w+)$", guide, re.M)) == set(thinker.__all__) - {"TASKS"}
@@ -210,7 +210,7 @@ def test_the_guide_to_thinking_has_every_task_choice_and_public_name():
     for name, task in thinker.TASKS.items():
         assert f"`{name}`" in guide
         assert all(f"`{f.name}`" in guide for f in dataclasses.fields(task)), name
-    for kinds in (config.Positions, config.LatentInit, config.MemoryKind, config.StepUpdate, config.ExitKind):
+    for kinds in (config.Positions, config.LatentInit, config.MemoryKind, config.StepUpdate, halting.ExitKind):
         assert all(f'`"{kind}"`' in guide for kind in get_args(kinds)), kinds
     for kind in (*thinker.schedules.Schedule.__subclasses__(), *thinker.losses.StepLoss.__subclasses__()):
         assert f"`{kind.__name__}`" in guide

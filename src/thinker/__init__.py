@@ -13,9 +13,10 @@ torch.Size([2, 7, 16])
 
 from model_components import __version__ as __version__
 
-from .config import ExitRule, ThinkerConfig
+from .config import ThinkerConfig
 from .curriculum import CurriculumDataset
 from .flow import FlowPlan
+from .halting import ExitRule
 from .losses import AllSteps, ExactHalt, Reach
 from .model import LatentThinker
 from .report import evaluate_grid, evaluate_halting, evaluate_lengths, evaluate_steps, plot_training

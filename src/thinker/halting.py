@@ -1,4 +1,4 @@
-"""Rows that stop when they are done and leave the batch; and the best of several rollouts.
+"""When a row may stop: `ExitRule`; rows that stopped leave the batch; and the best of several rollouts.
 
 Shapes: B batch, n latents, d width, T steps, O answer length, V symbols, K rollouts.
 """
@@ -6,19 +6,76 @@ Shapes: B batch, n latents, d width, T steps, O answer length, V symbols, K roll
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from .config import ExitRule
+from .config import is_whole
 from .flow import FlowRow
 from .memory import Memory
 from .state import Context, ThinkerState, Thought
 
+ExitKind = Literal["residual", "kl", "argmax", "halt"]
 Select = Literal["residual", "confidence"]
 
 _CROWD = 7 / 8  # closing ranks copies keys and values: it pays once an eighth of the rows has stopped
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitRule:
+    """When a row stops thinking, in evaluation; rows that stop leave the batch.
+
+    Args:
+        kind: ``"residual"``, ‖z - z'‖ / ‖z'‖ of the latents against the step before, of which
+            `ThinkerOutput.residuals` show what is usual; ``"halt"``, the halting head's probability, which costs next
+            to nothing too; ``"kl"``, mean KL(answer ‖ answer at the look before), and ``"argmax"``, the answer stayed
+            the same: these read the answer off at every look.
+        threshold: Stop below it (residual, kl) or above it (halt); default 0.03, 1e-3, 0.5.
+        patience: At how many looks one after the other.
+        min_steps: Never before; nothing is looked at that cannot matter.
+        every: Steps from one look to the next; default 4 for ``"kl"`` and ``"argmax"``, 1 for the others. A look at a
+            step that does not output waits for the next that does.
+
+    >>> ExitRule(kind="kl").threshold
+    0.001
+    >>> ExitRule(kind="soon")
+    Traceback (most recent call last):
+    ValueError: ExitRule: kind is 'soon'; needed one of residual, kl, argmax, halt
+    """
+
+    kind: ExitKind = "residual"
+    threshold: float | None = None
+    patience: int = 1
+    min_steps: int = 1
+    every: int | None = None
+
+    def __post_init__(self):
+        if self.kind not in get_args(ExitKind):
+            raise ValueError(f"ExitRule: kind is {self.kind!r}; needed one of {', '.join(get_args(ExitKind))}")
+        if self.threshold is None:
+            default = {"residual": 0.03, "kl": 1e-3, "argmax": 0.0, "halt": 0.5}[self.kind]
+            object.__setattr__(self, "threshold", default)
+        if self.every is None:
+            object.__setattr__(self, "every", 4 if self.reads_answers else 1)
+        for name in ("patience", "min_steps", "every"):
+            value = getattr(self, name)
+            if not is_whole(value) or value < 1:
+                raise ValueError(f"ExitRule: {name} is {value!r}; needed a whole number, 1 or more")
+        if not isinstance(self.threshold, int | float) or not self.threshold >= 0:
+            raise ValueError(f"ExitRule: threshold is {self.threshold!r}; needed 0 or more")
+
+    @property
+    def reads_answers(self) -> bool:
+        """It compares answers, and so needs one look before the first that can end anything."""
+        return self.kind in ("kl", "argmax")
+
+    def looks_at(self, step: int) -> bool:
+        """Whether this step, counted from 1, is looked at: every so many, none that cannot matter."""
+        assert self.every is not None
+        first = self.min_steps - self.every * (self.patience - 1 + self.reads_answers)
+        return step >= first and (step - self.min_steps) % self.every == 0
 
 
 class Exits:

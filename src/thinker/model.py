@@ -24,10 +24,10 @@ from .checks import (
     check_tokens,
     chosen_steps,
 )
-from .config import ExitRule, OutputSteps, ThinkerConfig
+from .config import OutputSteps, ThinkerConfig
 from .flow import FlowPlan, FlowRow
 from .frames import Frame, plain_frame, token_frame
-from .halting import Exits, Select, best_rollouts
+from .halting import ExitRule, Exits, Select, best_rollouts
 from .layers import Readout, ThinkLayer
 from .memory import Memory, make_memory
 from .positions import Places, Positions

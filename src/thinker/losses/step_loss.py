@@ -1,0 +1,96 @@
+"""What a loss says of itself: which steps it supervises, and how much each counts.
+
+Shapes: B batch, O answer length, V symbols, S supervised steps, T steps.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ThinkerConfig
+from ..flow import FlowPlan
+from ..state import ThinkerOutput
+
+
+def labels_of_steps(
+    labels: Tensor,  # (B, O), or (B, T, O)
+    steps: Sequence[int],  # counted from 1
+) -> list[Tensor]:  # (B, O) each
+    """The answers that each step is asked for; those after the last that has its own are asked for that one's."""
+    if labels.dim() == 2:
+        return [labels] * len(steps)
+    return [labels[:, min(step, labels.shape[1]) - 1] for step in steps]
+
+
+def num_answers(labels: Tensor, steps: Sequence[int]) -> Tensor:
+    """How many answers a loss is a mean over: those of one step, on average."""
+    return torch.stack([(answers != -100).sum() for answers in labels_of_steps(labels, steps)]).sum() / len(steps)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass that a loss asks for.
+
+    Args:
+        n_step: Steps.
+        output_steps: Supervised ones, counted from 1.
+        grad_steps: Only the last so many have gradients; none: all.
+        share: Of the whole loss.
+    """
+
+    n_step: int
+    output_steps: tuple[int, ...]
+    grad_steps: int | None = None
+    share: float = 1.0
+
+
+class StepLoss(nn.Module, ABC):
+    """Cross-entropy of answers, weighted by step; a mean over answered symbols."""
+
+    @property
+    def counts_from_start(self) -> bool:
+        """What a step is worth depends on how many there were since the input was first read."""
+        return False
+
+    def check(self, config: ThinkerConfig) -> None:
+        """Refuse a model that this loss cannot train."""
+
+    @abstractmethod
+    def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
+        """The forward passes of a batch that thinks ``n_step`` steps; ``generator`` lives on the CPU."""
+
+    @abstractmethod
+    def weights(
+        self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None
+    ) -> Tensor | Sequence[float]:
+        """(S,), (S, B) or (S, B, O): how much each step, row and answer counts."""
+
+    def penalty(self, output: ThinkerOutput, labels: Tensor) -> Tensor | float:
+        """What is added, a mean over rows."""
+        return 0.0
+
+    def forward(
+        self,
+        output: ThinkerOutput,
+        labels: Tensor,  # (B, O), or (B, T, O) of each step; -100 counts nowhere
+        distance: Tensor | None = None,  # (B, O), see `Sample`
+    ) -> Tensor:
+        """Σ_s w_s Σ cross-entropy of step s, over the number of answers, plus the penalty."""
+        assert output.step_logits is not None
+        assert output.output_steps is not None
+        steps = output.output_steps
+        errors = torch.stack([
+            F.cross_entropy(logits.flatten(0, 1).float(), answers.flatten(), reduction="none").view_as(answers)
+            for logits, answers in zip(output.step_logits, labels_of_steps(labels, steps), strict=True)
+        ])  # (S, B, O)  # fmt: skip
+        weights = self.weights(output, steps, distance)
+        if not isinstance(weights, Tensor):
+            weights = torch.tensor(weights, device=errors.device, dtype=errors.dtype)
+        weights = weights.to(errors.dtype).reshape(*weights.shape, *[1] * (3 - weights.dim()))
+        return (weights * errors).sum() / num_answers(labels, steps).clamp(min=1) + self.penalty(output, labels)

@@ -1,0 +1,163 @@
+"""Which steps are supervised: the last, all of them, what is in reach, what comes after steps without gradients.
+
+Shapes: B batch, O answer length, S supervised steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..config import ThinkerConfig
+from ..flow import FlowPlan
+from ..state import ThinkerOutput
+from .step_loss import Pass, StepLoss
+
+
+class LastAndRandom(StepLoss):
+    """The last step, and one random earlier one: all that is needed, at the cost of two read-outs. The default.
+
+    Args:
+        last: Weight of the last.
+        random: Weight of the other; the last has both where there is no other.
+    """
+
+    def __init__(self, last: float = 0.7, random: float = 0.3):
+        super().__init__()
+        if last <= 0 or random < 0:
+            raise ValueError(f"LastAndRandom: last {last}, random {random}; needed above 0, and 0 or more")
+        self.last, self.random = last, random
+
+    def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
+        """One."""
+        *earlier, last = plan.output_steps(n_step)
+        if not earlier or not self.random:
+            return [Pass(n_step, (last,))]
+        chosen = earlier[int(torch.randint(len(earlier), (), generator=generator))]
+        return [Pass(n_step, (chosen, last))]
+
+    def weights(self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None) -> Sequence[float]:
+        """The two."""
+        return [self.random, self.last] if len(steps) == 2 else [self.last + self.random]
+
+
+class AllSteps(StepLoss):
+    """Every step that outputs, alike."""
+
+    def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
+        """One."""
+        return [Pass(n_step, plan.output_steps(n_step))]
+
+    def weights(
+        self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None
+    ) -> Tensor | Sequence[float]:
+        """1 / S."""
+        return [1 / len(steps)] * len(steps)
+
+
+class LinearWeights(AllSteps):
+    """Every step that outputs, in proportion to its number."""
+
+    def weights(self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None) -> Sequence[float]:
+        """S / Σ s."""
+        return [s / sum(steps) for s in steps]
+
+
+class LearnedWeights(AllSteps):
+    """Every step that outputs, by learned weights that never fall from one step to the next.
+
+    Weights are cumulative sums of a softmax, scaled to add up to 1, so that no step can be silenced in favour of an
+    earlier one.
+
+    Args:
+        max_steps: Most that there will be.
+    """
+
+    def __init__(self, max_steps: int = 64):
+        super().__init__()
+        self.scores = nn.Parameter(torch.zeros(max_steps))
+
+    def weights(self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None) -> Tensor:
+        """Cumulative."""
+        if steps[-1] > len(self.scores):
+            raise ValueError(f"LearnedWeights: step {steps[-1]}; needed at most max_steps, {len(self.scores)}")
+        grown = self.scores[: steps[-1]].softmax(0).cumsum(0)[torch.tensor(steps, device=self.scores.device) - 1]
+        return grown / grown.sum()
+
+
+class Reach(StepLoss):
+    """What a flow with a window can know: after t steps, t (window - 1) tokens away.
+
+    Only answers count that need nothing farther.
+
+    The last step and the one before are supervised. A row's answers in reach share the weight of all its answers. (A
+    latent could know of one more, for it looks at what its neighbours have read in the same step.)
+
+    Args:
+        grad_steps: Only so many steps have gradients.
+        window: The model's: what a latent knows travels ``window - 1`` tokens a step.
+    """
+
+    def __init__(self, *, grad_steps: int | None = 3, window: int = 2):
+        super().__init__()
+        if (grad_steps is not None and grad_steps < 1) or window < 2:
+            raise ValueError(f"Reach: grad_steps {grad_steps}, window {window}; needed 1 or more, and 2 or more")
+        self.grad_steps, self.window = grad_steps, window
+
+    @property
+    def counts_from_start(self) -> bool:
+        """By the number of steps it says what is in reach."""
+        return True
+
+    def check(self, config: ThinkerConfig) -> None:
+        """It needs tokens that look so far."""
+        if config.window != self.window:
+            raise ValueError(f"Reach: window is {self.window}, the model's {config.window}; needed the same")
+
+    def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
+        """One."""
+        return [Pass(n_step, plan.output_steps(n_step)[-2:], self.grad_steps)]
+
+    def weights(self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None) -> Tensor:
+        """(S, B, O)."""
+        if distance is None:
+            raise ValueError("Reach: the batch has no distances; needed a task in thinker.AtTokens")
+        seen = torch.tensor(steps, device=distance.device)[:, None, None] * (self.window - 1)
+        near = (distance > 0) & (distance <= seen)
+        share = (distance > 0).sum(-1) / near.sum(-1).clamp(min=1)  # (S, B)
+        return near * share[..., None] / len(steps)
+
+
+class ProgressiveLoss(StepLoss):
+    """Deep thinking (Bansal et al. 2022): besides the whole run, go on from where steps without gradients had come.
+
+    Of a batch of M steps, n ~ U{0 .. M-1} are without and k ~ U{1 .. M-n} with gradients. It keeps a model from relying
+    on how many steps there were.
+
+    Args:
+        alpha: Share of the second part.
+    """
+
+    def __init__(self, alpha: float = 0.5):
+        super().__init__()
+        if not 0 <= alpha <= 1:
+            raise ValueError(f"ProgressiveLoss: alpha is {alpha}; needed 0 to 1")
+        self.alpha = alpha
+
+    def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
+        """The whole run, and the other."""
+        passes = []
+        if self.alpha < 1:
+            passes.append(Pass(n_step, plan.output_steps(n_step)[-1:], share=1 - self.alpha))
+        if self.alpha:
+            first = int(torch.randint(n_step, (), generator=generator))
+            rest = 1 + int(torch.randint(n_step - first, (), generator=generator))
+            steps = plan.num_steps(first + rest)
+            passes.append(Pass(steps, plan.output_steps(steps)[-1:], grad_steps=rest, share=self.alpha))
+        return passes
+
+    def weights(self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None) -> Sequence[float]:
+        """One step."""
+        return [1.0]

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .counters import between, mix, seed_of, signed
+from .counters import between, mix, seed_of
+from .holdout import HoldOut
 from .schedules import Fixed, Frontier, Schedule
 from .tasks import Sample, Task
 
 Count = int | tuple[int, int] | Callable[[int], int | tuple[int, int]]
 """How many steps or latents: a number, two to draw between, or a function from the longest length to either."""
-
-_ENOUGH = 1000  # lengths with fewer inputs than this have none held out
 
 
 class CurriculumDataset(IterableDataset):
@@ -71,8 +70,8 @@ class CurriculumDataset(IterableDataset):
                 f"Schedule, as Frontier(max_length=20)"
             )
         self.task = task
-        self._given = task.every()
-        usual = Frontier(max_length=20, min_length=task.min_length) if self._given is None else Fixed(max_length=1)
+        given = task.every() is not None
+        usual = Fixed(max_length=1) if given else Frontier(max_length=20, min_length=task.min_length)
         self.schedule = schedule or usual
         self.batch_size, self.holdout, self.seed, self.rank, self.delay = batch_size, holdout, seed, rank, delay
         self.n_step, self.n_latent = n_step, n_latent
@@ -91,16 +90,12 @@ class CurriculumDataset(IterableDataset):
                 f"{type(task).__name__} needed {task.min_length} or more"
             )
         longest = self.schedule.max_length
-        if self._given is not None and longest != 1:
+        if given and longest != 1:
             raise ValueError(
                 f"CurriculumDataset: {type(self.schedule).__name__} goes up to length {longest}; the rows of {task!r} "
                 f"are given, have length 1, and needed no schedule"
             )
-        enough = 1 if self._given else _ENOUGH
-        held = [holdout > 0 and task.num_samples(n) >= enough for n in range(task.min_length, longest + 1)]
-        self._held_lengths = torch.tensor([False] * task.min_length + held, device=self.device)
-        words = [signed(mix(7, i) | 1) for i in range(task.input_length(longest))]  # the same whatever the seed
-        self._multipliers = torch.tensor(words, device=self.device)
+        self._hold_out = HoldOut(task, holdout, longest, self.device)
         self.step, self.segments = 0, 1
         # rows of (from which batch on, state): shared, so that workers that live on see what the trainer reports
         initial = self.schedule.initial()
@@ -183,7 +178,7 @@ class CurriculumDataset(IterableDataset):
         lengths = self.schedule.lengths(generator, self.batch_size, first, self.state_at(first))
         sample = self.task.sample(generator, self.batch_size, lengths)
         if self.holdout:
-            sample = self._without_held_out(generator, sample, lengths)
+            sample = self._hold_out.replaced(generator, sample, lengths)
         longest, n_latent = int(lengths.max()), None
         if self.n_latent is not None:
             n_latent = between(_pair("n_latent", self.n_latent, longest), mix(self.seed, 5, first))
@@ -207,15 +202,7 @@ class CurriculumDataset(IterableDataset):
 
     def is_held_out(self, sample: Sample, lengths: Tensor) -> Tensor:  # (B,)
         """Which rows training never sees."""
-        if not self.holdout:
-            return torch.zeros(len(lengths), dtype=torch.bool, device=lengths.device)
-        word = sample.key
-        if word is None:
-            place = (sample.mask.cumsum(1) - 1).clamp(min=0)  # on whichever side a row is padded
-            word = ((sample.tokens + 1) * sample.mask * self._multipliers[place]).sum(1)
-        word = (word ^ (word >> 29)) * signed(0xBF58476D1CE4E5B9)
-        share = (word ^ (word >> 32)) & 0xFFFFFF
-        return (share < self.holdout * (1 << 24)) & self._held_lengths[lengths]
+        return self._hold_out.rows(sample, lengths)
 
     def held_out(self, batch: int, length: int, *, seed: int = 0) -> dict[str, Any]:
         """A batch of held-out inputs of one length; where none are held out, of any.
@@ -225,24 +212,8 @@ class CurriculumDataset(IterableDataset):
             length: Of all rows.
             seed: Which batch.
         """
-        generator, lengths = self._generator(3, seed, length), torch.full((batch,), length, device=self.device)
-        if self._given is not None:
-            return self._of_given(batch, generator)
-        beyond = length >= len(self._held_lengths)  # nothing of such a length was seen
-        if beyond or not bool(self._held_lengths[length]):
-            return _as_dict(self.task, self.task.sample(generator, batch, length), lengths)
-        found: list[Sample] = []
-        missing = batch
-        for _ in range(1000):
-            many = int(missing / self.holdout * 1.2) + 16
-            sample = self.task.sample(generator, many, length)
-            rows = self.is_held_out(sample, torch.full((many,), length, device=self.device)).nonzero()[:missing, 0]
-            found.append(sample.rows(rows))
-            missing -= len(rows)
-            if not missing:
-                break
-        assert not missing
-        return _as_dict(self.task, Sample.joined(found), lengths)
+        sample = self._hold_out.sample(self._generator(3, seed, length), batch, length)
+        return _as_dict(self.task, sample, torch.full((len(sample.tokens),), length, device=self.device))
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """What a resume needs: the number of batches that were trained on, the schedule's states.
@@ -270,45 +241,8 @@ class CurriculumDataset(IterableDataset):
         self.step = state["step"]
         self._states.copy_(states)
 
-    def _of_given(self, batch: int, generator: torch.Generator) -> dict[str, Any]:
-        assert self._given is not None
-        rows = self._given.map(lambda column: column.to(self.device))
-        lengths = torch.ones(len(rows.tokens), dtype=torch.long, device=self.device)
-        kept = self.is_held_out(rows, lengths) if self.holdout else lengths.bool()
-        which = kept.nonzero()[:, 0]
-        if not len(which):
-            raise ValueError(f"CurriculumDataset: none of {len(lengths)} rows is held out; needed more of either")
-        chosen = which[torch.randperm(len(which), generator=generator, device=self.device)[:batch]]
-        return _as_dict(self.task, rows.rows(chosen), lengths[chosen])
-
     def _generator(self, *words: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed_of(self.seed, *words))
-
-    def _without_held_out(self, generator: torch.Generator, sample: Sample, lengths: Tensor) -> Sample:
-        wrong = self.is_held_out(sample, lengths).nonzero()[:, 0]
-        if sample.distance is not None:
-            sample = sample._replace(distance=sample.distance.clone())  # it may be one row, shown as many
-        for _ in range(64):
-            if not len(wrong):
-                return sample
-            these = lengths[wrong]
-            if self.task.by_step:  # one more row, for as many steps as the batch has
-                these = torch.cat([these, lengths.amax()[None]])
-            again = self.task.sample(generator, len(these), these).rows(torch.arange(len(wrong), device=self.device))
-            for whole, part in zip(sample, again, strict=True):
-                if whole is None or part is None:
-                    continue
-                if whole.dim() == 1:
-                    whole[wrong] = part
-                    continue
-                width = part.shape[-1]
-                columns = slice(whole.shape[-1] - width, None) if self.task.pads_left else slice(width)
-                whole[wrong, ..., columns] = part
-            wrong = wrong[self.is_held_out(again, lengths[wrong])]
-        raise ValueError(
-            f"CurriculumDataset: every sample of length {int(lengths[wrong[0]])} is held out; needed a smaller "
-            f"holdout, or a larger min_length"
-        )
 
 
 def _pair(name: str, count: Count, length: int) -> tuple[int, int]:

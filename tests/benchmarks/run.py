@@ -24,6 +24,8 @@ from tests.benchmarks import (
     thinker_ablation,
     thinker_accuracy,
     thinker_lengths,
+    thinker_puzzles,
+    thinker_questions,
     thinker_step,
 )
 from tests.benchmarks.results import write_memory_account, write_page, write_readme_table
@@ -45,6 +47,8 @@ GATES = {
     "thinker_accuracy": [f"{THINKER}/test_tasks.py", f"{THINKER}/test_curriculum.py"],
     "thinker_lengths": [f"{THINKER}/test_tasks.py", f"{THINKER}/test_losses.py"],
     "thinker_ablation": [f"{THINKER}/test_training.py", "-k", "learns_to_copy"],
+    "thinker_puzzles": [f"{THINKER}/test_sudoku.py", f"{THINKER}/test_training.py", "-k", "sudoku or segments"],
+    "thinker_questions": [f"{THINKER}/test_flow.py", f"{THINKER}/test_training.py", "-k", "plan"],
     "lora_linear": [f"{LORA}/test_functional.py"],
     "lora_step": [f"{LORA}/test_accelerate.py", "-k", "output_and_gradients"],
     "lora_recipes": [f"{LORA}/test_instruct.py", "-k", "what_one_gives"],
@@ -65,6 +69,8 @@ SCRIPTS = {
     "thinker_accuracy": thinker_accuracy.main,
     "thinker_lengths": thinker_lengths.main,
     "thinker_ablation": thinker_ablation.main,
+    "thinker_puzzles": thinker_puzzles.main,
+    "thinker_questions": thinker_questions.main,
     "lora_linear": lora_linear.main,
     "lora_step": lora_step.main,
     "lora_recipes": lora_recipes.main,

@@ -85,7 +85,7 @@ def test_training_never_sees_what_is_held_out(task):
     held = [data.held_out(64, length) for length in range(1, 7)]
     for batch in held:
         assert set(batch["lengths"].tolist()) <= set(range(1, 7))
-    hidden = {r for b in held for r in rows(b) if bool(data._held_lengths[b["lengths"][0]])}
+    hidden = {r for b in held for r in rows(b) if bool(data._hold_out.lengths[b["lengths"][0]])}
     assert len(hidden) > 100
     seen = {r for step in range(60) for r in rows(data.batch(step))}
     assert not hidden & seen
@@ -172,7 +172,7 @@ def test_rows_that_cannot_be_are_refused(call, message):
 
 def test_short_lengths_hold_nothing_out():
     data = data_of(Uniform(max_length=12), "prefix_sum", holdout=0.5, batch_size=256)
-    assert data._held_lengths.tolist() == [False] * 10 + [True] * 3  # 2^10 inputs are enough
+    assert data._hold_out.lengths.tolist() == [False] * 10 + [True] * 3  # 2^10 inputs are enough
     batch = data.batch(0)
     short = batch["input_ids"][batch["lengths"] == 2]
     assert len(torch.unique(short[:, :2], dim=0)) == 4

@@ -1,0 +1,107 @@
+"""Which inputs training never sees: a share of them, by hash, whatever is drawn."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .counters import mix, signed
+from .tasks import Sample, Task
+
+_ENOUGH = 1000  # lengths with fewer inputs than this have none held out
+
+
+class HoldOut:
+    """A share of a task's inputs.
+
+    Args:
+        task: Whose inputs. Where its rows are given they are held out by their `Sample.key`.
+        share: Of the inputs of each length; 0: none.
+        longest: The longest length in training.
+        device: Where samples are made.
+    """
+
+    def __init__(self, task: Task, share: float, longest: int, device: torch.device):
+        self.task, self.share, self.given = task, share, task.every()
+        enough = _ENOUGH if self.given is None else 1
+        held = [share > 0 and task.num_samples(n) >= enough for n in range(task.min_length, longest + 1)]
+        self.lengths = torch.tensor([False] * task.min_length + held, device=device)
+        words = [signed(mix(7, i) | 1) for i in range(task.input_length(longest))]  # the same whatever the seed
+        self._multipliers = torch.tensor(words, device=device)
+
+    def rows(self, sample: Sample, lengths: Tensor) -> Tensor:  # (B,)
+        """Which rows are held out."""
+        if not self.share:
+            return torch.zeros(len(lengths), dtype=torch.bool, device=lengths.device)
+        word = sample.key
+        if word is None:
+            place = (sample.mask.cumsum(1) - 1).clamp(min=0)  # on whichever side a row is padded
+            word = ((sample.tokens + 1) * sample.mask * self._multipliers[place]).sum(1)
+        word = (word ^ (word >> 29)) * signed(0xBF58476D1CE4E5B9)
+        hashed = (word ^ (word >> 32)) & 0xFFFFFF
+        return (hashed < self.share * (1 << 24)) & self.lengths[lengths]
+
+    def replaced(self, generator: torch.Generator, sample: Sample, lengths: Tensor) -> Sample:
+        """The sample with other rows in place of those that are held out.
+
+        Raises:
+            ValueError: There are no others.
+        """
+        wrong = self.rows(sample, lengths).nonzero()[:, 0]
+        if sample.distance is not None:
+            sample = sample._replace(distance=sample.distance.clone())  # it may be one row, shown as many
+        for _ in range(64):
+            if not len(wrong):
+                return sample
+            these = lengths[wrong]
+            if self.task.by_step:  # one more row, for as many steps as the batch has
+                these = torch.cat([these, lengths.amax()[None]])
+            again = self.task.sample(generator, len(these), these).rows(torch.arange(len(wrong), device=wrong.device))
+            for whole, part in zip(sample, again, strict=True):
+                if whole is None or part is None:
+                    continue
+                if whole.dim() == 1:
+                    whole[wrong] = part
+                    continue
+                width = part.shape[-1]
+                columns = slice(whole.shape[-1] - width, None) if self.task.pads_left else slice(width)
+                whole[wrong, ..., columns] = part
+            wrong = wrong[self.rows(again, lengths[wrong])]
+        raise ValueError(
+            f"CurriculumDataset: every sample of length {int(lengths[wrong[0]])} is held out; needed a smaller "
+            f"holdout, or a larger min_length"
+        )
+
+    def sample(self, generator: torch.Generator, batch: int, length: int) -> Sample:
+        """Rows that are held out; of a length of which none are, any.
+
+        Of rows that are given at most as many as there are, each once.
+
+        Raises:
+            ValueError: None of the given rows is held out.
+        """
+        if self.given is not None:
+            return self._of_given(generator, batch, self.given)
+        beyond = length >= len(self.lengths)  # nothing of such a length was seen
+        if beyond or not bool(self.lengths[length]):
+            return self.task.sample(generator, batch, length)
+        found: list[Sample] = []
+        missing = batch
+        for _ in range(1000):
+            many = int(missing / self.share * 1.2) + 16
+            drawn = self.task.sample(generator, many, length)
+            held = self.rows(drawn, torch.full((many,), length, device=generator.device)).nonzero()[:missing, 0]
+            found.append(drawn.rows(held))
+            missing -= len(held)
+            if not missing:
+                break
+        assert not missing
+        return Sample.joined(found)
+
+    def _of_given(self, generator: torch.Generator, batch: int, given: Sample) -> Sample:
+        rows = given.map(lambda column: column.to(generator.device))
+        ones = torch.ones(len(rows.tokens), dtype=torch.long, device=generator.device)
+        which = (self.rows(rows, ones) if self.share else ones).nonzero()[:, 0]
+        if not len(which):
+            raise ValueError(f"CurriculumDataset: none of {len(ones)} rows is held out; needed more of either")
+        return rows.rows(which[torch.randperm(len(which), generator=generator, device=generator.device)[:batch]])

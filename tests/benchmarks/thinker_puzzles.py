@@ -192,7 +192,7 @@ def write_table() -> None:
         points = entry["runs"]["LatentThinker"][0]["points"]
         lengths = sorted({p["length"] for p in points})
         steps = [p["steps"] // lengths[0] for p in points if p["length"] == lengths[0]]
-        heads = [f"{s} steps" if name != "maze" else f"{s} steps a side" for s in steps]
+        heads = [f"{s} step{'s' * (s > 1)}{' a side' * (name == 'maze')}" for s in steps]
         lines += [f"| {PUZZLES[name]} | CPU s | {' | '.join(heads)} |", "|---" * (2 + len(steps)) + "|"]
         for length in lengths:
             for model, runs in entry["runs"].items():

@@ -69,7 +69,7 @@ def sudoku4(seed: int, smoke: bool) -> Puzzle:
 def sudoku9(seed: int, smoke: bool) -> Puzzle:
     """Puzzles that cells with one digit left solve; training makes others of each."""
     model = {"hidden_size": 256, "num_heads": 8, "layers_per_step": 2}
-    return sudoku(3, 12 if smoke else 2000, 4 if smoke else 200, seed, iterations=20_000, model=model)
+    return sudoku(3, 12 if smoke else 2000, 4 if smoke else 200, seed, iterations=8000, model=model)
 
 
 def maze(seed: int, smoke: bool) -> Puzzle:
@@ -93,7 +93,7 @@ def main() -> None:
     """Train, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--puzzle", choices=PUZZLES, default="sudoku4")
-    parser.add_argument("--iterations", type=int, help="default: the puzzle's, 3000 to 20000")
+    parser.add_argument("--iterations", type=int, help="default: the puzzle's, 3000 to 8000")
     parser.add_argument("--samples", type=int, default=256, help="puzzles of each size to test")
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")

@@ -2,8 +2,8 @@
 
 python examples/solve_puzzles.py --puzzle sudoku4
 
-learns 4 x 4 Sudoku in a minute and a half on one CPU core, from puzzles that have nothing left out that could be; it is
-tested on puzzles whose solutions it has never seen, after one step and after many. ``maze`` learns mazes of up to 9 x 9
+learns 4 x 4 Sudoku in a minute and a half on one CPU core, from puzzles that need every clue they have; it is tested on
+puzzles whose solutions it has never seen, after one step and after many. ``maze`` learns mazes of up to 9 x 9
 cells in eight minutes and solves larger ones; ``sudoku9`` is Sudoku of 9 x 9 cells, for a GPU (``--device cuda``).
 ``--out`` takes a picture (extra ``plot``), ``--json`` the figures: a list of {length, steps, symbols, rows}, where rows
 are whole puzzles and length is a maze's side.
@@ -44,8 +44,8 @@ class Puzzle:
 def sudoku(box: int, count: int, tested: int, seed: int, **recipe: Any) -> Puzzle:
     """Puzzles of one kind, some of whose solutions are kept for the test."""
     puzzles, solutions = sudoku_puzzles(count, box=box, seed=seed)
-    which = torch.unique(solutions, dim=0, return_inverse=True)[1]  # the same number, the same solution
-    test = which < which.max() * tested // count + 1
+    which = torch.unique(solutions, dim=0, return_inverse=True)[1]  # the same number, the same solution, in order
+    test = which < which.max() * tested // count + 1  # the first ones: none in training begins as they do
     # every 4 x 4 grid can be made of every other: there training makes no others of its puzzles
     others = sudoku_shuffle(box) if box > 2 else None
     parts = [
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, help="default: the puzzle's, 3000 to 8000")
     parser.add_argument("--samples", type=int, default=256, help="puzzles of each size to test")
     parser.add_argument("--seed", type=int, default=11)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--out", type=Path, help="a folder for the picture")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     parser.add_argument("--smoke", action="store_true", help="a run of seconds, to see that it works")
@@ -104,8 +104,12 @@ def main() -> None:
     draw = options.out is not None and can_draw()
     if options.smoke:
         options.iterations, options.samples = 8, 8
-    if min(options.samples, options.iterations or 1) < 1:
+    if min(options.samples, 1 if options.iterations is None else options.iterations) < 1:
         parser.error("samples and iterations must be 1 or more")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch finds no GPU")
+    if options.json is not None and options.json.is_dir():
+        parser.error(f"{options.json} is a folder; needed a file")
     for folder in filter(None, (options.out, options.json and options.json.parent)):
         folder.mkdir(parents=True, exist_ok=True)
     if options.device == "cpu":

@@ -34,7 +34,7 @@ class CurriculumDataset(IterableDataset):
             length to either. Processes draw the same where their batches are as long.
         n_latent: Latents likewise; none: the model's own.
         holdout: Share of inputs, by hash, that training never sees and `held_out` gives; the same inputs with every
-            seed. Lengths with fewer than 1000 inputs have none held out, but of rows that are given some always are.
+            seed. Lengths with fewer than 1000 inputs have none held out; of rows that are given some are, however few.
         seed: Of everything drawn.
         rank: Whose stream, in training with several processes.
         device: Where batches are made.
@@ -208,10 +208,12 @@ class CurriculumDataset(IterableDataset):
         """A batch of held-out inputs of one length; where none are held out, of any.
 
         Args:
-            batch: Rows; of rows that are given at most as many as there are, each once.
+            batch: Rows; of rows that are given (whose length is 1) at most as many as there are, each once.
             length: Of all rows.
             seed: Which batch.
         """
+        if batch < 1:
+            raise ValueError(f"CurriculumDataset: held_out of {batch} rows; needed 1 or more")
         sample = self._hold_out.sample(self._generator(3, seed, length), batch, length)
         return _as_dict(self.task, sample, torch.full((len(sample.tokens),), length, device=self.device))
 
@@ -222,14 +224,21 @@ class CurriculumDataset(IterableDataset):
             step: That number, where workers draw ahead and the data set cannot know.
         """
         step = self.step if step is None else step
-        return {"step": step, "seed": self.seed, "task": repr(self.task), "states": self._states.tolist()}
+        return {
+            "step": step, "seed": self.seed, "task": repr(self.task), "segments": self.segments,
+            "states": self._states.tolist(),
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there.
 
         Raises:
-            ValueError: Another task, seed, schedule or delay.
+            ValueError: Another task, seed, schedule or delay, or other segments.
         """
+        if state["segments"] != self.segments:
+            raise ValueError(
+                f"CurriculumDataset: the state has segments {state['segments']}; needed {self.segments}, as here"
+            )
         if state["task"] != repr(self.task):
             raise ValueError(f"CurriculumDataset: the state is of {state['task']}; needed that of {self.task!r}")
         states = torch.tensor(state["states"], dtype=torch.float64)

@@ -171,8 +171,8 @@ class FlowPlan:
                 rows.append(dict(zip(names, line, strict=True)))
         else:
             for r in table:
-                if not isinstance(r, Mapping) and len(r) > len(COLUMNS):
-                    raise ValueError(f"FlowPlan.from_table: a row has {len(r)} values; needed {len(COLUMNS)} or fewer")
+                if not isinstance(r, Mapping | Sequence) or isinstance(r, str) or len(r) > len(COLUMNS):
+                    raise ValueError(f"FlowPlan.from_table: a row is {r!r}; needed {len(COLUMNS)} values or fewer")
             rows = [r if isinstance(r, Mapping) else dict(zip(COLUMNS, r, strict=False)) for r in table]
         for row in rows:
             unknown = sorted(set(row) - {*COLUMNS, "step"})

@@ -50,9 +50,11 @@ def token_frame(
     """The latents are the last n tokens; they look at none after them if so asked, and no farther than the window."""
     place = torch.arange(context.shape[1], device=context.index.device)
     after = place[-n:, None] - place  # (n, L)
+    near = torch.ones(1, *after.shape, dtype=torch.bool, device=after.device)
     where = context.index if context.index.shape[-1] > 1 else place[None, :, None]
-    away = (where[:, -n:, None] - where[:, None]).abs().amax(-1)  # (B or 1, n, L), in a grid that of the farther axis
-    near = torch.ones_like(away, dtype=torch.bool) if window is None else away < window
+    if window is not None:
+        for axis in where.to(torch.int32).unbind(-1):  # in a grid by row and by column
+            near = near & ((axis[:, -n:, None] - axis[:, None]).abs() < window)
     if causal:
         near = near & (after >= 0)
     # padding, which nothing looks at, must look somewhere

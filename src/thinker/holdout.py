@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .counters import mix, signed
-from .tasks import Sample, Task
+from .counters import signed
+from .tasks.task import Sample, Task, row_key, row_words
 
 _ENOUGH = 1000  # lengths with fewer inputs than this have none held out
 
@@ -26,17 +26,13 @@ class HoldOut:
         enough = _ENOUGH if self.given is None else 1
         held = [share > 0 and task.num_samples(n) >= enough for n in range(task.min_length, longest + 1)]
         self.lengths = torch.tensor([False] * task.min_length + held, device=device)
-        words = [signed(mix(7, i) | 1) for i in range(task.input_length(longest))]  # the same whatever the seed
-        self._multipliers = torch.tensor(words, device=device)
+        self._words = row_words(task.input_length(longest), device)  # the same whatever the seed
 
     def rows(self, sample: Sample, lengths: Tensor) -> Tensor:  # (B,)
         """Which rows are held out."""
         if not self.share:
             return torch.zeros(len(lengths), dtype=torch.bool, device=lengths.device)
-        word = sample.key
-        if word is None:
-            place = (sample.mask.cumsum(1) - 1).clamp(min=0)  # on whichever side a row is padded
-            word = ((sample.tokens + 1) * sample.mask * self._multipliers[place]).sum(1)
+        word = row_key(sample.tokens, sample.mask, self._words) if sample.key is None else sample.key
         word = (word ^ (word >> 29)) * signed(0xBF58476D1CE4E5B9)
         hashed = (word ^ (word >> 32)) & 0xFFFFFF
         return (hashed < self.share * (1 << 24)) & self.lengths[lengths]
@@ -78,8 +74,10 @@ class HoldOut:
         Of rows that are given at most as many as there are, each once.
 
         Raises:
-            ValueError: None of the given rows is held out.
+            ValueError: None of the given rows is held out, or another length than theirs.
         """
+        if self.given is not None and length != 1:
+            raise ValueError(f"CurriculumDataset: held_out of length {length}; rows that are given have length 1")
         if self.given is not None:
             return self._of_given(generator, batch, self.given)
         beyond = length >= len(self.lengths)  # nothing of such a length was seen

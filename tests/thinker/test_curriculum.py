@@ -104,6 +104,10 @@ def test_as_many_are_held_out_as_was_asked_whatever_the_padding():
     assert torch.equal(held, data.is_held_out(padded, lengths))
 
 
+def made_by(augment):
+    return CurriculumDataset(given(augment=augment)[0], batch_size=8, holdout=0.0).batch(0)
+
+
 def ones(*shape):
     return torch.ones(*shape, dtype=torch.long)
 
@@ -121,7 +125,7 @@ def test_rows_that_are_given_are_in_training_or_held_out(at_tokens):
         more = torch.randint(100, (len(tokens), 1), generator=generator)
         return tokens + 100 * more, targets + 100 * more
 
-    task, tokens = given(augment=shifted)
+    task, tokens = given(augment=shifted, symbols=10_100)
     data = CurriculumDataset(AtTokens(task) if at_tokens else task, batch_size=64, holdout=0.2)
     first = slice(1, None) if at_tokens else slice(None)
     held = data.held_out(1000, 1)
@@ -133,6 +137,8 @@ def test_rows_that_are_given_are_in_training_or_held_out(at_tokens):
     assert int(seen.max()) > 97  # made others
     assert not rows & {tuple(row) for row in (seen % 100).tolist()}
     assert len({tuple(row) for row in (seen % 100).tolist()}) == len(set(map(tuple, tokens.tolist())) - rows)
+    batch = data.batch(3)  # and the answers are those of what was made
+    assert torch.equal(batch["labels"][:, first], batch["input_ids"][:, first].flip(1))
     assert len(data.held_out(7, 1)["input_ids"]) == 7
     assert not torch.equal(data.held_out(7, 1)["input_ids"], data.held_out(7, 1, seed=1)["input_ids"])
     assert len(CurriculumDataset(task, holdout=0.0).held_out(1000, 1)["input_ids"]) == 400
@@ -146,8 +152,17 @@ def test_rows_that_are_given_have_masks_and_answers_that_do_not_count():
     for got, whole in (("input_ids", tokens), ("labels", targets), ("attention_mask", mask)):
         assert torch.equal(batch[got], whole[batch["input_ids"][:, 0] // 4])
     assert torch.equal(batch["counted"], batch["labels"] != -100)
-    other = TensorTask(tokens + 1, targets)
-    assert repr(task) != repr(other)
+    others = [
+        TensorTask(tokens, targets), TensorTask(tokens + 1, targets, mask=mask), TensorTask(tokens, tokens, mask=mask),
+        TensorTask(tokens.flip(0), targets.flip(0), mask=mask.flip(0)),
+        TensorTask(tokens, targets, mask=mask, grid=True),
+        TensorTask(tokens, targets, mask=mask, augment=lambda g, a, b: (a, b)),
+    ]  # fmt: skip
+    assert len({repr(task), *map(repr, others)}) == 7
+    at = AtTokens(task).sample(torch.Generator().manual_seed(0), 30, 1)
+    assert ((at.targets == -100) | at.mask).all()  # no answer at padding
+    left = TensorTask(torch.tensor([[5, 6, 0], [0, 5, 6]]), ones(2, 3), mask=torch.tensor([[1, 1, 0], [0, 1, 1]]))
+    assert left.every().key[0] == left.every().key[1]  # the same row, wherever it is padded
     assert repr(task) == repr(TensorTask(tokens.int(), targets, mask=mask))
 
 
@@ -157,10 +172,30 @@ def test_rows_that_are_given_have_masks_and_answers_that_do_not_count():
         (lambda: TensorTask(torch.ones(3, 4), torch.ones(3, 4)), r"tokens is \[3, 4\] of torch.float32; needed whole"),
         (lambda: TensorTask([[1]], torch.ones(1, 1)), r"tokens is \[\[1\]\]; needed whole numbers"),
         (lambda: TensorTask(ones(3, 4), ones(2, 4)), r"targets is \[2, 4\]"),
-        (lambda: TensorTask(ones(3, 4), ones(3, 4), mask=ones(3, 3)), r"mask is \[3, 3\]; needed \[3, 4\]"),
-        (lambda: TensorTask(-ones(3, 4), ones(3, 4)), "tokens from -1, targets to 1; needed ids from 0, and an answer"),
-        (lambda: TensorTask(ones(3, 4), -100 * ones(3, 4)), "targets to -100; needed ids from 0, and an answer"),
-        (lambda: TensorTask(ones(3, 4), ones(3, 1), grid=True), r"targets are \[3, 1\]; needed \[3, 4\]"),
+        (
+            lambda: TensorTask(ones(3, 4), ones(3, 4), mask=ones(3, 3)),
+            r"mask is \[3, 3\] of .*; needed \[3, 4\] of True",
+        ),
+        (lambda: TensorTask(ones(3, 4), ones(3, 4), mask=torch.ones(3, 4)), "mask is .* of torch.float32; needed"),
+        (lambda: TensorTask(ones(3, 4), ones(3, 4), mask=[[1]]), r"mask is \[\[1\]\]; needed"),
+        (lambda: TensorTask(ones(3, 4), ones(3, 4), mask=ones(3, 4) - ones(3, 1)), "leaves a row without any token"),
+        (lambda: TensorTask(ones(3, 4).to(torch.uint16), ones(3, 4)), "tokens is .* of torch.uint16; needed whole"),
+        (lambda: TensorTask(ones(3, 4), ones(3, 4), symbols=1), "symbols is 1; needed 2 or more"),
+        (lambda: TensorTask(ones(3, 4), ones(3, 4), grid="no"), "grid 'no', augment None; needed True or False"),
+        (lambda: TensorTask(ones(3, 4), ones(3, 4), augment=3), "augment 3; needed True or False, and a function"),
+        (lambda: TensorTask(ones(3, 4), torch.tensor([[1, 2, -5, -100]] * 3)), "tokens from 1, targets from -5"),
+        (lambda: made_by(lambda g, a, b: a), r"augment made \[8, 4\] of torch.int64; needed tokens and targets"),
+        (lambda: made_by(lambda g, a, b: (a[:, :2], b)), r"augment made tokens \[8, 2\] .*; needed \[8, 4\]"),
+        (lambda: made_by(lambda g, a, b: (a + 90, b)), "made tokens from .* to .*; needed 0 to 96: say symbols="),
+        (lambda: made_by(lambda g, a, b: (a, b - 200)), "made targets from .* to .*; needed -100 to 96"),
+        (
+            lambda: CurriculumDataset(given()[0]).held_out(3, 7),
+            "held_out of length 7; rows that are given have length 1",
+        ),
+        (lambda: CurriculumDataset(given()[0]).held_out(-1, 1), "held_out of -1 rows; needed 1 or more"),
+        (lambda: TensorTask(-ones(3, 4), ones(3, 4)), "tokens from -1, targets from 1; needed ids from 0"),
+        (lambda: TensorTask(ones(3, 4), -100 * ones(3, 4)), "targets from -100; .* but not everywhere"),
+        (lambda: TensorTask(ones(3, 4), ones(3, 1), grid=True), r"targets is \[3, 1\] of torch.int64; needed \[3, 4\]"),
         (lambda: data_of(Uniform(max_length=5), given()[0]), "goes up to length 5; the rows of TensorTask"),
         (lambda: CurriculumDataset(given(4)[0], holdout=0.001).held_out(3, 1), "none of 4 rows is held out"),
     ],
@@ -168,6 +203,23 @@ def test_rows_that_are_given_have_masks_and_answers_that_do_not_count():
 def test_rows_that_cannot_be_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_batch_that_comes_in_segments_is_one_batch_whatever_the_schedule_does():
+    data = data_of(Progressive(max_length=9, start=2, share=1.0, min_answers=1), n_latent=(2, 9), delay=8)
+    data.segments = 4
+    data.change(torch.tensor([9.0, 0.0, 0.0]), step=-2)  # from batch 6 on, in the middle of the second four
+    batches = [data.batch(step) for step in range(12)]
+    assert [b["segment"] for b in batches] == [0, 1, 2, 3] * 3
+    for whole in (batches[:4], batches[4:8], batches[8:]):
+        for part in whole[1:]:
+            assert torch.equal(part["input_ids"], whole[0]["input_ids"])
+            assert part["n_latent"] == whole[0]["n_latent"]
+    assert [int(b["lengths"].max()) for b in batches[::4]] == [2, 2, 9]
+    state = data.state_dict(4)
+    data.segments = 1
+    with pytest.raises(ValueError, match="the state has segments 4; needed 1, as here"):
+        data.load_state_dict(state)
 
 
 def test_short_lengths_hold_nothing_out():

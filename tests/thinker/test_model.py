@@ -585,6 +585,9 @@ def test_latents_from_noise_come_in_any_number_and_are_repeatable():
     assert start.shape == (3, 2000, 16)
     torch.testing.assert_close(start.mean(1), model.latents.expand(3, 16), rtol=0, atol=0.1)
     torch.testing.assert_close(start.std(1), torch.ones(3, 16), rtol=0, atol=0.1)
+    close = model_of(latent_init="noise", latent_noise=0.1)
+    start = close._start(close.encode(tokens, mask), 2000, None).latents
+    torch.testing.assert_close(start.std(1), torch.full((3, 16), 0.1), rtol=0, atol=0.01)
 
 
 def test_step_noise_is_for_training():

@@ -100,6 +100,51 @@ def test_shuffled_puzzles_are_as_hard_and_have_the_shuffled_solution(box):
         assert grade(puzzle, box) == "easy"
 
 
+@pytest.mark.parametrize("box", [2, 3])
+def test_shuffling_reaches_every_symmetry(box):
+    """Where the cells and digits of one grid come to lie."""
+    side = box**2
+    answers = sudoku_puzzles(1, box=box)[1].expand(1000, -1)
+    numbered = torch.zeros_like(answers)
+    numbered[:, 1] = answers[:, 1]
+    moved, _ = sudoku_shuffle(box)(torch.Generator().manual_seed(0), numbered, answers)
+    assert set((moved > 0).nonzero()[:, 1].tolist()) == set(range(side**2))  # bands and lines of both axes
+    assert set(moved[moved > 0].tolist()) == set(range(1, side + 1))  # digits
+    numbered[:, 0] = 1  # and its neighbour on the left
+    moved, _ = sudoku_shuffle(box)(torch.Generator().manual_seed(0), numbered, answers)
+    pairs = (moved > 0).nonzero()[:, 1].view(-1, 2)
+    rows, columns = pairs // side, pairs % side
+    across, down = rows[:, 0] == rows[:, 1], columns[:, 0] == columns[:, 1]
+    assert (across | down).all()
+    assert 0.4 < float(across.float().mean()) < 0.6  # turned or not
+    apart = torch.where(across[:, None], columns, rows) // box
+    assert (apart[:, 0] == apart[:, 1]).all()  # still in one box
+
+
+def test_grids_are_drawn_at_random():
+    _, answers = sudoku_puzzles(60, box=3, clues=70)
+    assert len(answers.unique(dim=0)) > 50
+    for cell in (0, 40, 80):
+        assert len(answers[:, cell].unique()) == 9
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sudoku_difficulty(torch.zeros(1, 16, dtype=torch.long)), r"have shape \[1, 16\], box is 3; needed"),
+        (lambda: sudoku_difficulty(torch.full((1, 16), 5), box=2), "cells from 5 to 5; needed 0 to 4"),
+        (lambda: sudoku_shuffle(2)(None, torch.zeros(2, 81), torch.zeros(2, 81)), "sudoku_shuffle: puzzles have shape"),
+        (lambda: sudoku_puzzles(2.5), "count 2.5, box 3"),
+        (lambda: sudoku_puzzles(2, clues=1.5), "clues 1.5"),
+        (lambda: sudoku_puzzles(True), "count True"),
+        (lambda: sudoku_puzzles(2, seed=None), "seed None"),
+    ],
+)
+def test_what_is_no_sudoku_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 def test_what_is_no_puzzle_is_hard():
     """Two solutions, or none."""
     empty = torch.zeros(1, 16, dtype=torch.long)

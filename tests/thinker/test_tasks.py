@@ -253,6 +253,14 @@ def test_at_tokens_a_grid_stays_one():
     assert AtTokens(make_task("maze")).input_length(7) == 49
 
 
+def test_mazes_are_drawn_at_random():
+    sample = make_task("maze").sample(torch.Generator().manual_seed(0), 4000, 5)
+    assert len((sample.tokens != 1).unique(dim=0)) > 80  # of the 192 trees on 3 x 3 rooms, those that such a walk makes
+    starts, goals = ((sample.tokens == kind).nonzero()[:, 1] for kind in (2, 3))
+    assert len(torch.stack([starts, goals], 1).unique(dim=0)) == 9 * 8
+    assert [make_task("maze").num_samples(n) for n in (3, 4, 5)] == [2 * 12, 2 * 12, 2**4 * 72]
+
+
 def test_a_mazes_distances_are_the_rounds_of_filling_dead_ends():
     sample = make_task("maze").sample(torch.Generator().manual_seed(0), 20, 11)
     for tokens, answers, distance in zip(

@@ -14,6 +14,7 @@ from thinker import (
     AllSteps,
     AtTokens,
     CurriculumDataset,
+    ExactHalt,
     FlowPlan,
     Frontier,
     LatentThinker,
@@ -32,6 +33,7 @@ from thinker import (
 from thinker.counters import seed_of
 from thinker.losses import LearnedWeights, Ponder, ProgressiveLoss
 from thinker.schedules import Fixed, Linear, Progressive
+from thinker.tasks import TensorTask
 from thinker.tasks.sequences import Copy
 from thinker.training import CurriculumCallback, GridCallback
 
@@ -155,6 +157,33 @@ def test_the_last_latents_of_a_causal_flow_are_asked_for_the_last_answers(tmp_pa
     assert found.rows()[0]["symbols"] == pytest.approx(float(right.float().mean()))
 
 
+def test_answers_in_reach_are_those_of_the_last_latents(tmp_path):
+    task = AtTokens(make_task("prefix_sum"))
+    sizes = {"vocab_size": 3, "output_size": 2, "max_input_length": 7, "max_output_length": 7}
+    model = model_of(causal=True, num_latents=4, window=2, **sizes)
+    loss, data = Reach(grad_steps=None), data_of(Fixed(max_length=6), task, n_step=4)
+    trainer = trainer_of(tmp_path, model, data, step_loss=loss)
+    batch = data.batch(0)
+    noise = torch.Generator().manual_seed(seed_of(trainer.args.seed, 0, 0, 2))
+    out = model.train()(batch["input_ids"], n_step=4, output_steps=[3, 4], generator=noise)
+    expected = loss(out, batch["labels"][:, -4:], batch["distance"][:, -4:])
+    torch.testing.assert_close(trainer.compute_loss(model, batch), expected)
+
+
+def test_rows_without_an_answer_are_neither_right_nor_wrong():
+    tokens = torch.arange(12).view(6, 2)
+    data = CurriculumDataset(TensorTask(tokens, tokens.masked_fill(tokens < 6, -100)), holdout=0.0)
+    model = model_of(vocab_size=12, max_input_length=2, max_output_length=2)
+    found = evaluate_lengths(model, data, [1])[1]
+    with torch.no_grad():
+        right = model.eval()(tokens[3:], out_len=2).logits.argmax(-1) == tokens[3:]
+    assert (found.token, found.sequence) == (right.float().mean(), right.all(1).float().mean())
+    none = AtTokens(TensorTask(tokens, tokens.masked_fill(tokens % 2 == 1, -100)))
+    last = model_of(vocab_size=13, max_input_length=3, max_output_length=3, causal=True, num_latents=1)
+    with pytest.raises(ValueError, match="none of 6 rows has an answer that counts"):
+        evaluate_lengths(last, CurriculumDataset(none, holdout=0.0), [1])
+
+
 def test_a_plan_is_drawn_for_each_batch(tmp_path):
     plans, steps = [], []
 
@@ -172,11 +201,12 @@ def test_a_plan_is_drawn_for_each_batch(tmp_path):
     assert steps[-6:] == drawn
     assert len(set(map(str, plans[-6:]))) == 6
     assert all(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
-    assert 0 <= trainer.evaluate()["eval_accuracy"] <= 1
+    found = evaluate_lengths(trainer.model, trainer.data, [6], plan=trainer.model.default_plan())[6]
+    assert trainer.evaluate()["eval_accuracy"] == found.token  # everything, in every step
     again = trainer_of(tmp_path, model_of(memory="grow", num_static_tokens=2), data_of(n_step=(2, 5)), plan=draw)
     again.train()
     same(trainer.model, again.model, rtol=0, atol=0)
-    assert plans[-6:] == plans[1:7]  # the first was drawn to see whether the model has what it needs
+    assert plans[-6:] == plans[8:14]  # the first were drawn to see whether the model has what they need
     with pytest.raises(ValueError, match='the plan uses the memory, but memory is "none"'):
         trainer_of(tmp_path, plan=lambda generator, n_step: FlowPlan.read_once())
 
@@ -207,6 +237,44 @@ def test_segments_are_steps_of_their_own_from_where_the_latents_had_come(tmp_pat
         carry = out.carry.detach()
     assert len(set(seen)) > 1
     same(trainer.model, model)
+
+
+def test_a_carry_is_of_the_batch_before_and_of_no_other(tmp_path, monkeypatch):
+    """Not after going back, not of another process, not with other segments."""
+    carried = []
+    forward = LatentThinker.forward
+
+    def spy(self, *inputs, **named):
+        carried.append(None if named["carry"] is None else float(named["carry"].latents.sum()))
+        return forward(self, *inputs, **named)
+
+    monkeypatch.setattr(LatentThinker, "forward", spy)
+    trainer = trainer_of(tmp_path, segments=4, max_steps=6, save_steps=6, step_loss=ProgressiveLoss())
+    trainer.train()
+    monkeypatch.undo()
+    both = [carried[i : i + 2] for i in range(0, 12, 2)]  # the loss has two passes, which go on from the same latents
+    assert [pair[0] is None for pair in both] == [True, False, False, False, True, False]
+    assert all(a == b for a, b in both)
+    trainer.restore(trainer.snapshot())
+    assert trainer._carry is None
+    trainer.load_progress(tmp_path / "checkpoint-6")
+    assert trainer._carry is not None
+    monkeypatch.setattr(type(trainer.args), "process_index", 1)  # it was not there
+    trainer.load_progress(tmp_path / "checkpoint-6")
+    assert trainer._carry is None
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="the state has segments 4; needed 3, as here"):
+        trainer_of(tmp_path / "b", segments=3).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+
+
+def test_trainers_that_share_their_data_have_segments_of_their_own(tmp_path):
+    data = data_of()
+    first = trainer_of(tmp_path, data=data, segments=3, **SGD)
+    trainer_of(tmp_path, data=data)
+    first.train()
+    alone = trainer_of(tmp_path, data=data_of(), segments=3, **SGD)
+    alone.train()
+    same(first.model, alone.model, rtol=0, atol=0)
 
 
 def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path):
@@ -710,6 +778,9 @@ def test_grids_lengths_and_plots(tmp_path):
     assert evaluate_lengths(model, data, [4], n_latent=2, n_step=3, samples=32)[4] == grid.cells[0][0]
     assert len(str(grid).splitlines()) == 3
     grid.plot().savefig(tmp_path / "grid.png")
+    curves = {line.get_label(): list(line.get_ydata()) for line in grid.plot().axes[-1].get_lines()}
+    for count, cells in zip(grid.n_latents, grid.cells, strict=True):
+        assert curves[f"{count} latents"] == pytest.approx([cell.token for cell in cells])
     history = [{"loss": 2.0 / n, "accuracy": 0.1 * n, "difficulty": n, "step": n} for n in range(1, 9)]
     plot_training(history).savefig(tmp_path / "training.png")
     assert all((tmp_path / f"{n}.png").stat().st_size > 5000 for n in ("grid", "training"))
@@ -763,6 +834,26 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
                 data_of(task=AtTokens(make_task("copy"))), segments=2, step_loss=Reach(),
             ),
             "but Reach counts steps from the start; needed 1, or another loss",
+        ),
+        (
+            lambda out: trainer_of(
+                out, model_of(vocab_size=17, latent_init="tokens", num_latents=None, window=2, max_input_length=7,
+                              max_output_length=7, halting=True),
+                data_of(task=AtTokens(make_task("copy"))), segments=2, step_loss=ExactHalt(Reach()),
+            ),
+            "but ExactHalt counts steps from the start",
+        ),
+        (
+            lambda out: trainer_of(out, data=data_of(Progressive(max_length=6), delay=4), segments=5),
+            "batches are drawn 5 ahead, the data set's delay is 4; needed a delay as large",
+        ),
+        (lambda out: trainer_of(out, plan="read once"), "plan gives 'read once'; needed a FlowPlan, or a function"),
+        (lambda out: trainer_of(out, plan=lambda generator, n_step: None), "plan gives None; needed a FlowPlan"),
+        (
+            lambda out: trainer_of(
+                out, plan=lambda g, n: FlowPlan.random({"mem_lookup": 0.3, "read_input": 1.0}, n, generator=g)
+            ),
+            'the plan uses the memory, but memory is "none"',
         ),
         (lambda out: trainer_of(out, model_of(causal=True)), r"is Copy\(symbols=16\); needed AtTokens\(task\)"),
         (lambda out: trainer_of(out, data=data_of(task=AtTokens(make_task("copy")))), "needed a plain task"),

@@ -27,7 +27,11 @@ def accuracies(
 ) -> list[Accuracy]:
     """Accuracy on a batch after each number of steps.
 
-    Plans that output in every step run once, with the most steps; others once for each number.
+    Plans that output in every step run once, with the most steps; others once for each number. Rows without an answer
+    count nowhere.
+
+    Raises:
+        ValueError: No row has an answer that counts.
     """
     inputs = {
         "input_ids": batch["input_ids"].to(model.device),
@@ -50,8 +54,11 @@ def accuracies(
     for logits, answers, counts in zip(
         made, labels_of_steps(labels, n_steps), labels_of_steps(counted, n_steps), strict=True
     ):
-        right = (logits.argmax(-1) == answers) & counts
-        found.append(Accuracy(float(right.sum() / counts.sum()), float((right | ~counts).all(1).float().mean())))
+        right, asked = (logits.argmax(-1) == answers) & counts, counts.any(1)
+        if not bool(asked.any()):
+            raise ValueError(f"accuracies: none of {len(asked)} rows has an answer that counts; needed one or more")
+        whole = (right | ~counts).all(1) & asked
+        found.append(Accuracy(float(right.sum() / counts.sum()), float(whole.sum() / asked.sum())))
     return found
 
 

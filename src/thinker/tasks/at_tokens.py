@@ -105,6 +105,8 @@ class AtTokens(Task):
         start, blank = self.task.vocab_size, self.task.vocab_size + 1
         if distance is None:  # anything may depend on everything
             distance = mask.sum(1, keepdim=True).expand(-1, targets.shape[-1])
+        if not self._blanks:  # an answer at padding is none
+            targets = targets.masked_fill(~mask[:, None] if targets.dim() == 3 else ~mask, IGNORED)
         known = targets != IGNORED
         if self._blanks:
             nothing = torch.full_like(tokens, IGNORED)

@@ -22,7 +22,8 @@ class Maze(Task):
     Walls are cells too: rooms lie where row and column are even, and a random walk that goes back where it is stuck
     breaks the walls between them (depth first, which makes long corridors). Ids are 0 open, 1 wall, 2 start, 3 goal;
     answers are 1 on the way, both ends included, and 0 elsewhere, walls not asked. All of it can be found by filling
-    dead ends: an answer's ``distance`` is the round that fills its cell, or 1 on the way.
+    dead ends: an answer's ``distance`` is the round that fills its cell, and 1 on the way, which a cell is taken to be
+    until it is filled.
     """
 
     min_length: ClassVar[int] = 3

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from ..config import is_whole
 from .task import integers
 
 Difficulty = Literal["easy", "medium", "hard"]
@@ -30,7 +31,7 @@ def sudoku_puzzles(
             one cell left in a row, column or box, and not without; ``"hard"``, these two are not enough, but trying out
             is. Of 4 x 4 cells there are only easy ones.
         clues: Digits are left out until there are so many, or none can be left out any more: then the others would not
-            say as much. Puzzles of 9 x 9 cells end with 20 to 30, those of 4 x 4 with 4 or 5.
+            say as much. Puzzles of 9 x 9 cells end with 20 to 30, those of 4 x 4 with 4 to 6.
         seed: Of everything drawn.
 
     Raises:
@@ -40,10 +41,11 @@ def sudoku_puzzles(
     >>> puzzles.shape, bool(((puzzles == 0) | (puzzles == solutions)).all()), solutions.sum(1).tolist()
     (torch.Size([2, 16]), True, [40, 40])
     """
-    if box not in (2, 3) or difficulty not in get_args(Difficulty) or count < 1 or not 0 <= clues < box**4:
+    whole = all(is_whole(value) for value in (count, box, clues, seed))
+    if not whole or box not in (2, 3) or difficulty not in get_args(Difficulty) or count < 1 or not 0 <= clues < box**4:
         raise ValueError(
-            f"sudoku_puzzles: count {count}, box {box}, difficulty {difficulty!r}, clues {clues}; needed 1 or more, 2 "
-            f"or 3, one of {', '.join(get_args(Difficulty))}, and fewer than there are cells"
+            f"sudoku_puzzles: count {count!r}, box {box!r}, difficulty {difficulty!r}, clues {clues!r}, seed {seed!r}; "
+            f"needed 1 or more, 2 or 3, one of {', '.join(get_args(Difficulty))}, fewer than there are cells, any"
         )
     generator = torch.Generator().manual_seed(seed)
     found: dict[tuple[int, ...], Tensor] = {}
@@ -74,7 +76,12 @@ def sudoku_difficulty(
     *,
     box: int = 3,
 ) -> list[Difficulty]:
-    """What solves each puzzle, see `sudoku_puzzles`; of one with several solutions or none, ``"hard"``."""
+    """What solves each puzzle, see `sudoku_puzzles`; of one with several solutions or none, ``"hard"``.
+
+    Raises:
+        ValueError: Puzzles of another shape, or digits that there are not.
+    """
+    _check("sudoku_difficulty", puzzles, box)
     can = _possible(puzzles, box)
     easy, medium = (_solved(_narrowed(can, box, hidden=hidden)).tolist() for hidden in (False, True))
     return ["easy" if e else "medium" if m else "hard" for e, m in zip(easy, medium, strict=True)]
@@ -82,6 +89,8 @@ def sudoku_difficulty(
 
 def sudoku_shuffle(box: int = 3) -> Callable[[torch.Generator, Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Another puzzle of the same kind of each: digits renamed, rows and columns exchanged within and as bands, turned.
+
+    Of 4 x 4 cells every solution can be made of every other: there held-out puzzles would be made of those in training.
 
     Args:
         box: Side of a box.
@@ -97,6 +106,7 @@ def sudoku_shuffle(box: int = 3) -> Callable[[torch.Generator, Tensor, Tensor], 
         return (bands[:, :, None] * box + inside).flatten(1)
 
     def shuffle(generator: torch.Generator, puzzles: Tensor, solutions: Tensor) -> tuple[Tensor, Tensor]:
+        _check("sudoku_shuffle", puzzles, box)
         n, device = len(puzzles), generator.device
         row, column = lines(generator, n), lines(generator, n)
         turned = integers(generator, 2, n, 1, 1).bool()
@@ -108,6 +118,14 @@ def sudoku_shuffle(box: int = 3) -> Callable[[torch.Generator, Tensor, Tensor], 
         return puzzles, solutions
 
     return shuffle
+
+
+def _check(what: str, puzzles: Tensor, box: int) -> None:
+    """Puzzles of a box's size."""
+    if box not in (2, 3) or puzzles.dim() != 2 or puzzles.shape[1] != box**4:
+        raise ValueError(f"{what}: puzzles have shape {list(puzzles.shape)}, box is {box!r}; needed (N, box^4), 2 or 3")
+    if len(puzzles) and not 0 <= int(puzzles.min()) <= int(puzzles.max()) <= box**2:
+        raise ValueError(f"{what}: cells from {int(puzzles.min())} to {int(puzzles.max())}; needed 0 to {box**2}")
 
 
 @lru_cache

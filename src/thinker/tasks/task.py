@@ -13,6 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..counters import mix, signed
+
 IGNORED = -100  # where there is nothing to answer, as in torch's cross-entropy
 
 TASKS: dict[str, type[Task]] = {}
@@ -94,7 +96,7 @@ class Task(ABC):
     """What a task says of itself. ``length`` is a whole number, or (B,), one for each row; shorter rows are padded.
 
     Where ``by_step``, every step of thinking has an answer of its own, the first so many of them. Where ``grid``, the
-    input is a square, row by row, and each answer is at a token of it.
+    input is a grid, read row by row, and each answer is at a token of it.
     """
 
     min_length: ClassVar[int] = 1
@@ -154,6 +156,21 @@ class Task(ABC):
         if shortest < self.min_length:
             raise ValueError(f"{type(self).__name__}: length {shortest}; needed {self.min_length} or more")
         return lengths, longest
+
+
+def row_words(length: int, device: torch.device) -> Tensor:  # (length,)
+    """What `row_key` multiplies the tokens of each place by."""
+    return torch.tensor([signed(mix(7, i) | 1) for i in range(length)], device=device)
+
+
+def row_key(
+    tokens: Tensor,  # (B, L)
+    mask: Tensor,  # (B, L)
+    words: Tensor,  # (L or more,)
+) -> Tensor:  # (B,)
+    """A number for each row that says what it is, on whichever side it is padded."""
+    place = (mask.cumsum(1) - 1).clamp(min=0)
+    return ((tokens + 1) * mask * words[place]).sum(1)
 
 
 def integers(generator: torch.Generator, high: int, *shape: int) -> Tensor:

@@ -85,13 +85,14 @@ class ThinkerTrainer(StepTrainer):
                 f"ThinkerTrainer: train_dataset is {type(train_dataset).__name__}; needed a CurriculumDataset"
             )
         self.plan, self._draw_plan = (plan, None) if isinstance(plan, FlowPlan | None) else (None, plan)
-        check_fit(model, train_dataset, self._plan_of(torch.Generator().manual_seed(0), model))
+        for seed in range(8 if self._draw_plan else 1):
+            check_fit(model, train_dataset, self._plan_of(torch.Generator().manual_seed(seed), model))
         self.step_loss = step_loss or LastAndRandom()
         self.step_loss.check(model.config)
         if ema is not None and not 0 < ema < 1:
             raise ValueError(f"ThinkerTrainer: ema is {ema}; needed a decay between 0 and 1")
         check_segments(segments, train_dataset, self.step_loss)
-        self.data = train_dataset
+        self.data, self.segments = train_dataset, segments
         self.data.segments = segments
         self.eval_lengths, self.eval_samples = eval_lengths or [train_dataset.schedule.max_length], eval_samples
         args = copy.copy(args) if args else thinker_arguments("runs/thinker")  # the caller's stay as they are
@@ -109,7 +110,7 @@ class ThinkerTrainer(StepTrainer):
             )
         self.data.rank = self.args.process_index
         drawn = self.args.dataloader_num_workers * (self.args.dataloader_prefetch_factor or 2)
-        ahead = self.args.gradient_accumulation_steps + drawn
+        ahead = self.args.gradient_accumulation_steps + drawn + segments - 1
         if self.data.schedule.initial() and ahead > self.data.delay:
             raise ValueError(
                 f"ThinkerTrainer: batches are drawn {ahead} ahead, the data set's delay is {self.data.delay}; needed a "
@@ -200,7 +201,7 @@ class ThinkerTrainer(StepTrainer):
             last = first.output_steps[-1:]
             (answers,), (counted,) = labels_of_steps(labels, last), labels_of_steps(counted, last)
             self.tally.add(first.logits, answers, counted, inputs["lengths"], loss)
-            if self.data.segments > 1:
+            if self.segments > 1:
                 self._carry = first.carry.detach()
         loss = self.share_of_step(loss, (labels != -100).sum(), num_items_in_batch)
         return (loss, first) if return_outputs else loss
@@ -224,7 +225,7 @@ class ThinkerTrainer(StepTrainer):
         Raises:
             ValueError: No checkpoint, or one that is not whole or not of this trainer.
         """
-        self._checkpoint = None
+        self._checkpoint = self._carry = None
         if resume_from_checkpoint is True:
             self._checkpoint = newest_whole(Path(str(self.args.output_dir)), self._state_name(0))
         elif resume_from_checkpoint:
@@ -271,7 +272,15 @@ class ThinkerTrainer(StepTrainer):
 
     def _plan_of(self, generator: torch.Generator, model: LatentThinker, n_step: int = 2) -> FlowPlan:
         """Of a batch."""
-        return self._draw_plan(generator, n_step) if self._draw_plan else self.plan or model.default_plan()
+        if self._draw_plan is None:
+            return self.plan or model.default_plan()
+        plan = self._draw_plan(generator, n_step) if callable(self._draw_plan) else self._draw_plan
+        if not isinstance(plan, FlowPlan):
+            raise ValueError(
+                f"ThinkerTrainer: plan gives {plan!r}; needed a FlowPlan, or a function of a generator and a number of "
+                f"steps that returns one"
+            )
+        return plan
 
     @staticmethod
     def _state_name(rank: int) -> str:
@@ -304,12 +313,13 @@ class ThinkerTrainer(StepTrainer):
         """Go on from there; a process that was not there begins with the first one's state."""
         mine, first = (folder / self._state_name(rank) for rank in (self.args.process_index, 0))
         state = read_state(mine if mine.exists() else first)
+        carry = state["carry"] if mine.exists() else None  # the first one's is of other rows
         self.data.load_state_dict(state["data"])
         self.step_loss.load_state_dict(state["step_loss"])
         if self.ema is not None and state["ema"] is not None:
             self.ema.load_state_dict(state["ema"])
         self.tally.counts, self._logged = self.tally.loaded(state["counts"]), self.tally.loaded(state["logged"])
-        self._carry = unpack_carry(state["carry"], self.thinker.config, self.args.device)
+        self._carry = unpack_carry(carry, self.thinker.config, self.args.device)
         for name, callback in self._thinker_callbacks().items():
             if name in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][name])
@@ -380,6 +390,7 @@ class _Housekeeping(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.data.segments = self.trainer.segments  # another trainer may have the same data
         if self.trainer._checkpoint is not None:
             self.trainer.load_progress(self.trainer._checkpoint)
         self.trainer._start_of_data = self.trainer.data.step - self.trainer.seen

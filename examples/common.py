@@ -1,6 +1,8 @@
 """What the examples share: whether they can draw, said before any training starts; and making room for a result."""
 
+import argparse
 import importlib.util
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,29 @@ def save_plot(wanted: bool, path: Path, plot: Callable[[], Any]) -> str:
     if wanted:
         plot().savefig(path)
     return str(path) if wanted else "not drawn"
+
+
+def ask_where(parser: argparse.ArgumentParser) -> None:
+    """Options that say where a picture and figures go."""
+    parser.add_argument("--out", type=Path, help="a folder for the picture")
+    parser.add_argument("--json", type=Path, help="a file for the figures")
+
+
+def make_room(parser: argparse.ArgumentParser, options: argparse.Namespace) -> bool:
+    """Make the folders that `ask_where` was told, before any training; whether a picture can be drawn there."""
+    if options.json is not None and options.json.is_dir():
+        parser.error(f"{options.json} is a folder; needed a file")
+    for folder in filter(None, (options.out, options.json and options.json.parent)):
+        folder.mkdir(parents=True, exist_ok=True)
+    return options.out is not None and can_draw()
+
+
+def save_curves(curves: Any, name: str, options: argparse.Namespace, wanted: bool) -> None:
+    """Figures and picture of what `thinker.evaluate_steps` found, where `ask_where` was told."""
+    if options.json is not None:
+        options.json.write_text(json.dumps(curves.rows(), indent=1) + "\n", encoding="utf-8")
+    if options.out is not None:
+        print(f"curves: {save_plot(wanted, options.out / f'{name}.svg', curves.plot)}")
 
 
 def remove_earlier(folder: Path) -> None:

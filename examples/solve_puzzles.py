@@ -12,15 +12,13 @@ are whole puzzles and length is a maze's side.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import can_draw, save_plot
+from common import ask_where, make_room, save_curves
 from transformers import set_seed
 
 import thinker as th
@@ -97,21 +95,16 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=256, help="puzzles of each size to test")
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--out", type=Path, help="a folder for the picture")
-    parser.add_argument("--json", type=Path, help="a file for the figures")
+    ask_where(parser)
     parser.add_argument("--smoke", action="store_true", help="a run of seconds, to see that it works")
     options = parser.parse_args()
-    draw = options.out is not None and can_draw()
     if options.smoke:
         options.iterations, options.samples = 8, 8
     if min(options.samples, 1 if options.iterations is None else options.iterations) < 1:
         parser.error("samples and iterations must be 1 or more")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no GPU")
-    if options.json is not None and options.json.is_dir():
-        parser.error(f"{options.json} is a folder; needed a file")
-    for folder in filter(None, (options.out, options.json and options.json.parent)):
-        folder.mkdir(parents=True, exist_ok=True)
+    draw = make_room(parser, options)
     if options.device == "cpu":
         torch.set_num_threads(1)
     set_seed(options.seed)
@@ -129,10 +122,7 @@ def main() -> None:
     curves = th.evaluate_steps(model, puzzle.test, puzzle.lengths, n_steps=puzzle.steps, samples=options.samples)
     for row in curves.rows():
         print("length {length}, {steps} steps: {symbols:.2%} of cells, {rows:.2%} of whole puzzles".format(**row))
-    if options.json is not None:
-        options.json.write_text(json.dumps(curves.rows(), indent=1) + "\n", encoding="utf-8")
-    if options.out is not None:
-        print(f"curves: {save_plot(draw, options.out / f'{options.puzzle}.svg', curves.plot)}")
+    save_curves(curves, options.puzzle, options, draw)
 
 
 if __name__ == "__main__":

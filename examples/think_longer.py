@@ -11,14 +11,12 @@ that looks at its neighbours: what is known travels one token a step. ``--out`` 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import can_draw, save_plot
+from common import ask_where, make_room, save_curves
 from transformers import set_seed
 
 import thinker as th
@@ -72,18 +70,15 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, help="of 64 rows (default: the task's)")
     parser.add_argument("--samples", type=int, default=512, help="rows of each length to test")
     parser.add_argument("--seed", type=int, default=11)
-    parser.add_argument("--out", type=Path, help="a folder for the picture")
-    parser.add_argument("--json", type=Path, help="a file for the figures")
+    ask_where(parser)
     parser.add_argument("--smoke", action="store_true", help="a run of seconds, to see that it works")
     options = parser.parse_args()
-    draw = options.out is not None and can_draw()
     if options.smoke:
         options.iterations, options.samples = 20, 16
     numbers = (*options.lengths, options.samples, options.train_length, options.iterations)
     if min(n for n in numbers if n is not None) < 1:
         parser.error("lengths, samples and iterations must be 1 or more")
-    for folder in filter(None, (options.out, options.json and options.json.parent)):
-        folder.mkdir(parents=True, exist_ok=True)
+    draw = make_room(parser, options)
     torch.set_num_threads(1)
     set_seed(options.seed)
     started = time.process_time()
@@ -109,10 +104,7 @@ def main() -> None:
     steps = partial(steps_to_test, options.task)
     curves = th.evaluate_steps(model, data, options.lengths, n_steps=steps, samples=options.samples)
     print(curves)
-    if options.json is not None:
-        options.json.write_text(json.dumps(curves.rows(), indent=1) + "\n", encoding="utf-8")
-    if options.out is not None:
-        print(f"curves: {save_plot(draw, options.out / f'{options.task}.svg', curves.plot)}")
+    save_curves(curves, options.task, options, draw)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ of iterations with the optimizer that suits them, and are tested on its samples.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from typing import Any
@@ -41,21 +42,36 @@ class Gru(nn.Module):
 
 
 class DeepThinking(nn.Module):
-    """Convolutions of width 3: a recurrent block that sees the input again, two residual blocks in it, and a head."""
+    """Convolutions of width 3: a recurrent block that sees the input again, two residual blocks in it, and a head.
+
+    Args:
+        vocabulary: Ids.
+        symbols: Answers.
+        width: Channels.
+        axes: 1 for sequences, 2 for grids, which are squares.
+        alpha: Share of the progressive loss; the rest is of all iterations.
+    """
 
     rate, extra = 1e-3, 6
 
-    def __init__(self, vocabulary: int, symbols: int):
+    def __init__(self, vocabulary: int, symbols: int, *, width: int = WIDTH, axes: int = 1, alpha: float = 1.0):
         super().__init__()
 
-        def conv(i: int, o: int) -> nn.Conv1d:
-            return nn.Conv1d(i, o, 3, padding=1, bias=False)
+        def conv(i: int, o: int) -> nn.Module:
+            return (nn.Conv1d, nn.Conv2d)[axes - 1](i, o, 3, padding=1, bias=False)
 
-        self.embedding = nn.Embedding(vocabulary, WIDTH)
-        self.project, self.recall = conv(WIDTH, WIDTH), conv(2 * WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(nn.ModuleList((conv(WIDTH, WIDTH), conv(WIDTH, WIDTH))) for _ in range(2))
-        self.head = nn.Sequential(conv(WIDTH, WIDTH), nn.ReLU(), conv(WIDTH, WIDTH // 2), nn.ReLU(),
-                                  conv(WIDTH // 2, symbols))  # fmt: skip
+        d, self.axes, self.alpha = width, axes, alpha
+        self.embedding = nn.Embedding(vocabulary, d)
+        self.project, self.recall = conv(d, d), conv(2 * d, d)
+        self.blocks = nn.ModuleList(nn.ModuleList((conv(d, d), conv(d, d))) for _ in range(2))
+        self.head = nn.Sequential(conv(d, d), nn.ReLU(), conv(d, d // 2), nn.ReLU(), conv(d // 2, symbols))
+
+    def begin(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The input as channels, and the first thought of it."""
+        x = self.embedding(tokens).mT
+        if self.axes == 2:
+            x = x.unflatten(2, (math.isqrt(tokens.shape[1]), -1))
+        return x, F.relu(self.project(x))
 
     def iterate(self, x: Tensor, thought: Tensor, steps: int) -> Tensor:
         """So many iterations."""
@@ -65,20 +81,28 @@ class DeepThinking(nn.Module):
                 thought = F.relu(thought + second(F.relu(first(thought))))
         return thought
 
-    def forward(self, tokens: Tensor, steps: int) -> Tensor:
+    def read(self, thought: Tensor) -> Tensor:
         """Logits at every token."""
-        x = self.embedding(tokens).mT
-        return self.head(self.iterate(x, F.relu(self.project(x)), steps)).mT
+        return self.head(thought).flatten(2).mT
+
+    def forward(self, tokens: Tensor, steps: int) -> Tensor:
+        """Logits at every token after so many iterations."""
+        x, thought = self.begin(tokens)
+        return self.read(self.iterate(x, thought, steps))
 
     def loss(self, tokens: Tensor, labels: Tensor, steps: int) -> Tensor:
-        """The progressive loss: some iterations without gradients, then some with; alpha is 1, as for prefix sums."""
+        """All iterations, and the progressive loss: some without gradients, then some with."""
+        x, thought = self.begin(tokens)
         before = random.randrange(steps)
-        after = random.randint(1, steps - before)
-        x = self.embedding(tokens).mT
         with torch.no_grad():
-            thought = self.iterate(x, F.relu(self.project(x)), before)
-        logits = self.head(self.iterate(x, thought, after)).mT
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            later = self.iterate(x, thought, before)
+        losses = [(self.alpha, self.iterate(x, later, random.randint(1, steps - before)))]
+        if self.alpha < 1:
+            losses.append((1 - self.alpha, self.iterate(x, thought, steps)))
+        return sum(
+            (share * F.cross_entropy(self.read(end).flatten(0, 1), labels.flatten()) for share, end in losses),
+            torch.zeros(()),
+        )
 
 
 class Looped(nn.Module):
@@ -106,7 +130,7 @@ class Looped(nn.Module):
         return F.cross_entropy(self(tokens, steps).flatten(0, 1), labels.flatten())
 
 
-ANCHORS = {"GRU": Gru, "Deep Thinking": DeepThinking, "looped transformer": Looped}
+ANCHORS: dict[str, Any] = {"GRU": Gru, "Deep Thinking": DeepThinking, "looped transformer": Looped}
 
 
 def run(name: str, task: th.Task, *, trained: int, iterations: int, lengths: list[int], seed: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Beside it, for as many CPU seconds and on the same puzzles: for Sudoku the same model without segments, and a
 transformer of four layers, which has one answer and no steps; for mazes Deep Thinking with recall in two dimensions
-(Bansal et al. 2022), of width 32, with their loss for mazes: a hundredth of it progressive. Three seeds.
+(Bansal et al. 2022), 20 iterations of width 32, with their loss for mazes: a hundredth of it progressive. Three seeds.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import math
 import random
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 import thinker as th
 from tests.benchmarks.examples import load_example, run_example
 from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
+from tests.benchmarks.thinker_anchors import DeepThinking
 
 FOUND, GUIDE = RESULTS / "thinker_puzzles.json", ROOT / "docs" / "thinker.md"
 SEEDS = {"sudoku4": (11, 12, 13, 14, 15), "maze": (11, 12, 13)}
@@ -31,8 +34,6 @@ SAMPLES = {"sudoku4": 512, "maze": 256}
 
 class Encoder(nn.Module):
     """Tokens and learned places, four layers, a head at every cell."""
-
-    most = 1
 
     def __init__(self, vocabulary: int, symbols: int, cells: int):
         super().__init__()
@@ -45,62 +46,9 @@ class Encoder(nn.Module):
         """Logits of every cell."""
         return self.head(self.layers(self.embedding(tokens) + self.places))
 
-    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, tokens: Tensor, labels: Tensor, steps: int) -> Tensor:
         """Cross-entropy."""
         return F.cross_entropy(self(tokens, 1).flatten(0, 1), labels.flatten())
-
-
-class DeepThinking(nn.Module):
-    """Convolutions of 3 x 3: a recurrent block that sees the input again, two residual blocks in it, and a head."""
-
-    most = 20
-
-    def __init__(self, vocabulary: int, symbols: int, cells: int):
-        super().__init__()
-
-        def conv(i: int, o: int) -> nn.Conv2d:
-            return nn.Conv2d(i, o, 3, padding=1, bias=False)
-
-        d = 32
-        self.embedding, self.project, self.recall = nn.Embedding(vocabulary, d), conv(d, d), conv(2 * d, d)
-        self.blocks = nn.ModuleList(nn.ModuleList((conv(d, d), conv(d, d))) for _ in range(2))
-        self.head = nn.Sequential(conv(d, d), nn.ReLU(), conv(d, d // 2), nn.ReLU(), conv(d // 2, symbols))
-
-    def begin(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The input as a picture, and the first thought of it."""
-        side = math.isqrt(tokens.shape[1])
-        x = self.embedding(tokens).mT.unflatten(2, (side, side))
-        return x, F.relu(self.project(x))
-
-    def iterate(self, x: Tensor, thought: Tensor, steps: int) -> Tensor:
-        """So many iterations."""
-        for _ in range(steps):
-            thought = self.recall(torch.cat([thought, x], 1))
-            for first, second in self.blocks:  # pyrefly: ignore
-                thought = F.relu(thought + second(F.relu(first(thought))))
-        return thought
-
-    def read(self, thought: Tensor) -> Tensor:
-        """Logits of every cell."""
-        return self.head(thought).flatten(2).mT
-
-    def forward(self, tokens: Tensor, steps: int) -> Tensor:
-        """Logits of every cell after so many iterations."""
-        x, thought = self.begin(tokens)
-        return self.read(self.iterate(x, thought, steps))
-
-    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """All iterations, and a hundredth of the progressive loss."""
-        x, thought = self.begin(tokens)
-        before = random.randrange(self.most)
-        with torch.no_grad():
-            later = self.iterate(x, thought, before)
-        later = self.iterate(x, later, random.randint(1, self.most - before))
-        losses = [
-            F.cross_entropy(self.read(end).flatten(0, 1), labels.flatten())
-            for end in (self.iterate(x, thought, self.most), later)
-        ]
-        return 0.99 * losses[0] + 0.01 * losses[1]
 
 
 def points_of(made: Any, puzzle: Any, samples: int) -> list[dict[str, Any]]:
@@ -109,7 +57,7 @@ def points_of(made: Any, puzzle: Any, samples: int) -> list[dict[str, Any]]:
     for length in puzzle.lengths:
         batch = puzzle.test.held_out(samples, length)
         counted = batch["labels"] != -100
-        for step in puzzle.steps(length) if made.most > 1 else [1]:
+        for step in [1] if isinstance(made, Encoder) else puzzle.steps(length):
             with torch.no_grad():
                 right = (made(batch["input_ids"], step).argmax(-1) == batch["labels"]) & counted
             points.append({
@@ -119,13 +67,13 @@ def points_of(made: Any, puzzle: Any, samples: int) -> list[dict[str, Any]]:
     return points
 
 
-def rival(kind: type[Any], puzzle: Any, seed: int, seconds: float, *, samples: int) -> dict[str, Any]:
+def rival(make: Callable[..., Any], puzzle: Any, seed: int, seconds: float, *, samples: int) -> dict[str, Any]:
     """Another model, trained for so many CPU seconds on the puzzle's rows; of mazes one size in each batch."""
     torch.manual_seed(seed)
     random.seed(seed)
     data, longest = puzzle.train, puzzle.train.schedule.max_length
     rate, generator, iterations = 1e-3, torch.Generator().manual_seed(seed), 0
-    made = kind(data.task.vocab_size, data.task.output_size, data.task.input_length(longest))
+    made = make(data.task.vocab_size, data.task.output_size)
     optimizer = torch.optim.AdamW(made.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
     started = time.process_time()
     while (done := (time.process_time() - started) / seconds) < 1:
@@ -133,7 +81,7 @@ def rival(kind: type[Any], puzzle: Any, seed: int, seconds: float, *, samples: i
             group["lr"] = rate * min(1.0, (iterations + 1) / 50) * (0.525 + 0.475 * math.cos(math.pi * done))
         length = longest if random.random() < 0.5 else random.randint(data.schedule.min_length, longest)
         sample = data.task.sample(generator, data.batch_size, length)
-        loss = made.loss(sample.tokens, sample.targets)
+        loss = made.loss(sample.tokens, sample.targets, 20)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(made.parameters(), 1.0)
@@ -169,11 +117,12 @@ def without_segments(puzzle: Any, seed: int, share: float, *, samples: int) -> d
 def others(name: str, puzzle: Any, seed: int, seconds: float, *, smoke: bool) -> dict[str, dict[str, Any]]:
     """What the example's model is compared with."""
     if name == "maze":
-        return {"Deep Thinking": rival(DeepThinking, puzzle, seed, seconds, samples=SAMPLES[name])}
+        make = partial(DeepThinking, width=32, axes=2, alpha=0.01)
+        return {"Deep Thinking": rival(make, puzzle, seed, seconds, samples=SAMPLES[name])}
     share = 0.005 if smoke else 1 / 3  # takes as long as four segments of a quarter of the steps
     return {
         "without segments": without_segments(puzzle, seed, share, samples=SAMPLES[name]),
-        "a transformer of 4 layers": rival(Encoder, puzzle, seed, seconds, samples=SAMPLES[name]),
+        "a transformer of 4 layers": rival(partial(Encoder, cells=16), puzzle, seed, seconds, samples=SAMPLES[name]),
     }
 
 

@@ -67,7 +67,7 @@ def check_grid(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None) -> No
     whole = counts.double().sqrt().round().square() == counts if width is None else counts % width == 0
     if not bool(whole.all()):
         wrong = int((~whole).nonzero()[0])
-        needed = "a square" if width is None else f"a multiple of grid_width, {width}"
+        needed = "a square, or ThinkerConfig(grid_width=...)" if width is None else f"a multiple of grid_width, {width}"
         raise ValueError(f"LatentThinker: row {wrong} has {int(counts[wrong])} tokens; needed {needed}")
 
 

@@ -34,7 +34,8 @@ class CurriculumDataset(IterableDataset):
             length to either. Processes draw the same where their batches are as long.
         n_latent: Latents likewise; none: the model's own.
         holdout: Share of inputs, by hash, that training never sees and `held_out` gives; the same inputs with every
-            seed. Lengths with fewer than 1000 inputs have none held out, but rows that are given are however few.
+            seed. Lengths with fewer than 1000 inputs have none held out, but rows that are given are however few. With
+            0 `held_out` draws from all: for test data of their own.
         seed: Of everything drawn.
         rank: Whose stream, in training with several processes.
         device: Where batches are made.

@@ -268,11 +268,11 @@ QUESTIONS: dict[str, Callable[[int, int], Rows]] = {
 }  # fmt: skip
 
 
-def shown(values: Sequence[Any]) -> str:
+def shown(column: str, values: Sequence[Any]) -> str:
     """A cell: the median of the seeds and, where they differ in what is shown, their range."""
     if not isinstance(values[0], float):
         return str(values[0])
-    digits = 0 if max(values) > 4 else 3
+    digits = 0 if column == "CPU s" else 3
     low, middle, high = (f"{v:.{digits}f}" for v in (min(values), statistics.median(values), max(values)))
     return middle if digits == 0 or low == high else f"{middle} ({low} to {high})"
 
@@ -286,7 +286,7 @@ def write_tables() -> None:
         columns = list(dict.fromkeys(column for row in entry["seeds"][0] for column in row))
         lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
         for rows in zip(*entry["seeds"], strict=True):
-            cells = [shown([r[c] for r in rows]) if c in rows[0] else "" for c in columns]
+            cells = [shown(c, [r[c] for r in rows]) if c in rows[0] else "" for c in columns]
             lines.append(f"| {' | '.join(cells)} |")
         count = len(entry["seeds"])
         place = f"{entry['hardware']}, one thread; measured {entry['date']} at {entry['commit']}."

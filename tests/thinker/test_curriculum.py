@@ -169,8 +169,8 @@ def test_rows_that_are_given_have_masks_and_answers_that_do_not_count():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: TensorTask(torch.ones(3, 4), torch.ones(3, 4)), r"tokens is \[3, 4\] of torch.float32; needed whole"),
-        (lambda: TensorTask([[1]], torch.ones(1, 1)), r"tokens is \[\[1\]\]; needed whole numbers"),
+        (lambda: TensorTask(torch.ones(3, 4), torch.ones(3, 4)), r"tokens is \[3, 4\] of torch.float32; needed tens"),
+        (lambda: TensorTask([[1]], torch.ones(1, 1)), r"tokens is \[\[1\]\]; needed tensors of whole numbers"),
         (lambda: TensorTask(ones(3, 4), ones(2, 4)), r"targets is \[2, 4\]"),
         (
             lambda: TensorTask(ones(3, 4), ones(3, 4), mask=ones(3, 3)),
@@ -179,7 +179,10 @@ def test_rows_that_are_given_have_masks_and_answers_that_do_not_count():
         (lambda: TensorTask(ones(3, 4), ones(3, 4), mask=torch.ones(3, 4)), "mask is .* of torch.float32; needed"),
         (lambda: TensorTask(ones(3, 4), ones(3, 4), mask=[[1]]), r"mask is \[\[1\]\]; needed"),
         (lambda: TensorTask(ones(3, 4), ones(3, 4), mask=ones(3, 4) - ones(3, 1)), "leaves a row without any token"),
-        (lambda: TensorTask(ones(3, 4).to(torch.uint16), ones(3, 4)), "tokens is .* of torch.uint16; needed whole"),
+        (
+            lambda: TensorTask(ones(3, 4).to(torch.uint16), ones(3, 4)),
+            "tokens is .* of torch.uint16; needed tensors of whole",
+        ),
         (lambda: TensorTask(ones(3, 4), ones(3, 4), symbols=1), "symbols is 1; needed 2 or more"),
         (lambda: TensorTask(ones(3, 4), ones(3, 4), grid="no"), "grid 'no', augment None; needed True or False"),
         (lambda: TensorTask(ones(3, 4), ones(3, 4), augment=3), "augment 3; needed True or False, and a function"),

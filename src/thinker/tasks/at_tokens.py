@@ -17,7 +17,7 @@ class AtTokens(Task):
 
     A row is a start token, the input, and where the answer is not as long as the input one blank token for each symbol
     of it; labels are at the input's tokens, or at the blanks. Rows are padded on the left, as a causal flow needs. A
-    grid has no start token: it stays a square.
+    grid has no start token: it stays a grid. The start's id is the other task's ``vocab_size``, the blank's the next.
 
     Args:
         task: The other.

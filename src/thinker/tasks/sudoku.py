@@ -22,7 +22,7 @@ Difficulty = Literal["easy", "medium", "hard"]
 def sudoku_puzzles(
     count: int, *, box: int = 3, difficulty: Difficulty = "easy", clues: int = 0, seed: int = 0
 ) -> tuple[Tensor, Tensor]:  # (count, L) twice
-    """Different puzzles with one solution each, and their solutions.
+    """Different puzzles with one solution each, and their solutions; 0 is an empty cell, digits count from 1.
 
     Args:
         count: How many.

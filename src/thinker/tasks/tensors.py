@@ -51,7 +51,9 @@ class TensorTask(Task):
     def __post_init__(self):
         for name, tensor in (("tokens", self.tokens), ("targets", self.targets)):
             if not isinstance(tensor, Tensor) or tensor.dtype not in _WHOLE or tensor.dim() != 2 or 0 in tensor.shape:
-                raise ValueError(f"TensorTask: {name} is {_told(tensor)}; needed whole numbers, (N, L) and (N, O)")
+                raise ValueError(
+                    f"TensorTask: {name} is {_told(tensor)}; needed tensors of whole numbers, (N, L) and (N, O)"
+                )
         rows, shape = len(self.tokens), list(self.tokens.shape)
         if len(self.targets) != rows or (self.grid and self.targets.shape != self.tokens.shape):
             needed = shape if self.grid else f"{rows} rows, as tokens have"

@@ -51,11 +51,12 @@ class ThinkerTrainer(StepTrainer):
         step_loss: Which steps are supervised; default the last and one random earlier one.
         plan: What each step does; default everything that the model has. A batch that draws fewer steps than it needs
             takes its fewest. A function of a generator and a number of steps draws a plan for each batch, as
-            ``lambda generator, n_step: FlowPlan.random(0.5, n_step, generator=generator)``; evaluation then does
-            everything.
+            ``lambda generator, n_step: FlowPlan.random(0.5, n_step, generator=generator)`` for a model with a memory
+            and static tokens; evaluation then does everything that the model has, trained or not. A plan is not saved
+            with the model: say it again wherever the model is asked.
         segments: How many optimizer steps each batch is for; each goes on from the latents that the one before came
             to, without gradients into it (deep supervision: HRM, Wang et al. 2025; TRM, Jolicoeur-Martineau 2025). A
-            model then learns to go on from where it is, at the cost of a few steps.
+            model then learns to go on from where it is, at the cost of a few steps. ``max_steps`` counts segments.
         ema: Decay of a moving average of the weights, `ema_model`; default none.
         eval_lengths: Of held-out samples in `evaluate`; default the longest.
         eval_samples: Of each.

@@ -108,6 +108,11 @@ class CurriculumDataset(IterableDataset):
         """The most latents that a batch asks for; none where the model decides."""
         return None if self.n_latent is None else _pair("n_latent", self.n_latent, self.schedule.max_length)[1]
 
+    @property
+    def most_steps(self) -> int:
+        """The most steps that a batch of the longest length asks for."""
+        return _pair("n_step", self.n_step, self.schedule.max_length)[1]
+
     def sizes(self, length: int | None = None) -> dict[str, int]:
         """What a model must have for samples up to ``length``, by default the schedule's: fields of `ThinkerConfig`.
 

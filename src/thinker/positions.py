@@ -159,8 +159,7 @@ class Positions(nn.Module):
         """By how much rotary positions turn keys and queries at what `index` gave; each axis turns a share alike.
 
         In two dimensions a neighbour is a quarter turn away in the fastest pair, and the base is 30: a grid's sides are
-        short (on axes, Heo et al. 2024, section 3.1). With angles of a sequence's, one radian and a base of 100, mazes
-        took twice as many iterations.
+        short (on axes, Heo et al. 2024, section 3.1).
         """
         if not self.config.positions.startswith("rotary"):
             return None

@@ -847,6 +847,15 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
             lambda out: trainer_of(out, data=data_of(Progressive(max_length=6), delay=4), segments=5),
             "batches are drawn 5 ahead, the data set's delay is 4; needed a delay as large",
         ),
+        (
+            lambda out: trainer_of(
+                out, model_of(vocab_size=5, latent_init="tokens", num_latents=None, window=2),
+                CurriculumDataset(AtTokens(TensorTask(torch.ones(9, 5).long(), torch.ones(9, 5).long())), n_step=4,
+                                  holdout=0.0), step_loss=Reach(),
+            ),
+            "depend on tokens 5 away or farther, and at most 4 steps reach 4; needed more steps, a task that says",
+        ),
+        (lambda out: evaluate_steps(model_of(), data_of(), [6], n_steps=4), r"n_steps 4; needed lists, as \[4\]"),
         (lambda out: trainer_of(out, plan="read once"), "plan gives 'read once'; needed a FlowPlan, or a function"),
         (lambda out: trainer_of(out, plan=lambda generator, n_step: None), "plan gives None; needed a FlowPlan"),
         (

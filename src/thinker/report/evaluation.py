@@ -155,6 +155,8 @@ def evaluate_steps(
     Raises:
         ValueError: Nothing to look at; samples longer than the model's.
     """
+    if isinstance(n_steps, int) or isinstance(lengths, int):
+        raise ValueError(f"evaluate_steps: lengths {lengths}, n_steps {n_steps}; needed lists, as [{n_steps}]")
     steps = {n: sorted(set(n_steps(n) if callable(n_steps) else n_steps)) for n in lengths}
     if not steps or not all(steps.values()) or min(map(min, steps.values())) < 1 or samples < 1:
         raise ValueError(f"evaluate_steps: lengths and steps {steps}, samples {samples}; needed 1 or more of each")

@@ -33,6 +33,20 @@ def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> 
     check_plan(config, plan.rows())
 
 
+def check_reach(model: LatentThinker, data: CurriculumDataset, loss: StepLoss) -> None:
+    """Refuse a loss on what is in reach where nothing ever is: it would train nothing."""
+    distance = data.batch(data.step).get("distance") if loss.counts_from_start else None
+    if distance is None or not bool((distance > 0).any()):
+        return
+    nearest, most = int(distance[distance > 0].min()), data.most_steps * ((model.config.window or 2) - 1)
+    if nearest > most:
+        raise ValueError(
+            f"ThinkerTrainer: answers of {data.task!r} depend on tokens {nearest} away or farther, and at most "
+            f"{data.most_steps} steps reach {most}; needed more steps, a task that says how far (Sample.distance), or "
+            f"another loss than {type(loss).__name__}"
+        )
+
+
 def check_segments(segments: int, data: CurriculumDataset, loss: StepLoss) -> None:
     """Refuse segments that are none, or where steps count from the start."""
     if not is_whole(segments) or segments < 1:

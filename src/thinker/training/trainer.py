@@ -28,7 +28,7 @@ from ..state import ThinkerState
 from .arguments import parameter_groups, thinker_arguments
 from .callbacks import CurriculumCallback, ThinkerCallback
 from .checkpoints import newest_whole, pack_carry, read_state, unpack_carry
-from .fit import check_fit, check_segments
+from .fit import check_fit, check_reach, check_segments
 from .tally import Tally
 
 logger = logging.get_logger(__name__)
@@ -93,6 +93,7 @@ class ThinkerTrainer(StepTrainer):
         if ema is not None and not 0 < ema < 1:
             raise ValueError(f"ThinkerTrainer: ema is {ema}; needed a decay between 0 and 1")
         check_segments(segments, train_dataset, self.step_loss)
+        check_reach(model, train_dataset, self.step_loss)
         self.data, self.segments = train_dataset, segments
         self.data.segments = segments
         self.eval_lengths, self.eval_samples = eval_lengths or [train_dataset.schedule.max_length], eval_samples

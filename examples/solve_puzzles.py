@@ -96,7 +96,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     ask_where(parser)
-    parser.add_argument("--smoke", action="store_true", help="a run of seconds, to see that it works")
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="see that it works, in seconds: few iterations and samples, whatever is said",
+    )
     options = parser.parse_args()
     if options.smoke:
         options.iterations, options.samples = 8, 8
@@ -121,7 +125,8 @@ def main() -> None:
     print(f"{model.num_parameters()} parameters, {iterations} iterations, {seconds:.0f} CPU s")
     curves = th.evaluate_steps(model, puzzle.test, puzzle.lengths, n_steps=puzzle.steps, samples=options.samples)
     for row in curves.rows():
-        print("length {length}, {steps} steps: {symbols:.2%} of cells, {rows:.2%} of whole puzzles".format(**row))
+        size = "{length} x {length}, " if len(puzzle.lengths) > 1 else ""
+        print((size + "{steps} steps: {symbols:.2%} of cells, {rows:.2%} of whole puzzles").format(**row))
     save_curves(curves, options.puzzle, options, draw)
 
 

@@ -71,7 +71,11 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=512, help="rows of each length to test")
     parser.add_argument("--seed", type=int, default=11)
     ask_where(parser)
-    parser.add_argument("--smoke", action="store_true", help="a run of seconds, to see that it works")
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="see that it works, in seconds: few iterations and samples, whatever is said",
+    )
     options = parser.parse_args()
     if options.smoke:
         options.iterations, options.samples = 20, 16

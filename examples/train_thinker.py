@@ -81,7 +81,7 @@ def main() -> None:
     numbers = {"batch_size": recipe.get("batch", 64), "n_step": n_step, "n_latent": (8, 16) if noise else None}
     data = th.CurriculumDataset(task, schedule, seed=args.seed, **numbers)
     longest = max([schedule.max_length, *args.test_lengths])
-    usual = {"n_step": n_step[1], "num_latents": 16 if noise else 8}
+    usual = {"n_step": n_step[1], "plan": plan, "num_latents": 16 if noise else 8}
     model = th.LatentThinker(th.ThinkerConfig(**data.sizes(longest), **usual | choices))
 
     iterations = args.iterations or (20 if args.smoke else 2400 if noise else recipe.get("iterations", 500))
@@ -89,7 +89,7 @@ def main() -> None:
         args.out / "checkpoints", max_steps=iterations, save_steps=max(10, iterations // 4),
         save_total_limit=1, seed=args.seed, use_cpu=True, logging_steps=5 if args.smoke else 50,
     )  # fmt: skip
-    trainer = th.ThinkerTrainer(model, arguments, train_dataset=data, plan=plan, callbacks=[th.RewindOnPeak()])
+    trainer = th.ThinkerTrainer(model, arguments, train_dataset=data, callbacks=[th.RewindOnPeak()])
     checkpoint = get_last_checkpoint(args.out / "checkpoints") if args.resume else None
     seconds = time.process_time()
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -98,12 +98,12 @@ def main() -> None:
     samples = 64 if args.smoke else 1024
     steps = sorted({plan.num_steps(n) for n in (1, 2, 4, 6, 8, 12, 16, 24, n_step[1])})
     latents = [4, 6, 8, 12, 16, 24, 32] if noise else [model.config.num_latents]
-    grid = th.evaluate_grid(model, data, n_latents=latents, n_steps=steps, plan=plan, samples=samples)
+    grid = th.evaluate_grid(model, data, n_latents=latents, n_steps=steps, samples=samples)
     shorter = (
         [] if kind == "fixed" else range(schedule.min_length, schedule.max_length, max(1, schedule.max_length // 4))
     )
     lengths = sorted({*shorter, schedule.max_length, *args.test_lengths})
-    by_length = th.evaluate_lengths(model, data, lengths, plan=plan, samples=samples)
+    by_length = th.evaluate_lengths(model, data, lengths, samples=samples)
     found = by_length[schedule.max_length]
     print(f"\n{args.task}, length {schedule.max_length}: {iterations} iterations, {seconds:.0f} CPU seconds")
     print(f"held out: {found.token:.4f} of symbols, {found.sequence:.4f} of rows\n\n{grid}\n\nlength  symbols     rows")

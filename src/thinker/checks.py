@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .config import OutputSteps, ThinkerConfig, is_whole
-from .flow import FlowRow
+from .flow import FlowPlan, FlowRow
 
 
 def check_tokens(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None, *, values: bool) -> None:
@@ -69,6 +69,15 @@ def check_grid(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None) -> No
         wrong = int((~whole).nonzero()[0])
         needed = "a square, or ThinkerConfig(grid_width=...)" if width is None else f"a multiple of grid_width, {width}"
         raise ValueError(f"LatentThinker: row {wrong} has {int(counts[wrong])} tokens; needed {needed}")
+
+
+def chosen_plan(config: ThinkerConfig, plan: FlowPlan | None = None) -> FlowPlan:
+    """The plan of a call, else the config's, else everything that the model has in each step."""
+    if not isinstance(plan, FlowPlan | None):
+        raise ValueError(f"LatentThinker: plan is {plan!r}; needed a FlowPlan")
+    if plan is None and config.plan is not None:
+        return FlowPlan(**config.plan)
+    return plan or FlowPlan.every_step(memory=config.memory != "none", static=config.num_static_tokens > 0)
 
 
 def check_plan(config: ThinkerConfig, rows: Sequence[FlowRow]) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from transformers import PreTrainedConfig
+
+from .flow import PARTS, FlowPlan
 
 Positions = Literal["learned", "cyclic", "sinusoidal", "rotary", "rotary_2d", "random", "random_float", "aligned"]
 LatentInit = Literal["table", "noise", "tokens"]
@@ -48,6 +50,8 @@ class ThinkerConfig(PreTrainedConfig):
             themselves, whose own logits are the answer (the default with ``causal``).
         latent_noise: Standard deviation of what ``"noise"`` adds, instead of 1.
         n_step: Steps when a call does not say.
+        plan: What each step does when a call does not say, a `FlowPlan` or its `to_dict`; default everything that the
+            model has.
         positions: How input and answer are told where they are: ``"learned"`` and ``"sinusoidal"`` by index;
             ``"cyclic"``, learned and the same again after ``num_positions`` places, so that none is new at any length;
             ``"rotary"`` turns the input's keys (the answer's queries are learned); ``"rotary_2d"``, half of each head
@@ -112,6 +116,7 @@ class ThinkerConfig(PreTrainedConfig):
         latent_init: LatentInit | None = None,
         latent_noise: float = 1.0,
         n_step: int = 4,
+        plan: FlowPlan | Mapping[str, Any] | None = None,
         positions: Positions = "learned",
         from_end: bool = False,
         num_positions: int | None = None,
@@ -150,6 +155,7 @@ class ThinkerConfig(PreTrainedConfig):
         self.latent_noise = latent_noise
         self.num_latents = 8 if num_latents is None and self.latent_init != "tokens" else num_latents
         self.n_step = n_step
+        self.plan = _plain(plan)
         self.positions = positions
         self.from_end = from_end
         longest = max(max_input_length, max_output_length)
@@ -280,6 +286,15 @@ class ThinkerConfig(PreTrainedConfig):
     def longest(self) -> int:
         """The longest sequence, of input or answer."""
         return max(self.max_input_length, self.max_output_length)
+
+
+def _plain(plan: Any) -> dict[str, Any] | None:
+    """A plan as a JSON file has it."""
+    if isinstance(plan, Mapping) and set(plan) <= set(PARTS):
+        plan = FlowPlan(**plan)
+    if not isinstance(plan, FlowPlan | None):
+        refuse("plan", plan, "a FlowPlan, or what its to_dict gives")
+    return None if plan is None else plan.to_dict()
 
 
 def _fields() -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ class FlowRow(NamedTuple):
     self_attention: bool = True
 
 
-COLUMNS = FlowRow._fields
+COLUMNS, PARTS = FlowRow._fields, ("prologue", "loop", "epilogue")
 _USUAL = FlowRow()._asdict()
 _TRUE, _FALSE = {"1", "x", "✓", "true", "yes"}, {"", "0", "-", "false", "no"}
 
@@ -60,8 +59,8 @@ class FlowPlan:
     epilogue: tuple[FlowRow, ...] = ()
 
     def __post_init__(self):
-        for name in ("prologue", "loop", "epilogue"):
-            object.__setattr__(self, name, tuple(FlowRow(*map(bool, row)) for row in getattr(self, name)))
+        for part in PARTS:
+            object.__setattr__(self, part, tuple(FlowRow(*map(bool, row)) for row in getattr(self, part)))
         every = self.prologue + self.loop + self.epilogue
         if not any(row.output for row in every):
             raise ValueError(f"FlowPlan: none of {len(every)} rows outputs; needed at least the last to")
@@ -226,17 +225,9 @@ class FlowPlan:
         """
         return tuple(number for number, row in enumerate(self.rows(n_step), 1) if row.output)
 
-    def to_json(self) -> str:
-        """A JSON object of three lists of rows, for `from_json`."""
-        parts = {
-            name: [[int(v) for v in row] for row in getattr(self, name)] for name in ("prologue", "loop", "epilogue")
-        }
-        return json.dumps(parts)
-
-    @classmethod
-    def from_json(cls, text: str) -> FlowPlan:
-        """What `to_json` wrote."""
-        return cls(**json.loads(text))
+    def to_dict(self) -> dict[str, list[list[int]]]:
+        """Three lists of rows of ones and zeros, as a JSON file has them: `FlowPlan(**plan.to_dict())` is the plan."""
+        return {part: [[int(v) for v in row] for row in getattr(self, part)] for part in PARTS}
 
     def __str__(self) -> str:
         every, first = self.prologue + self.loop + self.epilogue, len(self.prologue)

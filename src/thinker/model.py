@@ -22,6 +22,7 @@ from .checks import (
     check_numbers,
     check_plan,
     check_tokens,
+    chosen_plan,
     chosen_steps,
 )
 from .config import OutputSteps, ThinkerConfig
@@ -99,9 +100,10 @@ class LatentThinker(PreTrainedModel):
         """The table of tokens."""
         return self.embedding
 
-    def default_plan(self) -> FlowPlan:
-        """Everything that is configured, in each step."""
-        return FlowPlan.every_step(memory=self.config.memory != "none", static=self.config.num_static_tokens > 0)
+    @property
+    def plan(self) -> FlowPlan:
+        """What each step does when a call does not say: the config's plan, or everything that the model has."""
+        return chosen_plan(self.config)
 
     def answers_of(
         self,
@@ -181,7 +183,7 @@ class LatentThinker(PreTrainedModel):
             context: Of `encode`.
             n_step: Steps; default the config's, or a plan's own.
             n_latent: Latents; default the config's, or the carry's.
-            plan: What each step does; default `default_plan`.
+            plan: What each step does; default the model's.
             carry: Go on from there.
             output_steps: Whose latents to keep, counted from 1: ``"last"``, ``"all"`` that the plan outputs, or some.
             grad_steps: Only the last so many steps have gradients (truncated backpropagation); default all.
@@ -198,7 +200,7 @@ class LatentThinker(PreTrainedModel):
         check_numbers(n_step, n_latent, grad_steps, step_noise)
         if not isinstance(exit_rule, ExitRule | None):
             raise ValueError(f"LatentThinker: exit_rule is {exit_rule!r}; needed an ExitRule, as ExitRule(kind='kl')")
-        plan = plan or self.default_plan()
+        plan = chosen_plan(config, plan)
         rows = plan.rows(plan.num_steps(config.n_step) if n_step is None else n_step)
         check_plan(config, rows)
         noise = (config.step_noise if self.training else 0.0) if step_noise is None else step_noise

@@ -84,8 +84,8 @@ def self_attention(seed: int, few: int) -> Rows:
     for name, (data, options, iterations) in tasks.items():
         for on in (True, False):
             plan = th.FlowPlan.every_step(memory=False, self_attention=on)
-            model, seconds = train(data, COPY, few or iterations, seed, plan=plan, **options)
-            right = symbols(model, data, [5], plan=plan)[0]
+            model, seconds = train(data, COPY | {"plan": plan}, few or iterations, seed, **options)
+            right = symbols(model, data, [5])[0]
             rows.append({"task": name, "self-attention": "yes" if on else "no", "symbols": right, "CPU s": seconds})
     return rows
 
@@ -149,11 +149,12 @@ def plans(seed: int, few: int) -> Rows:
     draws = [kinds["a random one for each batch"](generator, 6) for _ in range(16)]
     for name, plan in kinds.items():
         data = copying(seed, n_step=(2, 6))
-        model, _ = train(data, COPY | {"memory": "grow"}, few or 800, seed, plan=plan)
+        own, drawn = (plan, None) if isinstance(plan, th.FlowPlan) else (None, plan)
+        model, _ = train(data, COPY | {"memory": "grow", "plan": own}, few or 800, seed, draw_plan=drawn)
         row: dict[str, Any] = {"trained with": name}
         for other in ("do all the time", "read once, think, answer"):
             row[other] = symbols(model, data, [6], plan=kinds[other])[0]
-        row["random ones"] = statistics.mean(symbols(model, data, [6], plan=drawn)[0] for drawn in draws)
+        row["random ones"] = statistics.mean(symbols(model, data, [6], plan=other)[0] for other in draws)
         rows.append(row)
     return rows
 

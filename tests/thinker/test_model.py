@@ -131,7 +131,7 @@ def pair_of(case):
 
     def reference(weights):
         drift = None if noise is None else noise.to(weights["latents"].dtype)
-        rows = model.default_plan().rows(3)
+        rows = model.plan.rows(3)
         return definition.think(weights, config, tokens, mask, rows, 6, noise=drift, drawn=drawn)
 
     return model, fast, reference
@@ -222,7 +222,7 @@ def test_rows_that_stop_and_leave_are_as_if_nobody_left(rule):
 
     def reference(**v):
         made = [
-            definition.think(unpacked(**v), model.config, tokens[[i]], mask[[i]], model.default_plan().rows(n), 6)
+            definition.think(unpacked(**v), model.config, tokens[[i]], mask[[i]], model.plan.rows(n), 6)
             for i, n in enumerate(steps.tolist())
         ]
         return torch.cat(made)
@@ -449,7 +449,7 @@ def test_thought_in_two_parts_is_thought_in_one(changes):
         return functional_call(place(Halves(model)), state, place((tokens, mask)))
 
     def reference(**v):
-        return definition.think(unpacked(**v), model.config, tokens, mask, model.default_plan().rows(4), 6)
+        return definition.think(unpacked(**v), model.config, tokens, mask, model.plan.rows(4), 6)
 
     judge("think", "carry", fast, reference, vectors, dtype=torch.float32, case=str(changes))
 
@@ -614,6 +614,21 @@ def test_rollouts_keep_each_rows_best(select):
     torch.testing.assert_close(out.logits, each.logits[best])
     torch.testing.assert_close(out.residuals, each.residuals[best])
     torch.testing.assert_close(out.carry.latents, each.carry.latents[best])
+
+
+def test_a_models_own_plan_is_saved_with_it(tmp_path):
+    plan = FlowPlan.read_once(3)
+    model = model_of(memory="grow", plan=plan)
+    tokens, mask = batch()
+    assert model.plan == plan
+    assert torch.equal(model(tokens, mask).logits, model(tokens, mask, plan=plan).logits)
+    assert not torch.equal(model(tokens, mask).logits, model(tokens, mask, plan=FlowPlan.every_step(3)).logits)
+    model.save_pretrained(tmp_path)
+    again = AutoModel.from_pretrained(tmp_path)
+    assert again.plan == plan
+    assert torch.equal(model(tokens, mask).logits, again(tokens, mask).logits)
+    again.config.plan = None
+    assert again.plan == FlowPlan.every_step()
 
 
 @pytest.mark.parametrize("case", ["everything", "causal, rotary", "aligned", "noise"])
@@ -791,6 +806,8 @@ def test_bad_input_is_refused(changes, call, message):
         ({"num_heads": True}, "num_heads is True; needed a whole number"),
         ({"positions": "aligned", "separators": [99]}, r"separators is \[99\]; needed token ids, below vocab_size, 11"),
         ({"dropout": 0.1}, "dropout is 0.1; needed none of that name"),
+        ({"plan": "read_once"}, "plan is 'read_once'; needed a FlowPlan, or what its to_dict gives"),
+        ({"plan": {"rows": []}}, "needed a FlowPlan, or what its to_dict gives"),
         ({"hiden_size": 9}, "hiden_size is 9; needed hidden_size, or was another meant?"),
         ({"latents": 9}, "latents is 9; needed num_latents"),
         ({"hidden_size": 6, "positions": "rotary"}, "an even size for rotary"),

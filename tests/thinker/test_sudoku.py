@@ -133,11 +133,12 @@ def test_grids_are_drawn_at_random():
     [
         (lambda: sudoku_difficulty(torch.zeros(1, 16, dtype=torch.long)), r"have shape \[1, 16\], box is 3; needed"),
         (lambda: sudoku_difficulty(torch.full((1, 16), 5), box=2), "cells from 5 to 5; needed 0 to 4"),
+        (lambda: sudoku_difficulty([[0] * 81]), r"puzzles are list; needed a tensor \(N, box\^4\)"),
         (lambda: sudoku_shuffle(2)(None, torch.zeros(2, 81), torch.zeros(2, 81)), "sudoku_shuffle: puzzles have shape"),
-        (lambda: sudoku_puzzles(2.5), "count 2.5, box 3"),
-        (lambda: sudoku_puzzles(2, clues=1.5), "clues 1.5"),
-        (lambda: sudoku_puzzles(True), "count True"),
-        (lambda: sudoku_puzzles(2, seed=None), "seed None"),
+        (lambda: sudoku_puzzles(2.5), "count is 2.5; needed 1 or more"),
+        (lambda: sudoku_puzzles(2, clues=1.5), "clues is 1.5; needed 0 to 80"),
+        (lambda: sudoku_puzzles(True), "count is True"),
+        (lambda: sudoku_puzzles(2, seed=None), "seed is None"),
     ],
 )
 def test_what_is_no_sudoku_is_refused(call, message):
@@ -153,7 +154,13 @@ def test_what_is_no_puzzle_is_hard():
     assert sudoku_difficulty(torch.cat([empty, twice]), box=2) == ["hard", "hard"]
 
 
-@pytest.mark.parametrize("changes", [{"count": 0}, {"box": 4}, {"difficulty": "evil"}, {"clues": 81}, {"clues": -1}])
-def test_what_cannot_be_made_is_refused(changes):
-    with pytest.raises(ValueError, match=r"sudoku_puzzles: count .*; needed 1 or more, 2 or 3, one of easy, medium"):
-        sudoku_puzzles(**{"count": 1, **changes})
+@pytest.mark.parametrize(
+    ("name", "value", "needed"),
+    [
+        ("count", 0, "1 or more"), ("box", 4, "2 or 3"), ("difficulty", "evil", "one of easy, medium, hard"),
+        ("clues", 81, "0 to 80"), ("clues", -1, "0 to 80"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_made_is_refused(name, value, needed):
+    with pytest.raises(ValueError, match=f"sudoku_puzzles: {name} is {value!r}; needed {needed}"):
+        sudoku_puzzles(**{"count": 1, name: value})

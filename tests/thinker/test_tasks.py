@@ -235,6 +235,19 @@ def test_at_tokens_is_the_same_task(name, options):
     assert int(after.tokens.max()) < task.vocab_size
 
 
+@pytest.mark.parametrize("name", ["prefix_sum", "add", "flip", "maze"])
+def test_rows_of_ones_own_are_laid_out_as_drawn_ones(name):
+    inner = make_task(name)
+    task, length = AtTokens(inner), 5
+    drawn = inner.sample(torch.Generator().manual_seed(3), 1, length)
+    laid_out = task.sample(torch.Generator().manual_seed(3), 1, length)
+    tokens, mask = task.inputs(drawn.tokens[drawn.mask][None], answer=int((drawn.targets != -100).sum()))
+    assert torch.equal(tokens, laid_out.tokens[laid_out.mask][None])
+    assert mask.all()
+    with pytest.raises(ValueError, match=f"have shape .1, 2., ids .*; needed .B, L., 0 to {inner.vocab_size - 1}"):
+        task.inputs(torch.tensor([[0, inner.vocab_size]]))
+
+
 def test_at_tokens_a_grid_stays_one():
     lengths = torch.tensor([5, 3, 7, 4])
     before, after = (

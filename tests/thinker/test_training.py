@@ -193,7 +193,7 @@ def test_a_plan_is_drawn_for_each_batch(tmp_path):
         return plans[-1]
 
     trainer = trainer_of(
-        tmp_path, model_of(memory="grow", num_static_tokens=2), data_of(n_step=(2, 5)), plan=draw, max_steps=6
+        tmp_path, model_of(memory="grow", num_static_tokens=2), data_of(n_step=(2, 5)), draw_plan=draw, max_steps=6
     )
     before = {name: p.clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
@@ -201,14 +201,14 @@ def test_a_plan_is_drawn_for_each_batch(tmp_path):
     assert steps[-6:] == drawn
     assert len(set(map(str, plans[-6:]))) == 6
     assert all(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
-    found = evaluate_lengths(trainer.model, trainer.data, [6], plan=trainer.model.default_plan())[6]
+    found = evaluate_lengths(trainer.model, trainer.data, [6], plan=FlowPlan.every_step(static=True))[6]
     assert trainer.evaluate()["eval_accuracy"] == found.token  # everything, in every step
-    again = trainer_of(tmp_path, model_of(memory="grow", num_static_tokens=2), data_of(n_step=(2, 5)), plan=draw)
+    again = trainer_of(tmp_path, model_of(memory="grow", num_static_tokens=2), data_of(n_step=(2, 5)), draw_plan=draw)
     again.train()
     same(trainer.model, again.model, rtol=0, atol=0)
     assert plans[-6:] == plans[8:14]  # the first were drawn to see whether the model has what they need
     with pytest.raises(ValueError, match='the plan uses the memory, but memory is "none"'):
-        trainer_of(tmp_path, plan=lambda generator, n_step: FlowPlan.read_once())
+        trainer_of(tmp_path, draw_plan=lambda generator, n_step: FlowPlan.read_once())
 
 
 def test_segments_are_steps_of_their_own_from_where_the_latents_had_come(tmp_path):
@@ -537,8 +537,8 @@ def test_training_on_goes_on_in_the_data(tmp_path):
 
 
 def test_any_plan_trains_with_any_draw_of_steps(tmp_path):
-    model = model_of(memory="grow")
-    trainer, seen = trainer_of(tmp_path, model, max_steps=12, plan=FlowPlan.read_once(), eval_samples=8), []
+    model = model_of(memory="grow", plan=FlowPlan.read_once())
+    trainer, seen = trainer_of(tmp_path, model, max_steps=12, eval_samples=8), []
     passes = trainer.step_loss.passes
     trainer.step_loss.passes = lambda n_step, *rest: seen.append(n_step) or passes(n_step, *rest)
     trainer.train()
@@ -856,18 +856,20 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
             "depend on tokens 5 away or farther, and at most 4 steps reach 4; needed more steps, a task that says",
         ),
         (lambda out: evaluate_steps(model_of(), data_of(), [6], n_steps=4), r"n_steps 4; needed lists, as \[4\]"),
-        (lambda out: trainer_of(out, plan="read once"), "plan gives 'read once'; needed a FlowPlan, or a function"),
-        (lambda out: trainer_of(out, plan=lambda generator, n_step: None), "plan gives None; needed a FlowPlan"),
+        (lambda out: trainer_of(out, draw_plan=FlowPlan.read_once()), "draw_plan gives FlowPlan.*; needed a function"),
+        (lambda out: evaluate_lengths(model_of(), data_of(), [6], plan=FlowPlan.random), "plan is .*; needed a Flow"),
+        (lambda out: evaluate_steps(model_of(), data_of(), [6], n_steps=[2], plan="x"), "plan is 'x'; needed"),
+        (lambda out: trainer_of(out, draw_plan=lambda generator, n_step: None), "draw_plan gives None; needed"),
         (
             lambda out: trainer_of(
-                out, plan=lambda g, n: FlowPlan.random({"mem_lookup": 0.3, "read_input": 1.0}, n, generator=g)
+                out, draw_plan=lambda g, n: FlowPlan.random({"mem_lookup": 0.3, "read_input": 1.0}, n, generator=g)
             ),
             'the plan uses the memory, but memory is "none"',
         ),
         (lambda out: trainer_of(out, model_of(causal=True)), r"is Copy\(symbols=16\); needed AtTokens\(task\)"),
         (lambda out: trainer_of(out, data=data_of(task=AtTokens(make_task("copy")))), "needed a plain task"),
         (lambda out: trainer_of(out, data=data_of(n_latent=(2, 9))), "draws up to 9 latents, the model's table has 4"),
-        (lambda out: trainer_of(out, plan=FlowPlan.read_once()), 'memory is "none"; needed'),
+        (lambda out: trainer_of(out, model_of(plan=FlowPlan.read_once())), 'memory is "none"; needed'),
         (lambda out: trainer_of(out, model_of(memory="static", memory_size=4)), "would change what autograd saved"),
     ],
 )  # fmt: skip

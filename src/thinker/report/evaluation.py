@@ -9,6 +9,7 @@ import torch
 
 from model_components._modes import evaluating
 
+from ..checks import chosen_plan
 from ..curriculum import CurriculumDataset
 from ..flow import FlowPlan
 from ..losses import exact, labels_of_steps
@@ -40,7 +41,7 @@ def accuracies(
     }
     labels = model.answers_of(batch["labels"].to(model.device), n_latent)
     inputs["out_len"] = labels.shape[-1]
-    chosen, most = plan or model.default_plan(), max(n_steps)
+    chosen, most = chosen_plan(model.config, plan), max(n_steps)
     with evaluating(model):
         if chosen.loop and not chosen.prologue and not chosen.epilogue and all(row.output for row in chosen.loop):
             steps = sorted(set(n_steps))
@@ -122,7 +123,7 @@ def evaluate_lengths(
         plan: What each step does.
         seed: Which samples.
     """
-    steps = [(plan or model.default_plan()).num_steps(model.config.n_step) if n_step is None else n_step]
+    steps = [chosen_plan(model.config, plan).num_steps(model.config.n_step) if n_step is None else n_step]
     return {
         n: accuracies(model, data.held_out(samples, n, seed=seed), n_steps=steps, n_latent=n_latent, plan=plan)[0]
         for n in lengths

@@ -17,7 +17,8 @@ class AtTokens(Task):
 
     A row is a start token, the input, and where the answer is not as long as the input one blank token for each symbol
     of it; labels are at the input's tokens, or at the blanks. Rows are padded on the left, as a causal flow needs. A
-    grid has no start token: it stays a grid. The start's id is the other task's ``vocab_size``, the blank's the next.
+    grid has no start token: it stays a grid. The start's id is the other task's ``vocab_size``, the blank's the next;
+    `inputs` lays out rows of one's own.
 
     Args:
         task: The other.
@@ -64,9 +65,13 @@ class AtTokens(Task):
         return self.task.output_length(n) != self.task.input_length(n)
 
     @property
+    def _start(self) -> int:
+        return self.task.vocab_size
+
+    @property
     def vocab_size(self) -> int:
         """The other's, and those of start and blank that there are."""
-        return self.task.vocab_size + (not self.grid) + self._blanks
+        return self._start + (not self.grid) + self._blanks
 
     @property
     def output_size(self) -> int:
@@ -100,9 +105,39 @@ class AtTokens(Task):
         rows = self.task.every()
         return None if rows is None else self._laid_out(rows)
 
+    def inputs(
+        self,
+        tokens: Tensor,  # (B, L)
+        *,
+        answer: int | None = None,
+    ) -> tuple[Tensor, Tensor]:  # (B, W), (B, W) bool
+        """Rows of one's own as a model that was trained on this task reads them: tokens, and mask.
+
+        Args:
+            tokens: The other task's, as long as each other.
+            answer: Symbols to answer, where they have blanks of their own; default as many as tokens.
+
+        Raises:
+            ValueError: Not (B, L), or ids that the other task does not have.
+
+        >>> from thinker import make_task
+        >>> AtTokens(make_task("add", base=10)).inputs(torch.tensor([[1, 10, 2, 11]]), answer=2)[0]
+        tensor([[12,  1, 10,  2, 11, 13, 13]])
+        """
+        if tokens.dim() != 2 or not tokens.numel() or not 0 <= int(tokens.min()) <= int(tokens.max()) < self._start:
+            raise ValueError(
+                f"AtTokens.inputs: tokens have shape {list(tokens.shape)}, ids {tokens.unique().tolist()[:9]}; needed "
+                f"(B, L), 0 to {self._start - 1}"
+            )
+        targets = torch.zeros(len(tokens), answer or tokens.shape[1], dtype=torch.long, device=tokens.device)
+        if not self._blanks:
+            targets = torch.zeros_like(tokens)
+        found = self._laid_out(Sample(tokens, torch.ones_like(tokens, dtype=torch.bool), targets))
+        return found.tokens, found.mask
+
     def _laid_out(self, sample: Sample) -> Sample:
         tokens, mask, targets, distance, key = sample
-        start, blank = self.task.vocab_size, self.task.vocab_size + 1
+        start, blank = self._start, self._start + 1
         if distance is None:  # anything may depend on everything
             distance = mask.sum(1, keepdim=True).expand(-1, targets.shape[-1])
         if not self._blanks:  # an answer at padding is none

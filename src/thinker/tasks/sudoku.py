@@ -41,12 +41,16 @@ def sudoku_puzzles(
     >>> puzzles.shape, bool(((puzzles == 0) | (puzzles == solutions)).all()), solutions.sum(1).tolist()
     (torch.Size([2, 16]), True, [40, 40])
     """
-    whole = all(is_whole(value) for value in (count, box, clues, seed))
-    if not whole or box not in (2, 3) or difficulty not in get_args(Difficulty) or count < 1 or not 0 <= clues < box**4:
-        raise ValueError(
-            f"sudoku_puzzles: count {count!r}, box {box!r}, difficulty {difficulty!r}, clues {clues!r}, seed {seed!r}; "
-            f"needed 1 or more, 2 or 3, one of {', '.join(get_args(Difficulty))}, fewer than there are cells, any"
-        )
+    most = box**4 - 1 if box in (2, 3) else 0
+    for name, value, fits, needed in (
+        ("box", box, box in (2, 3), "2 or 3"),
+        ("count", count, is_whole(count) and count >= 1, "1 or more"),
+        ("difficulty", difficulty, difficulty in get_args(Difficulty), f"one of {', '.join(get_args(Difficulty))}"),
+        ("clues", clues, is_whole(clues) and 0 <= clues <= most, f"0 to {most}"),
+        ("seed", seed, is_whole(seed), "a whole number"),
+    ):
+        if not fits:
+            raise ValueError(f"sudoku_puzzles: {name} is {value!r}; needed {needed}")
     generator = torch.Generator().manual_seed(seed)
     found: dict[tuple[int, ...], Tensor] = {}
     dry = 0
@@ -122,6 +126,8 @@ def sudoku_shuffle(box: int = 3) -> Callable[[torch.Generator, Tensor, Tensor], 
 
 def _check(what: str, puzzles: Tensor, box: int) -> None:
     """Puzzles of a box's size."""
+    if not isinstance(puzzles, Tensor):
+        raise ValueError(f"{what}: puzzles are {type(puzzles).__name__}; needed a tensor (N, box^4)")
     if box not in (2, 3) or puzzles.dim() != 2 or puzzles.shape[1] != box**4:
         raise ValueError(f"{what}: puzzles have shape {list(puzzles.shape)}, box is {box!r}; needed (N, box^4), 2 or 3")
     if len(puzzles) and not 0 <= int(puzzles.min()) <= int(puzzles.max()) <= box**2:

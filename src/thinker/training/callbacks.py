@@ -13,7 +13,6 @@ from transformers.utils import logging
 from model_components._folders import write_json
 
 from ..curriculum import CurriculumDataset
-from ..flow import FlowPlan
 from ..model import LatentThinker
 from ..report import Grid, evaluate_grid
 from .tally import Counts, Tally, mean_loss
@@ -26,7 +25,6 @@ class ThinkerRun(Protocol):
 
     tally: Tally
     data: CurriculumDataset
-    plan: FlowPlan | None
 
     @property
     def thinker(self) -> LatentThinker:
@@ -237,7 +235,7 @@ class GridCallback(ThinkerCallback):
         if state.global_step % self.every or not state.is_world_process_zero:
             return
         trainer = self.trainer
-        grid = evaluate_grid(trainer.thinker, trainer.data, plan=trainer.plan, **self.options)
+        grid = evaluate_grid(trainer.thinker, trainer.data, **self.options)
         self.grids[state.global_step] = grid
         if self.out is not None:
             write_json(self.out / f"grid-{state.global_step}.json", grid.to_dict(), "GridCallback")

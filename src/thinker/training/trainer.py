@@ -49,14 +49,14 @@ class ThinkerTrainer(StepTrainer):
         args: `TrainingArguments`; default `thinker_arguments`. They are copied, and the batch size is the data set's.
         train_dataset: Batches.
         step_loss: Which steps are supervised; default the last and one random earlier one.
-        plan: What each step does; default everything that the model has. A batch that draws fewer steps than it needs
-            takes its fewest. A function of a generator and a number of steps draws a plan for each batch, as
+        draw_plan: A function of a generator and a number of steps that draws a plan for each batch, as
             ``lambda generator, n_step: FlowPlan.random(0.5, n_step, generator=generator)`` for a model with a memory
-            and static tokens; evaluation then does everything that the model has, trained or not. A plan is not saved
-            with the model: say it again wherever the model is asked.
+            and static tokens; default the model's own plan, with which it is evaluated in any case. A batch that draws
+            fewer steps than its plan needs takes the fewest.
         segments: How many optimizer steps each batch is for; each goes on from the latents that the one before came
             to, without gradients into it (deep supervision: HRM, Wang et al. 2025; TRM, Jolicoeur-Martineau 2025). A
-            model then learns to go on from where it is, at the cost of a few steps. ``max_steps`` counts segments.
+            model then learns to go on from where it is, at the cost of a few steps. ``max_steps``, and
+            what the logs count by the second, are segments.
         ema: Decay of a moving average of the weights, `ema_model`; default none.
         eval_lengths: Of held-out samples in `evaluate`; default the longest.
         eval_samples: Of each.
@@ -74,7 +74,7 @@ class ThinkerTrainer(StepTrainer):
         *,
         train_dataset: CurriculumDataset,
         step_loss: StepLoss | None = None,
-        plan: FlowPlan | DrawPlan | None = None,
+        draw_plan: DrawPlan | None = None,
         segments: int = 1,
         ema: float | None = None,
         eval_lengths: Sequence[int] | None = None,
@@ -85,8 +85,9 @@ class ThinkerTrainer(StepTrainer):
             raise ValueError(
                 f"ThinkerTrainer: train_dataset is {type(train_dataset).__name__}; needed a CurriculumDataset"
             )
-        self.plan, self._draw_plan = (plan, None) if isinstance(plan, FlowPlan | None) else (None, plan)
-        for seed in range(8 if self._draw_plan else 1):
+        check_fit(model, train_dataset, model.plan)
+        self.draw_plan = draw_plan
+        for seed in range(8 if draw_plan else 0):
             check_fit(model, train_dataset, self._plan_of(torch.Generator().manual_seed(seed), model))
         self.step_loss = step_loss or LastAndRandom()
         self.step_loss.check(model.config)
@@ -258,7 +259,7 @@ class ThinkerTrainer(StepTrainer):
             raise ValueError(
                 f"ThinkerTrainer: the data to evaluate on are {type(data).__name__}; needed CurriculumDataset"
             )
-        found = evaluate_lengths(self.thinker, data, self.eval_lengths, samples=self.eval_samples, plan=self.plan)
+        found = evaluate_lengths(self.thinker, data, self.eval_lengths, samples=self.eval_samples)
         metrics = {f"{metric_key_prefix}_accuracy": sum(a.token for a in found.values()) / len(found)}
         metrics[f"{metric_key_prefix}_sequence_accuracy"] = sum(a.sequence for a in found.values()) / len(found)
         if len(found) > 1:
@@ -274,14 +275,12 @@ class ThinkerTrainer(StepTrainer):
 
     def _plan_of(self, generator: torch.Generator, model: LatentThinker, n_step: int = 2) -> FlowPlan:
         """Of a batch."""
-        if self._draw_plan is None:
-            return self.plan or model.default_plan()
-        plan = self._draw_plan(generator, n_step) if callable(self._draw_plan) else self._draw_plan
-        if not isinstance(plan, FlowPlan):
-            raise ValueError(
-                f"ThinkerTrainer: plan gives {plan!r}; needed a FlowPlan, or a function of a generator and a number of "
-                f"steps that returns one"
-            )
+        if self.draw_plan is None:
+            return model.plan
+        plan = self.draw_plan(generator, n_step) if callable(self.draw_plan) else self.draw_plan
+        if not (callable(self.draw_plan) and isinstance(plan, FlowPlan)):
+            needed = "a function of a generator and a number of steps that gives a FlowPlan"
+            raise ValueError(f"ThinkerTrainer: draw_plan gives {plan!r}; needed {needed}")
         return plan
 
     @staticmethod

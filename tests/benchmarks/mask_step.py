@@ -67,7 +67,7 @@ def prepare(impl: str, context: int, device: str, dtype: torch.dtype) -> Callabl
             merger.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     merger.train()
     task = torch.zeros(1, dtype=torch.long, device=device)
-    return lambda: merger(kl=KLConfig(), input_ids=ids, task=task).backward()
+    return lambda: merger(kl=KLConfig(), input_ids=ids, task=task).loss.backward()
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -7,16 +7,15 @@ towards the components' own logits.
 >>> tiny = GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=1, n_head=1)
 >>> merger = Merger([GPT2LMHeadModel(tiny), GPT2LMHeadModel(tiny)])
 >>> batch = {"input_ids": torch.tensor([[1, 2, 3], [4, 5, 6]]), "task": torch.tensor([0, 1])}
->>> merger(kl=KLConfig(), **batch).backward()
+>>> merger(kl=KLConfig(), **batch).loss.backward()
 >>> all(mask.grad is not None for mask in merger.masks().values())
 True
 """
 
-from .blending import blend
 from .config import KLConfig, MaskConfig
 from .constraints import constrain
 from .data import CachedTeachers, MaskCollator, TaskMixture, cache_teachers
-from .functional import masked_embedding, masked_linear
+from .functional import blend, masked_embedding, masked_linear
 from .layers import (
     AccurateMaskedLinear,
     AutoMaskedLinear,
@@ -24,9 +23,8 @@ from .layers import (
     MaskedEmbedding,
     MaskedLayer,
 )
-from .losses import masked_kl
+from .losses import mask_penalty, masked_kl
 from .merger import Merger
-from .penalties import mask_penalty
 from .report import MaskReport, MaskRow
 from .training import MaskTrainer, shard_frozen_
 

@@ -9,9 +9,13 @@ from typing import Any, Self
 
 MODES = ("accurate", "efficient", "auto")
 GRANULARITIES = ("scalar", "input", "output", "element")
-CONSTRAINTS = ("none", "unit_interval", "symmetric", "sum_to_one", "unit_sphere")
-COEFFICIENTS = ("task", "confidence", "fixed", "uniform")
-DIRECTIONS = ("forward", "reverse", "jensen_shannon")
+CONSTRAINTS = (
+    "none", "unit_interval", "symmetric", "sigmoid", "tanh", "cosine", "sum_to_one", "unit_sphere", "spherical",
+)  # fmt: skip
+EVIDENCE = ("evidence", "prefix_evidence")
+MIXTURES = ("confidence", "entropy")
+COEFFICIENTS = ("task", *EVIDENCE, *MIXTURES, "fixed", "uniform")
+DIRECTIONS = ("forward", "reverse", "jensen_shannon", "entropy")
 
 
 def _one_of(owner: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
@@ -57,7 +61,11 @@ class MaskConfig(_Json):
             ``"scalar"``. An embedding is read as the output head it may be tied to: ``"input"`` is one value for each
             hidden feature, ``"output"`` one for each token.
         constraint: What the K values at a place must satisfy: ``"none"``, ``"unit_interval"`` (each in 0..1),
-            ``"symmetric"`` (each in -1..1), ``"sum_to_one"``, ``"unit_sphere"`` (squares sum to one).
+            ``"symmetric"`` (each in -1..1), ``"sum_to_one"``, ``"unit_sphere"`` (squares sum to one); or functions of
+            what is trained: ``"sigmoid"``, ``"tanh"``, ``"cosine"``, and ``"spherical"`` (the coefficients of spherical
+            interpolation between two components, by their weights' angle). See `constrain`.
+        modules: Patterns of module names, as ``("model.layers.*.mlp.*",)``: masks over the others keep their initial
+            value; default: all are trained.
         initial: A number for every mask; ``"average"`` (1 / K); ``"component:1"`` (that component alone);
             ``"random"`` (uniform in 0..1, then divided by their sum); or the path of a YAML recipe (`linear` or
             `task_arithmetic`) whose weights are taken.
@@ -73,6 +81,7 @@ class MaskConfig(_Json):
     mode: str = "accurate"
     granularity: str = "input"
     constraint: str = "none"
+    modules: tuple[str, ...] | None = None
     initial: float | str = "average"
     seed: int = 0
 
@@ -80,6 +89,12 @@ class MaskConfig(_Json):
         _one_of("MaskConfig", "mode", self.mode, MODES)
         _one_of("MaskConfig", "granularity", self.granularity, GRANULARITIES)
         _one_of("MaskConfig", "constraint", self.constraint, CONSTRAINTS)
+        if self.modules is not None and not (
+            isinstance(self.modules, tuple) and self.modules and all(isinstance(p, str) for p in self.modules)
+        ):
+            raise ValueError(f"MaskConfig: modules is {self.modules!r}, needed a tuple of patterns, or None")
+        if self.granularity == "element" and self.constraint == "spherical":
+            raise ValueError("MaskConfig: constraint 'spherical' needs an angle, and an element alone has none")
         if self.granularity == "element" and self.mode == "efficient":
             raise ValueError(
                 f"MaskConfig: mode {self.mode!r} cannot do granularity 'element', which masks weights and not inputs "
@@ -98,16 +113,19 @@ class MaskConfig(_Json):
 
 @dataclass(frozen=True, kw_only=True)
 class KLConfig(_Json):
-    """What the merged model is trained towards: ``Σ_k c_k KL(component k, merged)``, averaged over positions.
+    """What the merged model is trained towards: ``KL(Σ_k c_k component k, merged)``, averaged over positions.
 
     Args:
         coefficients: Where the teachers' shares c_k come from: ``"task"`` (the component whose index is the example's
-            ``task``), ``"confidence"`` (per token, softmax of minus the teachers' entropies), ``"fixed"`` (``shares``)
-            or ``"uniform"``.
+            ``task``); ``"evidence"``, which asks for no task: how probable each component finds the example, c_k
+            proportional to Π_t p_k(x_t) over its supervised tokens, ``"prefix_evidence"`` over those before each;
+            ``"confidence"`` (per token, softmax of minus the teachers' entropies), ``"entropy"`` (per token, inverse to
+            them, and logits are mixed, as this package's origin did); ``"fixed"`` (``shares``) or ``"uniform"``.
         shares: One a component, for ``"fixed"``; divided by their sum.
         confidence_temperature: Of ``"confidence"``; 0 takes the teacher of least entropy alone.
         temperature: T: logits of students and teachers are divided by it, the loss is multiplied by T².
-        direction: ``"forward"`` KL(teacher, merged), ``"reverse"`` KL(merged, teacher), ``"jensen_shannon"``.
+        direction: ``"forward"`` KL(teacher, merged), ``"reverse"`` KL(merged, teacher), ``"jensen_shannon"``;
+            ``"entropy"``, that of the merged model whatever the components say (AdaMerging's loss, a baseline).
         cross_entropy: Weight of the cross-entropy towards the labels, added.
         l1: Weight of the mean absolute mask.
         l2: Weight of the mean squared mask.

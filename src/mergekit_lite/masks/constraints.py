@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,32 +29,99 @@ class _Clamp(torch.autograd.Function):
         return grad.masked_fill(outwards, 0), None, None
 
 
-def constrain(raw: Tensor, constraint: str) -> Tensor:
+_CLAMPS = {"unit_interval": (0.0, 1.0), "symmetric": (-1.0, 1.0)}
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "cosine": lambda raw: (1 - (math.pi * raw).cos()) / 2,
+}
+_PARALLEL = 0.9995  # of a cosine: beyond it the arc is a line
+
+
+def constrain(
+    raw: Tensor,  # (K, ...); (K - 1, ...) for sum_to_one, (1, ...) for spherical
+    constraint: str,
+    *,
+    angle: Tensor | None = None,
+) -> Tensor:  # (K, ...)
     """The masks that a trained tensor stands for.
 
-    Values that satisfy a constraint already are left as they are (but for the last bit on the sphere), so any mask can
-    be an initial one.
-
     Args:
-        raw: What the optimizer changes, shape (K, ...).
+        raw: What the optimizer changes; `unconstrain` gives it for masks.
         constraint: ``"none"``; ``"unit_interval"`` and ``"symmetric"`` clamp to 0..1 and -1..1, with a gradient that
-            still leads back inside; ``"sum_to_one"`` subtracts what the sum over K exceeds one by, evenly;
-            ``"unit_sphere"`` divides by the root of the sum of squares over K.
+            still leads back inside; ``"sigmoid"``, ``"tanh"`` and ``"cosine"``, (1 - cos πx) / 2, are functions onto
+            these; ``"sum_to_one"`` trains all masks but the first, which is what is left of 1; ``"unit_sphere"``
+            divides by the root of the sum of squares over K; ``"spherical"`` gives two components the coefficients of
+            spherical interpolation at t = sigmoid(x).
+        angle: Of ``"spherical"``: between the components' weights, see `angle_between`.
+
+    Source: sigmoid, tanh, cosine and spherical as in the masks that this package grew out of (arcee's DAM, arXiv
+    2410.08371, has none).
 
     >>> constrain(torch.tensor([1.5, 0.2]), "unit_interval")
     tensor([1.0000, 0.2000])
-    >>> constrain(torch.tensor([1.0, 1.0]), "sum_to_one")
-    tensor([0.5000, 0.5000])
+    >>> constrain(torch.tensor([0.25]), "sum_to_one")
+    tensor([0.7500, 0.2500])
     """
     if constraint == "none":
         return raw
-    if constraint == "unit_interval":
-        return _Clamp.apply(raw, 0.0, 1.0)
-    if constraint == "symmetric":
-        return _Clamp.apply(raw, -1.0, 1.0)
+    if constraint in _CLAMPS:
+        return _Clamp.apply(raw, *_CLAMPS[constraint])
+    if constraint in _FUNCTIONS:
+        return _FUNCTIONS[constraint](raw)
     if constraint == "sum_to_one":
-        return raw - (raw.sum(0, keepdim=True) - 1) / raw.shape[0]
-    return raw / raw.norm(dim=0, keepdim=True).clamp_min(1e-12)
+        return torch.cat([1 - raw.sum(0, keepdim=True), raw])
+    if constraint == "unit_sphere":
+        return raw / raw.norm(dim=0, keepdim=True).clamp_min(1e-12)
+    assert angle is not None
+    t = torch.sigmoid(raw)
+    turned = angle.cos().abs() <= _PARALLEL
+    sine = torch.where(turned, angle, 1.0).sin()
+    first = torch.where(turned, ((1 - t) * angle).sin() / sine, 1 - t)
+    second = torch.where(turned, (t * angle).sin() / sine, t)
+    return torch.cat([first, second])
+
+
+def unconstrain(masks: Tensor, constraint: str) -> Tensor:
+    """What `constrain` makes such masks of; those that break the constraint are first moved to where it holds.
+
+    Raises:
+        ValueError: Masks that only an infinite value gives, or not two of them for ``"spherical"``.
+
+    >>> constrain(unconstrain(torch.tensor([0.9, 0.1]), "sigmoid"), "sigmoid")
+    tensor([0.9000, 0.1000])
+    """
+    if constraint == "sum_to_one":
+        return (masks - (masks.sum(0, keepdim=True) - 1) / masks.shape[0])[1:]
+    if constraint == "spherical":
+        if len(masks) != 2:
+            raise ValueError(f"MaskConfig: constraint 'spherical' is between 2 components, here are {len(masks)}")
+        masks = masks[1:] / masks.sum(0, keepdim=True)
+    if constraint == "cosine":
+        return (1 - 2 * masks.clamp(0, 1)).acos() / math.pi
+    if constraint in ("sigmoid", "spherical", "tanh"):
+        low = -1.0 if constraint == "tanh" else 0.0
+        if not bool(((masks > low) & (masks < 1)).all()):
+            raise ValueError(
+                f"MaskConfig: masks begin between {float(masks.min()):g} and {float(masks.max()):g}; constraint "
+                f"{constraint!r} needed values inside {low:g} and 1, which it never reaches"
+            )
+        return masks.atanh() if constraint == "tanh" else masks.logit()
+    return masks
+
+
+def angle_between(weights: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """The angle between two weights, over all that share a mask value; over the whole of a vector.
+
+    >>> angle_between([torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])], (1, 1))
+    tensor([[1.5708]])
+    """
+    one, other = (w.double() for w in weights)
+    dims = [i for i, n in enumerate(shape) if n == 1 or one.dim() < 2]
+    cosine = (one * other).sum(dims, keepdim=True) / (
+        one.square().sum(dims, keepdim=True) * other.square().sum(dims, keepdim=True)
+    ).sqrt().clamp_min(1e-30)
+    return cosine.clamp(-1, 1).acos().float()
 
 
 def mask_shape(shape: Sequence[int], granularity: str, transposed: bool = False) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -58,7 +59,8 @@ class MaskCollator:
     task share a row, one row a task, ``position_ids`` begin anew at each example, and ``task`` is (rows, L); it is
     for decoders, which transformers keeps from looking across examples by their positions.
 
-    The first label of an example is set to -100, since nothing predicts it. Labels default to the tokens.
+    The first label of an example is set to -100, since nothing predicts it. Labels default to the tokens. Examples
+    without a task (then all are) are for coefficients that ask for none, as ``"evidence"``.
 
     Examples that a tokenizer padded are cut to their ``attention_mask``. ``token_type_ids`` are carried along.
 
@@ -84,12 +86,20 @@ class MaskCollator:
         """A batch.
 
         Raises:
-            ValueError: An example without a task that is a whole number, or whose labels are not as long as its tokens.
+            ValueError: No example; a task that is no whole number, or that only some have; labels that are not as long
+                as the tokens.
         """
+        if not features:
+            raise ValueError("MaskCollator: no example came; needed one or more")
         examples = [self._example(f) for f in features]
-        if self.pack:
+        tasks = sum("task" in e for e in examples)
+        if tasks not in (0, len(examples)):
+            raise ValueError(f"MaskCollator: {tasks} of {len(examples)} examples have a task; needed all, or none")
+        if self.pack and tasks:
             examples.sort(key=lambda e: e["task"])  # a stable sort: rows keep the order of the batch
             rows = [[e for e in examples if e["task"] == k] for k in sorted({e["task"] for e in examples})]
+        elif self.pack:
+            rows = [examples]
         else:
             rows = [[e] for e in examples]
         length = max(sum(len(e["input_ids"]) for e in row) for row in rows)
@@ -104,11 +114,11 @@ class MaskCollator:
         batch = {"input_ids": fill("input_ids", self.pad_token_id), "labels": fill("labels", -100)}
         if self.pack:
             batch["position_ids"] = fill("position_ids", 0)
-            own = torch.tensor([row[0]["task"] for row in rows])
-            batch["task"] = own[:, None].expand(-1, length).contiguous()
         else:
             batch["attention_mask"] = fill("attention_mask", 0)
-            batch["task"] = torch.tensor([e["task"] for e in examples])
+        if tasks:
+            own = torch.tensor([row[0]["task"] for row in rows])
+            batch["task"] = own[:, None].expand(-1, length).contiguous() if self.pack else own
         if "token_type_ids" in examples[0]:
             batch["token_type_ids"] = fill("token_type_ids", 0)
         if "label" in examples[0]:  # a classifier's, one an example
@@ -125,13 +135,10 @@ class MaskCollator:
             return torch.as_tensor(values)[kept][: self.max_length]
 
         ids = own(given_ids)
-        task = feature.get("task")
-        if not isinstance(task, int) or isinstance(task, bool) or task < 0:
-            raise ValueError(
-                f"MaskCollator: an example's task is {task!r}, needed a component's index; see TaskMixture"
-            )
         given = feature.get("labels", feature.get("label"))
-        made = {"input_ids": ids, "task": task, "attention_mask": torch.ones_like(ids)}
+        made: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if feature.get("task") is not None:
+            made["task"] = _component(feature["task"])
         made["position_ids"] = torch.arange(len(ids))
         if given is not None and torch.as_tensor(given).dim() == 0:
             made |= {"label": int(given), "labels": torch.full_like(ids, -100)}
@@ -145,6 +152,17 @@ class MaskCollator:
         if "teacher_hidden" in feature:
             made["teacher_hidden"] = feature["teacher_hidden"]
         return made
+
+
+def _component(task: Any) -> int:
+    """A task as a component's index, whatever kind of whole number it is."""
+    try:
+        index = -1 if isinstance(task, bool) else operator.index(task)
+    except (TypeError, ValueError):
+        index = -1
+    if index < 0:
+        raise ValueError(f"MaskCollator: an example's task is {task!r}, needed a component's index; see TaskMixture")
+    return index
 
 
 _SHARD = 512  # examples in a file
@@ -261,8 +279,12 @@ def cache_teachers(
 
 def _hidden(merger: Merger, batch: dict[str, Tensor], by_task: bool) -> list[Tensor]:
     """For each example (positions, 1 or K, H), on the CPU."""
-    task, labels = batch.pop("task"), batch.pop("labels")
-    if int(task.max()) >= merger.count:
+    labels, task = batch.pop("labels"), batch.pop("task", None)
+    if task is None and by_task:
+        raise ValueError("cache_teachers: the examples have no task, but coefficients 'task' keep each one's teacher")
+    if task is None:
+        task = torch.zeros(len(labels), dtype=torch.long, device=labels.device)
+    if by_task and int(task.max()) >= merger.count:
         raise ValueError(f"cache_teachers: an example's task is {int(task.max())}, needed 0 to {merger.count - 1}")
     where, _ = positions(merger, batch["input_ids"], labels, batch.get("attention_mask"))
     states = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from model_components._modes import evaluating
 
-from .config import KLConfig
-from .losses import masked_kl
+from ._eager.divergence import evidence, label_log_probs
+from ._eager.logits import Heads
+from .config import EVIDENCE, MIXTURES, KLConfig
+from .layers import MaskedLayer
+from .losses import mask_penalty, masked_kl
 from .model import MaskedModel
-from .penalties import mask_penalty
 
 
 def distill(
@@ -44,21 +46,26 @@ def distill(
         A scalar. A batch without a supervised position gives zero with a graph, and a warning.
 
     Raises:
-        ValueError: A task that is no component; none where ``kl`` needs it; a cache that does not fit.
+        ValueError: An empty batch; labels or tasks that do not fit it; a task that is no component; none where ``kl``
+            needs it; a cache that does not fit.
     """
+    ids = _main_input(inputs)
     _refuse_leaks(merger, inputs)
-    first = next(v for v in inputs.values() if isinstance(v, Tensor))
-    where, targets = positions(merger, first, labels, inputs.get("attention_mask"))
+    where, targets = positions(merger, ids, labels, inputs.get("attention_mask"))
     places = where.nonzero(as_tuple=True)
     count = places[0].numel()
     if count == 0:  # shown once, as warnings are
         warnings.warn("Merger.distill: a batch has no supervised position; its loss is 0", stacklevel=2)
+    answers = None if targets is None else targets[places]
     head = merger.output_head()
     shares = _shares(merger, kl, task, where, places)
     if teacher_hidden is None:
         teachers = _run_teachers(merger, shares, places, head is not None, inputs)
     else:
         teachers = _cached(merger, kl, count, teacher_hidden)
+    if kl.coefficients in EVIDENCE and shares is None:
+        examples = _examples(ids, inputs.get("position_ids"))[places] if ids.dim() > 1 else places[0]
+        shares = _evidence(teachers, head, answers, examples, prefix=kl.coefficients == "prefix_evidence")
     student = _outputs(merger, head is not None, inputs)[places]
     options: dict[str, Any] = {}
     if head is not None:
@@ -68,12 +75,12 @@ def distill(
     loss = masked_kl(
         student,
         teachers,
-        coefficients=shares,
+        coefficients=kl.coefficients if shares is None else shares,
         confidence_temperature=kl.confidence_temperature,
         temperature=kl.temperature,
         direction=kl.direction,
-        labels=targets[places] if targets is not None and kl.cross_entropy else None,
-        cross_entropy=kl.cross_entropy if targets is not None else 0.0,
+        labels=answers if kl.cross_entropy else None,
+        cross_entropy=kl.cross_entropy if answers is not None else 0.0,
         normalizer=normalizer,
         **options,
     )
@@ -81,6 +88,17 @@ def distill(
         part = 1.0 if normalizer is None else count / normalizer  # this batch's share of the step
         loss = loss + part * mask_penalty(list(merger.effective_masks().values()), kl)
     return loss
+
+
+def _main_input(inputs: Mapping[str, Any]) -> Tensor:
+    """Token ids, or the first tensor of a model that has none."""
+    given = [v for v in (inputs.get("input_ids"), *inputs.values()) if isinstance(v, Tensor)]
+    if not given or not given[0].numel():
+        came = {name: list(v.shape) if isinstance(v, Tensor) else type(v).__name__ for name, v in inputs.items()}
+        raise ValueError(
+            f"Merger.distill: the batch holds {came or 'no inputs'}; needed input_ids of (B, L), neither 0"
+        )
+    return given[0]
 
 
 def positions(
@@ -96,6 +114,11 @@ def positions(
         return torch.ones(ids.shape[:1], dtype=torch.bool, device=ids.device), None
     if labels is None:  # an encoder's every token
         return torch.ones_like(ids, dtype=torch.bool) if attention is None else attention.bool(), None
+    if labels.shape != ids.shape[: labels.dim()] or not labels.dim() or labels.is_floating_point():
+        raise ValueError(
+            f"Merger.distill: labels are {list(labels.shape)} {labels.dtype}, the batch's tokens {list(ids.shape)}; "
+            "needed a whole number for each"
+        )
     if labels.dim() > 1 and causal:
         shifted = torch.full_like(labels, -100)
         shifted[:, :-1] = labels[:, 1:]
@@ -119,9 +142,11 @@ def _refuse_leaks(merger: MaskedModel, inputs: Mapping[str, Any]) -> None:
 def _shares(
     merger: MaskedModel, kl: KLConfig, task: Tensor | None, where: Tensor, places: tuple[Tensor, ...]
 ) -> Tensor | None:
-    """The teachers' coefficients (N, K); None: by confidence."""
+    """The teachers' coefficients (N, K); None: what teachers find says them."""
     count = merger.count
-    if kl.coefficients == "confidence":
+    if kl.direction == "entropy":  # no teacher runs
+        return torch.zeros(places[0].numel(), count, device=where.device)
+    if kl.coefficients in (*MIXTURES, *EVIDENCE):
         return None
     if kl.coefficients != "task":
         shares = kl.shares or (1.0,) * count
@@ -131,11 +156,45 @@ def _shares(
         return fixed.expand(places[0].numel(), -1)
     if task is None:
         raise ValueError("Merger.distill: coefficients 'task' need a task for each example; none came")
+    if task.is_floating_point() or task.dtype == torch.bool or task.shape not in (where.shape[:1], where.shape):
+        raise ValueError(
+            f"Merger.distill: task is {list(task.shape)} {task.dtype}; needed whole numbers of shape "
+            f"{list(where.shape[:1])} or {list(where.shape)}"
+        )
     if task.numel() and not (int(task.min()) >= 0 and int(task.max()) < count):
         span = f"{int(task.min())} to {int(task.max())}"
         raise ValueError(f"Merger.distill: task labels span {span}, needed 0 to {count - 1}")
     own = task.view(-1, *[1] * (where.dim() - 1)).expand(where.shape) if task.dim() == 1 else task
-    return nn.functional.one_hot(own[places], count).float()
+    return nn.functional.one_hot(own[places].long(), count).float()
+
+
+def _examples(ids: Tensor, places: Tensor | None) -> Tensor:  # (B, L)
+    """The number of the example that each token is of: rows, or what packed rows hold."""
+    starts = torch.zeros_like(ids)
+    starts[:, 0] = 1
+    if places is not None:
+        starts[:, 1:] = places[:, 1:] <= places[:, :-1]
+    return (starts.flatten().cumsum(0) - 1).view_as(ids)
+
+
+@torch.no_grad()
+def _evidence(
+    teachers: Sequence[Tensor | None],
+    head: MaskedLayer | None,
+    answers: Tensor | None,
+    examples: Tensor,
+    *,
+    prefix: bool,
+) -> Tensor:  # (N, K)
+    """How probable each teacher finds an example, as shares; by its tokens before each position with ``prefix``."""
+    if answers is None:
+        raise ValueError("Merger.distill: coefficients by evidence need labels, and this model's inputs are none")
+    heads = Heads(None, None, [None] * len(teachers))
+    if head is not None:
+        biases = [None] * len(teachers) if head.bias is None else head.frozen("bias")
+        heads = Heads(head.frozen("weight"), None, biases)
+    log_probs = [label_log_probs(t, heads, k, answers) for k, t in enumerate(teachers) if t is not None]
+    return evidence(torch.stack(log_probs, 1), examples, prefix=prefix)
 
 
 def _outputs(merger: MaskedModel, hidden: bool, inputs: Mapping[str, Any]) -> Tensor:

@@ -1,150 +1,81 @@
-"""`masked_linear` and `masked_embedding`: layers whose weights are sums of masked frozen weights.
-
-Neither keeps a blended weight until backward. With dW = Gᵀ X the masks' gradient is reduce(dW * W_k); backward builds W
-and dW by blocks of input columns, so that of one layer's two matrices none is ever whole there.
+"""`blend`, `masked_linear` and `masked_embedding`: each checks, chooses a path and calls it.
 
 Letters: K components, O out_features, I in_features, V vocabulary, H hidden size, *B any leading shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import reference
-from .blending import blend_any, check, part_of, pieces, reduce_any, uses_fused, work_dtype
+from ._eager.blend import Blend
+from ._eager.linear import AccurateLinear, EfficientLinear, Embedding
 
-_COLUMNS = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of a weight that a step of backward builds,
-_NARROWEST = 128  # and at least so many columns, or products lose their speed
+IMPLS = ("reference", "eager", "fused", "auto")
 FEW_TOKENS = 16
 FEW_TOKENS_TRAINING = 128
 """``mode="auto"`` is efficient up to so many tokens, without and with gradients (docs/performance.md)."""
 
 
-def _column_blocks(weights: Sequence[Tensor], transposed: bool) -> Iterator[slice]:
-    """Ranges of input columns (rows of a transposed weight): each is a complete part of dX, so nothing is summed."""
-    out_features, in_features = weights[0].shape if not transposed else weights[0].shape[::-1]
-    budget = _COLUMNS.get(weights[0].device.type, 1 << 24)
-    return pieces(in_features, max(_NARROWEST, budget // max(1, out_features)))
+def _check_weights(operation: str, weights: Sequence[Tensor], impl: str) -> None:
+    """Refuse weights that are not one kind, or not frozen."""
+    if impl not in IMPLS:
+        raise ValueError(f"{operation}: impl is {impl!r}, needed one of {', '.join(IMPLS)}")
+    shapes, dtypes = {tuple(w.shape) for w in weights}, {w.dtype for w in weights}
+    if len(shapes) != 1 or len(dtypes) != 1:
+        raise ValueError(f"{operation}: weights have shapes {sorted(shapes)} and dtypes {dtypes}, needed one of each")
+    if any(w.requires_grad for w in weights):
+        raise ValueError(f"{operation}: a component's weight requires grad; only masks are trained, needed frozen ones")
 
 
-class _AccurateLinear(torch.autograd.Function):
-    """Saves x and the masks. One product forward and two backward, for any number of components.
+def _check_masks(operation: str, weights: Sequence[Tensor], masks: Tensor) -> None:
+    """Refuse masks that do not lie over the weights."""
+    shape = tuple(weights[0].shape)
+    fits = masks.dim() == len(shape) + 1 and all(m in (1, n) for m, n in zip(masks.shape[1:], shape, strict=True))
+    if not fits or masks.shape[0] != len(weights):
+        raise ValueError(
+            f"{operation}: masks have shape {list(masks.shape)}, but {len(weights)} weights of shape {list(shape)} "
+            f"need ({len(weights)}, then {len(shape)} sizes that are 1 or the weight's)"
+        )
 
-    The merged weight is built for the product and dropped, and built again in backward by blocks of input columns.
+
+def _uses_fused(impl: str, weights: Sequence[Tensor], operation: str) -> bool:
+    """Whether the Triton path runs; an explicit choice that cannot run raises."""
+    if impl != "fused":  # "auto" is eager until a row measured on a GPU says that the kernels are faster there
+        return False
+    from . import _triton
+
+    reason = _triton.unsupported(list(weights))
+    if reason is not None:
+        raise ValueError(f"{operation}: impl 'fused' cannot run: {reason}")
+    return True
+
+
+def blend(weights: Sequence[Tensor], masks: Tensor, *, impl: str = "auto") -> Tensor:
+    """The merged weight Σ_k masks[k] * weights[k], summed in float32, rounded once. Differentiable in the masks.
+
+    Keeps nothing for backward but references to the frozen weights.
+
+    Args:
+        weights: K frozen tensors of one shape and dtype.
+        masks: (K, then sizes that broadcast over a weight).
+        impl: ``"reference"``, ``"eager"``, ``"fused"`` (Triton) or ``"auto"``: eager.
+
+    Raises:
+        ValueError: Shapes or dtypes that do not fit, a weight that requires grad, fused where it cannot run.
+
+    >>> blend([torch.ones(2, 2), torch.zeros(2, 2)], torch.tensor([[[0.25, 1.0]], [[0.5, 0.5]]]))
+    tensor([[0.2500, 1.0000],
+            [0.2500, 1.0000]])
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, masks: Tensor, bias: Tensor | None, transposed: bool, fused: bool, *weights: Tensor
-    ) -> Tensor:
-        ctx.weights, ctx.transposed, ctx.fused = weights, transposed, fused
-        ctx.save_for_backward(x, masks)
-        weight = blend_any(weights, masks, fused).to(x.dtype)
-        return linear(x, weight, bias, transposed)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
-        x, masks = ctx.saved_tensors
-        need_x, need_masks, need_bias = ctx.needs_input_grad[:3]
-        g, flat = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        dx = torch.empty_like(flat, memory_format=torch.contiguous_format) if need_x else None
-        dm = torch.zeros(masks.shape, dtype=work_dtype(masks.dtype), device=masks.device) if need_masks else None
-        dim = 0 if ctx.transposed else 1  # of a weight, where input columns are
-        for columns in _column_blocks(ctx.weights, ctx.transposed):
-            index = (slice(None),) * dim + (columns,)
-            parts = [w[index] for w in ctx.weights]
-            if dx is not None:
-                weight = blend_any(parts, part_of(masks, columns, dim + 1), ctx.fused).to(g.dtype)
-                dx[:, columns] = g @ (weight.T if ctx.transposed else weight)
-            if dm is not None:
-                dw = flat[:, columns].T @ g if ctx.transposed else g.T @ flat[:, columns]
-                part = part_of(dm, columns, dim + 1)
-                part += reduce_any(dw, parts, part.shape, ctx.fused)
-        return (
-            None if dx is None else dx.view_as(x),
-            None if dm is None else dm.to(masks.dtype),
-            g.sum(0) if need_bias else None,
-            None,
-            None,
-            *[None] * len(ctx.weights),
-        )
-
-
-class _EfficientLinear(torch.autograd.Function):
-    """Saves x and the masks. K products forward and K backward (2 K for output masks); no weight is ever built."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, masks: Tensor, bias: Tensor | None, transposed: bool, fused: bool, *weights: Tensor
-    ) -> Tensor:
-        ctx.weights, ctx.transposed = weights, transposed
-        ctx.save_for_backward(x, masks)
-        flat = x.reshape(-1, x.shape[-1])
-        total: Tensor | None = None
-        for weight, mask, output in _matrices(weights, masks, transposed, x.dtype):
-            if output:
-                term = torch.mm(flat, weight.T) * mask.to(x.dtype)
-                total = term if total is None else total.add_(term)
-            elif total is None:
-                total = torch.mm(flat * mask.to(x.dtype), weight.T)
-            else:
-                total.addmm_(flat * mask.to(x.dtype), weight.T)
-        assert total is not None
-        if bias is not None:
-            total += bias
-        return total.view(*x.shape[:-1], total.shape[-1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
-        x, masks = ctx.saved_tensors
-        need_x, need_masks, need_bias = ctx.needs_input_grad[:3]
-        g, flat = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        work = work_dtype(masks.dtype)
-        dx = torch.zeros(flat.shape, dtype=work_dtype(x.dtype), device=x.device) if need_x else None
-        made: list[Tensor] = []
-        for weight, mask, output in _matrices(ctx.weights, masks, ctx.transposed, x.dtype):
-            product = torch.mm(g * mask.to(g.dtype) if output else g, weight)
-            if dx is not None:
-                dx += product if output else product * mask
-            if need_masks:
-                pair = (g, torch.mm(flat, weight.T)) if output else (flat, product)
-                column = (pair[0].to(work) * pair[1]).sum(0)
-                shape = masks.shape[1:]
-                made.append((column.sum() if max(shape) == 1 else column).view(shape))
-        return (
-            None if dx is None else dx.to(x.dtype).view_as(x),
-            torch.stack(made).to(masks.dtype) if need_masks else None,
-            g.sum(0) if need_bias else None,
-            None,
-            None,
-            *[None] * len(ctx.weights),
-        )
-
-
-def _matrices(
-    weights: Sequence[Tensor], masks: Tensor, transposed: bool, dtype: torch.dtype
-) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Each weight as (O, I) in ``dtype`` (autocast's), its mask as a row, and whether that row masks outputs."""
-    for weight, mask in zip(weights, masks, strict=True):
-        matrix, m = (weight.T, mask.T) if transposed else (weight, mask)
-        yield matrix.to(dtype), m.reshape(1, -1), m.shape[0] > 1
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """The stock layers' own products, `nn.Linear`'s and transformers' `Conv1D`'s, so that bits agree with theirs."""
-    if not transposed:
-        return F.linear(x, weight, bias)
-    flat = x.reshape(-1, x.shape[-1])
-    made = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
-    return made.view(*x.shape[:-1], weight.shape[1])
+    _check_weights("blend", weights, impl)
+    _check_masks("blend", weights, masks)
+    if impl == "reference":
+        return reference.blend(weights, masks).to(weights[0].dtype)
+    return Blend.apply(masks, _uses_fused(impl, weights, "blend"), *weights)
 
 
 def masked_linear(
@@ -153,6 +84,7 @@ def masked_linear(
     masks: Tensor,  # (K, broadcasts over a weight)
     bias: Tensor | None = None,  # (O,)
     *,
+    rule: Callable[[Tensor], Tensor] | None = None,
     mode: str = "accurate",
     transposed: bool = False,
     impl: str = "auto",
@@ -167,6 +99,8 @@ def masked_linear(
         masks: (K, 1, 1) scalar, (K, 1, I) input, (K, O, 1) output or (K, O, I) element masks; the last two sizes
             swapped when ``transposed``.
         bias: The merged bias, (O,).
+        rule: Makes the masks that act of ``masks``, as a constraint does; it runs again in backward, so that nothing it
+            gives is kept.
         mode: ``"accurate"``, ``"efficient"`` (``Σ (m_k x) @ W_k.T``) or ``"auto"``: efficient up to
             `FEW_TOKENS` (`FEW_TOKENS_TRAINING` with gradients), where it is the faster one.
         transposed: Weights are stored (I, O), as GPT-2's `Conv1D` does.
@@ -183,21 +117,19 @@ def masked_linear(
     >>> masked_linear(torch.tensor([[1.0, 3.0]]), weights, torch.tensor([[[1.0, 0.5]], [[0.0, 0.25]]]))
     tensor([[1., 3.]])
     """
-    check("masked_linear", weights, masks, impl)
-    if masks.dim() != 3:
+    _check_weights("masked_linear", weights, impl)
+    if weights[0].dim() != 2:
         raise ValueError(f"masked_linear: weights have shape {list(weights[0].shape)}, needed matrices")
     in_features = weights[0].shape[0 if transposed else 1]
     if not x.dim() or x.shape[-1] != in_features:
         raise ValueError(f"masked_linear: last dim of x {list(x.shape)} must be {in_features}, the weights' input")
-    element = masks.shape[1] > 1 and masks.shape[2] > 1
-    training = torch.is_grad_enabled() and (x.requires_grad or masks.requires_grad)
-    few = x.numel() <= (FEW_TOKENS_TRAINING if training else FEW_TOKENS) * in_features
-    if mode == "auto":
-        mode = "efficient" if few and not element else "accurate"
-    if mode not in ("accurate", "efficient"):
-        raise ValueError(f"masked_linear: mode is {mode!r}, needed accurate, efficient or auto")
-    if mode == "efficient" and element:
-        raise ValueError("masked_linear: mode 'efficient' cannot do element masks; needed mode 'accurate'")
+    if rule is None:
+        _check_masks("masked_linear", weights, masks)
+    mode = _linear_mode(mode, x, masks, in_features)
+    if mode == "efficient" and impl == "fused":
+        raise ValueError("masked_linear: impl 'fused' has no path for mode 'efficient', which blends nothing")
+    if rule is not None and (mode == "efficient" or impl == "reference"):
+        masks, rule = rule(masks), None
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
@@ -206,38 +138,26 @@ def masked_linear(
     if bias is not None:
         bias = bias.to(x.dtype)
     if impl == "reference":
-        made = reference.masked_linear(x, weights, masks, bias, mode=mode, transposed=transposed)
-        return made.to(x.dtype)
-    if mode == "efficient" and impl == "fused":
-        raise ValueError("masked_linear: impl 'fused' has no path for mode 'efficient', which blends nothing")
-    function = _AccurateLinear if mode == "accurate" else _EfficientLinear
-    fused = mode == "accurate" and uses_fused(impl, weights, "masked_linear")
+        return reference.masked_linear(x, weights, masks, bias, mode=mode, transposed=transposed).to(x.dtype)
     with torch.autocast(device, enabled=False):
-        return function.apply(x, masks, bias, transposed, fused, *weights)
+        if mode == "efficient":
+            return EfficientLinear.apply(x, masks, bias, transposed, *weights)
+        fused = _uses_fused(impl, weights, "masked_linear")
+        return AccurateLinear.apply(x, masks, bias, rule, transposed, fused, *weights)
 
 
-class _Embedding(torch.autograd.Function):
-    """Gathers rows, then blends them: never (V, H). Saves the ids and the masks, and gathers again in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, masks: Tensor, ids: Tensor, fused: bool, *weights: Tensor) -> Tensor:
-        ctx.weights, ctx.fused = weights, fused
-        ctx.save_for_backward(masks, ids)
-        flat = ids.reshape(-1)
-        parts = masks[:, flat] if masks.shape[1] > 1 else masks
-        return blend_any([w[flat] for w in weights], parts, fused).view(*ids.shape, weights[0].shape[1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
-        masks, ids = ctx.saved_tensors
-        flat, g = ids.reshape(-1), grad.reshape(-1, grad.shape[-1])
-        rows = masks.shape[1] > 1
-        shape = (masks.shape[0], flat.numel() if rows else 1, masks.shape[2])
-        made = reduce_any(g, [w[flat] for w in ctx.weights], shape, ctx.fused)
-        if rows:
-            made = torch.zeros(masks.shape, dtype=made.dtype, device=made.device).index_add_(1, flat, made)
-        return made.to(masks.dtype), None, None, *[None] * len(ctx.weights)
+def _linear_mode(mode: str, x: Tensor, masks: Tensor, in_features: int) -> str:
+    """Accurate or efficient, of what was asked for."""
+    element = masks.shape[1] > 1 and masks.shape[2] > 1
+    if mode == "auto":
+        training = torch.is_grad_enabled() and (x.requires_grad or masks.requires_grad)
+        few = x.numel() <= (FEW_TOKENS_TRAINING if training else FEW_TOKENS) * in_features
+        return "efficient" if few and not element else "accurate"
+    if mode not in ("accurate", "efficient"):
+        raise ValueError(f"masked_linear: mode is {mode!r}, needed accurate, efficient or auto")
+    if mode == "efficient" and element:
+        raise ValueError("masked_linear: mode 'efficient' cannot do element masks; needed mode 'accurate'")
+    return mode
 
 
 def masked_embedding(
@@ -266,11 +186,12 @@ def masked_embedding(
     tensor([[0.5000, 0.2500],
             [0.5000, 0.2500]])
     """
-    check("masked_embedding", weights, masks, impl)
+    _check_weights("masked_embedding", weights, impl)
+    _check_masks("masked_embedding", weights, masks)
     if ids.is_floating_point() or masks.dim() != 3:
         raise ValueError(
             f"masked_embedding: ids are {ids.dtype} and tables {list(weights[0].shape)}; needed integers and matrices"
         )
     if impl == "reference":
         return reference.masked_embedding(ids, weights, masks).to(weights[0].dtype)
-    return _Embedding.apply(masks, ids, uses_fused(impl, weights, "masked_embedding"), *weights)
+    return Embedding.apply(masks, ids, _uses_fused(impl, weights, "masked_embedding"), *weights)

@@ -6,19 +6,22 @@ A masked layer keeps the components' own layers as ``components`` and one mask t
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from .blending import blend, blend_eager
+from ._eager.blend import blend_eager
+from ._eager.linear import linear
 from .config import MaskConfig
-from .constraints import constrain, initial_masks, mask_shape
-from .functional import linear, masked_embedding, masked_linear
+from .constraints import angle_between, constrain, initial_masks, mask_shape, unconstrain
+from .functional import blend, masked_embedding, masked_linear
+
+_WORTH_REPEATING = 1 << 16  # elements of a parameter; smaller ones are kept by autograd
 
 
 @dataclass
@@ -39,6 +42,7 @@ class MaskedLayer(nn.Module):
         selection: Shared with other layers; default: one of its own.
         masks: Ready mask parameters by parameter name (tied weights); others are made.
         initial: Initial value by parameter name, where it is not the config's.
+        trained: Whether masks are trained, or keep their initial value.
         generator: What random masks are drawn from; default: one of the config's seed.
 
     Raises:
@@ -56,6 +60,7 @@ class MaskedLayer(nn.Module):
         selection: Selection | None = None,
         masks: Mapping[str, nn.Parameter] | None = None,
         initial: Callable[[str], float | str | Sequence[float]] | None = None,
+        trained: bool = True,
         generator: torch.Generator | None = None,
     ):
         super().__init__()
@@ -83,8 +88,12 @@ class MaskedLayer(nn.Module):
                 continue
             value = initial(name) if initial else self.config.initial
             shape = mask_shape(first.shape, self.config.granularity, self.transposed)
-            made = initial_masks(len(components), shape, value, generator)
-            self.masks[name] = nn.Parameter(made.to(first.device))
+            begun = unconstrain(initial_masks(len(components), shape, value, generator), self.config.constraint)
+            self.masks[name] = nn.Parameter(begun.to(first.device), requires_grad=trained)
+        if self.config.constraint == "spherical":
+            for name, mask in self.masks.items():
+                angle = angle_between(self.frozen(name), mask.shape[1:])
+                self.register_buffer(f"{name}_angle", angle, persistent=False)
 
     def frozen(self, name: str) -> list[Tensor]:
         """The components' parameters of that name."""
@@ -92,7 +101,12 @@ class MaskedLayer(nn.Module):
 
     def mask(self, name: str) -> Tensor:
         """The constrained mask over a parameter, (K, broadcasts over it)."""
-        return constrain(self.masks[name], self.config.constraint)
+        return self._rule(name)(self.masks[name])
+
+    def _rule(self, name: str) -> Callable[[Tensor], Tensor]:
+        """From what is trained to the masks that act."""
+        angle = self._buffers.get(f"{name}_angle")
+        return lambda raw: constrain(raw, self.config.constraint, angle=angle)
 
     def merged(self, name: str) -> Tensor:
         """The merged parameter, differentiable in its mask."""
@@ -132,9 +146,14 @@ class MaskedLayer(nn.Module):
     def _versions(self) -> list[int]:
         return [mask._version for mask in self.masks.values()]
 
+    @property
+    def is_folded(self) -> bool:
+        """Whether merged parameters are kept, and are those of the masks."""
+        return self.folded is not None and self._folded_at == self._versions()
+
     def _fold(self) -> dict[str, Tensor] | None:
         """The folded parameters, as long as they are those of the masks."""
-        if self.folded is not None and self._folded_at != self._versions():
+        if not self.is_folded:
             self.folded = None
         return None if self.training else self.folded
 
@@ -154,9 +173,14 @@ class MaskedLayer(nn.Module):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The merged layer's arithmetic: the stock forward on blended parameters."""
-        parameters = {name: self.merged(name) for name in self.masks}
-        with _rebuilt(parameters, self):
-            return self.stock(parameters, *args, **kwargs)
+
+        def blended() -> Any:
+            return self.stock({name: self.merged(name) for name in self.masks}, *args, **kwargs)
+
+        large = any(p.numel() >= _WORTH_REPEATING for p in self.components[0].parameters(recurse=False))
+        if large and torch.is_grad_enabled():  # run again in backward, so that no blended parameter is kept until then
+            return checkpoint(blended, use_reentrant=False)
+        return blended()
 
     def stock(self, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         """The first component's own forward, with these in the place of its parameters."""
@@ -174,54 +198,6 @@ class MaskedLayer(nn.Module):
         return f"{self.config.granularity} masks: {shapes}"
 
 
-_WORTH_REBUILDING = 1 << 16  # elements; smaller parameters are kept by autograd as they are
-
-
-@contextlib.contextmanager
-def _rebuilt(parameters: Mapping[str, Tensor], layer: MaskedLayer) -> Iterator[None]:
-    """Whatever autograd would save of a large blended parameter is blended again in backward instead.
-
-    A part of a stack (one expert) is rebuilt alone; any other view is cut from the whole.
-    """
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        yield  # gradient checkpointing, or offloading, has hooks of its own; ours would take their place
-        return
-    # what describes them, and not they: hooks live as long as the graph
-    large = {
-        p.untyped_storage().data_ptr(): (n, tuple(p.shape), p.stride(0))
-        for n, p in parameters.items()
-        if p.numel() >= _WORTH_REBUILDING and p.dim()
-    }
-    if not large or not torch.is_grad_enabled():
-        yield
-        return
-
-    def pack(saved: Tensor) -> Any:
-        if not isinstance(saved, Tensor) or saved.untyped_storage().data_ptr() not in large:
-            return saved
-        return *large[saved.untyped_storage().data_ptr()], saved.size(), saved.stride(), saved.storage_offset()
-
-    def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        name, shape, step, size, stride, offset = packed
-        masks, weights = layer.mask(name), layer.frozen(name)
-        if len(shape) > 2:  # within one member of the stack?
-            first = offset // step
-            last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-            if last // step == first:
-                part = masks[:, first : first + 1] if masks.shape[1] > 1 else masks
-                weights, masks, offset = [w[first : first + 1] for w in weights], part, offset - first * step
-        return blend_eager(weights, masks).as_strided(size, stride, offset)
-
-    def unpack_without_grad(packed: Any) -> Tensor:
-        with torch.no_grad():
-            return unpack(packed)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack_without_grad):
-        yield
-
-
 class AccurateMaskedLinear(MaskedLayer):
     """K frozen `nn.Linear` (or transformers' `Conv1D`) and masks: ``x @ (Σ m_k W_k).T + Σ m_k b_k``.
 
@@ -236,9 +212,11 @@ class AccurateMaskedLinear(MaskedLayer):
 
     def run(self, x: Tensor) -> Tensor:
         """`masked_linear` in the layer's mode."""
-        weights, masks = self.frozen("weight"), self.mask("weight")
+        weights, masks, rule = self.frozen("weight"), self.masks["weight"], None
+        if self.config.constraint != "none":
+            rule = self._rule("weight")
         bias = self.merged("bias") if "bias" in self.masks else None
-        return masked_linear(x, weights, masks, bias, mode=self.mode, transposed=self.transposed)
+        return masked_linear(x, weights, masks, bias, rule=rule, mode=self.mode, transposed=self.transposed)
 
     def stock(self, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         """The stock layer's product."""

@@ -1,206 +1,20 @@
-"""`masked_kl`: distillation towards several teachers without a (positions, vocabulary) tensor.
-
-Positions are worked on in chunks. In a chunk the teachers' logits become one buffer of log target probabilities, the
-student's logits another, which then turns into the gradient. So the gradient is made in forward, and backward only
-scales it. The student's head is blended by blocks of the vocabulary, and so is the gradient of its masks: no second
-head exists either.
+"""What masks learn from: `masked_kl`, distillation towards the components, and `mask_penalty`, which checks them.
 
 Letters: N positions, H hidden size, V vocabulary, K components.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import reference
-from .blending import part_of, pieces, reduce_any, work_dtype
-from .config import DIRECTIONS
-from .logits import Heads, log_softmax_, logaddexp_, stretches, sum_of
-
-_SMALLEST, _SHARE, _LARGEST = 16, 16, 512  # positions in a chunk: a sixteenth of all, between these
-
-
-class _Work:
-    """What one call of `masked_kl` computes: the loss, and with ``gradients`` those of student, masks and bias."""
-
-    def __init__(
-        self,
-        student: Tensor,
-        teachers: Sequence[Tensor | None],
-        heads: Heads,
-        bias: Tensor | None,
-        coefficients: Tensor | None,
-        labels: Tensor | None,
-        normalizer: float | Tensor,
-        options: dict[str, Any],
-        gradients: tuple[bool, bool, bool],
-    ):
-        self.student, self.teachers, self.heads, self.bias = student, teachers, heads, bias
-        self.coefficients, self.labels, self.options = coefficients, labels, options
-        self.temperature, self.cross_entropy = options["temperature"], options["cross_entropy"]
-        self.normalizer = normalizer
-        work = self.work = work_dtype(student.dtype)
-        self.loss = torch.zeros((), dtype=torch.float64, device=student.device)  # of many small terms
-        # float32, and divided by the normalizer last: in float16 the quotient would vanish before a scaler sees it
-        self.d_student = torch.empty_like(student, dtype=work) if gradients[0] else None
-        masks = heads.masks if gradients[1] else None
-        self.d_masks = None if masks is None else torch.zeros_like(masks, dtype=work)
-        self.d_bias = torch.zeros_like(bias, dtype=work) if gradients[2] and bias is not None else None
-        self.wants_gradient = any(gradients)
-
-    def run(self) -> None:
-        """All chunks."""
-        positions = self.student.shape[0]
-        vocabulary = self.student.shape[1] if self.heads.heads is None else self.heads.heads[0].shape[0]
-        size = min(positions, max(_SMALLEST, min(_LARGEST, positions // _SHARE)))
-        buffers = [torch.empty(size, vocabulary, dtype=self.work, device=self.student.device) for _ in range(2)]
-        used = None if self.coefficients is None else (self.coefficients > 0).cumsum(0).tolist()  # looked at once
-        for chunk in pieces(positions, size):
-            target, logits = (b[: chunk.stop - chunk.start] for b in buffers)
-            counts = None if used is None else _between(used, chunk)
-            self.mix(chunk, counts, target, logits)
-            hidden = self.student[chunk]
-            self.heads.student(hidden, self.bias, logits)
-            for rows in stretches(logits):
-                labels = None if self.labels is None else self.labels[chunk][rows]
-                self.compare(target[rows], logits[rows], labels)
-            if self.wants_gradient:
-                self.give_back(chunk, hidden, logits)
-        for total in (self.loss, self.d_student, self.d_masks, self.d_bias):
-            if total is not None:
-                total /= self.normalizer
-
-    def mix(self, chunk: slice, counts: Sequence[int] | None, target: Tensor, scratch: Tensor) -> None:
-        """Fill ``target`` with the log of Σ_k c_k softmax(teacher_k / T); ``scratch`` holds one teacher at a time."""
-        shares = None if self.coefficients is None else self.coefficients[chunk]
-        sharpness = self.options["confidence_temperature"]
-        target.fill_(-math.inf)
-        total = torch.full((target.shape[0], 1), -math.inf, dtype=self.work, device=target.device)
-        for k, teacher in enumerate(self.teachers):
-            rows: Tensor | slice = slice(None)
-            if shares is not None:
-                assert counts is not None
-                if not counts[k]:
-                    continue
-                if counts[k] < shares.shape[0]:
-                    rows = (shares[:, k] > 0).nonzero()[:, 0]
-            assert teacher is not None
-            hidden = teacher[chunk][rows]
-            logs = self.heads.teacher(k, hidden, scratch[: hidden.shape[0]])
-            if self.temperature != 1:
-                logs /= self.temperature
-            entropy = log_softmax_(logs, entropy=shares is None)
-            if shares is not None:
-                logaddexp_(target, logs.add_(shares[rows, k, None].log()), rows)
-            elif sharpness:
-                weight = -entropy / sharpness
-                total = torch.logaddexp(total, weight)
-                logaddexp_(target, logs.add_(weight), rows)
-            else:  # the surest teacher so far
-                better = (-entropy > total)[:, 0].nonzero()[:, 0]
-                total = torch.maximum(total, -entropy)
-                for piece in stretches(target[: better.numel()]):
-                    target[better[piece]] = logs[better[piece]]
-        if shares is None and sharpness:
-            target -= total
-
-    def compare(self, target: Tensor, logits: Tensor, labels: Tensor | None) -> None:
-        """Add the rows' loss; turn their ``logits`` into its gradient."""
-        t = self.temperature
-        extra: Tensor | None = None
-        if self.cross_entropy and labels is not None:
-            own = torch.log_softmax(logits, -1)
-            chosen = own.gather(1, labels[:, None])
-            self.loss -= self.cross_entropy * chosen.sum(dtype=torch.float64)
-            if self.wants_gradient:
-                extra = own.exp_().mul_(self.cross_entropy)
-                extra.scatter_add_(1, labels[:, None], torch.full_like(chosen, -self.cross_entropy))
-        if t != 1:
-            logits /= t
-        log_softmax_(logits)
-        if self.options["direction"] == "forward":
-            p = target.exp()
-            # where the target is exactly 0 its log is -inf, and the term is 0
-            self.loss += t * t * sum_of(torch.where(p > 0, p * (target - logits), 0))
-            gradient = logits.exp_().sub_(p) if self.wants_gradient else None
-        elif self.options["direction"] == "reverse":
-            p = logits.exp()
-            difference = torch.where(p > 0, logits - target, 0)
-            rows = (p * difference).sum(-1, keepdim=True)
-            self.loss += t * t * rows.sum(dtype=torch.float64)
-            gradient = torch.mul(p, difference - rows, out=logits)
-        else:
-            p, q = logits.exp(), target.exp()
-            middle = torch.logaddexp(logits, target).sub_(math.log(2))
-            difference = logits - middle
-            rows = (p * difference).sum(-1, keepdim=True)
-            other = sum_of(torch.where(q > 0, q * (target - middle), 0))
-            self.loss += t * t * (rows.sum(dtype=torch.float64) + other) / 2
-            gradient = torch.mul(p, difference - rows, out=logits).div_(2)
-        if gradient is not None and self.wants_gradient:
-            gradient *= t
-            if extra is not None:
-                gradient += extra
-
-    def give_back(self, chunk: slice, hidden: Tensor, gradient: Tensor) -> None:
-        """From the gradient of a chunk's logits to those of hidden states, masks and bias."""
-        if self.d_bias is not None:
-            self.d_bias += gradient.sum(0)
-        if self.heads.heads is None:
-            if self.d_student is not None:
-                self.d_student[chunk] = gradient
-            return
-        total = torch.zeros(hidden.shape, dtype=self.work, device=hidden.device)
-        for rows, weight in self.heads.blocks():
-            g = gradient[:, rows].to(hidden.dtype)
-            if self.d_student is not None:
-                if self.work == hidden.dtype:
-                    total.addmm_(g, weight)
-                else:
-                    total += torch.mm(g, weight)
-            if self.d_masks is not None:
-                part = part_of(self.d_masks, rows, 1)
-                held = [h[rows] for h in self.heads.heads]
-                part += reduce_any(torch.mm(g.T, hidden), held, part.shape, False)
-        if self.d_student is not None:
-            self.d_student[chunk] = total
-
-
-def _between(cumulative: list[list[int]], chunk: slice) -> list[int]:
-    """How many positions of a chunk each teacher has a share in."""
-    before = cumulative[chunk.start - 1] if chunk.start else [0] * len(cumulative[0])
-    return [b - a for a, b in zip(before, cumulative[chunk.stop - 1], strict=True)]
-
-
-class _MaskedKL(torch.autograd.Function):
-    """Saves the gradients that forward made: (N, H), the head masks' and the bias's; backward scales them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, student: Tensor, masks: Tensor | None, bias: Tensor | None, arguments: dict[str, Any]
-    ) -> Tensor:
-        gradients = tuple(ctx.needs_input_grad[:3])
-        heads = Heads(arguments["heads"], masks, arguments["biases"])
-        work = _Work(
-            student, arguments["teachers"], heads, bias, arguments["coefficients"], arguments["labels"],
-            arguments["normalizer"], arguments["options"], gradients,
-        )  # fmt: skip
-        work.run()
-        ctx.save_for_backward(work.d_student, work.d_masks, work.d_bias)
-        ctx.dtypes = [None if t is None else t.dtype for t in (student, masks, bias)]
-        return work.loss.to(work.work)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
-        made = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(None if d is None else (d * grad).to(dtype) for d, dtype in made), None
+from ._eager.blend import work_dtype
+from ._eager.divergence import Distillation, Objective, check_labels
+from .config import DIRECTIONS, MIXTURES, KLConfig
 
 
 def masked_kl(
@@ -209,7 +23,7 @@ def masked_kl(
     heads: Sequence[Tensor] | None = None,  # K of (V, H)
     masks: Tensor | None = None,  # (K, broadcasts over a head)
     *,
-    coefficients: Tensor | None = None,  # (N, K) or (K,)
+    coefficients: Tensor | str = "confidence",  # (N, K) or (K,)
     confidence_temperature: float = 1.0,
     temperature: float = 1.0,
     direction: str = "forward",
@@ -233,11 +47,13 @@ def masked_kl(
             coefficients are all zero.
         heads: The components' frozen output heads, (V, H) each.
         masks: Masks of the head; None: the student's head is the first one, unmasked.
-        coefficients: Shares c of the teachers, rows that sum to one. None: by confidence: per position the softmax
-            over k of -entropy_k / ``confidence_temperature`` (0: the surest teacher alone).
-        confidence_temperature: See above.
-        temperature: T.
-        direction: ``"forward"`` D = KL(target, student); ``"reverse"``; ``"jensen_shannon"``.
+        coefficients: Shares c of the teachers, at least 0, rows that sum to one; or what says them at each position:
+            ``"confidence"``, the softmax over k of -entropy_k / ``confidence_temperature``; ``"entropy"``, shares
+            inverse to entropy_k, by which not probabilities but logits are mixed.
+        confidence_temperature: See above; 0: the surest teacher alone.
+        temperature: T, above 0.
+        direction: ``"forward"`` D = KL(target, student); ``"reverse"``; ``"jensen_shannon"``; ``"entropy"``: that of
+            the student, whoever the teachers are (AdaMerging, arXiv 2310.02575).
         labels: Token ids for ``cross_entropy``, (N,).
         cross_entropy: Weight of the cross-entropy (at temperature 1) towards ``labels``.
         bias: The merged head's bias.
@@ -246,10 +62,11 @@ def masked_kl(
         impl: ``"eager"`` (also ``"auto"``), or ``"reference"`` without biases and normalizer.
 
     Returns:
-        A scalar, float32 (float64 for float64 inputs). With N = 0 a zero that has a graph.
+        A scalar, float32 (float64 for float64 inputs); NaN where a logit is. With N = 0 a zero that has a graph.
 
     Raises:
-        ValueError: Shapes that do not fit, a missing teacher that has a share, an unknown direction.
+        ValueError: Shapes that do not fit, a missing teacher that has a share, shares or temperatures that are none,
+            labels outside the vocabulary, an unknown direction.
 
     Source: Hinton et al., arXiv 1503.02531; gradients made in forward after Hsu et al., arXiv 2410.10989.
 
@@ -257,55 +74,125 @@ def masked_kl(
     >>> masked_kl(hidden, [hidden, None], [head, head], torch.ones(2, 1, 2) / 2, coefficients=torch.tensor([1.0, 0.0]))
     tensor(0.)
     """
-    count, positions = len(teachers), student.shape[0]
-    if direction not in DIRECTIONS:
-        raise ValueError(f"masked_kl: direction is {direction!r}, needed one of {', '.join(DIRECTIONS)}")
-    if impl not in ("auto", "eager", "reference"):
-        raise ValueError(f"masked_kl: impl is {impl!r}, needed auto, eager or reference")
-    if student.dim() != 2 or any(t is not None and t.shape != student.shape for t in teachers):
-        shapes = [None if t is None else list(t.shape) for t in teachers]
-        raise ValueError(f"masked_kl: student is {list(student.shape)}, teachers {shapes}; needed one (N, H)")
-    if heads is not None and (len(heads) != count or any(h.shape[1] != student.shape[1] for h in heads)):
+    positions = student.shape[0]
+    _check_states(student, teachers, heads, masks)
+    _check_numbers(direction, impl, temperature, confidence_temperature)
+    if isinstance(coefficients, Tensor):
+        coefficients = _checked_shares(coefficients, student, teachers, direction)
+    elif coefficients not in MIXTURES:
         raise ValueError(
-            f"masked_kl: heads are {[list(h.shape) for h in heads]}, needed {count} of (V, {student.shape[1]})"
+            f"masked_kl: coefficients are {coefficients!r}, needed shares, or one of {', '.join(MIXTURES)}"
         )
-    if masks is not None and (heads is None or masks.dim() != 3 or masks.shape[0] != count):
-        raise ValueError(f"masked_kl: masks are {list(masks.shape)}, needed heads and ({count}, ., .)")
-    if coefficients is not None:
-        if coefficients.shape not in ((count,), (positions, count)):
-            raise ValueError(
-                f"masked_kl: coefficients are {list(coefficients.shape)}, needed ({positions}, {count}) or ({count},)"
-            )
-        coefficients = coefficients.to(work_dtype(student.dtype)).expand(positions, count)
-    used = [coefficients is None or bool((coefficients[:, k] > 0).any()) for k in range(count)]
-    if lost := [k for k in range(count) if used[k] and teachers[k] is None and positions]:
-        raise ValueError(f"masked_kl: teacher {lost[0]} has coefficients above 0 and was not given")
-    if cross_entropy and labels is None:
-        raise ValueError("masked_kl: cross_entropy needs labels")
-    options = {
-        "confidence_temperature": confidence_temperature,
-        "temperature": temperature,
-        "direction": direction,
-        "cross_entropy": cross_entropy,
-    }
+    if cross_entropy:
+        if labels is None:
+            raise ValueError("masked_kl: cross_entropy needs labels")
+        check_labels(labels, student.shape[1] if heads is None else heads[0].shape[0])
     if positions == 0:
         return student.float().sum() + sum(0 * t.sum() for t in (masks, bias) if t is not None)
+    numbers: dict[str, Any] = {
+        "coefficients": coefficients, "confidence_temperature": confidence_temperature, "temperature": temperature,
+        "direction": direction, "cross_entropy": cross_entropy,
+    }  # fmt: skip
     if impl == "reference":
         if any(t is None for t in teachers) or bias is not None or normalizer is not None:
             raise ValueError("masked_kl: impl 'reference' takes every teacher, no bias and no normalizer")
         plain = [t for t in teachers if t is not None]
-        return reference.masked_kl(student, plain, heads, masks, coefficients=coefficients, labels=labels, **options)
-    arguments = {
-        "teachers": [None if t is None else t.detach() for t in teachers],
-        "heads": heads,
-        "biases": teacher_biases or [None] * count,
-        "coefficients": coefficients,
-        "labels": labels,
-        "normalizer": positions if normalizer is None else normalizer,
-        "options": options,
-    }
+        return reference.masked_kl(student, plain, heads, masks, labels=labels, **numbers)
+    fixed = [None if t is None else t.detach() for t in teachers]
     if heads is not None and student.dtype != heads[0].dtype:  # autocast's
         student = student.to(heads[0].dtype)
-        arguments["teachers"] = [None if t is None else t.to(heads[0].dtype) for t in arguments["teachers"]]
+        fixed = [None if t is None else t.to(heads[0].dtype) for t in fixed]
+    arguments = {
+        "teachers": fixed,
+        "heads": heads,
+        "biases": teacher_biases or [None] * len(teachers),
+        "labels": labels,
+        "normalizer": positions if normalizer is None else normalizer,
+        "objective": Objective(**numbers),
+    }
     with torch.autocast(student.device.type, enabled=False):
-        return _MaskedKL.apply(student, masks, bias, arguments)
+        return Distillation.apply(student, masks, bias, arguments)
+
+
+def _check_states(
+    student: Tensor, teachers: Sequence[Tensor | None], heads: Sequence[Tensor] | None, masks: Tensor | None
+) -> None:
+    if student.dim() != 2 or any(t is not None and t.shape != student.shape for t in teachers):
+        shapes = [None if t is None else list(t.shape) for t in teachers]
+        raise ValueError(f"masked_kl: student is {list(student.shape)}, teachers {shapes}; needed one (N, H)")
+    if heads is not None:
+        shapes = {tuple(h.shape) for h in heads}
+        if len(heads) != len(teachers) or len(shapes) > 1 or heads[0].shape[1] != student.shape[1]:
+            raise ValueError(
+                f"masked_kl: heads are {[list(h.shape) for h in heads]}, needed {len(teachers)} of one "
+                f"(V, {student.shape[1]})"
+            )
+    if masks is not None and (heads is None or masks.dim() != 3 or masks.shape[0] != len(teachers)):
+        raise ValueError(f"masked_kl: masks are {list(masks.shape)}, needed heads and ({len(teachers)}, ., .)")
+
+
+def _check_numbers(direction: str, impl: str, temperature: float, confidence_temperature: float) -> None:
+    if direction not in DIRECTIONS:
+        raise ValueError(f"masked_kl: direction is {direction!r}, needed one of {', '.join(DIRECTIONS)}")
+    if impl not in ("auto", "eager", "reference"):
+        raise ValueError(f"masked_kl: impl is {impl!r}, needed auto, eager or reference")
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"masked_kl: temperature is {temperature}, needed a number above 0")
+    if confidence_temperature and not 1e-30 <= confidence_temperature < float("inf"):
+        raise ValueError(f"masked_kl: confidence_temperature is {confidence_temperature}, needed 0 or at least 1e-30")
+
+
+def _checked_shares(
+    coefficients: Tensor, student: Tensor, teachers: Sequence[Tensor | None], direction: str
+) -> Tensor:  # (N, K)
+    positions, count = student.shape[0], len(teachers)
+    if coefficients.shape not in ((count,), (positions, count)):
+        raise ValueError(
+            f"masked_kl: coefficients are {list(coefficients.shape)}, needed ({positions}, {count}) or ({count},)"
+        )
+    coefficients = coefficients.to(work_dtype(student.dtype)).expand(positions, count)
+    if direction == "entropy" or not positions:
+        return coefficients
+    low, sums = coefficients.amin(), coefficients.sum(1)
+    if not (bool(low >= 0) and bool(((sums - 1).abs() <= 1e-2).all())):
+        raise ValueError(
+            f"masked_kl: coefficients go down to {float(low):.3g}, rows sum to {float(sums.min()):.4g} to "
+            f"{float(sums.max()):.4g}; needed none below 0, and rows that sum to 1"
+        )
+    used = (coefficients > 0).any(0).tolist()
+    if lost := [k for k in range(count) if used[k] and teachers[k] is None]:
+        raise ValueError(f"masked_kl: teacher {lost[0]} has coefficients above 0 and was not given")
+    return coefficients
+
+
+def mask_penalty(masks: Sequence[Tensor], config: KLConfig) -> Tensor:
+    """What `KLConfig`'s regularisers add to the loss; every mask tensor (K, ...) counts by its number of elements.
+
+    Args:
+        masks: As they act, constrained.
+        config: Its weights ``l1``, ``l2``, ``similarity``, ``closeness`` and ``decay``.
+
+    >>> mask_penalty([torch.tensor([[1.0], [0.5]])], KLConfig(l1=1.0, decay=1.0))
+    tensor(0.9500)
+    """
+    total = masks[0].new_zeros(())
+    if not config.penalises:
+        return total
+    count, places = masks[0].shape[0], sum(m[0].numel() for m in masks)
+    # sums over all tensors, so that they need not be one
+    products = torch.stack([torch.mm(m.flatten(1), m.flatten(1).T) for m in masks]).sum(0)
+    energy = products.diagonal()
+    if config.l1:
+        total = total + config.l1 * sum(m.abs().sum() for m in masks) / (count * places)
+    if config.l2:
+        total = total + config.l2 * energy.sum() / (count * places)
+    pairs = torch.triu_indices(count, count, 1, device=energy.device)
+    own, other, both = energy[pairs[0]], energy[pairs[1]], products[pairs[0], pairs[1]]
+    if config.similarity:
+        total = total + config.similarity * (both / (own * other).sqrt().clamp_min(1e-12)).mean()
+    if config.closeness:
+        apart = sum((m[pairs[0]] - m[pairs[1]]).square().sum() for m in masks)
+        total = total + config.closeness * apart / (places * pairs.shape[1])
+    if config.decay:
+        total = total + config.decay * energy[1:].sum() / energy.sum().clamp_min(1e-12)
+    return total

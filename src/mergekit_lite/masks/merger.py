@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
 
 from ..report import MergeReport
 from .components import load_components
@@ -87,8 +88,18 @@ class Merger(MaskedModel):
         return merger
 
     def forward(self, *args: Any, kl: KLConfig | None = None, **inputs: Any) -> Any:
-        """The merged model's output; with ``kl`` the loss of `distill` instead (through here, so that DDP sees it)."""
-        return super().forward(*args, **inputs) if kl is None else self.distill(kl, **inputs)
+        """The merged model's output; with ``kl`` its ``loss`` is that of `distill`, and whole logits are never made."""
+        if kl is None:
+            return super().forward(*args, **inputs)
+        return CausalLMOutput(loss=self.distill(kl, **inputs))
+
+    def save_pretrained(self, *ignored: Any, **named: Any) -> None:
+        """A merger is no model on disk.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError("Merger.save_pretrained: needed bake(out), a merged model, or save_masks(path), the masks")
 
     def save_masks(self, path: str | os.PathLike[str]) -> Path:
         """Write the masks, their config and the components' hashes as safetensors."""

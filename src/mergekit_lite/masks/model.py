@@ -15,16 +15,10 @@ from model_components._modes import evaluating
 
 from .components import component_hashes, refuse_different, share_frozen
 from .config import MaskConfig
-from .initial import recipe_weights
 from .layers import MaskedLayer, Selection
-from .surgery import Surgeon
+from .surgery import Surgeon, recipe_weights
 
 _HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-_OTHERWISE = {
-    "save_pretrained": "bake(out) writes the merged model, save_masks(path) the masks",
-    "push_to_hub": "bake(out) writes the merged model, which huggingface_hub can upload",
-    "resize_token_embeddings": "change the components before they are merged",
-}  # what the model inside has, and would do to all components' weights
 
 
 class MaskedModel(nn.Module):
@@ -55,6 +49,11 @@ class MaskedModel(nn.Module):
         self._stored_buffers = {name: value for name, value in model.named_buffers() if name in stored}
         surgeon = Surgeon(self.mask_config, self.selection, weights)
         surgeon.replace(model, others)
+        if not any(mask.requires_grad for mask in surgeon.raw.values()):
+            raise ValueError(
+                f"Merger: no module has a name like {self.mask_config.modules}; needed patterns such as "
+                f"{next(iter(surgeon.raw)).rpartition('.')[0]!r}"
+            )
         self.model = model
         self._layers, self._raw = surgeon.layers, surgeon.raw
         self._hashes: list[str] | None = None
@@ -62,15 +61,59 @@ class MaskedModel(nn.Module):
         self.paths: list[str] | None = None  # where the components are stored, if that is known for sure
         self.eval()
 
-    def __getattr__(self, name: str) -> Any:
+    @property
+    def config(self) -> Any:
+        """The first component's."""
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The components'."""
+        return self.model.dtype
+
+    def gradient_checkpointing_enable(self, **options: Any) -> None:
+        """Run blocks again in backward, and keep only their inputs until then; options of transformers' models."""
+        self.model.gradient_checkpointing_enable(**options)
+
+    def activation_checkpointing_enable(self, **options: Any) -> None:
+        """The same by the name that transformers has for it from version 5.20 or so."""
+        self.model.activation_checkpointing_enable(**options)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep activations until backward again."""
+        self.model.gradient_checkpointing_disable()
+
+    def can_generate(self) -> bool:
+        """Whether `generate` is there."""
+        return self.model.can_generate()
+
+    def generate(self, *args: Any, **options: Any) -> Any:
+        """Text by the merged model, or the selected component; weights are blended once for all tokens.
+
+        In evaluation mode it takes the memory of one more model while it runs, which `fold_` keeps.
+
+        Args:
+            *args: Of transformers' ``generate``.
+            **options: Of transformers' ``generate``.
+        """
+        fold = not self.training and self.selection.component is None and not self.is_folded
+        if fold:
+            self.fold_()
         try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "model":
-                raise
-            if name in _OTHERWISE:
-                raise AttributeError(f"Merger has no {name}: {_OTHERWISE[name]}") from None
-            return getattr(self.model, name)  # config, device, generate, gradient_checkpointing_enable, ...
+            return self.model.generate(*args, **options)  # pyrefly: ignore
+        finally:
+            if fold:
+                self.unfold_()
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether merged weights are kept, and are those of the masks."""
+        return all(layer.is_folded for layer in self.layers().values())
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
         """The merged model's output."""
@@ -124,7 +167,7 @@ class MaskedModel(nn.Module):
         return {n.removeprefix("model."): m for n, m in self.named_modules() if isinstance(m, MaskedLayer)}
 
     def masks(self) -> dict[str, nn.Parameter]:
-        """The trainable tensors, (K, ...), by the name of the weight that they lie over; a tied weight's once."""
+        """What is trained, by the name of the weight that it lies over, a tied weight's once; see `constrain`."""
         return dict(self._raw)
 
     def effective_masks(self) -> dict[str, Tensor]:

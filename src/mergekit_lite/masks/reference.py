@@ -51,7 +51,7 @@ def masked_kl(
     heads: Sequence[Tensor] | None = None,  # K of (V, H)
     masks: Tensor | None = None,  # (K, broadcasts over a head)
     *,
-    coefficients: Tensor | None = None,  # (N, K), rows sum to one; None: by confidence
+    coefficients: Tensor | str = "confidence",  # (N, K), rows sum to one
     confidence_temperature: float = 1.0,
     temperature: float = 1.0,
     direction: str = "forward",
@@ -64,18 +64,25 @@ def masked_kl(
         student = student @ own.T
         teachers = [t @ h.T for t, h in zip(teachers, heads, strict=True)]
     logs = torch.stack([torch.log_softmax(t / temperature, -1) for t in teachers], 1)  # (N, K, V)
-    if coefficients is None:
-        entropies = -(logs.exp() * logs).sum(-1)
+    entropies = -(logs.exp() * logs).sum(-1)
+    if isinstance(coefficients, Tensor):
+        target = (coefficients[..., None] * logs.exp()).sum(1)
+    elif coefficients == "entropy":
+        shares = (1 / entropies) / (1 / entropies).sum(-1, keepdim=True)
+        target = torch.softmax((shares[..., None] * logs).sum(1), -1)
+    else:
         if confidence_temperature == 0:
-            coefficients = F.one_hot(entropies.argmin(-1), len(teachers)).to(logs.dtype)
+            shares = F.one_hot(entropies.argmin(-1), len(teachers)).to(logs.dtype)
         else:
-            coefficients = torch.softmax(-entropies / confidence_temperature, -1)
-    target = (coefficients[..., None] * logs.exp()).sum(1)
+            shares = torch.softmax(-entropies / confidence_temperature, -1)
+        target = (shares[..., None] * logs.exp()).sum(1)
     log_s = torch.log_softmax(student / temperature, -1)
     if direction == "forward":
         loss = torch.xlogy(target, target) - target * log_s
     elif direction == "reverse":
         loss = log_s.exp() * (log_s - target.log())
+    elif direction == "entropy":
+        loss = -log_s.exp() * log_s
     else:
         middle = (target + log_s.exp()) / 2
         loss = (torch.xlogy(target, target) + log_s.exp() * log_s) / 2 - torch.xlogy(middle, middle)
@@ -84,3 +91,19 @@ def masked_kl(
         assert labels is not None
         loss = loss + cross_entropy * F.cross_entropy(student, labels)
     return loss
+
+
+def evidence(
+    log_probs: Tensor,  # (N, K)
+    example: Tensor,  # (N,)
+    *,
+    prefix: bool = False,
+) -> Tensor:  # (N, K)
+    """Which teacher wrote the example: c_k ∝ Π_t p_k(x_t) over its positions, or over those before each."""
+    found = torch.empty_like(log_probs)
+    for n in range(len(example)):
+        seen = example == example[n]
+        if prefix:
+            seen = seen & (torch.arange(len(example)) < n)
+        found[n] = torch.softmax(log_probs[seen].sum(0), 0)
+    return found

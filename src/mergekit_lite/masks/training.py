@@ -66,9 +66,14 @@ class MaskTrainer(StepTrainer):
                 "MaskTrainer: data_collator is missing, needed a MaskCollator, which pads and keeps the task"
             )
         data = train_dataset
-        if isinstance(data, TaskMixture) and len(data.datasets) > model.count:
-            raise ValueError(f"MaskTrainer: {len(data.datasets)} tasks, but the merger has {model.count} components")
+        if hasattr(data, "__len__") and not len(data):
+            raise ValueError("MaskTrainer: train_dataset is empty; needed examples")
         if isinstance(data, TaskMixture) and (kl or KLConfig()).coefficients == "task":
+            if len(data.datasets) > model.count:
+                raise ValueError(
+                    f"MaskTrainer: {len(data.datasets)} tasks, but the merger has {model.count} components; needed one "
+                    "for each, or coefficients='evidence', which asks for no task"
+                )
             idle = [k for k in range(model.count) if k >= len(data.datasets) or not len(data.datasets[k])]
             if idle:
                 warnings.warn(
@@ -88,7 +93,7 @@ class MaskTrainer(StepTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """`Merger.distill`, over the positions of all micro-batches and ranks of a step."""
-        loss = model(kl=self.kl, normalizer=num_items_in_batch, **inputs)
+        loss = model(kl=self.kl, normalizer=num_items_in_batch, **inputs).loss
         if num_items_in_batch is not None:
             loss = loss * self.processes_of_mean()
         return (loss, {}) if return_outputs else loss

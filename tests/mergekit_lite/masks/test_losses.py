@@ -6,11 +6,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mergekit_lite.masks import KLConfig, mask_penalty, masked_kl, reference
+from mergekit_lite.masks._eager.divergence import evidence
 from mergekit_lite.masks.constraints import mask_shape
 from tests.support.equivalence import judge, place
 
 N, H, V, K = 37, 8, 50, 3
-DIRECTIONS = ("forward", "reverse", "jensen_shannon")
+DIRECTIONS = ("forward", "reverse", "jensen_shannon", "entropy")
 GRANULARITIES = ("scalar", "input", "output", "element")
 
 
@@ -24,11 +25,14 @@ def shares(kind, positions=N, count=K):
         return torch.nn.functional.one_hot(torch.randint(count, (positions,), generator=generator), count).double()
     if kind == "mixed":
         return torch.rand(positions, count, generator=generator, dtype=torch.float64).softmax(-1)
-    return None
+    return "entropy" if kind == "entropy" else "confidence"
 
 
 CASES = [
-    (d, c, "input", t, e) for d in DIRECTIONS for c in ("task", "mixed", "confidence") for t, e in [(1, 0), (2, 0.3)]
+    (d, c, "input", t, e)
+    for d in DIRECTIONS
+    for c in ("task", "mixed", "confidence", "entropy")
+    for t, e in [(1, 0), (2, 0.3)]
 ]
 CASES += [("forward", "hard", "input", 1, 0)] + [("forward", "task", g, 1, 0) for g in GRANULARITIES]
 
@@ -54,7 +58,8 @@ def test_masked_kl(direction, kind, granularity, temperature, cross_entropy, dty
 
     def dense(student, masks):
         cast = [[t.to(student.dtype) for t in ts] for ts in (teachers, heads)]
-        own = None if options["coefficients"] is None else options["coefficients"].to(student.dtype)
+        own = options["coefficients"]
+        own = own.to(student.dtype) if isinstance(own, torch.Tensor) else own
         return reference.masked_kl(student, *cast, masks, **options | {"coefficients": own})
 
     inputs = {"student": made(N, H, seed=20), "masks": made(K, *mask_shape((V, H), granularity), seed=21).abs()}
@@ -94,10 +99,52 @@ def test_targets_that_underflow_give_finite_losses(direction):
     student = torch.randn(4, V).requires_grad_()
     teachers = [torch.full((4, V), -300.0), torch.full((4, V), -300.0)]
     teachers[0][:, 0] = teachers[1][:, 1] = 300.0
-    for coefficients in (torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5]), None):
+    for coefficients in (torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5]), "confidence"):
         loss = masked_kl(student, teachers, coefficients=coefficients, direction=direction)
         assert torch.isfinite(loss)
         assert torch.isfinite(torch.autograd.grad(loss, student)[0]).all()
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jensen_shannon"])
+@pytest.mark.parametrize("kind", ["task", "mixed", "confidence", "hard", "entropy"])
+def test_a_teacher_that_is_nan_is_no_perfect_one(kind, direction):
+    teachers = [made(N, V), made(N, V, seed=1), made(N, V, seed=2)]
+    for teacher in teachers:
+        teacher[3] = float("nan")
+    options = {"coefficients": shares(kind), "confidence_temperature": 0.0 if kind == "hard" else 1.0}
+    assert masked_kl(made(N, V, seed=3), teachers, direction=direction, **options).isnan()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_tokens_that_nobody_can_say_count_nothing(direction):
+    """A vocabulary filled up to a round size, whose last logits are minus infinity."""
+    student, teachers = made(N, V), [made(N, V, seed=1), made(N, V, seed=2)]
+    options = {"coefficients": torch.tensor([0.3, 0.7]).double(), "direction": direction}
+    wide = [torch.cat([x, torch.full((N, 3), -torch.inf)], 1) for x in (student, *teachers)]
+    leaf = wide[0].requires_grad_()
+    loss = masked_kl(leaf, wide[1:], **options)
+    torch.testing.assert_close(loss, masked_kl(student, teachers, **options))
+    assert torch.autograd.grad(loss, leaf)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jensen_shannon"])
+def test_a_small_confidence_temperature_takes_the_surest_teacher(direction):
+    student, teachers = made(N, V).float(), [made(N, V, seed=k).float() for k in (1, 2, 3)]
+    limit = masked_kl(student, teachers, confidence_temperature=0.0, direction=direction)
+    for temperature in (1e-6, 1e-12, 1e-30):
+        found = masked_kl(student, teachers, confidence_temperature=temperature, direction=direction)
+        torch.testing.assert_close(found, limit, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_evidence_is_how_probable_a_teacher_finds_an_example(prefix):
+    log_probs = -made(N, K).abs() * 3
+    example = torch.tensor([0] * 5 + [2] * 1 + [3] * 20 + [7] * (N - 26))
+    found = evidence(log_probs, example, prefix=prefix)
+    torch.testing.assert_close(found, reference.evidence(log_probs, example, prefix=prefix))
+    torch.testing.assert_close(found.sum(1), torch.ones(N).double())
+    if prefix:
+        torch.testing.assert_close(found[[0, 5, 6, 26]], torch.full((4, K), 1 / K).double())
 
 
 class Largest(TorchDispatchMode):
@@ -117,7 +164,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("kind", ["task", "mixed", "confidence", "hard"])
+@pytest.mark.parametrize("kind", ["task", "mixed", "confidence", "hard", "entropy"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_no_tensor_is_as_large_as_the_logits(direction, kind):
     positions, vocabulary = 600, 3000
@@ -173,11 +220,20 @@ BAD = {
     "direction is 'up'": {"direction": "up"},
     "impl is 'fused'": {"impl": "fused"},
     "needed one (N, H)": {"teachers": [torch.zeros(3, 5), None]},
-    "needed 2 of (V, 4)": {"heads": [torch.zeros(6, 4)]},
+    "needed 2 of one (V, 4)": {"heads": [torch.zeros(6, 4)]},
     "needed heads and (2": {"masks": torch.ones(3, 1, 4)},
     "coefficients are": {"coefficients": torch.ones(4)},
     "teacher 1 has coefficients": {"coefficients": torch.tensor([0.5, 0.5])},
     "needs labels": {"cross_entropy": 1.0},
+    "labels from 0 to 6, needed 0 to 5": {"cross_entropy": 1.0, "labels": torch.tensor([0, 6, 1])},
+    "go down to -0.5": {"coefficients": torch.tensor([1.5, -0.5])},
+    "rows sum to 0.5 to 0.5": {"coefficients": torch.tensor([0.5, 0.0])},
+    "rows sum to nan": {"coefficients": torch.tensor([float("nan"), 0.0])},
+    "needed shares, or one of confidence, entropy": {"coefficients": "task"},
+    "temperature is 0, needed": {"temperature": 0},
+    "temperature is -1, needed": {"temperature": -1},
+    "confidence_temperature is -1": {"confidence_temperature": -1},
+    "needed 2 of one (V": {"heads": [torch.zeros(6, 4), torch.zeros(7, 4)]},
 }
 
 

@@ -16,7 +16,9 @@ from mergekit_lite.masks import (
     MaskedLayer,
     Merger,
     constrain,
+    masked_linear,
 )
+from mergekit_lite.masks.constraints import unconstrain
 from mergekit_lite.masks.layers import masked_class
 from tests.support.models import auto_class, save, save_tokenizer, tiny
 
@@ -126,8 +128,17 @@ def test_it_generates_and_passes_on_what_the_model_has(tmp_path):
     baked = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     expected = baked.generate(IDS, **options)
+    blends = []
+    layer = merger.layers()["transformer.h.0.attn.c_attn"]
+    layer.register_forward_hook(lambda *_: blends.append(layer.is_folded))
     assert torch.equal(merger.generate(IDS, **options), expected)
+    assert blends == [True] * 6  # once for all tokens
+    assert not merger.is_folded
+    with merger.component(1):
+        own = transformers.AutoModelForCausalLM.from_pretrained(paths[1]).eval().generate(IDS, **options)
+        assert torch.equal(merger.generate(IDS, **options), own)
     assert torch.equal(merger.fold_().generate(IDS, **options), expected)
+    assert merger.is_folded
     assert merger.config.n_embd == 16
     with pytest.raises(AttributeError, match="no_such_thing"):
         merger.no_such_thing  # noqa: B018
@@ -242,7 +253,7 @@ def test_pickled_components_are_baked_from_memory(tmp_path):
 
 def test_saving_goes_through_bake(tmp_path):
     merger = Merger([tiny("gpt2", seed) for seed in range(2)])
-    with pytest.raises(AttributeError, match="bake"):
+    with pytest.raises(ValueError, match="bake"):
         merger.save_pretrained(tmp_path)
 
 
@@ -335,6 +346,9 @@ CONSTRAINTS = {
     "symmetric": lambda m: (m.abs() <= 1).all(),
     "sum_to_one": lambda m: torch.allclose(m.sum(0), torch.ones_like(m[0])),
     "unit_sphere": lambda m: torch.allclose(m.square().sum(0), torch.ones_like(m[0])),
+    "sigmoid": lambda m: ((m > 0) & (m < 1)).all(),
+    "tanh": lambda m: (m.abs() < 1).all(),
+    "cosine": lambda m: ((m >= 0) & (m <= 1)).all(),
 }
 
 
@@ -343,9 +357,75 @@ def test_constraints_hold_and_let_gradients_through(constraint):
     raw = (3 * torch.randn(3, 5, generator=torch.Generator().manual_seed(0))).requires_grad_()
     masks = constrain(raw, constraint)
     assert CONSTRAINTS[constraint](masks)
-    torch.testing.assert_close(constrain(masks, constraint), masks)  # what holds already stays
+    torch.testing.assert_close(constrain(unconstrain(masks, constraint), constraint), masks)
     inner = torch.rand(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).mul(0.8).add(0.1)
     assert torch.autograd.gradcheck(lambda r: constrain(r, constraint), (inner.requires_grad_(),))
+
+
+@pytest.mark.parametrize("granularity", ["scalar", "input", "output"])
+def test_spherical_masks_are_those_of_spherical_interpolation(granularity, tmp_path):
+    """At the beginning: halfway; against the definition on whole tensors, or on columns or rows."""
+    models = [tiny("llama", seed) for seed in range(2)]
+    merger = Merger(models, MaskConfig(constraint="spherical", granularity=granularity))
+    states, dims = [m.state_dict() for m in models], {"scalar": (0, 1), "input": (0,), "output": (1,)}[granularity]
+    for name, masks in merger.effective_masks().items():
+        one, other = (s[name].double() for s in states)
+        kept = dims if one.dim() == 2 else (0,)
+        cosine = (one * other).sum(kept, keepdim=True) / (
+            one.norm(dim=kept, keepdim=True) * other.norm(dim=kept, keepdim=True)
+        )
+        half = 1 / (2 * (cosine.acos() / 2).cos())
+        expected = torch.where(cosine.abs() > 0.9995, 0.5, half).expand_as(masks[0])
+        for mask in masks:
+            torch.testing.assert_close(mask.double(), expected, rtol=1e-5, atol=1e-6)
+    assert all(len(raw) == 1 for raw in merger.masks().values())
+    merger(input_ids=IDS).logits.square().sum().backward()
+    assert all(raw.grad.isfinite().all() for raw in merger.masks().values())
+    merger.bake(tmp_path / "out", progress=False)
+    baked = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(logits(baked), logits(merger.eval()))
+
+
+@pytest.mark.parametrize(
+    ("constraint", "initial", "count", "message"),
+    [
+        ("sigmoid", "component:0", 2, "'sigmoid' needed values inside 0 and 1"),
+        ("tanh", 1.0, 2, "'tanh' needed values inside -1 and 1"),
+        ("spherical", "component:1", 2, "'spherical' needed values inside 0 and 1"),
+        ("spherical", "average", 3, "between 2 components, here are 3"),
+    ],
+)
+def test_masks_that_a_constraint_cannot_begin_as_are_refused(constraint, initial, count, message):
+    with pytest.raises(ValueError, match=message):
+        Merger([tiny("gpt2", seed) for seed in range(count)], MaskConfig(constraint=constraint, initial=initial))
+
+
+def test_masks_over_a_few_modules_and_the_others_stay():
+    models = [tiny("llama", seed) for seed in range(2)]
+    merger = Merger(models, MaskConfig(modules=("*.mlp.*", "lm_head")))
+    trained = {name for name, mask in merger.masks().items() if mask.requires_grad}
+    assert trained == {n for n in merger.masks() if ".mlp." in n or n.startswith("lm_head")}
+    merger(input_ids=IDS).logits.square().sum().backward()
+    assert {name for name, mask in merger.masks().items() if mask.grad is not None} == trained
+    assert MaskConfig.from_json(merger.mask_config.to_json()) == merger.mask_config
+    with pytest.raises(ValueError, match=r"no module has a name like .*; needed patterns such as 'model"):
+        Merger(models, MaskConfig(modules=("mlp",)))
+    with pytest.raises(ValueError, match="modules is 'mlp', needed a tuple"):
+        MaskConfig(modules="mlp")
+
+
+def test_constrained_element_masks_are_not_kept_until_backward():
+    """What a constraint makes of the trained masks is as large as K weights: it is made again instead."""
+    weights = [torch.randn(64, 48) for _ in range(2)]
+    raw, x = torch.randn(1, 64, 48, requires_grad=True), torch.randn(5, 48, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        out = masked_linear(x, weights, raw, rule=lambda r: constrain(r, "sum_to_one"))
+    assert set(saved) == {x.data_ptr(), raw.data_ptr()}
+    plain = masked_linear(x, weights, constrain(raw, "sum_to_one"))
+    assert torch.equal(out, plain)
+    for a, b in zip(*(torch.autograd.grad(o.square().sum(), (x, raw)) for o in (out, plain)), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("constraint", ["unit_interval", "symmetric"])

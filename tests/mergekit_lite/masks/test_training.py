@@ -1,15 +1,25 @@
 """Batches, the loss of a batch, cached teachers, and the trainer: alone, resumed, checkpointed and on two processes."""
 
+import contextlib
 import gc
-import importlib
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import TrainingArguments
 
-from mergekit_lite.masks import KLConfig, MaskCollator, MaskConfig, MaskTrainer, Merger, TaskMixture, cache_teachers
+from mergekit_lite.masks import (
+    KLConfig,
+    MaskCollator,
+    MaskConfig,
+    MaskTrainer,
+    Merger,
+    TaskMixture,
+    cache_teachers,
+    masked_kl,
+)
 from tests.support.models import tiny
 from tests.support.ranks import in_two_processes
 
@@ -52,7 +62,7 @@ def dense_loss(merger, batch, temperature=1.0):
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma2", "gemma3", "mixtral"])
 def test_the_loss_of_a_batch_is_the_dense_one(kind, recwarn):
     merger = merger_of(kind, initial="random")
-    found = merger(kl=KLConfig(temperature=2.0), **BATCH)
+    found = merger.distill(KLConfig(temperature=2.0), **BATCH)
     capped = kind == "gemma2"  # a soft cap on the logits: found out, and said
     assert any("more to its logits" in str(w.message) for w in recwarn) == capped
     assert (merger.output_head() is None) == capped
@@ -70,34 +80,34 @@ def test_only_the_teachers_with_a_share_run_and_only_on_their_rows():
     for k in range(3):
         layer = merger.model.transformer.h[0].mlp.c_fc.components[k]
         layer.register_forward_hook(lambda module, given, out, k=k: seen.append((k, given[0].shape[0])))
-    merger(kl=KLConfig(), **BATCH)
+    merger.distill(KLConfig(), **BATCH)
     assert seen == [(0, 2), (1, 3)]
     seen.clear()
-    merger(kl=KLConfig(coefficients="fixed", shares=(0.0, 1.0, 3.0)), **BATCH)
+    merger.distill(KLConfig(coefficients="fixed", shares=(0.0, 1.0, 3.0)), **BATCH)
     assert seen == [(1, 5), (2, 5)]
     seen.clear()
-    merger(kl=KLConfig(coefficients="confidence"), **BATCH)
+    merger.distill(KLConfig(coefficients="confidence"), **BATCH)
     assert [k for k, _ in seen] == [0, 1, 2]
 
 
 def test_teachers_do_not_drop_out_and_the_student_does():
     dropping = Merger([tiny("gpt2", seed, resid_pdrop=0.5) for seed in range(2)], MaskConfig(initial="component:0"))
     batch = {k: v[:2] for k, v in BATCH.items()}  # both of task 0, which the student is
-    assert dropping.eval()(kl=KLConfig(), **batch) < 1e-6
-    assert dropping.train()(kl=KLConfig(), **batch) > 1e-4
+    assert dropping.eval().distill(KLConfig(), **batch) < 1e-6
+    assert dropping.train().distill(KLConfig(), **batch) > 1e-4
     assert dropping.training
 
 
 def test_padding_and_prompts_never_count():
     merger = merger_of(initial="random")
-    loss = merger(kl=KLConfig(), **BATCH)
+    loss = merger.distill(KLConfig(), **BATCH)
     wider = MaskCollator(pad_token_id=7)([*[MIXTURE[i] for i in (0, 8, 9, 12, 15)], {"input_ids": [1] * 20, "task": 0}])
     wider = {k: v[:5] for k, v in wider.items()}
-    torch.testing.assert_close(merger(kl=KLConfig(), **wider), loss)
+    torch.testing.assert_close(merger.distill(KLConfig(), **wider), loss)
     plain = {k: v for k, v in BATCH.items() if k != "labels"}
-    every = merger(kl=KLConfig(), **plain)  # without labels: every token but padding
+    every = merger.distill(KLConfig(), **plain)  # without labels: every token but padding
     labels = BATCH["input_ids"].masked_fill(BATCH["attention_mask"] == 0, -100)
-    torch.testing.assert_close(every, merger(kl=KLConfig(), labels=labels, **plain))
+    torch.testing.assert_close(every, merger.distill(KLConfig(), labels=labels, **plain))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma2"])
@@ -108,7 +118,7 @@ def test_packed_is_padded(kind):
     padded, packed = (MaskCollator(pad_token_id=0, pack=p)(chosen) for p in (False, True))
     assert packed["input_ids"].shape[0] == 2
     masks = list(merger.masks().values())
-    losses = [merger(kl=KLConfig(), **batch) for batch in (padded, packed)]
+    losses = [merger.distill(KLConfig(), **batch) for batch in (padded, packed)]
     torch.testing.assert_close(*losses)
     for a, b in zip(*(torch.autograd.grad(loss, masks) for loss in losses), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-7)
@@ -118,7 +128,7 @@ def test_a_classifier_learns_from_its_components():
     merger = merger_of("classifier", initial="random")
     features = [{"input_ids": [3, 4, 5 + i], "label": i % 3, "task": i % 2} for i in range(4)]
     batch = MaskCollator(pad_token_id=0)(features)
-    loss = merger(kl=KLConfig(), **batch)
+    loss = merger.distill(KLConfig(), **batch)
     inputs = {k: batch[k] for k in ("input_ids", "attention_mask")}
     student = F.log_softmax(merger.eval()(**inputs).logits, -1)
     teachers = []
@@ -134,7 +144,7 @@ def test_a_batch_without_supervised_positions_warns_and_gives_zero(normalizer):
     merger = merger_of()
     batch = BATCH | {"labels": torch.full_like(BATCH["labels"], -100)}
     with pytest.warns(UserWarning, match="no supervised position"):
-        loss = merger(kl=KLConfig(l2=0.1), normalizer=normalizer, **batch)
+        loss = merger.distill(KLConfig(l2=0.1), normalizer=normalizer, **batch)
     loss.backward()
     assert loss == 0
     assert all(torch.isfinite(mask.grad).all() for mask in merger.masks().values() if mask.grad is not None)
@@ -146,11 +156,24 @@ def test_a_batch_without_supervised_positions_warns_and_gives_zero(normalizer):
         ({"task": torch.tensor([0, 1, 2, 0, 1])}, "task labels span 0 to 2, needed 0 to 1"),
         ({"task": None}, "need a task for each example"),
         ({"teacher_hidden": torch.zeros(3, 1, 16)}, "the cache was made from other batches"),
+        ({"task": torch.tensor([0.0, 1, 1, 0, 1])}, r"is \[5\] torch.float32; needed whole numbers of shape \[5\]"),
+        ({"task": torch.tensor([0, 1])}, r"task is \[2\] torch.int64"),
+        ({"labels": torch.zeros(5, 2).long()}, r"labels are \[5, 2\] torch.int64, the batch's tokens \[5, 9\]"),
+        ({"labels": torch.zeros(5, 9)}, "labels are .* torch.float32"),
+        ({"input_ids": torch.zeros(0, 4).long()}, r"the batch holds .*'input_ids': \[0, 4\].*; needed input_ids"),
+        ({"input_ids": None, "attention_mask": None}, "the batch holds .*; needed input_ids"),
     ],
 )
 def test_bad_batches_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        merger_of()(kl=KLConfig(), **BATCH | change)
+        merger_of().distill(KLConfig(), **BATCH | change)
+
+
+def test_labels_outside_the_vocabulary_are_refused():
+    batch = BATCH | {"labels": BATCH["labels"].masked_fill(BATCH["labels"] > 0, 10_000)}
+    for kl in (KLConfig(cross_entropy=1.0), KLConfig(coefficients="evidence")):
+        with pytest.raises(ValueError, match="labels from 10000 to 10000, needed 0 to 95"):
+            merger_of().distill(kl, **batch)
 
 
 def test_features_that_a_tokenizer_padded_are_cut():
@@ -180,29 +203,36 @@ def test_nothing_predicts_the_first_token_of_a_packed_example():
 def test_packed_rows_are_refused_where_attention_would_leak():
     batch = MaskCollator(pad_token_id=0, pack=True)([MIXTURE[i] for i in (0, 1, 9)])
     with pytest.raises(ValueError, match="look across examples"):
-        merger_of("classifier")(kl=KLConfig(), **batch)
+        merger_of("classifier").distill(KLConfig(), **batch)
     flash = merger_of()
     flash.model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="one row a batch with flash attention"):
-        flash(kl=KLConfig(), **batch)
+        flash.distill(KLConfig(), **batch)
 
 
 def test_modes_of_modules_survive_the_teachers():
     merger = merger_of().train()
     merger.model.transformer.drop.eval()  # a user's choice
-    merger(kl=KLConfig(), **BATCH)
+    merger.distill(KLConfig(), **BATCH)
     assert merger.training
     assert not merger.model.transformer.drop.training
 
 
 def test_bad_examples_and_shares_are_refused():
     collator = MaskCollator(pad_token_id=0)
-    with pytest.raises(ValueError, match="task is None"):
-        collator([{"input_ids": [1, 2]}])
+    for wrong in (True, 0.0, -1, "0", [0]):
+        with pytest.raises(ValueError, match="an example's task is"):
+            collator([{"input_ids": [1, 2], "task": wrong}])
+    with pytest.raises(ValueError, match="1 of 2 examples have a task; needed all, or none"):
+        collator([{"input_ids": [1, 2], "task": 0}, {"input_ids": [1, 2]}])
+    with pytest.raises(ValueError, match="no example came"):
+        collator([])
+    with pytest.raises(ValueError, match="train_dataset is empty"):
+        MaskTrainer(merger_of(), TrainingArguments("x", use_cpu=True), train_dataset=[], data_collator=collator)
     with pytest.raises(ValueError, match="2 tokens and 3 labels"):
         collator([{"input_ids": [1, 2], "labels": [1, 2, 3], "task": 0}])
     with pytest.raises(ValueError, match="3 shares"):
-        merger_of()(kl=KLConfig(coefficients="fixed", shares=(1.0, 1.0, 1.0)), **BATCH)
+        merger_of().distill(KLConfig(coefficients="fixed", shares=(1.0, 1.0, 1.0)), **BATCH)
     with pytest.raises(ValueError, match="model is GPT2LMHeadModel"):
         MaskTrainer(tiny("gpt2"), None)
     with pytest.raises(ValueError, match="needed a MaskCollator"):
@@ -229,12 +259,12 @@ def test_cached_teachers_give_the_very_loss(coefficients, pack, tmp_path, monkey
     assert len(cached) == len(MIXTURE)
     chosen = (0, 9, 3, 12, 15)
     live, stored = collator([MIXTURE[i] for i in chosen]), collator([cached[i] for i in chosen])
-    expected = merger(kl=kl, **live)
+    expected = merger.distill(kl, **live)
     hooks = [
         part.register_forward_hook(lambda *_: pytest.fail("a teacher ran"))
         for part in merger.model.transformer.h[0].mlp.c_fc.components
     ]
-    torch.testing.assert_close(merger(kl=kl, **stored), expected, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(merger.distill(kl, **stored), expected, rtol=1e-5, atol=1e-8)
     for hook in hooks:
         hook.remove()
     times = {p: p.stat().st_mtime_ns for p in (tmp_path / "c").iterdir()}
@@ -244,12 +274,82 @@ def test_cached_teachers_give_the_very_loss(coefficients, pack, tmp_path, monkey
     assert [p.name for p in kept if kept[p] != times.get(p)] == ["hidden-00001.safetensors"]  # the rest was found
     if coefficients == "task":  # it holds one teacher a position: of no use where all count
         with pytest.raises(ValueError, match="the cache was made from other batches or settings"):
-            merger(kl=KLConfig(coefficients="uniform"), **stored)
-    few = TaskMixture([[], [], examples(1, 1)])
-    with pytest.raises(ValueError, match="task is 2, needed 0 to 1"):
-        cache_teachers(merger, few, collator, tmp_path / "d", kl=kl, batch_size=4, progress=False)
+            merger.distill(KLConfig(coefficients="uniform"), **stored)
+    if coefficients == "task":
+        few = TaskMixture([[], [], examples(1, 1)])
+        with pytest.raises(ValueError, match="task is 2, needed 0 to 1"):
+            cache_teachers(merger, few, collator, tmp_path / "d", kl=kl, batch_size=4, progress=False)
+        with pytest.raises(ValueError, match="the examples have no task"):
+            cache_teachers(merger, examples(2, 1), collator, tmp_path / "e", kl=kl, progress=False)
     with pytest.raises(ValueError, match="other components, examples or settings"):
         cache_teachers(merger_of(count=3), MIXTURE, collator, tmp_path / "c", kl=kl, progress=False)
+
+
+@pytest.mark.parametrize("coefficients", ["evidence", "prefix_evidence"])
+@pytest.mark.parametrize("pack", [False, True])
+def test_by_evidence_an_example_follows_whoever_finds_it_probable(coefficients, pack):
+    """Against sums of log probabilities made one example at a time; labels of tasks are not looked at."""
+    merger = merger_of(initial="random").eval()
+    chosen = [MIXTURE[i] for i in (0, 8, 9, 12)]
+    shares = []
+    for example in chosen:
+        ids, labels = torch.tensor([example["input_ids"]]), torch.tensor(example["labels"])
+        places = [t for t in range(len(labels) - 1) if labels[t + 1] != -100]
+        logs = []
+        for k in range(2):
+            with torch.no_grad(), merger.component(k):
+                log_p = merger(input_ids=ids).logits[0].double().log_softmax(-1)
+            logs.append(torch.stack([log_p[t, labels[t + 1]] for t in places]))
+        sums = torch.stack(logs, 1)
+        if coefficients == "evidence":
+            shares.append(sums.sum(0).softmax(0).expand(len(places), -1))
+        else:
+            shares.append((sums.cumsum(0) - sums).softmax(1))
+    bare = [{k: v for k, v in e.items() if k != "task"} for e in chosen]
+    batch = MaskCollator(pad_token_id=0, pack=pack)(bare)
+    found = merger.distill(KLConfig(coefficients=coefficients), **batch)
+    plain = MaskCollator(pad_token_id=0)(bare)
+    assert "task" not in plain
+    inputs = {k: v for k, v in plain.items() if k != "labels"}
+    where = torch.zeros_like(plain["labels"], dtype=torch.bool)
+    where[:, :-1] = plain["labels"][:, 1:] != -100
+    with torch.no_grad():
+        states = []
+        for k in (0, 1, None):
+            with merger.component(k) if k is not None else contextlib.nullcontext():
+                states.append(merger(**inputs).logits[where])
+    expected = masked_kl(states[2], states[:2], coefficients=torch.cat(shares))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_entropy_alone_runs_no_teacher():
+    merger = merger_of(initial="random").eval()
+    loss = merger.distill(KLConfig(direction="entropy"), **BATCH)
+    with torch.no_grad():
+        log_p = merger(input_ids=BATCH["input_ids"], attention_mask=BATCH["attention_mask"]).logits.log_softmax(-1)
+    entropies = -(log_p.exp() * log_p).sum(-1)[:, :-1]
+    torch.testing.assert_close(loss, entropies[BATCH["labels"][:, 1:] != -100].mean(), rtol=1e-4, atol=1e-6)
+    for part in merger.model.transformer.h[0].mlp.c_fc.components:
+        part.register_forward_hook(lambda *_: pytest.fail("a teacher ran"))
+    merger.distill(KLConfig(direction="entropy"), **BATCH).backward()
+
+
+def test_training_asks_for_no_labels_of_tasks(tmp_path):
+    plain = [{"input_ids": MIXTURE[i]["input_ids"]} for i in range(len(MIXTURE))]
+    data = TaskMixture([plain[:4], plain[4:8], plain[8:]])  # more data sets than components
+    kl, collator = KLConfig(coefficients="evidence"), MaskCollator(pad_token_id=0)
+    for dataset in (plain, data):
+        merger = merger_of()
+        before = {n: m.detach().clone() for n, m in merger.masks().items()}
+        options = arguments(tmp_path, max_steps=2, save_strategy="no")
+        MaskTrainer(merger, options, kl=kl, train_dataset=dataset, data_collator=collator).train()
+        assert any(not torch.equal(m, before[n]) for n, m in merger.masks().items())
+
+
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor])
+def test_a_task_may_be_any_whole_number(kind):
+    batch = MaskCollator(pad_token_id=0)([{"input_ids": [1, 2], "task": kind(1)}, {"input_ids": [3], "task": kind(0)}])
+    assert batch["task"].tolist() == [1, 0]
 
 
 def arguments(folder, **changes):
@@ -382,12 +482,13 @@ def test_two_processes_give_the_masks_of_one(tmp_path):
 
 @pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
 def test_no_blended_weight_outlives_the_forward(kind, monkeypatch):
-    from mergekit_lite.masks import blending, layers
+    from mergekit_lite.masks import layers
+    from mergekit_lite.masks._eager import blend, linear
 
     merger, made = merger_of(kind, initial="random"), []
-    monkeypatch.setattr(layers, "_WORTH_REBUILDING", 1)
-    real = blending.blend_any
-    for module in (blending, importlib.import_module("mergekit_lite.masks.functional")):
+    monkeypatch.setattr(layers, "_WORTH_REPEATING", 1)
+    real = blend.blend_any
+    for module in (blend, linear):
 
         def recorded(*arguments):
             blended = real(*arguments)
@@ -401,19 +502,3 @@ def test_no_blended_weight_outlives_the_forward(kind, monkeypatch):
     assert len(made) > len(merger.masks()) // 2
     assert not [ref for ref in made if ref() is not None]
     loss.backward()
-
-
-def test_an_expert_is_rebuilt_alone_in_backward(monkeypatch):
-    from mergekit_lite.masks import layers
-
-    models = [tiny("mixtral", seed, experts_implementation="eager") for seed in range(2)]
-    merger = Merger(models, MaskConfig(initial="random"))
-    monkeypatch.setattr(layers, "_WORTH_REBUILDING", 1)
-    loss = merger(input_ids=BATCH["input_ids"]).logits.sum()
-    rebuilt, real = [], layers.blend_eager
-    monkeypatch.setattr(
-        layers, "blend_eager", lambda weights, masks: rebuilt.append(weights[0].shape) or real(weights, masks)
-    )
-    loss.backward()
-    assert (1, 48, 16) in rebuilt  # one expert's gate and up projections
-    assert not any(shape[0] > 1 for shape in rebuilt if len(shape) == 3)

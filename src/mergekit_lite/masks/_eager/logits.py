@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .blending import blend_any, part_of, pieces
+from .blend import blend_any, part_of, pieces
 
 _ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}  # of a chunk that one elementwise step touches
 _BLOCK = {"cpu": 2048, "cuda": 16384}  # vocabulary rows of the head that are blended at a time
@@ -56,16 +56,20 @@ def sum_of(terms: Tensor) -> Tensor:
     return terms.sum(-1).sum(dtype=torch.float64)
 
 
-def log_softmax_(logits: Tensor, entropy: bool = False) -> Tensor:
-    """In place; returns the rows' entropies (N, 1) where asked for."""
-    entropies = logits.new_zeros(logits.shape[0], 1)
+def log_softmax_(logits: Tensor) -> None:
+    """In place."""
     for piece in stretches(logits):
         rows = logits[piece]
         torch.sub(rows, torch.logsumexp(rows, -1, keepdim=True), out=rows)
-        if entropy:
-            p = rows.exp()
-            entropies[piece] = -torch.where(p > 0, p * rows, 0).sum(-1, keepdim=True)
-    return entropies
+
+
+def entropies(logs: Tensor) -> Tensor:  # (N, 1)
+    """Of rows of log probabilities."""
+    found = logs.new_zeros(logs.shape[0], 1)
+    for piece in stretches(logs):
+        p = logs[piece].exp()
+        found[piece] = -torch.where(p == 0, 0, p * logs[piece]).sum(-1, keepdim=True)
+    return found
 
 
 def logaddexp_(total: Tensor, other: Tensor, rows: Tensor | slice) -> None:

@@ -1,4 +1,4 @@
-"""`blend`: a weight that is a sum of masked frozen weights, and the gradient of its masks.
+"""A weight that is a sum of masked frozen weights, and the gradient of its masks, by stretches that fit a cache.
 
 The one gradient rule: dm_k = reduce(dW * W_k), whatever the granularity. What autograd would keep until backward, the
 blended weight, is built again instead.
@@ -16,9 +16,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import reference
-
-IMPLS = ("reference", "eager", "fused", "auto")
 _STRETCH = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements blended at a time: what a cache holds; on a GPU, few launches
 
 
@@ -76,41 +73,7 @@ def reduce_eager(grad: Tensor, weights: Sequence[Tensor], shape: Sequence[int]) 
     return out
 
 
-def _frozen(weights: Sequence[Tensor], operation: str) -> None:
-    if any(w.requires_grad for w in weights):
-        raise ValueError(f"{operation}: a component's weight requires grad; only masks are trained, needed frozen ones")
-
-
-def check(operation: str, weights: Sequence[Tensor], masks: Tensor, impl: str) -> None:
-    """Refuse weights and masks that do not belong together."""
-    if impl not in IMPLS:
-        raise ValueError(f"{operation}: impl is {impl!r}, needed one of {', '.join(IMPLS)}")
-    shapes, dtypes = {tuple(w.shape) for w in weights}, {w.dtype for w in weights}
-    if len(shapes) != 1 or len(dtypes) != 1:
-        raise ValueError(f"{operation}: weights have shapes {sorted(shapes)} and dtypes {dtypes}, needed one of each")
-    shape = shapes.pop()
-    fits = masks.dim() == len(shape) + 1 and all(m in (1, n) for m, n in zip(masks.shape[1:], shape, strict=True))
-    if not fits or masks.shape[0] != len(weights):
-        raise ValueError(
-            f"{operation}: masks have shape {list(masks.shape)}, but {len(weights)} weights of shape {list(shape)} "
-            f"need ({len(weights)}, then {len(shape)} sizes that are 1 or the weight's)"
-        )
-    _frozen(weights, operation)
-
-
-def uses_fused(impl: str, weights: Sequence[Tensor], operation: str) -> bool:
-    """Whether the Triton path runs; an explicit choice that cannot run raises."""
-    if impl != "fused":  # "auto" is eager until a row measured on a GPU says that the kernels are faster there
-        return False
-    from . import _triton
-
-    reason = _triton.unsupported(list(weights))
-    if reason is not None:
-        raise ValueError(f"{operation}: impl 'fused' cannot run: {reason}")
-    return True
-
-
-class _Blend(torch.autograd.Function):
+class Blend(torch.autograd.Function):
     """Saves the masks' shape and no tensor; the weights are frozen and resident, so references to them cost nothing."""
 
     @staticmethod
@@ -128,7 +91,7 @@ class _Blend(torch.autograd.Function):
 def blend_any(weights: Sequence[Tensor], masks: Tensor, fused: bool) -> Tensor:
     """The blend by the path that `uses_fused` chose; no gradient."""
     if fused:
-        from . import _triton
+        from .. import _triton
 
         return _triton.blend(list(weights), masks)
     return blend_eager(weights, masks)
@@ -137,30 +100,7 @@ def blend_any(weights: Sequence[Tensor], masks: Tensor, fused: bool) -> Tensor:
 def reduce_any(grad: Tensor, weights: Sequence[Tensor], shape: Sequence[int], fused: bool) -> Tensor:
     """The reduction by the path that `uses_fused` chose."""
     if fused:
-        from . import _triton
+        from .. import _triton
 
         return _triton.reduce(grad, list(weights), list(shape))
     return reduce_eager(grad, weights, shape)
-
-
-def blend(weights: Sequence[Tensor], masks: Tensor, *, impl: str = "auto") -> Tensor:
-    """The merged weight Σ_k masks[k] * weights[k], summed in float32, rounded once. Differentiable in the masks.
-
-    Keeps nothing for backward but references to the frozen weights.
-
-    Args:
-        weights: K frozen tensors of one shape and dtype.
-        masks: (K, then sizes that broadcast over a weight).
-        impl: ``"reference"``, ``"eager"``, ``"fused"`` (Triton) or ``"auto"``: eager.
-
-    Raises:
-        ValueError: Shapes or dtypes that do not fit, a weight that requires grad, fused where it cannot run.
-
-    >>> blend([torch.ones(2, 2), torch.zeros(2, 2)], torch.tensor([[[0.25, 1.0]], [[0.5, 0.5]]]))
-    tensor([[0.2500, 1.0000],
-            [0.2500, 1.0000]])
-    """
-    check("blend", weights, masks, impl)
-    if impl == "reference":
-        return reference.blend(weights, masks).to(weights[0].dtype)
-    return _Blend.apply(masks, uses_fused(impl, weights, "blend"), *weights)

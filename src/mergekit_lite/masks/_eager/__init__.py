@@ -1,0 +1,1 @@
+"""The paths that torch alone runs."""

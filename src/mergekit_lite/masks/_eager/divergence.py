@@ -1,0 +1,337 @@
+"""Distillation towards several teachers without a (positions, vocabulary) tensor, and what it asks of teachers alone.
+
+Positions are worked on in chunks. In a chunk the teachers' logits become one buffer of log target probabilities, the
+student's logits another, which then turns into the gradient. So the gradient is made in forward, and backward only
+scales it. The student's head is blended by blocks of the vocabulary, and so is the gradient of its masks: no second
+head exists either.
+
+Letters: N positions, H hidden size, V vocabulary, K components.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .blend import part_of, pieces, reduce_any, work_dtype
+from .logits import Heads, entropies, log_softmax_, logaddexp_, stretches, sum_of
+
+_SMALLEST, _SHARE, _LARGEST = 16, 16, 512  # positions in a chunk: a sixteenth of all, between these
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What `Distillation` compares, besides tensors.
+
+    Args:
+        coefficients: (N, K), or the rule that says them: ``"confidence"`` or ``"entropy"``.
+        direction: ``"forward"``, ``"reverse"``, ``"jensen_shannon"``; ``"entropy"``: of the student, without teachers.
+        temperature: T.
+        confidence_temperature: Of ``"confidence"``.
+        cross_entropy: Weight of the cross-entropy towards labels.
+    """
+
+    coefficients: Tensor | str
+    direction: str
+    temperature: float
+    confidence_temperature: float
+    cross_entropy: float
+
+
+class _Work:
+    """What one call computes: the loss, and with ``gradients`` those of student, masks and bias."""
+
+    def __init__(
+        self,
+        student: Tensor,
+        teachers: Sequence[Tensor | None],
+        heads: Heads,
+        bias: Tensor | None,
+        labels: Tensor | None,
+        normalizer: float | Tensor,
+        objective: Objective,
+        gradients: tuple[bool, bool, bool],
+    ):
+        self.student, self.teachers, self.heads, self.bias = student, teachers, heads, bias
+        self.labels, self.normalizer, self.objective = labels, normalizer, objective
+        work = self.work = work_dtype(student.dtype)
+        self.loss = torch.zeros((), dtype=torch.float64, device=student.device)  # of many small terms
+        # float32, and divided by the normalizer last: in float16 the quotient would vanish before a scaler sees it
+        self.d_student = torch.empty_like(student, dtype=work) if gradients[0] else None
+        masks = heads.masks if gradients[1] else None
+        self.d_masks = None if masks is None else torch.zeros_like(masks, dtype=work)
+        self.d_bias = torch.zeros_like(bias, dtype=work) if gradients[2] and bias is not None else None
+        self.wants_gradient = any(gradients)
+
+    def run(self) -> None:
+        """All chunks."""
+        shares = self.objective.coefficients
+        used = (shares > 0).cumsum(0).tolist() if isinstance(shares, Tensor) else None  # looked at once
+        for chunk, (target, logits) in chunks(self.student, self.heads, self.work, buffers=2):
+            if self.objective.direction != "entropy":
+                self.mix(chunk, None if used is None else _between(used, chunk), target, logits)
+            hidden = self.student[chunk]
+            self.heads.student(hidden, self.bias, logits)
+            for rows in stretches(logits):
+                labels = None if self.labels is None else self.labels[chunk][rows]
+                self.compare(target[rows], logits[rows], labels)
+            if self.wants_gradient:
+                self.give_back(chunk, hidden, logits)
+        for total in (self.loss, self.d_student, self.d_masks, self.d_bias):
+            if total is not None:
+                total /= self.normalizer
+
+    def mix(self, chunk: slice, counts: Sequence[int] | None, target: Tensor, scratch: Tensor) -> None:
+        """Fill ``target`` with the teachers' mixture, as log probabilities; ``scratch`` holds one teacher at a time."""
+        shares, mixture = self.objective.coefficients, None
+        if isinstance(shares, Tensor):
+            target.fill_(-math.inf)
+        else:
+            mixture = _MIXTURES[shares](target, self.objective)
+        for k, teacher in enumerate(self.teachers):
+            rows: Tensor | slice = slice(None)
+            if isinstance(shares, Tensor):
+                assert counts is not None
+                if not counts[k]:
+                    continue
+                if counts[k] < target.shape[0]:
+                    rows = (shares[chunk, k] > 0).nonzero()[:, 0]
+            assert teacher is not None
+            hidden = teacher[chunk][rows]
+            logs = self.heads.teacher(k, hidden, scratch[: hidden.shape[0]])
+            if self.objective.temperature != 1:
+                logs /= self.objective.temperature
+            log_softmax_(logs)
+            if isinstance(shares, Tensor):
+                logaddexp_(target, logs.add_(shares[chunk][rows, k, None].log()), rows)
+            else:
+                assert mixture is not None
+                mixture.add(logs, entropies(logs))
+        if mixture is not None:
+            mixture.finish()
+
+    def compare(self, target: Tensor, logits: Tensor, labels: Tensor | None) -> None:
+        """Add the rows' loss; turn their ``logits`` into its gradient."""
+        t, weight = self.objective.temperature, self.objective.cross_entropy
+        extra: Tensor | None = None
+        if weight and labels is not None:
+            own = torch.log_softmax(logits, -1)
+            chosen = own.gather(1, labels[:, None])
+            self.loss -= weight * chosen.sum(dtype=torch.float64)
+            if self.wants_gradient:
+                extra = own.exp_().mul_(weight)
+                extra.scatter_add_(1, labels[:, None], torch.full_like(chosen, -weight))
+        if t != 1:
+            logits /= t
+        log_softmax_(logits)
+        self.loss += t * t * _DIVERGENCES[self.objective.direction](target, logits)
+        if self.wants_gradient:
+            logits *= t
+            if extra is not None:
+                logits += extra
+
+    def give_back(self, chunk: slice, hidden: Tensor, gradient: Tensor) -> None:
+        """From the gradient of a chunk's logits to those of hidden states, masks and bias."""
+        if self.d_bias is not None:
+            self.d_bias += gradient.sum(0)
+        if self.heads.heads is None:
+            if self.d_student is not None:
+                self.d_student[chunk] = gradient
+            return
+        total = torch.zeros(hidden.shape, dtype=self.work, device=hidden.device)
+        for rows, weight in self.heads.blocks():
+            g = gradient[:, rows].to(hidden.dtype)
+            if self.d_student is not None:
+                if self.work == hidden.dtype:
+                    total.addmm_(g, weight)
+                else:
+                    total += torch.mm(g, weight)
+            if self.d_masks is not None:
+                part = part_of(self.d_masks, rows, 1)
+                weights = [h[rows] for h in self.heads.heads]
+                part += reduce_any(torch.mm(g.T, hidden), weights, part.shape, False)
+        if self.d_student is not None:
+            self.d_student[chunk] = total
+
+
+class _ByConfidence:
+    """Shares that are the softmax over teachers of -entropy / temperature; at temperature 0 the surest teacher alone.
+
+    Weights are kept relative to the surest teacher so far: at a small temperature they are huge numbers, whose
+    difference rounding would swallow.
+    """
+
+    def __init__(self, target: Tensor, objective: Objective):
+        self.target, self.temperature = target.fill_(-math.inf), objective.confidence_temperature
+        self.least = torch.full((target.shape[0], 1), math.inf, dtype=target.dtype, device=target.device)
+        self.total = torch.full_like(self.least, -math.inf)
+
+    def add(self, logs: Tensor, entropy: Tensor) -> None:
+        """Another teacher."""
+        least = torch.minimum(self.least, entropy)
+        if self.temperature:
+            for mixture in (self.target, self.total):
+                mixture += (least - self.least) / self.temperature
+            weight = (least - entropy) / self.temperature
+            torch.logaddexp(self.total, weight, out=self.total)
+            logaddexp_(self.target, logs.add_(weight), slice(None))
+        else:
+            surer = ((entropy < self.least) | entropy.isnan())[:, 0].nonzero()[:, 0]
+            for piece in stretches(self.target[: surer.numel()]):
+                self.target[surer[piece]] = logs[surer[piece]]
+        self.least = least
+
+    def finish(self) -> None:
+        """Shares that sum to one."""
+        if self.temperature:
+            self.target -= self.total
+
+
+class _ByEntropy:
+    """The teachers' logits, mixed by shares that are inverse to their entropies, as the seed of this package did."""
+
+    def __init__(self, target: Tensor, objective: Objective):
+        self.target = target.zero_()
+        self.total = torch.zeros_like(target[:, :1])
+
+    def add(self, logs: Tensor, entropy: Tensor) -> None:
+        """Another teacher; logits that are shifted to log probabilities mix to the same distribution."""
+        share = 1 / entropy.clamp_min(torch.finfo(entropy.dtype).tiny ** 0.5)
+        self.total += share
+        for piece in stretches(self.target):
+            self.target[piece] += share[piece] * logs[piece]
+
+    def finish(self) -> None:
+        """Log probabilities."""
+        self.target /= self.total
+        log_softmax_(self.target)
+
+
+_MIXTURES = {"confidence": _ByConfidence, "entropy": _ByEntropy}
+
+
+# Each takes log probabilities of target and student; gives the rows' sum, and turns the student's into its gradient
+# with respect to the student's logits. A term of probability 0 is 0, one of probability NaN is NaN.
+
+
+def _forward(target: Tensor, logs: Tensor) -> Tensor:
+    p = target.exp()
+    loss = sum_of(torch.where(p == 0, 0, p * (target - logs)))
+    logs.exp_().sub_(p)
+    return loss
+
+
+def _reverse(target: Tensor, logs: Tensor) -> Tensor:
+    p = logs.exp()
+    difference = torch.where(p == 0, 0, logs - target)
+    rows = (p * difference).sum(-1, keepdim=True)
+    torch.mul(p, difference - rows, out=logs)
+    return rows.sum(dtype=torch.float64)
+
+
+def _jensen_shannon(target: Tensor, logs: Tensor) -> Tensor:
+    p, q = logs.exp(), target.exp()
+    middle = torch.logaddexp(logs, target).sub_(math.log(2))
+    difference = torch.where(p == 0, 0, logs - middle)
+    rows = (p * difference).sum(-1, keepdim=True)
+    other = sum_of(torch.where(q == 0, 0, q * (target - middle)))
+    torch.mul(p, difference - rows, out=logs).div_(2)
+    return (rows.sum(dtype=torch.float64) + other) / 2
+
+
+def _entropy(target: Tensor, logs: Tensor) -> Tensor:
+    p = logs.exp()
+    terms = torch.where(p == 0, 0, logs)
+    rows = (p * terms).sum(-1, keepdim=True)
+    torch.mul(p, rows - terms, out=logs)
+    return -rows.sum(dtype=torch.float64)
+
+
+_DIVERGENCES = {
+    "forward": _forward, "reverse": _reverse, "jensen_shannon": _jensen_shannon, "entropy": _entropy,
+}  # fmt: skip
+
+
+def chunks(states: Tensor, heads: Heads, dtype: torch.dtype, *, buffers: int) -> Any:
+    """Consecutive positions, and room for their logits."""
+    positions = states.shape[0]
+    vocabulary = states.shape[1] if heads.heads is None else heads.heads[0].shape[0]
+    size = min(positions, max(_SMALLEST, min(_LARGEST, positions // _SHARE)))
+    room = [torch.empty(size, vocabulary, dtype=dtype, device=states.device) for _ in range(buffers)]
+    for chunk in pieces(positions, size):
+        yield chunk, [b[: chunk.stop - chunk.start] for b in room]
+
+
+def check_labels(labels: Tensor, vocabulary: int) -> None:
+    """Refuse labels outside the vocabulary."""
+    if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < vocabulary:
+        span = f"{int(labels.min())} to {int(labels.max())}"
+        raise ValueError(f"masked_kl: labels from {span}, needed 0 to {vocabulary - 1}")
+
+
+def _between(cumulative: list[list[int]], chunk: slice) -> list[int]:
+    """How many positions of a chunk each teacher has a share in."""
+    before = cumulative[chunk.start - 1] if chunk.start else [0] * len(cumulative[0])
+    return [b - a for a, b in zip(before, cumulative[chunk.stop - 1], strict=True)]
+
+
+def label_log_probs(states: Tensor, heads: Heads, k: int, labels: Tensor) -> Tensor:  # (N,)
+    """The log probability that component k gives each label.
+
+    Raises:
+        ValueError: Labels outside the vocabulary.
+    """
+    check_labels(labels, states.shape[1] if heads.heads is None else heads.heads[0].shape[0])
+    found = torch.empty(states.shape[0], dtype=work_dtype(states.dtype), device=states.device)
+    for chunk, (logits,) in chunks(states, heads, found.dtype, buffers=1):
+        log_softmax_(heads.teacher(k, states[chunk], logits))
+        found[chunk] = logits.gather(1, labels[chunk, None])[:, 0]
+    return found
+
+
+def evidence(
+    log_probs: Tensor,  # (N, K)
+    example: Tensor,  # (N,), ascending
+    *,
+    prefix: bool,
+) -> Tensor:  # (N, K)
+    """c_k ∝ Π_t p_k(x_t) over the positions of an example, or over those before each (uniform at its first)."""
+    log_probs = log_probs.double()
+    _, which, sizes = example.unique_consecutive(return_inverse=True, return_counts=True)
+    if prefix:
+        before = log_probs.cumsum(0) - log_probs
+        total = before - before[sizes.cumsum(0) - sizes][which]
+    else:
+        total = log_probs.new_zeros(len(sizes), log_probs.shape[1]).index_add_(0, which, log_probs)[which]
+    return total.softmax(1)
+
+
+class Distillation(torch.autograd.Function):
+    """Saves the gradients that forward made: (N, H), the head masks' and the bias's; backward scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, student: Tensor, masks: Tensor | None, bias: Tensor | None, arguments: dict[str, Any]
+    ) -> Tensor:
+        gradients = tuple(ctx.needs_input_grad[:3])
+        heads = Heads(arguments["heads"], masks, arguments["biases"])
+        work = _Work(
+            student, arguments["teachers"], heads, bias, arguments["labels"], arguments["normalizer"],
+            arguments["objective"], gradients,
+        )  # fmt: skip
+        work.run()
+        ctx.save_for_backward(work.d_student, work.d_masks, work.d_bias)
+        ctx.dtypes = [None if t is None else t.dtype for t in (student, masks, bias)]
+        return work.loss.to(work.work)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
+        gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(None if d is None else (d * grad).to(dtype) for d, dtype in gradients), None

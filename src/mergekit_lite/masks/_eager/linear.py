@@ -1,0 +1,178 @@
+"""Linear layers and embeddings whose weights are sums of masked frozen weights.
+
+Neither keeps a blended weight until backward. With dW = Gᵀ X the masks' gradient is reduce(dW * W_k); backward builds W
+and dW by blocks of input columns, so that of one layer's two matrices none is ever whole there.
+
+Letters: K components, O out_features, I in_features, V vocabulary, H hidden size, *B any leading shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .blend import blend_any, part_of, pieces, reduce_any, work_dtype
+
+Rule = Callable[[Tensor], Tensor]
+_COLUMNS = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of a weight that a step of backward builds,
+_NARROWEST = 128  # and at least so many columns, or products lose their speed
+
+
+def _column_blocks(weights: Sequence[Tensor], transposed: bool) -> Iterator[slice]:
+    """Ranges of input columns (rows of a transposed weight): each is a complete part of dX, so nothing is summed."""
+    out_features, in_features = weights[0].shape if not transposed else weights[0].shape[::-1]
+    budget = _COLUMNS.get(weights[0].device.type, 1 << 24)
+    return pieces(in_features, max(_NARROWEST, budget // max(1, out_features)))
+
+
+class AccurateLinear(torch.autograd.Function):
+    """Saves x and the trained masks. One product forward and two backward, for any number of components.
+
+    The merged weight is built for the product and dropped, and built again in backward by blocks of input columns. So
+    are the masks that a constraint (``rule``) makes of the trained ones.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, masks: Tensor, bias: Tensor | None, rule: Rule | None, transposed: bool, fused: bool,
+        *weights: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ctx.weights, ctx.rule, ctx.transposed, ctx.fused = weights, rule, transposed, fused
+        ctx.save_for_backward(x, masks)
+        weight = blend_any(weights, masks if rule is None else rule(masks), fused).to(x.dtype)
+        return linear(x, weight, bias, transposed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
+        x, trained = ctx.saved_tensors
+        need_x, need_masks, need_bias = ctx.needs_input_grad[:3]
+        leaf, masks = trained, trained
+        if ctx.rule is not None:
+            with torch.enable_grad():
+                leaf = trained.detach().requires_grad_()
+                masks = ctx.rule(leaf)
+        acting = masks.detach()
+        g, flat = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        dx = torch.empty_like(flat, memory_format=torch.contiguous_format) if need_x else None
+        dm = torch.zeros(acting.shape, dtype=work_dtype(acting.dtype), device=acting.device) if need_masks else None
+        dim = 0 if ctx.transposed else 1  # of a weight, where input columns are
+        for columns in _column_blocks(ctx.weights, ctx.transposed):
+            index = (slice(None),) * dim + (columns,)
+            parts = [w[index] for w in ctx.weights]
+            if dx is not None:
+                weight = blend_any(parts, part_of(acting, columns, dim + 1), ctx.fused).to(g.dtype)
+                dx[:, columns] = g @ (weight.T if ctx.transposed else weight)
+            if dm is not None:
+                dw = flat[:, columns].T @ g if ctx.transposed else g.T @ flat[:, columns]
+                part = part_of(dm, columns, dim + 1)
+                part += reduce_any(dw, parts, part.shape, ctx.fused)
+        if dm is not None:
+            dm = dm.to(trained.dtype)
+            if ctx.rule is not None:
+                (dm,) = torch.autograd.grad(masks, leaf, dm)
+        return (
+            None if dx is None else dx.view_as(x),
+            dm,
+            g.sum(0) if need_bias else None,
+            None,
+            None,
+            None,
+            *[None] * len(ctx.weights),
+        )
+
+
+class EfficientLinear(torch.autograd.Function):
+    """Saves x and the masks. K products forward and K backward (2 K for output masks); no weight is ever built."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, masks: Tensor, bias: Tensor | None, transposed: bool, *weights: Tensor) -> Tensor:
+        ctx.weights, ctx.transposed = weights, transposed
+        ctx.save_for_backward(x, masks)
+        flat = x.reshape(-1, x.shape[-1])
+        total: Tensor | None = None
+        for weight, mask, output in _matrices(weights, masks, transposed, x.dtype):
+            if output:
+                term = torch.mm(flat, weight.T) * mask.to(x.dtype)
+                total = term if total is None else total.add_(term)
+            elif total is None:
+                total = torch.mm(flat * mask.to(x.dtype), weight.T)
+            else:
+                total.addmm_(flat * mask.to(x.dtype), weight.T)
+        assert total is not None
+        if bias is not None:
+            total += bias
+        return total.view(*x.shape[:-1], total.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
+        x, masks = ctx.saved_tensors
+        need_x, need_masks, need_bias = ctx.needs_input_grad[:3]
+        g, flat = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        work = work_dtype(masks.dtype)
+        dx = torch.zeros(flat.shape, dtype=work_dtype(x.dtype), device=x.device) if need_x else None
+        made: list[Tensor] = []
+        for weight, mask, output in _matrices(ctx.weights, masks, ctx.transposed, x.dtype):
+            product = torch.mm(g * mask.to(g.dtype) if output else g, weight)
+            if dx is not None:
+                dx += product if output else product * mask
+            if need_masks:
+                pair = (g, torch.mm(flat, weight.T)) if output else (flat, product)
+                column = (pair[0].to(work) * pair[1]).sum(0)
+                shape = masks.shape[1:]
+                made.append((column.sum() if max(shape) == 1 else column).view(shape))
+        return (
+            None if dx is None else dx.to(x.dtype).view_as(x),
+            torch.stack(made).to(masks.dtype) if need_masks else None,
+            g.sum(0) if need_bias else None,
+            None,
+            *[None] * len(ctx.weights),
+        )
+
+
+def _matrices(
+    weights: Sequence[Tensor], masks: Tensor, transposed: bool, dtype: torch.dtype
+) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Each weight as (O, I) in ``dtype`` (autocast's), its mask as a row, and whether that row masks outputs."""
+    for weight, mask in zip(weights, masks, strict=True):
+        matrix, m = (weight.T, mask.T) if transposed else (weight, mask)
+        yield matrix.to(dtype), m.reshape(1, -1), m.shape[0] > 1
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """The stock layers' own products, `nn.Linear`'s and transformers' `Conv1D`'s, so that bits agree with theirs."""
+    if not transposed:
+        return F.linear(x, weight, bias)
+    flat = x.reshape(-1, x.shape[-1])
+    made = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
+    return made.view(*x.shape[:-1], weight.shape[1])
+
+
+class Embedding(torch.autograd.Function):
+    """Gathers rows, then blends them: never (V, H). Saves the ids and the masks, and gathers again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, masks: Tensor, ids: Tensor, fused: bool, *weights: Tensor) -> Tensor:
+        ctx.weights, ctx.fused = weights, fused
+        ctx.save_for_backward(masks, ids)
+        flat = ids.reshape(-1)
+        parts = masks[:, flat] if masks.shape[1] > 1 else masks
+        return blend_any([w[flat] for w in weights], parts, fused).view(*ids.shape, weights[0].shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
+        masks, ids = ctx.saved_tensors
+        flat, g = ids.reshape(-1), grad.reshape(-1, grad.shape[-1])
+        rows = masks.shape[1] > 1
+        shape = (masks.shape[0], flat.numel() if rows else 1, masks.shape[2])
+        made = reduce_any(g, [w[flat] for w in ctx.weights], shape, ctx.fused)
+        if rows:
+            made = torch.zeros(masks.shape, dtype=made.dtype, device=made.device).index_add_(1, flat, made)
+        return made.to(masks.dtype), None, None, *[None] * len(ctx.weights)

@@ -43,6 +43,7 @@ def save_curves(curves: Any, name: str, options: argparse.Namespace, wanted: boo
     """Figures and picture of what `thinker.evaluate_steps` found, where `ask_where` was told."""
     if options.json is not None:
         options.json.write_text(json.dumps(curves.rows(), indent=1) + "\n", encoding="utf-8")
+        print(f"figures: {options.json}")
     if options.out is not None:
         print(f"curves: {save_plot(wanted, options.out / f'{name}.svg', curves.plot)}")
 

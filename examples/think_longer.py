@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--train-length", type=int, help="the longest in training (default: the task's, 4 to 12)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[10, 20, 40, 100], help="to test")
     parser.add_argument("--iterations", type=int, help="of 64 rows (default: the task's)")
-    parser.add_argument("--samples", type=int, default=512, help="rows of each length to test")
+    parser.add_argument("--samples", type=int, default=128, help="rows of each length to test")
     parser.add_argument("--seed", type=int, default=11)
     ask_where(parser)
     parser.add_argument(
@@ -105,6 +105,7 @@ def main() -> None:
     th.ThinkerTrainer(model, arguments, train_dataset=data, step_loss=loss).train()
     seconds = time.process_time() - started
     print(f"{model.num_parameters()} parameters, lengths up to {trained}, {iterations} iterations, {seconds:.0f} CPU s")
+    print(f"testing on {options.samples} rows of lengths {options.lengths}, which may take longer than the training")
     steps = partial(steps_to_test, options.task)
     curves = th.evaluate_steps(model, data, options.lengths, n_steps=steps, samples=options.samples)
     print(curves)

@@ -126,10 +126,13 @@ def axes_for(ax: Axes | None, operation: str, *, width: float = 6.4, height: flo
 
     Raises:
         ImportError: matplotlib is not installed.
+        ValueError: ``ax`` is something else.
     """
     needs_matplotlib(operation)
     from matplotlib.figure import Figure
 
+    if ax is not None and not hasattr(ax, "figure"):
+        raise ValueError(f"{operation}: ax is {ax!r}; needed matplotlib's axes (to save: .plot().savefig(path))")
     if ax is not None:
         return ax.figure, ax  # pyrefly: ignore
     figure = Figure((width, height), layout="constrained", dpi=150)

@@ -10,10 +10,21 @@ from torch import Tensor
 
 from .config import OutputSteps, ThinkerConfig, is_whole
 from .flow import FlowPlan, FlowRow
+from .tasks import AtTokens, Task
+
+
+def check_layout(operation: str, config: ThinkerConfig, task: Task) -> None:
+    """Latents at the tokens take tasks that are laid out so, and no others."""
+    if config.at_tokens != isinstance(task, AtTokens):
+        has = 'latent_init="tokens"' if config.at_tokens else f"latent_init={config.latent_init!r}"
+        needed = "AtTokens(task)" if config.at_tokens else 'a plain task, or a model with latent_init="tokens"'
+        raise ValueError(f"{operation}: the model has {has}, the task is {task!r}; needed {needed}")
 
 
 def check_tokens(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None, *, values: bool) -> None:
     """Shape, length, and with ``values`` the ids."""
+    if not isinstance(tokens, Tensor):
+        raise ValueError(f"LatentThinker: tokens are {type(tokens).__name__}; needed a tensor of ids (B, L)")
     if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64) or 0 in tokens.shape:
         raise ValueError(
             f"LatentThinker: tokens have shape {list(tokens.shape)} and dtype {tokens.dtype}; needed int64 or int32 "

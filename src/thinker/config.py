@@ -51,7 +51,7 @@ class ThinkerConfig(PreTrainedConfig):
         latent_noise: Standard deviation of what ``"noise"`` adds, instead of 1.
         n_step: Steps when a call does not say.
         plan: What each step does when a call does not say, a `FlowPlan` or its `to_dict`; default everything that the
-            model has.
+            model has. One of a fixed length takes its own number of steps, whatever ``n_step`` is.
         positions: How input and answer are told where they are: ``"learned"`` and ``"sinusoidal"`` by index;
             ``"cyclic"``, learned and the same again after ``num_positions`` places, so that none is new at any length;
             ``"rotary"`` turns the input's keys (the answer's queries are learned); ``"rotary_2d"``, half of each head
@@ -155,7 +155,7 @@ class ThinkerConfig(PreTrainedConfig):
         self.latent_noise = latent_noise
         self.num_latents = 8 if num_latents is None and self.latent_init != "tokens" else num_latents
         self.n_step = n_step
-        self.plan = _plain(plan)
+        self.plan: Any = plan
         self.positions = positions
         self.from_end = from_end
         longest = max(max_input_length, max_output_length)
@@ -181,6 +181,10 @@ class ThinkerConfig(PreTrainedConfig):
         for name in _strangers(rest):
             near = difflib.get_close_matches(name, _fields(), 1)
             refuse(name, rest[name], f"{near[0]}, or was another meant?" if near else "none of that name")
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        """Keep a plan as a JSON file has it, also where it is given to ``from_pretrained`` or set later."""
+        super().__setattr__(key, _plain(value) if key == "plan" else value)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -210,6 +214,9 @@ class ThinkerConfig(PreTrainedConfig):
                 refuse(name, value, "a whole number")
             if value is not None and value < 1:
                 refuse(name, value, "1 or more")
+        for name in ("from_end", "sandwich", "decoder_self_attention", "causal", "halting"):
+            if not isinstance(getattr(self, name), bool):
+                refuse(name, getattr(self, name), "True or False")
         for name, kinds in (
             ("latent_init", LatentInit),
             ("positions", Positions),
@@ -242,6 +249,11 @@ class ThinkerConfig(PreTrainedConfig):
         for name in ("latent_noise", "step_rate", "step_noise", "initializer_range"):
             if not isinstance(getattr(self, name), int | float):
                 refuse(name, getattr(self, name), "a number")
+        plan = FlowPlan(**self.plan) if self.plan else None
+        if plan is not None and plan.uses_memory and self.memory == "none":
+            refuse("memory", self.memory, 'another, as "grow": the plan uses it')
+        if plan is not None and plan.uses_static and not self.num_static_tokens:
+            refuse("num_static_tokens", self.num_static_tokens, "some, as 8: the plan looks them up")
         if self.memory_size is not None and (not is_whole(self.memory_size) or self.memory_size < 1):
             refuse("memory_size", self.memory_size, "writes, a whole number, 1 or more")
         if not 0 < self.step_rate <= 1:

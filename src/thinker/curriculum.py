@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from .config import is_whole
 from .counters import between, mix, seed_of
 from .holdout import HoldOut
 from .schedules import Fixed, Frontier, Schedule
@@ -80,10 +81,11 @@ class CurriculumDataset(IterableDataset):
             _pair("n_step", n_step, length)
             _pair("n_latent", n_latent or 1, length)
         self.device = torch.device(device)
-        if batch_size < 1 or delay < 1 or not 0 <= holdout < 1:
+        numbers = all(map(is_whole, (batch_size, delay, seed, rank))) and isinstance(holdout, int | float)
+        if not numbers or batch_size < 1 or delay < 1 or not 0 <= holdout < 1:
             raise ValueError(
-                f"CurriculumDataset: batch_size {batch_size}, delay {delay}, holdout {holdout}; needed 1 or more, 1 or "
-                f"more, 0 to below 1"
+                f"CurriculumDataset: batch_size {batch_size!r}, delay {delay!r}, holdout {holdout!r}, seed {seed!r}, "
+                f"rank {rank!r}; needed 1 or more, 1 or more, 0 to below 1, whole numbers"
             )
         if self.schedule.min_length < task.min_length:
             raise ValueError(
@@ -262,11 +264,11 @@ class CurriculumDataset(IterableDataset):
 
 def _pair(name: str, count: Count, length: int) -> tuple[int, int]:
     value = count(length) if callable(count) else count
-    low, high = (value, value) if isinstance(value, int) else value
-    if not 1 <= low <= high:
+    pair: Any = (value, value) if is_whole(value) else value
+    if not isinstance(pair, Sequence) or len(pair) != 2 or not all(map(is_whole, pair)) or not 1 <= pair[0] <= pair[1]:
         where = f" at length {length}" if callable(count) else ""
-        raise ValueError(f"CurriculumDataset: {name} is {value}{where}; needed a number from 1, or two in order")
-    return low, high
+        raise ValueError(f"CurriculumDataset: {name} is {value!r}{where}; needed a number from 1, or two in order")
+    return pair[0], pair[1]
 
 
 def _as_dict(task: Task, sample: Sample, lengths: Tensor) -> dict[str, Any]:

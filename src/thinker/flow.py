@@ -38,7 +38,7 @@ class FlowPlan:
     does nothing.
 
     Args:
-        prologue: First rows.
+        prologue: First rows, each a `FlowRow`, or values of 1 and 0 in its order or by column.
         loop: Rows repeated in the middle; one plan then serves many n.
         epilogue: Last rows.
 
@@ -60,7 +60,10 @@ class FlowPlan:
 
     def __post_init__(self):
         for part in PARTS:
-            object.__setattr__(self, part, tuple(FlowRow(*map(bool, row)) for row in getattr(self, part)))
+            rows = getattr(self, part)
+            if not isinstance(rows, Sequence) or isinstance(rows, str | FlowRow):
+                raise ValueError(f"FlowPlan: {part} is {rows!r}; needed a list of rows")
+            object.__setattr__(self, part, tuple(map(_row, rows)))
         every = self.prologue + self.loop + self.epilogue
         if not any(row.output for row in every):
             raise ValueError(f"FlowPlan: none of {len(every)} rows outputs; needed at least the last to")
@@ -119,8 +122,10 @@ class FlowPlan:
         >>> FlowPlan.random(0.5, 3, generator=torch.Generator().manual_seed(0)).rows(3)[0].read_input
         True
         """
-        if n_step < 1:
-            raise ValueError(f"FlowPlan.random: n_step is {n_step}; needed 1 or more")
+        if not isinstance(n_step, int) or n_step < 1 or not isinstance(p, Mapping | float | int):
+            raise ValueError(
+                f"FlowPlan.random: p is {p!r}, n_step {n_step!r}; needed a probability, or one by column, and 1 or more"
+            )
         by_column = {c: p.get(c, float(_USUAL[c])) if isinstance(p, Mapping) else p for c in COLUMNS}
         wrong = [v for v in by_column.values() if not 0 <= v <= 1]
         if wrong or (isinstance(p, Mapping) and set(p) - set(COLUMNS)):
@@ -169,22 +174,27 @@ class FlowPlan:
                     raise ValueError(f"FlowPlan.from_table: row {number} has {len(line)} cells, the head {len(names)}")
                 rows.append(dict(zip(names, line, strict=True)))
         else:
-            for r in table:
-                if not isinstance(r, Mapping | Sequence) or isinstance(r, str) or len(r) > len(COLUMNS):
-                    raise ValueError(f"FlowPlan.from_table: a row is {r!r}; needed {len(COLUMNS)} values or fewer")
-            rows = [r if isinstance(r, Mapping) else dict(zip(COLUMNS, r, strict=False)) for r in table]
-        for row in rows:
-            unknown = sorted(set(row) - {*COLUMNS, "step"})
-            if unknown:
-                raise ValueError(f"FlowPlan.from_table: column {unknown[0]!r}; needed some of {', '.join(COLUMNS)}")
-        made = [FlowRow(**{c: _cell(v) for c, v in row.items() if c != "step"}) for row in rows]
+            if not isinstance(table, Sequence):
+                raise ValueError(f"FlowPlan.from_table: table is {table!r}; needed text, or a list of rows")
+            rows = [row if isinstance(row, Mapping) else _row(row)._asdict() for row in table]
+        steps = tuple(_row({c: v for c, v in row.items() if c != "step"}) for row in rows)
         marked = [i for i, row in enumerate(rows) if str(row.get("step", "")).endswith("*")]
         if not marked:
-            return cls(tuple(made))
+            return cls(steps)
         first, end = marked[0], marked[-1] + 1
         if len(marked) != end - first:
             raise ValueError("FlowPlan.from_table: rows marked with * have others between them; needed one loop")
-        return cls(tuple(made[:first]), tuple(made[first:end]), tuple(made[end:]))
+        return cls(steps[:first], steps[first:end], steps[end:])
+
+    @property
+    def uses_memory(self) -> bool:
+        """Whether a step looks up or writes."""
+        return any(row.mem_lookup or row.mem_write for row in self.prologue + self.loop + self.epilogue)
+
+    @property
+    def uses_static(self) -> bool:
+        """Whether a step looks up static tokens."""
+        return any(row.static_mem_lookup for row in self.prologue + self.loop + self.epilogue)
 
     @property
     def min_steps(self) -> int:
@@ -192,7 +202,7 @@ class FlowPlan:
         return len(self.prologue) + len(self.epilogue) or len(self.loop)
 
     def num_steps(self, usual: int) -> int:
-        """How many steps to take when nobody says: its own number, or as near to ``usual`` as a loop allows."""
+        """How many steps to take when nobody says: its own number, or with a loop ``usual``, if that is enough."""
         return max(usual, self.min_steps) if self.loop else self.min_steps
 
     def rows(self, n_step: int | None = None) -> tuple[FlowRow, ...]:
@@ -241,8 +251,21 @@ class FlowPlan:
         return "\n".join(lines)
 
 
+def _row(row: Any) -> FlowRow:
+    """One step, from values in the columns' order or by column."""
+    if isinstance(row, FlowRow):
+        return FlowRow(*map(bool, row))
+    if not isinstance(row, Mapping):
+        if not isinstance(row, Sequence) or isinstance(row, str) or len(row) > len(COLUMNS):
+            raise ValueError(f"FlowPlan: a row is {row!r}; needed {len(COLUMNS)} values or fewer")
+        row = dict(zip(COLUMNS, row, strict=False))
+    if unknown := sorted(map(str, set(row) - set(COLUMNS))):
+        raise ValueError(f"FlowPlan: column {unknown[0]!r}; needed some of {', '.join(COLUMNS)}")
+    return FlowRow(**{column: _cell(value) for column, value in row.items()})
+
+
 def _cell(value: Any) -> bool:
     text = str(int(value) if isinstance(value, bool) else value).strip().lower()
     if text not in _TRUE | _FALSE:
-        raise ValueError(f"FlowPlan.from_table: cell {value!r}; needed 1 or 0")
+        raise ValueError(f"FlowPlan: cell {value!r}; needed 1 or 0")
     return text in _TRUE

@@ -69,10 +69,10 @@ def write_table() -> None:
         return
     found = json.loads(FOUND.read_text(encoding="utf-8"))
     lines = [
-        "| task | trained to | 2 times as long | 4 | 10 | 20 | 20, thinking 10 steps a symbol | CPU s |",
+        "| task | trained to | 2 times as long | 4 | 10 | 20 | 20, thinking 10 steps a symbol | training, CPU s |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    short = ["| trained on a few symbols, tested on 20 times as many | symbols right, worst of five seeds | CPU s |",
+    short = ["| trained on a few symbols, tested on 20 times as many | symbols right, worst of five seeds | training, CPU s |",
              "|---|---|---|"]  # fmt: skip
     for task, row in found["tasks"].items():
         trained, runs = row["trained"], row["runs"]

@@ -119,7 +119,7 @@ def test_random_plans():
         (lambda: FlowPlan.from_table("step | output\n1* | 0\n2 | 0\n3* | 1"), "needed one loop"),
         (lambda: FlowPlan.random(1.5, 3), "needed probabilities"),
         (lambda: FlowPlan.random({"think": 1.0}, 3), "needed probabilities"),
-        (lambda: FlowPlan.random(0.5, 0), "n_step is 0"),
+        (lambda: FlowPlan.random(0.5, 0), "n_step 0; needed a prob"),
     ],
 )
 def test_bad_plans_are_refused(call, message):

@@ -629,6 +629,12 @@ def test_a_models_own_plan_is_saved_with_it(tmp_path):
     assert torch.equal(model(tokens, mask).logits, again(tokens, mask).logits)
     again.config.plan = None
     assert again.plan == FlowPlan.every_step()
+    again.config.plan = plan
+    assert again.plan == plan
+    other = FlowPlan.every_step(self_attention=False)
+    assert AutoModel.from_pretrained(tmp_path, plan=other).plan == other
+    rows = {"loop": [{"read_input": 1, "output": True}]}
+    assert model_of(plan=rows).plan == FlowPlan(loop=(FlowRow(read_input=True, output=True),))
 
 
 @pytest.mark.parametrize("case", ["everything", "causal, rotary", "aligned", "noise"])
@@ -808,6 +814,18 @@ def test_bad_input_is_refused(changes, call, message):
         ({"dropout": 0.1}, "dropout is 0.1; needed none of that name"),
         ({"plan": "read_once"}, "plan is 'read_once'; needed a FlowPlan, or what its to_dict gives"),
         ({"plan": {"rows": []}}, "needed a FlowPlan, or what its to_dict gives"),
+        ({"plan": {"loop": 3}}, "FlowPlan: loop is 3; needed a list of rows"),
+        ({"plan": {"loop": {"output": 1}}}, "FlowPlan: loop is {'output': 1}; needed a list of rows"),
+        ({"plan": {"loop": [3]}}, "a row is 3; needed 6 values or fewer"),
+        ({"plan": {"loop": ["000001"]}}, "a row is '000001'"),
+        ({"plan": {"loop": [[1, 0, 0, 0, 1, 1, 1]]}}, "needed 6 values or fewer"),
+        ({"plan": {"loop": [[1, 0, 0, 0, 7, 1]]}}, "cell 7; needed 1 or 0"),
+        ({"plan": {"loop": [[0.3] * 6]}}, "cell 0.3; needed 1 or 0"),
+        ({"plan": {"loop": [{"read_inptu": 1, "output": 1}]}}, "column 'read_inptu'; needed some of read_input"),
+        ({"plan": FlowPlan.read_once()}, "memory is 'none'; needed another, as \"grow\": the plan uses it"),
+        ({"plan": FlowPlan.every_step(memory=False, static=True)}, "num_static_tokens is 0; needed some"),
+        ({"causal": "no"}, "causal is 'no'; needed True or False"),
+        ({"halting": 1}, "halting is 1; needed True or False"),
         ({"hiden_size": 9}, "hiden_size is 9; needed hidden_size, or was another meant?"),
         ({"latents": 9}, "latents is 9; needed num_latents"),
         ({"hidden_size": 6, "positions": "rotary"}, "an even size for rotary"),

@@ -363,7 +363,7 @@ def test_a_users_own_task():
             r"lengths have shape \[2\]; needed \(3,\)",
         ),
         (lambda g: AtTokens(make_task("hops")), "has an answer for each step and not for each token"),
-        (lambda g: AtTokens(AtTokens(make_task("copy"))), "needed a Task, as of make_task"),
+        (lambda g: AtTokens(AtTokens(make_task("copy"))), "needed a Task that is not laid out yet"),
         (lambda g: make_task("maze").sample(g, 2, 2), "Maze: length 2; needed 3 or more"),
         (lambda g: make_task("lookup", keys=3).sample(g, 2, 4), "needed at most as many as keys, 3"),
         (lambda g: make_task("add", carry_heavy=0.5, max_value=9), "needed a share, without max_value"),

@@ -9,7 +9,7 @@ import torch
 
 from model_components._modes import evaluating
 
-from ..checks import chosen_plan
+from ..checks import check_layout, chosen_plan
 from ..curriculum import CurriculumDataset
 from ..flow import FlowPlan
 from ..losses import exact, labels_of_steps
@@ -63,6 +63,13 @@ def accuracies(
     return found
 
 
+def _check_data(operation: str, model: LatentThinker, data: CurriculumDataset) -> None:
+    """Held-out samples, laid out for the model."""
+    if not isinstance(data, CurriculumDataset):
+        raise ValueError(f"{operation}: data is a {type(data).__name__}; needed a CurriculumDataset")
+    check_layout(operation, model.config, data.task)
+
+
 def evaluate_grid(
     model: LatentThinker,
     data: CurriculumDataset,
@@ -95,6 +102,7 @@ def evaluate_grid(
         raise ValueError(
             f"evaluate_grid: n_latents {list(n_latents)}, n_steps {list(n_steps)}, samples {samples}; needed 1 or more"
         )
+    _check_data("evaluate_grid", model, data)
     batch = data.held_out(samples, data.schedule.max_length if length is None else length, seed=seed)
     cells = [tuple(accuracies(model, batch, n_steps=n_steps, n_latent=n, plan=plan)) for n in n_latents]
     return Grid(tuple(n_latents), tuple(n_steps), tuple(cells))
@@ -123,6 +131,7 @@ def evaluate_lengths(
         plan: What each step does.
         seed: Which samples.
     """
+    _check_data("evaluate_lengths", model, data)
     steps = [chosen_plan(model.config, plan).num_steps(model.config.n_step) if n_step is None else n_step]
     return {
         n: accuracies(model, data.held_out(samples, n, seed=seed), n_steps=steps, n_latent=n_latent, plan=plan)[0]
@@ -156,8 +165,9 @@ def evaluate_steps(
     Raises:
         ValueError: Nothing to look at; samples longer than the model's.
     """
+    _check_data("evaluate_steps", model, data)
     if isinstance(n_steps, int) or isinstance(lengths, int):
-        raise ValueError(f"evaluate_steps: lengths {lengths}, n_steps {n_steps}; needed lists, as [{n_steps}]")
+        raise ValueError(f"evaluate_steps: lengths {lengths}, n_steps {n_steps}; needed lists, as [20] and [20, 40]")
     steps = {n: sorted(set(n_steps(n) if callable(n_steps) else n_steps)) for n in lengths}
     if not steps or not all(steps.values()) or min(map(min, steps.values())) < 1 or samples < 1:
         raise ValueError(f"evaluate_steps: lengths and steps {steps}, samples {samples}; needed 1 or more of each")
@@ -193,6 +203,7 @@ def evaluate_halting(
     Raises:
         ValueError: A model without the head.
     """
+    _check_data("evaluate_halting", model, data)
     if not model.config.halting:
         raise ValueError("evaluate_halting: the model has no halting head; needed ThinkerConfig(halting=True)")
     batch = {k: v.to(model.device) for k, v in data.held_out(samples, length, seed=seed).items()}

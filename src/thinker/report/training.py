@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from model_components._report import Axes, Figure, axes_for
@@ -17,7 +17,10 @@ def plot_training(history: Sequence[dict[str, Any]], ax: Axes | None = None) -> 
 
     Raises:
         ImportError: matplotlib is not installed.
+        ValueError: It is no history.
     """
+    if not isinstance(history, Sequence) or not all(isinstance(row, Mapping) for row in history):
+        raise ValueError(f"plot_training: history is a {type(history).__name__}; needed trainer.state.log_history")
     figure, axes = axes_for(ax, "plot_training", width=7, height=3.4)
     rows = [row for row in history if "loss" in row]
     steps = [row["step"] for row in rows]

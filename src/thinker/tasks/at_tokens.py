@@ -35,7 +35,9 @@ class AtTokens(Task):
 
     def __post_init__(self):
         if not isinstance(self.task, Task) or isinstance(self.task, AtTokens):
-            raise ValueError(f"AtTokens: the task is {self.task!r}; needed a Task, as of make_task")
+            raise ValueError(
+                f"AtTokens: the task is {self.task!r}; needed a Task that is not laid out yet, as of make_task"
+            )
         if type(self.task).accuracy_mask is not Task.accuracy_mask:
             raise ValueError(f"AtTokens: {self.task!r} says which answers count; needed a Task where all do")
         if self.task.by_step and self._blanks:
@@ -124,6 +126,8 @@ class AtTokens(Task):
         >>> AtTokens(make_task("add", base=10)).inputs(torch.tensor([[1, 10, 2, 11]]), answer=2)[0]
         tensor([[12,  1, 10,  2, 11, 13, 13]])
         """
+        if not isinstance(tokens, Tensor) or tokens.is_floating_point():
+            raise ValueError(f"AtTokens.inputs: tokens are {type(tokens).__name__}; needed a tensor of ids (B, L)")
         if tokens.dim() != 2 or not tokens.numel() or not 0 <= int(tokens.min()) <= int(tokens.max()) < self._start:
             raise ValueError(
                 f"AtTokens.inputs: tokens have shape {list(tokens.shape)}, ids {tokens.unique().tolist()[:9]}; needed "

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from ..checks import check_plan
+from ..checks import check_layout, check_plan
 from ..config import is_whole
 from ..curriculum import CurriculumDataset
 from ..flow import FlowPlan
 from ..losses import StepLoss
 from ..model import LatentThinker
-from ..tasks import AtTokens
 
 
 def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> None:
     """Refuse a model whose sizes, latents or plan the data do not suit."""
     config = model.config
-    if config.at_tokens != isinstance(data.task, AtTokens):
-        has = 'latent_init="tokens"' if config.at_tokens else f"latent_init={config.latent_init!r}"
-        needed = "AtTokens(task)" if config.at_tokens else 'a plain task, or a model with latent_init="tokens"'
-        raise ValueError(f"ThinkerTrainer: the model has {has}, the task is {data.task!r}; needed {needed}")
+    check_layout("ThinkerTrainer", config, data.task)
     for name, needed in data.sizes().items():
         has = getattr(config, name)
         if needed > has:
@@ -31,6 +27,12 @@ def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> 
             f'{config.table_size}; needed at most as many, or latent_init="noise"'
         )
     check_plan(config, plan.rows())
+    labels = data.batch(data.step)["labels"]
+    if labels.is_floating_point() or int(labels.max()) >= data.task.output_size:
+        raise ValueError(
+            f"ThinkerTrainer: answers of {data.task!r} are {labels.dtype} up to {labels.max().item()}; needed int64 "
+            f"below its output_size, {data.task.output_size}"
+        )
 
 
 def check_reach(model: LatentThinker, data: CurriculumDataset, loss: StepLoss) -> None:

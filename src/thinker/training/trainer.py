@@ -18,6 +18,7 @@ from transformers.utils import logging
 from model_components._folders import new_file
 from model_components._trainer import StepTrainer, TrainerOptions
 
+from ..config import is_whole
 from ..counters import seed_of
 from ..curriculum import CurriculumDataset
 from ..flow import FlowPlan
@@ -85,6 +86,16 @@ class ThinkerTrainer(StepTrainer):
             raise ValueError(
                 f"ThinkerTrainer: train_dataset is {type(train_dataset).__name__}; needed a CurriculumDataset"
             )
+        if not isinstance(model, LatentThinker) or not isinstance(step_loss, StepLoss | None):
+            raise ValueError(
+                f"ThinkerTrainer: model is {type(model).__name__}, step_loss {step_loss!r}; needed a LatentThinker, "
+                f"and a StepLoss, as AllSteps()"
+            )
+        if draw_plan is not None and not callable(draw_plan):
+            raise ValueError(
+                f"ThinkerTrainer: draw_plan is a {type(draw_plan).__name__}; needed a function of a generator and a "
+                f"number of steps, or ThinkerConfig(plan=...) for one plan"
+            )
         check_fit(model, train_dataset, model.plan)
         self.draw_plan = draw_plan
         for seed in range(8 if draw_plan else 0):
@@ -98,6 +109,11 @@ class ThinkerTrainer(StepTrainer):
         self.data, self.segments = train_dataset, segments
         self.data.segments = segments
         self.eval_lengths, self.eval_samples = eval_lengths or [train_dataset.schedule.max_length], eval_samples
+        if isinstance(self.eval_lengths, int) or not is_whole(eval_samples) or eval_samples < 1:
+            raise ValueError(
+                f"ThinkerTrainer: eval_lengths {eval_lengths!r}, eval_samples {eval_samples!r}; needed a list of "
+                f"lengths, and 1 or more"
+            )
         args = copy.copy(args) if args else thinker_arguments("runs/thinker")  # the caller's stay as they are
         args.per_device_train_batch_size = train_dataset.batch_size
         args.ignore_data_skip = True  # the data set knows where it was
@@ -277,10 +293,9 @@ class ThinkerTrainer(StepTrainer):
         """Of a batch."""
         if self.draw_plan is None:
             return model.plan
-        plan = self.draw_plan(generator, n_step) if callable(self.draw_plan) else self.draw_plan
-        if not (callable(self.draw_plan) and isinstance(plan, FlowPlan)):
-            needed = "a function of a generator and a number of steps that gives a FlowPlan"
-            raise ValueError(f"ThinkerTrainer: draw_plan gives {plan!r}; needed {needed}")
+        plan = self.draw_plan(generator, n_step)
+        if not isinstance(plan, FlowPlan):
+            raise ValueError(f"ThinkerTrainer: draw_plan gives {plan!r}; needed a FlowPlan")
         return plan
 
     @staticmethod

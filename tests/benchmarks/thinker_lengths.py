@@ -72,8 +72,10 @@ def write_table() -> None:
         "| task | trained to | 2 times as long | 4 | 10 | 20 | 20, thinking 10 steps a symbol | training, CPU s |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    short = ["| trained on a few symbols, tested on 20 times as many | symbols right, worst of five seeds | training, CPU s |",
-             "|---|---|---|"]  # fmt: skip
+    short = [
+        "| trained on a few symbols, tested on 20 times as many | symbols right, worst of five seeds | training, CPU s |",
+        "|---|---|---|",
+    ]
     for task, row in found["tasks"].items():
         trained, runs = row["trained"], row["runs"]
         cells = [percent(min(right(r["points"], trained * n) for r in runs)) for n in TIMES]

@@ -73,7 +73,7 @@ def write_table() -> None:
         "|---|---|---|---|---|---|---|---|",
     ]
     short = [
-        "| trained on a few symbols, tested on 20 times as many | symbols right, worst of five seeds | training, CPU s |",
+        "| trained on a few symbols, tested on 20 times as many | right, worst of five seeds | training, CPU s |",
         "|---|---|---|",
     ]
     for task, row in found["tasks"].items():

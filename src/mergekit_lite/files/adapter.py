@@ -153,6 +153,11 @@ class LoraSource:
                 )
             self._replaced[name], self.tensors[name] = value, TensorInfo(name, info.shape, info.dtype)
 
+    @property
+    def changed(self) -> list[str]:
+        """The tensors that are not as the base's."""
+        return [*self._pairs, *self._replaced]
+
     def _turned(self, name: str, pair: Pair) -> Pair:
         """A pair whose product has the shape of the stored weight, which may be (in, out)."""
         if name not in self._base.tensors:

@@ -1,23 +1,31 @@
-"""Models that are to be merged by masks: loaded once, shared, frozen, and refused where they do not fit together."""
+"""Models that are to be merged by masks: shared, frozen, and refused where they do not fit together."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..dtypes import byte_view, stored_of
 
 _IGNORED = ("training", "name_or_path", "p", "_is_hf_initialized", "gradient_checkpointing", "warnings_issued")
 _HASHED = 1 << 22  # elements at a time
-_COSMETIC = re.compile(r"drop|token|dtype|name|version|label|architectures|use_cache|task_|initializer|return_|output_")
+# fields of a config that say nothing of what a model computes in evaluation
+_COSMETIC = re.compile(
+    r"(?:.*_)?(?:dropout|pdrop|drop_rate|dropout_prob|dropout_rate|layerdrop)|summary_.*|output_(?!size|dim).*|.*_token_id"
+    r"|_?name_or_path|architectures|auto_map|(?:torch_)?dtype|transformers_version|use_cache|id2label|label2id"
+    r"|initializer_(?:range|factor)|problem_type|task_specific_params|tokenizer_class|finetuning_task|return_.*"
+    r"|keys_to_ignore_at_inference|router_aux_loss_coef|router_jitter_noise|.*_version|pretraining_tp"
+)
+_LENGTH = ("max_position_embeddings", "max_seq_len_cached", "original_max_seq_len")  # of tables that only look further
+_ANY_LENGTH = {"default", "linear", "llama3"}  # kinds of rotary positions that do not depend on it
 
 
 def share_frozen(model: PreTrainedModel) -> PreTrainedModel:
@@ -30,35 +38,10 @@ def share_frozen(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, memo).eval()
 
 
-def load_components(
-    paths: Sequence[str | os.PathLike[str]], auto_class: Any, dtype: str | torch.dtype, options: Mapping[str, Any]
-) -> list[PreTrainedModel]:
-    """Compare what the configs describe, on the meta device, then load each model once.
-
-    Raises:
-        ValueError: Fewer than two, or models that cannot be merged by masks.
-    """
-    if isinstance(paths, (str, os.PathLike)) or len(paths) < 2:
-        raise ValueError(f"Merger: got {paths!r}, needed a list of at least two models")
-    where = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir", "local_files_only")
-    found = {k: v for k, v in options.items() if k in where}
-    configs = [_config(path, found) for path in paths]
-    making = {} if dtype == "auto" else {"dtype": dtype}
-    making |= {"trust_remote_code": True} if options.get("trust_remote_code") else {}
-    with torch.device("meta"):
-        described = [auto_class.from_config(config, **making) for config in configs]
-    refuse_different(described, [str(p) for p in paths], values=False)
-    return [auto_class.from_pretrained(path, dtype=dtype, **options).eval() for path in paths]
-
-
-def _config(path: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
-    try:
-        return AutoConfig.from_pretrained(path, **options)
-    except OSError as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"Merger: {os.fspath(path)}: no such folder, and the hub did not give it ({reason})"
-        ) from error
+def without_adapter(model: nn.Module) -> PreTrainedModel:
+    """A model in memory; of a `PeftModel` a copy with the adapter folded in."""
+    fold = getattr(model, "merge_and_unload", None)
+    return copy.deepcopy(model).merge_and_unload() if callable(fold) else model  # pyrefly: ignore
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -66,15 +49,25 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     if isinstance(module, nn.Dropout):
         return {}
     kept = {k: v for k, v in vars(module).items() if v is None or isinstance(v, (bool, int, float, str))}
-    return {k: v for k, v in kept.items() if k not in _IGNORED and "drop" not in k}
+    ignored = _IGNORED + _LENGTH * _is_of_any_length(getattr(module, "config", None))
+    return {k: v for k, v in kept.items() if k not in ignored and "drop" not in k}
 
 
 def _settings(model: nn.Module) -> dict[str, Any]:
-    """What of a config says how the model computes: all but names, tokens, dtypes and dropout."""
+    """What of a config says how the model computes."""
     if not isinstance(model, PreTrainedModel):
         return {}
-    kept = model.config.to_dict()
-    return {k: v for k, v in kept.items() if not _COSMETIC.search(k)}
+    ignored = _LENGTH * _is_of_any_length(model.config)
+    return {k: v for k, v in model.config.to_dict().items() if k not in ignored and not _COSMETIC.fullmatch(k)}
+
+
+def _is_of_any_length(config: Any) -> bool:
+    """Positions are rotary, and turned the same however long the longest input may be."""
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, Mapping) or not rope:
+        return False
+    parts = [rope, *(p for p in rope.values() if isinstance(p, Mapping))]  # a kind for each kind of layer
+    return {p["rope_type"] for p in parts if "rope_type" in p} <= _ANY_LENGTH
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
@@ -89,7 +82,8 @@ def _unequal(where: str, one: dict[str, Any], other: dict[str, Any], labels: tup
             yield f"{where}.{key} is {one[key]!r} ({labels[0]}) and {other[key]!r} ({labels[1]})"
 
 
-def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str], values: bool) -> Iterator[str]:
+def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str]) -> Iterator[str]:
+    """What no mask can lie over: other architectures, ties, shapes or dtypes."""
     if type(one) is not type(other):
         yield f"different architectures: {type(one).__name__} ({labels[0]}) and {type(other).__name__} ({labels[1]})"
         return
@@ -113,6 +107,11 @@ def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str], valu
             yield f"{name} has shapes {shapes}{hint}"
         elif parameter.dtype != theirs[name].dtype:
             yield f"{name} is {parameter.dtype} ({labels[0]}) and {theirs[name].dtype} ({labels[1]}); load both in one"
+
+
+def _different_settings(one: nn.Module, other: nn.Module, labels: tuple[str, str], values: bool) -> Iterator[str]:
+    """What is not in parameters: kinds of modules, their settings, the config's, and buffers."""
+    yield from _unequal("config", _settings(one), _settings(other), labels)
     modules = dict(other.named_modules())
     for name, module in one.named_modules():
         twin = modules.get(name)
@@ -120,7 +119,6 @@ def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str], valu
             yield f"{name} is {type(module).__name__} ({labels[0]}) and {type(twin).__name__} ({labels[1]})"
             continue
         yield from _unequal(name or "model", _attributes(module), _attributes(twin), labels)
-    yield from _unequal("config", _settings(one), _settings(other), labels)
     if values:
         buffers = dict(other.named_buffers())
         for name, buffer in one.named_buffers():
@@ -134,27 +132,40 @@ def _not_finite(model: nn.Module, label: str) -> Iterator[str]:
             yield f"{name} of {label} holds NaN or infinity"
 
 
-def refuse_different(models: Sequence[nn.Module], labels: Sequence[str], *, values: bool = True) -> None:
+def refuse_different(
+    models: Sequence[nn.Module], labels: Sequence[str], *, values: bool = True, strict: bool = True
+) -> None:
     """Refuse components that are not one architecture with one arithmetic.
 
     Args:
         models: The components.
         labels: What to call them.
         values: Also compare buffers and look for NaN (not on the meta device).
+        strict: Refuse other settings and buffers too; else a warning says that the first component's are used.
 
     Raises:
         ValueError: With the first 5 differences.
     """
     if len(models) < 2:
         raise ValueError(f"Merger: got {len(models)} model, needed at least two")
-    found = []
-    for other, label in zip(models[1:], labels[1:], strict=True):
-        found += list(_differences(models[0], other, (labels[0], label), values))
-    if values and not found:
-        found = [line for model, label in zip(models, labels, strict=True) for line in _not_finite(model, label)]
-    if found:
-        more = f"\nand {len(found) - 5} more" if len(found) > 5 else ""
-        raise ValueError("Merger: these models cannot be merged by masks:\n- " + "\n- ".join(found[:5]) + more)
+    pairs = [(models[0], other, (labels[0], label)) for other, label in zip(models[1:], labels[1:], strict=True)]
+    say_or_refuse([line for one, other, names in pairs for line in _differences(one, other, names)])
+    if strict or values:  # what is let pass is said once, when all is known
+        lines = [line for one, other, names in pairs for line in _different_settings(one, other, names, values)]
+        say_or_refuse(lines, strict=strict)
+    if values:
+        say_or_refuse([line for model, label in zip(models, labels, strict=True) for line in _not_finite(model, label)])
+
+
+def say_or_refuse(differences: Sequence[str], *, strict: bool = True) -> None:
+    """Raise what is different, or without ``strict`` warn of it."""
+    if not differences:
+        return
+    more = f"\nand {len(differences) - 5} more" if len(differences) > 5 else ""
+    lines = "\n- ".join(differences[:5]) + more
+    if strict:
+        raise ValueError(f"Merger: these models cannot be merged by masks:\n- {lines}")
+    warnings.warn(f"Merger: the first component's are used of what differs:\n- {lines}", stacklevel=3)
 
 
 def component_hashes(components: Sequence[Mapping[str, Tensor]]) -> list[str]:

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from ..report import MergeReport
-from .components import load_components
 from .config import KLConfig, MaskConfig
 from .distillation import distill
+from .loading import load_components
 from .model import MaskedModel
 from .report import MaskReport
-from .storage import bake, load_masks, read_config, save_masks
+from .storage import bake, load_masks, read_config, save_masks, stored_as
 
 
 class Merger(MaskedModel):
@@ -29,9 +29,11 @@ class Merger(MaskedModel):
     ``models``, not copied, and ``models`` are not changed.
 
     Args:
-        models: Two or more models of one architecture, dtype and vocabulary.
+        models: Two or more models of one architecture, dtype and vocabulary; adapters of peft's are folded in, in a
+            copy.
         config: How masks lie over the weights.
         labels: What to call the models; default: where they were loaded from.
+        strict: Refuse components whose settings or buffers differ; else warn, and use the first one's.
 
     Raises:
         ValueError: Models that differ in architecture, shapes, dtypes, ties, settings or buffers, or hold NaN.
@@ -56,16 +58,19 @@ class Merger(MaskedModel):
         auto_class: Any = AutoModelForCausalLM,
         dtype: str | torch.dtype = "auto",
         model_options: Mapping[str, Any] | None = None,
+        strict: bool = True,
         **config: Any,
     ) -> Self:
         """Load the components, each once, and lay masks over them.
 
         Args:
-            paths: Folders or hub ids, in the order of the masks.
+            paths: Folders or hub ids, in the order of the masks; ``"model+adapter"`` and folders of LoRA adapters too.
             masks: A file of `save_masks` to go on from; it also says the config.
             auto_class: Which head, for example ``AutoModelForSequenceClassification``.
             dtype: Of all components; ``"auto"``: as stored.
-            model_options: More for ``auto_class.from_pretrained``, such as ``attn_implementation``.
+            model_options: More for ``auto_class.from_pretrained``, such as ``attn_implementation``, or fields of the
+                config, of all components.
+            strict: Refuse components whose tokenizers, settings or buffers differ; else warn, and use the first one's.
             **config: Fields of `MaskConfig`.
 
         Raises:
@@ -79,10 +84,10 @@ class Merger(MaskedModel):
         if unknown := [name for name in config if name not in known]:
             raise ValueError(f"Merger.from_pretrained: {unknown[0]!r} is no field of MaskConfig: {', '.join(known)}")
         settings = read_config(Path(masks)) if masks is not None else MaskConfig(**config)
-        models = load_components(paths, auto_class, dtype, model_options or {})
+        models, labels = load_components(paths, auto_class, dtype, model_options or {}, strict=strict)
         begun = replace(settings, initial="average") if masks is not None else settings  # its recipe may be gone
-        merger = cls(models, begun, labels=[os.fspath(p) for p in paths])
-        merger.mask_config, merger.paths = settings, list(merger.labels)
+        merger = cls(models, begun, labels=labels, strict=strict)
+        merger.mask_config, merger.sources = settings, [stored_as(label) for label in labels]
         if masks is not None:
             merger.load_masks(masks)
         return merger

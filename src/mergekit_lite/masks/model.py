@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,19 @@ from transformers import PreTrainedModel
 
 from model_components._modes import evaluating
 
-from .components import component_hashes, refuse_different, share_frozen
+from .components import component_hashes, refuse_different, share_frozen, without_adapter
 from .config import MaskConfig
 from .layers import MaskedLayer, Selection
 from .surgery import Surgeon, recipe_weights
 
 _HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
+
+class StoredAs(NamedTuple):
+    """What a component was loaded from, and what its files' sizes and times were; None where no merge reads them."""
+
+    name: str
+    fingerprint: Any
 
 
 class MaskedModel(nn.Module):
@@ -33,10 +40,12 @@ class MaskedModel(nn.Module):
         config: MaskConfig | None = None,
         *,
         labels: Sequence[str] | None = None,
+        strict: bool = True,
     ):
         super().__init__()
+        models = [without_adapter(model) for model in models]
         labels = labels or [m.config.name_or_path or f"model {k}" for k, m in enumerate(models)]
-        refuse_different(models, labels)
+        refuse_different(models, labels, strict=strict)
         self.mask_config, self.labels, self.count = config or MaskConfig(), list(labels), len(models)
         self.selection = Selection()
         weights = None
@@ -58,7 +67,7 @@ class MaskedModel(nn.Module):
         self._layers, self._raw = surgeon.layers, surgeon.raw
         self._hashes: list[str] | None = None
         self._plain_head: bool | None = None
-        self.paths: list[str] | None = None  # where the components are stored, if that is known for sure
+        self.sources: list[StoredAs] | None = None  # where the components are stored, if that is known for sure
         self.eval()
 
     @property

@@ -21,7 +21,7 @@ from ..files import CheckpointError, DictSource, Source, TensorInfo, open_source
 from ..functional import merge_models
 from ..report import MergeReport
 from .config import MaskConfig
-from .model import MaskedModel
+from .model import MaskedModel, StoredAs
 
 _FORMAT = "mergekit_lite masks 1"
 MASKS = "masks.safetensors"
@@ -177,16 +177,34 @@ def bake(merger: MaskedModel, out: Path, options: Mapping[str, Any]) -> MergeRep
     return made
 
 
-def _stored(merger: MaskedModel, k: int) -> Source | None:
-    """The component's own files, where they hold what the merger runs, under the same names."""
-    if merger.paths is None:
-        return None  # in memory they may have been changed since they were loaded
+def stored_as(name: str) -> StoredAs:
+    """What a component is loaded from, and how to tell whether it has changed since."""
     try:
-        source, state = open_source(merger.paths[k]), merger.state(k)
-    except CheckpointError:  # pickled, say: what is resident is as good
+        return StoredAs(name, open_source(name).fingerprint())
+    except CheckpointError:  # pickled, say
+        return StoredAs(name, None)
+
+
+def _stored(merger: MaskedModel, k: int) -> Source | None:
+    """The component's own files, where they hold what the merger runs, under the same names.
+
+    Raises:
+        ValueError: They have changed since they were loaded.
+    """
+    if merger.sources is None or merger.sources[k].fingerprint is None:
+        return None  # in memory they may have been changed since they were loaded
+    source, state = open_source(merger.sources[k].name), merger.state(k)
+    if not all(n in source.tensors and source.tensors[n].shape == tuple(v.shape) for n, v in state.items()):
         return None
-    same = all(n in source.tensors and source.tensors[n].shape == tuple(v.shape) for n, v in state.items())
-    return source if same else None
+    if source.fingerprint() != merger.sources[k].fingerprint:
+        for name, value in state.items():
+            stored = tensor_of(source.read(name, 0, source.tensors[name].count)).to(value.dtype).view(value.shape)
+            if not torch.equal(stored, value.cpu()):
+                raise ValueError(
+                    f"bake: {source.label} has changed since it was loaded ({name}); needed the files that the masks "
+                    "were trained over"
+                )
+    return source
 
 
 def _resident(merger: MaskedModel, k: int) -> Source:

@@ -1,7 +1,7 @@
 """One vocabulary for models that have several: rows of embeddings and heads are matched by token string."""
 
 from .alignment import EMBEDDING, HEAD, AlignedSource, Vocabulary, is_vocabulary_tensor, plan_vocabulary
-from .tokenizers import TOKENIZER_FILES, read_vocabulary
+from .tokenizers import TOKENIZER_FILES, has_tokenizer, read_vocabulary
 
 __all__ = [
     "EMBEDDING",
@@ -9,6 +9,7 @@ __all__ = [
     "TOKENIZER_FILES",
     "AlignedSource",
     "Vocabulary",
+    "has_tokenizer",
     "is_vocabulary_tensor",
     "plan_vocabulary",
     "read_vocabulary",

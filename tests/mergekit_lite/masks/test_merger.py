@@ -2,6 +2,7 @@
 
 import json
 
+import peft
 import pytest
 import torch
 import transformers
@@ -23,6 +24,7 @@ from mergekit_lite.masks.layers import masked_class
 from tests.support.models import auto_class, save, save_tokenizer, tiny
 
 DECODERS = ["gpt2", "llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "mixtral"]
+BFLOAT16 = {"rtol": 0.05, "atol": 0.05}
 GRANULARITIES = ("scalar", "input", "output", "element")
 IDS = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -516,6 +518,100 @@ def test_components_that_do_not_fit_are_refused(message):
     with pytest.raises(ValueError) as caught:  # noqa: PT011, the message is looked at
         Merger([tiny("llama"), DIFFERENT[message]()], labels=["a", "b"])
     assert message in str(caught.value)
+
+
+def test_fine_tunes_for_longer_inputs_fit(tmp_path):
+    """Rotary positions turn alike however far they are said to go; those that stretch with the length do not."""
+    longer = tiny("llama", 1, max_position_embeddings=128)
+    Merger([tiny("llama"), longer])
+    paths = [save(tiny("llama"), tmp_path / "a"), save(longer, tmp_path / "b")]
+    merger = Merger.from_pretrained(paths)
+    merger.bake(tmp_path / "out", progress=False)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 64
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    stretched = [tiny("llama", k, max_position_embeddings=n, rope_parameters=dynamic) for k, n in enumerate((64, 128))]
+    with pytest.raises(ValueError, match="max_position_embeddings is 64"):
+        Merger(stretched, labels=["a", "b"])
+
+
+def test_settings_may_be_overridden_or_let_pass(tmp_path):
+    paths = [save(tiny("llama"), tmp_path / "a"), save(tiny("llama", 1, rms_norm_eps=1e-3), tmp_path / "b")]
+    with pytest.raises(ValueError, match="rms_norm_eps is 1e-06"):
+        Merger.from_pretrained(paths)
+    merger = Merger.from_pretrained(paths, model_options={"rms_norm_eps": 1e-3, "attn_implementation": "eager"})
+    assert merger.config.rms_norm_eps == 1e-3
+    assert merger.config._attn_implementation == "eager"
+    with pytest.warns(UserWarning, match="the first component's are used of what differs:\n- config.rms_norm_eps is"):
+        merger = Merger.from_pretrained(paths, strict=False)
+    assert merger.config.rms_norm_eps == 1e-6
+    with pytest.raises(ValueError, match="has shapes"):
+        Merger([tiny("llama"), tiny("llama", intermediate_size=20)], strict=False)
+
+
+def test_experts_for_each_token_are_compared():
+    """A field that has token in its name."""
+    with pytest.raises(ValueError, match="num_experts_per_tok is 2"):
+        Merger([tiny("mixtral", num_experts_per_tok=2), tiny("mixtral", num_experts_per_tok=1)], labels=["a", "b"])
+
+
+def test_other_tokenizers_of_the_same_size_are_refused(tmp_path):
+    paths = pair("llama", tmp_path)
+    words = [f"t{i}" for i in range(96)]
+    save_tokenizer(tmp_path / "0", words)
+    save_tokenizer(tmp_path / "1", words)
+    Merger.from_pretrained(paths)
+    save_tokenizer(tmp_path / "1", [words[1], words[0], *words[2:]])
+    with pytest.raises(ValueError, match=r"tokenizers differ: 't[01]' is .*; align the vocabularies first"):
+        Merger.from_pretrained(paths)
+    with pytest.warns(UserWarning, match="tokenizers differ"):
+        Merger.from_pretrained(paths, strict=False)
+    save_tokenizer(tmp_path / "1", [f"u{i}" for i in range(96)])
+    with pytest.raises(ValueError, match="has other tokens than"):
+        Merger.from_pretrained(paths)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_components_may_be_adapters(kind, dtype, tmp_path):
+    base = save(tiny(kind, 1), tmp_path / "base", dtype)
+    targets = {"llama": ["q_proj", "down_proj"], "gpt2": ["c_attn", "c_fc"]}[kind]
+    for number in range(2):
+        torch.manual_seed(number)
+        config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False)
+        wrapped = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), config)
+        wrapped.save_pretrained(tmp_path / str(number))
+    merger = Merger.from_pretrained([f"{base}+{tmp_path / '0'}", str(tmp_path / "1")])
+    assert merger.labels[1] == f"{base}+{tmp_path / '1'}"
+    merger.bake(tmp_path / "out", progress=False)
+    models = [f"{base}+{tmp_path / str(k)}" for k in range(2)]
+    merge_models(models, "linear", weight=0.5, out=tmp_path / "static", progress=False)
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "static"))
+    for name, value in other.items():  # the mean of weights that were rounded, and the rounded mean
+        torch.testing.assert_close(one[name], value, **({} if dtype == torch.float32 else {"rtol": 0.02, "atol": 1e-3}))
+    with merger.component(1):
+        own = logits(merger)
+    torch.testing.assert_close(own, logits(wrapped.to(dtype).eval()), **({} if dtype == torch.float32 else BFLOAT16))
+
+
+def test_an_adapter_in_memory_is_folded_into_a_copy():
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(tiny("llama", 1), config).eval()
+    before = {name: value.clone() for name, value in wrapped.state_dict().items()}
+    merger = Merger([tiny("llama"), wrapped])
+    with merger.component(1):
+        torch.testing.assert_close(logits(merger), logits(wrapped))
+    assert all(torch.equal(value, before[name]) for name, value in wrapped.state_dict().items())
+
+
+def test_files_that_changed_after_loading_are_not_baked(tmp_path):
+    paths = pair("llama", tmp_path)
+    merger = open_merger(paths)
+    save(tiny("llama", 1), tmp_path / "1")  # the same values, written anew
+    merger.bake(tmp_path / "same", progress=False)
+    save(tiny("llama", 5), tmp_path / "1")
+    with pytest.raises(ValueError, match=r"1 has changed since it was loaded \(model"):
+        merger.bake(tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
 
 
 def test_files_that_do_not_fit_are_refused_before_a_weight_is_read(tmp_path, monkeypatch):

@@ -1,0 +1,128 @@
+"""Components from disk: compared by what their folders say, then loaded once, LoRA adapters folded in as merges do."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedModel
+
+from ..dtypes import tensor_of
+from ..files import CheckpointError, LoraSource, find_folder, open_source
+from ..vocabulary import has_tokenizer, read_vocabulary
+from .components import refuse_different, say_or_refuse
+
+_WHERE = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir", "local_files_only")
+_TOKENS = 0.01  # of a vocabulary that may be called differently: fine-tunes rename reserved tokens
+
+
+def load_components(
+    paths: Sequence[str | os.PathLike[str]],
+    auto_class: Any,
+    dtype: str | torch.dtype,
+    options: Mapping[str, Any],
+    *,
+    strict: bool,
+) -> tuple[list[PreTrainedModel], list[str]]:
+    """Compare what configs and tokenizers say, on the meta device, then load each model once.
+
+    Args:
+        paths: Folders, hub ids, ``"base+adapter"``, or folders of LoRA adapters whose config names their base.
+        auto_class: Of transformers.
+        dtype: ``"auto"`` or one.
+        options: Of ``auto_class.from_pretrained``; what is a field of the config overrides it.
+        strict: Refuse settings that differ, or warn.
+
+    Returns:
+        The models, and what each was loaded from, as `merge_models` names it.
+
+    Raises:
+        ValueError: Fewer than two, or models that cannot be merged by masks.
+    """
+    if isinstance(paths, (str, os.PathLike)) or len(paths) < 2:
+        raise ValueError(f"Merger: got {paths!r}, needed a list of at least two models")
+    names = [_with_base(os.fspath(path)) for path in paths]
+    bases = [base for base, _ in names]
+    where = {k: v for k, v in options.items() if k in _WHERE}
+    configs, unused = zip(*(_config(base, {**options, **where}) for base in bases), strict=True)
+    making = {} if dtype == "auto" else {"dtype": dtype}
+    making |= {"trust_remote_code": True} if options.get("trust_remote_code") else {}
+    with torch.device("meta"):
+        described = [auto_class.from_config(config, **making) for config in configs]
+    labels = [base if adapter is None else f"{base}+{adapter}" for base, adapter in names]
+    refuse_different(described, labels, values=False, strict=strict)
+    say_or_refuse(_vocabularies(bases, labels), strict=strict)
+    models = []
+    for base, adapter, config, rest in zip(bases, (a for _, a in names), configs, unused, strict=True):
+        model = auto_class.from_pretrained(base, config=config, dtype=dtype, **where | rest).eval()
+        if adapter is not None:
+            _fold_in(model, f"{base}+{adapter}")
+        models.append(model)
+    return models, labels
+
+
+def _with_base(path: str) -> tuple[str, str | None]:
+    """A model, and the adapter that is to be folded into it."""
+    folder = Path(path)
+    if not folder.is_dir() and "+" in path:
+        base, _, adapter = path.rpartition("+")
+        return base, adapter
+    settings = folder / "adapter_config.json"
+    if not settings.is_file() or (folder / "config.json").is_file():
+        return path, None
+    base = json.loads(settings.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not isinstance(base, str):
+        raise ValueError(f"Merger: {path} is a LoRA adapter whose config names no base; needed MODEL+{path}")
+    return base, path
+
+
+def _config(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The config, with what the options say of it, and the other options."""
+    try:
+        return AutoConfig.from_pretrained(path, return_unused_kwargs=True, **options)  # pyrefly: ignore
+    except OSError as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"Merger: {path}: no such folder, and the hub did not give it ({reason})") from error
+
+
+def _vocabularies(bases: Sequence[str], labels: Sequence[str]) -> list[str]:
+    """How the tokenizers of folders differ, where there are some."""
+    try:
+        folders = [find_folder(base) for base in bases]
+        known = [(label, folder) for label, folder in zip(labels, folders, strict=True) if has_tokenizer(folder)]
+        if len({folder.resolve() for _, folder in known}) < 2:
+            return []
+        first, *others = [(label, read_vocabulary(folder, label)) for label, folder in known]
+    except CheckpointError:  # not there, or of a kind that no merge reads: sizes are compared in any case
+        return []
+    differences = []
+    for label, ids in others:
+        moved = next((t for t in first[1].keys() & ids.keys() if first[1][t] != ids[t]), None)
+        if moved is not None:
+            differences.append(
+                f"their tokenizers differ: {moved!r} is {first[1][moved]} ({first[0]}) and {ids[moved]} ({label}); "
+                "align the vocabularies first: merge_models with a recipe whose tokenizer source is union"
+            )
+        elif len(first[1].keys() ^ ids.keys()) > 2 * _TOKENS * max(len(first[1]), len(ids)):
+            differences.append(f"their tokenizers differ: {label} has other tokens than {first[0]}")
+    return differences
+
+
+@torch.no_grad()
+def _fold_in(model: PreTrainedModel, name: str) -> None:
+    """Give a model the weights that a merge of files reads of its base and adapter."""
+    source, state = open_source(name), model.state_dict()
+    assert isinstance(source, LoraSource)
+    prefix = f"{model.base_model_prefix}."
+    for tensor in source.changed:
+        own = next((n for n in (tensor, f"{prefix}{tensor}", tensor.removeprefix(prefix)) if n in state), None)
+        if own is None:
+            raise ValueError(
+                f"Merger: {name}: the adapter changes {tensor}, which {type(model).__name__} does not have"
+            )
+        values = tensor_of(source.read(tensor, 0, source.tensors[tensor].count))
+        state[own].copy_(values.view(state[own].shape))

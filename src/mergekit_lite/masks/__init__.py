@@ -14,7 +14,7 @@ True
 
 from .config import KLConfig, MaskConfig
 from .constraints import constrain
-from .data import CachedTeachers, MaskCollator, TaskMixture, cache_teachers
+from .data import CachedTeachers, MaskCollator, TaskMixture, TaskStream, TextExamples, cache_teachers
 from .functional import blend, masked_embedding, masked_linear
 from .layers import (
     AccurateMaskedLinear,
@@ -43,6 +43,8 @@ __all__ = [
     "MaskedLayer",
     "Merger",
     "TaskMixture",
+    "TaskStream",
+    "TextExamples",
     "blend",
     "cache_teachers",
     "constrain",

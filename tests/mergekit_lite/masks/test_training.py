@@ -252,7 +252,7 @@ def test_bad_examples_and_shares_are_refused():
 @pytest.mark.parametrize("coefficients", ["task", "confidence"])
 @pytest.mark.parametrize("pack", [False, True])
 def test_cached_teachers_give_the_very_loss(coefficients, pack, tmp_path, monkeypatch):
-    monkeypatch.setattr("mergekit_lite.masks.data._SHARD", 6)
+    monkeypatch.setattr("mergekit_lite.masks.data.teachers._SHARD", 6)
     merger, kl = merger_of(initial="random"), KLConfig(coefficients=coefficients)
     collator = MaskCollator(pad_token_id=0, pack=pack, max_length=9)
     cached = cache_teachers(merger, MIXTURE, collator, tmp_path / "c", kl=kl, batch_size=4, progress=False)

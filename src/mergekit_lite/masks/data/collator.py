@@ -1,0 +1,125 @@
+"""`MaskCollator`: examples of several tasks to one batch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskCollator:
+    """Makes a batch of examples of several tasks.
+
+    Padded, it holds ``input_ids``, ``attention_mask``, ``labels`` (B, L) and ``task`` (B,). Packed, examples of one
+    task share a row, one row a task, ``position_ids`` begin anew at each example, and ``task`` is (rows, L); it is
+    for decoders, which transformers keeps from looking across examples by their positions.
+
+    The first label of an example is set to -100, since nothing predicts it. Labels default to the tokens. Examples
+    without a task (then all are) are for coefficients that ask for none, as ``"evidence"``.
+
+    Examples that a tokenizer padded are cut to their ``attention_mask``. ``token_type_ids`` are carried along.
+
+    Args:
+        pad_token_id: Fills up rows; its positions never count.
+        pack: Put examples of one task into one row.
+        max_length: Longer examples lose their end.
+
+    >>> batch = MaskCollator(pad_token_id=0)([{"input_ids": [5, 6], "task": 0}, {"input_ids": [7], "task": 1}])
+    >>> batch["labels"].tolist(), batch["task"].tolist()
+    ([[-100, 6], [-100, -100]], [0, 1])
+    """
+
+    pad_token_id: int
+    pack: bool = False
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pad_token_id, int) or isinstance(self.pad_token_id, bool):
+            raise ValueError(f"MaskCollator: pad_token_id is {self.pad_token_id!r}, needed a token's id (any will do)")
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """A batch.
+
+        Raises:
+            ValueError: No example; a task that is no whole number, or that only some have; labels that are not as long
+                as the tokens.
+        """
+        if not features:
+            raise ValueError("MaskCollator: no example came; needed one or more")
+        examples = [self._example(f) for f in features]
+        tasks = sum("task" in e for e in examples)
+        if tasks not in (0, len(examples)):
+            raise ValueError(f"MaskCollator: {tasks} of {len(examples)} examples have a task; needed all, or none")
+        if self.pack and tasks:
+            examples.sort(key=lambda e: e["task"])  # a stable sort: rows keep the order of the batch
+            rows = [[e for e in examples if e["task"] == k] for k in sorted({e["task"] for e in examples})]
+        elif self.pack:
+            rows = [examples]
+        else:
+            rows = [[e] for e in examples]
+        length = max(sum(len(e["input_ids"]) for e in row) for row in rows)
+
+        def fill(key: str, empty: int) -> Tensor:
+            made = torch.full((len(rows), length), empty)
+            for line, row in zip(made, rows, strict=True):
+                values = torch.cat([torch.as_tensor(e[key]) for e in row])
+                line[: len(values)] = values
+            return made
+
+        batch = {"input_ids": fill("input_ids", self.pad_token_id), "labels": fill("labels", -100)}
+        if self.pack:
+            batch["position_ids"] = fill("position_ids", 0)
+        else:
+            batch["attention_mask"] = fill("attention_mask", 0)
+        if tasks:
+            own = torch.tensor([row[0]["task"] for row in rows])
+            batch["task"] = own[:, None].expand(-1, length).contiguous() if self.pack else own
+        if "token_type_ids" in examples[0]:
+            batch["token_type_ids"] = fill("token_type_ids", 0)
+        if "label" in examples[0]:  # a classifier's, one an example
+            batch["labels"] = torch.tensor([e["label"] for e in examples])
+        if "teacher_hidden" in examples[0]:
+            batch["teacher_hidden"] = torch.cat([e["teacher_hidden"] for e in examples])
+        return batch
+
+    def _example(self, feature: Mapping[str, Any]) -> dict[str, Any]:
+        given_ids = torch.as_tensor(feature["input_ids"])
+        kept = torch.as_tensor(feature.get("attention_mask", torch.ones_like(given_ids))).bool()
+
+        def own(values: Any) -> Tensor:
+            return torch.as_tensor(values)[kept][: self.max_length]
+
+        ids = own(given_ids)
+        given = feature.get("labels", feature.get("label"))
+        made: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if feature.get("task") is not None:
+            made["task"] = _component(feature["task"])
+        made["position_ids"] = torch.arange(len(ids))
+        if given is not None and torch.as_tensor(given).dim() == 0:
+            made |= {"label": int(given), "labels": torch.full_like(ids, -100)}
+        else:
+            if given is not None and len(given) != len(given_ids):
+                raise ValueError(f"MaskCollator: an example has {len(given_ids)} tokens and {len(given)} labels")
+            made["labels"] = own(given_ids if given is None else given).clone()
+            made["labels"][:1] = -100
+        if "token_type_ids" in feature:
+            made["token_type_ids"] = own(feature["token_type_ids"])
+        if "teacher_hidden" in feature:
+            made["teacher_hidden"] = feature["teacher_hidden"]
+        return made
+
+
+def _component(task: Any) -> int:
+    """A task as a component's index, whatever kind of whole number it is."""
+    try:
+        index = -1 if isinstance(task, bool) else operator.index(task)
+    except (TypeError, ValueError):
+        index = -1
+    if index < 0:
+        raise ValueError(f"MaskCollator: an example's task is {task!r}, needed a component's index; see TaskMixture")
+    return index

@@ -1,0 +1,142 @@
+"""The examples of several components: `TaskMixture`, which can be indexed, and `TaskStream`, which cannot."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+
+class TaskMixture(Dataset):
+    """The examples of several data sets, each with the ``task`` that it is of: the index of its component.
+
+    Args:
+        datasets: For each component, in the merger's order, a data set, or a list of several; examples are dicts with
+            ``input_ids`` and perhaps ``labels``.
+        weights: How many examples each component has, relative to each other; default: all once. Then the mixture is as
+            long as all data sets together; what has too few examples repeats them, what has too many loses some.
+        temperature: Instead of ``weights``: sizes to the power of 1 / ``temperature``, so that 1 leaves them and a
+            large number makes them alike (Raffel et al., arXiv 1910.10683).
+        seed: Of which examples are repeated or left out.
+
+    Raises:
+        ValueError: A mapping; data sets without a length; weights that are none, or of a component without examples.
+
+    >>> mixture = TaskMixture([[{"input_ids": [1]}], [{"input_ids": [2]}, {"input_ids": [3]}]])
+    >>> len(mixture), mixture[1]
+    (3, {'input_ids': [2], 'task': 1})
+    >>> mixture = TaskMixture([[{"input_ids": [1]}], [{"input_ids": [2]}] * 3], weights=[1, 1])
+    >>> [example["task"] for example in mixture]
+    [0, 0, 1, 1]
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[Any],
+        *,
+        weights: Sequence[float] | None = None,
+        temperature: float | None = None,
+        seed: int = 0,
+    ):
+        self.datasets = _of_components("TaskMixture", datasets)
+        if not all(hasattr(d, "__len__") for parts in self.datasets for d in parts):
+            raise ValueError("TaskMixture: a data set has no length; TaskStream takes those that are streamed")
+        places = [[(k, d, i) for d in range(len(parts)) for i in range(len(parts[d]))]
+                  for k, parts in enumerate(self.datasets)]  # fmt: skip
+        if temperature is not None:
+            if weights is not None or not temperature > 0:
+                raise ValueError(
+                    f"TaskMixture: temperature {temperature}, weights {weights}; needed one of them, the first above 0"
+                )
+            weights = [len(p) ** (1 / temperature) for p in places]
+        if weights is not None:
+            _check_weights("TaskMixture", weights, [len(p) for p in places])
+            rng = random.Random(seed)
+            counts = _shares(sum(map(len, places)), weights)
+            places = [_drawn(rng, p, count) for p, count in zip(places, counts, strict=True)]
+        self._places = [place for own in places for place in own]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        task, dataset, place = self._places[index]
+        return {**self.datasets[task][dataset][place], "task": task}
+
+
+class TaskStream(IterableDataset):
+    """Endless examples of several data sets that are read as they come, each with its ``task``.
+
+    A component is drawn, then its next example; a data set that ends begins anew. Training says how long by
+    ``max_steps``. Workers of a loader draw different components, of the same examples.
+
+    Args:
+        datasets: For each component what gives examples each time it is iterated, or a list of several that follow each
+            other.
+        weights: How often each component comes; default: all alike.
+        seed: Of the draws.
+
+    Raises:
+        ValueError: A mapping; weights that are none; while it is read, a component without examples.
+
+    >>> stream = iter(TaskStream([[{"input_ids": [1]}], [{"input_ids": [2]}]], weights=[0, 1]))
+    >>> [next(stream) for _ in range(2)]
+    [{'input_ids': [2], 'task': 1}, {'input_ids': [2], 'task': 1}]
+    """
+
+    def __init__(self, datasets: Sequence[Any], *, weights: Sequence[float] | None = None, seed: int = 0):
+        self.datasets, self.seed = _of_components("TaskStream", datasets), seed
+        self.weights = [1.0] * len(self.datasets) if weights is None else list(weights)
+        _check_weights("TaskStream", self.weights, [1] * len(self.datasets))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        worker = get_worker_info()
+        rng = random.Random(f"{self.seed} {0 if worker is None else worker.id}")
+        streams = [_endless(parts, k) for k, parts in enumerate(self.datasets)]
+        while True:
+            (task,) = rng.choices(range(len(streams)), self.weights)
+            yield {**next(streams[task]), "task": task}
+
+
+def _of_components(operation: str, datasets: Any) -> list[list[Any]]:
+    """For each component a list of data sets."""
+    if isinstance(datasets, Mapping):
+        raise ValueError(f"{operation}: datasets is a mapping, needed a list in the order of the components")
+    return [list(d) if isinstance(d, (list, tuple)) and d and not isinstance(d[0], Mapping) else [d] for d in datasets]
+
+
+def _check_weights(operation: str, weights: Sequence[float], sizes: Sequence[int]) -> None:
+    fits = len(weights) == len(sizes) and all(isinstance(w, (int, float)) and 0 <= w < math.inf for w in weights)
+    if not fits or not sum(weights) > 0:
+        raise ValueError(f"{operation}: weights are {list(weights)}, needed {len(sizes)} numbers from 0, not all 0")
+    if empty := [k for k, size in enumerate(sizes) if weights[k] and not size]:
+        raise ValueError(f"{operation}: component {empty[0]} has weight {weights[empty[0]]} and no examples")
+
+
+def _shares(total: int, weights: Sequence[float]) -> list[int]:
+    """Whole numbers that add up to ``total``, as near to the weights as they can be."""
+    exact = [total * w / sum(weights) for w in weights]
+    counts = [int(x) for x in exact]
+    for k in sorted(range(len(exact)), key=lambda k: counts[k] - exact[k])[: total - sum(counts)]:
+        counts[k] += 1
+    return counts
+
+
+def _drawn(rng: random.Random, places: list[Any], count: int) -> list[Any]:
+    """So many of them, each as often as any other, but for one."""
+    whole, rest = divmod(count, len(places)) if places else (0, 0)
+    return places * whole + rng.sample(places, rest)
+
+
+def _endless(parts: Sequence[Any], component: int) -> Iterator[Mapping[str, Any]]:
+    while True:
+        empty = True
+        for part in parts:
+            for example in part:
+                empty = False
+                yield example
+        if empty:
+            raise ValueError(f"TaskStream: component {component} has no examples")

@@ -1,0 +1,160 @@
+"""`TextExamples`: rows of chat, instructions or text, or files of them, as tokens and labels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+_NEEDED = (
+    "messages (a list of role and content), instruction and output (and perhaps input), prompt and completion, or text"
+)
+
+
+class TextExamples(Dataset):
+    """Examples of ``input_ids`` and ``labels`` from text: what a model answers is supervised, what it is asked is not.
+
+    Args:
+        source: A ``.json`` (a list) or ``.jsonl`` file of rows, any other file as one plain text, or rows: strings, or
+            mappings (a `datasets.Dataset`'s, too) with ``messages``, of which every turn of the assistant is
+            supervised; with ``instruction``, ``output`` and perhaps ``input``; with ``prompt`` and ``completion``; or
+            with ``text``, all of which is supervised.
+        tokenizer: Of transformers; its chat template lays out messages and instructions; without one they are
+            separated by lines.
+        max_length: Rows lose what is longer; a plain text is cut into pieces of so many tokens.
+        train_on_inputs: Supervise what is asked, too.
+
+    Raises:
+        ValueError: No rows; a row of none of these kinds (with its number); no answer left below ``max_length`` in any.
+    """
+
+    def __init__(
+        self,
+        source: str | Path | Iterable[Any],
+        tokenizer: Any,
+        *,
+        max_length: int = 512,
+        train_on_inputs: bool = False,
+    ):
+        if not getattr(tokenizer, "is_fast", False) or not isinstance(max_length, int) or max_length < 2:
+            raise ValueError(
+                f"TextExamples: tokenizer is {type(tokenizer).__name__}, max_length {max_length!r}; needed a fast "
+                "tokenizer of transformers, which knows where its tokens stand in a text, and 2 or more"
+            )
+        self.tokenizer, self.max_length, self.train_on_inputs = tokenizer, max_length, train_on_inputs
+        name, rows = _read(source)
+        examples = [self._example(f"{name}, row {number}", row) for number, row in enumerate(rows, 1)]
+        self.examples = [e for e in chain.from_iterable(examples) if any(label != -100 for label in e["labels"][1:])]
+        if not self.examples:
+            raise ValueError(
+                f"TextExamples: {name}: of {len(rows)} rows none has an answer within {max_length} tokens; needed one"
+            )
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return self.examples[index]
+
+    def decoded(self, index: int) -> str:
+        """An example's text, what is supervised in brackets, to look at before training.
+
+        Args:
+            index: Which.
+        """
+        example, parts, before = self.examples[index], [], False
+        for token, label in zip(example["input_ids"], example["labels"], strict=True):
+            if (label != -100) != before:
+                parts.append("⟦" if label != -100 else "⟧")
+                before = label != -100
+            parts.append(token)
+        text = "".join(p if isinstance(p, str) else self.tokenizer.decode([p]) for p in parts)
+        return text + "⟧" * before
+
+    def _example(self, where: str, row: Any) -> list[dict[str, list[int]]]:
+        """One row's, or a plain text's pieces."""
+        if isinstance(row, str):
+            ids = self.tokenizer(row)["input_ids"]
+            pieces = [ids[start : start + self.max_length] for start in range(0, len(ids), self.max_length)]
+            return [{"input_ids": piece, "labels": piece} for piece in pieces]
+        text, spans = self._laid_out(where, row)
+        encoded = self.tokenizer(text, add_special_tokens="text" in row, return_offsets_mapping=True)
+        ids, labels = encoded["input_ids"], []
+        for token, (start, stop) in zip(ids, encoded["offset_mapping"], strict=True):
+            asked = start < stop and any(start >= first and stop <= last for first, last in spans)
+            labels.append(token if asked or self.train_on_inputs else -100)
+        return [{"input_ids": ids[: self.max_length], "labels": labels[: self.max_length]}]
+
+    def _laid_out(self, where: str, row: Any) -> tuple[str, list[tuple[int, int]]]:
+        """A row's text, and from where to where it is supervised."""
+        if not isinstance(row, Mapping):
+            raise ValueError(f"TextExamples: {where} is a {type(row).__name__}; needed a text, or a mapping")
+        messages = row.get("messages")
+        if messages is None and isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str):
+            asked = "\n".join(filter(None, (row["instruction"], row.get("input"))))
+            messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+        if messages is not None:
+            return self._conversation(where, messages)
+        if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
+            text = row["prompt"] + row["completion"] + (self.tokenizer.eos_token or "")
+            return text, [(len(row["prompt"]), len(text))]
+        if isinstance(row.get("text"), str):
+            return row["text"], [(0, len(row["text"]))]
+        raise ValueError(f"TextExamples: {where} has {', '.join(map(str, row)) or 'nothing'}; needed {_NEEDED}")
+
+    def _conversation(self, where: str, messages: Any) -> tuple[str, list[tuple[int, int]]]:
+        """Of messages, each turn of the assistant with what ends it."""
+        good = isinstance(messages, Sequence) and not isinstance(messages, str) and all(
+            isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+            for m in messages
+        )  # fmt: skip
+        if not good or not any(m["role"] == "assistant" for m in messages):
+            raise ValueError(f"TextExamples: {where}: messages needed roles and contents, and one of an assistant")
+        spans, text = [], ""
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                start = len(self._text(messages[:number], prompt=True))
+                text = self._text(messages[: number + 1])
+                spans.append((start, len(text)))
+        whole = self._text(messages)
+        if not whole.startswith(text):
+            raise ValueError(
+                f"TextExamples: {where}: the tokenizer's chat template changes earlier turns when later ones come; "
+                "needed rows of one answer"
+            )
+        return text, spans  # nothing after the last answer
+
+    def _text(self, messages: Sequence[Any], *, prompt: bool = False) -> str:
+        if getattr(self.tokenizer, "chat_template", None):
+            if not messages:
+                return ""
+            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
+        end = self.tokenizer.eos_token or "\n"
+        return "".join(m["content"] + (end if m["role"] == "assistant" else "\n") for m in messages)
+
+
+def _read(source: Any) -> tuple[str, list[Any]]:
+    """What to call it, and its rows."""
+    if not isinstance(source, (str, Path)):
+        rows = list(source)
+        if not rows:
+            raise ValueError("TextExamples: no rows came; needed some")
+        return "rows", rows
+    path = Path(source)
+    if not path.is_file():
+        raise ValueError(f"TextExamples: {path} is not there; needed a file")
+    text = path.read_text(encoding="utf-8")
+    try:
+        if path.suffix == ".jsonl":
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+        else:
+            rows = json.loads(text) if path.suffix == ".json" else [text]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"TextExamples: {path} is not the JSON that its name says ({error})") from error
+    if not isinstance(rows, list) or not rows or not any(rows):
+        raise ValueError(f"TextExamples: {path} holds no rows; needed a list")
+    return str(path), rows

@@ -1,0 +1,163 @@
+"""Mixtures of tasks, streams of them, and text as examples."""
+
+import json
+from collections import Counter
+from itertools import islice
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerFast
+
+from mergekit_lite.masks import KLConfig, MaskCollator, MaskTrainer, TaskMixture, TaskStream, TextExamples
+from tests.mergekit_lite.masks.test_training import arguments, merger_of
+
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def numbered(count, start=0):
+    return [{"input_ids": [start + i]} for i in range(count)]
+
+
+def tokenizer(chat=CHAT):
+    """A token a byte, and the marks of a chat."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
+    made.add_special_tokens({"additional_special_tokens": ["<user>", "<assistant>", "<system>"]})
+    made.chat_template = chat
+    return made
+
+
+def test_examples_come_as_often_as_their_weights_say():
+    parts = [numbered(4), [numbered(3, 10), numbered(2, 20)]]  # two data sets of one component
+    plain = TaskMixture(parts)
+    assert [(e["task"], e["input_ids"][0]) for e in plain] == [
+        (0, 0), (0, 1), (0, 2), (0, 3), (1, 10), (1, 11), (1, 12), (1, 20), (1, 21),
+    ]  # fmt: skip
+    mixture = TaskMixture(parts, weights=[2, 1])
+    counts = Counter(e["task"] for e in mixture)
+    assert (len(mixture), counts) == (9, {0: 6, 1: 3})
+    often = Counter(e["input_ids"][0] for e in mixture)
+    assert sorted(often[i] for i in range(4)) == [1, 1, 2, 2]  # each once before any twice
+    assert max(often[i] for i in (10, 11, 12, 20, 21)) == 1
+    again = TaskMixture(parts, weights=[2, 1])
+    assert [e["input_ids"] for e in again] == [e["input_ids"] for e in mixture]
+    assert [e["input_ids"] for e in TaskMixture(parts, weights=[2, 1], seed=1)] != [e["input_ids"] for e in mixture]
+
+
+def test_a_temperature_makes_sizes_more_alike():
+    parts = [numbered(90), numbered(10)]
+    found = [Counter(e["task"] for e in TaskMixture(parts, temperature=t))[1] for t in (1.0, 2.0, 1e9)]
+    assert found == [10, 25, 50]  # 90^(1/2) : 10^(1/2) is 3 : 1
+
+
+def test_a_stream_begins_anew_and_draws_by_weight():
+    class Rows:
+        def __iter__(self):
+            return iter(numbered(3))
+
+    stream = TaskStream([Rows(), [numbered(2, 10), Rows()]], weights=[1, 3], seed=4)
+    seen = list(islice(stream, 4000))
+    assert 0.22 < sum(e["task"] == 0 for e in seen) / 4000 < 0.28
+    assert [e["input_ids"][0] for e in seen if e["task"] == 1][:7] == [10, 11, 0, 1, 2, 10, 11]
+    assert list(islice(stream, 50)) == seen[:50]
+    workers = DataLoader(stream, batch_size=4, num_workers=2, collate_fn=lambda rows: [r["task"] for r in rows])
+    tasks = list(islice(workers, 8))
+    assert tasks[0::2] != tasks[1::2]
+
+
+def test_a_stream_trains(tmp_path):
+    parts = [[{"input_ids": [3, 4, 5, 6]}], [{"input_ids": [7, 8, 9]}]]
+    collator, before = MaskCollator(pad_token_id=0), merger_of()
+    merger = merger_of()
+    MaskTrainer(
+        merger, arguments(tmp_path, max_steps=2, save_strategy="no"), train_dataset=TaskStream(parts),
+        data_collator=collator, kl=KLConfig(),
+    ).train()  # fmt: skip
+    assert any(not torch.equal(m, before.masks()[n]) for n, m in merger.masks().items())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: TaskMixture([numbered(2)], weights=[1, 1]), "needed 1 numbers from 0"),
+        (lambda: TaskMixture([numbered(2), []], weights=[1, 1]), "component 1 has weight 1 and no examples"),
+        (lambda: TaskMixture([numbered(2)], weights=[0]), "not all 0"),
+        (lambda: TaskMixture([numbered(2)], weights=[float("nan")]), r"weights are \[nan\]"),
+        (lambda: TaskMixture([numbered(2)], temperature=0), "temperature 0"),
+        (lambda: TaskMixture([numbered(2)], temperature=1, weights=[1]), "needed one of them"),
+        (lambda: TaskMixture([iter(numbered(2))]), "TaskStream takes those that are streamed"),
+        (lambda: TaskStream({"a": 1}), "needed a list in the order"),
+        (lambda: next(iter(TaskStream([[]]))), "component 0 has no examples"),
+        (lambda: TextExamples([], tokenizer()), "no rows came"),
+        (lambda: TextExamples([3], tokenizer()), "rows, row 1 is a int; needed a text"),
+        (lambda: TextExamples([{"prompt": "a"}], tokenizer()), "row 1 has prompt; needed messages"),
+        (lambda: TextExamples([{"messages": "a"}], tokenizer()), "messages needed roles and contents"),
+        (lambda: TextExamples([{"messages": [{"role": "user", "content": "a"}]}], tokenizer()), "one of an assistant"),
+        (lambda: TextExamples("nowhere.json", tokenizer()), "nowhere.json is not there"),
+        (lambda: TextExamples([{"prompt": "long " * 9, "completion": "x"}], tokenizer(), max_length=9), "none has an"),
+        (lambda: TextExamples(["a"], None), "needed a fast tokenizer"),
+        (lambda: TextExamples(["ab"], tokenizer(), max_length=1), "max_length 1"),
+    ],
+)
+def test_bad_data_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_every_turn_of_the_assistant_is_supervised():
+    rows = [
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "One?"},
+                {"role": "assistant", "content": "Two."},
+                {"role": "user", "content": "And?"},
+                {"role": "assistant", "content": "Three."},
+                {"role": "user", "content": "Unanswered."},
+            ]
+        }
+    ]
+    examples = TextExamples(rows, tokenizer())
+    assert examples.decoded(0) == (
+        "<system>Be brief.</s><user>One?</s><assistant>⟦Two.</s>⟧<user>And?</s><assistant>⟦Three.</s>⟧"
+    )
+    every = TextExamples(rows, tokenizer(), train_on_inputs=True)
+    assert every[0]["labels"] == every[0]["input_ids"] == examples[0]["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("row", "chat", "expected"),
+    [
+        ({"instruction": "Add.", "input": "1 1", "output": "2"}, CHAT, "<user>Add.\n1 1</s><assistant>⟦2</s>⟧"),
+        ({"instruction": "Add.", "output": "2"}, None, "Add.\n⟦2</s>⟧"),
+        ({"prompt": "a ", "completion": "b"}, CHAT, "a ⟦b</s>⟧"),
+        ({"text": "all of it"}, CHAT, "⟦all of it⟧"),
+        ("all of it", CHAT, "⟦all of it⟧"),
+    ],
+)
+def test_rows_of_every_kind(row, chat, expected):
+    assert TextExamples([row], tokenizer(chat)).decoded(0) == expected
+
+
+def test_files(tmp_path):
+    rows = [{"text": "one"}, {"text": "two"}]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    (tmp_path / "a.txt").write_text("a plain text, cut into pieces")
+    (tmp_path / "b.json").write_text("{")
+    for name in ("a.json", "a.jsonl"):
+        found = TextExamples(tmp_path / name, tokenizer())
+        assert [found.decoded(i) for i in range(len(found))] == ["⟦one⟧", "⟦two⟧"]
+    pieces = TextExamples(tmp_path / "a.txt", tokenizer(), max_length=8)
+    assert [len(p["input_ids"]) for p in pieces] == [8, 8, 8, 5]
+    assert "".join(pieces.decoded(i)[1:-1] for i in range(4)) == "a plain text, cut into pieces"
+    with pytest.raises(ValueError, match="is not the JSON that its name says"):
+        TextExamples(tmp_path / "b.json", tokenizer())

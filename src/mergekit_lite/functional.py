@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model_components._folders import check_new
+from model_components._folders import NewFolder, check_new
 
 from ._torch import Tensor, torch
 from .methods import get_method
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _MOST_THREADS = 8
 _IMPLS = ("auto", "eager", "fused")
+CALIBRATED = ("regmean", "regmean++", "activation")  # methods that look at data; mergekit_lite.layerwise has them
 
 
 def parse_size(size: int | str) -> int:
@@ -86,6 +87,7 @@ def merge_models(
     resume: bool = True,
     allow_pickle: str | None = None,
     trust_remote_code: bool = False,
+    calibration: Sequence[Any] | None = None,
     **parameters: Any,
 ) -> MergeReport | dict[str, Tensor]:
     """Merge several models into one.
@@ -113,6 +115,9 @@ def merge_models(
         allow_pickle: ``"weights_only"`` admits pickled checkpoints.
         trust_remote_code: Copy the Python files of the model whose config the output takes, and the ``auto_map`` that
             has transformers run them. Without it they are left out, and the report says so.
+        calibration: For each model its data, for the data-driven methods ``"regmean"``, ``"regmean++"`` and
+            ``"activation"``: a text or JSON file, rows (`mergekit_lite.masks.TextExamples`), examples of ``input_ids``,
+            or batches of them. Their parameters are those of `mergekit_lite.layerwise.CalibratedMerge`.
         **parameters: The method's: a number for all models, or for a per-model parameter a list with one value for
             each of ``models`` (the base not counted). Gradients and filters as in recipes.
 
@@ -128,6 +133,16 @@ def merge_models(
     >>> merge_models([a, b], weight=[0.25, 0.75], progress=False)
     {'w': tensor([3.0000, 3.5000])}
     """
+    if calibration is not None or method in CALIBRATED:
+        extra = {"base_model": base_model, "out_dtype": out_dtype, "allow_pickle": allow_pickle}
+        if isinstance(models, MergeRecipe) or any(extra.values()) or out is None or calibration is None:
+            raise ValueError(
+                f"merge_models: {method} needed a list of models, calibration for each and out, and none of "
+                f"{', '.join(extra)}"
+            )
+        chosen = {"threads": threads, "device": device, "impl": impl, "seed": seed, "max_shard_size": max_shard_size}
+        chosen |= {"dtype": dtype, "progress": progress, "resume": resume, "trust_remote_code": trust_remote_code}
+        return _merge_calibrated(models, method or CALIBRATED[0], calibration, out, parameters, chosen)
     if isinstance(models, MergeRecipe):
         given = {"method": method, "base_model": base_model, "dtype": dtype, "out_dtype": out_dtype}
         if extra := [k for k, v in given.items() if v] + list(parameters):
@@ -158,6 +173,38 @@ def merge_models(
         return merge_in_memory(recipe, run)[0]
     check_new(out, "merge")
     return merge_to_folder(recipe, Path(out), run)
+
+
+def _merge_calibrated(
+    models: Sequence[Any],
+    method: str,
+    calibration: Sequence[Any],
+    out: str | os.PathLike[str],
+    parameters: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> MergeReport:
+    """Merged block by block into a folder beside ``out``, whose parts an ordinary merge then makes a checkpoint of."""
+    from .layerwise import CalibratedMerge, merged_source
+
+    path, settings = check_new(out, "merge"), dict(parameters)
+    if isinstance(settings.get("weight"), list):
+        settings["weight"] = tuple(settings["weight"])
+    try:
+        merge = CalibratedMerge(method=method, **settings)
+    except TypeError as error:
+        raise ValueError(f"merge_models: {method}: {str(error).partition(' ')[2]}") from error
+    stage = NewFolder(path.with_name(f"{path.name}.blocks"), "merge", resumable=True).open()
+    try:
+        source = merged_source(
+            models, calibration, merge, stage, resume=options["resume"], progress=options["progress"]
+        )
+        report = merge_models([source], "passthrough", out=path, **options)
+    except BaseException:
+        stage.close()
+        raise
+    stage.discard()
+    assert isinstance(report, MergeReport)
+    return report
 
 
 def _default_threads() -> int:

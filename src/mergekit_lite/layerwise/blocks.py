@@ -1,0 +1,183 @@
+"""A model run block by block, of which only one block has weights at a time.
+
+The skeleton is made on the meta device, with real buffers. What lies outside the blocks is loaded once for each model,
+runs once for each batch, and shows what every block is called with; then blocks are loaded one after the other.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoConfig, Cache, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ..dtypes import tensor_of
+from ..files import CheckpointError, Source
+
+Batch = Mapping[str, Any]
+Weights = Source | Mapping[str, Tensor]
+
+
+@dataclass
+class Call:
+    """What a block is called with besides hidden states, and which tokens are no padding."""
+
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    keep: Tensor | None  # (B * L,)
+
+    def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        """The block's hidden states."""
+        out = block(hidden, *self.arguments, **self.named)
+        return out[0] if isinstance(out, tuple) else out
+
+    def tokens(self, x: Tensor) -> Tensor:  # (N, F)
+        """Rows of an activation that are no padding."""
+        flat = x.reshape(-1, x.shape[-1])
+        return flat if self.keep is None or len(self.keep) != len(flat) else flat[self.keep]
+
+
+class Skeleton:
+    """A model without weights, and its blocks.
+
+    Args:
+        source: Whose config says what it is.
+        auto_class: Of transformers.
+        dtype: To compute in.
+
+    Raises:
+        CheckpointError: The config is of no model with a list of blocks.
+    """
+
+    def __init__(self, source: Source, auto_class: Any, dtype: torch.dtype):
+        if source.folder is None:
+            raise CheckpointError(f"{source.label}: is no folder; data-driven merges need a model's config.json")
+        config = AutoConfig.from_pretrained(source.folder)
+        with init_empty_weights(include_buffers=False):
+            self.model: PreTrainedModel = auto_class.from_config(config)
+        self.model.tie_weights()
+        self.model.eval()
+        self.dtype = dtype
+        lists = {n: m for n, m in self.model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+        if not lists:
+            raise CheckpointError(f"{source.label}: {type(self.model).__name__} has no list of blocks")
+        self.path = max(lists, key=lambda n: sum(p.numel() for p in lists[n].parameters()))
+        self.blocks = lists[self.path]
+
+    def prefix(self, number: int) -> str:
+        """What the names of a block's tensors begin with."""
+        return f"{self.path}.{number}."
+
+    def outside(self) -> list[str]:
+        """The parameters that are in no block; a tied one's first name."""
+        return [n for n, _ in self.model.named_parameters() if not n.startswith(f"{self.path}.")]
+
+    def load_outside(self, weights: Weights) -> None:
+        """Give what is in no block these weights."""
+        tied = {id(p): n for n, p in reversed(list(self.model.named_parameters(remove_duplicate=False)))}
+        loaded = {n: self.parameter(weights, n) for n in self.outside()}
+        for name, parameter in list(self.model.named_parameters(remove_duplicate=False)):
+            if not name.startswith(f"{self.path}."):
+                owner, _, own = name.rpartition(".")
+                self.model.get_submodule(owner)._parameters[own] = loaded[tied[id(parameter)]]
+
+    def block(self, number: int, weights: Weights) -> nn.Module:
+        """A block with weights of its own."""
+        block = copy.deepcopy(self.blocks[number])
+        for name, _ in list(block.named_parameters()):
+            owner, _, own = name.rpartition(".")
+            block.get_submodule(owner)._parameters[own] = self.parameter(weights, self.prefix(number) + name)
+        return block.eval()
+
+    def stored_name(self, source: Source, name: str) -> str:
+        """What a source calls a parameter: some files leave out, or add, the name of what lies below the head.
+
+        Raises:
+            CheckpointError: It does not have it.
+        """
+        prefix = f"{self.model.base_model_prefix}."
+        for known in (name, name.removeprefix(prefix), f"{prefix}{name}"):
+            if known in source.tensors:
+                return known
+        raise CheckpointError(f"{source.label}: has no tensor {name}, which transformers' model of its config has")
+
+    def parameter(self, weights: Weights, name: str) -> nn.Parameter:
+        """A parameter's value in the dtype to compute in."""
+        if isinstance(weights, Mapping):
+            value = weights[name]
+        else:
+            stored = self.stored_name(weights, name)
+            value = tensor_of(weights.read(stored, 0, weights.tensors[stored].count))
+        shape = self.model.get_parameter(name).shape
+        return nn.Parameter(value.to(self.dtype).view(shape), requires_grad=False)
+
+    @torch.no_grad()
+    def calls(self, batches: Sequence[Batch]) -> tuple[list[list[Call]], list[Tensor]]:
+        """For each block and batch what it is called with, and each batch's hidden states before the first block."""
+        calls: list[list[Call]] = [[] for _ in self.blocks]
+        first: list[Tensor] = []
+        for batch in batches:
+            mask = batch.get("attention_mask")
+            keep = None if mask is None or mask.dim() != 2 else mask.reshape(-1).bool()
+
+            def record(number: int, hidden: Tensor, arguments: tuple, named: dict, keep: Any = keep) -> Tensor:
+                if number == 0:
+                    first.append(hidden)
+                calls[number].append(Call(arguments, named, keep))
+                return hidden
+
+            with self._instead(record):
+                self.model.base_model(**batch)
+        return calls, first
+
+    @torch.no_grad()
+    def after(self, batches: Sequence[Batch], hidden: Sequence[Tensor]) -> Iterator[Tensor]:
+        """For each batch what the head reads, of the hidden states after the last block."""
+        for batch, states in zip(batches, hidden, strict=True):
+            with self._instead(lambda number, *rest, states=states: states):
+                yield self.model.base_model(**batch)[0]
+
+    @contextmanager
+    def _instead(self, forward: Callable[..., Tensor]) -> Iterator[None]:
+        """Blocks call ``forward(number, hidden, arguments, named)`` and keep what they are else looked at for."""
+
+        def of(number: int) -> Callable[..., Tensor]:
+            def called(*arguments: Any, **named: Any) -> Tensor:
+                hidden, rest = (arguments[0], arguments[1:]) if arguments else (named.pop("hidden_states"), ())
+                named = {k: None if isinstance(v, Cache) else v for k, v in named.items()}
+                if "use_cache" in named:
+                    named["use_cache"] = False
+                return forward(number, hidden, tuple(None if isinstance(a, Cache) else a for a in rest), named)
+
+            return called
+
+        try:
+            for number, block in enumerate(self.blocks):
+                block.forward = of(number)  # pyrefly: ignore
+            yield
+        finally:
+            for block in self.blocks:
+                del block.forward
+
+
+def linear_layers(block: nn.Module) -> dict[str, nn.Module]:
+    """The layers of a block that are one product, by name."""
+    return {n: m for n, m in block.named_modules() if type(m).forward is nn.Linear.forward or isinstance(m, Conv1D)}
+
+
+@contextmanager
+def inputs_seen(layers: Mapping[str, nn.Module], see: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Call ``see(name, input)`` whenever one of the layers runs."""
+    handles = [m.register_forward_pre_hook(lambda _, given, n=n: see(n, given[0])) for n, m in layers.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,77 @@
+"""What the inputs of a linear layer say of how weights are to be merged: sums that grow with tokens, then one solve.
+
+Sums are float64. RegMean (Jin et al., arXiv 2212.09849): W = (Σ_k W_k G_k)(Σ_k G_k)⁻¹ with G_k = X_kᵀ X_k / N_k, whose
+entries off the diagonal are multiplied by ``reduce``; with only the diagonal kept, columns are averaged by the mean
+square of their inputs.
+
+Letters: K models, N tokens, O out_features, I in_features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_RIDGE = 1e-6  # of the mean diagonal: where no model has any input, weights are averaged
+
+
+class InputStatistics:
+    """The mean of xᵀ x, or of x², over the tokens that a layer has read.
+
+    Args:
+        in_features: I.
+        diagonal: Keep x² alone.
+    """
+
+    def __init__(self, in_features: int, *, diagonal: bool):
+        self.total = torch.zeros(in_features if diagonal else (in_features, in_features), dtype=torch.float64)
+        self.count, self.diagonal = 0, diagonal
+
+    def add(self, x: Tensor) -> None:  # (N, I)
+        """More tokens."""
+        x = x.detach().to("cpu", torch.float64)
+        self.count += len(x)
+        if self.diagonal:
+            self.total += x.square().sum(0)
+        else:
+            self.total.addmm_(x.T, x)
+
+    def mean(self) -> Tensor:
+        """(I, I), or (I,)."""
+        return self.total / max(1, self.count)
+
+
+def merge_by_inputs(
+    weights: Sequence[Tensor],  # K of (O, I)
+    statistics: Sequence[InputStatistics],
+    *,
+    reduce: float,
+    shares: Sequence[float],
+) -> Tensor:  # (O, I) float64
+    """The merged weight.
+
+    Args:
+        weights: The models'.
+        statistics: Of the inputs of each.
+        reduce: What entries off the diagonal are multiplied by.
+        shares: How much each model counts.
+    """
+    means = [share * s.mean() for share, s in zip(shares, statistics, strict=True)]
+    size = sum(float((m if m.dim() == 1 else m.diagonal()).mean()) for m in means)
+    ridge = _RIDGE * size / len(weights) or 1.0  # no input at all: the average
+    if statistics[0].diagonal:
+        columns = [m + ridge for m in means]
+        total = torch.stack(columns).sum(0)
+        return torch.stack([w.double() * c for w, c in zip(weights, columns, strict=True)]).sum(0) / total
+    right = torch.zeros_like(means[0])
+    left = torch.zeros(weights[0].shape, dtype=torch.float64)
+    for w, gram in zip(weights, means, strict=True):
+        gram = reduce * gram + torch.diag((1 - reduce) * gram.diagonal() + ridge)
+        left.addmm_(w.double(), gram)
+        right += gram
+    factor, failed = torch.linalg.cholesky_ex(right)
+    if int(failed):  # rounding made it indefinite
+        return torch.linalg.lstsq(right, left.T, driver="gelsd").solution.T
+    return torch.cholesky_solve(left.T, factor).T

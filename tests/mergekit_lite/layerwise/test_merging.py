@@ -1,0 +1,234 @@
+"""Data-driven merges: against least squares, against a dense merge of whole models, and killed and resumed."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from mergekit_lite import merge_models
+from mergekit_lite.layerwise import InputStatistics, merge_by_inputs, reference
+from mergekit_lite.layerwise.blocks import linear_layers
+from tests.support.models import auto_class, save, save_tokenizer, tiny
+
+IDS = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def pair(kind, folder, dtype=torch.float32, count=2):
+    return [save(tiny(kind, seed), folder / str(seed), dtype) for seed in range(count)]
+
+
+def examples(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(5, 20, (count,), generator=generator).tolist()
+    return [{"input_ids": torch.randint(3, 90, (n,), generator=generator).tolist()} for n in sizes]
+
+
+DATA = [examples(11, 1), examples(9, 2)]
+
+
+def statistics_of(x, diagonal):
+    found = InputStatistics(x.shape[1], diagonal=diagonal)
+    for part in x.split(7):
+        found.add(part)
+    return found
+
+
+@pytest.mark.parametrize("reduce", [0.0, 0.4, 0.9, 1.0])
+@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.2, 0.8)])
+def test_the_streamed_solution_is_the_definition(reduce, shares):
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(6, 5, generator=generator) for _ in range(2)]
+    inputs = [torch.randn(40, 5, generator=generator) * (k + 1) for k in range(2)]
+    seen = [statistics_of(x, reduce == 0) for x in inputs]
+    found = merge_by_inputs(weights, seen, reduce=reduce, shares=shares)
+    expected = reference.regmean(weights, inputs, reduce=reduce, weight=shares)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_with_whole_gram_matrices_it_is_least_squares():
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(6, 5, generator=generator).double() for _ in range(3)]
+    inputs = [torch.randn(30, 5, generator=generator).double() for _ in range(3)]
+    outputs = torch.cat([x @ w.T for x, w in zip(inputs, weights, strict=True)])
+    nearest = torch.linalg.lstsq(torch.cat(inputs), outputs).solution.T
+    torch.testing.assert_close(reference.regmean(weights, inputs, reduce=1.0), nearest)
+
+
+def test_inputs_that_nobody_has_are_averaged():
+    weights = [torch.ones(2, 3), 3 * torch.ones(2, 3)]
+    x = torch.tensor([[1.0, 0.0, 0.0]] * 4)
+    for diagonal in (False, True):
+        seen = [statistics_of(x, diagonal), statistics_of(0 * x, diagonal)]
+        found = merge_by_inputs(weights, seen, reduce=0.9, shares=(0.5, 0.5))
+        torch.testing.assert_close(found[:, 1:].float(), torch.full((2, 2), 2.0))
+        torch.testing.assert_close(found[:, 0].float(), torch.ones(2), rtol=1e-4, atol=1e-4)  # who has it decides
+    none = [statistics_of(0 * x, False) for _ in range(2)]
+    torch.testing.assert_close(
+        merge_by_inputs(weights, none, reduce=0.9, shares=(0.5, 0.5)).float(), torch.full((2, 3), 2.0)
+    )
+
+
+def dense(paths, kind, data, method, reduce=0.9):
+    """Whole models in memory, hooks on every layer; through the merged model so far where the method says so."""
+    models = [auto_class(kind).from_pretrained(p).eval() for p in paths]
+    merged = auto_class(kind).from_pretrained(paths[0]).eval()
+    with torch.no_grad():
+        for own, *others in zip(merged.parameters(), *(m.parameters() for m in models), strict=True):
+            own.copy_(torch.stack(others).double().mean(0))
+    blocks = [next(m for _, m in x.named_modules() if isinstance(m, torch.nn.ModuleList)) for x in (merged, *models)]
+    heads = [m.get_output_embeddings() for m in (merged, *models)]
+
+    if method == "regmean++":  # data meet the merged embeddings and norms
+        own = dict(merged.named_parameters())
+        for model in models:
+            for name, parameter in model.named_parameters():
+                if not any(parameter is p for b in blocks for p in b.parameters()) and "lm_head" not in name:
+                    parameter.data.copy_(own[name])
+
+    def inputs(model, layer, rows):
+        seen = []
+        handle = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0].reshape(-1, given[0].shape[-1])))
+        with torch.no_grad():
+            for row in rows:
+                model(input_ids=torch.tensor([row["input_ids"]]))
+        handle.remove()
+        return torch.cat(seen)
+
+    def solve(own, theirs, seen):
+        turned = type(own).__name__ == "Conv1D"
+        weights = [t.weight.T if turned else t.weight for t in theirs]
+        found = reference.regmean(weights, seen, reduce=0.0 if method == "activation" else reduce)
+        own.weight.data.copy_(found.T if turned else found)
+
+    for number in range(len(blocks[0])):
+        runs, start = [], [b[number] for b in blocks[1:]]
+        for k, model in enumerate(models):
+            if method == "regmean++":  # this block of the model, on what the merged blocks before it give
+                kept = [blocks[k + 1][i] for i in range(number)]
+                for i in range(number):
+                    blocks[k + 1][i] = blocks[0][i]
+                own = linear_layers(start[k])
+                runs.append({n: inputs(model, layer, data[k]) for n, layer in own.items()})
+                for i in range(number):
+                    blocks[k + 1][i] = kept[i]
+            else:
+                own = linear_layers(start[k])
+                runs.append({n: inputs(model, layer, data[k]) for n, layer in own.items()})
+        for name, layer in linear_layers(blocks[0][number]).items():
+            solve(layer, [linear_layers(s)[name] for s in start], [r[name] for r in runs])
+    if method == "regmean++":
+        for own in blocks[1:]:
+            for i in range(len(own)):
+                own[i] = blocks[0][i]
+    if heads[0].weight is not merged.get_input_embeddings().weight:
+        solve(heads[0], heads[1:], [inputs(m, h, d) for m, h, d in zip(models, heads[1:], data, strict=True)])
+    return merged
+
+
+@pytest.mark.parametrize("method", ["regmean", "regmean++", "activation"])
+@pytest.mark.parametrize("kind", ["llama-tied", "llama", "gpt2", "gemma3", "qwen2"])
+def test_block_by_block_is_the_dense_merge(kind, method, tmp_path):
+    paths = pair(kind, tmp_path)
+    save_tokenizer(tmp_path / "0", [f"t{i}" for i in range(96)])
+    report = merge_models(paths, method, calibration=DATA, out=tmp_path / "out", batch_size=4, progress=False)
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert report.bytes_written > 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "out"]  # no stage is left
+    found = auto_class(kind).from_pretrained(tmp_path / "out").eval()
+    expected = dense(paths, kind, DATA, method)
+    for (name, value), other in zip(found.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(value, other, rtol=2e-3, atol=2e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_it_goes_on_where_it_was_killed(tmp_path, monkeypatch):
+    from mergekit_lite.layerwise import merging
+
+    paths = pair("llama", tmp_path)
+    merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "whole", progress=False)
+    blocks, real = [], merging._Run.merge_block
+
+    def killed(self, number):
+        if number == 2 and len(blocks) == 2:
+            raise KeyboardInterrupt
+        blocks.append(number)
+        real(self, number)
+
+    monkeypatch.setattr(merging._Run, "merge_block", killed)
+    with pytest.raises(KeyboardInterrupt):
+        merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+    blocks.append("killed")
+    merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
+    assert blocks == [0, 1, "killed", 2, 3]
+    same = [(tmp_path / n / "model.safetensors").read_bytes() for n in ("whole", "out")]
+    assert same[0] == same[1]
+
+
+def test_what_was_begun_with_other_data_is_not_taken_up(tmp_path, monkeypatch):
+    from mergekit_lite.layerwise import merging
+
+    paths, blocks, real = pair("llama", tmp_path), [], merging._Run.merge_block
+
+    def counted(self, number):
+        if blocks == [0]:
+            blocks.append("killed")
+            raise KeyboardInterrupt
+        blocks.append(number)
+        real(self, number)
+
+    monkeypatch.setattr(merging._Run, "merge_block", counted)
+    with pytest.raises(KeyboardInterrupt):
+        merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
+    merge_models(paths, "regmean", calibration=DATA[::-1], out=tmp_path / "out", progress=False)
+    assert blocks == [0, "killed", 0, 1, 2, 3]
+
+
+def test_text_is_read_by_the_models_tokenizer(tmp_path):
+    paths = pair("llama", tmp_path)
+    for k in range(2):
+        save_tokenizer(tmp_path / str(k), [f"t{i}" for i in range(96)])
+    (tmp_path / "a.txt").write_text(" ".join(f"t{i % 90}" for i in range(200)))
+    (tmp_path / "b.json").write_text(json.dumps([{"text": "t1 t2 t3 t4"}, {"text": "t9 t8 t7"}]))
+    merge_models(paths, "regmean", calibration=[tmp_path / "a.txt", tmp_path / "b.json"], out=tmp_path / "out",
+                 max_length=16, progress=False)  # fmt: skip
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_weights_in_bfloat16_are_rounded_once(tmp_path):
+    paths = pair("llama", tmp_path, torch.bfloat16)
+    merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert model.dtype == torch.bfloat16
+    wide = [save(tiny("llama", k).to(torch.bfloat16), tmp_path / f"w{k}", torch.float32) for k in range(2)]
+    merge_models(wide, "regmean", calibration=DATA, out=tmp_path / "wide", progress=False)
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "wide").to(torch.bfloat16)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"calibration": DATA[:1]}, "2 models, calibration for 1"),
+        ({"calibration": None}, "regmean needed a list of models, calibration for each and out"),
+        ({"calibration": DATA, "base_model": "x"}, "and none of base_model"),
+        ({"calibration": DATA, "reduce": 2.0}, "reduce is 2.0, needed 0 to 1"),
+        ({"calibration": DATA, "weight": [1.0]}, r"weight is \(1.0,\), needed 2 numbers"),
+        ({"calibration": DATA, "density": 0.5}, "unexpected keyword argument 'density'"),
+        ({"calibration": [[], DATA[1]]}, "are empty; needed examples"),
+    ],
+)
+def test_bad_input_is_refused(options, message, tmp_path):
+    paths = pair("llama", tmp_path)
+    with pytest.raises(ValueError, match=message):
+        merge_models(paths, "regmean", out=tmp_path / "out", progress=False, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_models_that_differ_are_refused(tmp_path):
+    paths = [save(tiny("llama", 0), tmp_path / "0"), save(tiny("llama", 1, intermediate_size=20), tmp_path / "1")]
+    with pytest.raises(ValueError, match="data-driven merges needed models of one architecture"):
+        merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
+    with pytest.raises(ValueError, match="'linear' is no method with calibration"):
+        merge_models(paths, "linear", calibration=DATA, out=tmp_path / "out", progress=False)

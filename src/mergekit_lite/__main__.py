@@ -1,4 +1,4 @@
-"""The command line: ``mergekit-lite merge RECIPE OUT``, ``mergekit-lite plan RECIPE``, ``mergekit-lite extract-lora``.
+"""The command line: ``mergekit-lite merge RECIPE OUT``, ``plan RECIPE``, ``extract-lora``, ``masks CONFIG OUT``.
 
 ``torchrun --nproc_per_node=N -m mergekit_lite merge RECIPE OUT`` divides the tensors over N processes.
 """
@@ -45,6 +45,10 @@ def parser() -> argparse.ArgumentParser:
     extract.add_argument("--dtype", help="of the factors (default: the model's)")
     extract.add_argument("--save-others", action="store_true", help="save changed embeddings, heads and norms whole")
     extract.add_argument("--no-progress", action="store_true", help="no progress bar")
+    masks = commands.add_parser("masks", help="train masks as a YAML file says, bake and compare them")
+    masks.add_argument("config", help="YAML file: components, data, masks, kl, training, compare")
+    masks.add_argument("out", help="folder to write; must not exist or be empty")
+    masks.add_argument("--no-progress", action="store_true", help="no progress bar")
     for command in (merge, plan, extract):
         command.add_argument("--allow-pickle", choices=["weights_only"], help="admit pickled .bin checkpoints")
     for command in (merge, plan):
@@ -72,6 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 allow_pickle=options.allow_pickle,
             )
             print(report)
+            return 0
+        if options.command == "masks":
+            from .masks.run import MaskRun, run_masks  # trains with transformers, which no merge imports
+
+            print(run_masks(MaskRun.from_yaml(options.config), options.out, progress=not options.no_progress))
             return 0
         recipe = load_recipe(options.recipe)
         if options.command == "plan":

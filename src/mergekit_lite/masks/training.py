@@ -99,6 +99,15 @@ class MaskTrainer(StepTrainer):
             loss = loss * self.processes_of_mean()
         return (loss, {}) if return_outputs else loss
 
+    def log(self, logs: dict[str, float], *rest: Any, **named: Any) -> None:
+        """The logs, while it trains with the mean of each component's masks."""
+        if "loss" in logs:
+            with torch.no_grad():
+                sums = torch.stack([m.float().flatten(1).sum(1) for m in self.merger.effective_masks().values()]).sum(0)
+            places = sum(m[0].numel() for m in self.merger.effective_masks().values())
+            logs |= {f"mask_{k}": round(float(s) / places, 5) for k, s in enumerate(sums)}
+        super().log(logs, *rest, **named)
+
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor, None, None]:

@@ -1,0 +1,129 @@
+"""A whole run from one file: by the command, killed and resumed, and what is refused."""
+
+import json
+
+import pytest
+import torch
+import transformers
+import yaml
+
+from mergekit_lite.__main__ import main
+from mergekit_lite.masks import MaskCollator, MaskTrainer
+from mergekit_lite.masks.run import MaskRun, _Task, held_out_losses, run_masks
+from tests.support.models import save, save_tokenizer, tiny
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for k in range(2):
+        save(tiny("llama", k), tmp_path / f"model{k}")
+        save_tokenizer(tmp_path / f"model{k}", [f"t{i}" for i in range(96)])
+        generator = torch.Generator().manual_seed(k)
+        rows = [
+            {
+                "prompt": f"t{n} ",
+                "completion": " ".join(f"t{i}" for i in torch.randint(3, 90, (6,), generator=generator)),
+            }
+            for n in range(12)
+        ]
+        (tmp_path / f"task{k}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    values = {
+        "components": ["model0", "model1"],
+        "data": ["task0.jsonl", {"files": ["task1.jsonl"], "name": "second"}],
+        "masks": {"granularity": "output"},
+        "kl": {"coefficients": "evidence"},
+        "training": {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 4, "use_cpu": True},
+        "compare": ["linear", "activation"],
+        "held_out": 3,
+    }
+    (tmp_path / "run.yml").write_text(yaml.safe_dump(values))
+    return values
+
+
+def test_the_command_trains_bakes_and_compares(config, tmp_path, capsys):
+    assert main(["masks", "run.yml", "merged"]) == 0
+    printed = capsys.readouterr().out
+    assert "what is supervised in brackets" in printed
+    assert "⟦" in printed
+    report = json.loads((tmp_path / "merged.training" / "report.json").read_text())
+    assert list(report["losses"]) == ["model0", "model1", "linear", "activation", "masks"]
+    assert report["tasks"] == ["task0", "second"]
+    baked = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    again = MaskRun.from_yaml("run.yml")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("model0")
+    test = [_Task(again, data, tokenizer).test for data in again.data]
+    found = held_out_losses(baked, test, MaskCollator(pad_token_id=0))
+    assert found == pytest.approx(report["losses"]["masks"], rel=1e-5)
+    assert all(len(part) == 3 for part in test)
+    own = held_out_losses(
+        transformers.AutoModelForCausalLM.from_pretrained("model1"), test, MaskCollator(pad_token_id=0)
+    )
+    assert own == pytest.approx(report["losses"]["model1"], rel=1e-5)
+    history = json.loads((tmp_path / "merged.training" / "checkpoint-4" / "trainer_state.json").read_text())
+    assert not list(tmp_path.glob(".*compare*"))
+    assert history["global_step"] == 4
+    assert main(["masks", "run.yml", "merged"]) == 1
+    assert "not empty" in capsys.readouterr().err
+
+
+def test_mean_masks_are_logged(config):
+    values = MaskRun.from_yaml("run.yml")
+    seen = []
+    real = MaskTrainer.log
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MaskTrainer, "log", lambda self, logs, *rest: real(self, logs, *rest) or seen.append(dict(logs)))
+        run_masks(MaskRun(**{**vars(values), "training": {**values.training, "logging_steps": 1}, "compare": ()}),
+                  "logged", progress=False)  # fmt: skip
+    means = [(row["mask_0"], row["mask_1"]) for row in seen if "loss" in row]
+    assert len(means) == 4
+    assert means[0] != means[-1]
+    assert all(0.3 < m < 0.7 for pair in means for m in pair)
+
+
+def test_it_goes_on_where_it_was_killed(config, monkeypatch):
+    run = MaskRun.from_yaml("run.yml")
+    whole = run_masks(run, "whole", progress=False)
+    real = MaskTrainer.compute_loss
+
+    def killed(self, *arguments, **options):
+        if self.state.global_step == 3:
+            raise KeyboardInterrupt
+        return real(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MaskTrainer, "compute_loss", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_masks(run, "out", progress=False)
+    assert run_masks(run, "out", progress=False).losses == whole.losses
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"component": []}, "unknown field 'component'; did you mean components"),
+        ({"components": ["model0"]}, "1 components and 2 tasks"),
+        ({"components": "model0"}, "components is 'model0', needed a list"),
+        ({"data": []}, "2 components and 0 tasks"),
+        ({"data": ["task0.jsonl", 3]}, "entry 1 is 3, needed a file"),
+        ({"data": [{"name": "a"}]}, "has no files"),
+        ({"data": [{"files": "task0.jsonl", "component": 2}]}, "task0 follows component 2"),
+        ({"data": [{"files": "task0.jsonl", "component": "a"}]}, "component of entry 0 is 'a'"),
+        ({"masks": {"granlarity": "input"}}, "masks: unknown field 'granlarity'; did you mean granularity"),
+        ({"kl": {"coefficients": "x"}}, "needed one of task"),
+        ({"kl": 3}, "kl is 3, needed fields of KLConfig"),
+        ({"training": {"learning_rat": 1}}, "training: unknown field 'learning_rat'; did you mean learning_rate"),
+        ({"held_out": 0}, "held_out is 0"),
+        ({"held_out": 12}, "task0 has 12 examples, 12 are held out"),
+        ({"compare": ["tyes"]}, "did you mean ties"),
+        ({"data": ["nowhere.jsonl", "task1.jsonl"]}, "nowhere.jsonl is not there"),
+    ],
+)
+def test_bad_files_are_refused_before_training(change, message, config, tmp_path, capsys):
+    (tmp_path / "bad.yml").write_text(yaml.safe_dump({**config, **change}))
+    assert main(["masks", "bad.yml", "out", "--no-progress"]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "bad.yml").write_text("[a")
+    assert main(["masks", "bad.yml", "out"]) == 1
+    assert "is not YAML" in capsys.readouterr().err

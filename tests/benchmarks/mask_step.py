@@ -1,8 +1,8 @@
 """One training step of masks over a pair of GPT-2 124M: peak memory against context, ours and the plain way.
 
-The plain way is what a notebook does: every weight Σ m_k W_k built in the graph (`functional_call`), whole logits of
-student and teacher, `kl_div`. Ours is `Merger` with `KLConfig()`, without and with gradient checkpointing. Each runs in
-a process of its own, in turn; the peak is what the step adds to the two resident models.
+The plain way is what a notebook does: every weight Σ m_k W_k built where it is used (`torch.nn.utils.parametrize`),
+whole logits of student and teacher, `kl_div`. Ours is `Merger` with `KLConfig()`. Both without and with gradient
+checkpointing. Each runs in a process of its own, in turn; the peak is what the step adds to the two resident models.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from tests.benchmarks.measure import run_alone
 from tests.benchmarks.results import Row, append
 
 CONTEXTS = (128, 512, 1024, 2048)
-IMPLS = ("plain", "Merger", "Merger, checkpointed")
+IMPLS = ("plain", "plain, checkpointed", "Merger", "Merger, checkpointed")
 
 
 def models(context: int, device: str, dtype: torch.dtype) -> list:
@@ -35,39 +38,70 @@ def models(context: int, device: str, dtype: torch.dtype) -> list:
     return made
 
 
+class Blended(nn.Module):
+    """A parametrization of the first model's weight: Σ m_k W_k, or as it is."""
+
+    active = True
+
+    def __init__(self, other: Tensor, mask: nn.Parameter):
+        super().__init__()
+        self.mask = mask
+        self.others = [other]  # in a list: no parameter of this module
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The weight that is used."""
+        if not Blended.active:
+            return weight
+        return (self.mask[0] * weight + self.mask[1] * self.others[0]).to(weight.dtype)
+
+
+def blend_plainly(pair: list[nn.Module]) -> nn.Module:
+    """The first model with a mask for each input column over all its weights; a tied weight has one mask."""
+    masks: dict[int, nn.Parameter] = {}
+    twins = dict(pair[1].named_modules())
+    for name, module in list(pair[0].named_modules()):
+        for own, weight in list(module.named_parameters(recurse=False)):
+            weight.requires_grad_(False)
+            shape = (2, *([1] * (weight.dim() - 1)), weight.shape[-1])
+            mask = masks.setdefault(id(weight), nn.Parameter(torch.full(shape, 0.5, device=weight.device)))
+            other = getattr(twins[name], own).detach()
+            parametrize.register_parametrization(module, own, Blended(other, mask), unsafe=True)
+    return pair[0]
+
+
 def prepare(impl: str, context: int, device: str, dtype: torch.dtype) -> Callable[[], object]:
     """One step, forward and backward, of one example of ``context`` tokens of the first task."""
     pair = models(context, device, dtype)
     ids = torch.randint(50257, (1, context), generator=torch.Generator().manual_seed(0)).to(device)
-    if impl == "plain":
-        states = [dict(m.named_parameters()) for m in pair]
-        for parameter in (p for state in states for p in state.values()):
-            parameter.requires_grad_(False)
-        masks = {
-            n: torch.full((2, *([1] * (w.dim() - 1)), w.shape[-1]), 0.5, device=device, requires_grad=True)
-            for n, w in states[0].items()
-        }
+    if impl.startswith("plain"):
+        model = blend_plainly(pair)
+        _checkpoint(model, impl)
+        model.train()
 
         def step() -> object:
+            Blended.active = False
             with torch.no_grad():
-                teacher = pair[0](input_ids=ids, use_cache=False).logits[0, :-1]
-            merged = {n: (m[0] * states[0][n] + m[1] * states[1][n]).to(dtype) for n, m in masks.items()}
-            inputs = {"input_ids": ids, "use_cache": False}
-            made = torch.func.functional_call(pair[0], merged, kwargs=inputs, tie_weights=True)
-            student = F.log_softmax(made.logits[0, :-1].float(), -1)
-            F.kl_div(student, F.log_softmax(teacher.float(), -1), log_target=True, reduction="batchmean").backward()
+                teacher = model(input_ids=ids, use_cache=False).logits[0, :-1]
+            Blended.active = True
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+            student, target = (F.log_softmax(x.float(), -1) for x in (logits, teacher))
+            F.kl_div(student, target, log_target=True, reduction="batchmean").backward()
 
         return step
     from mergekit_lite.masks import KLConfig, Merger
 
     merger = Merger(pair)
     merger.output_head()
-    if impl == "Merger, checkpointed":
-        with warnings.catch_warnings(action="ignore"):  # it has a new name since transformers 5.2x
-            merger.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    _checkpoint(merger, impl)
     merger.train()
     task = torch.zeros(1, dtype=torch.long, device=device)
     return lambda: merger(kl=KLConfig(), input_ids=ids, task=task).loss.backward()
+
+
+def _checkpoint(model: Any, impl: str) -> None:
+    if impl.endswith("checkpointed"):
+        with warnings.catch_warnings(action="ignore"):  # it has a new name since transformers 5.2x
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -279,7 +279,9 @@ def write_memory_account() -> None:
     first, last = contexts[-2:]  # where every activation is a block of its own, which the allocator gives back at once
     slopes = [(peaks[i, last] - peaks[i, first]) / (last - first) for i in impls]
     lines.append(f"| MB a token, {first} to {last} | {' | '.join(f'{s:.2f}' for s in slopes)} |")
-    lines.append(f"| slope, plain ÷ this | {' | '.join(f'{slopes[0] / s:.1f}' for s in slopes)} |")
+    plain = {impl.endswith("checkpointed"): s for impl, s in zip(impls, slopes, strict=True) if "plain" in impl}
+    ratios = [plain[impl.endswith("checkpointed")] / s for impl, s in zip(impls, slopes, strict=True)]
+    lines.append(f"| slope, plain with or without checkpoints ÷ this | {' | '.join(f'{r:.1f}' for r in ratios)} |")
     put(GUIDE, lines)
 
 

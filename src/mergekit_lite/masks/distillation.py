@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from model_components._modes import evaluating
 
-from ._eager.divergence import evidence, label_log_probs
+from ._eager.evidence import evidence, label_log_probs
 from ._eager.logits import Heads
 from .config import EVIDENCE, MIXTURES, KLConfig
 from .layers import MaskedLayer

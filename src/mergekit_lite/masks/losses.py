@@ -13,7 +13,8 @@ from torch import Tensor
 
 from . import reference
 from ._eager.blend import work_dtype
-from ._eager.divergence import Distillation, Objective, check_labels
+from ._eager.divergence import Distillation, Objective
+from ._eager.evidence import check_labels
 from .config import DIRECTIONS, MIXTURES, KLConfig
 
 

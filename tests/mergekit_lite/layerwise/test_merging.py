@@ -142,11 +142,11 @@ def test_block_by_block_is_the_dense_merge(kind, method, tmp_path):
 
 
 def test_it_goes_on_where_it_was_killed(tmp_path, monkeypatch):
-    from mergekit_lite.layerwise import merging
+    from mergekit_lite.layerwise.run import BlockMerge
 
     paths = pair("llama", tmp_path)
     merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "whole", progress=False)
-    blocks, real = [], merging._Run.merge_block
+    blocks, real = [], BlockMerge.merge_block
 
     def killed(self, number):
         if number == 2 and len(blocks) == 2:
@@ -154,7 +154,7 @@ def test_it_goes_on_where_it_was_killed(tmp_path, monkeypatch):
         blocks.append(number)
         real(self, number)
 
-    monkeypatch.setattr(merging._Run, "merge_block", killed)
+    monkeypatch.setattr(BlockMerge, "merge_block", killed)
     with pytest.raises(KeyboardInterrupt):
         merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
@@ -166,9 +166,9 @@ def test_it_goes_on_where_it_was_killed(tmp_path, monkeypatch):
 
 
 def test_what_was_begun_with_other_data_is_not_taken_up(tmp_path, monkeypatch):
-    from mergekit_lite.layerwise import merging
+    from mergekit_lite.layerwise.run import BlockMerge
 
-    paths, blocks, real = pair("llama", tmp_path), [], merging._Run.merge_block
+    paths, blocks, real = pair("llama", tmp_path), [], BlockMerge.merge_block
 
     def counted(self, number):
         if blocks == [0]:
@@ -177,7 +177,7 @@ def test_what_was_begun_with_other_data_is_not_taken_up(tmp_path, monkeypatch):
         blocks.append(number)
         real(self, number)
 
-    monkeypatch.setattr(merging._Run, "merge_block", counted)
+    monkeypatch.setattr(BlockMerge, "merge_block", counted)
     with pytest.raises(KeyboardInterrupt):
         merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
     merge_models(paths, "regmean", calibration=DATA[::-1], out=tmp_path / "out", progress=False)

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mergekit_lite.masks import KLConfig, mask_penalty, masked_kl, reference
-from mergekit_lite.masks._eager.divergence import evidence
+from mergekit_lite.masks._eager.evidence import evidence
 from mergekit_lite.masks.constraints import mask_shape
 from tests.support.equivalence import judge, place
 

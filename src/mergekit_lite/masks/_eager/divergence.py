@@ -1,4 +1,4 @@
-"""Distillation towards several teachers without a (positions, vocabulary) tensor, and what it asks of teachers alone.
+"""Distillation towards several teachers without a (positions, vocabulary) tensor.
 
 Positions are worked on in chunks. In a chunk the teachers' logits become one buffer of log target probabilities, the
 student's logits another, which then turns into the gradient. So the gradient is made in forward, and backward only
@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .blend import part_of, pieces, reduce_any, work_dtype
-from .logits import Heads, entropies, log_softmax_, logaddexp_, stretches, sum_of
-
-_SMALLEST, _SHARE, _LARGEST = 16, 16, 512  # positions in a chunk: a sixteenth of all, between these
+from .blend import part_of, reduce_any, work_dtype
+from .logits import Heads, chunks, entropies, log_softmax_, logaddexp_, stretches, sum_of
+from .mixtures import MIXTURES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +92,7 @@ class _Work:
         if isinstance(shares, Tensor):
             target.fill_(-math.inf)
         else:
-            mixture = _MIXTURES[shares](target, self.objective)
+            mixture = MIXTURES[shares](target, self.objective.confidence_temperature)
         for k, teacher in enumerate(self.teachers):
             rows: Tensor | slice = slice(None)
             if isinstance(shares, Tensor):
@@ -160,62 +159,6 @@ class _Work:
             self.d_student[chunk] = total
 
 
-class _ByConfidence:
-    """Shares that are the softmax over teachers of -entropy / temperature; at temperature 0 the surest teacher alone.
-
-    Weights are kept relative to the surest teacher so far: at a small temperature they are huge numbers, whose
-    difference rounding would swallow.
-    """
-
-    def __init__(self, target: Tensor, objective: Objective):
-        self.target, self.temperature = target.fill_(-math.inf), objective.confidence_temperature
-        self.least = torch.full((target.shape[0], 1), math.inf, dtype=target.dtype, device=target.device)
-        self.total = torch.full_like(self.least, -math.inf)
-
-    def add(self, logs: Tensor, entropy: Tensor) -> None:
-        """Another teacher."""
-        least = torch.minimum(self.least, entropy)
-        if self.temperature:
-            for mixture in (self.target, self.total):
-                mixture += (least - self.least) / self.temperature
-            weight = (least - entropy) / self.temperature
-            torch.logaddexp(self.total, weight, out=self.total)
-            logaddexp_(self.target, logs.add_(weight), slice(None))
-        else:
-            surer = ((entropy < self.least) | entropy.isnan())[:, 0].nonzero()[:, 0]
-            for piece in stretches(self.target[: surer.numel()]):
-                self.target[surer[piece]] = logs[surer[piece]]
-        self.least = least
-
-    def finish(self) -> None:
-        """Shares that sum to one."""
-        if self.temperature:
-            self.target -= self.total
-
-
-class _ByEntropy:
-    """The teachers' logits, mixed by shares that are inverse to their entropies, as the seed of this package did."""
-
-    def __init__(self, target: Tensor, objective: Objective):
-        self.target = target.zero_()
-        self.total = torch.zeros_like(target[:, :1])
-
-    def add(self, logs: Tensor, entropy: Tensor) -> None:
-        """Another teacher; logits that are shifted to log probabilities mix to the same distribution."""
-        share = 1 / entropy.clamp_min(torch.finfo(entropy.dtype).tiny ** 0.5)
-        self.total += share
-        for piece in stretches(self.target):
-            self.target[piece] += share[piece] * logs[piece]
-
-    def finish(self) -> None:
-        """Log probabilities."""
-        self.target /= self.total
-        log_softmax_(self.target)
-
-
-_MIXTURES = {"confidence": _ByConfidence, "entropy": _ByEntropy}
-
-
 # Each takes log probabilities of target and student; gives the rows' sum, and turns the student's into its gradient
 # with respect to the student's logits. A term of probability 0 is 0, one of probability NaN is NaN.
 
@@ -258,58 +201,10 @@ _DIVERGENCES = {
 }  # fmt: skip
 
 
-def chunks(states: Tensor, heads: Heads, dtype: torch.dtype, *, buffers: int) -> Any:
-    """Consecutive positions, and room for their logits."""
-    positions = states.shape[0]
-    vocabulary = states.shape[1] if heads.heads is None else heads.heads[0].shape[0]
-    size = min(positions, max(_SMALLEST, min(_LARGEST, positions // _SHARE)))
-    room = [torch.empty(size, vocabulary, dtype=dtype, device=states.device) for _ in range(buffers)]
-    for chunk in pieces(positions, size):
-        yield chunk, [b[: chunk.stop - chunk.start] for b in room]
-
-
-def check_labels(labels: Tensor, vocabulary: int) -> None:
-    """Refuse labels outside the vocabulary."""
-    if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < vocabulary:
-        span = f"{int(labels.min())} to {int(labels.max())}"
-        raise ValueError(f"masked_kl: labels from {span}, needed 0 to {vocabulary - 1}")
-
-
 def _between(cumulative: list[list[int]], chunk: slice) -> list[int]:
     """How many positions of a chunk each teacher has a share in."""
     before = cumulative[chunk.start - 1] if chunk.start else [0] * len(cumulative[0])
     return [b - a for a, b in zip(before, cumulative[chunk.stop - 1], strict=True)]
-
-
-def label_log_probs(states: Tensor, heads: Heads, k: int, labels: Tensor) -> Tensor:  # (N,)
-    """The log probability that component k gives each label.
-
-    Raises:
-        ValueError: Labels outside the vocabulary.
-    """
-    check_labels(labels, states.shape[1] if heads.heads is None else heads.heads[0].shape[0])
-    found = torch.empty(states.shape[0], dtype=work_dtype(states.dtype), device=states.device)
-    for chunk, (logits,) in chunks(states, heads, found.dtype, buffers=1):
-        log_softmax_(heads.teacher(k, states[chunk], logits))
-        found[chunk] = logits.gather(1, labels[chunk, None])[:, 0]
-    return found
-
-
-def evidence(
-    log_probs: Tensor,  # (N, K)
-    example: Tensor,  # (N,), ascending
-    *,
-    prefix: bool,
-) -> Tensor:  # (N, K)
-    """c_k ∝ Π_t p_k(x_t) over the positions of an example, or over those before each (uniform at its first)."""
-    log_probs = log_probs.double()
-    _, which, sizes = example.unique_consecutive(return_inverse=True, return_counts=True)
-    if prefix:
-        before = log_probs.cumsum(0) - log_probs
-        total = before - before[sizes.cumsum(0) - sizes][which]
-    else:
-        total = log_probs.new_zeros(len(sizes), log_probs.shape[1]).index_add_(0, which, log_probs)[which]
-    return total.softmax(1)
 
 
 class Distillation(torch.autograd.Function):

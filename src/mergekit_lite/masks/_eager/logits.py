@@ -10,6 +10,7 @@ from torch import Tensor
 from .blend import blend_any, part_of, pieces
 
 _ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}  # of a chunk that one elementwise step touches
+_SMALLEST, _SHARE, _LARGEST = 16, 16, 512  # positions in a chunk: a sixteenth of all, between these
 _BLOCK = {"cpu": 2048, "cuda": 16384}  # vocabulary rows of the head that are blended at a time
 
 
@@ -79,3 +80,13 @@ def logaddexp_(total: Tensor, other: Tensor, rows: Tensor | slice) -> None:
             torch.logaddexp(total[piece], other[piece], out=total[piece])
         else:
             total[rows[piece]] = torch.logaddexp(total[rows[piece]], other[piece])
+
+
+def chunks(states: Tensor, heads: Heads, dtype: torch.dtype, *, buffers: int) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Consecutive positions, and room for their logits."""
+    positions = states.shape[0]
+    vocabulary = states.shape[1] if heads.heads is None else heads.heads[0].shape[0]
+    size = min(positions, max(_SMALLEST, min(_LARGEST, positions // _SHARE)))
+    room = [torch.empty(size, vocabulary, dtype=dtype, device=states.device) for _ in range(buffers)]
+    for chunk in pieces(positions, size):
+        yield chunk, [b[: chunk.stop - chunk.start] for b in room]

@@ -1,0 +1,56 @@
+"""What a user chooses of a data-driven merge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+METHODS = ("regmean", "regmean++", "activation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibratedMerge:
+    """How a data-driven merge is made, whatever is merged.
+
+    Args:
+        method: ``"regmean"``, ``"regmean++"`` (inputs come through the blocks merged so far) or ``"activation"``.
+        weight: How much each model counts; default: alike.
+        reduce: What entries of Gram matrices off the diagonal are multiplied by; at ``"activation"`` they are not made.
+        auto_class: Of transformers.
+        batch_size: Examples that run at once.
+        max_length: Tokens of an example.
+
+    Raises:
+        ValueError: Values outside what is said above.
+    """
+
+    method: str
+    weight: tuple[float, ...] | None = None
+    reduce: float = 0.9
+    auto_class: Any = AutoModelForCausalLM
+    batch_size: int = 8
+    max_length: int = 512
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"merge_models: {self.method!r} is no method with calibration: {', '.join(METHODS)}")
+        if not 0 <= self.reduce <= 1:
+            raise ValueError(f"merge_models: reduce is {self.reduce}, needed 0 to 1")
+        if self.batch_size < 1 or self.max_length < 2:
+            raise ValueError(
+                f"merge_models: batch_size {self.batch_size}, max_length {self.max_length}; needed 1 and 2 or more"
+            )
+
+    def shares(self, count: int) -> list[float]:
+        """Of each model, that sum to one."""
+        weight = self.weight or (1.0,) * count
+        if len(weight) != count or min(weight) < 0 or not sum(weight) > 0:
+            raise ValueError(f"merge_models: weight is {weight}, needed {count} numbers from 0, not all 0")
+        return [w / sum(weight) for w in weight]
+
+    @property
+    def diagonal(self) -> bool:
+        """Only the mean square of inputs counts."""
+        return self.method == "activation" or self.reduce == 0

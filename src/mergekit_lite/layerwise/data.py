@@ -1,0 +1,44 @@
+"""Calibration data as padded batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoTokenizer
+
+from ..data import TextExamples
+from ..files import Source
+from .blocks import Batch
+from .config import CalibratedMerge
+
+
+def calibration_batches(data: Any, source: Source, merge: CalibratedMerge) -> list[Batch]:
+    """Padded batches of token ids, long examples beside long ones."""
+    is_file = isinstance(data, (str, Path))
+    rows: list[Any] = [] if is_file else list(data)
+    if not is_file and not rows:
+        raise ValueError(f"merge_models: the calibration data of {source.label} are empty; needed examples")
+    first: Any = rows[0] if rows else None
+    if isinstance(first, Tensor):
+        return [{"input_ids": batch} for batch in rows]
+    has_ids = isinstance(first, Mapping) and "input_ids" in first
+    if has_ids and isinstance(first["input_ids"], Tensor) and first["input_ids"].dim() == 2:
+        return [{k: v for k, v in batch.items() if k in ("input_ids", "attention_mask")} for batch in rows]
+    if not has_ids:
+        tokenizer = AutoTokenizer.from_pretrained(source.folder)
+        examples = TextExamples(data if is_file else rows, tokenizer, max_length=merge.max_length, train_on_inputs=True)
+        rows = [examples[i] for i in range(len(examples))]
+    ids = sorted((torch.as_tensor(row["input_ids"])[: merge.max_length] for row in rows), key=len)
+    parts = [ids[i : i + merge.batch_size] for i in range(0, len(ids), merge.batch_size)]
+    return [
+        {
+            "input_ids": pad_sequence(part, batch_first=True),
+            "attention_mask": pad_sequence([torch.ones_like(row) for row in part], batch_first=True),
+        }
+        for part in parts
+    ]

@@ -1,0 +1,50 @@
+"""How probable a teacher finds an example, and what shares follow from it.
+
+Letters: N positions, H hidden size, V vocabulary, K components.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .blend import work_dtype
+from .logits import Heads, chunks, log_softmax_
+
+
+def check_labels(labels: Tensor, vocabulary: int) -> None:
+    """Refuse labels outside the vocabulary."""
+    if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < vocabulary:
+        span = f"{int(labels.min())} to {int(labels.max())}"
+        raise ValueError(f"masked_kl: labels from {span}, needed 0 to {vocabulary - 1}")
+
+
+def label_log_probs(states: Tensor, heads: Heads, k: int, labels: Tensor) -> Tensor:  # (N,)
+    """The log probability that component k gives each label.
+
+    Raises:
+        ValueError: Labels outside the vocabulary.
+    """
+    check_labels(labels, states.shape[1] if heads.heads is None else heads.heads[0].shape[0])
+    found = torch.empty(states.shape[0], dtype=work_dtype(states.dtype), device=states.device)
+    for chunk, (logits,) in chunks(states, heads, found.dtype, buffers=1):
+        log_softmax_(heads.teacher(k, states[chunk], logits))
+        found[chunk] = logits.gather(1, labels[chunk, None])[:, 0]
+    return found
+
+
+def evidence(
+    log_probs: Tensor,  # (N, K)
+    example: Tensor,  # (N,), ascending
+    *,
+    prefix: bool,
+) -> Tensor:  # (N, K)
+    """c_k ∝ Π_t p_k(x_t) over the positions of an example, or over those before each (uniform at its first)."""
+    log_probs = log_probs.double()
+    _, which, sizes = example.unique_consecutive(return_inverse=True, return_counts=True)
+    if prefix:
+        before = log_probs.cumsum(0) - log_probs
+        total = before - before[sizes.cumsum(0) - sizes][which]
+    else:
+        total = log_probs.new_zeros(len(sizes), log_probs.shape[1]).index_add_(0, which, log_probs)[which]
+    return total.softmax(1)

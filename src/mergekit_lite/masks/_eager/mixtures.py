@@ -1,0 +1,69 @@
+"""Mixtures of teachers whose shares at a position the teachers themselves say, one teacher added after the other.
+
+Each is made of a buffer (n, V), which becomes log probabilities of the mixture.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .logits import log_softmax_, logaddexp_, stretches
+
+
+class ByConfidence:
+    """Shares that are the softmax over teachers of -entropy / temperature; at temperature 0 the surest teacher alone.
+
+    Weights are kept relative to the surest teacher so far: at a small temperature they are huge numbers, whose
+    difference rounding would swallow.
+    """
+
+    def __init__(self, target: Tensor, temperature: float):
+        self.target, self.temperature = target.fill_(-math.inf), temperature
+        self.least = torch.full((target.shape[0], 1), math.inf, dtype=target.dtype, device=target.device)
+        self.total = torch.full_like(self.least, -math.inf)
+
+    def add(self, logs: Tensor, entropy: Tensor) -> None:
+        """Another teacher."""
+        least = torch.minimum(self.least, entropy)
+        if self.temperature:
+            for mixture in (self.target, self.total):
+                mixture += (least - self.least) / self.temperature
+            weight = (least - entropy) / self.temperature
+            torch.logaddexp(self.total, weight, out=self.total)
+            logaddexp_(self.target, logs.add_(weight), slice(None))
+        else:
+            surer = ((entropy < self.least) | entropy.isnan())[:, 0].nonzero()[:, 0]
+            for piece in stretches(self.target[: surer.numel()]):
+                self.target[surer[piece]] = logs[surer[piece]]
+        self.least = least
+
+    def finish(self) -> None:
+        """Shares that sum to one."""
+        if self.temperature:
+            self.target -= self.total
+
+
+class ByEntropy:
+    """The teachers' logits, mixed by shares that are inverse to their entropies, as the seed of this package did."""
+
+    def __init__(self, target: Tensor, temperature: float):
+        self.target = target.zero_()
+        self.total = torch.zeros_like(target[:, :1])
+
+    def add(self, logs: Tensor, entropy: Tensor) -> None:
+        """Another teacher; logits that are shifted to log probabilities mix to the same distribution."""
+        share = 1 / entropy.clamp_min(torch.finfo(entropy.dtype).tiny ** 0.5)
+        self.total += share
+        for piece in stretches(self.target):
+            self.target[piece] += share[piece] * logs[piece]
+
+    def finish(self) -> None:
+        """Log probabilities."""
+        self.target /= self.total
+        log_softmax_(self.target)
+
+
+MIXTURES = {"confidence": ByConfidence, "entropy": ByEntropy}

@@ -265,7 +265,7 @@ def write_memory_account() -> None:
     rows = [r for r in latest("mask_training_step.csv") if "CPU" in r["hardware"]]
     if not rows:
         return
-    impls = list(dict.fromkeys(r["impl"] for r in rows))
+    impls = sorted({r["impl"] for r in rows}, key=lambda impl: ("plain" not in impl, impl))
     contexts = list(dict.fromkeys(int(r["shape"].rsplit(" ", 1)[1]) for r in rows))
     peaks = {(r["impl"], int(r["shape"].rsplit(" ", 1)[1])): int(r["peak_bytes"]) / 1e6 for r in rows}
     place = f"{rows[0]['dtype']}; {rows[0]['hardware']}"

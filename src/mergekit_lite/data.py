@@ -40,6 +40,8 @@ class TextExamples(Dataset):
         max_length: int = 512,
         train_on_inputs: bool = False,
     ):
+        if not isinstance(train_on_inputs, bool):
+            raise ValueError(f"TextExamples: train_on_inputs is {train_on_inputs!r}, needed True or False")
         if not getattr(tokenizer, "is_fast", False) or not isinstance(max_length, int) or max_length < 2:
             raise ValueError(
                 f"TextExamples: tokenizer is {type(tokenizer).__name__}, max_length {max_length!r}; needed a fast "
@@ -82,15 +84,18 @@ class TextExamples(Dataset):
             pieces = [ids[start : start + self.max_length] for start in range(0, len(ids), self.max_length)]
             return [{"input_ids": piece, "labels": piece} for piece in pieces]
         text, spans = self._laid_out(where, row)
-        encoded = self.tokenizer(text, add_special_tokens="text" in row, return_offsets_mapping=True)
+        if spans is None:
+            return self._example(where, text)[:1]
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, labels = encoded["input_ids"], []
         for token, (start, stop) in zip(ids, encoded["offset_mapping"], strict=True):
-            asked = start < stop and any(start >= first and stop <= last for first, last in spans)
+            # a tokenizer may trim a token of spaces to nothing
+            asked = any(first <= start and stop <= last and (start < stop or first < start) for first, last in spans)
             labels.append(token if asked or self.train_on_inputs else -100)
         return [{"input_ids": ids[: self.max_length], "labels": labels[: self.max_length]}]
 
-    def _laid_out(self, where: str, row: Any) -> tuple[str, list[tuple[int, int]]]:
-        """A row's text, and from where to where it is supervised."""
+    def _laid_out(self, where: str, row: Any) -> tuple[str, list[tuple[int, int]] | None]:
+        """A row's text, and from where to where it is supervised; None: all of it, as a plain text."""
         if not isinstance(row, Mapping):
             raise ValueError(f"TextExamples: {where} is a {type(row).__name__}; needed a text, or a mapping")
         messages = row.get("messages")
@@ -103,7 +108,7 @@ class TextExamples(Dataset):
             text = row["prompt"] + row["completion"] + (self.tokenizer.eos_token or "")
             return text, [(len(row["prompt"]), len(text))]
         if isinstance(row.get("text"), str):
-            return row["text"], [(0, len(row["text"]))]
+            return row["text"], None
         raise ValueError(f"TextExamples: {where} has {', '.join(map(str, row)) or 'nothing'}; needed {_NEEDED}")
 
     def _conversation(self, where: str, messages: Any) -> tuple[str, list[tuple[int, int]]]:
@@ -114,14 +119,13 @@ class TextExamples(Dataset):
         )  # fmt: skip
         if not good or not any(m["role"] == "assistant" for m in messages):
             raise ValueError(f"TextExamples: {where}: messages needed roles and contents, and one of an assistant")
-        spans, text = [], ""
+        spans, texts = [], []
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                start = len(self._text(messages[:number], prompt=True))
-                text = self._text(messages[: number + 1])
-                spans.append((start, len(text)))
-        whole = self._text(messages)
-        if not whole.startswith(text):
+                texts += [self._text(messages[:number], prompt=True), self._text(messages[: number + 1])]
+                spans.append((len(texts[-2]), len(texts[-1])))
+        text, whole = texts[-1], self._text(messages)
+        if not all(whole.startswith(part) for part in texts):
             raise ValueError(
                 f"TextExamples: {where}: the tokenizer's chat template changes earlier turns when later ones come; "
                 "needed rows of one answer"
@@ -139,6 +143,8 @@ class TextExamples(Dataset):
 
 def _read(source: Any) -> tuple[str, list[Any]]:
     """What to call it, and its rows."""
+    if isinstance(source, Mapping) or not isinstance(source, (str, Path, Iterable)):
+        raise ValueError(f"TextExamples: source is a {type(source).__name__}; needed a file, or rows")
     if not isinstance(source, (str, Path)):
         rows = list(source)
         if not rows:
@@ -149,7 +155,7 @@ def _read(source: Any) -> tuple[str, list[Any]]:
         raise ValueError(f"TextExamples: {path} is not there; needed a file")
     text = path.read_text(encoding="utf-8")
     try:
-        if path.suffix == ".jsonl":
+        if path.suffix in (".jsonl", ".ndjson"):
             rows = [json.loads(line) for line in text.split("\n") if line.strip()]
         else:
             rows = json.loads(text) if path.suffix == ".json" else [text]

@@ -19,12 +19,16 @@ from .config import CalibratedMerge
 
 def calibration_batches(data: Any, source: Source, merge: CalibratedMerge) -> list[Batch]:
     """Padded batches of token ids, long examples beside long ones."""
+    if isinstance(data, Tensor) or (isinstance(data, Mapping) and "input_ids" in data):
+        data = [data]  # one batch
     is_file = isinstance(data, (str, Path))
     rows: list[Any] = [] if is_file else list(data)
     if not is_file and not rows:
         raise ValueError(f"merge_models: the calibration data of {source.label} are empty; needed examples")
     first: Any = rows[0] if rows else None
     if isinstance(first, Tensor):
+        if any(batch.dim() != 2 for batch in rows):
+            raise ValueError(f"merge_models: a tensor of calibration is {list(first.shape)}; needed token ids (B, L)")
         return [{"input_ids": batch} for batch in rows]
     has_ids = isinstance(first, Mapping) and "input_ids" in first
     if has_ids and isinstance(first["input_ids"], Tensor) and first["input_ids"].dim() == 2:
@@ -33,7 +37,9 @@ def calibration_batches(data: Any, source: Source, merge: CalibratedMerge) -> li
         tokenizer = AutoTokenizer.from_pretrained(source.folder)
         examples = TextExamples(data if is_file else rows, tokenizer, max_length=merge.max_length, train_on_inputs=True)
         rows = [examples[i] for i in range(len(examples))]
-    ids = sorted((torch.as_tensor(row["input_ids"])[: merge.max_length] for row in rows), key=len)
+    ids = sorted((_without_padding(row)[: merge.max_length] for row in rows), key=len)
+    if not len(ids[0]):
+        raise ValueError(f"merge_models: an example of {source.label}'s calibration has no token; needed one or more")
     parts = [ids[i : i + merge.batch_size] for i in range(0, len(ids), merge.batch_size)]
     return [
         {
@@ -42,3 +48,9 @@ def calibration_batches(data: Any, source: Source, merge: CalibratedMerge) -> li
         }
         for part in parts
     ]
+
+
+def _without_padding(row: Mapping[str, Any]) -> Tensor:
+    ids = torch.as_tensor(row["input_ids"], dtype=torch.long)
+    mask = row.get("attention_mask")
+    return ids if mask is None else ids[torch.as_tensor(mask).bool()]

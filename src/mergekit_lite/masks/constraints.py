@@ -86,7 +86,7 @@ def unconstrain(masks: Tensor, constraint: str) -> Tensor:
     """What `constrain` makes such masks of; those that break the constraint are first moved to where it holds.
 
     Raises:
-        ValueError: Masks that only an infinite value gives, or not two of them for ``"spherical"``.
+        ValueError: Masks from which no gradient leads away, or not two of them for ``"spherical"``.
 
     >>> constrain(unconstrain(torch.tensor([0.9, 0.1]), "sigmoid"), "sigmoid")
     tensor([0.9000, 0.1000])
@@ -97,15 +97,19 @@ def unconstrain(masks: Tensor, constraint: str) -> Tensor:
         if len(masks) != 2:
             raise ValueError(f"MaskConfig: constraint 'spherical' is between 2 components, here are {len(masks)}")
         masks = masks[1:] / masks.sum(0, keepdim=True)
-    if constraint == "cosine":
-        return (1 - 2 * masks.clamp(0, 1)).acos() / math.pi
-    if constraint in ("sigmoid", "spherical", "tanh"):
+    if constraint in _CLAMPS:
+        return masks.clamp(*_CLAMPS[constraint])
+    if constraint == "unit_sphere" and not bool((masks.square().sum(0) > 0).all()):
+        raise ValueError("MaskConfig: masks begin as 0; constraint 'unit_sphere' needed one that is not")
+    if constraint in ("sigmoid", "spherical", "tanh", "cosine"):
         low = -1.0 if constraint == "tanh" else 0.0
         if not bool(((masks > low) & (masks < 1)).all()):
             raise ValueError(
                 f"MaskConfig: masks begin between {float(masks.min()):g} and {float(masks.max()):g}; constraint "
-                f"{constraint!r} needed values inside {low:g} and 1, which it never reaches"
+                f"{constraint!r} needed values inside {low:g} and 1, at which it stands still"
             )
+        if constraint == "cosine":
+            return (1 - 2 * masks).acos() / math.pi
         return masks.atanh() if constraint == "tanh" else masks.logit()
     return masks
 

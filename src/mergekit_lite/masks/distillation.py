@@ -64,7 +64,7 @@ def distill(
     else:
         teachers = _cached(merger, kl, count, teacher_hidden)
     if kl.coefficients in EVIDENCE and shares is None:
-        examples = _examples(ids, inputs.get("position_ids"))[places] if ids.dim() > 1 else places[0]
+        examples = _examples(ids, inputs.get("position_ids"))[places] if where.dim() > 1 else places[0]
         shares = _evidence(teachers, head, answers, examples, prefix=kl.coefficients == "prefix_evidence")
     student = _outputs(merger, head is not None, inputs)[places]
     options: dict[str, Any] = {}
@@ -144,7 +144,7 @@ def _shares(
 ) -> Tensor | None:
     """The teachers' coefficients (N, K); None: what teachers find says them."""
     count = merger.count
-    if kl.direction == "entropy":  # no teacher runs
+    if kl.direction == "entropy" or not places[0].numel():  # no teacher runs
         return torch.zeros(places[0].numel(), count, device=where.device)
     if kl.coefficients in (*MIXTURES, *EVIDENCE):
         return None

@@ -135,7 +135,7 @@ class MaskedModel(nn.Module):
         Raises:
             ValueError: There is no such component.
         """
-        if not 0 <= k < self.count:
+        if not isinstance(k, int) or not 0 <= k < self.count:
             raise ValueError(f"Merger.component: k is {k}, needed 0 to {self.count - 1}")
         before, self.selection.component = self.selection.component, k
         try:
@@ -164,8 +164,11 @@ class MaskedModel(nn.Module):
     # -- the masks ---------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        before = self.model.dtype
+        before, masks = self.model.dtype, {name: mask.data for name, mask in self._raw.items()}
         super()._apply(fn, recurse)
+        for name, mask in self._raw.items():  # float32 in any case: a step of training is far below 1
+            if mask.dtype != masks[name].dtype:
+                mask.data = masks[name].to(mask.device)
         self.unfold_()
         if self.model.dtype != before:
             self._hashes = None

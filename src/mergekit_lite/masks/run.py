@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import json
 import random
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,9 +22,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from model_components._folders import check_new, write_json
+from model_components._folders import check_new, make_folder, write_json
 from model_components._modes import evaluating
-from model_components._report import Report, Table
+from model_components._report import Report, Table, plain
 
 from ..data import TextExamples
 from ..files import open_source
@@ -107,7 +109,10 @@ class MaskRun:
         given: dict[str, Any] = dict(values)
         for name, kind in (("masks", MaskConfig), ("kl", KLConfig)):
             if name in given:
-                given[name] = _built(f"{path}: {name}", kind, given[name])
+                given[name] = _built(f"{path}: {name}", kind, _numbers(given[name]))
+        if not isinstance(given.get("training", {}), Mapping):
+            raise ValueError(f"{path}: training is {given['training']!r}, needed fields of TrainingArguments")
+        given["training"] = _numbers(given.get("training", {}))
         for name in ("components", "data", "compare"):
             if name in given and not isinstance(given[name], list):
                 raise ValueError(f"{path}: {name} is {given[name]!r}, needed a list")
@@ -124,7 +129,7 @@ class MaskRun:
                 f"MaskRun: {len(self.components)} components and {len(self.data)} tasks{wrong}; needed two components "
                 "or more, and data that follow them"
             )
-        if isinstance(self.held_out, bool) or not self.held_out > 0:
+        if isinstance(self.held_out, bool) or not isinstance(self.held_out, (int, float)) or not self.held_out > 0:
             raise ValueError(f"MaskRun: held_out is {self.held_out!r}, needed a share, or a number of examples")
 
 
@@ -136,6 +141,18 @@ def _known(where: str, values: Mapping[str, Any], known: Sequence[str], needed: 
             raise ValueError(f"{where}: unknown field {name!r}; {hint}")
     if lost := [name for name in needed if name not in values]:
         raise ValueError(f"{where}: has no {lost[0]}")
+
+
+def _numbers(values: Any) -> Any:
+    """With numbers that YAML reads as text, as 1e-2, as numbers."""
+    if not isinstance(values, Mapping):
+        return values
+    found = dict(values)
+    for name, value in values.items():
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                found[name] = float(value)
+    return found
 
 
 def _built(where: str, kind: Any, values: Any) -> Any:
@@ -200,8 +217,9 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
     path = check_new(out, "masks")
     training = path.with_name(f"{path.name}.training")
     for method in run.compare:
-        if method not in CALIBRATED:
-            get_method(method)
+        if method not in CALIBRATED and get_method(method).base == "required":
+            raise ValueError(f"masks: compare has {method}, which needs a base; needed methods without one")
+    _claim(training, run)
     merger = Merger.from_pretrained(run.components, dtype=run.dtype, **asdict(run.masks))
     tokenizer: Any = AutoTokenizer.from_pretrained(open_source(merger.labels[0]).folder)
     tasks = [_Task(run, data, tokenizer) for data in run.data]
@@ -225,9 +243,9 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
     masks = merger.save_masks(training / MASKS)
     test = [task.test for task in tasks]
     losses = {}
-    for k, label in enumerate(merger.labels):
+    for k, name in enumerate(_names(merger.labels, run.compare)):
         with merger.component(k):
-            losses[Path(label).name] = held_out_losses(merger, test, collator)
+            losses[name] = held_out_losses(merger, test, collator)
     for method in run.compare:
         losses[method] = _losses_of(method, merger, tasks, collator, path.parent)
     losses["masks"] = held_out_losses(merger.fold_(), test, collator)
@@ -236,6 +254,24 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
     report = MaskRunReport(path, masks, tuple(t.data.name for t in tasks), tokens, losses)
     write_json(training / "report.json", report.to_dict(), "masks")
     return report
+
+
+def _claim(training: Path, run: MaskRun) -> None:
+    """Note which run a folder of checkpoints is of; refuse one of another."""
+    told, path = plain(run), training / "run.json"
+    if path.is_file():
+        if json.loads(path.read_text(encoding="utf-8")) != told:
+            raise ValueError(f"masks: {training} is of a run with other settings; name another OUT, or remove it")
+        return
+    make_folder(training, "masks")
+    write_json(path, told, "masks")
+
+
+def _names(labels: Sequence[str], methods: Sequence[str]) -> list[str]:
+    """What to call components in the table: folders' names, where they say which is which."""
+    names = [Path(label).name for label in labels]
+    taken = {*methods, "masks"}
+    return [f"component {k}" if names.count(name) > 1 or name in taken else name for k, name in enumerate(names)]
 
 
 class _Task:

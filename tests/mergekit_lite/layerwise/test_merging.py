@@ -195,6 +195,24 @@ def test_text_is_read_by_the_models_tokenizer(tmp_path):
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+def test_batches_examples_and_padded_examples_are_the_same_data(tmp_path):
+    paths, rows = pair("llama", tmp_path), [e["input_ids"] for e in DATA[0]]
+    longest = max(map(len, rows))
+    padded = [
+        {"input_ids": r + [0] * (longest - len(r)), "attention_mask": [1] * len(r) + [0] * (longest - len(r))}
+        for r in rows
+    ]
+    one = {name: torch.tensor([row[name] for row in padded]) for name in ("input_ids", "attention_mask")}
+    found = []
+    for number, data in enumerate((DATA[0], padded, [one], one)):
+        out = tmp_path / f"out{number}"
+        merge_models(paths, "regmean", calibration=[data, DATA[1]], out=out, progress=False)
+        found.append(transformers.AutoModelForCausalLM.from_pretrained(out))
+    for other in found[1:]:
+        for a, b in zip(found[0].parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_weights_in_bfloat16_are_rounded_once(tmp_path):
     paths = pair("llama", tmp_path, torch.bfloat16)
     merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
@@ -217,6 +235,9 @@ def test_weights_in_bfloat16_are_rounded_once(tmp_path):
         ({"calibration": DATA, "weight": [1.0]}, r"weight is \(1.0,\), needed 2 numbers"),
         ({"calibration": DATA, "density": 0.5}, "unexpected keyword argument 'density'"),
         ({"calibration": [[], DATA[1]]}, "are empty; needed examples"),
+        ({"calibration": [[{"input_ids": []}], DATA[1]]}, "has no token; needed one or more"),
+        ({"calibration": [[torch.ones(3).long()], DATA[1]]}, r"a tensor of calibration is \[3\]"),
+        ({"calibration": [{"train": ["a"]}, DATA[1]]}, "fast tokenizer|tokenizer|needed"),
     ],
 )
 def test_bad_input_is_refused(options, message, tmp_path):

@@ -103,6 +103,10 @@ def test_a_stream_trains(tmp_path):
         (lambda: TextExamples([{"messages": [{"role": "user", "content": "a"}]}], tokenizer()), "one of an assistant"),
         (lambda: TextExamples("nowhere.json", tokenizer()), "nowhere.json is not there"),
         (lambda: TextExamples([{"prompt": "long " * 9, "completion": "x"}], tokenizer(), max_length=9), "none has an"),
+        (lambda: TextExamples({"train": ["a"]}, tokenizer()), "source is a dict; needed a file, or rows"),
+        (lambda: TextExamples(None, tokenizer()), "source is a NoneType"),
+        (lambda: TextExamples(["a"], tokenizer(), train_on_inputs="no"), "train_on_inputs is 'no'"),
+        (lambda: MaskCollator(pad_token_id=0, max_length=-1), "max_length is -1, needed 1 or more"),
         (lambda: TextExamples(["a"], None), "needed a fast tokenizer"),
         (lambda: TextExamples(["ab"], tokenizer(), max_length=1), "max_length 1"),
     ],
@@ -133,12 +137,26 @@ def test_every_turn_of_the_assistant_is_supervised():
     assert every[0]["labels"] == every[0]["input_ids"] == examples[0]["input_ids"]
 
 
+def test_a_template_that_rewrites_earlier_turns_is_refused():
+    """As those do that drop what was thought before: then nobody knows where an answer stands in the whole."""
+    forgetful = (
+        "{% for m in messages %}<{{ m['role'] }}>"
+        "{{ m['content'] if loop.last else m['content'].split('|')[-1] }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    turns = [("user", "q1"), ("assistant", "long thought|a1"), ("user", "q2"), ("assistant", "thought|a2")]
+    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    with pytest.raises(ValueError, match="changes earlier turns when later ones come"):
+        TextExamples([row], tokenizer(forgetful))
+    assert TextExamples([{"messages": row["messages"][:2]}], tokenizer(forgetful)).decoded(0).endswith("a1</s>⟧")
+
+
 @pytest.mark.parametrize(
     ("row", "chat", "expected"),
     [
         ({"instruction": "Add.", "input": "1 1", "output": "2"}, CHAT, "<user>Add.\n1 1</s><assistant>⟦2</s>⟧"),
         ({"instruction": "Add.", "output": "2"}, None, "Add.\n⟦2</s>⟧"),
         ({"prompt": "a ", "completion": "b"}, CHAT, "a ⟦b</s>⟧"),
+        ({"prompt": "a ", "completion": "b", "text": None}, CHAT, "a ⟦b</s>⟧"),
         ({"text": "all of it"}, CHAT, "⟦all of it⟧"),
         ("all of it", CHAT, "⟦all of it⟧"),
     ],

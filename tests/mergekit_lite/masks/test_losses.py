@@ -147,6 +147,19 @@ def test_evidence_is_how_probable_a_teacher_finds_an_example(prefix):
         torch.testing.assert_close(found[[0, 5, 6, 26]], torch.full((4, K), 1 / K).double())
 
 
+@pytest.mark.parametrize("prefix", [False, True])
+def test_an_impossible_token_spoils_no_other_example(prefix):
+    log_probs = -made(8, 2).abs()
+    log_probs[1, 0] = -torch.inf
+    log_probs[5] = -torch.inf
+    found = evidence(log_probs, torch.tensor([0, 0, 0, 1, 1, 2, 2, 2]), prefix=prefix)
+    assert found.isfinite().all()
+    assert found[2, 0] < 1e-6
+    torch.testing.assert_close(found[3:5], evidence(log_probs[3:5], torch.zeros(2), prefix=prefix))
+    if not prefix:
+        torch.testing.assert_close(found[5:].sum(1), torch.ones(3).double())
+
+
 class Largest(TorchDispatchMode):
     """The largest result of any operation that is not a view, in elements."""
 

@@ -395,11 +395,27 @@ def test_spherical_masks_are_those_of_spherical_interpolation(granularity, tmp_p
         ("tanh", 1.0, 2, "'tanh' needed values inside -1 and 1"),
         ("spherical", "component:1", 2, "'spherical' needed values inside 0 and 1"),
         ("spherical", "average", 3, "between 2 components, here are 3"),
+        ("cosine", "component:0", 2, "'cosine' needed values inside 0 and 1"),
+        ("unit_sphere", 0.0, 2, "constraint 'unit_sphere' needed one that is not"),
     ],
 )
 def test_masks_that_a_constraint_cannot_begin_as_are_refused(constraint, initial, count, message):
     with pytest.raises(ValueError, match=message):
         Merger([tiny("gpt2", seed) for seed in range(count)], MaskConfig(constraint=constraint, initial=initial))
+
+
+def test_masks_begin_where_a_gradient_leads_back_inside():
+    merger = Merger([tiny("gpt2", seed) for seed in range(2)], MaskConfig(constraint="unit_interval", initial=3.0))
+    assert all((raw == 1).all() for raw in merger.masks().values())
+
+
+def test_masks_stay_float32_when_the_model_is_cast():
+    merger = Merger([tiny("gpt2", seed) for seed in range(2)], MaskConfig(initial="random"))
+    before = {name: mask.detach().clone() for name, mask in merger.masks().items()}
+    merger.to(torch.bfloat16)
+    assert merger.dtype == torch.bfloat16
+    assert all(mask.dtype == torch.float32 and torch.equal(mask, before[n]) for n, mask in merger.masks().items())
+    assert logits(merger).dtype == torch.bfloat16
 
 
 def test_masks_over_a_few_modules_and_the_others_stay():

@@ -98,6 +98,31 @@ def test_it_goes_on_where_it_was_killed(config, monkeypatch):
     assert run_masks(run, "out", progress=False).losses == whole.losses
 
 
+def test_checkpoints_of_another_run_are_not_taken_up(config, tmp_path):
+    run = MaskRun.from_yaml("run.yml")
+    run_masks(run, "out", progress=False)
+    (tmp_path / "out").rename(tmp_path / "moved")
+    (tmp_path / "other.yml").write_text(yaml.safe_dump({**config, "kl": {"direction": "reverse"}}))
+    with pytest.raises(ValueError, match=r"out\.training is of a run with other settings"):
+        run_masks(MaskRun.from_yaml("other.yml"), "out", progress=False)
+
+
+def test_numbers_that_yaml_reads_as_text(config, tmp_path):
+    (tmp_path / "e.yml").write_text((tmp_path / "run.yml").read_text() + "\n" + "seed: 1\n")
+    text = (tmp_path / "e.yml").read_text().replace("max_steps: 4", "max_steps: 4\n  learning_rate: 1e-2")
+    (tmp_path / "e.yml").write_text(text)
+    assert MaskRun.from_yaml("e.yml").training["learning_rate"] == 0.01
+
+
+def test_components_of_one_name_have_rows_of_their_own(config, tmp_path):
+    for k in range(2):
+        (tmp_path / f"run{k}").mkdir()
+        (tmp_path / f"model{k}").rename(tmp_path / f"run{k}" / "final")
+    run = MaskRun.from_yaml("run.yml")
+    both = MaskRun(**{**vars(run), "components": ("run0/final", "run1/final"), "compare": ()})
+    assert list(run_masks(both, "out", progress=False).losses) == ["component 0", "component 1", "masks"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -116,6 +141,9 @@ def test_it_goes_on_where_it_was_killed(config, monkeypatch):
         ({"held_out": 0}, "held_out is 0"),
         ({"held_out": 12}, "task0 has 12 examples, 12 are held out"),
         ({"compare": ["tyes"]}, "did you mean ties"),
+        ({"compare": ["ties"]}, "compare has ties, which needs a base"),
+        ({"training": None}, "training is None, needed fields"),
+        ({"held_out": "10%"}, "held_out is '10%'"),
         ({"data": ["nowhere.jsonl", "task1.jsonl"]}, "nowhere.jsonl is not there"),
     ],
 )

@@ -139,12 +139,13 @@ def test_a_classifier_learns_from_its_components():
     torch.testing.assert_close(loss, (target.exp() * (target - student)).sum(-1).mean(), rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("coefficients", ["task", "evidence", "prefix_evidence", "confidence", "entropy", "uniform"])
 @pytest.mark.parametrize("normalizer", [None, torch.tensor(0), torch.tensor(7)])
-def test_a_batch_without_supervised_positions_warns_and_gives_zero(normalizer):
+def test_a_batch_without_supervised_positions_warns_and_gives_zero(normalizer, coefficients):
     merger = merger_of()
     batch = BATCH | {"labels": torch.full_like(BATCH["labels"], -100)}
     with pytest.warns(UserWarning, match="no supervised position"):
-        loss = merger.distill(KLConfig(l2=0.1), normalizer=normalizer, **batch)
+        loss = merger.distill(KLConfig(l2=0.1, coefficients=coefficients), normalizer=normalizer, **batch)
     loss.backward()
     assert loss == 0
     assert all(torch.isfinite(mask.grad).all() for mask in merger.masks().values() if mask.grad is not None)

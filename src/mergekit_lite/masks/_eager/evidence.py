@@ -11,6 +11,8 @@ from torch import Tensor
 from .blend import work_dtype
 from .logits import Heads, chunks, log_softmax_
 
+_LEAST = -1e6  # of a log probability: an impossible token, which may not make all others NaN
+
 
 def check_labels(labels: Tensor, vocabulary: int) -> None:
     """Refuse labels outside the vocabulary."""
@@ -40,11 +42,8 @@ def evidence(
     prefix: bool,
 ) -> Tensor:  # (N, K)
     """c_k ∝ Π_t p_k(x_t) over the positions of an example, or over those before each (uniform at its first)."""
-    log_probs = log_probs.double()
-    _, which, sizes = example.unique_consecutive(return_inverse=True, return_counts=True)
-    if prefix:
-        before = log_probs.cumsum(0) - log_probs
-        total = before - before[sizes.cumsum(0) - sizes][which]
-    else:
-        total = log_probs.new_zeros(len(sizes), log_probs.shape[1]).index_add_(0, which, log_probs)[which]
-    return total.softmax(1)
+    log_probs = log_probs.double().clamp_min(_LEAST)
+    _, sizes = example.unique_consecutive(return_counts=True)
+    parts = log_probs.split(sizes.tolist())
+    sums = [part.cumsum(0) - part if prefix else part.sum(0).expand_as(part) for part in parts]
+    return torch.cat(sums).softmax(1)

@@ -39,6 +39,8 @@ class MaskCollator:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
+        if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 1):
+            raise ValueError(f"MaskCollator: max_length is {self.max_length!r}, needed 1 or more")
         if not isinstance(self.pad_token_id, int) or isinstance(self.pad_token_id, bool):
             raise ValueError(f"MaskCollator: pad_token_id is {self.pad_token_id!r}, needed a token's id (any will do)")
 

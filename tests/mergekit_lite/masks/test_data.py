@@ -139,10 +139,10 @@ def test_every_turn_of_the_assistant_is_supervised():
 
 def test_a_template_that_rewrites_earlier_turns_is_refused():
     """As those do that drop what was thought before: then nobody knows where an answer stands in the whole."""
-    forgetful = (
-        "{% for m in messages %}<{{ m['role'] }}>"
-        "{{ m['content'] if loop.last else m['content'].split('|')[-1] }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    loop = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] if loop.last else m['content'].split('|')[-1] }}</s>"
     )
+    forgetful = loop + "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     turns = [("user", "q1"), ("assistant", "long thought|a1"), ("user", "q2"), ("assistant", "thought|a2")]
     row = {"messages": [{"role": role, "content": content} for role, content in turns]}
     with pytest.raises(ValueError, match="changes earlier turns when later ones come"):

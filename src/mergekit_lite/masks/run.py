@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import json
 import random
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from model_components._folders import check_new, make_folder, write_json
+from model_components._folders import NewFolder, check_new, make_folder, write_json
 from model_components._modes import evaluating
 from model_components._report import Report, Table, plain
 
@@ -38,7 +37,7 @@ from .training import MaskTrainer
 
 _CALIBRATION = 256  # examples of a task
 _TRAINING = {
-    "learning_rate": 1e-2, "max_steps": 300, "per_device_train_batch_size": 8, "warmup_steps": 10,
+    "learning_rate": 3e-2, "max_steps": 300, "per_device_train_batch_size": 8, "warmup_steps": 10,
     "lr_scheduler_type": "cosine", "logging_steps": 10, "save_steps": 50, "save_total_limit": 1, "report_to": "none",
     "train_sampling_strategy": "group_by_length",
 }  # fmt: skip
@@ -66,9 +65,10 @@ class MaskRun:
     Args:
         components: What `Merger.from_pretrained` takes.
         data: Each task's.
-        masks: Fields of `MaskConfig`.
+        masks: Fields of `MaskConfig`; the constraint is ``"sum_to_one"`` where none is named: free masks also scale what
+            the components have in common.
         kl: Fields of `KLConfig`.
-        training: Fields of `TrainingArguments`; by default 300 steps of 8 examples at a rate of 1e-2.
+        training: Fields of `TrainingArguments`; by default 300 steps of 8 examples at a rate of 3e-2.
         compare: Methods of `merge_models` that stand beside in the table, without a base.
         held_out: The share of each task's examples that is kept for the table, or how many of them.
         max_length: Tokens of an example.
@@ -82,7 +82,7 @@ class MaskRun:
 
     components: tuple[str, ...]
     data: tuple[TaskData, ...]
-    masks: MaskConfig = field(default_factory=MaskConfig)
+    masks: MaskConfig = field(default_factory=lambda: MaskConfig(constraint="sum_to_one"))
     kl: KLConfig = field(default_factory=KLConfig)
     training: Mapping[str, Any] = field(default_factory=dict)
     compare: tuple[str, ...] = ("linear", "regmean")
@@ -107,9 +107,8 @@ class MaskRun:
             raise ValueError(f"{path}: holds a {type(values).__name__}, needed components, data, masks, ...")
         _known(str(path), values, [f.name for f in fields(cls)], needed=("components", "data"))
         given: dict[str, Any] = dict(values)
-        for name, kind in (("masks", MaskConfig), ("kl", KLConfig)):
-            if name in given:
-                given[name] = _built(f"{path}: {name}", kind, _numbers(given[name]))
+        for name, kind, usual in (("masks", MaskConfig, {"constraint": "sum_to_one"}), ("kl", KLConfig, {})):
+            given[name] = _built(f"{path}: {name}", kind, _numbers(given.get(name, {})), usual)
         if not isinstance(given.get("training", {}), Mapping):
             raise ValueError(f"{path}: training is {given['training']!r}, needed fields of TrainingArguments")
         given["training"] = _numbers(given.get("training", {}))
@@ -155,11 +154,11 @@ def _numbers(values: Any) -> Any:
     return found
 
 
-def _built(where: str, kind: Any, values: Any) -> Any:
+def _built(where: str, kind: Any, values: Any, usual: Mapping[str, Any]) -> Any:
     if not isinstance(values, Mapping):
         raise ValueError(f"{where} is {values!r}, needed fields of {kind.__name__}")
     _known(where, values, [f.name for f in fields(kind)])
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in {**usual, **values}.items()})
 
 
 def _task(where: str, index: int, entry: Any) -> TaskData:
@@ -247,7 +246,7 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
         with merger.component(k):
             losses[name] = held_out_losses(merger, test, collator)
     for method in run.compare:
-        losses[method] = _losses_of(method, merger, tasks, collator, path.parent)
+        losses[method] = _losses_of(method, merger, tasks, collator, path.with_name(f"{path.name}.compare"))
     losses["masks"] = held_out_losses(merger.fold_(), test, collator)
     merger.unfold_().bake(path, progress=progress)
     tokens = tuple(sum(sum(label != -100 for label in e["labels"][1:]) for e in part) for part in test)
@@ -330,8 +329,10 @@ def _losses_of(
         options = {"calibration": calibration, "max_length": collator.max_length}
     elif "weight" in get_method(method).parameters:
         options = {"weight": [1.0] * merger.count}
-    with tempfile.TemporaryDirectory(dir=beside, prefix=".compare-") as folder:
-        out = Path(folder, "merged")
-        merge_models(merger.labels, method, out=out, progress=False, **options)
-        model = AutoModelForCausalLM.from_pretrained(out, dtype=merger.dtype).to(merger.device)
-        return held_out_losses(model, [task.test for task in tasks], collator)
+    stage = NewFolder(beside, "masks").open()
+    try:
+        merge_models(merger.labels, method, out=stage.folder / "merged", progress=False, **options)
+        model = AutoModelForCausalLM.from_pretrained(stage.folder / "merged", dtype=merger.dtype)
+        return held_out_losses(model.to(merger.device), [task.test for task in tasks], collator)
+    finally:
+        stage.discard()

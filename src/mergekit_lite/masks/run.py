@@ -65,8 +65,8 @@ class MaskRun:
     Args:
         components: What `Merger.from_pretrained` takes.
         data: Each task's.
-        masks: Fields of `MaskConfig`; the constraint is ``"sum_to_one"`` where none is named: free masks also scale what
-            the components have in common.
+        masks: Fields of `MaskConfig`; the constraint is ``"sum_to_one"`` where none is named: free masks also scale
+            what the components have in common.
         kl: Fields of `KLConfig`.
         training: Fields of `TrainingArguments`; by default 300 steps of 8 examples at a rate of 3e-2.
         compare: Methods of `merge_models` that stand beside in the table, without a base.

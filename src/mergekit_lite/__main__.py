@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(report)
             return 0
         if options.command == "masks":
-            from .masks.run import MaskRun, run_masks  # trains with transformers, which no merge imports
+            from .masks.run import run_masks  # trains with transformers, which no merge imports
+            from .masks.run_config import MaskRun
 
             print(run_masks(MaskRun.from_yaml(options.config), options.out, progress=not options.no_progress))
             return 0

@@ -135,6 +135,7 @@ def merge_models(
     """
     if calibration is not None or method in CALIBRATED:
         extra = {"base_model": base_model, "out_dtype": out_dtype, "allow_pickle": allow_pickle}
+        extra |= {"device": None if str(device) == "cpu" else device}  # blocks run on the CPU
         if isinstance(models, MergeRecipe) or any(extra.values()) or out is None or calibration is None:
             raise ValueError(
                 f"merge_models: {method} needed a list of models, calibration for each and out, and none of "

@@ -21,6 +21,11 @@ def calibration_batches(data: Any, source: Source, merge: CalibratedMerge) -> li
     """Padded batches of token ids, long examples beside long ones."""
     if isinstance(data, Tensor) or (isinstance(data, Mapping) and "input_ids" in data):
         data = [data]  # one batch
+    if isinstance(data, Mapping):
+        names = ", ".join(map(str, data))
+        raise ValueError(
+            f"merge_models: calibration of {source.label} is a mapping of {names}; needed rows, or input_ids"
+        )
     is_file = isinstance(data, (str, Path))
     rows: list[Any] = [] if is_file else list(data)
     if not is_file and not rows:

@@ -9,7 +9,8 @@ import yaml
 
 from mergekit_lite.__main__ import main
 from mergekit_lite.masks import MaskCollator, MaskTrainer
-from mergekit_lite.masks.run import MaskRun, _Task, held_out_losses, run_masks
+from mergekit_lite.masks.run import _Task, held_out_losses, run_masks
+from mergekit_lite.masks.run_config import MaskRun
 from tests.support.models import save, save_tokenizer, tiny
 
 

@@ -1,0 +1,148 @@
+"""`MaskRun`: what a whole run is made of, read from a YAML file and checked before anything starts."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from transformers import TrainingArguments
+
+from .config import KLConfig, MaskConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskData:
+    """One task's data.
+
+    Args:
+        files: Of `TextExamples`, one or several.
+        name: What to call it; default the first file's.
+        component: The component that it follows; default: in the order of the list.
+    """
+
+    files: tuple[str, ...]
+    name: str
+    component: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskRun:
+    """What `run_masks` does.
+
+    Args:
+        components: What `Merger.from_pretrained` takes.
+        data: Each task's.
+        masks: Fields of `MaskConfig`; the constraint is ``"sum_to_one"`` where none is named: free masks also scale
+            what the components have in common.
+        kl: Fields of `KLConfig`.
+        training: Fields of `TrainingArguments`; by default 300 steps of 8 examples at a rate of 3e-2.
+        compare: Methods of `merge_models` that stand beside in the table, without a base.
+        held_out: The share of each task's examples that is kept for the table, or how many of them.
+        max_length: Tokens of an example.
+        train_on_inputs: Supervise what is asked, too.
+        dtype: Of all components.
+        seed: Of the split and the training.
+
+    Raises:
+        ValueError: A field that there is not, or a value that it cannot have.
+    """
+
+    components: tuple[str, ...]
+    data: tuple[TaskData, ...]
+    masks: MaskConfig = field(default_factory=lambda: MaskConfig(constraint="sum_to_one"))
+    kl: KLConfig = field(default_factory=KLConfig)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    compare: tuple[str, ...] = ("linear", "regmean")
+    held_out: float = 0.1
+    max_length: int = 512
+    train_on_inputs: bool = False
+    dtype: str = "auto"
+    seed: int = 0
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Self:
+        """Read a file; models and data in it are named as from where the command runs.
+
+        Raises:
+            ValueError: It is no YAML mapping, or as of the class.
+        """
+        try:
+            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path}: is not YAML ({error})") from error
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{path}: holds a {type(values).__name__}, needed components, data, masks, ...")
+        _known(str(path), values, [f.name for f in fields(cls)], needed=("components", "data"))
+        given: dict[str, Any] = dict(values)
+        for name, kind, usual in (("masks", MaskConfig, {"constraint": "sum_to_one"}), ("kl", KLConfig, {})):
+            given[name] = _built(f"{path}: {name}", kind, _numbers(given.get(name, {})), usual)
+        if not isinstance(given.get("training", {}), Mapping):
+            raise ValueError(f"{path}: training is {given['training']!r}, needed fields of TrainingArguments")
+        given["training"] = _numbers(given.get("training", {}))
+        for name in ("components", "data", "compare"):
+            if name in given and not isinstance(given[name], list):
+                raise ValueError(f"{path}: {name} is {given[name]!r}, needed a list")
+            given[name] = tuple(given.get(name, cls.compare))
+        given["data"] = tuple(_task(f"{path}: data", i, entry) for i, entry in enumerate(given["data"]))
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        _known("MaskRun: training", self.training, [f.name for f in fields(TrainingArguments)])
+        outside = [d for d in self.data if not 0 <= d.component < len(self.components)]
+        if len(self.components) < 2 or not self.data or outside:
+            wrong = f"; {outside[0].name} follows component {outside[0].component}" if outside else ""
+            raise ValueError(
+                f"MaskRun: {len(self.components)} components and {len(self.data)} tasks{wrong}; needed two components "
+                "or more, and data that follow them"
+            )
+        if isinstance(self.held_out, bool) or not isinstance(self.held_out, (int, float)) or not self.held_out > 0:
+            raise ValueError(f"MaskRun: held_out is {self.held_out!r}, needed a share, or a number of examples")
+
+
+def _known(where: str, values: Mapping[str, Any], known: Sequence[str], needed: Sequence[str] = ()) -> None:
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known[:12])}"
+            raise ValueError(f"{where}: unknown field {name!r}; {hint}")
+    if lost := [name for name in needed if name not in values]:
+        raise ValueError(f"{where}: has no {lost[0]}")
+
+
+def _numbers(values: Any) -> Any:
+    """With numbers that YAML reads as text, as 1e-2, as numbers."""
+    if not isinstance(values, Mapping):
+        return values
+    found = dict(values)
+    for name, value in values.items():
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                found[name] = float(value)
+    return found
+
+
+def _built(where: str, kind: Any, values: Any, usual: Mapping[str, Any]) -> Any:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where} is {values!r}, needed fields of {kind.__name__}")
+    _known(where, values, [f.name for f in fields(kind)])
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in {**usual, **values}.items()})
+
+
+def _task(where: str, index: int, entry: Any) -> TaskData:
+    entry = {"files": entry} if isinstance(entry, (str, list)) else entry
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"{where}: entry {index} is {entry!r}, needed a file, a list of files, or files and name")
+    _known(where, entry, [f.name for f in fields(TaskData)], needed=("files",))
+    files = entry["files"]
+    files = (files,) if isinstance(files, str) else tuple(files)
+    if not files or not all(isinstance(f, str) for f in files):
+        raise ValueError(f"{where}: files of entry {index} are {files!r}, needed names of files")
+    component: Any = entry.get("component", index)
+    if not isinstance(component, int) or isinstance(component, bool):
+        raise ValueError(f"{where}: component of entry {index} is {component!r}, needed the index of one")
+    return TaskData(files=files, name=str(entry.get("name", Path(files[0]).stem)), component=component)

@@ -135,9 +135,9 @@ class LoraSource:
 
     def __init__(self, base: Source, folder: Path):
         self.label, self.folder = f"{base.label}+{folder}", base.folder
-        self._base, self._adapter_folder = base, folder
+        self.base, self._adapter_folder = base, folder
         self.config = dict(base.config)
-        adapter = Adapter(folder)
+        self.adapter = adapter = Adapter(folder)
         # peft's flag is that of the last layer it saw, so the architecture's own word comes first.
         self._transposed = bool(adapter.settings.get("fan_in_fan_out")) or base.config.get("model_type") in CONV1D
         self._pairs = {f"{module}.weight": self._turned(f"{module}.weight", p) for module, p in adapter.pairs.items()}
@@ -160,9 +160,9 @@ class LoraSource:
 
     def _turned(self, name: str, pair: Pair) -> Pair:
         """A pair whose product has the shape of the stored weight, which may be (in, out)."""
-        if name not in self._base.tensors:
-            raise CheckpointError(f"adapter {self._adapter_folder}: {name} is not a tensor of {self._base.label}")
-        shape = self._base.tensors[name].shape
+        if name not in self.base.tensors:
+            raise CheckpointError(f"adapter {self._adapter_folder}: {name} is not a tensor of {self.base.label}")
+        shape = self.base.tensors[name].shape
         down, up = pair.down, pair.up
         if pair.embedding or self._is_transposed(name, (up.shape[0], down.shape[1])):
             up, down = np.ascontiguousarray(down.T), np.ascontiguousarray(up.T)
@@ -175,13 +175,13 @@ class LoraSource:
 
     def _is_transposed(self, name: str, product: tuple[int, int]) -> bool:
         """Whether the stored weight is (in, out): its shape says so; a square one goes by peft's fan_in_fan_out."""
-        shape = self._base.tensors[name].shape
+        shape = self.base.tensors[name].shape
         return self._transposed if product[0] == product[1] else shape == product[::-1]
 
     def read(self, name: str, start: int, stop: int) -> Array:
         """Elements of the folded weight: float32 where an adapter changes it, as stored elsewhere."""
         replaced = self._replaced.get(name)
-        stored = self._base.read(name, start, stop) if replaced is None else replaced.reshape(-1)[start:stop]
+        stored = self.base.read(name, start, stop) if replaced is None else replaced.reshape(-1)[start:stop]
         if name not in self._pairs or start == stop:
             return stored
         pair = self._pairs[name]
@@ -194,12 +194,12 @@ class LoraSource:
         """As the base does, where the adapter changes nothing."""
         if name in self._pairs or name in self._replaced:
             return False
-        return self._base.read_into(name, start, out)
+        return self.base.read_into(name, start, out)
 
     def prefetch(self, name: str) -> None:
         """The base's; the adapter is in memory."""
-        self._base.prefetch(name)
+        self.base.prefetch(name)
 
     def fingerprint(self) -> Any:
         """The base's, and those of the adapter's two files."""
-        return [self._base.fingerprint(), *(stat_of(self._adapter_folder / name) for name in (CONFIG, WEIGHTS))]
+        return [self.base.fingerprint(), *(stat_of(self._adapter_folder / name) for name in (CONFIG, WEIGHTS))]

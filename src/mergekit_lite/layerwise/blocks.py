@@ -88,6 +88,12 @@ class Skeleton:
                 owner, _, own = name.rpartition(".")
                 self.model.get_submodule(owner)._parameters[own] = loaded[tied[id(parameter)]]
 
+    def without_blocks(self, weights: Weights) -> PreTrainedModel:
+        """A copy that has weights of its own, and no blocks."""
+        self.load_outside(weights)
+        memo = {id(block): nn.Identity() for block in self.blocks}
+        return copy.deepcopy(self.model, memo)
+
     def block(self, number: int, weights: Weights) -> nn.Module:
         """A block with weights of its own."""
         block = copy.deepcopy(self.blocks[number])

@@ -14,11 +14,20 @@ from transformers import AutoTokenizer
 from ..data import TextExamples
 from ..files import Source
 from .blocks import Batch
-from .config import CalibratedMerge
 
 
-def calibration_batches(data: Any, source: Source, merge: CalibratedMerge) -> list[Batch]:
-    """Padded batches of token ids, long examples beside long ones."""
+def calibration_batches(data: Any, source: Source, *, batch_size: int, max_length: int) -> list[Batch]:
+    """Padded batches of token ids, long examples beside long ones.
+
+    Args:
+        data: A file or rows for `TextExamples`, examples, or batches, which stay as they are.
+        source: Whose data, and whose tokenizer text needs.
+        batch_size: Examples of a batch.
+        max_length: Tokens of an example; more are cut off.
+
+    Raises:
+        ValueError: None of these, or nothing in it.
+    """
     if isinstance(data, Tensor) or (isinstance(data, Mapping) and "input_ids" in data):
         data = [data]  # one batch
     if isinstance(data, Mapping):
@@ -40,12 +49,12 @@ def calibration_batches(data: Any, source: Source, merge: CalibratedMerge) -> li
         return [{k: v for k, v in batch.items() if k in ("input_ids", "attention_mask")} for batch in rows]
     if not has_ids:
         tokenizer = AutoTokenizer.from_pretrained(source.folder)
-        examples = TextExamples(data if is_file else rows, tokenizer, max_length=merge.max_length, train_on_inputs=True)
+        examples = TextExamples(data if is_file else rows, tokenizer, max_length=max_length, train_on_inputs=True)
         rows = [examples[i] for i in range(len(examples))]
-    ids = sorted((_without_padding(row)[: merge.max_length] for row in rows), key=len)
+    ids = sorted((_without_padding(row)[:max_length] for row in rows), key=len)
     if not len(ids[0]):
         raise ValueError(f"merge_models: an example of {source.label}'s calibration has no token; needed one or more")
-    parts = [ids[i : i + merge.batch_size] for i in range(0, len(ids), merge.batch_size)]
+    parts = [ids[i : i + batch_size] for i in range(0, len(ids), batch_size)]
     return [
         {
             "input_ids": pad_sequence(part, batch_first=True),

@@ -50,9 +50,12 @@ def merged_source(
         )
     shares = merge.shares(len(models))
     sources = [open_source(model) for model in models]
-    _check_alike(sources)
+    check_alike(sources)
     skeleton = Skeleton(sources[0], merge.auto_class, torch.float32)
-    data = [calibration_batches(c, s, merge) for c, s in zip(calibration, sources, strict=True)]
+    data = [
+        calibration_batches(c, s, batch_size=merge.batch_size, max_length=merge.max_length)
+        for c, s in zip(calibration, sources, strict=True)
+    ]
     run = BlockMerge(skeleton, sources, data, shares, merge, stage.folder)
     mark = run.fingerprint()
     first = run.resumed(mark) if resume else 0
@@ -63,12 +66,17 @@ def merged_source(
     for number in tqdm(range(first, count), desc=merge.method, unit="block", initial=first, total=count,
                        disable=not progress):  # fmt: skip
         run.merge_block(number)
-        run.save_states(number + 1, mark)
+        run.save(number + 1, mark)
     run.merge_outside()
     return _Joined(sources[0], [open_source(path) for path in sorted(stage.folder.glob("part-*.safetensors"))])
 
 
-def _check_alike(sources: Sequence[Source]) -> None:
+def check_alike(sources: Sequence[Source]) -> None:
+    """Refuse models that differ in names or shapes of tensors.
+
+    Raises:
+        CheckpointError: With the first difference.
+    """
     shapes = [{n: i.shape for n, i in s.tensors.items()} for s in sources]
     for source, own in zip(sources[1:], shapes[1:], strict=True):
         if odd := sorted(n for n in shapes[0].keys() | own.keys() if shapes[0].get(n) != own.get(n)):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -20,8 +17,7 @@ from ..files import Source
 from .blocks import Batch, Call, Skeleton, Weights, inputs_seen, linear_layers
 from .closed_forms import InputStatistics, merge_by_inputs
 from .config import CalibratedMerge
-
-_STATES = "states.safetensors"
+from .states import load_states, run_fingerprint, save_states
 
 
 class BlockMerge:
@@ -43,14 +39,7 @@ class BlockMerge:
 
     def fingerprint(self) -> str:
         """What the result depends on."""
-        digest = hashlib.sha256()
-        for batch in (b for batches in self.data for b in batches):
-            digest.update(repr([(k, v.tolist()) for k, v in sorted(batch.items())]).encode())
-        told = [
-            [s.fingerprint() for s in self.sources], self.merge.method, self.shares, self.merge.reduce,
-            digest.hexdigest(),
-        ]  # fmt: skip
-        return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
+        return run_fingerprint(self.sources, self.data, [self.merge.method, self.shares, self.merge.reduce])
 
     def begin(self) -> None:
         """To where the first block is called."""
@@ -164,21 +153,15 @@ class BlockMerge:
         with new_file(self.folder / f"part-{number:05d}.safetensors", "merge") as part:
             save_file(named, part)
 
-    def save_states(self, done: int, mark: str) -> None:
+    def save(self, done: int, mark: str) -> None:
         """Where an interrupted run goes on."""
         states = {f"{k}.{i}": h for k, batches in enumerate(self.hidden) for i, h in enumerate(batches)}
-        with new_file(self.folder / _STATES, "merge") as part:
-            save_file(states, part, {"mark": mark, "done": str(done)})
+        save_states(self.folder, states, done=done, mark=mark, job="merge")
 
     def resumed(self, mark: str) -> int:
         """How many blocks are written by an earlier run of the same merge, whose states are taken up."""
-        path = self.folder / _STATES
-        if not path.is_file():
-            return 0
-        with safe_open(path, "pt") as file:
-            told = file.metadata() or {}
-            if told.get("mark") != mark:
-                return 0
+        done, states = load_states(self.folder, mark)
+        if done:
             self.begin()
-            self.hidden = [[file.get_tensor(f"{k}.{i}") for i in range(len(b))] for k, b in enumerate(self.data)]
-        return int(told["done"])
+            self.hidden = [[states[f"{k}.{i}"] for i in range(len(b))] for k, b in enumerate(self.data)]
+        return done

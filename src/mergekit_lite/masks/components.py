@@ -6,14 +6,16 @@ import copy
 import hashlib
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..dtypes import byte_view, stored_of
+
+Module = TypeVar("Module", bound=nn.Module)
 
 _IGNORED = ("training", "name_or_path", "p", "_is_hf_initialized", "gradient_checkpointing", "warnings_issued")
 _HASHED = 1 << 22  # elements at a time
@@ -28,14 +30,24 @@ _LENGTH = ("max_position_embeddings", "max_seq_len_cached", "original_max_seq_le
 _ANY_LENGTH = {"default", "linear", "llama3"}  # kinds of rotary positions that do not depend on it
 
 
-def share_frozen(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights, frozen, in modules of its own: the caller's model is neither copied nor changed."""
+def share_frozen(models: Sequence[Module], *, over_base: bool = False) -> list[Module]:
+    """The same weights, frozen, in modules of their own: the caller's models are neither copied nor changed.
+
+    Args:
+        models: The components.
+        over_base: The last is the base of the others; what they have as it has becomes one tensor.
+    """
     memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer
-    return copy.deepcopy(model, memo).eval()
+    base = dict(models[-1].named_parameters()) if over_base else {}
+    for model in reversed(models):
+        for name, own in model.named_parameters():
+            twin = base.get(name, own)
+            if twin is not own and own.device == twin.device and torch.equal(own, twin):
+                memo[id(own)] = memo[id(twin)]
+            elif id(own) not in memo:
+                memo[id(own)] = nn.Parameter(own.detach(), requires_grad=False)
+        memo |= {id(buffer): buffer for buffer in model.buffers()}
+    return [copy.deepcopy(model, memo).eval() for model in models]
 
 
 def without_adapter(model: nn.Module) -> PreTrainedModel:
@@ -126,12 +138,6 @@ def _different_settings(one: nn.Module, other: nn.Module, labels: tuple[str, str
                 yield f"the buffer {name} differs between {labels[0]} and {labels[1]}; masks lie over parameters only"
 
 
-def _not_finite(model: nn.Module, label: str) -> Iterator[str]:
-    for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter.sum(dtype=torch.float64)) and not bool(torch.isfinite(parameter).all()):
-            yield f"{name} of {label} holds NaN or infinity"
-
-
 def refuse_different(
     models: Sequence[nn.Module], labels: Sequence[str], *, values: bool = True, strict: bool = True
 ) -> None:
@@ -140,7 +146,7 @@ def refuse_different(
     Args:
         models: The components.
         labels: What to call them.
-        values: Also compare buffers and look for NaN (not on the meta device).
+        values: Also compare buffers (not on the meta device).
         strict: Refuse other settings and buffers too; else a warning says that the first component's are used.
 
     Raises:
@@ -153,8 +159,24 @@ def refuse_different(
     if strict or values:  # what is let pass is said once, when all is known
         lines = [line for one, other, names in pairs for line in _different_settings(one, other, names, values)]
         say_or_refuse(lines, strict=strict)
-    if values:
-        say_or_refuse([line for model, label in zip(models, labels, strict=True) for line in _not_finite(model, label)])
+
+
+def refuse_not_finite(models: Sequence[nn.Module], labels: Sequence[str]) -> None:
+    """Refuse components that hold NaN or infinity.
+
+    Args:
+        models: The components.
+        labels: What to call them.
+
+    Raises:
+        ValueError: With the first 5 parameters.
+    """
+    found = []
+    for model, label in zip(models, labels, strict=True):
+        for name, value in model.named_parameters():
+            if not torch.isfinite(value.sum(dtype=torch.float64)) and not bool(torch.isfinite(value).all()):
+                found.append(f"{name} of {label} holds NaN or infinity")
+    say_or_refuse(found)
 
 
 def say_or_refuse(differences: Sequence[str], *, strict: bool = True) -> None:
@@ -168,13 +190,12 @@ def say_or_refuse(differences: Sequence[str], *, strict: bool = True) -> None:
     warnings.warn(f"Merger: the first component's are used of what differs:\n- {lines}", stacklevel=3)
 
 
-def component_hashes(components: Sequence[Mapping[str, Tensor]]) -> list[str]:
-    """A SHA-256 of each component: names, shapes, dtypes and values of the weights that masks lie over."""
+def component_hashes(components: Iterable[Iterable[tuple[str, Tensor]]]) -> list[str]:
+    """A SHA-256 of each component: names, shapes, dtypes and values of the weights that masks lie over, in order."""
     found = []
     for weights in components:
         digest = hashlib.sha256()
-        for name in sorted(weights):
-            value = weights[name]
+        for name, value in weights:
             digest.update(f"{name} {list(value.shape)} {value.dtype}".encode())
             flat = value.detach().reshape(-1)
             for start in range(0, flat.numel(), _HASHED):

@@ -82,6 +82,22 @@ def constrain(
     return torch.cat([first, second])
 
 
+def acting_masks(raw: Tensor, constraint: str, *, angle: Tensor | None = None, over_base: bool = False) -> Tensor:
+    """`constrain`, and over a base what the components' masks leave of 1, after them.
+
+    Args:
+        raw: As for `constrain`.
+        constraint: As for it.
+        angle: As for it.
+        over_base: Masks lie over differences from a base.
+
+    >>> acting_masks(torch.tensor([0.5, 0.75]), "none", over_base=True)
+    tensor([ 0.5000,  0.7500, -0.2500])
+    """
+    masks = constrain(raw, constraint, angle=angle)
+    return torch.cat([masks, 1 - masks.sum(0, keepdim=True)]) if over_base else masks
+
+
 def unconstrain(masks: Tensor, constraint: str) -> Tensor:
     """What `constrain` makes such masks of; those that break the constraint are first moved to where it holds.
 

@@ -69,7 +69,8 @@ def distill(
     student = _outputs(merger, head is not None, inputs)[places]
     options: dict[str, Any] = {}
     if head is not None:
-        options = {"heads": head.frozen("weight"), "masks": head.mask("weight"), "bias": head.bias}
+        masks = None if head.is_same("weight") else head.mask("weight")
+        options = {"heads": head.frozen("weight"), "masks": masks, "bias": head.bias}
         if head.bias is not None:
             options["teacher_biases"] = head.frozen("bias")
     loss = masked_kl(
@@ -86,7 +87,7 @@ def distill(
     )
     if count and kl.penalises:
         part = 1.0 if normalizer is None else count / normalizer  # this batch's share of the step
-        loss = loss + part * mask_penalty(list(merger.effective_masks().values()), kl)
+        loss = loss + part * mask_penalty([mask[: merger.count] for mask in merger.effective_masks().values()], kl)
     return loss
 
 

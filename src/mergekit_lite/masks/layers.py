@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from ._eager.blend import blend_eager
 from ._eager.linear import linear
 from .config import MaskConfig
-from .constraints import angle_between, constrain, initial_masks, mask_shape, unconstrain
+from .constraints import acting_masks, angle_between, initial_masks, mask_shape, unconstrain
 from .functional import blend, masked_embedding, masked_linear
 
 _WORTH_REPEATING = 1 << 16  # elements of a parameter; smaller ones are kept by autograd
@@ -39,6 +39,7 @@ class MaskedLayer(nn.Module):
     Args:
         components: The stock layers; their parameters are frozen in place.
         config: Mode, granularity, constraint and initial value.
+        base: The stock layer that masks lie over the differences from: ``base + Σ mask_k * (component k - base)``.
         selection: Shared with other layers; default: one of its own.
         masks: Ready mask parameters by parameter name (tied weights); others are made.
         initial: Initial value by parameter name, where it is not the config's.
@@ -57,6 +58,7 @@ class MaskedLayer(nn.Module):
         components: Sequence[nn.Module],
         config: MaskConfig | None = None,
         *,
+        base: nn.Module | None = None,
         selection: Selection | None = None,
         masks: Mapping[str, nn.Parameter] | None = None,
         initial: Callable[[str], float | str | Sequence[float]] | None = None,
@@ -64,17 +66,22 @@ class MaskedLayer(nn.Module):
         generator: torch.Generator | None = None,
     ):
         super().__init__()
-        if len(components) < 2:
-            raise ValueError(f"{type(self).__name__}: got {len(components)} components, needed at least 2")
+        count = len(components)
+        if count < (2 if base is None else 1):
+            raise ValueError(f"{type(self).__name__}: got {count} components, needed at least 2, or a base and 1")
         self.config, self.selection = config or MaskConfig(), selection or Selection()
-        self.components = nn.ModuleList(components)
-        self.transposed = isinstance(components[0], Conv1D) or bool(getattr(components[0], "is_transposed", False))
+        if self.config.constraint == "spherical" and base is not None:
+            raise ValueError(f"{type(self).__name__}: constraint 'spherical' is between two weights, not over a base")
+        self.over_base = base is not None
+        self.components = nn.ModuleList([*components] if base is None else [*components, base])
+        self.transposed = isinstance(self.plain, Conv1D) or bool(getattr(self.plain, "is_transposed", False))
         self.folded: dict[str, Tensor] | None = None
         self._folded_at: list[int] = []
         self.masks = nn.ParameterDict()
         generator = generator or torch.Generator().manual_seed(self.config.seed)
-        for name, first in components[0].named_parameters(recurse=False):
-            own = [dict(c.named_parameters(recurse=False)).get(name) for c in components]
+        self._same: set[str] = set()  # parameters that no component changes
+        for name, first in self.plain.named_parameters(recurse=False):
+            own = [getattr(c, name, None) for c in self.components]
             found = [None if p is None else (tuple(p.shape), p.dtype) for p in own]
             if len(set(found)) > 1:
                 raise ValueError(
@@ -83,33 +90,50 @@ class MaskedLayer(nn.Module):
             for parameter in own:
                 assert parameter is not None
                 parameter.requires_grad_(False)
+            same = self.over_base and all(p is own[0] for p in own)
+            if same:
+                self._same.add(name)
             if masks and name in masks:
                 self.masks[name] = masks[name]
                 continue
-            value = initial(name) if initial else self.config.initial
+            value = 0.0 if same else initial(name) if initial else self.config.initial
             shape = mask_shape(first.shape, self.config.granularity, self.transposed)
-            begun = unconstrain(initial_masks(len(components), shape, value, generator), self.config.constraint)
-            self.masks[name] = nn.Parameter(begun.to(first.device), requires_grad=trained)
+            begun = unconstrain(initial_masks(count, shape, value, generator), self._constraint(name))
+            self.masks[name] = nn.Parameter(begun.to(first.device), requires_grad=trained and not same)
         if self.config.constraint == "spherical":
             for name, mask in self.masks.items():
                 angle = angle_between(self.frozen(name), mask.shape[1:])
                 self.register_buffer(f"{name}_angle", angle, persistent=False)
 
+    @property
+    def plain(self) -> nn.Module:
+        """The base, or the first component."""
+        return self.components[-1 if self.over_base else 0]
+
     def frozen(self, name: str) -> list[Tensor]:
-        """The components' parameters of that name."""
+        """The components' parameters of that name, and the base's."""
         return [getattr(c, name) for c in self.components]
 
+    def is_same(self, name: str) -> bool:
+        """Whether every component has the base's parameter, so that masks over it do nothing."""
+        return name in self._same
+
     def mask(self, name: str) -> Tensor:
-        """The constrained mask over a parameter, (K, broadcasts over it)."""
+        """The constrained mask over each of a parameter's `frozen` values, (K, broadcasts over it); the base's last."""
         return self._rule(name)(self.masks[name])
+
+    def _constraint(self, name: str) -> str:
+        return "none" if name in self._same else self.config.constraint
 
     def _rule(self, name: str) -> Callable[[Tensor], Tensor]:
         """From what is trained to the masks that act."""
         angle = self._buffers.get(f"{name}_angle")
-        return lambda raw: constrain(raw, self.config.constraint, angle=angle)
+        return partial(acting_masks, constraint=self._constraint(name), angle=angle, over_base=self.over_base)
 
     def merged(self, name: str) -> Tensor:
         """The merged parameter, differentiable in its mask."""
+        if name in self._same:
+            return getattr(self.plain, name)
         return blend(self.frozen(name), self.mask(name))
 
     def current(self, name: str) -> Tensor:
@@ -133,14 +157,14 @@ class MaskedLayer(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "components":
+            if name in ("components", "over_base"):
                 raise
-            return getattr(self.components[0], name)  # in_features, padding_idx, ...
+            return getattr(self.plain, name)  # in_features, padding_idx, ...
 
     @torch.no_grad()
     def fold_(self) -> None:
         """Keep merged parameters, so that evaluation blends nothing; until `unfold_`, training, or new masks."""
-        self.folded = {name: blend_eager(self.frozen(name), self.mask(name)) for name in self.masks}
+        self.folded = {name: self.merged(name) for name in self.masks}
         self._folded_at = self._versions()
 
     def _versions(self) -> list[int]:
@@ -177,14 +201,14 @@ class MaskedLayer(nn.Module):
         def blended() -> Any:
             return self.stock({name: self.merged(name) for name in self.masks}, *args, **kwargs)
 
-        large = any(p.numel() >= _WORTH_REPEATING for p in self.components[0].parameters(recurse=False))
+        large = any(p.numel() >= _WORTH_REPEATING for p in self.plain.parameters(recurse=False))
         if large and torch.is_grad_enabled():  # run again in backward, so that no blended parameter is kept until then
             return checkpoint(blended, use_reentrant=False)
         return blended()
 
     def stock(self, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        """The first component's own forward, with these in the place of its parameters."""
-        first = self.components[0]
+        """The stock layer's own forward, with these in the place of its parameters."""
+        first = self.plain
         held = {name: first._parameters[name] for name in parameters}
         try:
             first._parameters.update(parameters)  # pyrefly: ignore
@@ -213,7 +237,7 @@ class AccurateMaskedLinear(MaskedLayer):
     def run(self, x: Tensor) -> Tensor:
         """`masked_linear` in the layer's mode."""
         weights, masks, rule = self.frozen("weight"), self.masks["weight"], None
-        if self.config.constraint != "none":
+        if self.over_base or self.config.constraint != "none":
             rule = self._rule("weight")
         bias = self.merged("bias") if "bias" in self.masks else None
         return masked_linear(x, weights, masks, bias, rule=rule, mode=self.mode, transposed=self.transposed)
@@ -255,7 +279,7 @@ class MaskedEmbedding(MaskedLayer):
         return self._scaled(masked_embedding(ids, self.frozen("weight"), self.mask("weight")))
 
     def _scaled(self, rows: Tensor) -> Tensor:
-        scale = getattr(self.components[0], "embed_scale", None)
+        scale = getattr(self.plain, "embed_scale", None)
         if scale is None:
             return rows
         return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)  # as the stock layers do

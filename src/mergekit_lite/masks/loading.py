@@ -13,8 +13,10 @@ from transformers import AutoConfig, PreTrainedModel
 
 from ..dtypes import tensor_of
 from ..files import CheckpointError, LoraSource, find_folder, open_source
+from ..files.adapter import Adapter
 from ..vocabulary import has_tokenizer, read_vocabulary
 from .components import refuse_different, say_or_refuse
+from .low_rank import with_adapter
 
 _WHERE = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir", "local_files_only")
 _TOKENS = 0.01  # of a vocabulary that may be called differently: fine-tunes rename reserved tokens
@@ -26,6 +28,8 @@ def load_components(
     dtype: str | torch.dtype,
     options: Mapping[str, Any],
     *,
+    base: str | os.PathLike[str] | None = None,
+    low_rank: bool = False,
     strict: bool,
 ) -> tuple[list[PreTrainedModel], list[str]]:
     """Compare what configs and tokenizers say, on the meta device, then load each model once.
@@ -35,6 +39,8 @@ def load_components(
         auto_class: Of transformers.
         dtype: ``"auto"`` or one.
         options: Of ``auto_class.from_pretrained``; what is a field of the config overrides it.
+        base: Loaded after them.
+        low_rank: Leave adapters of the base's linear layers as they are: the base's weights, shared, and factors.
         strict: Refuse settings that differ, or warn.
 
     Returns:
@@ -43,25 +49,29 @@ def load_components(
     Raises:
         ValueError: Fewer than two, or models that cannot be merged by masks.
     """
-    if isinstance(paths, (str, os.PathLike)) or len(paths) < 2:
-        raise ValueError(f"Merger: got {paths!r}, needed a list of at least two models")
-    names = [_with_base(os.fspath(path)) for path in paths]
-    bases = [base for base, _ in names]
+    if isinstance(paths, (str, os.PathLike)) or len(paths) < (2 if base is None else 1):
+        raise ValueError(f"Merger: got {paths!r}, needed a list of at least two models, or of one and a base")
+    names = [_with_base(os.fspath(path)) for path in [*paths, *([] if base is None else [base])]]
+    bases = [own for own, _ in names]
     where = {k: v for k, v in options.items() if k in _WHERE}
     configs, unused = zip(*(_config(base, {**options, **where}) for base in bases), strict=True)
     making = {} if dtype == "auto" else {"dtype": dtype}
     making |= {"trust_remote_code": True} if options.get("trust_remote_code") else {}
     with torch.device("meta"):
         described = [auto_class.from_config(config, **making) for config in configs]
-    labels = [base if adapter is None else f"{base}+{adapter}" for base, adapter in names]
+    labels = [own if adapter is None else f"{own}+{adapter}" for own, adapter in names]
     refuse_different(described, labels, values=False, strict=strict)
     say_or_refuse(_vocabularies(bases, labels), strict=strict)
-    models = []
-    for base, adapter, config, rest in zip(bases, (a for _, a in names), configs, unused, strict=True):
-        model = auto_class.from_pretrained(base, config=config, dtype=dtype, **where | rest).eval()
-        if adapter is not None:
-            _fold_in(model, f"{base}+{adapter}")
-        models.append(model)
+    models: list[PreTrainedModel] = []
+    for (own, adapter), config, rest in reversed(list(zip(names, configs, unused, strict=True))):  # a base comes first
+        model = None
+        if low_rank and models and adapter is not None and own == bases[-1] and names[-1][1] is None:
+            model = with_adapter(models[-1], Adapter(find_folder(adapter)))
+        if model is None:
+            model = auto_class.from_pretrained(own, config=config, dtype=dtype, **where | rest).eval()
+            if adapter is not None:
+                _fold_in(model, f"{own}+{adapter}")
+        models.insert(0, model)
     return models, labels
 
 

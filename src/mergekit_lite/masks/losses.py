@@ -21,8 +21,8 @@ from .config import DIRECTIONS, MIXTURES, KLConfig
 def masked_kl(
     student: Tensor,  # (N, H), or (N, V) logits where there are no heads
     teachers: Sequence[Tensor | None],  # K of the same
-    heads: Sequence[Tensor] | None = None,  # K of (V, H)
-    masks: Tensor | None = None,  # (K, broadcasts over a head)
+    heads: Sequence[Tensor] | None = None,  # K or more of (V, H)
+    masks: Tensor | None = None,  # (as many, broadcasts over a head)
     *,
     coefficients: Tensor | str = "confidence",  # (N, K) or (K,)
     confidence_temperature: float = 1.0,
@@ -46,7 +46,8 @@ def masked_kl(
             None.
         teachers: The components' final hidden states (or logits) at the same positions; None for one whose
             coefficients are all zero.
-        heads: The components' frozen output heads, (V, H) each.
+        heads: The components' frozen output heads, (V, H) each, in the order of the teachers; what is beyond those, as
+            a base's, belongs to the student alone.
         masks: Masks of the head; None: the student's head is the first one, unmasked.
         coefficients: Shares c of the teachers, at least 0, rows that sum to one; or what says them at each position:
             ``"confidence"``, the softmax over k of -entropy_k / ``confidence_temperature``; ``"entropy"``, shares
@@ -123,13 +124,14 @@ def _check_states(
         raise ValueError(f"masked_kl: student is {list(student.shape)}, teachers {shapes}; needed one (N, H)")
     if heads is not None:
         shapes = {tuple(h.shape) for h in heads}
-        if len(heads) != len(teachers) or len(shapes) > 1 or heads[0].shape[1] != student.shape[1]:
+        if len(heads) < len(teachers) or len(shapes) > 1 or heads[0].shape[1] != student.shape[1]:
             raise ValueError(
-                f"masked_kl: heads are {[list(h.shape) for h in heads]}, needed {len(teachers)} of one "
+                f"masked_kl: heads are {[list(h.shape) for h in heads]}, needed {len(teachers)} or more of one "
                 f"(V, {student.shape[1]})"
             )
-    if masks is not None and (heads is None or masks.dim() != 3 or masks.shape[0] != len(teachers)):
-        raise ValueError(f"masked_kl: masks are {list(masks.shape)}, needed heads and ({len(teachers)}, ., .)")
+    if masks is not None and (heads is None or masks.dim() != 3 or masks.shape[0] != len(heads)):
+        count = None if heads is None else len(heads)
+        raise ValueError(f"masked_kl: masks are {list(masks.shape)}, needed heads and one for each ({count}, ., .)")
 
 
 def _check_numbers(direction: str, impl: str, temperature: float, confidence_temperature: float) -> None:

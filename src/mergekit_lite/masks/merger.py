@@ -25,14 +25,15 @@ from .storage import bake, load_masks, read_config, save_masks, stored_as
 class Merger(MaskedModel):
     """Several frozen models and the masks that merge them; forward and generate are the merged model's.
 
-    Every weight of the merged model is ``Σ_k mask_k * W_k``. Only the masks can be trained. Weights are shared with
-    ``models``, not copied, and ``models`` are not changed.
+    Every weight of the merged model is ``Σ_k mask_k * W_k``, or over a base ``W + Σ_k mask_k * (W_k - W)``. Only the
+    masks can be trained. Weights are shared with ``models``, not copied, and ``models`` are not changed.
 
     Args:
         models: Two or more models of one architecture, dtype and vocabulary; adapters of peft's are folded in, in a
             copy.
         config: How masks lie over the weights.
-        labels: What to call the models; default: where they were loaded from.
+        base: What the models were tuned from: masks lie over their differences from it. It is no teacher.
+        labels: What to call the models, the base last; default: where they were loaded from.
         strict: Refuse components whose settings or buffers differ; else warn, and use the first one's.
 
     Raises:
@@ -54,6 +55,7 @@ class Merger(MaskedModel):
         cls,
         paths: Sequence[str | os.PathLike[str]],
         *,
+        base: str | os.PathLike[str] | None = None,
         masks: str | os.PathLike[str] | None = None,
         auto_class: Any = AutoModelForCausalLM,
         dtype: str | torch.dtype = "auto",
@@ -65,7 +67,9 @@ class Merger(MaskedModel):
 
         Args:
             paths: Folders or hub ids, in the order of the masks; ``"model+adapter"`` and folders of LoRA adapters too.
-            masks: A file of `save_masks` to go on from; it also says the config.
+            base: What they were tuned from: masks lie over differences from it. Adapters of its linear layers then stay
+                factors, and all models take the memory of one (not with element masks, which need whole weights).
+            masks: A file of `save_masks`, or a folder of `train_layerwise`, to go on from; it also says the config.
             auto_class: Which head, for example ``AutoModelForSequenceClassification``.
             dtype: Of all components; ``"auto"``: as stored.
             model_options: More for ``auto_class.from_pretrained``, such as ``attn_implementation``, or fields of the
@@ -84,9 +88,13 @@ class Merger(MaskedModel):
         if unknown := [name for name in config if name not in known]:
             raise ValueError(f"Merger.from_pretrained: {unknown[0]!r} is no field of MaskConfig: {', '.join(known)}")
         settings = read_config(Path(masks)) if masks is not None else MaskConfig(**config)
-        models, labels = load_components(paths, auto_class, dtype, model_options or {}, strict=strict)
+        models, labels = load_components(
+            paths, auto_class, dtype, model_options or {}, base=base,
+            low_rank=base is not None and settings.granularity != "element", strict=strict,
+        )  # fmt: skip
         begun = replace(settings, initial="average") if masks is not None else settings  # its recipe may be gone
-        merger = cls(models, begun, labels=labels, strict=strict)
+        above = {} if base is None else {"base": models.pop()}
+        merger = cls(models, begun, labels=labels, strict=strict, **above)
         merger.mask_config, merger.sources = settings, [stored_as(label) for label in labels]
         if masks is not None:
             merger.load_masks(masks)

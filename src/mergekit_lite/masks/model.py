@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from model_components._modes import evaluating
 
-from .components import component_hashes, refuse_different, share_frozen, without_adapter
+from .components import component_hashes, refuse_different, refuse_not_finite, share_frozen, without_adapter
 from .config import MaskConfig
 from .layers import MaskedLayer, Selection
+from .low_rank import LowRankLinear, has_factors
 from .surgery import Surgeon, recipe_weights
 
 _HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -39,24 +40,30 @@ class MaskedModel(nn.Module):
         models: Sequence[PreTrainedModel],
         config: MaskConfig | None = None,
         *,
+        base: PreTrainedModel | None = None,
         labels: Sequence[str] | None = None,
         strict: bool = True,
     ):
         super().__init__()
-        models = [without_adapter(model) for model in models]
+        self.mask_config, self.count, self.over_base = config or MaskConfig(), len(models), base is not None
+        models = [without_adapter(model) for model in (models if base is None else [*models, base])]
         labels = labels or [m.config.name_or_path or f"model {k}" for k, m in enumerate(models)]
-        refuse_different(models, labels, strict=strict)
-        self.mask_config, self.labels, self.count = config or MaskConfig(), list(labels), len(models)
+        self.labels = list(labels)
+        whole = [k for k, model in enumerate(models) if not has_factors(model)]  # others are the base's modules
+        if len(whole) > 1 or base is None:
+            refuse_different([models[k] for k in whole], [labels[k] for k in whole], strict=strict)
+        refuse_not_finite(models, labels)
         self.selection = Selection()
         weights = None
         if isinstance(self.mask_config.initial, str) and self.mask_config.initial.endswith((".yml", ".yaml")):
             weights = recipe_weights(self.mask_config.initial, self.labels)
-        model, *others = [share_frozen(model) for model in models]
+        shared = share_frozen(models, over_base=self.over_base)
+        model, others = (shared[0], shared[1:]) if base is None else (shared[-1], shared[:-1])
         if loose := [name for name, _ in model.named_parameters(recurse=False)]:
             raise ValueError(f"Merger: {type(model).__name__} itself owns {loose[0]}; needed parameters of its modules")
         stored = model.state_dict()
         self._stored_buffers = {name: value for name, value in model.named_buffers() if name in stored}
-        surgeon = Surgeon(self.mask_config, self.selection, weights)
+        surgeon = Surgeon(self.mask_config, self.selection, weights, over_base=self.over_base)
         surgeon.replace(model, others)
         if not any(mask.requires_grad for mask in surgeon.raw.values()):
             raise ValueError(
@@ -72,7 +79,7 @@ class MaskedModel(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The first component's."""
+        """The base's, or the first component's."""
         return self.model.config
 
     @property
@@ -130,13 +137,13 @@ class MaskedModel(nn.Module):
 
     @contextlib.contextmanager
     def component(self, k: int) -> Iterator[Self]:
-        """Within it, component ``k`` runs, with its own weights and bits.
+        """Within it, component ``k`` runs, with its own weights and bits; a base is the one after the last.
 
         Raises:
             ValueError: There is no such component.
         """
-        if not isinstance(k, int) or not 0 <= k < self.count:
-            raise ValueError(f"Merger.component: k is {k}, needed 0 to {self.count - 1}")
+        if not isinstance(k, int) or not 0 <= k < len(self.labels):
+            raise ValueError(f"Merger.component: k is {k}, needed 0 to {len(self.labels) - 1}")
         before, self.selection.component = self.selection.component, k
         try:
             yield self
@@ -183,19 +190,47 @@ class MaskedModel(nn.Module):
         return dict(self._raw)
 
     def effective_masks(self) -> dict[str, Tensor]:
-        """The masks as they act: constrained."""
+        """The masks as they act: constrained, and a base's, which is what the others leave of 1, after them."""
         return {name: layer.mask(own) for name, (layer, own) in self._layers.items()}
 
     def state(self, k: int) -> dict[str, Tensor]:
         """Component ``k``'s weights and the stored buffers, by the names that a checkpoint has."""
-        weights = {name: layer.frozen(own)[k].detach() for name, (layer, own) in self._layers.items()}
+        weights = {name: getattr(layer.components[k], own).detach() for name, (layer, own) in self._layers.items()}
         return weights | self._stored_buffers
 
+    def task_vectors(self) -> list[dict[str, Tensor]]:
+        """For each component what it changes of the base, by tensor name; in the models' dtype, and all in memory.
+
+        Raises:
+            ValueError: There is no base.
+        """
+        if not self.over_base:
+            raise ValueError("Merger.task_vectors: masks lie over whole weights here; needed a base")
+        return [
+            {
+                name: (getattr(layer.components[k], own) - getattr(layer.plain, own)).detach()
+                for name, (layer, own) in self._layers.items()
+                if not layer.is_same(own)
+            }
+            for k in range(self.count)
+        ]
+
     def hashes(self) -> list[str]:
-        """A SHA-256 of each component's weights."""
+        """A SHA-256 of each component's weights, or of the factors that it has in their place."""
         if self._hashes is None:
-            self._hashes = component_hashes([self.state(k) for k in range(self.count)])
+            self._hashes = component_hashes([self._hashed(k) for k in range(len(self.labels))])
         return self._hashes
+
+    def _hashed(self, k: int) -> Iterator[tuple[str, Tensor]]:
+        for name in sorted(self._layers):
+            layer, own = self._layers[name]
+            module = layer.components[k]
+            if own == "weight" and isinstance(module, LowRankLinear):
+                yield f"{name} down", module.down
+                yield f"{name} up {module.scale}", module.up
+            else:
+                yield name, getattr(module, own)
+        yield from sorted(self._stored_buffers.items())
 
     # -- what a loss asks for ----------------------------------------------------------------------------------
 

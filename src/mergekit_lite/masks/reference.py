@@ -48,8 +48,8 @@ def masked_embedding(ids: Tensor, weights: Sequence[Tensor], masks: Tensor) -> T
 def masked_kl(
     student: Tensor,  # (N, H), or (N, V) logits where there are no heads
     teachers: Sequence[Tensor],  # K of the same
-    heads: Sequence[Tensor] | None = None,  # K of (V, H)
-    masks: Tensor | None = None,  # (K, broadcasts over a head)
+    heads: Sequence[Tensor] | None = None,  # K or more of (V, H)
+    masks: Tensor | None = None,  # (as many, broadcasts over a head)
     *,
     coefficients: Tensor | str = "confidence",  # (N, K), rows sum to one
     confidence_temperature: float = 1.0,
@@ -62,7 +62,7 @@ def masked_kl(
     if heads is not None:
         own = heads[0] if masks is None else blend(heads, masks)
         student = student @ own.T
-        teachers = [t @ h.T for t, h in zip(teachers, heads, strict=True)]
+        teachers = [t @ h.T for t, h in zip(teachers, heads, strict=False)]  # a base's head is the student's alone
     logs = torch.stack([torch.log_softmax(t / temperature, -1) for t in teachers], 1)  # (N, K, V)
     entropies = -(logs.exp() * logs).sum(-1)
     if isinstance(coefficients, Tensor):

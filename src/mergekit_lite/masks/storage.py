@@ -25,26 +25,43 @@ from .model import MaskedModel, StoredAs
 
 _FORMAT = "mergekit_lite masks 1"
 MASKS = "masks.safetensors"
+PARTS = "part-*.safetensors"
 
 
 def save_masks(merger: MaskedModel, path: Path) -> Path:
     """`Merger.save_masks`: beside the final name first, and renamed when whole."""
-    metadata = {
-        "format": _FORMAT,
-        "config": merger.mask_config.to_json(),
-        "components": json.dumps(merger.labels),
-        "sha256": json.dumps(merger.hashes()),
-        "dtype": str(merger.model.dtype),
-    }
+    metadata = mask_metadata(
+        merger.mask_config, merger.labels, merger.hashes(), merger.model.dtype, over_base=merger.over_base
+    )
     masks = {name: mask.detach().cpu().contiguous() for name, mask in merger.masks().items()}
     with new_file(path, "save_masks") as part:
         save_file(masks, part, metadata)
     return path
 
 
+def mask_metadata(
+    config: MaskConfig, labels: Sequence[str], hashes: Sequence[str], dtype: torch.dtype, *, over_base: bool
+) -> dict[str, str]:
+    """What a file of masks says of its components."""
+    return {
+        "format": _FORMAT,
+        "config": config.to_json(),
+        "components": json.dumps(labels),
+        "sha256": json.dumps(hashes),
+        "dtype": str(dtype),
+        "over_base": json.dumps(over_base),
+    }
+
+
+def mask_parts(path: Path) -> list[Path]:
+    """The file of masks, or those in a folder of `train_layerwise`."""
+    return sorted(path.glob(PARTS)) if path.is_dir() else [path]
+
+
 def _metadata(path: Path) -> dict[str, str]:
+    path = next(iter(mask_parts(path)), path)
     if not path.is_file():
-        raise ValueError(f"load_masks: {path} is not there")
+        raise ValueError(f"load_masks: {path} is not there, or holds no masks")
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -64,8 +81,12 @@ def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
     """The values in a file of masks, once it is sure that they belong to the merger's components and config."""
     metadata, dtype, masks = _metadata(path), str(merger.model.dtype), merger.masks()
     theirs, names = json.loads(metadata["sha256"]), json.loads(metadata["components"])
-    if len(theirs) != merger.count:
-        raise ValueError(f"load_masks: {path} is for {len(theirs)} components, this merger has {merger.count}")
+    if json.loads(metadata["over_base"]) != merger.over_base or len(theirs) != len(merger.labels):
+        of = ["", ", the last a base"]
+        raise ValueError(
+            f"load_masks: {path} is for {len(theirs)} models{of[json.loads(metadata['over_base'])]}; this merger has "
+            f"{len(merger.labels)}{of[merger.over_base]}"
+        )
     if metadata["dtype"] != dtype:
         raise ValueError(f"load_masks: {path} is for components in {metadata['dtype']}, here they are in {dtype}")
     for k, (own, other) in enumerate(zip(merger.hashes(), theirs, strict=True)):
@@ -80,8 +101,10 @@ def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
             f"load_masks: {path} has {made.granularity} masks with constraint {made.constraint}, this merger "
             f"{config.granularity} with {config.constraint}"
         )
-    with safe_open(path, "pt") as file:
-        loaded = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
+    loaded: dict[str, Tensor] = {}
+    for part in mask_parts(path):
+        with safe_open(part, "pt") as file:
+            loaded |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
     if odd := sorted(loaded.keys() ^ masks.keys()):
         raise ValueError(f"load_masks: {path} and the merger differ in {odd[0]} ({len(odd)} such)")
     for name, values in loaded.items():
@@ -166,13 +189,31 @@ def bake(merger: MaskedModel, out: Path, options: Mapping[str, Any]) -> MergeRep
     masks = {name: mask.detach().cpu() for name, mask in merger.effective_masks().items()}
     if bad := [name for name, mask in masks.items() if not torch.isfinite(mask).all()]:
         raise ValueError(f"bake: the mask of {bad[0]} is not finite ({len(bad)} such); training has diverged")
-    inner = [_stored(merger, k) for k in range(merger.count)]
-    if any(source is None for source in inner):
-        inner = [_resident(merger, k) for k in range(merger.count)]
-    dtypes = {name: value.dtype for name, value in merger.state(0).items()}
-    models = [MaskedSource(source, k, masks, dtypes) for k, source in enumerate(inner) if source is not None]
-    weight = [1.0] * merger.count
-    made = merge_models(models, "linear", weight=weight, normalize=False, out=out, **options)
+    count = len(merger.labels)
+    inner = [source for k in range(count) if (source := _stored(merger, k)) is not None]
+    if len(inner) < count:
+        inner = [_resident(merger, k) for k in range(count)]
+    return bake_sources(inner, masks, {name: value.dtype for name, value in merger.state(0).items()}, out, options)
+
+
+def bake_sources(
+    sources: Sequence[Source],
+    masks: Mapping[str, Tensor],
+    dtypes: Mapping[str, torch.dtype],
+    out: Path,
+    options: Mapping[str, Any],
+) -> MergeReport:
+    """Write ``Σ_k mask_k * tensor_k``, streaming, by the engine of `merge_models`.
+
+    Args:
+        sources: The components.
+        masks: As they act, one a source, by tensor name; see `MaskedSource`.
+        dtypes: Of the result's tensors.
+        out: Folder to write.
+        options: Of `merge_models`.
+    """
+    models = [MaskedSource(source, k, masks, dtypes) for k, source in enumerate(sources)]
+    made = merge_models(models, "linear", weight=[1.0] * len(models), normalize=False, out=out, **options)
     assert isinstance(made, MergeReport)
     return made
 

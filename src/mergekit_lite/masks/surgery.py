@@ -12,6 +12,7 @@ from ..planning import make_plan
 from ..recipe import load_recipe, model_key
 from .config import MaskConfig
 from .layers import MaskedLayer, Selection, masked_class
+from .low_rank import LowRankLinear, LowRankMaskedLinear
 
 _METHODS = ("linear", "task_arithmetic")
 
@@ -23,10 +24,18 @@ class Surgeon:
         config: Of the masks.
         selection: Shared by all layers.
         weights: Initial masks by tensor name, where a recipe gives them.
+        over_base: Masks lie over differences from the model that is changed, which is no component.
     """
 
-    def __init__(self, config: MaskConfig, selection: Selection, weights: Callable[[str], Sequence[float]] | None):
-        self.config, self.selection, self.weights = config, selection, weights
+    def __init__(
+        self,
+        config: MaskConfig,
+        selection: Selection,
+        weights: Callable[[str], Sequence[float]] | None = None,
+        *,
+        over_base: bool = False,
+    ):
+        self.config, self.selection, self.weights, self.over_base = config, selection, weights, over_base
         self.generator = torch.Generator().manual_seed(config.seed)
         self.layers: dict[str, tuple[MaskedLayer, str]] = {}
         self.raw: dict[str, nn.Parameter] = {}
@@ -56,9 +65,11 @@ class Surgeon:
         own = dict(first.named_parameters(recurse=False))
         known = {n: self._masks[id(p)] for n, p in own.items() if id(p) in self._masks}
         weights = self.weights
-        made = masked_class(first, self.config.mode)(
-            [first, *others],
+        thin = any(isinstance(other, LowRankLinear) for other in others)
+        made = (LowRankMaskedLinear if thin else masked_class(first, self.config.mode))(
+            others if self.over_base else [first, *others],
             self.config,
+            base=first if self.over_base else None,
             selection=self.selection,
             masks=known,
             initial=None if weights is None else lambda name: weights(prefix + name),

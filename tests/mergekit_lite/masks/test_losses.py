@@ -233,8 +233,8 @@ BAD = {
     "direction is 'up'": {"direction": "up"},
     "impl is 'fused'": {"impl": "fused"},
     "needed one (N, H)": {"teachers": [torch.zeros(3, 5), None]},
-    "needed 2 of one (V, 4)": {"heads": [torch.zeros(6, 4)]},
-    "needed heads and (2": {"masks": torch.ones(3, 1, 4)},
+    "needed 2 or more of one (V, 4)": {"heads": [torch.zeros(6, 4)]},
+    "needed heads and one for each (2": {"masks": torch.ones(3, 1, 4)},
     "coefficients are": {"coefficients": torch.ones(4)},
     "teacher 1 has coefficients": {"coefficients": torch.tensor([0.5, 0.5])},
     "needs labels": {"cross_entropy": 1.0},
@@ -246,7 +246,7 @@ BAD = {
     "temperature is 0, needed": {"temperature": 0},
     "temperature is -1, needed": {"temperature": -1},
     "confidence_temperature is -1": {"confidence_temperature": -1},
-    "needed 2 of one (V": {"heads": [torch.zeros(6, 4), torch.zeros(7, 4)]},
+    "needed 2 or more of one (V": {"heads": [torch.zeros(6, 4), torch.zeros(7, 4)]},
 }
 
 

@@ -1,117 +1,282 @@
-"""Learned masks on instructions: two models tuned on disjoint kinds, merged; perplexity of each on each kind.
+"""Learned masks on a real language model: two LoRA specialists of one base, merged by every way there is.
 
-Command   python examples/train_masks_on_instructions.py --data FOLDER
-Data      any *.json in FOLDER: lists of {"instruction", "input", "output"}, as Alpaca's; not part of this repository.
-          Without it the example says so and ends.
-Time      about 5 minutes on 2 CPU cores; nothing is downloaded
-Result    a table of perplexities. In one run (5,000 + 1,100 Alpaca-like rows): tuned with input 172.8 and 200.2, tuned
-          without 175.5 and 174.4; the average of weights 178.7 and 190.1; the baked masks 170.6 and 177.7
+Command   make real, then: python examples/train_masks_on_instructions.py
+Data      *.json in --data: lists of {"instruction", "input", "output"}, as Alpaca's; not part of this repository.
+          Without it, or without the model (SmolLM2-135M-Instruct: `make real`), the example says so and ends.
+Time      two hours on 2 CPU cores; a row that is done is kept in OUT/table.json, and the same command goes on
+Result    nats a token of held-out answers of each kind; then a few answers. Our run's table is in docs/masks.md
 
-The kinds: answers that work on a given input, and answers from the instruction alone. A small GPT-2 is trained on both
-for a while and goes on with each.
+The kinds: editing a text that is given, and writing one that is asked for. A specialist is tuned on each, and each must
+be better than the other on its own kind, or there is nothing to merge. Formulas' weights are chosen on training
+examples. Masks, and all weights, learn by the same divergence, from the same examples, in as many steps.
 """
 
 import argparse
 import json
-import math
+import random
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import remove_earlier
-from tokenizers import ByteLevelBPETokenizer
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, set_seed
 from transformers.utils import logging
 
+from heads.lora import prepare_lora
 from mergekit_lite import merge_models
-from mergekit_lite.masks import MaskCollator, MaskTrainer, Merger, TaskMixture
+from mergekit_lite.masks import (
+    KLConfig,
+    MaskCollator,
+    MaskConfig,
+    MaskTrainer,
+    Merger,
+    TaskMixture,
+    TextExamples,
+    masked_kl,
+)
+from mergekit_lite.masks.layerwise import LayerwiseTraining, train_layerwise
+from mergekit_lite.masks.run import held_out_losses
 
-LENGTH = 96
-KINDS = ("with input", "without input")
-
-
-def load(folder: Path, vocabulary: int = 1024) -> dict[str, list[dict]]:
-    """Tokenised examples by kind; only the answer is supervised."""
-    rows = [row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text(encoding="utf-8"))]
-    rows = [row for row in rows if row.get("output")]
-    tokenizer = ByteLevelBPETokenizer()
-    texts = (f"{r['instruction']}\n{r['input']}\n{r['output']}" for r in rows)
-    tokenizer.train_from_iterator(texts, vocab_size=vocabulary, special_tokens=["<pad>", "<end>"], show_progress=False)
-    kinds: dict[str, list[dict]] = {kind: [] for kind in KINDS}
-    for row in {r["instruction"] + r["input"]: r for r in rows}.values():
-        prompt = tokenizer.encode(f"{row['instruction']}\n{row['input']}\n").ids
-        ids = (prompt + tokenizer.encode(row["output"]).ids + [1])[:LENGTH]
-        if len(prompt) < LENGTH - 1:
-            labels = [-100] * len(prompt) + ids[len(prompt) :]
-            kinds[KINDS[0 if row["input"] else 1]].append({"input_ids": ids, "labels": labels})
-    return kinds
-
-
-def arguments(out: Path, steps: int, rate: float) -> TrainingArguments:
-    return TrainingArguments(
-        output_dir=str(out), max_steps=steps, learning_rate=rate, per_device_train_batch_size=32, warmup_steps=20,
-        lr_scheduler_type="cosine", logging_strategy="no", save_strategy="no", report_to="none", use_cpu=True,
-        train_sampling_strategy="group_by_length",
-    )  # fmt: skip
+KINDS = {
+    "edit": "rewrite edit correct fix paraphrase rephrase improve reword modify revise convert change transform "
+    "translate rearrange replace reverse combine",
+    "compose": "generate create write compose describe design develop construct come brainstorm suggest explain tell "
+    "imagine craft draft make invent",
+}
+LENGTH, HELD_OUT, APART = 128, 120, 0.10  # tokens of an example, examples of a kind, nats
 
 
-def tune(model: GPT2LMHeadModel, data: TaskMixture, steps: int, rate: float, out: Path) -> Path:
-    def collate(rows):  # the task is the masks' affair
-        return {k: v for k, v in MaskCollator(pad_token_id=0)(rows).items() if k != "task"}
+class Trial:
+    """Data, specialists, and rows of the table as they come."""
 
-    options = arguments(out, steps, rate)
-    options.remove_unused_columns = False
-    Trainer(model=model, args=options, train_dataset=data, data_collator=collate).train()
-    model.save_pretrained(out)
-    return out
+    def __init__(self, given: argparse.Namespace):
+        self.given, self.out, self.model = given, given.out, str(given.model)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.model)
+        self.collator = MaskCollator(pad_token_id=self.tokenizer.pad_token_id or 0)
+        self.train: list[list[dict]] = []
+        self.test: list[list[dict]] = []
+        self.load()
+        self.components = [f"{self.model}+{self.out / kind}" for kind in KINDS]
+        self.steps, self.seeds = (2, 1) if given.smoke else (60, given.seeds)
+        self.rows: dict[str, list[float]] = {}
+        self.seconds: dict[str, float] = {}
+        told = {"model": self.model, "steps": self.steps, "examples": [len(part) for part in self.train]}
+        self.file = self.out / "table.json"
+        if self.file.is_file():
+            earlier = json.loads(self.file.read_text(encoding="utf-8"))
+            if earlier["settings"] != told:
+                sys.exit(f"{self.file} is of a run with other settings ({earlier['settings']}); name another --out")
+            self.rows, self.seconds = earlier["rows"], earlier["seconds"]
+        self.settings = told
+
+    def load(self) -> None:
+        """Examples of each kind that are short enough, apart for training and for the table."""
+        rows = [r for path in sorted(self.given.data.glob("*.json")) for r in json.loads(path.read_text("utf-8"))]
+        once = {(r["instruction"], r["input"]): r for r in rows if r.get("output")}.values()
+        for kind, verbs in KINDS.items():
+            own = [r for r in once if r["instruction"].split()[0].lower().strip(",.:") in verbs.split()]
+            if kind == "compose":
+                own = [r for r in own if not r["input"]]
+            random.Random(0).shuffle(own)
+            asked = ("\n".join(filter(None, (r["instruction"], r["input"]))) for r in own)
+            texts = [
+                {"prompt": f"<|im_start|>user\n{a}<|im_end|>\n<|im_start|>assistant\n", "completion": r["output"]}
+                for a, r in zip(asked, own, strict=True)
+            ]
+            examples = TextExamples(texts, self.tokenizer, max_length=1 << 20)
+            short = [e for e in examples.examples if len(e["input_ids"]) <= LENGTH]
+            held = min(HELD_OUT, len(short) // 4)
+            self.test.append(short[:held])
+            self.train.append(short[held:])
+
+    def losses(self, model: Any, tasks: Sequence[Sequence[dict]] | None = None) -> list[float]:
+        """Nats a token of the answers of each kind, of those held out unless others are given."""
+        return list(held_out_losses(model, tasks or self.test, self.collator, batch_size=16))
+
+    def row(self, name: str, make: Callable[[], Any]) -> list[float]:
+        """A row of the table, of what ``make`` gives, unless it is there."""
+        if name not in self.rows:
+            start = time.perf_counter()
+            model = make()
+            self.seconds[name] = round(time.perf_counter() - start, 1)
+            self.rows[name] = self.losses(model)
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            told = {"settings": self.settings, "rows": self.rows, "seconds": self.seconds}
+            self.file.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        found = self.rows[name]
+        values = " ".join(f"{v:8.4f}" for v in [*found, statistics.mean(found)])
+        print(f"{name:34s} {values}   {self.seconds[name]:7.1f} s", flush=True)
+        return found
+
+    def load_model(self, path: str | Path) -> Any:
+        """A model in float32."""
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    def arguments(self, rate: float, steps: int, seed: int = 0) -> TrainingArguments:
+        """What all trainings have in common."""
+        return TrainingArguments(
+            output_dir=str(self.out / "trainer"), max_steps=steps, learning_rate=rate, per_device_train_batch_size=8,
+            warmup_steps=max(1, steps // 10), lr_scheduler_type="cosine", logging_strategy="no", save_strategy="no",
+            report_to="none", train_sampling_strategy="group_by_length", disable_tqdm=True, seed=seed,
+            remove_unused_columns=False, use_cpu=not torch.cuda.is_available(),
+        )  # fmt: skip
+
+    # -- what is merged ----------------------------------------------------------------------------------------
+
+    def specialist(self, k: int) -> Any:
+        """The base, tuned on kind ``k``; its adapter is kept."""
+        folder = self.out / list(KINDS)[k]
+        if not (folder / "adapter_model.safetensors").is_file():
+            set_seed(0)
+            settings = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+            model = prepare_lora(self.load_model(self.model), settings)
+            arguments = self.arguments(1e-3, 2 if self.given.smoke else 90)
+            Trainer(model=model, args=arguments, train_dataset=self.train[k], data_collator=self.collator).train()
+            model.save_pretrained(folder)
+        return self.merged([self.components[k]], "linear", weight=[1.0])
+
+    def merged(self, models: Sequence[str], method: str, **options: Any) -> Any:
+        """A merge by a method of `merge_models`."""
+        folder = self.out / "merged"
+        remove_earlier(folder)
+        if method in ("task_arithmetic", "ties", "dare_ties"):
+            options["base_model"] = self.model
+        merge_models(models, method, out=folder, dtype="float32", progress=False, **options)
+        return self.load_model(folder)
+
+    def searched(self, method: str, choices: Sequence[dict[str, Any]]) -> Any:
+        """A formula with the parameters that are best on training examples."""
+        sample = [part[:60] for part in self.train]
+        found = [statistics.mean(self.losses(self.merged(self.components, method, **c), sample)) for c in choices]
+        best = choices[found.index(min(found))]
+        print(f"  {method}: {', '.join(f'{k} {v}' for k, v in best.items())}")
+        return self.merged(self.components, method, **best)
+
+    # -- what learns -------------------------------------------------------------------------------------------
+
+    def masks(self, seed: int, kl: KLConfig, rate: float, begun: Path | None = None, **config: Any) -> Any:
+        """A merger over the base, trained end to end; on from masks that are there where ``begun`` says so."""
+        if begun is None:
+            merger = Merger.from_pretrained(self.components, base=self.model, dtype="float32", **config)
+        else:
+            merger = Merger.from_pretrained(self.components, base=self.model, dtype="float32", masks=begun)
+        MaskTrainer(
+            merger, self.arguments(rate, self.steps, seed), kl=kl, train_dataset=TaskMixture(self.train),
+            data_collator=self.collator,
+        ).train()  # fmt: skip
+        return merger.eval().fold_()
+
+    def all_weights(self, seed: int, rate: float) -> Any:
+        """The average, of which every weight learns by the divergence that masks learn by."""
+        model = self.merged(self.components, "linear", weight=[1.0] * len(KINDS))
+        teachers = Merger.from_pretrained(self.components, base=self.model, dtype="float32")
+        trainer = AllWeights(
+            model=model, args=self.arguments(rate, self.steps, seed), train_dataset=TaskMixture(self.train),
+            data_collator=self.collator,
+        )  # fmt: skip
+        trainer.teachers = teachers
+        trainer.train()
+        return model
+
+    def layerwise(self, seed: int) -> Any:
+        """Masks that learn block by block."""
+        folder = self.out / f"layerwise {seed}"
+        if folder.is_dir():  # made, and its row was not written any more
+            return self.load_model(folder)
+        training = LayerwiseTraining(steps=2 if self.given.smoke else 40, max_length=LENGTH, seed=seed)
+        data = [random.Random(seed).sample(part, min(128, len(part))) for part in self.train]
+        config = MaskConfig(granularity="element")
+        train_layerwise(
+            self.components, data, folder, base=self.model, masks=config, training=training, progress=False,
+            dtype="float32",
+        )  # fmt: skip
+        return self.load_model(folder)
 
 
-@torch.no_grad()
-def perplexity(folder: Path, rows: list[dict]) -> float:
-    model, total, count = GPT2LMHeadModel.from_pretrained(folder).eval(), 0.0, 0
-    for start in range(0, len(rows), 32):
-        batch = MaskCollator(pad_token_id=0)([{**row, "task": 0} for row in rows[start : start + 32]])
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
-        labels = batch["labels"][:, 1:]
-        total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
-        count += int((labels != -100).sum())
-    return math.exp(total / count)
+class AllWeights(Trainer):
+    """The masks' loss, for a plain model."""
+
+    teachers: Any = None
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The divergence from the components that the examples' tasks name."""
+        inputs = dict(inputs)
+        task, labels = inputs.pop("task"), inputs.pop("labels")
+        where = labels[:, 1:] != -100
+        student = model(**inputs).logits[:, :-1][where]
+        target = torch.empty_like(student)
+        with torch.no_grad():
+            for k in task.unique().tolist():
+                own = task == k
+                with self.teachers.component(k):
+                    logits = self.teachers(**{n: v[own] for n, v in inputs.items()}).logits[:, :-1]
+                target[own[where.nonzero()[:, 0]]] = logits[where[own]]
+        loss = masked_kl(student, [target], coefficients=torch.ones(1))
+        return (loss, {}) if return_outputs else loss
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("build/real/smollm2"), help="folder of the base")
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of instruction data")
-    parser.add_argument("--out", type=Path, default=Path("runs/instructions"), help="folder for checkpoints")
+    parser.add_argument("--out", type=Path, default=Path("runs/instructions"), help="folder for all that is made")
+    parser.add_argument("--seeds", type=int, default=3, help="of what learns")
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
     given = parser.parse_args()
-    set_seed(0)
     logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*is deprecated.*")  # transformers' and peft's own affair
     if not any(given.data.glob("*.json")):
         print(f"skipped: {given.data} holds no *.json of instructions; name a folder that does with --data")
         return
-    kinds = load(given.data)
-    held = {kind: rows[:200] for kind, rows in kinds.items()}
-    trained = TaskMixture([rows[200:] for rows in kinds.values()])
-    config = GPT2Config(
-        vocab_size=2048, n_positions=LENGTH, n_embd=128, n_layer=4, n_head=4, bos_token_id=1, eos_token_id=1
-    )
-    steps = 3 if given.smoke else 300
-    models = {"ancestor": tune(GPT2LMHeadModel(config), trained, steps, 2e-3, given.out / "ancestor")}
-    for kind in KINDS:
-        start, out = GPT2LMHeadModel.from_pretrained(models["ancestor"]), given.out / kind.replace(" ", "_")
-        models[f"tuned {kind}"] = tune(start, TaskMixture([kinds[kind][200:]]), steps, 3e-3, out)
-    components = [models[f"tuned {kind}"] for kind in KINDS]
-    for name in ("linear", "baked"):
-        remove_earlier(given.out / name)
-    merge_models(components, weight=[0.5, 0.5], out=given.out / "linear", progress=False)
-    merger = Merger.from_pretrained(components)
-    collator = MaskCollator(pad_token_id=0)
-    options = arguments(given.out / "masks", 3 if given.smoke else 150, 1e-2)
-    MaskTrainer(merger, options, train_dataset=trained, data_collator=collator).train()
-    merger.bake(given.out / "baked", progress=False)
-    models |= {"linear": given.out / "linear", "masks, baked": given.out / "baked"}
-    print(f"\n{'perplexity':22s} {KINDS[0]:>14s} {KINDS[1]:>14s}")
-    for name, folder in models.items():
-        print(f"{name:22s} {perplexity(folder, held[KINDS[0]]):14.1f} {perplexity(folder, held[KINDS[1]]):14.1f}")
+    if not (given.model / "config.json").is_file():
+        print(f"skipped: {given.model} is no model; run `make real`, or name one with --model")
+        return
+    trial = Trial(given)
+    print(f"{'nats a token, held out':34s} {' '.join(f'{kind:>8s}' for kind in KINDS)}     mean   seconds to make it")
+    trial.row("base", lambda: trial.load_model(trial.model))
+    own = [trial.row(f"specialist {kind}", lambda k=k: trial.specialist(k)) for k, kind in enumerate(KINDS)]
+    for k, kind in enumerate(KINDS):
+        gap = min(row[k] for i, row in enumerate(own) if i != k) - own[k][k]
+        if gap < APART and not given.smoke:
+            sys.exit(
+                f"{kind}: its specialist is {gap:.3f} nats better than the other, needed {APART}; other kinds, please"
+            )
+    both = len(KINDS)
+    trial.row("average", lambda: trial.merged(trial.components, "linear", weight=[1.0] * both))
+    weights = [0.6] if given.smoke else [0.4, 0.5, 0.6, 0.7, 0.85, 1.0]
+    alike = [{"weight": [w] * both} for w in weights]
+    trial.row("slerp", lambda: trial.searched("slerp", [{"t": t} for t in weights[:4]]))
+    trial.row("task_arithmetic", lambda: trial.searched("task_arithmetic", alike))
+    sparse = [{"weight": [1.0] * both, "density": d, "lambda": w} for d in (0.3, 0.7) for w in (weights[0], 1.0, 1.5)]
+    trial.row("ties", lambda: trial.searched("ties", sparse[:1] if given.smoke else sparse))
+    trial.row("dare_ties", lambda: trial.searched("dare_ties", [{**c, "density": 0.7} for c in alike]))
+    calibration = [part[:128] for part in trial.train]
+    for method in ("regmean", "regmean++"):
+        trial.row(method, lambda m=method: trial.merged(trial.components, m, calibration=calibration))
+    labels, evidence = KLConfig(), KLConfig(coefficients="evidence")
+    learned: dict[str, Callable[[int], Any]] = {
+        "masks, labels": lambda s: trial.masks(s, labels, 3e-2),
+        "masks, evidence": lambda s: trial.masks(s, evidence, 3e-2),
+        "masks, element": lambda s: trial.masks(s, evidence, 3e-2, granularity="element"),
+        "masks, layerwise": trial.layerwise,
+        "all weights": lambda s: trial.all_weights(s, 2e-5),
+    }
+    found = {}
+    for name, make in learned.items():
+        found[name] = [trial.row(f"{name}, seed {s}", lambda m=make, s=s: m(s)) for s in range(trial.seeds)]
+    print("\nmeans over seeds, and how far seeds are apart")
+    for name, rows in found.items():
+        means = [statistics.mean(row) for row in rows]
+        columns = " ".join(f"{statistics.mean(column):8.4f}" for column in zip(*rows, strict=True))
+        print(f"{name:34s} {columns} {statistics.mean(means):8.4f}   {max(means) - min(means):.4f}")
 
 
 if __name__ == "__main__":

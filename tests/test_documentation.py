@@ -446,7 +446,14 @@ def test_the_readme_example_of_the_guide_registers_and_merges(tmp_path):
         METHODS.pop("soft_vote", None)
 
 
-NOTEBOOKS = {"merging": "merged", "kronecker": "small", "thinker": "grid", "lora": "merged", "pairwise": "ranking"}
+NOTEBOOKS = {
+    "merging": "merged",
+    "kronecker": "small",
+    "thinker": "grid",
+    "lora": "merged",
+    "pairwise": "ranking",
+    "masks": "again",
+}
 
 
 @pytest.mark.parametrize(("name", "made"), NOTEBOOKS.items())

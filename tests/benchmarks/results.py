@@ -156,6 +156,11 @@ TABLES = {
         "models; the plain way has every merged weight and whole logits in the graph. The rows at context 2048 were "
         "taken with one thread on a machine busy with other work: read their peaks, not their times.",
     ),
+    "mask_depth": Table(
+        "Learning masks over deeper models", ("Merger", ""), "wall",
+        "Wall seconds and peak of a whole job in a process of its own, from two models' files to the merged model's, "
+        "one step of learning (a block, or all). Peaks are what it adds to the imports.",
+    ),
     "kron_linear": Table(
         "kron_linear", ("nn.Linear", ""), "cpu",
         "CPU seconds, one thread; in turn in one process. `ratio` is against a dense `nn.Linear`. One token goes "
@@ -283,6 +288,25 @@ def write_memory_account() -> None:
     ratios = [plain[impl.endswith("checkpointed")] / s for impl, s in zip(impls, slopes, strict=True)]
     lines.append(f"| slope, plain with or without checkpoints ÷ this | {' | '.join(f'{r:.1f}' for r in ratios)} |")
     put(GUIDE, lines)
+
+
+def write_depth_account() -> None:
+    """The guide's table of a whole job's memory against the model's depth."""
+    rows = [r for r in latest("mask_depth.csv") if "CPU" in r["hardware"]]
+    if not rows:
+        return
+    impls = list(dict.fromkeys(r["impl"] for r in rows))
+    depths = list(dict.fromkeys(int(r["shape"].split()[-2]) for r in rows))
+    peaks = {(r["impl"], int(r["shape"].split()[-2])): int(r["peak_bytes"]) / 1e6 for r in rows}
+    lines = [
+        f"Peak MB of a whole job over two Llamas of so many blocks ({rows[0]['hardware']}; {rows[0]['date']}, "
+        f"{rows[0]['commit']}):",
+        "",
+        f"| blocks | {' | '.join(impls)} |",
+        "|---" * (len(impls) + 1) + "|",
+        *(f"| {d} | {' | '.join(f'{peaks[i, d]:.0f}' for i in impls)} |" for d in depths),
+    ]
+    put(GUIDE, lines, "depth")
 
 
 def write_readme_table() -> None:

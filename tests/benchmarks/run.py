@@ -15,6 +15,7 @@ from tests.benchmarks import (
     lora_recipes,
     lora_step,
     mask_ablation,
+    mask_depth,
     mask_step,
     masked_kl,
     masked_linear,
@@ -28,7 +29,7 @@ from tests.benchmarks import (
     thinker_questions,
     thinker_step,
 )
-from tests.benchmarks.results import write_memory_account, write_page, write_readme_table
+from tests.benchmarks.results import write_depth_account, write_memory_account, write_page, write_readme_table
 
 MASKS, KRONECKER, THINKER = "tests/mergekit_lite/masks", "tests/kronecker", "tests/thinker"
 LORA = "tests/heads/lora"
@@ -38,6 +39,7 @@ GATES = {
     "masked_linear": [f"{MASKS}/test_functional.py"],
     "masked_kl": [f"{MASKS}/test_losses.py"],
     "mask_step": [f"{MASKS}/test_training.py", "-k", "dense_one"],
+    "mask_depth": [f"{MASKS}/test_layerwise.py", "-k", "baked"],
     "mask_ablation": [f"{MASKS}/test_merger.py", "-k", "baked"],
     "kron_linear": [f"{KRONECKER}/test_functional.py"],
     "kron_model": [f"{KRONECKER}/test_convert.py", "-k", "all_terms or golden"],
@@ -60,6 +62,7 @@ SCRIPTS = {
     "masked_linear": masked_linear.main,
     "masked_kl": masked_kl.main,
     "mask_step": mask_step.main,
+    "mask_depth": mask_depth.main,
     "mask_ablation": mask_ablation.main,
     "kron_linear": kron_linear.main,
     "kron_model": kron_model.main,
@@ -97,6 +100,7 @@ def main() -> None:
         return
     write_page()
     write_memory_account()
+    write_depth_account()
     tabled = (mask_ablation, kron_starts, kron_ablation, thinker_accuracy, thinker_ablation, thinker_step)
     for script in (*tabled, lora_linear, lora_step, lora_recipes, pairwise_step, pairwise_trial):
         script.write_table()

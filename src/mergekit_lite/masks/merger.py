@@ -145,8 +145,13 @@ class Merger(MaskedModel):
         return bake(self, Path(out), options)
 
     def report(self) -> MaskReport:
-        """Each weight's masks: means, spread, which component is the larger; print it, or ``.plot()``."""
-        return MaskReport.of(self.effective_masks(), self.labels)
+        """Each weight's masks: means, spread, which component is the larger; print it, or ``.plot()``.
+
+        Over a base, of the weights that a component changes.
+        """
+        chosen = [name for name, (layer, own) in self._layers.items() if not layer.is_same(own)]
+        masks = self.effective_masks()
+        return MaskReport.of({name: masks[name] for name in chosen}, self.labels)
 
     def distill(self, kl: KLConfig, **batch: Any) -> Tensor:
         """The loss of one batch; see `mergekit_lite.masks.distillation.distill` for what a batch holds."""

@@ -80,10 +80,10 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
     path = check_new(out, "masks")
     training = path.with_name(f"{path.name}.training")
     for method in run.compare:
-        if method not in CALIBRATED and get_method(method).base == "required":
-            raise ValueError(f"masks: compare has {method}, which needs a base; needed methods without one")
+        if method not in CALIBRATED and get_method(method).base == "required" and run.base is None:
+            raise ValueError(f"masks: compare has {method}, which needs a base; name one, or other methods")
     _claim(training, run)
-    merger = Merger.from_pretrained(run.components, dtype=run.dtype, **asdict(run.masks))
+    merger = Merger.from_pretrained(run.components, base=run.base, dtype=run.dtype, **asdict(run.masks))
     tokenizer: Any = AutoTokenizer.from_pretrained(open_source(merger.labels[0]).folder)
     tasks = [_Task(run, data, tokenizer) for data in run.data]
     if progress:
@@ -110,7 +110,7 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
         with merger.component(k):
             losses[name] = held_out_losses(merger, test, collator)
     for method in run.compare:
-        losses[method] = _losses_of(method, merger, tasks, collator, path.with_name(f"{path.name}.compare"))
+        losses[method] = _losses_of(method, run, merger, tasks, collator, path.with_name(f"{path.name}.compare"))
     losses["masks"] = held_out_losses(merger.fold_(), test, collator)
     merger.unfold_().bake(path, progress=progress)
     tokens = tuple(sum(sum(label != -100 for label in e["labels"][1:]) for e in part) for part in test)
@@ -183,7 +183,7 @@ def held_out_losses(
 
 
 def _losses_of(
-    method: str, merger: Merger, tasks: Sequence[_Task], collator: MaskCollator, beside: Path
+    method: str, run: MaskRun, merger: Merger, tasks: Sequence[_Task], collator: MaskCollator, beside: Path
 ) -> tuple[float, ...]:
     """What a merge by a method of `merge_models` is worth."""
     options: dict[str, Any] = {}
@@ -191,11 +191,14 @@ def _losses_of(
         parts = [[t.train[:_CALIBRATION] for t in tasks if t.data.component == k] for k in range(merger.count)]
         calibration = [[example for part in own for example in part] for own in parts]
         options = {"calibration": calibration, "max_length": collator.max_length}
-    elif "weight" in get_method(method).parameters:
-        options = {"weight": [1.0] * merger.count}
+    else:
+        if "weight" in get_method(method).parameters:
+            options = {"weight": [1.0] * merger.count}
+        if run.base is not None and get_method(method).base != "unused":
+            options["base_model"] = run.base
     stage = NewFolder(beside, "masks").open()
     try:
-        merge_models(merger.labels, method, out=stage.folder / "merged", progress=False, **options)
+        merge_models(merger.labels[: merger.count], method, out=stage.folder / "merged", progress=False, **options)
         model = AutoModelForCausalLM.from_pretrained(stage.folder / "merged", dtype=merger.dtype)
         return held_out_losses(model.to(merger.device), [task.test for task in tasks], collator)
     finally:

@@ -37,8 +37,10 @@ class MaskRun:
     Args:
         components: What `Merger.from_pretrained` takes.
         data: Each task's.
-        masks: Fields of `MaskConfig`; the constraint is ``"sum_to_one"`` where none is named: free masks also scale
-            what the components have in common.
+        base: What the components were tuned from: masks lie over differences from it; methods of ``compare`` may need
+            it, too.
+        masks: Fields of `MaskConfig`; without a base the constraint is ``"sum_to_one"`` where none is named: free masks
+            also scale what the components have in common.
         kl: Fields of `KLConfig`.
         training: Fields of `TrainingArguments`; by default 300 steps of 8 examples at a rate of 3e-2.
         compare: Methods of `merge_models` that stand beside in the table, without a base.
@@ -54,6 +56,7 @@ class MaskRun:
 
     components: tuple[str, ...]
     data: tuple[TaskData, ...]
+    base: str | None = None
     masks: MaskConfig = field(default_factory=lambda: MaskConfig(constraint="sum_to_one"))
     kl: KLConfig = field(default_factory=KLConfig)
     training: Mapping[str, Any] = field(default_factory=dict)
@@ -79,7 +82,8 @@ class MaskRun:
             raise ValueError(f"{path}: holds a {type(values).__name__}, needed components, data, masks, ...")
         _known(str(path), values, [f.name for f in fields(cls)], needed=("components", "data"))
         given: dict[str, Any] = dict(values)
-        for name, kind, usual in (("masks", MaskConfig, {"constraint": "sum_to_one"}), ("kl", KLConfig, {})):
+        usual_masks = {} if given.get("base") is not None else {"constraint": "sum_to_one"}
+        for name, kind, usual in (("masks", MaskConfig, usual_masks), ("kl", KLConfig, {})):
             given[name] = _built(f"{path}: {name}", kind, _numbers(given.get(name, {})), usual)
         if not isinstance(given.get("training", {}), Mapping):
             raise ValueError(f"{path}: training is {given['training']!r}, needed fields of TrainingArguments")
@@ -94,11 +98,13 @@ class MaskRun:
     def __post_init__(self) -> None:
         _known("MaskRun: training", self.training, [f.name for f in fields(TrainingArguments)])
         outside = [d for d in self.data if not 0 <= d.component < len(self.components)]
-        if len(self.components) < 2 or not self.data or outside:
+        if self.base is not None and not isinstance(self.base, str):
+            raise ValueError(f"MaskRun: base is {self.base!r}, needed the name of a model")
+        if len(self.components) < (2 if self.base is None else 1) or not self.data or outside:
             wrong = f"; {outside[0].name} follows component {outside[0].component}" if outside else ""
             raise ValueError(
                 f"MaskRun: {len(self.components)} components and {len(self.data)} tasks{wrong}; needed two components "
-                "or more, and data that follow them"
+                "or more (one over a base), and data that follow them"
             )
         if isinstance(self.held_out, bool) or not isinstance(self.held_out, (int, float)) or not self.held_out > 0:
             raise ValueError(f"MaskRun: held_out is {self.held_out!r}, needed a share, or a number of examples")

@@ -68,6 +68,24 @@ def test_the_command_trains_bakes_and_compares(config, tmp_path, capsys):
     assert "not empty" in capsys.readouterr().err
 
 
+def test_a_run_over_a_base_compares_with_methods_that_need_one(config, tmp_path):
+    base = tmp_path / "base"
+    save(tiny("llama", 7), base)
+    values = config | {"base": "base", "compare": ["task_arithmetic", "ties", "linear"], "masks": {}}
+    (tmp_path / "run.yml").write_text(yaml.safe_dump(values))
+    run = MaskRun.from_yaml("run.yml")
+    assert run.masks.constraint == "none"
+    report = run_masks(run, "merged", progress=False)
+    assert list(report.losses) == ["model0", "model1", "base", "task_arithmetic", "ties", "linear", "masks"]
+    collator = MaskCollator(pad_token_id=0)
+    test = [_Task(run, data, transformers.AutoTokenizer.from_pretrained("model0")).test for data in run.data]
+    own = held_out_losses(transformers.AutoModelForCausalLM.from_pretrained(base), test, collator)
+    assert own == pytest.approx(report.losses["base"], rel=1e-5)
+    (tmp_path / "run.yml").write_text(yaml.safe_dump(values | {"base": ["base"]}))
+    with pytest.raises(ValueError, match="needed the name of a model"):
+        MaskRun.from_yaml("run.yml")
+
+
 def test_mean_masks_are_logged(config):
     values = MaskRun.from_yaml("run.yml")
     seen = []

@@ -82,10 +82,10 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
     for method in run.compare:
         if method not in CALIBRATED and get_method(method).base == "required" and run.base is None:
             raise ValueError(f"masks: compare has {method}, which needs a base; name one, or other methods")
+    tokenizer: Any = AutoTokenizer.from_pretrained(open_source(run.components[0]).folder)
+    tasks = [_Task(run, data, tokenizer) for data in run.data]
     _claim(training, run)
     merger = Merger.from_pretrained(run.components, base=run.base, dtype=run.dtype, **asdict(run.masks))
-    tokenizer: Any = AutoTokenizer.from_pretrained(open_source(merger.labels[0]).folder)
-    tasks = [_Task(run, data, tokenizer) for data in run.data]
     if progress:
         for task in tasks:
             print(f"{task.data.name}, the first example, what is supervised in brackets:\n{task.first}\n")

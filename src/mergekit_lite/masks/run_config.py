@@ -15,6 +15,9 @@ from transformers import TrainingArguments
 from .config import KLConfig, MaskConfig
 
 
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskData:
     """One task's data.
@@ -106,6 +109,16 @@ class MaskRun:
                 f"MaskRun: {len(self.components)} components and {len(self.data)} tasks{wrong}; needed two components "
                 "or more (one over a base), and data that follow them"
             )
+        if not all(isinstance(c, str) for c in (*self.components, *self.compare)):
+            raise ValueError(f"MaskRun: components {self.components}, compare {self.compare}; needed names")
+        for name, low in (("max_length", 2), ("seed", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ValueError(f"MaskRun: {name} is {value!r}, needed a whole number of at least {low}")
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"MaskRun: dtype is {self.dtype!r}, needed one of {', '.join(_DTYPES)}")
+        if not isinstance(self.train_on_inputs, bool):
+            raise ValueError(f"MaskRun: train_on_inputs is {self.train_on_inputs!r}, needed true or false")
         if isinstance(self.held_out, bool) or not isinstance(self.held_out, (int, float)) or not self.held_out > 0:
             raise ValueError(f"MaskRun: held_out is {self.held_out!r}, needed a share, or a number of examples")
 
@@ -145,10 +158,10 @@ def _task(where: str, index: int, entry: Any) -> TaskData:
         raise ValueError(f"{where}: entry {index} is {entry!r}, needed a file, a list of files, or files and name")
     _known(where, entry, [f.name for f in fields(TaskData)], needed=("files",))
     files = entry["files"]
-    files = (files,) if isinstance(files, str) else tuple(files)
-    if not files or not all(isinstance(f, str) for f in files):
+    files = [files] if isinstance(files, str) else files
+    if not isinstance(files, list) or not files or not all(isinstance(f, str) for f in files):
         raise ValueError(f"{where}: files of entry {index} are {files!r}, needed names of files")
     component: Any = entry.get("component", index)
     if not isinstance(component, int) or isinstance(component, bool):
         raise ValueError(f"{where}: component of entry {index} is {component!r}, needed the index of one")
-    return TaskData(files=files, name=str(entry.get("name", Path(files[0]).stem)), component=component)
+    return TaskData(files=tuple(files), name=str(entry.get("name", Path(files[0]).stem)), component=component)

@@ -164,6 +164,12 @@ def test_components_of_one_name_have_rows_of_their_own(config, tmp_path):
         ({"training": None}, "training is None, needed fields"),
         ({"held_out": "10%"}, "held_out is '10%'"),
         ({"data": ["nowhere.jsonl", "task1.jsonl"]}, "nowhere.jsonl is not there"),
+        ({"seed": "a"}, "seed is 'a'"),
+        ({"max_length": 1.5}, "max_length is 1.5"),
+        ({"dtype": "bf16"}, "dtype is 'bf16'"),
+        ({"data": [{"files": 5}, "task1.jsonl"]}, "files of entry 0 are 5"),
+        ({"compare": [3]}, "needed names"),
+        ({"train_on_inputs": "yes"}, "train_on_inputs is 'yes'"),
     ],
 )
 def test_bad_files_are_refused_before_training(change, message, config, tmp_path, capsys):

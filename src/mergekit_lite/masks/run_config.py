@@ -14,7 +14,6 @@ from transformers import TrainingArguments
 
 from .config import KLConfig, MaskConfig
 
-
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 

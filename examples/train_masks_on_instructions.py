@@ -49,6 +49,7 @@ KINDS = {
     "compose": "generate create write compose describe design develop construct come brainstorm suggest explain tell "
     "imagine craft draft make invent",
 }
+TUNED = ((90, 1e-3), (100, 2e-3))  # steps and rate of each kind's specialist
 LENGTH, HELD_OUT, APART = 128, 120, 0.10  # tokens of an example, examples of a kind, nats
 
 
@@ -118,14 +119,16 @@ class Trial:
         """A model in float32."""
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
-    def arguments(self, rate: float, steps: int, seed: int = 0) -> TrainingArguments:
+    def arguments(self, rate: float, steps: int, seed: int, **more: Any) -> TrainingArguments:
         """What all trainings have in common."""
-        return TrainingArguments(
-            output_dir=str(self.out / "trainer"), max_steps=steps, learning_rate=rate, per_device_train_batch_size=8,
-            warmup_steps=max(1, steps // 10), lr_scheduler_type="cosine", logging_strategy="no", save_strategy="no",
-            report_to="none", train_sampling_strategy="group_by_length", disable_tqdm=True, seed=seed,
-            remove_unused_columns=False, use_cpu=not torch.cuda.is_available(),
-        )  # fmt: skip
+        options = {
+            "output_dir": str(self.out / "trainer"), "max_steps": steps, "learning_rate": rate, "warmup_steps": 5,
+            "per_device_train_batch_size": 8, "lr_scheduler_type": "cosine", "logging_strategy": "no",
+            "save_strategy": "no", "report_to": "none", "train_sampling_strategy": "group_by_length",
+            "disable_tqdm": True, "seed": seed, "remove_unused_columns": False,
+            "use_cpu": not torch.cuda.is_available(),
+        }  # fmt: skip
+        return TrainingArguments(**{**options, **more})
 
     # -- what is merged ----------------------------------------------------------------------------------------
 
@@ -136,7 +139,8 @@ class Trial:
             set_seed(0)
             settings = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
             model = prepare_lora(self.load_model(self.model), settings)
-            arguments = self.arguments(1e-3, 2 if self.given.smoke else 90)
+            steps, rate = TUNED[k]
+            arguments = self.arguments(rate, 2 if self.given.smoke else steps, seed=42, lr_scheduler_type="linear")
             Trainer(model=model, args=arguments, train_dataset=self.train[k], data_collator=self.collator).train()
             model.save_pretrained(folder)
         return self.merged([self.components[k]], "linear", weight=[1.0])

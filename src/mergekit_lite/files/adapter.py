@@ -158,6 +158,10 @@ class LoraSource:
         """The tensors that are not as the base's."""
         return [*self._pairs, *self._replaced]
 
+    def pair(self, name: str) -> Pair | None:
+        """The factors of a tensor's change, which has the shape of the stored weight."""
+        return self._pairs.get(name)
+
     def _turned(self, name: str, pair: Pair) -> Pair:
         """A pair whose product has the shape of the stored weight, which may be (in, out)."""
         if name not in self.base.tensors:

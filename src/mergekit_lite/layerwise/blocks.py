@@ -87,6 +87,10 @@ class Skeleton:
             if not name.startswith(f"{self.path}."):
                 owner, _, own = name.rpartition(".")
                 self.model.get_submodule(owner)._parameters[own] = loaded[tied[id(parameter)]]
+        for name in self.stored_buffers():
+            if not name.startswith(f"{self.path}."):
+                owner, _, own = name.rpartition(".")
+                self._fill(self.model.get_submodule(owner), own, weights, name)
 
     def without_blocks(self, weights: Weights) -> PreTrainedModel:
         """A copy that has weights of its own, and no blocks."""
@@ -100,7 +104,23 @@ class Skeleton:
         for name, _ in list(block.named_parameters()):
             owner, _, own = name.rpartition(".")
             block.get_submodule(owner)._parameters[own] = self.parameter(weights, self.prefix(number) + name)
+        prefix = self.prefix(number)
+        for name in (n.removeprefix(prefix) for n in self.stored_buffers() if n.startswith(prefix)):
+            owner, _, own = name.rpartition(".")
+            self._fill(block.get_submodule(owner), own, weights, prefix + name)
         return block.eval()
+
+    def stored_buffers(self) -> list[str]:
+        """The buffers that a checkpoint has."""
+        stored = self.model.state_dict().keys()
+        return [name for name, _ in self.model.named_buffers() if name in stored]
+
+    def _fill(self, module: nn.Module, own: str, weights: Weights, name: str) -> None:
+        """Give a buffer a source's value; merged weights have none."""
+        if not isinstance(weights, Mapping):
+            stored, held = self.stored_name(weights, name), module.get_buffer(own)
+            value = tensor_of(weights.read(stored, 0, weights.tensors[stored].count)).view(held.shape)
+            module.register_buffer(own, value.to(self.dtype if held.is_floating_point() else held.dtype))
 
     def stored_name(self, source: Source, name: str) -> str:
         """What a source calls a parameter: some files leave out, or add, the name of what lies below the head.

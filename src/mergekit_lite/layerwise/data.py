@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,17 @@ def calibration_batches(data: Any, source: Source, *, batch_size: int, max_lengt
         data = [data]  # one batch
     if isinstance(data, Mapping):
         names = ", ".join(map(str, data))
-        raise ValueError(
-            f"merge_models: calibration of {source.label} is a mapping of {names}; needed rows, or input_ids"
-        )
+        raise ValueError(f"calibration of {source.label} is a mapping of {names}; needed rows, or input_ids")
     is_file = isinstance(data, (str, Path))
+    if not is_file and not isinstance(data, Iterable):
+        raise ValueError(f"calibration of {source.label}: is {data!r}; needed a file, rows, examples or batches")
     rows: list[Any] = [] if is_file else list(data)
     if not is_file and not rows:
-        raise ValueError(f"merge_models: the calibration data of {source.label} are empty; needed examples")
+        raise ValueError(f"calibration of {source.label}: the data are empty; needed examples")
     first: Any = rows[0] if rows else None
     if isinstance(first, Tensor):
         if any(batch.dim() != 2 for batch in rows):
-            raise ValueError(f"merge_models: a tensor of calibration is {list(first.shape)}; needed token ids (B, L)")
+            raise ValueError(f"calibration: a tensor is {list(first.shape)}; needed token ids (B, L)")
         return [{"input_ids": batch} for batch in rows]
     has_ids = isinstance(first, Mapping) and "input_ids" in first
     if has_ids and isinstance(first["input_ids"], Tensor) and first["input_ids"].dim() == 2:
@@ -53,7 +53,7 @@ def calibration_batches(data: Any, source: Source, *, batch_size: int, max_lengt
         rows = [examples[i] for i in range(len(examples))]
     ids = sorted((_without_padding(row)[:max_length] for row in rows), key=len)
     if not len(ids[0]):
-        raise ValueError(f"merge_models: an example of {source.label}'s calibration has no token; needed one or more")
+        raise ValueError(f"calibration of {source.label}: an example has no token; needed one or more")
     parts = [ids[i : i + batch_size] for i in range(0, len(ids), batch_size)]
     return [
         {

@@ -139,7 +139,12 @@ def _different_settings(one: nn.Module, other: nn.Module, labels: tuple[str, str
 
 
 def refuse_different(
-    models: Sequence[nn.Module], labels: Sequence[str], *, values: bool = True, strict: bool = True
+    models: Sequence[nn.Module],
+    labels: Sequence[str],
+    *,
+    values: bool = True,
+    strict: bool = True,
+    whose: str = "first component's",
 ) -> None:
     """Refuse components that are not one architecture with one arithmetic.
 
@@ -147,7 +152,8 @@ def refuse_different(
         models: The components.
         labels: What to call them.
         values: Also compare buffers (not on the meta device).
-        strict: Refuse other settings and buffers too; else a warning says that the first component's are used.
+        strict: Refuse other settings and buffers too; else a warning says whose are used.
+        whose: They are.
 
     Raises:
         ValueError: With the first 5 differences.
@@ -158,7 +164,7 @@ def refuse_different(
     say_or_refuse([line for one, other, names in pairs for line in _differences(one, other, names)])
     if strict or values:  # what is let pass is said once, when all is known
         lines = [line for one, other, names in pairs for line in _different_settings(one, other, names, values)]
-        say_or_refuse(lines, strict=strict)
+        say_or_refuse(lines, strict=strict, whose=whose)
 
 
 def refuse_not_finite(models: Sequence[nn.Module], labels: Sequence[str]) -> None:
@@ -179,7 +185,7 @@ def refuse_not_finite(models: Sequence[nn.Module], labels: Sequence[str]) -> Non
     say_or_refuse(found)
 
 
-def say_or_refuse(differences: Sequence[str], *, strict: bool = True) -> None:
+def say_or_refuse(differences: Sequence[str], *, strict: bool = True, whose: str = "first component's") -> None:
     """Raise what is different, or without ``strict`` warn of it."""
     if not differences:
         return
@@ -187,7 +193,7 @@ def say_or_refuse(differences: Sequence[str], *, strict: bool = True) -> None:
     lines = "\n- ".join(differences[:5]) + more
     if strict:
         raise ValueError(f"Merger: these models cannot be merged by masks:\n- {lines}")
-    warnings.warn(f"Merger: the first component's are used of what differs:\n- {lines}", stacklevel=3)
+    warnings.warn(f"Merger: the {whose} are used of what differs:\n- {lines}", stacklevel=3)
 
 
 def component_hashes(components: Iterable[Iterable[tuple[str, Tensor]]]) -> list[str]:

@@ -87,7 +87,7 @@ def distill(
     )
     if count and kl.penalises:
         part = 1.0 if normalizer is None else count / normalizer  # this batch's share of the step
-        loss = loss + part * mask_penalty([mask[: merger.count] for mask in merger.effective_masks().values()], kl)
+        loss = loss + part * mask_penalty(merger.trained_masks(), kl)
     return loss
 
 

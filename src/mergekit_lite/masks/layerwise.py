@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +20,25 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from model_components._folders import NewFolder, check_new, new_file
 from model_components._report import Report, Table
 
-from ..dtypes import to_torch
+from ..dtypes import tensor_of, to_torch
 from ..files import LoraSource, Source, open_source
+from ..files.adapter import Pair
 from ..layerwise.blocks import Batch, Call, Skeleton
 from ..layerwise.data import calibration_batches
 from ..layerwise.merging import check_alike
 from ..layerwise.states import load_states, run_fingerprint, save_states
-from .components import component_hashes, share_frozen
+from .components import component_hashes, refuse_not_finite, share_frozen
 from .config import MaskConfig
 from .constraints import acting_masks
 from .layers import Selection
+from .loading import refuse_unlike
 from .low_rank import adapted_layers
-from .storage import bake_sources, mask_metadata, mask_parts
+from .storage import bake_sources, check_options, mask_metadata, mask_parts
 from .surgery import Surgeon
 
 
@@ -144,26 +147,38 @@ def train_layerwise(
     sources = [open_source(p) for p in (paths if base is None else [*paths, base])]
     check_alike(sources)
     skeleton = Skeleton(sources[-1 if base is not None else 0], auto_class, torch.float32)
+    folders, labels = [str(source.folder) for source in sources], [source.label for source in sources]
+    configs = [AutoConfig.from_pretrained(folder) for folder in folders]
+    refuse_unlike(configs, folders, labels, auto_class, {}, strict=True)
+    if config.modules is not None:
+        modules = {name.rpartition(".")[0] for name, _ in skeleton.model.named_parameters()}
+        if not any(fnmatchcase(name, pattern) for name in modules for pattern in config.modules):
+            raise ValueError(f"train_layerwise: no module has a name like {config.modules}; there is {min(modules)!r}")
     batches = [
         calibration_batches(d, s, batch_size=training.batch_size, max_length=training.max_length)
         for d, s in zip(data, sources, strict=False)
     ]
+    check_options(options)
     mark = run_fingerprint(sources, batches, [asdict(config), asdict(training), base is not None])
-    with NewFolder(path.with_name(f"{path.name}.masks"), "train_layerwise", resumable=True) as stage:
-        run = _Run(skeleton, sources, batches, config, training, stage.folder, over_base=base is not None)
-        first, states = load_states(stage.folder, mark)
-        if not first:
-            stage.clear()
-        run.begin(states)
-        count = len(skeleton.blocks)
-        for number in tqdm(range(first, count), desc="masks", unit="block", initial=first, total=count,
-                           disable=not progress):  # fmt: skip
-            run.train_block(number)
-            save_states(stage.folder, run.states(), done=number + 1, mark=mark, job="train_layerwise")
-        run.bake(path, {**options, "progress": progress})
-        before, after = run.errors()
-        stage.clear(keep=[part.name for part in mask_parts(stage.folder)])
-    return LayerwiseReport(path, stage.out, before, after)
+    run = _Run(skeleton, sources, batches, config, training, mark, over_base=base is not None)
+    folder = path.with_name(f"{path.name}.masks")
+    if not run.is_done(folder):  # else it was interrupted while it baked
+        with NewFolder(folder, "train_layerwise", resumable=True) as stage:
+            run.folder = stage.folder
+            first, states = load_states(stage.folder, mark)
+            if not first:
+                stage.clear()
+            run.begin(states)
+            count = len(skeleton.blocks)
+            for number in tqdm(range(first, count), desc="masks", unit="block", initial=first, total=count,
+                               disable=not progress):  # fmt: skip
+                run.train_block(number)
+                save_states(stage.folder, run.states(), done=number + 1, mark=mark, job="train_layerwise")
+            stage.clear(keep=[part.name for part in mask_parts(stage.folder)])
+    run.folder = folder
+    run.bake(path, {**options, "progress": progress})
+    before, after = run.errors()
+    return LayerwiseReport(path, folder, before, after)
 
 
 class _Run:
@@ -176,17 +191,19 @@ class _Run:
         batches: Sequence[Sequence[Batch]],
         config: MaskConfig,
         training: LayerwiseTraining,
-        folder: Path,
+        mark: str,
         *,
         over_base: bool,
     ):
         self.skeleton, self.sources, self.batches, self.config = skeleton, sources, batches, config
-        self.training, self.folder, self.over_base = training, folder, over_base
+        self.training, self.mark, self.over_base = training, mark, over_base
+        self.folder = Path()  # where parts of masks are written
+        self.factored: set[str] = set()  # weights of which a Merger holds factors
         self.calls: list[list[list[Call]]] = []  # of each task, block and batch
         self.own: list[list[Tensor]] = []  # states in the task's component
         self.merged: list[list[Tensor]] = []
         labels = [source.label for source in sources]
-        self.told = mask_metadata(config, labels, self._hashes(), self.dtype, over_base=over_base)
+        self.told = mask_metadata(config, labels, self._hashes(), self.dtype, over_base=over_base) | {"mark": mark}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -195,30 +212,48 @@ class _Run:
 
     def _hashes(self) -> list[str]:
         """Of the components, as a `Merger` has them."""
-        model, base = self.skeleton.model, self.sources[-1]
-        stored = model.state_dict()
-        buffers = sorted((name, value) for name, value in model.named_buffers() if name in stored)
-        thin = self.over_base and self.config.granularity != "element"
+        model = self.skeleton.model
+        pairs = [self._pairs(source) for source in self.sources]
+        if all(own is not None for own in pairs[:-1]):
+            self.factored = {f"{name}.weight" for own in pairs for name in own or {}}
 
-        def parts(source: Source) -> Iterator[tuple[str, Tensor]]:
-            pairs = None
-            if thin and isinstance(source, LoraSource) and source.base.label == base.label:
-                pairs = adapted_layers(model, source.adapter)
+        def parts(source: Source, own: Mapping[str, Pair]) -> Iterator[tuple[str, Tensor]]:
             for name in sorted(name for name, _ in model.named_parameters()):
-                pair = (pairs or {}).get(name.removesuffix(".weight"))
+                pair = own.get(name.removesuffix(".weight"))
                 if pair is None:
                     yield name, self.skeleton.parameter(source, name).to(self.dtype)
                 else:
                     yield f"{name} down", torch.from_numpy(pair.down).to(self.dtype)
                     yield f"{name} up {pair.scale}", torch.from_numpy(pair.up).to(self.dtype)
-            yield from buffers
+            for name in sorted(self.skeleton.stored_buffers()):
+                stored = self.skeleton.stored_name(source, name)
+                held = model.get_buffer(name)
+                value = tensor_of(source.read(stored, 0, source.tensors[stored].count)).view(held.shape)
+                yield name, value.to(self.dtype) if held.is_floating_point() else value
 
-        return component_hashes(parts(source) for source in self.sources)
+        return component_hashes(parts(s, own or {}) for s, own in zip(self.sources, pairs, strict=True))
+
+    def _pairs(self, source: Source) -> dict[str, Pair] | None:
+        """The factors that a `Merger` holds of a component; None where it holds whole weights."""
+        base = self.sources[-1]
+        thin = self.over_base and self.config.granularity != "element" and isinstance(source, LoraSource)
+        if not thin or isinstance(base, LoraSource) or source.folder is None or base.folder is None:
+            return None
+        same = source.folder.resolve() == base.folder.resolve()
+        return adapted_layers(self.skeleton.model, source.adapter) if same else None
+
+    def is_done(self, folder: Path) -> bool:
+        """Whether a folder has all masks of an earlier run of the same settings."""
+        parts = mask_parts(folder) if folder.is_dir() else []
+        if len(parts) != len(self.skeleton.blocks) + 1:
+            return False
+        with safe_open(parts[0], "pt") as file:
+            return (file.metadata() or {}).get("mark") == self.mark
 
     def begin(self, states: Mapping[str, Tensor]) -> None:
         """To the first block, or to where an interrupted run was."""
         outside = [self.skeleton.without_blocks(source) for source in self.sources]
-        surgeon, _ = self._masked(outside)
+        surgeon, _ = self._masked(outside, 0)
         merged = {name: layer.merged(own).detach() for name, (layer, own) in surgeon.layers.items()}
         for k, batches in enumerate(self.batches):
             self.skeleton.load_outside(self.sources[k])
@@ -241,7 +276,7 @@ class _Run:
     def train_block(self, number: int) -> None:
         """Learn a block's masks, write them, and pass on the states."""
         prefix = self.skeleton.prefix(number)
-        surgeon, block = self._masked([self.skeleton.block(number, s) for s in self.sources], prefix)
+        surgeon, block = self._masked([self.skeleton.block(number, s) for s in self.sources], number + 1, prefix)
         calls = [self.calls[k][number] for k in range(len(self.batches))]
         with torch.no_grad():
             for k, own in enumerate(self.own):
@@ -262,11 +297,13 @@ class _Run:
                 self.merged[k] = passed
         self._write(number + 1, surgeon, before, after)
 
-    def _masked(self, models: Sequence[nn.Module], prefix: str = "") -> tuple[Surgeon, nn.Module]:
+    def _masked(self, models: Sequence[nn.Module], part: int, prefix: str = "") -> tuple[Surgeon, nn.Module]:
         """Modules with the components' weights under masks."""
+        refuse_not_finite(models, [f"{prefix or 'what is outside the blocks'} of {s.label}" for s in self.sources])
         shared = share_frozen(models, over_base=self.over_base)
         first, others = (shared[-1], shared[:-1]) if self.over_base else (shared[0], shared[1:])
-        surgeon = Surgeon(self.config, Selection(), over_base=self.over_base)
+        config = replace(self.config, seed=self.config.seed + 7919 * part)  # random masks of their own for each part
+        surgeon = Surgeon(config, Selection(), over_base=self.over_base)
         surgeon.replace(first, others, prefix)
         return surgeon, first
 
@@ -312,7 +349,12 @@ class _Run:
         """Write the merged model, from the components' files and the parts of masks."""
         masks = _Acting(mask_parts(self.folder), self.config, over_base=self.over_base, rename=self._stored_name)
         tensors = self.sources[0].tensors
-        bake_sources(self.sources, masks, {name: to_torch(tensors[name].dtype) for name in masks}, out, options)
+        buffers = [self._stored_name(name) for name in self.skeleton.stored_buffers()]
+        dtypes = {name: to_torch(tensors[name].dtype) for name in (*masks, *buffers)}
+        factored = {self._stored_name(name) for name in self.factored}
+        bake_sources(
+            self.sources, masks, dtypes, out, options, over_base=self.over_base, rounds=lambda n: n not in factored
+        )
 
     def _stored_name(self, name: str) -> str:
         return self.skeleton.stored_name(self.sources[0], name)

@@ -57,22 +57,60 @@ def load_components(
     configs, unused = zip(*(_config(base, {**options, **where}) for base in bases), strict=True)
     making = {} if dtype == "auto" else {"dtype": dtype}
     making |= {"trust_remote_code": True} if options.get("trust_remote_code") else {}
-    with torch.device("meta"):
-        described = [auto_class.from_config(config, **making) for config in configs]
     labels = [own if adapter is None else f"{own}+{adapter}" for own, adapter in names]
-    refuse_different(described, labels, values=False, strict=strict)
-    say_or_refuse(_vocabularies(bases, labels), strict=strict)
+    refuse_unlike(configs, bases, labels, auto_class, making, strict=strict)
     models: list[PreTrainedModel] = []
     for (own, adapter), config, rest in reversed(list(zip(names, configs, unused, strict=True))):  # a base comes first
         model = None
-        if low_rank and models and adapter is not None and own == bases[-1] and names[-1][1] is None:
+        if low_rank and models and adapter is not None and _are_one(own, bases[-1]) and names[-1][1] is None:
             model = with_adapter(models[-1], Adapter(find_folder(adapter)))
         if model is None:
-            model = auto_class.from_pretrained(own, config=config, dtype=dtype, **where | rest).eval()
+            model, told = auto_class.from_pretrained(
+                own, config=config, dtype=dtype, output_loading_info=True, **where | rest
+            )
+            model.eval()
+            if lost := sorted(told["missing_keys"]):
+                raise ValueError(
+                    f"Merger: {own} has no {lost[0]} ({len(lost)} such), which {type(model).__name__} would draw anew; "
+                    "needed a checkpoint of the whole model"
+                )
             if adapter is not None:
                 _fold_in(model, f"{own}+{adapter}")
         models.insert(0, model)
     return models, labels
+
+
+def refuse_unlike(
+    configs: Sequence[Any],
+    folders: Sequence[str | os.PathLike[str]],
+    labels: Sequence[str],
+    auto_class: Any,
+    making: Mapping[str, Any],
+    *,
+    strict: bool,
+) -> None:
+    """Refuse models whose configs or tokenizers differ, before a weight is read.
+
+    Args:
+        configs: Theirs.
+        folders: Where they are, or hub ids.
+        labels: What to call them.
+        auto_class: Of transformers.
+        making: Of its ``from_config``.
+        strict: Or warn.
+    """
+    with torch.device("meta"):
+        described = [auto_class.from_config(config, **making) for config in configs]
+    refuse_different(described, labels, values=False, strict=strict)
+    say_or_refuse(_vocabularies(folders, labels), strict=strict)
+
+
+def _are_one(one: str, other: str) -> bool:
+    """Whether two names lead to one folder."""
+    try:
+        return one == other or find_folder(one).resolve() == find_folder(other).resolve()
+    except CheckpointError:
+        return False
 
 
 def _with_base(path: str) -> tuple[str, str | None]:
@@ -99,10 +137,10 @@ def _config(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]
         raise ValueError(f"Merger: {path}: no such folder, and the hub did not give it ({reason})") from error
 
 
-def _vocabularies(bases: Sequence[str], labels: Sequence[str]) -> list[str]:
+def _vocabularies(bases: Sequence[str | os.PathLike[str]], labels: Sequence[str]) -> list[str]:
     """How the tokenizers of folders differ, where there are some."""
     try:
-        folders = [find_folder(base) for base in bases]
+        folders = [find_folder(os.fspath(base)) for base in bases]
         known = [(label, folder) for label, folder in zip(labels, folders, strict=True) if has_tokenizer(folder)]
         if len({folder.resolve() for _, folder in known}) < 2:
             return []

@@ -191,9 +191,9 @@ def mask_penalty(masks: Sequence[Tensor], config: KLConfig) -> Tensor:
         total = total + config.l2 * energy.sum() / (count * places)
     pairs = torch.triu_indices(count, count, 1, device=energy.device)
     own, other, both = energy[pairs[0]], energy[pairs[1]], products[pairs[0], pairs[1]]
-    if config.similarity:
+    if config.similarity and count > 1:
         total = total + config.similarity * (both / (own * other).sqrt().clamp_min(1e-12)).mean()
-    if config.closeness:
+    if config.closeness and count > 1:
         apart = sum((m[pairs[0]] - m[pairs[1]]).square().sum() for m in masks)
         total = total + config.closeness * apart / (places * pairs.shape[1])
     if config.decay:

@@ -7,6 +7,8 @@ model.
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -41,7 +43,12 @@ class LowRankLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The whole weight, built anew."""
-        return torch.addmm(self.base_weight, self.up, self.down, alpha=self.scale).detach()
+        return (self.base_weight + self.weight_delta()).to(self.base_weight.dtype).detach()
+
+    def weight_delta(self) -> Tensor:
+        """What the adapter adds to the base's weight, in float32 or better."""
+        work = torch.promote_types(self.up.dtype, torch.float32)
+        return (self.up.to(work) @ self.down.to(work)) * self.scale
 
     def change(self, x: Tensor) -> Tensor:  # (*B, I) → (*B, O)
         """What the adapter adds to the base's product."""
@@ -76,23 +83,51 @@ class LowRankMaskedLinear(MaskedLayer):
                 total = total + component.change(x * mask[0])
         return total
 
+    def merged(self, name: str) -> Tensor:
+        """The merged weight, summed before it is rounded, and built without a whole weight of any component."""
+        if name != "weight":
+            return super().merged(name)
+        masks, total = self.mask(name), self.plain.get_parameter(name)
+        rounded, total = total.dtype, total.to(torch.promote_types(total.dtype, torch.float32))
+        for mask, component in zip(masks, self.components[:-1], strict=False):
+            if isinstance(component, LowRankLinear):
+                total = total + mask * component.weight_delta()
+        return total.to(rounded)
+
+
+def are_thin(components: Sequence[nn.Module], base: nn.Module) -> bool:
+    """Whether each component is the base's layer with an adapter beside it, or that layer itself, and one is the first.
+
+    Args:
+        components: Layers at one place.
+        base: The base's.
+    """
+    own = dict(base.named_parameters(recurse=False))
+    unchanged = [all(getattr(c, name, None) is p for name, p in own.items()) for c in components]
+    adapted = [isinstance(c, LowRankLinear) for c in components]
+    return any(adapted) and all(a or same for a, same in zip(adapted, unchanged, strict=True))
+
 
 def adapted_layers(model: PreTrainedModel, adapter: Adapter) -> dict[str, Pair] | None:
-    """The factors of an adapter by the model's names of modules; None where it changes more than `nn.Linear` weights.
+    """The factors of an adapter by the model's names of modules, but for those that are zero.
+
+    None where it changes more than weights of `nn.Linear` that are theirs alone: then it is to be folded in.
 
     Args:
         model: What it is an adapter of.
         adapter: Its factors.
     """
     prefix, modules, found = f"{model.base_model_prefix}.", dict(model.named_modules()), {}
+    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for name, pair in adapter.pairs.items():
         own = next((n for n in (name, f"{prefix}{name}", name.removeprefix(prefix)) if n in modules), None)
         layer = modules.get(own or "")
-        if own is None or type(layer) is not nn.Linear or pair.embedding:
+        if own is None or type(layer) is not nn.Linear or pair.embedding or owners[id(layer.weight)] > 1:
             return None
         if (pair.up.shape[0], pair.down.shape[1]) != tuple(layer.weight.shape):
             return None  # who folds it in says so
-        found[own] = pair
+        if pair.up.any() and pair.down.any():
+            found[own] = pair
     return None if adapter.replaced else found
 
 

@@ -51,12 +51,13 @@ class MaskedModel(nn.Module):
         self.labels = list(labels)
         whole = [k for k, model in enumerate(models) if not has_factors(model)]  # others are the base's modules
         if len(whole) > 1 or base is None:
-            refuse_different([models[k] for k in whole], [labels[k] for k in whole], strict=strict)
+            whose = "first component's" if base is None else "base's"
+            refuse_different([models[k] for k in whole], [labels[k] for k in whole], strict=strict, whose=whose)
         refuse_not_finite(models, labels)
         self.selection = Selection()
         weights = None
         if isinstance(self.mask_config.initial, str) and self.mask_config.initial.endswith((".yml", ".yaml")):
-            weights = recipe_weights(self.mask_config.initial, self.labels)
+            weights = recipe_weights(self.mask_config.initial, self.labels, over_base=self.over_base)
         shared = share_frozen(models, over_base=self.over_base)
         model, others = (shared[0], shared[1:]) if base is None else (shared[-1], shared[:-1])
         if loose := [name for name, _ in model.named_parameters(recurse=False)]:
@@ -67,7 +68,11 @@ class MaskedModel(nn.Module):
         surgeon.replace(model, others)
         if not any(mask.requires_grad for mask in surgeon.raw.values()):
             raise ValueError(
-                f"Merger: no module has a name like {self.mask_config.modules}; needed patterns such as "
+                f"Merger: no mask is trained: no component changes the base in a module like "
+                f"{self.mask_config.modules or 'any'}; needed patterns such as "
+                f"{next(iter(surgeon.raw)).rpartition('.')[0]!r}, and components that differ from the base"
+                if self.over_base
+                else f"Merger: no module has a name like {self.mask_config.modules}; needed patterns such as "
                 f"{next(iter(surgeon.raw)).rpartition('.')[0]!r}"
             )
         self.model = model
@@ -193,6 +198,15 @@ class MaskedModel(nn.Module):
         """The masks as they act: constrained, and a base's, which is what the others leave of 1, after them."""
         return {name: layer.mask(own) for name, (layer, own) in self._layers.items()}
 
+    def places(self) -> dict[str, tuple[MaskedLayer, str]]:
+        """Of each masked weight the layer that has it, and what it is called there."""
+        return dict(self._layers)
+
+    def trained_masks(self) -> list[Tensor]:
+        """The components' masks as they act, of weights whose masks are trained."""
+        trained = [place for name, place in self._layers.items() if self._raw[name].requires_grad]
+        return [layer.mask(own)[: self.count] for layer, own in trained]
+
     def state(self, k: int) -> dict[str, Tensor]:
         """Component ``k``'s weights and the stored buffers, by the names that a checkpoint has."""
         weights = {name: getattr(layer.components[k], own).detach() for name, (layer, own) in self._layers.items()}
@@ -207,11 +221,7 @@ class MaskedModel(nn.Module):
         if not self.over_base:
             raise ValueError("Merger.task_vectors: masks lie over whole weights here; needed a base")
         return [
-            {
-                name: (getattr(layer.components[k], own) - getattr(layer.plain, own)).detach()
-                for name, (layer, own) in self._layers.items()
-                if not layer.is_same(own)
-            }
+            {name: _change(layer, k, own) for name, (layer, own) in self._layers.items() if not layer.is_same(own)}
             for k in range(self.count)
         ]
 
@@ -267,3 +277,11 @@ class MaskedModel(nn.Module):
     def uncached(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """A model's inputs, and that it need not keep keys and values."""
         return {**inputs, "use_cache": False} if self.model.can_generate() else dict(inputs)
+
+
+def _change(layer: MaskedLayer, k: int, name: str) -> Tensor:
+    """What a component changes of a parameter of the base, in its dtype."""
+    module, base = layer.components[k], getattr(layer.plain, name)
+    if name == "weight" and isinstance(module, LowRankLinear):
+        return module.weight_delta().to(base.dtype).detach()
+    return (getattr(module, name) - base).detach()

@@ -79,17 +79,18 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
     """
     path = check_new(out, "masks")
     training = path.with_name(f"{path.name}.training")
-    for method in run.compare:
-        if method not in CALIBRATED and get_method(method).base == "required" and run.base is None:
-            raise ValueError(f"masks: compare has {method}, which needs a base; name one, or other methods")
+    for method in run.methods:
+        _refuse_method(method, run)
     tokenizer: Any = AutoTokenizer.from_pretrained(open_source(run.components[0]).folder)
     tasks = [_Task(run, data, tokenizer) for data in run.data]
-    _claim(training, run)
     merger = Merger.from_pretrained(run.components, base=run.base, dtype=run.dtype, **asdict(run.masks))
+    _claim(training, run)
     if progress:
         for task in tasks:
             print(f"{task.data.name}, the first example, what is supervised in brackets:\n{task.first}\n")
-    mixture = TaskMixture([[t.train for t in tasks if t.data.component == k] for k in range(merger.count)])
+    mixture = TaskMixture(
+        [[t.train for t in tasks if t.data.component == k] for k in range(merger.count)], weights="tokens"
+    )
     options: dict[str, Any] = {
         **_TRAINING,
         "seed": run.seed,
@@ -106,10 +107,10 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
     masks = merger.save_masks(training / MASKS)
     test = [task.test for task in tasks]
     losses = {}
-    for k, name in enumerate(_names(merger.labels, run.compare)):
+    for k, name in enumerate(_names(merger.labels, run.methods)):
         with merger.component(k):
             losses[name] = held_out_losses(merger, test, collator)
-    for method in run.compare:
+    for method in run.methods:
         losses[method] = _losses_of(method, run, merger, tasks, collator, path.with_name(f"{path.name}.compare"))
     losses["masks"] = held_out_losses(merger.fold_(), test, collator)
     merger.unfold_().bake(path, progress=progress)
@@ -117,6 +118,23 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
     report = MaskRunReport(path, masks, tuple(t.data.name for t in tasks), tokens, losses)
     write_json(training / "report.json", report.to_dict(), "masks")
     return report
+
+
+def _refuse_method(name: str, run: MaskRun) -> None:
+    """Refuse a method of ``compare`` that could not run once masks are trained."""
+    if name in CALIBRATED:
+        if len(run.components) < 2:
+            raise ValueError(f"masks: compare has {name}, which needs two components; name other methods")
+        return
+    method = get_method(name)
+    if method.base == "required" and run.base is None:
+        raise ValueError(f"masks: compare has {name}, which needs a base; name one, or other methods")
+    if lost := [p.name for p in method.parameters.values() if p.required and p.name != "weight"]:
+        raise ValueError(f"masks: compare has {name}, which needs {lost[0]}; name methods that need none but weights")
+    try:
+        method.check_inputs(len(run.components), run.base is not None and method.base != "unused")
+    except ValueError as error:
+        raise ValueError(f"masks: compare has {name}: {error}") from error
 
 
 def _claim(training: Path, run: MaskRun) -> None:

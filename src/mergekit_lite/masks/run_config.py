@@ -45,7 +45,8 @@ class MaskRun:
             also scale what the components have in common.
         kl: Fields of `KLConfig`.
         training: Fields of `TrainingArguments`; by default 300 steps of 8 examples at a rate of 3e-2.
-        compare: Methods of `merge_models` that stand beside in the table, without a base.
+        compare: Methods of `merge_models` that stand beside in the table; default: linear and regmean, or over a base
+            task_arithmetic too.
         held_out: The share of each task's examples that is kept for the table, or how many of them.
         max_length: Tokens of an example.
         train_on_inputs: Supervise what is asked, too.
@@ -62,7 +63,7 @@ class MaskRun:
     masks: MaskConfig = field(default_factory=lambda: MaskConfig(constraint="sum_to_one"))
     kl: KLConfig = field(default_factory=KLConfig)
     training: Mapping[str, Any] = field(default_factory=dict)
-    compare: tuple[str, ...] = ("linear", "regmean")
+    compare: tuple[str, ...] | None = None
     held_out: float = 0.1
     max_length: int = 512
     train_on_inputs: bool = False
@@ -93,9 +94,18 @@ class MaskRun:
         for name in ("components", "data", "compare"):
             if name in given and not isinstance(given[name], list):
                 raise ValueError(f"{path}: {name} is {given[name]!r}, needed a list")
-            given[name] = tuple(given.get(name, cls.compare))
+            if name in given:
+                given[name] = tuple(given[name])
         given["data"] = tuple(_task(f"{path}: data", i, entry) for i, entry in enumerate(given["data"]))
         return cls(**given)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """What ``compare`` says, or by default."""
+        if self.compare is not None:
+            return self.compare
+        several = ("linear", "regmean") if len(self.components) > 1 else ()
+        return several if self.base is None else (*several, "task_arithmetic")
 
     def __post_init__(self) -> None:
         _known("MaskRun: training", self.training, [f.name for f in fields(TrainingArguments)])
@@ -108,8 +118,8 @@ class MaskRun:
                 f"MaskRun: {len(self.components)} components and {len(self.data)} tasks{wrong}; needed two components "
                 "or more (one over a base), and data that follow them"
             )
-        if not all(isinstance(c, str) for c in (*self.components, *self.compare)):
-            raise ValueError(f"MaskRun: components {self.components}, compare {self.compare}; needed names")
+        if not all(isinstance(c, str) for c in (*self.components, *self.methods)):
+            raise ValueError(f"MaskRun: components {self.components}, compare {self.methods}; needed names")
         for name, low in (("max_length", 2), ("seed", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:

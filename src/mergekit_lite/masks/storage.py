@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,16 @@ from torch import Tensor
 from model_components._folders import new_file
 
 from ..dtypes import Array, byte_view, from_torch, stored_of, tensor_of
-from ..files import CheckpointError, DictSource, Source, TensorInfo, open_source
+from ..files import CheckpointError, DictSource, LoraSource, Source, TensorInfo, open_source
 from ..functional import merge_models
 from ..report import MergeReport
 from .config import MaskConfig
+from .layers import MaskedLayer
+from .low_rank import LowRankLinear, LowRankMaskedLinear
 from .model import MaskedModel, StoredAs
 
 _FORMAT = "mergekit_lite masks 1"
+_OPTIONS = ("max_shard_size", "dtype", "threads", "resume", "progress")
 MASKS = "masks.safetensors"
 PARTS = "part-*.safetensors"
 
@@ -121,13 +124,23 @@ class MaskedSource:
     Args:
         inner: The component's tensors.
         k: Which component it is.
-        masks: All masks, (K, broadcasts over the tensor), on the CPU; a float tensor without one is the first
-            component's.
-        dtypes: What the merger holds, and in which dtype; values are rounded to it first. Other tensors are left out.
+        masks: All masks, (K, broadcasts over the tensor), on the CPU.
+        dtypes: What the merger holds, and in which dtype. Other tensors are left out.
+        rounds: Whether values are rounded to that dtype first, as where the merger holds whole weights.
+        lone: Give float tensors that have no mask as they are; one source of a merge does.
     """
 
-    def __init__(self, inner: Source, k: int, masks: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]):
-        self._inner, self._k, self._masks = inner, k, masks
+    def __init__(
+        self,
+        inner: Source,
+        k: int,
+        masks: Mapping[str, Tensor],
+        dtypes: Mapping[str, torch.dtype],
+        *,
+        rounds: Callable[[str], bool],
+        lone: bool,
+    ):
+        self._inner, self._k, self._masks, self._rounds, self._lone = inner, k, masks, rounds, lone
         self.label = f"{inner.label} x mask {k}"
         self.config, self.folder = inner.config, inner.folder
         self._dtypes = dtypes
@@ -143,10 +156,11 @@ class MaskedSource:
         if not info.dtype.is_floating_point:
             return stored
         work = torch.float64 if info.dtype.name == "float64" else torch.float32
-        values = tensor_of(stored).to(self._dtypes[name]).to(work)
+        values = tensor_of(stored)
+        values = values.to(self._dtypes[name]).to(work) if self._rounds(name) else values.to(work)
         if name in self._masks:
             values = values * stretch(self._masks[name][self._k], info.shape, start, stop)
-        elif self._k > 0:
+        elif not self._lone:
             values = torch.zeros_like(values)
         return stored_of(values.contiguous())
 
@@ -184,8 +198,19 @@ def stretch(mask: Tensor, shape: Sequence[int], start: int, stop: int) -> Tensor
     return held.reshape(-1)[start - first * columns : stop - first * columns]
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse what is no option of a bake.
+
+    Raises:
+        ValueError: With its name.
+    """
+    if unknown := sorted(options.keys() - set(_OPTIONS)):
+        raise ValueError(f"bake: unknown option {unknown[0]!r}; needed some of {', '.join(_OPTIONS)}")
+
+
 def bake(merger: MaskedModel, out: Path, options: Mapping[str, Any]) -> MergeReport:
     """`Merger.bake`: from the components' files where their tensors bear the model's names, else from memory."""
+    check_options(options)
     masks = {name: mask.detach().cpu() for name, mask in merger.effective_masks().items()}
     if bad := [name for name, mask in masks.items() if not torch.isfinite(mask).all()]:
         raise ValueError(f"bake: the mask of {bad[0]} is not finite ({len(bad)} such); training has diverged")
@@ -193,7 +218,11 @@ def bake(merger: MaskedModel, out: Path, options: Mapping[str, Any]) -> MergeRep
     inner = [source for k in range(count) if (source := _stored(merger, k)) is not None]
     if len(inner) < count:
         inner = [_resident(merger, k) for k in range(count)]
-    return bake_sources(inner, masks, {name: value.dtype for name, value in merger.state(0).items()}, out, options)
+    dtypes = {name: value.dtype for name, value in merger.state(0).items()}
+    factored = {name for name, (layer, _) in merger.places().items() if isinstance(layer, LowRankMaskedLinear)}
+    return bake_sources(
+        inner, masks, dtypes, out, options, over_base=merger.over_base, rounds=lambda name: name not in factored
+    )
 
 
 def bake_sources(
@@ -202,6 +231,9 @@ def bake_sources(
     dtypes: Mapping[str, torch.dtype],
     out: Path,
     options: Mapping[str, Any],
+    *,
+    over_base: bool,
+    rounds: Callable[[str], bool],
 ) -> MergeReport:
     """Write ``Σ_k mask_k * tensor_k``, streaming, by the engine of `merge_models`.
 
@@ -211,8 +243,14 @@ def bake_sources(
         dtypes: Of the result's tensors.
         out: Folder to write.
         options: Of `merge_models`.
+        over_base: The last source is the base, whose config the result has.
+        rounds: Of which tensors values are rounded to their dtype before they are summed.
     """
-    models = [MaskedSource(source, k, masks, dtypes) for k, source in enumerate(sources)]
+    plain = len(sources) - 1 if over_base else 0
+    models = [
+        MaskedSource(source, k, masks, dtypes, rounds=rounds, lone=k == plain) for k, source in enumerate(sources)
+    ]
+    models[0].config = sources[plain].config
     made = merge_models(models, "linear", weight=[1.0] * len(models), normalize=False, out=out, **options)
     assert isinstance(made, MergeReport)
     return made
@@ -239,13 +277,25 @@ def _stored(merger: MaskedModel, k: int) -> Source | None:
         return None
     if source.fingerprint() != merger.sources[k].fingerprint:
         for name, value in state.items():
-            stored = tensor_of(source.read(name, 0, source.tensors[name].count)).to(value.dtype).view(value.shape)
-            if not torch.equal(stored, value.cpu()):
+            if not _is_stored(source, name, merger.places().get(name), k, value):
                 raise ValueError(
                     f"bake: {source.label} has changed since it was loaded ({name}); needed the files that the masks "
                     "were trained over"
                 )
     return source
+
+
+def _is_stored(source: Source, name: str, place: tuple[MaskedLayer, str] | None, k: int, value: Tensor) -> bool:
+    """Whether a component's files still hold what was loaded: its factors, or its weight."""
+    module = None if place is None else place[0].components[k]
+    if isinstance(module, LowRankLinear) and name.endswith("weight"):
+        pair = source.pair(name) if isinstance(source, LoraSource) else None
+        return pair is not None and pair.scale == module.scale and all(
+            torch.equal(torch.from_numpy(factor).to(own), own)
+            for factor, own in ((pair.down, module.down), (pair.up, module.up))
+        )  # fmt: skip
+    stored = tensor_of(source.read(name, 0, source.tensors[name].count)).to(value.dtype).view(value.shape)
+    return torch.equal(stored, value.cpu())
 
 
 def _resident(merger: MaskedModel, k: int) -> Source:

@@ -12,7 +12,7 @@ from ..planning import make_plan
 from ..recipe import load_recipe, model_key
 from .config import MaskConfig
 from .layers import MaskedLayer, Selection, masked_class
-from .low_rank import LowRankLinear, LowRankMaskedLinear
+from .low_rank import LowRankMaskedLinear, are_thin
 
 _METHODS = ("linear", "task_arithmetic")
 
@@ -65,8 +65,7 @@ class Surgeon:
         own = dict(first.named_parameters(recurse=False))
         known = {n: self._masks[id(p)] for n, p in own.items() if id(p) in self._masks}
         weights = self.weights
-        thin = any(isinstance(other, LowRankLinear) for other in others)
-        made = (LowRankMaskedLinear if thin else masked_class(first, self.config.mode))(
+        made = (LowRankMaskedLinear if are_thin(others, first) else masked_class(first, self.config.mode))(
             others if self.over_base else [first, *others],
             self.config,
             base=first if self.over_base else None,
@@ -83,13 +82,14 @@ class Surgeon:
         return made
 
 
-def recipe_weights(path: str, labels: Sequence[str]) -> Callable[[str], Sequence[float]]:
+def recipe_weights(path: str, labels: Sequence[str], *, over_base: bool = False) -> Callable[[str], Sequence[float]]:
     """From a tensor's name to each component's weight in a recipe.
 
     Args:
         path: YAML of a `linear` or `task_arithmetic` merge, gradients and filters included. Its models, and its base,
             are among the components.
         labels: The components, as the recipe names them.
+        over_base: The last is a base, whose weight must be what the others leave of 1; it is left out.
 
     Raises:
         ValueError: Another method, or models that are no components.
@@ -118,6 +118,11 @@ def recipe_weights(path: str, labels: Sequence[str]) -> Callable[[str], Sequence
     def lookup(name: str) -> Sequence[float]:
         if name not in found:
             raise ValueError(f"{path}: has no tensor {name}, whose mask was to begin from it")
-        return found[name]
+        weights = found[name]
+        if over_base and abs(sum(weights) - 1) > 1e-6:
+            raise ValueError(
+                f"{path}: weights of {name} sum to {sum(weights):g}; over a base needed 1, the base's included"
+            )
+        return weights[:-1] if over_base else weights
 
     return lookup

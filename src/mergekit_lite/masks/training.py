@@ -103,8 +103,9 @@ class MaskTrainer(StepTrainer):
         """The logs, while it trains with the mean of each component's masks."""
         if "loss" in logs:
             with torch.no_grad():
-                sums = torch.stack([m.float().flatten(1).sum(1) for m in self.merger.effective_masks().values()]).sum(0)
-            places = sum(m[0].numel() for m in self.merger.effective_masks().values())
+                masks = self.merger.trained_masks()
+                sums = torch.stack([m.float().flatten(1).sum(1) for m in masks]).sum(0)
+            places = sum(m[0].numel() for m in masks)
             logs |= {f"mask_{k}": round(float(s) / places, 5) for k, s in enumerate(sums)}
         super().log(logs, *rest, **named)
 

@@ -236,7 +236,7 @@ def test_weights_in_bfloat16_are_rounded_once(tmp_path):
         ({"calibration": DATA, "density": 0.5}, "unexpected keyword argument 'density'"),
         ({"calibration": [[], DATA[1]]}, "are empty; needed examples"),
         ({"calibration": [[{"input_ids": []}], DATA[1]]}, "has no token; needed one or more"),
-        ({"calibration": [[torch.ones(3).long()], DATA[1]]}, r"a tensor of calibration is \[3\]"),
+        ({"calibration": [[torch.ones(3).long()], DATA[1]]}, r"calibration: a tensor is \[3\]"),
         ({"calibration": [{"train": ["a"]}, DATA[1]]}, "is a mapping of train; needed rows, or input_ids"),
         ({"calibration": DATA, "device": "cuda"}, "and none of base_model, out_dtype, allow_pickle, device"),
     ],

@@ -35,6 +35,17 @@ def tokenizer(chat=CHAT):
     return made
 
 
+def test_components_may_have_alike_many_supervised_tokens():
+    short = [{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]}] * 30  # 2 a row
+    long = [{"input_ids": list(range(11))}] * 30  # 10 a row: the first is never predicted
+    tasks = [example["task"] for example in TaskMixture([short, long], weights="tokens")]
+    assert (tasks.count(0), tasks.count(1)) == (50, 10)
+    tensors = [{k: torch.tensor(v) for k, v in row.items()} for row in short]
+    assert [e["task"] for e in TaskMixture([[tensors[:15], tensors[15:]], long], weights="tokens")] == tasks
+    with pytest.raises(ValueError, match="needed numbers, or 'tokens'"):
+        TaskMixture([short, long], weights="examples")
+
+
 def test_examples_come_as_often_as_their_weights_say():
     parts = [numbered(4), [numbered(3, 10), numbered(2, 20)]]  # two data sets of one component
     plain = TaskMixture(parts)

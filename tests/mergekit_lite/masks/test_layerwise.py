@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from mergekit_lite.layerwise.blocks import Call
 from mergekit_lite.masks import MaskConfig, Merger
@@ -179,3 +180,65 @@ def test_models_of_other_shapes_are_refused(tmp_path):
     paths = [save(tiny("llama", 1), tmp_path / "0"), save(tiny("qwen2", 1), tmp_path / "1")]
     with pytest.raises(ValueError, match="models of one architecture"):
         learn(paths, tmp_path / "out")
+
+
+def test_a_kill_between_masks_and_bake_loses_nothing(tmp_path, monkeypatch):
+    paths, real, trained = pair("llama", tmp_path), module._Run.bake, []
+    monkeypatch.setattr(module._Run, "bake", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        learn(paths, tmp_path / "out")
+    assert (tmp_path / "out.masks").is_dir()
+    monkeypatch.setattr(module._Run, "bake", real)
+    monkeypatch.setattr(module._Run, "train_block", lambda self, number: trained.append(number))
+    report = learn(paths, tmp_path / "out")
+    assert not trained
+    merger = Merger.from_pretrained(paths, masks=report.masks)
+    assert torch.equal(
+        logits(merger), logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval())
+    )
+
+
+def test_settings_that_differ_are_refused(tmp_path):
+    one, other = tiny("llama", 1), tiny("llama", 2)
+    other.config.rms_norm_eps = 1e-2
+    paths = [save(m, tmp_path / str(k)) for k, m in enumerate((one, other))]
+    with pytest.raises(ValueError, match="rms_norm_eps"):
+        learn(paths, tmp_path / "out")
+
+
+def test_a_component_that_is_not_finite_is_refused_at_its_block(tmp_path):
+    paths = pair("llama", tmp_path)
+    broken = tiny("llama", 1)
+    broken.model.layers[0].mlp.up_proj.weight.data[0, 0] = float("nan")
+    save(broken, tmp_path / "1")
+    with pytest.raises(ValueError, match=r"mlp.up_proj.weight of model.layers.0. of .* holds NaN"):
+        learn(paths, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"masks": MaskConfig(modules=("*.nothing",))}, "no module has a name like"),
+        ({"thread": 2}, "unknown option 'thread'"),
+    ],
+)
+def test_options_that_do_nothing_are_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        learn(pair("llama", tmp_path), tmp_path / "out", **options)
+
+
+def test_data_of_no_kind_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="is 3; needed a file, rows"):
+        train_layerwise(pair("llama", tmp_path), [DATA[0], 3], tmp_path / "out")
+
+
+def test_an_adapter_that_changes_nothing_is_the_base_everywhere(tmp_path):
+    base, paths = adapters(tmp_path)
+    held = load_file(tmp_path / "0" / "adapter_model.safetensors")
+    zeroed = {n: 0 * v if "layers.1" in n and "lora_B" in n else v for n, v in held.items()}
+    save_file(zeroed, tmp_path / "0" / "adapter_model.safetensors")
+    config = MaskConfig(constraint="sigmoid")
+    report = learn(paths, tmp_path / "out", base=base, masks=config)
+    merger = Merger.from_pretrained(paths, base=base, masks=report.masks)
+    baked = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(logits(merger), logits(baked))

@@ -1,8 +1,11 @@
 """Masks over differences from a base: adapters stay factors, and everything equals the same with whole weights."""
 
+import os
+
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -11,7 +14,7 @@ from mergekit_lite.masks import KLConfig, MaskConfig, Merger, masked_kl
 from mergekit_lite.masks.layers import AccurateMaskedLinear
 from mergekit_lite.masks.low_rank import LowRankLinear, LowRankMaskedLinear, has_factors
 from tests.support.equivalence import judge
-from tests.support.models import save, tiny
+from tests.support.models import auto_class, save, tiny
 
 IDS = torch.randint(3, 90, (4, 9), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": IDS, "task": torch.tensor([0, 1, 0, 1])}
@@ -134,7 +137,8 @@ def test_task_vectors_are_what_components_change(tmp_path):
         assert {name for name, value in vector.items() if value.any()} == {
             name for name in own if not torch.equal(own[name], stem[name])
         }
-        assert all(torch.equal(value, own[name] - stem[name]) for name, value in vector.items())
+        for name, value in vector.items():
+            torch.testing.assert_close(value, own[name] - stem[name], rtol=1e-3, atol=1e-7)
     with pytest.raises(ValueError, match="needed a base"):
         Merger.from_pretrained(paths).task_vectors()
 
@@ -212,3 +216,119 @@ def test_a_head_more_than_teachers_is_the_student_s():
     arguments = {"teachers": [student + 1, student - 1], "heads": heads, "masks": masks, "coefficients": shares}
     found = [masked_kl(student, impl=impl, **arguments) for impl in ("eager", "reference")]
     torch.testing.assert_close(found[0].double(), found[1].double())
+
+
+def test_a_full_fine_tune_beside_an_adapter_counts_whole(tmp_path):
+    base, paths = adapters(tmp_path, count=1)
+    tuned = tiny("llama", 1)
+    for parameter in tuned.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    save(tuned, tmp_path / "tuned")
+    merger = Merger.from_pretrained([*paths, tmp_path / "tuned"], base=base, initial=1.0)
+    models = [*paths, str(tmp_path / "tuned")]
+    merge_models(models, "task_arithmetic", base_model=base, weight=[1.0] * 2, out=tmp_path / "out", progress=False)
+    static = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(logits(merger), logits(static), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits(merger.fold_()), logits(static), rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_of_a_tied_head_is_refused(tmp_path):
+    base = save(tiny("llama-tied", 1), tmp_path / "base")
+    config = peft.LoraConfig(r=3, target_modules=["lm_head", "q_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    wrapped.save_pretrained(tmp_path / "0", save_embedding_layers=False)
+    with pytest.raises(ValueError, match="is not a tensor of"):
+        Merger.from_pretrained([f"{base}+{tmp_path / '0'}"], base=base)
+
+
+def test_small_changes_survive_a_bake_in_bfloat16(tmp_path):
+    base = save(tiny("llama", 1), tmp_path / "base", torch.bfloat16)
+    paths = []
+    for number in range(8):
+        torch.manual_seed(number)
+        config = peft.LoraConfig(r=2, lora_alpha=2, target_modules=["up_proj"])
+        wrapped = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=2e-4)
+        wrapped.save_pretrained(tmp_path / str(number))
+        paths.append(f"{base}+{tmp_path / str(number)}")
+    merger = Merger.from_pretrained(paths, base=base, initial=1.0)
+    assert merger.dtype == torch.bfloat16
+    merger.bake(tmp_path / "out", progress=False)
+    merge_models(paths, "task_arithmetic", base_model=base, weight=[1.0] * 8, out=tmp_path / "sum", progress=False)
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("out", "sum")]
+    for name, value in files[1].items():
+        assert torch.equal(files[0][name], value), name
+    merger.fold_()
+    folded = merger.layers()["model.layers.0.mlp.up_proj"].folded["weight"]
+    expected = files[1]["model.layers.0.mlp.up_proj.weight"]
+    assert (folded != expected).float().mean() < 0.02  # the factors are rounded, too
+    name = "model.layers.0.mlp.up_proj.weight"
+    exact = merger.layers()[name.removesuffix(".weight")].components[0].weight_delta()
+    torch.testing.assert_close(merger.task_vectors()[0][name].float(), exact, rtol=0.01, atol=0)
+
+
+def test_a_base_that_lacks_weights_is_refused(tmp_path):
+    save(tiny("classifier", 1).base_model, tmp_path / "base")
+    save(tiny("classifier", 2), tmp_path / "tuned")
+    with pytest.raises(ValueError, match="would draw anew; needed a checkpoint of the whole model"):
+        Merger.from_pretrained([tmp_path / "tuned"], base=tmp_path / "base", auto_class=auto_class("classifier"))
+
+
+def test_penalties_are_of_trained_masks(tmp_path):
+    base, paths = adapters(tmp_path)
+    merger = Merger.from_pretrained(paths, base=base)
+    plain, more = (merger.distill(KLConfig(l1=weight), **BATCH) for weight in (0.0, 0.1))
+    assert (more - plain).item() == pytest.approx(0.05, rel=1e-4)
+    one = Merger.from_pretrained(paths[:1], base=base)
+    task = {**BATCH, "task": torch.zeros(4, dtype=torch.long)}
+    assert torch.isfinite(one.distill(KLConfig(similarity=1.0, closeness=1.0, decay=1.0), **task))
+
+
+def test_masks_over_a_base_begin_as_a_recipe_says(tmp_path):
+    base, paths = adapters(tmp_path)
+    entries = "".join(
+        f"  - {{model: {path}, parameters: {{weight: {w}}}}}\n" for path, w in zip(paths, (0.3, 0.9), strict=True)
+    )
+    (tmp_path / "r.yml").write_text(f"merge_method: task_arithmetic\nbase_model: {base}\nmodels:\n{entries}")
+    merger = Merger.from_pretrained(paths, base=base, initial=str(tmp_path / "r.yml"))
+    trained = next(m for m in merger.masks().values() if m.requires_grad)
+    torch.testing.assert_close(trained.flatten(1)[:, 0], torch.tensor([0.3, 0.9]))
+    (tmp_path / "r.yml").write_text(f"merge_method: linear\nmodels:\n{entries}parameters: {{normalize: false}}\n")
+    with pytest.raises(ValueError, match="over a base needed 1"):
+        Merger.from_pretrained(paths, base=base, initial=str(tmp_path / "r.yml"))
+
+
+def test_a_path_may_be_spelt_otherwise(tmp_path, monkeypatch):
+    base, paths = adapters(tmp_path)
+    path = Merger.from_pretrained(paths, base=base).save_masks(tmp_path / "m.safetensors")
+    monkeypatch.chdir(tmp_path)
+    merger = Merger.from_pretrained(["./base+0", "base+1"], base="base/", masks=path)
+    assert has_factors(merger)
+
+
+def test_an_adapter_whose_files_were_touched_is_baked(tmp_path):
+    base, paths = adapters(tmp_path)
+    merger = Merger.from_pretrained(paths, base=base)
+    file = tmp_path / "0" / "adapter_model.safetensors"
+    os.utime(file, (1, 1))
+    merger.bake(tmp_path / "same", progress=False)
+    held = load_file(file)
+    save_file({name: value + 0.5 for name, value in held.items()}, file)
+    with pytest.raises(ValueError, match="has changed since it was loaded"):
+        merger.bake(tmp_path / "out", progress=False)
+    with pytest.raises(ValueError, match="unknown option 'thread'"):
+        merger.bake(tmp_path / "out", thread=2)
+
+
+def test_settings_that_differ_are_the_base_s_without_strict(tmp_path):
+    base, tuned = tiny("llama", 1), tiny("llama", 2)
+    tuned.config.rope_parameters = {**tuned.config.rope_parameters, "rope_theta": 50.0}
+    save(base, tmp_path / "base")
+    save(tuned, tmp_path / "tuned")
+    with pytest.warns(UserWarning, match="the base's are used"):
+        merger = Merger.from_pretrained([tmp_path / "tuned"], base=tmp_path / "base", strict=False, initial=0.5)
+    merger.bake(tmp_path / "out", progress=False)
+    baked = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(logits(baked), logits(merger))

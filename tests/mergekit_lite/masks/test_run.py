@@ -86,6 +86,18 @@ def test_a_run_over_a_base_compares_with_methods_that_need_one(config, tmp_path)
         MaskRun.from_yaml("run.yml")
 
 
+def test_one_component_over_a_base_has_a_run_of_its_own(config, tmp_path):
+    save(tiny("llama", 7), tmp_path / "base")
+    values = {k: v for k, v in config.items() if k != "compare"}
+    values |= {"components": ["model0"], "data": ["task0.jsonl"], "base": "bse"}
+    (tmp_path / "run.yml").write_text(yaml.safe_dump(values))
+    assert main(["masks", "run.yml", "merged", "--no-progress"]) == 1
+    (tmp_path / "run.yml").write_text(yaml.safe_dump(values | {"base": "base"}))  # what failed has claimed nothing
+    assert main(["masks", "run.yml", "merged", "--no-progress"]) == 0
+    report = json.loads((tmp_path / "merged.training" / "report.json").read_text())
+    assert list(report["losses"]) == ["model0", "base", "task_arithmetic", "masks"]
+
+
 def test_mean_masks_are_logged(config):
     values = MaskRun.from_yaml("run.yml")
     seen = []
@@ -169,6 +181,11 @@ def test_components_of_one_name_have_rows_of_their_own(config, tmp_path):
         ({"dtype": "bf16"}, "dtype is 'bf16'"),
         ({"data": [{"files": 5}, "task1.jsonl"]}, "files of entry 0 are 5"),
         ({"compare": [3]}, "needed names"),
+        ({"compare": ["slerp"]}, "compare has slerp, which needs"),
+        (
+            {"components": ["model0"], "data": ["task0.jsonl"], "base": "model1"},
+            "activation, which needs two components",
+        ),
         ({"train_on_inputs": "yes"}, "train_on_inputs is 'yes'"),
     ],
 )

@@ -18,6 +18,8 @@ class TaskMixture(Dataset):
             ``input_ids`` and perhaps ``labels``.
         weights: How many examples each component has, relative to each other; default: all once. Then the mixture is as
             long as all data sets together; what has too few examples repeats them, what has too many loses some.
+            ``"tokens"``: so many that all have as many supervised tokens, over which the masks' loss is a mean; else
+            the component of long answers decides (examples are all read once).
         temperature: Instead of ``weights``: sizes to the power of 1 / ``temperature``, so that 1 leaves them and a
             large number makes them alike (Raffel et al., arXiv 1910.10683).
         seed: Of which examples are repeated or left out.
@@ -37,10 +39,12 @@ class TaskMixture(Dataset):
         self,
         datasets: Sequence[Any],
         *,
-        weights: Sequence[float] | None = None,
+        weights: Sequence[float] | str | None = None,
         temperature: float | None = None,
         seed: int = 0,
     ):
+        if isinstance(weights, str) and weights != "tokens":
+            raise ValueError(f"TaskMixture: weights are {weights!r}, needed numbers, or 'tokens'")
         self.datasets = _of_components("TaskMixture", datasets)
         if not all(hasattr(d, "__len__") for parts in self.datasets for d in parts):
             raise ValueError("TaskMixture: a data set has no length; TaskStream takes those that are streamed")
@@ -52,6 +56,8 @@ class TaskMixture(Dataset):
                     f"TaskMixture: temperature {temperature}, weights {weights}; needed one of them, the first above 0"
                 )
             weights = [len(p) ** (1 / temperature) for p in places]
+        if isinstance(weights, str):
+            weights = [_by_tokens(parts) for parts in self.datasets]
         if weights is not None:
             _check_weights("TaskMixture", weights, [len(p) for p in places])
             rng = random.Random(seed)
@@ -106,6 +112,17 @@ def _of_components(operation: str, datasets: Any) -> list[list[Any]]:
     if isinstance(datasets, Mapping):
         raise ValueError(f"{operation}: datasets is a mapping, needed a list in the order of the components")
     return [list(d) if isinstance(d, (list, tuple)) and d and not isinstance(d[0], Mapping) else [d] for d in datasets]
+
+
+def _by_tokens(parts: Sequence[Any]) -> float:
+    """The reciprocal of the mean number of supervised tokens of a component's examples; 0 where there are none."""
+    count, tokens = 0, 0
+    for example in (part[i] for part in parts for i in range(len(part))):
+        labels = example.get("labels")
+        labels = example["input_ids"] if labels is None else labels
+        tokens += sum(label != -100 for label in (labels.tolist() if hasattr(labels, "tolist") else labels)[1:])
+        count += 1
+    return count / tokens if tokens else 0.0
 
 
 def _check_weights(operation: str, weights: Sequence[float], sizes: Sequence[int]) -> None:

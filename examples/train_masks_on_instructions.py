@@ -13,12 +13,14 @@ examples. Masks, and all weights, learn by the same divergence, from the same ex
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ import torch
 from common import remove_earlier
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, set_seed
+from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
 from heads.lora import prepare_lora
@@ -33,7 +36,6 @@ from mergekit_lite import merge_models
 from mergekit_lite.masks import (
     KLConfig,
     MaskCollator,
-    MaskConfig,
     MaskTrainer,
     Merger,
     TaskMixture,
@@ -64,17 +66,9 @@ class Trial:
         self.test: list[list[dict]] = []
         self.load()
         self.components = [f"{self.model}+{self.out / kind}" for kind in KINDS]
-        self.steps, self.seeds = (2, 1) if given.smoke else (60, given.seeds)
-        self.rows: dict[str, list[float]] = {}
-        self.seconds: dict[str, float] = {}
-        told = {"model": self.model, "steps": self.steps, "examples": [len(part) for part in self.train]}
-        self.file = self.out / "table.json"
-        if self.file.is_file():
-            earlier = json.loads(self.file.read_text(encoding="utf-8"))
-            if earlier["settings"] != told:
-                sys.exit(f"{self.file} is of a run with other settings ({earlier['settings']}); name another --out")
-            self.rows, self.seconds = earlier["rows"], earlier["seconds"]
-        self.settings = told
+        self.steps, self.seeds = (2, 1) if given.smoke else (40, given.seeds)
+        self.settings = {"model": given.model.name, "steps": self.steps, "examples": [len(part) for part in self.train]}
+        (self.out / "rows").mkdir(parents=True, exist_ok=True)
 
     def load(self) -> None:
         """Examples of each kind that are short enough, apart for training and for the table."""
@@ -100,20 +94,23 @@ class Trial:
         """Nats a token of the answers of each kind, of those held out unless others are given."""
         return list(held_out_losses(model, tasks or self.test, self.collator, batch_size=16))
 
-    def row(self, name: str, make: Callable[[], Any]) -> list[float]:
-        """A row of the table, of what ``make`` gives, unless it is there."""
-        if name not in self.rows:
-            start = time.perf_counter()
+    def row(self, name: str, make: Callable[[], Any]) -> list[float] | None:
+        """A row of the table, of what ``make`` gives, unless it is there; None where it is not asked for."""
+        file = self.out / "rows" / f"{name}.json"
+        if not file.is_file():
+            if not any(fnmatchcase(name, pattern) for pattern in self.given.only):
+                return None
+            start = time.process_time()
             model = make()
-            self.seconds[name] = round(time.perf_counter() - start, 1)
-            self.rows[name] = self.losses(model)
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            told = {"settings": self.settings, "rows": self.rows, "seconds": self.seconds}
-            self.file.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-        found = self.rows[name]
-        values = " ".join(f"{v:8.4f}" for v in [*found, statistics.mean(found)])
-        print(f"{name:34s} {values}   {self.seconds[name]:7.1f} s", flush=True)
-        return found
+            seconds = round(time.process_time() - start, 1)
+            told = {"name": name, "losses": self.losses(model), "cpu_seconds": seconds, "settings": self.settings}
+            file.write_text(json.dumps(told) + "\n", encoding="utf-8")
+        told = json.loads(file.read_text(encoding="utf-8"))
+        if told["settings"] != self.settings:
+            sys.exit(f"{file} is of a run with other settings ({told['settings']}); name another --out")
+        values = " ".join(f"{v:8.4f}" for v in [*told["losses"], statistics.mean(told["losses"])])
+        print(f"{name:34s} {values}   {told['cpu_seconds']:7.1f}", flush=True)
+        return told["losses"]
 
     def load_model(self, path: str | Path) -> Any:
         """A model in float32."""
@@ -137,26 +134,31 @@ class Trial:
         folder = self.out / list(KINDS)[k]
         if not (folder / "adapter_model.safetensors").is_file():
             set_seed(0)
-            settings = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+            rank = 4 if self.given.smoke else 16
+            settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
             model = prepare_lora(self.load_model(self.model), settings)
             steps, rate = TUNED[k]
             arguments = self.arguments(rate, 2 if self.given.smoke else steps, seed=42, lr_scheduler_type="linear")
-            Trainer(model=model, args=arguments, train_dataset=self.train[k], data_collator=self.collator).train()
+            run(Trainer(model=model, args=arguments, train_dataset=self.train[k], data_collator=self.collator))
             model.save_pretrained(folder)
         return self.merged([self.components[k]], "linear", weight=[1.0])
 
     def merged(self, models: Sequence[str], method: str, **options: Any) -> Any:
         """A merge by a method of `merge_models`."""
-        folder = self.out / "merged"
+        folder = self.out / f"merged {os.getpid()}"
         remove_earlier(folder)
         if method in ("task_arithmetic", "ties", "dare_ties"):
             options["base_model"] = self.model
+        elif method == "slerp":  # from the first to the second
+            options["base_model"], models = models[0], models[1:]
         merge_models(models, method, out=folder, dtype="float32", progress=False, **options)
-        return self.load_model(folder)
+        model = self.load_model(folder)
+        remove_earlier(folder)
+        return model
 
     def searched(self, method: str, choices: Sequence[dict[str, Any]]) -> Any:
         """A formula with the parameters that are best on training examples."""
-        sample = [part[:60] for part in self.train]
+        sample = [part[: 2 if self.given.smoke else 40] for part in self.train]
         found = [statistics.mean(self.losses(self.merged(self.components, method, **c), sample)) for c in choices]
         best = choices[found.index(min(found))]
         print(f"  {method}: {', '.join(f'{k} {v}' for k, v in best.items())}")
@@ -164,16 +166,18 @@ class Trial:
 
     # -- what learns -------------------------------------------------------------------------------------------
 
-    def masks(self, seed: int, kl: KLConfig, rate: float, begun: Path | None = None, **config: Any) -> Any:
-        """A merger over the base, trained end to end; on from masks that are there where ``begun`` says so."""
-        if begun is None:
-            merger = Merger.from_pretrained(self.components, base=self.model, dtype="float32", **config)
-        else:
-            merger = Merger.from_pretrained(self.components, base=self.model, dtype="float32", masks=begun)
-        MaskTrainer(
-            merger, self.arguments(rate, self.steps, seed), kl=kl, train_dataset=TaskMixture(self.train),
-            data_collator=self.collator,
-        ).train()  # fmt: skip
+    def mixture(self, seed: int) -> TaskMixture:
+        """Examples of both kinds, with alike many tokens of answers."""
+        return TaskMixture(self.train, weights="tokens", seed=seed)
+
+    def masks(self, seed: int, rate: float, *, coefficients: str = "evidence", **options: Any) -> Any:
+        """A merger, trained end to end; over the base unless said otherwise."""
+        merger = Merger.from_pretrained(self.components, **{"base": self.model, "dtype": "float32"} | options)
+        trainer = MaskTrainer(
+            merger, self.arguments(rate, self.steps, seed), kl=KLConfig(coefficients=coefficients),
+            train_dataset=self.mixture(seed), data_collator=self.collator,
+        )  # fmt: skip
+        run(trainer)
         return merger.eval().fold_()
 
     def all_weights(self, seed: int, rate: float) -> Any:
@@ -181,11 +185,11 @@ class Trial:
         model = self.merged(self.components, "linear", weight=[1.0] * len(KINDS))
         teachers = Merger.from_pretrained(self.components, base=self.model, dtype="float32")
         trainer = AllWeights(
-            model=model, args=self.arguments(rate, self.steps, seed), train_dataset=TaskMixture(self.train),
+            model=model, args=self.arguments(rate, self.steps, seed), train_dataset=self.mixture(seed),
             data_collator=self.collator,
         )  # fmt: skip
         trainer.teachers = teachers
-        trainer.train()
+        run(trainer)
         return model
 
     def layerwise(self, seed: int) -> Any:
@@ -193,14 +197,18 @@ class Trial:
         folder = self.out / f"layerwise {seed}"
         if folder.is_dir():  # made, and its row was not written any more
             return self.load_model(folder)
-        training = LayerwiseTraining(steps=2 if self.given.smoke else 40, max_length=LENGTH, seed=seed)
+        training = LayerwiseTraining(steps=2 if self.given.smoke else 20, max_length=LENGTH, seed=seed)
         data = [random.Random(seed).sample(part, min(128, len(part))) for part in self.train]
-        config = MaskConfig(granularity="element")
         train_layerwise(
-            self.components, data, folder, base=self.model, masks=config, training=training, progress=False,
-            dtype="float32",
-        )  # fmt: skip
+            self.components, data, folder, base=self.model, training=training, progress=False, dtype="float32"
+        )
         return self.load_model(folder)
+
+
+def run(trainer: Trainer) -> None:
+    """Train, and print nothing."""
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
 
 
 class AllWeights(Trainer):
@@ -233,6 +241,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of instruction data")
     parser.add_argument("--out", type=Path, default=Path("runs/instructions"), help="folder for all that is made")
     parser.add_argument("--seeds", type=int, default=3, help="of what learns")
+    parser.add_argument("--only", nargs="+", default=["*"], help="patterns of rows: several processes may share --out")
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
     given = parser.parse_args()
     logging.disable_progress_bar()
@@ -244,43 +253,63 @@ def main() -> None:
         print(f"skipped: {given.model} is no model; run `make real`, or name one with --model")
         return
     trial = Trial(given)
-    print(f"{'nats a token, held out':34s} {' '.join(f'{kind:>8s}' for kind in KINDS)}     mean   seconds to make it")
+    print(
+        f"{'nats a token, held out':34s} {' '.join(f'{kind:>8s}' for kind in KINDS)}     mean   CPU seconds to make it"
+    )
     trial.row("base", lambda: trial.load_model(trial.model))
     own = [trial.row(f"specialist {kind}", lambda k=k: trial.specialist(k)) for k, kind in enumerate(KINDS)]
-    for k, kind in enumerate(KINDS):
-        gap = min(row[k] for i, row in enumerate(own) if i != k) - own[k][k]
-        if gap < APART and not given.smoke:
-            sys.exit(
-                f"{kind}: its specialist is {gap:.3f} nats better than the other, needed {APART}; other kinds, please"
-            )
-    both = len(KINDS)
-    trial.row("average", lambda: trial.merged(trial.components, "linear", weight=[1.0] * both))
-    weights = [0.6] if given.smoke else [0.4, 0.5, 0.6, 0.7, 0.85, 1.0]
-    alike = [{"weight": [w] * both} for w in weights]
-    trial.row("slerp", lambda: trial.searched("slerp", [{"t": t} for t in weights[:4]]))
+    if None not in own and not given.smoke:
+        for k, kind in enumerate(KINDS):
+            gap = min(row[k] for i, row in enumerate(own) if i != k) - own[k][k]
+            if gap < APART:
+                sys.exit(
+                    f"{kind}: its specialist is {gap:.3f} nats better than the other; needed {APART}, or other kinds"
+                )
+    formulas(trial)
+    learnt(trial)
+
+
+def formulas(trial: Trial) -> None:
+    """Rows of merges without learning."""
+    both, parts = [1.0] * len(KINDS), [part[:128] for part in trial.train]
+    weights = [0.6] if trial.given.smoke else [0.4, 0.5, 0.6, 0.7, 0.85, 1.0]
+    alike = [{"weight": [w] * len(KINDS)} for w in weights]
+    sparse = [{"weight": both, "density": d, "lambda_": w} for d in (0.3, 0.7) for w in (0.5, 1.0, 1.5)]
+    trial.row("average", lambda: trial.merged(trial.components, "linear", weight=both))
+    trial.row("slerp", lambda: trial.searched("slerp", [{"t": w} for w in weights[:4]]))
     trial.row("task_arithmetic", lambda: trial.searched("task_arithmetic", alike))
-    sparse = [{"weight": [1.0] * both, "density": d, "lambda": w} for d in (0.3, 0.7) for w in (weights[0], 1.0, 1.5)]
-    trial.row("ties", lambda: trial.searched("ties", sparse[:1] if given.smoke else sparse))
+    trial.row("ties", lambda: trial.searched("ties", sparse[: len(weights)]))
     trial.row("dare_ties", lambda: trial.searched("dare_ties", [{**c, "density": 0.7} for c in alike]))
-    calibration = [part[:128] for part in trial.train]
     for method in ("regmean", "regmean++"):
-        trial.row(method, lambda m=method: trial.merged(trial.components, m, calibration=calibration))
-    labels, evidence = KLConfig(), KLConfig(coefficients="evidence")
-    learned: dict[str, Callable[[int], Any]] = {
-        "masks, labels": lambda s: trial.masks(s, labels, 3e-2),
-        "masks, evidence": lambda s: trial.masks(s, evidence, 3e-2),
-        "masks, element": lambda s: trial.masks(s, evidence, 3e-2, granularity="element"),
+        trial.row(method, lambda m=method: trial.merged(trial.components, m, calibration=parts))
+
+
+def learnt(trial: Trial) -> None:
+    """Rows of what learns, the first few of them for every seed; and their means."""
+    ways: dict[str, Callable[[int], Any]] = {
+        "masks, evidence": lambda s: trial.masks(s, 1e-1),
+        "masks, labels": lambda s: trial.masks(s, 1e-1, coefficients="task"),
+        "masks, element": lambda s: trial.masks(s, 1e-2, granularity="element"),
         "masks, layerwise": trial.layerwise,
         "all weights": lambda s: trial.all_weights(s, 2e-5),
     }
-    found = {}
-    for name, make in learned.items():
-        found[name] = [trial.row(f"{name}, seed {s}", lambda m=make, s=s: m(s)) for s in range(trial.seeds)]
-    print("\nmeans over seeds, and how far seeds are apart")
-    for name, rows in found.items():
-        means = [statistics.mean(row) for row in rows]
-        columns = " ".join(f"{statistics.mean(column):8.4f}" for column in zip(*rows, strict=True))
-        print(f"{name:34s} {columns} {statistics.mean(means):8.4f}   {max(means) - min(means):.4f}")
+    more: dict[str, Callable[[int], Any]] = {
+        "masks, output": lambda s: trial.masks(s, 1e-1, granularity="output"),
+        "masks, scalar": lambda s: trial.masks(s, 1e-1, granularity="scalar"),
+        "masks, whole weights": lambda s: trial.masks(s, 1e-2, base=None),
+        "masks, whole weights, sum to one": lambda s: trial.masks(s, 1e-1, base=None, constraint="sum_to_one"),
+    }
+    rows = {
+        name: [trial.row(f"{name}, seed {s}", lambda m=make, s=s: m(s)) for s in range(trial.seeds if n < 5 else 1)]
+        for n, (name, make) in enumerate((ways | more).items())
+    }
+    print("\nmeans over seeds; how far the means of seeds are apart")
+    for name, own in rows.items():
+        found = [row for row in own if row is not None]
+        if len(found) > 1:
+            means = [statistics.mean(row) for row in found]
+            columns = " ".join(f"{statistics.mean(column):8.4f}" for column in zip(*found, strict=True))
+            print(f"{name:34s} {columns} {statistics.mean(means):8.4f}   {max(means) - min(means):.4f}")
 
 
 if __name__ == "__main__":

@@ -108,15 +108,39 @@ def test_masks_keep_both_tasks_where_no_formula_does(tmp_path):
 
 
 def test_the_instruction_example_runs(tmp_path):
+    from tests.support.models import save, save_tokenizer, tiny
+
     words = ["red", "green", "blue", "round", "square", "small", "large", "old", "new", "warm", "cold"]
     rows = [
-        {"instruction": f"Say {a} and {b}", "input": a * (i % 2), "output": f"{a} and {b}, " * 3}
-        for i, (a, b) in enumerate(itertools.product(words * 3, words * 2))
+        {
+            "instruction": f"{('rewrite', 'write')[i % 2]} {a} {b} {words[i % 11]}",
+            "input": (f"{a} {b}", "")[i % 2],
+            "output": f"{a} and {b}",
+        }
+        for i, (a, b) in enumerate(itertools.product(words, words))
     ]
-    rows = [{**row, "instruction": f"{row['instruction']} {i}"} for i, row in enumerate(rows)]
     (tmp_path / "data.json").write_text(json.dumps(rows))
-    printed = run_example("train_masks_on_instructions.py", "--data", tmp_path, "--out", tmp_path / "out")
-    assert "masks, baked" in printed
+    asked = ["--data", tmp_path, "--out", tmp_path / "out", "--model", tmp_path / "model"]
+    assert "is no model; run `make real`" in run_example("train_masks_on_instructions.py", *asked)
+    save(tiny("llama-tied"), tmp_path / "model")
+    save_tokenizer(tmp_path / "model", [*words, "rewrite", "write", "and", "<|im_start|>user", "<|im_end|>"])
+    printed = run_example("train_masks_on_instructions.py", *asked, "--only", "base", "spec*", "average", "ties")
+    assert [line[:12] for line in printed.splitlines() if ".json" not in line][1:5] == [
+        "base        ", "specialist e", "specialist c", "average     "
+    ]  # fmt: skip
+    done = {path.stem: path.stat().st_mtime_ns for path in (tmp_path / "out" / "rows").iterdir()}
+    assert "masks, evidence, seed 0" not in done
+    printed = run_example("train_masks_on_instructions.py", *asked)
+    for name in (
+        "slerp",
+        "regmean++",
+        "masks, layerwise, seed 0",
+        "all weights, seed 0",
+        "masks, whole weights, sum to",
+    ):
+        assert re.search(rf"^{re.escape(name)}.* +\d+\.\d+ +\d+\.\d+ ", printed, re.M), name
+    rows = tmp_path / "out" / "rows"
+    assert all((rows / f"{name}.json").stat().st_mtime_ns == when for name, when in done.items())  # none twice
 
 
 GRANULARITIES = ("scalar", "input", "output", "element")

@@ -280,7 +280,7 @@ def formulas(trial: Trial) -> None:
     trial.row("task_arithmetic", lambda: trial.searched("task_arithmetic", alike))
     trial.row("ties", lambda: trial.searched("ties", sparse[: len(weights)]))
     trial.row("dare_ties", lambda: trial.searched("dare_ties", [{**c, "density": 0.7} for c in alike]))
-    for method in ("regmean", "regmean++"):
+    for method in ("fisher", "regmean", "regmean++"):
         trial.row(method, lambda m=method: trial.merged(trial.components, m, calibration=parts))
 
 

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 _MOST_THREADS = 8
 _IMPLS = ("auto", "eager", "fused")
-CALIBRATED = ("regmean", "regmean++", "activation")  # methods that look at data; mergekit_lite.layerwise has them
+CALIBRATED = (
+    "regmean",
+    "regmean++",
+    "activation",
+    "fisher",
+)  # methods that look at data; mergekit_lite.layerwise has them
 
 
 def parse_size(size: int | str) -> int:
@@ -115,9 +120,9 @@ def merge_models(
         allow_pickle: ``"weights_only"`` admits pickled checkpoints.
         trust_remote_code: Copy the Python files of the model whose config the output takes, and the ``auto_map`` that
             has transformers run them. Without it they are left out, and the report says so.
-        calibration: For each model its data, for the data-driven methods ``"regmean"``, ``"regmean++"`` and
-            ``"activation"``: a text or JSON file, rows (`mergekit_lite.masks.TextExamples`), examples of ``input_ids``,
-            or batches of them. Their parameters are those of `mergekit_lite.layerwise.CalibratedMerge`.
+        calibration: For each model its data, for the data-driven methods ``"regmean"``, ``"regmean++"``,
+            ``"activation"`` and ``"fisher"``: a text or JSON file, rows (`mergekit_lite.masks.TextExamples`), examples
+            of ``input_ids``, or batches of them. Their parameters are those of `mergekit_lite.layerwise.CalibratedMerge`.
         **parameters: The method's: a number for all models, or for a per-model parameter a list with one value for
             each of ``models`` (the base not counted). Gradients and filters as in recipes.
 

@@ -98,6 +98,14 @@ class Skeleton:
         memo = {id(block): nn.Identity() for block in self.blocks}
         return copy.deepcopy(self.model, memo)
 
+    def whole(self, weights: Weights) -> PreTrainedModel:
+        """A model with all its weights; tied ones stay tied."""
+        model = self.without_blocks(weights)
+        parent, _, own = self.path.rpartition(".")
+        blocks = nn.ModuleList([self.block(number, weights) for number in range(len(self.blocks))])
+        setattr(model.get_submodule(parent), own, blocks)
+        return model.eval()
+
     def block(self, number: int, weights: Weights) -> nn.Module:
         """A block with weights of its own."""
         block = copy.deepcopy(self.blocks[number])

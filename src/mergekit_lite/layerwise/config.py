@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-METHODS = ("regmean", "regmean++", "activation")
+METHODS = ("regmean", "regmean++", "activation", "fisher")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,8 @@ class CalibratedMerge:
     """How a data-driven merge is made, whatever is merged.
 
     Args:
-        method: ``"regmean"``, ``"regmean++"`` (inputs come through the blocks merged so far) or ``"activation"``.
+        method: ``"regmean"``, ``"regmean++"`` (inputs come through the blocks merged so far), ``"activation"``, or
+            ``"fisher"``, for which one whole model is resident.
         weight: How much each model counts; default: alike.
         reduce: What entries of Gram matrices off the diagonal are multiplied by; at ``"activation"`` they are not made.
         auto_class: Of transformers.

@@ -7,8 +7,9 @@ import torch
 import transformers
 
 from mergekit_lite import merge_models
-from mergekit_lite.layerwise import InputStatistics, merge_by_inputs, reference
-from mergekit_lite.layerwise.blocks import linear_layers
+from mergekit_lite.files import open_source
+from mergekit_lite.layerwise import InputStatistics, fisher, merge_by_inputs, reference
+from mergekit_lite.layerwise.blocks import Skeleton, linear_layers
 from tests.support.models import auto_class, save, save_tokenizer, tiny
 
 IDS = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -254,3 +255,67 @@ def test_models_that_differ_are_refused(tmp_path):
         merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
     with pytest.raises(ValueError, match="'linear' is no method with calibration"):
         merge_models(paths, "linear", calibration=DATA, out=tmp_path / "out", progress=False)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama-tied", "gemma2", "qwen3"])
+def test_a_skeleton_made_whole_is_the_model(kind, tmp_path):
+    path = save(tiny(kind, 3), tmp_path / "0")
+    whole = Skeleton(open_source(path), auto_class(kind), torch.float32).whole(open_source(path))
+    with torch.no_grad():
+        assert torch.equal(whole(IDS).logits, auto_class(kind).from_pretrained(path).eval()(IDS).logits)
+
+
+def slow_information(model, rows, seed=0):
+    """An example after the other, in float64, with the gradient of each drawn token's log probability by itself."""
+    model, generator = model.double(), torch.Generator().manual_seed(seed)
+    found = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for row in rows:
+        logits = model(torch.tensor([row["input_ids"]])).logits[0]
+        drawn = torch.multinomial(torch.softmax(logits.detach().float(), -1), 1, generator=generator)
+        model.zero_grad()
+        for position, token in enumerate(drawn[:, 0].tolist()):
+            torch.log_softmax(logits[position], -1)[token].backward(retain_graph=True)
+        for name, parameter in model.named_parameters():
+            found[name] += parameter.grad**2 / len(rows)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama-tied"])
+def test_fisher_is_its_definition(kind, tmp_path):
+    paths = pair(kind, tmp_path)
+    merge_models(paths, "fisher", calibration=DATA, weight=[0.3, 0.7], out=tmp_path / "out", progress=False)
+    merged = auto_class(kind).from_pretrained(tmp_path / "out").state_dict()
+    models = [auto_class(kind).from_pretrained(path).eval() for path in paths]
+    weights = [{n: p.detach().double() for n, p in m.named_parameters()} for m in models]
+    found = [
+        slow_information(m, sorted(d, key=lambda row: len(row["input_ids"]))) for m, d in zip(models, DATA, strict=True)
+    ]
+    for name in weights[0]:
+        parts = [s * f[name] + 1e-30 for s, f in zip((0.3, 0.7), found, strict=True)]
+        expected = (parts[0] * weights[0][name] + parts[1] * weights[1][name]) / (parts[0] + parts[1])
+        seen = (parts[0] + parts[1]) > 1e-6 * (parts[0] + parts[1]).mean()  # elsewhere rounding decides
+        torch.testing.assert_close(merged[name].double()[seen], expected[seen], rtol=2e-2, atol=2e-3)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_fisher_goes_on_after_the_model_that_it_was_at(tmp_path, monkeypatch):
+    paths, seen = pair("llama", tmp_path), []
+    merge_models(paths, "fisher", calibration=DATA, out=tmp_path / "whole", progress=False)
+    real = fisher.fisher_information
+
+    def information(model, batches, **options):
+        if len(seen) == 1:
+            seen.append("killed")
+            raise KeyboardInterrupt
+        seen.append(len(batches))
+        return real(model, batches, **options)
+
+    monkeypatch.setattr(fisher, "fisher_information", information)
+    with pytest.raises(KeyboardInterrupt):
+        merge_models(paths, "fisher", calibration=DATA, out=tmp_path / "out", progress=False)
+    merge_models(paths, "fisher", calibration=DATA, out=tmp_path / "out", progress=False)
+    assert len(seen) == 3
+    files = [tmp_path / name / "model.safetensors" for name in ("whole", "out")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    merge_models(paths, "fisher", calibration=DATA[::-1], out=tmp_path / "other", progress=False)
+    assert len(seen) == 5  # of other data nothing is taken up

@@ -296,7 +296,7 @@ def learnt(trial: Trial) -> None:
     more: dict[str, Callable[[int], Any]] = {
         "masks, output": lambda s: trial.masks(s, 1e-1, granularity="output"),
         "masks, scalar": lambda s: trial.masks(s, 1e-1, granularity="scalar"),
-        "masks, whole weights": lambda s: trial.masks(s, 1e-2, base=None),
+        "masks, whole weights": lambda s: trial.masks(s, 1e-2, base=None, constraint="none"),
         "masks, whole weights, sum to one": lambda s: trial.masks(s, 1e-1, base=None, constraint="sum_to_one"),
     }
     rows = {

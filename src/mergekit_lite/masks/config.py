@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 MODES = ("accurate", "efficient", "auto")
 GRANULARITIES = ("scalar", "input", "output", "element")
 CONSTRAINTS = (
-    "none", "unit_interval", "symmetric", "sigmoid", "tanh", "cosine", "sum_to_one", "unit_sphere", "spherical",
+    "auto", "none", "unit_interval", "symmetric", "sigmoid", "tanh", "cosine", "sum_to_one", "unit_sphere", "spherical",
 )  # fmt: skip
 EVIDENCE = ("evidence", "prefix_evidence")
 MIXTURES = ("confidence", "entropy")
@@ -60,8 +60,9 @@ class MaskConfig(_Json):
             (``"output"``) or element (``"element"``). Vectors (biases, norms) have one value an element unless
             ``"scalar"``. An embedding is read as the output head it may be tied to: ``"input"`` is one value for each
             hidden feature, ``"output"`` one for each token.
-        constraint: What the K values at a place must satisfy: ``"none"``, ``"unit_interval"`` (each in 0..1),
-            ``"symmetric"`` (each in -1..1), ``"sum_to_one"``, ``"unit_sphere"`` (squares sum to one); or functions of
+        constraint: What the K values at a place must satisfy. ``"auto"`` is ``"sum_to_one"``, or over a base
+            ``"none"``: free masks over whole weights also scale what the components have in common. ``"unit_interval"``
+            (each in 0..1), ``"symmetric"`` (each in -1..1), ``"unit_sphere"`` (squares sum to one); or functions of
             what is trained: ``"sigmoid"``, ``"tanh"``, ``"cosine"``, and ``"spherical"`` (the coefficients of spherical
             interpolation between two components, by their weights' angle). See `constrain`.
         modules: Patterns of module names, as ``("model.layers.*.mlp.*",)``: masks over the others keep their initial
@@ -80,10 +81,20 @@ class MaskConfig(_Json):
 
     mode: str = "accurate"
     granularity: str = "input"
-    constraint: str = "none"
+    constraint: str = "auto"
     modules: tuple[str, ...] | None = None
     initial: float | str = "average"
     seed: int = 0
+
+    def resolved(self, *, over_base: bool) -> Self:
+        """With the constraint that ``"auto"`` stands for.
+
+        Args:
+            over_base: Masks lie over differences from a base.
+        """
+        if self.constraint != "auto":
+            return self
+        return replace(self, constraint="none" if over_base else "sum_to_one")
 
     def __post_init__(self) -> None:
         _one_of("MaskConfig", "mode", self.mode, MODES)

@@ -108,7 +108,13 @@ def unconstrain(masks: Tensor, constraint: str) -> Tensor:
     tensor([0.9000, 0.1000])
     """
     if constraint == "sum_to_one":
-        return (masks - (masks.sum(0, keepdim=True) - 1) / masks.shape[0])[1:]
+        sums = masks.sum(0)
+        if bool(((sums - 1).abs() > 1e-4).any()):
+            raise ValueError(
+                f"MaskConfig: masks begin with sums of {float(sums.min()):g} to {float(sums.max()):g}; constraint "
+                "'sum_to_one' needed 1; name another, as 'none', or lay masks over a base"
+            )
+        return masks[1:]
     if constraint == "spherical":
         if len(masks) != 2:
             raise ValueError(f"MaskConfig: constraint 'spherical' is between 2 components, here are {len(masks)}")

@@ -69,7 +69,8 @@ class MaskedLayer(nn.Module):
         count = len(components)
         if count < (2 if base is None else 1):
             raise ValueError(f"{type(self).__name__}: got {count} components, needed at least 2, or a base and 1")
-        self.config, self.selection = config or MaskConfig(), selection or Selection()
+        self.config = (config or MaskConfig()).resolved(over_base=base is not None)
+        self.selection = selection or Selection()
         if self.config.constraint == "spherical" and base is not None:
             raise ValueError(f"{type(self).__name__}: constraint 'spherical' is between two weights, not over a base")
         self.over_base = base is not None
@@ -228,7 +229,7 @@ class AccurateMaskedLinear(MaskedLayer):
     In evaluation it gives the bits of a stock layer with the baked weight.
 
     >>> layer = AccurateMaskedLinear([nn.Linear(4, 3), nn.Linear(4, 3)])
-    >>> layer(torch.zeros(5, 4)).shape, layer.masks["weight"].shape
+    >>> layer(torch.zeros(5, 4)).shape, layer.mask("weight").shape
     (torch.Size([5, 3]), torch.Size([2, 1, 4]))
     """
 

@@ -135,7 +135,8 @@ def train_layerwise(
 
     Source: after ProDistill (arXiv 2502.12706), which learns element masks over task vectors so.
     """
-    config, training = masks or MaskConfig(), training or LayerwiseTraining()
+    config = (masks or MaskConfig()).resolved(over_base=base is not None)
+    training = training or LayerwiseTraining()
     if isinstance(paths, (str, Path)) or isinstance(data, (str, Path)) or len(data) != len(paths):
         raise ValueError(f"train_layerwise: {len(paths)} components, data for {len(data)}; needed data for each")
     if len(paths) < (2 if base is None else 1):

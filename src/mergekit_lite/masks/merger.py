@@ -44,7 +44,7 @@ class Merger(MaskedModel):
     >>> merger = Merger([GPT2LMHeadModel(tiny), GPT2LMHeadModel(tiny)], MaskConfig(granularity="scalar"))
     >>> merger(input_ids=torch.tensor([[1, 2]])).logits.shape
     torch.Size([1, 2, 11])
-    >>> merger.masks()["transformer.h.0.attn.c_attn.weight"].flatten().tolist()
+    >>> merger.effective_masks()["transformer.h.0.attn.c_attn.weight"].flatten().tolist()
     [0.5, 0.5]
     """
 
@@ -95,7 +95,8 @@ class Merger(MaskedModel):
         begun = replace(settings, initial="average") if masks is not None else settings  # its recipe may be gone
         above = {} if base is None else {"base": models.pop()}
         merger = cls(models, begun, labels=labels, strict=strict, **above)
-        merger.mask_config, merger.sources = settings, [stored_as(label) for label in labels]
+        merger.mask_config = settings.resolved(over_base=base is not None)
+        merger.sources = [stored_as(label) for label in labels]
         if masks is not None:
             merger.load_masks(masks)
         return merger

@@ -45,7 +45,8 @@ class MaskedModel(nn.Module):
         strict: bool = True,
     ):
         super().__init__()
-        self.mask_config, self.count, self.over_base = config or MaskConfig(), len(models), base is not None
+        self.count, self.over_base = len(models), base is not None
+        self.mask_config = (config or MaskConfig()).resolved(over_base=self.over_base)
         models = [without_adapter(model) for model in (models if base is None else [*models, base])]
         labels = labels or [m.config.name_or_path or f"model {k}" for k, m in enumerate(models)]
         self.labels = list(labels)

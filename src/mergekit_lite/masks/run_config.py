@@ -41,8 +41,7 @@ class MaskRun:
         data: Each task's.
         base: What the components were tuned from: masks lie over differences from it; methods of ``compare`` may need
             it, too.
-        masks: Fields of `MaskConfig`; without a base the constraint is ``"sum_to_one"`` where none is named: free masks
-            also scale what the components have in common.
+        masks: Fields of `MaskConfig`.
         kl: Fields of `KLConfig`.
         training: Fields of `TrainingArguments`; by default 300 steps of 8 examples at a rate of 3e-2.
         compare: Methods of `merge_models` that stand beside in the table; default: linear and regmean, or over a base
@@ -60,7 +59,7 @@ class MaskRun:
     components: tuple[str, ...]
     data: tuple[TaskData, ...]
     base: str | None = None
-    masks: MaskConfig = field(default_factory=lambda: MaskConfig(constraint="sum_to_one"))
+    masks: MaskConfig = field(default_factory=MaskConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     training: Mapping[str, Any] = field(default_factory=dict)
     compare: tuple[str, ...] | None = None
@@ -85,9 +84,8 @@ class MaskRun:
             raise ValueError(f"{path}: holds a {type(values).__name__}, needed components, data, masks, ...")
         _known(str(path), values, [f.name for f in fields(cls)], needed=("components", "data"))
         given: dict[str, Any] = dict(values)
-        usual_masks = {} if given.get("base") is not None else {"constraint": "sum_to_one"}
-        for name, kind, usual in (("masks", MaskConfig, usual_masks), ("kl", KLConfig, {})):
-            given[name] = _built(f"{path}: {name}", kind, _numbers(given.get(name, {})), usual)
+        for name, kind in (("masks", MaskConfig), ("kl", KLConfig)):
+            given[name] = _built(f"{path}: {name}", kind, _numbers(given.get(name, {})))
         if not isinstance(given.get("training", {}), Mapping):
             raise ValueError(f"{path}: training is {given['training']!r}, needed fields of TrainingArguments")
         given["training"] = _numbers(given.get("training", {}))
@@ -154,11 +152,11 @@ def _numbers(values: Any) -> Any:
     return found
 
 
-def _built(where: str, kind: Any, values: Any, usual: Mapping[str, Any]) -> Any:
+def _built(where: str, kind: Any, values: Any) -> Any:
     if not isinstance(values, Mapping):
         raise ValueError(f"{where} is {values!r}, needed fields of {kind.__name__}")
     _known(where, values, [f.name for f in fields(kind)])
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in {**usual, **values}.items()})
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
 def _task(where: str, index: int, entry: Any) -> TaskData:

@@ -34,7 +34,9 @@ def pair(kind, folder, dtype=torch.float32, count=2):
 
 
 def open_merger(paths, kind="gpt2", **config):
-    return Merger.from_pretrained(paths, auto_class=auto_class(kind), **{"initial": "random"} | config).eval()
+    return Merger.from_pretrained(
+        paths, auto_class=auto_class(kind), **{"initial": "random", "constraint": "none"} | config
+    ).eval()
 
 
 def logits(model):
@@ -83,7 +85,7 @@ def test_efficient_and_auto_differ_from_accurate_by_rounding_alone(kind, tmp_pat
 def test_gradients_of_masks_are_those_of_the_dense_merge(kind, tmp_path):
     """Against autograd through functional_call on Σ m_k W_k of whole state dicts."""
     models = [tiny(kind, seed) for seed in range(2)]
-    merger = Merger(models, MaskConfig(initial="random", granularity="input"))
+    merger = Merger(models, MaskConfig(initial="random", granularity="input", constraint="none"))
     masks = merger.masks()
     (merger(input_ids=IDS).logits.float().square().sum()).backward()
     leaves = {n: m.detach().clone().requires_grad_() for n, m in masks.items()}
@@ -107,9 +109,9 @@ def test_what_is_masked_and_what_is_trainable():
     assert merger.model.lm_head.masks["weight"] is masks["model.embed_tokens.weight"]
     stock = dict(tiny("llama-tied").named_parameters())
     assert list(masks) == list(stock)
-    assert "input masks: weight [2, 1, 16]" in repr(merger.model.model.layers[0].self_attn.q_proj)
+    assert "input masks: weight [1, 1, 16]" in repr(merger.model.model.layers[0].self_attn.q_proj)
     experts = Merger([tiny("mixtral", seed) for seed in range(2)], MaskConfig(granularity="output")).masks()
-    assert experts["model.layers.0.mlp.experts.down_proj"].shape == (2, 3, 16, 1)
+    assert experts["model.layers.0.mlp.experts.down_proj"].shape == (1, 3, 16, 1)  # the first is what is left of 1
 
 
 def test_models_are_shared_and_not_changed():
@@ -202,7 +204,7 @@ def test_baking_reads_the_components_files_in_blocks_and_keeps_what_lies_beside(
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "llama"
     assert {fact.method for fact in report.tensors} == {"linear"}  # it went through the engine, tensor by tensor
-    in_memory = Merger([tiny("llama", seed) for seed in range(2)], MaskConfig(initial="random"))
+    in_memory = Merger([tiny("llama", seed) for seed in range(2)], merger.mask_config)
     in_memory.bake(tmp_path / "memory", progress=False)
     a, b = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / n) for n in ("out", "memory"))
     assert torch.equal(logits(a), logits(b))
@@ -304,17 +306,30 @@ INITIAL = {"average": 0.5, 0.25: 0.25, "component:1": None, "random": None}
 @pytest.mark.parametrize("initial", INITIAL)
 def test_initial_masks(initial, tmp_path):
     models = [tiny("gpt2", seed) for seed in range(2)]
-    merger = Merger(models, MaskConfig(initial=initial)).eval()
+    merger = Merger(models, MaskConfig(initial=initial, constraint="none")).eval()
     mask = merger.masks()["transformer.h.1.mlp.c_proj.weight"]
     if INITIAL[initial] is not None:
         assert (mask == INITIAL[initial]).all()
     elif initial == "random":
         torch.testing.assert_close(mask.sum(0), torch.ones_like(mask[0]))
         assert mask.std() > 0.1
-        again = Merger(models, MaskConfig(initial=initial)).masks()["transformer.h.1.mlp.c_proj.weight"]
+        again = Merger(models, MaskConfig(initial=initial, constraint="none")).masks()[
+            "transformer.h.1.mlp.c_proj.weight"
+        ]
         assert torch.equal(mask, again)
     else:
         assert torch.equal(logits(merger), logits(models[1]))
+
+
+def test_masks_sum_to_one_unless_told_otherwise():
+    models = [tiny("gpt2", seed) for seed in range(2)]
+    merger = Merger(models, MaskConfig(initial="random"))
+    assert merger.mask_config.constraint == "sum_to_one"
+    for masks in merger.effective_masks().values():
+        torch.testing.assert_close(masks.sum(0), torch.ones_like(masks[0]))
+    assert Merger(models[:1], base=models[1]).mask_config.constraint == "none"
+    with pytest.raises(ValueError, match=r"sums of 0.5 to 0.5; constraint 'sum_to_one' needed 1"):
+        Merger(models, MaskConfig(initial=0.25))
 
 
 @pytest.mark.parametrize("method", ["linear", "task_arithmetic"])
@@ -459,7 +474,8 @@ def test_a_mask_far_outside_its_bounds_comes_back(constraint):
 
 def test_report_and_heat_map(tmp_path):
     pytest.importorskip("matplotlib")
-    merger = Merger([tiny("llama", seed) for seed in range(2)], labels=["models/a", "models/b"])
+    config = MaskConfig(constraint="none")
+    merger = Merger([tiny("llama", seed) for seed in range(2)], config, labels=["models/a", "models/b"])
     with torch.no_grad():
         merger.masks()["model.layers.1.mlp.up_proj.weight"][0] = 0.9
     report = merger.report()
@@ -659,7 +675,7 @@ def test_a_layer_alone_refuses_too():
     [
         ({"mode": "fast"}, "needed one of accurate"),
         ({"granularity": "row"}, "needed one of scalar"),
-        ({"constraint": "01"}, "needed one of none"),
+        ({"constraint": "01"}, "needed one of auto"),
         ({"mode": "efficient", "granularity": "element"}, "cannot do granularity 'element'"),
         ({"initial": "half"}, "needed a number, average"),
         ({"initial": "component:"}, "needed a number, average"),

@@ -74,7 +74,7 @@ def test_a_run_over_a_base_compares_with_methods_that_need_one(config, tmp_path)
     values = config | {"base": "base", "compare": ["task_arithmetic", "ties", "linear"], "masks": {}}
     (tmp_path / "run.yml").write_text(yaml.safe_dump(values))
     run = MaskRun.from_yaml("run.yml")
-    assert run.masks.constraint == "none"
+    assert run.masks.constraint == "auto"
     report = run_masks(run, "merged", progress=False)
     assert list(report.losses) == ["model0", "model1", "base", "task_arithmetic", "ties", "linear", "masks"]
     collator = MaskCollator(pad_token_id=0)

@@ -14,7 +14,6 @@ from tests.benchmarks import (
     lora_linear,
     lora_recipes,
     lora_step,
-    mask_ablation,
     mask_depth,
     mask_instructions,
     mask_step,
@@ -42,7 +41,6 @@ GATES = {
     "mask_step": [f"{MASKS}/test_training.py", "-k", "dense_one"],
     "mask_depth": [f"{MASKS}/test_layerwise.py", "-k", "baked"],
     "mask_instructions": [f"{MASKS}/test_low_rank.py"],
-    "mask_ablation": [f"{MASKS}/test_merger.py", "-k", "baked"],
     "kron_linear": [f"{KRONECKER}/test_functional.py"],
     "kron_model": [f"{KRONECKER}/test_convert.py", "-k", "all_terms or golden"],
     "kron_starts": [f"{KRONECKER}/test_init.py"],
@@ -66,7 +64,6 @@ SCRIPTS = {
     "mask_step": mask_step.main,
     "mask_depth": mask_depth.main,
     "mask_instructions": mask_instructions.main,
-    "mask_ablation": mask_ablation.main,
     "kron_linear": kron_linear.main,
     "kron_model": kron_model.main,
     "kron_starts": kron_starts.main,
@@ -104,7 +101,7 @@ def main() -> None:
     write_page()
     write_memory_account()
     write_depth_account()
-    tabled = (mask_ablation, kron_starts, kron_ablation, thinker_accuracy, thinker_ablation, thinker_step)
+    tabled = (mask_instructions, kron_starts, kron_ablation, thinker_accuracy, thinker_ablation, thinker_step)
     for script in (*tabled, lora_linear, lora_step, lora_recipes, pairwise_step, pairwise_trial):
         script.write_table()
     write_readme_table()

@@ -6,9 +6,9 @@ Data      *.json in --data: lists of {"instruction", "input", "output"}, as Alpa
 Time      two hours on 2 CPU cores; a row that is done is kept in OUT/rows, and the same command goes on
 Result    nats a token of held-out answers of each kind; then a few answers. Our run's table is in docs/masks.md
 
-The kinds: editing a text that is given, and writing one that is asked for. A specialist is tuned on each, and each must
-be better than the other on its own kind, or there is nothing to merge. Formulas' weights are chosen on training
-examples. Masks, and all weights, learn by the same divergence, from the same examples, in as many steps.
+The kinds, by an instruction's first word: editing a text, and writing one (rows without input). A specialist is tuned
+on each, and each must be better than the other on its own kind, or there is nothing to merge. Formulas' weights are
+chosen on training examples. Masks, and all weights, learn by one divergence, from the same examples, in as many steps.
 """
 
 import argparse
@@ -47,8 +47,8 @@ def masks(trial: Trial, seed: int, rate: float, *, coefficients: str = "evidence
         train_dataset=TaskMixture(trial.train, weights="tokens", seed=seed), data_collator=trial.collator,
     )  # fmt: skip
     run(trainer)
-    if not options and seed == 0:
-        merger.save_masks(trial.out / f"masks, {coefficients}.safetensors")
+    if coefficients == "evidence" and not options and seed == 0:
+        merger.save_masks(trial.out / "masks, evidence.safetensors")
     return merger.eval().fold_()
 
 
@@ -129,7 +129,8 @@ def learnt(trial: Trial) -> None:
     for name, make in ways.items():
         seeds = 1 if "whole" in name else trial.seeds
         rows[name] = [trial.row(f"{name}, seed {s}", lambda m=make, s=s: m(s)) for s in range(seeds)]
-    print("\nmeans over seeds; how far the means of seeds are apart")
+    if trial.seeds > 1:
+        print("\nmeans over seeds; how far the means of seeds are apart")
     for name, own in rows.items():
         found = [row for row in own if row is not None]
         if len(found) > 1:
@@ -167,7 +168,7 @@ def main() -> None:
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*is deprecated.*")  # transformers' and peft's own affair
     if not any(given.data.glob("*.json")):
-        print(f"skipped: {given.data} holds no *.json of instructions; name a folder that does with --data")
+        print(f"skipped: {given.data} is no folder with *.json of instructions; name one with --data")
         return
     if not (given.model / "config.json").is_file():
         print(f"skipped: {given.model} is no model; run `make real`, or name one with --model")

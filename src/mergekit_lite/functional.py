@@ -141,11 +141,13 @@ def merge_models(
     if calibration is not None or method in CALIBRATED:
         extra = {"base_model": base_model, "out_dtype": out_dtype, "allow_pickle": allow_pickle}
         extra |= {"device": None if str(device) == "cpu" else device}  # blocks run on the CPU
-        if isinstance(models, MergeRecipe) or any(extra.values()) or out is None or calibration is None:
-            raise ValueError(
-                f"merge_models: {method} needed a list of models, calibration for each and out, and none of "
-                f"{', '.join(extra)}"
-            )
+        if method is not None and method not in CALIBRATED:
+            raise ValueError(f"merge_models: {method!r} is no method with calibration: {', '.join(CALIBRATED)}")
+        if isinstance(models, MergeRecipe) or out is None or calibration is None:
+            lost = "a list of models" if isinstance(models, MergeRecipe) else "out" if out is None else "calibration"
+            raise ValueError(f"merge_models: {method} needed {lost}: models in a list, calibration for each, and out")
+        if odd := [name for name, value in extra.items() if value]:
+            raise ValueError(f"merge_models: {method} has no {odd[0]}; needed none of {', '.join(extra)}")
         chosen = {"threads": threads, "device": device, "impl": impl, "seed": seed, "max_shard_size": max_shard_size}
         chosen |= {"dtype": dtype, "progress": progress, "resume": resume, "trust_remote_code": trust_remote_code}
         return _merge_calibrated(models, method or CALIBRATED[0], calibration, out, parameters, chosen)

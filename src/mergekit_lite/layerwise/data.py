@@ -34,7 +34,7 @@ def calibration_batches(data: Any, source: Source, *, batch_size: int, max_lengt
         names = ", ".join(map(str, data))
         raise ValueError(f"calibration of {source.label} is a mapping of {names}; needed rows, or input_ids")
     is_file = isinstance(data, (str, Path))
-    if not is_file and not isinstance(data, Iterable):
+    if not is_file and not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         raise ValueError(f"calibration of {source.label}: is {data!r}; needed a file, rows, examples or batches")
     rows: list[Any] = [] if is_file else list(data)
     if not is_file and not rows:

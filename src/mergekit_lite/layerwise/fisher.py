@@ -71,9 +71,9 @@ def merge_by_information(weights: Sequence[Tensor], information: Sequence[Tensor
 
     Source: Matena and Raffel, arXiv 2111.09832.
 
-    >>> merge_by_information([torch.tensor([1.0, 1.0])] + [torch.tensor([3.0, 3.0])], [torch.tensor([3.0, 0.0]),
-    ...     torch.tensor([1.0, 0.0])], [0.5, 0.5]).tolist()
-    [1.5, 2.0]
+    >>> weights, information = torch.tensor([[1.0, 1.0], [3.0, 3.0]]), torch.tensor([[3.0, 0.0], [1.0, 0.0]])
+    >>> merge_by_information(list(weights), list(information), [0.5, 0.5]).float()
+    tensor([1.5000, 2.0000])
     """
     floor = _FLOOR * torch.stack([f.double().mean() for f in information]).mean().clamp_min(1e-30)
     parts = [s * (f.double() + floor) for s, f in zip(shares, information, strict=True)]

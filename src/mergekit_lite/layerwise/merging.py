@@ -46,7 +46,9 @@ def merged_source(
     Raises:
         ValueError: Numbers of models and data that differ; models that do not fit each other; no data.
     """
-    if len(models) < 2 or isinstance(calibration, (str, Path)) or len(calibration) != len(models):
+    if isinstance(calibration, (str, Path)):
+        raise ValueError(f"merge_models: calibration is {str(calibration)!r}; needed a list, each model's data")
+    if len(models) < 2 or len(calibration) != len(models):
         raise ValueError(
             f"merge_models: {len(models)} models, calibration for {len(calibration)}; needed two or more, and for each "
             "its data"

@@ -156,7 +156,10 @@ def _shares(
         fixed = torch.tensor([s / sum(shares) for s in shares], device=where.device)
         return fixed.expand(places[0].numel(), -1)
     if task is None:
-        raise ValueError("Merger.distill: coefficients 'task' need a task for each example; none came")
+        raise ValueError(
+            "Merger.distill: coefficients 'task' need a task for each example (see "
+            "TaskMixture), and none came; 'evidence' needs none"
+        )
     if task.is_floating_point() or task.dtype == torch.bool or task.shape not in (where.shape[:1], where.shape):
         raise ValueError(
             f"Merger.distill: task is {list(task.shape)} {task.dtype}; needed whole numbers of shape "

@@ -115,8 +115,8 @@ def train_layerwise(
     """Learn masks block by block, and write the merged model, without a whole model in memory at any time.
 
     Masks outside the blocks (embeddings, the last norm, the head) keep their initial values. The folder ``OUT.masks``
-    then holds the masks, from which ``Merger.from_pretrained(..., masks="OUT.masks")`` goes on. An interrupted run
-    goes on at its block, by the same command.
+    then holds the masks, from which ``Merger.from_pretrained(paths, base=base, masks="OUT.masks")`` goes on. An
+    interrupted run goes on at its block, by the same command.
 
     Args:
         paths: Components: folders, hub ids, ``"model+adapter"``.
@@ -137,7 +137,10 @@ def train_layerwise(
     """
     config = (masks or MaskConfig()).resolved(over_base=base is not None)
     training = training or LayerwiseTraining()
-    if isinstance(paths, (str, Path)) or isinstance(data, (str, Path)) or len(data) != len(paths):
+    for name, given in (("paths", paths), ("data", data)):
+        if not isinstance(given, (list, tuple)):
+            raise ValueError(f"train_layerwise: {name} is a {type(given).__name__}; needed a list, one a component")
+    if len(data) != len(paths):
         raise ValueError(f"train_layerwise: {len(paths)} components, data for {len(data)}; needed data for each")
     if len(paths) < (2 if base is None else 1):
         raise ValueError(f"train_layerwise: {len(paths)} component; needed at least two, or one and a base")

@@ -123,8 +123,11 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
 def _refuse_method(name: str, run: MaskRun) -> None:
     """Refuse a method of ``compare`` that could not run once masks are trained."""
     if name in CALIBRATED:
-        if len(run.components) < 2:
-            raise ValueError(f"masks: compare has {name}, which needs two components; name other methods")
+        idle = [k for k in range(len(run.components)) if k not in {data.component for data in run.data}]
+        if len(run.components) < 2 or idle:
+            raise ValueError(
+                f"masks: compare has {name}, which needs two components, and data of each; name other methods"
+            )
         return
     method = get_method(name)
     if method.base == "required" and run.base is None:

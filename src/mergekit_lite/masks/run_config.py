@@ -102,7 +102,8 @@ class MaskRun:
         """What ``compare`` says, or by default."""
         if self.compare is not None:
             return self.compare
-        several = ("linear", "regmean") if len(self.components) > 1 else ()
+        followed = len({data.component for data in self.data}) == len(self.components)
+        several = ("linear", *(("regmean",) if followed else ())) if len(self.components) > 1 else ()
         return several if self.base is None else (*several, "task_arithmetic")
 
     def __post_init__(self) -> None:
@@ -116,8 +117,9 @@ class MaskRun:
                 f"MaskRun: {len(self.components)} components and {len(self.data)} tasks{wrong}; needed two components "
                 "or more (one over a base), and data that follow them"
             )
-        if not all(isinstance(c, str) for c in (*self.components, *self.methods)):
-            raise ValueError(f"MaskRun: components {self.components}, compare {self.methods}; needed names")
+        for name, values in (("components", self.components), ("compare", self.methods)):
+            if odd := [value for value in values if not isinstance(value, str)]:
+                raise ValueError(f"MaskRun: {name} has {odd[0]!r}; needed names, without parameters")
         for name, low in (("max_length", 2), ("seed", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:

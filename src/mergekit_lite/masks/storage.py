@@ -85,7 +85,7 @@ def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
     metadata, dtype, masks = _metadata(path), str(merger.model.dtype), merger.masks()
     theirs, names = json.loads(metadata["sha256"]), json.loads(metadata["components"])
     if json.loads(metadata["over_base"]) != merger.over_base or len(theirs) != len(merger.labels):
-        of = ["", ", the last a base"]
+        of = [" (no base)", ", the last a base (base=...)"]
         raise ValueError(
             f"load_masks: {path} is for {len(theirs)} models{of[json.loads(metadata['over_base'])]}; this merger has "
             f"{len(merger.labels)}{of[merger.over_base]}"

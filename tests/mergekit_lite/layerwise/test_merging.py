@@ -230,8 +230,9 @@ def test_weights_in_bfloat16_are_rounded_once(tmp_path):
     ("options", "message"),
     [
         ({"calibration": DATA[:1]}, "2 models, calibration for 1"),
-        ({"calibration": None}, "regmean needed a list of models, calibration for each and out"),
-        ({"calibration": DATA, "base_model": "x"}, "and none of base_model"),
+        ({"calibration": None}, "regmean needed calibration: models in a list"),
+        ({"calibration": "rows.json"}, "calibration is 'rows.json'; needed a list"),
+        ({"calibration": DATA, "base_model": "x"}, "regmean has no base_model"),
         ({"calibration": DATA, "reduce": 2.0}, "reduce is 2.0, needed 0 to 1"),
         ({"calibration": DATA, "weight": [1.0]}, r"weight is \(1.0,\), needed 2 numbers"),
         ({"calibration": DATA, "density": 0.5}, "unexpected keyword argument 'density'"),
@@ -239,7 +240,7 @@ def test_weights_in_bfloat16_are_rounded_once(tmp_path):
         ({"calibration": [[{"input_ids": []}], DATA[1]]}, "has no token; needed one or more"),
         ({"calibration": [[torch.ones(3).long()], DATA[1]]}, r"calibration: a tensor is \[3\]"),
         ({"calibration": [{"train": ["a"]}, DATA[1]]}, "is a mapping of train; needed rows, or input_ids"),
-        ({"calibration": DATA, "device": "cuda"}, "and none of base_model, out_dtype, allow_pickle, device"),
+        ({"calibration": DATA, "device": "cuda"}, "regmean has no device; needed none of base_model, out_dtype"),
     ],
 )
 def test_bad_input_is_refused(options, message, tmp_path):

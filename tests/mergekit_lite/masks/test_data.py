@@ -99,6 +99,7 @@ def test_a_stream_trains(tmp_path):
     ("call", "message"),
     [
         (lambda: TaskMixture([numbered(2)], weights=[1, 1]), "needed 1 numbers from 0"),
+        (lambda: TaskMixture(["rows.json", numbered(2)]), "'rows.json' is no data set; needed examples"),
         (lambda: TaskMixture([numbered(2), []], weights=[1, 1]), "component 1 has weight 1 and no examples"),
         (lambda: TaskMixture([numbered(2)], weights=[0]), "not all 0"),
         (lambda: TaskMixture([numbered(2)], weights=[float("nan")]), r"weights are \[nan\]"),

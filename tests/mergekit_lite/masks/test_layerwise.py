@@ -153,6 +153,7 @@ def test_the_error_of_a_token_is_relative_and_padding_has_none():
 BAD = {
     "2 components, data for 1": {"data": DATA[:1]},
     "1 component; needed": {"paths": 1, "data": DATA[:1]},
+    "data is a tuple_iterator": {"data": iter(())},
     "steps is 0": {"training": {"steps": 0}},
     "learning_rate is -1": {"training": {"learning_rate": -1}},
     "batch_size is 2.5": {"training": {"batch_size": 2.5}},

@@ -177,9 +177,9 @@ def test_masks_over_a_base_and_over_weights_are_told_apart(tmp_path):
     path = merger.save_masks(tmp_path / "m.safetensors")
     again = Merger.from_pretrained(paths, base=base, masks=path)
     assert all(torch.equal(mask, again.masks()[name]) for name, mask in merger.masks().items())
-    with pytest.raises(ValueError, match="for 3 models, the last a base; this merger has 2"):
+    with pytest.raises(ValueError, match=r"for 3 models, the last a base \(base=...\); this merger has 2"):
         Merger.from_pretrained(paths, masks=path)
-    with pytest.raises(ValueError, match="for 3 models, the last a base; this merger has 3"):
+    with pytest.raises(ValueError, match=r"for 3 models, the last a base \(base=...\); this merger has 3"):
         Merger.from_pretrained([*paths, base], masks=path)
 
 

@@ -86,6 +86,14 @@ def test_a_run_over_a_base_compares_with_methods_that_need_one(config, tmp_path)
         MaskRun.from_yaml("run.yml")
 
 
+def test_a_component_without_data_is_found_before_training(config, tmp_path):
+    values = {k: v for k, v in config.items() if k != "compare"} | {"data": ["task0.jsonl"]}
+    (tmp_path / "run.yml").write_text(yaml.safe_dump(values))
+    assert MaskRun.from_yaml("run.yml").methods == ("linear",)
+    with pytest.raises(ValueError, match="compare has regmean, which needs two components, and data of each"):
+        run_masks(MaskRun(**{**vars(MaskRun.from_yaml("run.yml")), "compare": ("regmean",)}), "merged", progress=False)
+
+
 def test_one_component_over_a_base_has_a_run_of_its_own(config, tmp_path):
     save(tiny("llama", 7), tmp_path / "base")
     values = {k: v for k, v in config.items() if k != "compare"}
@@ -180,7 +188,7 @@ def test_components_of_one_name_have_rows_of_their_own(config, tmp_path):
         ({"max_length": 1.5}, "max_length is 1.5"),
         ({"dtype": "bf16"}, "dtype is 'bf16'"),
         ({"data": [{"files": 5}, "task1.jsonl"]}, "files of entry 0 are 5"),
-        ({"compare": [3]}, "needed names"),
+        ({"compare": [{"method": "ties"}]}, "compare has {'method': 'ties'}; needed names"),
         ({"compare": ["slerp"]}, "compare has slerp, which needs"),
         (
             {"components": ["model0"], "data": ["task0.jsonl"], "base": "model1"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
@@ -111,6 +112,10 @@ def _of_components(operation: str, datasets: Any) -> list[list[Any]]:
     """For each component a list of data sets."""
     if isinstance(datasets, Mapping):
         raise ValueError(f"{operation}: datasets is a mapping, needed a list in the order of the components")
+    if odd := [d for d in datasets if isinstance(d, (str, Path))]:
+        raise ValueError(
+            f"{operation}: {str(odd[0])!r} is no data set; needed examples, as TextExamples(file, tokenizer)"
+        )
     return [list(d) if isinstance(d, (list, tuple)) and d and not isinstance(d[0], Mapping) else [d] for d in datasets]
 
 

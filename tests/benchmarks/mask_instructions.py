@@ -56,11 +56,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu", help="not looked at: what is measured are losses")
     parser.add_argument("--out", type=Path, default=WORK, help="folder of what is done")
     parser.add_argument("--model", type=Path, default=ROOT / "build" / "real" / "smollm2")
+    parser.add_argument("--collect", action="store_true", help="run nothing: take the rows that are there")
     options = parser.parse_args(arguments)
-    data = os.environ.get("MODEL_COMPONENTS_DATA", str(ROOT.parent / "shared" / "data"))
-    command = [sys.executable, str(ROOT / "examples" / "train_masks_on_instructions.py")]
-    command += ["--out", str(options.out), "--model", str(options.model), "--data", data]
-    subprocess.run(command, check=True, cwd=ROOT / "examples", env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if not options.collect:
+        run(options)
     rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((options.out / "rows").glob("*.json"))]
     if not rows:
         print("no rows: the model or the data are absent")
@@ -70,6 +69,14 @@ def main(arguments: list[str] | None = None) -> None:
     told |= {"kinds": ["edit", "compose"], "rows": kept}
     FOUND.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     write_table()
+
+
+def run(options: argparse.Namespace) -> None:
+    """The example's own command."""
+    data = os.environ.get("MODEL_COMPONENTS_DATA", str(ROOT.parent / "shared" / "data"))
+    command = [sys.executable, str(ROOT / "examples" / "train_masks_on_instructions.py")]
+    command += ["--out", str(options.out), "--model", str(options.model), "--data", data]
+    subprocess.run(command, check=True, cwd=ROOT / "examples", env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,14 @@ from torch import Tensor
 
 from model_components._folders import new_file
 
-from ..dtypes import Array, byte_view, from_torch, stored_of, tensor_of
-from ..files import CheckpointError, DictSource, LoraSource, Source, TensorInfo, open_source
+from ..dtypes import tensor_of
+from ..files import CheckpointError, DictSource, LoraSource, Source, open_source
 from ..functional import merge_models
 from ..report import MergeReport
 from .config import MaskConfig
 from .layers import MaskedLayer
 from .low_rank import LowRankLinear, LowRankMaskedLinear
+from .masked_source import MaskedSource
 from .model import MaskedModel, StoredAs
 
 _FORMAT = "mergekit_lite masks 1"
@@ -116,86 +115,6 @@ def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
                 f"load_masks: {name} in {path} is {list(values.shape)} or not finite, needed {list(masks[name].shape)}"
             )
     return loaded
-
-
-class MaskedSource:
-    """A component times its mask, as a source of a linear merge: products in float32, the sum's terms.
-
-    Args:
-        inner: The component's tensors.
-        k: Which component it is.
-        masks: All masks, (K, broadcasts over the tensor), on the CPU.
-        dtypes: What the merger holds, and in which dtype. Other tensors are left out.
-        rounds: Whether values are rounded to that dtype first, as where the merger holds whole weights.
-        lone: Give float tensors that have no mask as they are; one source of a merge does.
-    """
-
-    def __init__(
-        self,
-        inner: Source,
-        k: int,
-        masks: Mapping[str, Tensor],
-        dtypes: Mapping[str, torch.dtype],
-        *,
-        rounds: Callable[[str], bool],
-        lone: bool,
-    ):
-        self._inner, self._k, self._masks, self._rounds, self._lone = inner, k, masks, rounds, lone
-        self.label = f"{inner.label} x mask {k}"
-        self.config, self.folder = inner.config, inner.folder
-        self._dtypes = dtypes
-        self.tensors = {
-            name: TensorInfo(name, info.shape, dtype, info.file, info.start)
-            for name, info in inner.tensors.items()
-            if name in dtypes and (dtype := from_torch(dtypes[name])) is not None
-        }
-
-    def read(self, name: str, start: int, stop: int) -> Array:
-        """Elements ``start`` to ``stop`` of mask times weight, float32 or better; integers as they are."""
-        stored, info = self._inner.read(name, start, stop), self.tensors[name]
-        if not info.dtype.is_floating_point:
-            return stored
-        work = torch.float64 if info.dtype.name == "float64" else torch.float32
-        values = tensor_of(stored)
-        values = values.to(self._dtypes[name]).to(work) if self._rounds(name) else values.to(work)
-        if name in self._masks:
-            values = values * stretch(self._masks[name][self._k], info.shape, start, stop)
-        elif not self._lone:
-            values = torch.zeros_like(values)
-        return stored_of(values.contiguous())
-
-    def read_into(self, name: str, start: int, out: Array) -> bool:
-        """False: what is read here is wider than what is stored."""
-        return False
-
-    def prefetch(self, name: str) -> None:
-        """As the component does."""
-        self._inner.prefetch(name)
-
-    def fingerprint(self) -> Any:
-        """The component's, and the masks' values."""
-        digest = hashlib.sha256()
-        for name in sorted(self._masks):
-            digest.update(name.encode() + byte_view(stored_of(self._masks[name][self._k].contiguous())))
-        return [self._inner.fingerprint(), digest.hexdigest()]
-
-
-def stretch(mask: Tensor, shape: Sequence[int], start: int, stop: int) -> Tensor:
-    """Elements ``start`` to ``stop`` of a mask that is broadcast to ``shape`` and flattened.
-
-    >>> stretch(torch.tensor([[1.0, 2.0, 3.0]]), (2, 3), 1, 5)
-    tensor([2., 3., 1., 2.])
-    """
-    if not shape:
-        return mask.expand(1)[start:stop]
-    columns = shape[-1]
-    first, last = start // columns, math.ceil(stop / columns)
-    index, rows = [], torch.arange(first, last)
-    for size, own in zip(reversed(shape[:-1]), reversed(mask.shape[:-1]), strict=True):
-        index.insert(0, rows % size if own > 1 else torch.zeros_like(rows))
-        rows = rows // size
-    held = (mask[tuple(index)] if index else mask[None]).expand(last - first, columns)
-    return held.reshape(-1)[start - first * columns : stop - first * columns]
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from mergekit_lite.layerwise.blocks import Call
 from mergekit_lite.masks import MaskConfig, Merger
-from mergekit_lite.masks import layerwise as module
-from mergekit_lite.masks.layerwise import LayerwiseTraining, relative_error, train_layerwise
+from mergekit_lite.masks import layerwise_run as module
+from mergekit_lite.masks.layerwise import LayerwiseTraining, train_layerwise
+from mergekit_lite.masks.layerwise_run import relative_error
 from tests.mergekit_lite.masks.test_low_rank import adapters
 from tests.support.models import auto_class, save, tiny
 
@@ -98,7 +99,7 @@ def test_modules_choose_what_learns(tmp_path):
 def test_an_interrupted_run_goes_on_at_its_block(tmp_path, monkeypatch):
     paths = pair("llama", tmp_path)
     whole = learn(paths, tmp_path / "whole")
-    real, trained = module._Run.train_block, []
+    real, trained = module.LayerwiseRun.train_block, []
 
     def train(self, number):
         if number == 2 and len(trained) == 2:
@@ -106,7 +107,7 @@ def test_an_interrupted_run_goes_on_at_its_block(tmp_path, monkeypatch):
         trained.append(number)
         real(self, number)
 
-    monkeypatch.setattr(module._Run, "train_block", train)
+    monkeypatch.setattr(module.LayerwiseRun, "train_block", train)
     with pytest.raises(KeyboardInterrupt):
         learn(paths, tmp_path / "out")
     assert not (tmp_path / "out.masks").exists()
@@ -184,13 +185,13 @@ def test_models_of_other_shapes_are_refused(tmp_path):
 
 
 def test_a_kill_between_masks_and_bake_loses_nothing(tmp_path, monkeypatch):
-    paths, real, trained = pair("llama", tmp_path), module._Run.bake, []
-    monkeypatch.setattr(module._Run, "bake", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    paths, real, trained = pair("llama", tmp_path), module.LayerwiseRun.bake, []
+    monkeypatch.setattr(module.LayerwiseRun, "bake", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         learn(paths, tmp_path / "out")
     assert (tmp_path / "out.masks").is_dir()
-    monkeypatch.setattr(module._Run, "bake", real)
-    monkeypatch.setattr(module._Run, "train_block", lambda self, number: trained.append(number))
+    monkeypatch.setattr(module.LayerwiseRun, "bake", real)
+    monkeypatch.setattr(module.LayerwiseRun, "train_block", lambda self, number: trained.append(number))
     report = learn(paths, tmp_path / "out")
     assert not trained
     merger = Merger.from_pretrained(paths, masks=report.masks)

@@ -159,7 +159,8 @@ TABLES = {
     "mask_depth": Table(
         "Learning masks over deeper models", ("Merger", ""), "wall",
         "Wall seconds and peak of a whole job in a process of its own, from two models' files to the merged model's, "
-        "one step of learning (a block, or all). Peaks are what it adds to the imports.",
+        "one step of learning (a block, or all). Peaks are what it adds to the imports; the machine was busy with "
+        "other work: read them, not the times.",
     ),
     "kron_linear": Table(
         "kron_linear", ("nn.Linear", ""), "cpu",

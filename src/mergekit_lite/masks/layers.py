@@ -284,19 +284,3 @@ class MaskedEmbedding(MaskedLayer):
         if scale is None:
             return rows
         return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)  # as the stock layers do
-
-
-LINEAR = {"accurate": AccurateMaskedLinear, "efficient": EfficientMaskedLinear, "auto": AutoMaskedLinear}
-
-
-def masked_class(module: nn.Module, mode: str) -> type[MaskedLayer]:
-    """The masked layer that takes the place of a stock one that owns parameters."""
-    if type(module).forward is nn.Linear.forward or isinstance(module, Conv1D):
-        return LINEAR[mode]
-    if isinstance(module, nn.Embedding):
-        plain = type(module).forward is nn.Embedding.forward or hasattr(module, "embed_scale")
-        if plain and module.max_norm is None and not module.scale_grad_by_freq:
-            return MaskedEmbedding
-    if isinstance(module, nn.RNNBase):
-        raise ValueError(f"Merger: {type(module).__name__} keeps its weights in a flat copy, which masks cannot reach")
-    return MaskedLayer

@@ -7,14 +7,38 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from ..planning import make_plan
 from ..recipe import load_recipe, model_key
 from .config import MaskConfig
-from .layers import MaskedLayer, Selection, masked_class
+from .layers import (
+    AccurateMaskedLinear,
+    AutoMaskedLinear,
+    EfficientMaskedLinear,
+    MaskedEmbedding,
+    MaskedLayer,
+    Selection,
+)
 from .low_rank import LowRankMaskedLinear, are_thin
 
 _METHODS = ("linear", "task_arithmetic")
+
+
+LINEAR = {"accurate": AccurateMaskedLinear, "efficient": EfficientMaskedLinear, "auto": AutoMaskedLinear}
+
+
+def masked_class(module: nn.Module, mode: str) -> type[MaskedLayer]:
+    """The masked layer that takes the place of a stock one that owns parameters."""
+    if type(module).forward is nn.Linear.forward or isinstance(module, Conv1D):
+        return LINEAR[mode]
+    if isinstance(module, nn.Embedding):
+        plain = type(module).forward is nn.Embedding.forward or hasattr(module, "embed_scale")
+        if plain and module.max_norm is None and not module.scale_grad_by_freq:
+            return MaskedEmbedding
+    if isinstance(module, nn.RNNBase):
+        raise ValueError(f"Merger: {type(module).__name__} keeps its weights in a flat copy, which masks cannot reach")
+    return MaskedLayer
 
 
 class Surgeon:

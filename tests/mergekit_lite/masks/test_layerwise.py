@@ -1,6 +1,7 @@
 """Masks that learn block by block: against whole models in memory, against formulas, and killed and resumed."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_what_is_baked_is_what_a_merger_loads(kind, granularity, tmp_path):
     assert merger.mask_config == config
     moved = [name for name, mask in merger.masks().items() if not torch.equal(mask, torch.full_like(mask, 0.5))]
     assert moved
-    assert all(".0." in name or ".1." in name or any(c.isdigit() for c in name) for name in moved)  # blocks' alone
+    assert all(re.search(r"\.\d+\.", name) for name in moved)  # blocks' alone
 
 
 def test_the_errors_are_those_of_whole_models(tmp_path):
@@ -123,7 +124,7 @@ def test_an_interrupted_run_goes_on_at_its_block(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         learn(paths, tmp_path / "third")
     learn(paths, tmp_path / "third", training=LayerwiseTraining(steps=5, batch_size=4))  # other settings begin anew
-    assert trained == [0, 1, 0, 1, 2, 3][: len(trained)]
+    assert trained == [0, 1, 0, 1, 2, 3]
 
 
 def test_masks_of_other_components_are_refused(tmp_path):

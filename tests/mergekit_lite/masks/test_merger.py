@@ -20,7 +20,7 @@ from mergekit_lite.masks import (
     masked_linear,
 )
 from mergekit_lite.masks.constraints import unconstrain
-from mergekit_lite.masks.layers import masked_class
+from mergekit_lite.masks.surgery import masked_class
 from tests.support.models import auto_class, save, save_tokenizer, tiny
 
 DECODERS = ["gpt2", "llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "mixtral"]

@@ -148,11 +148,11 @@ class Merger(MaskedModel):
     def report(self) -> MaskReport:
         """Each weight's masks: means, spread, which component is the larger; print it, or ``.plot()``.
 
-        Over a base, of the weights that a component changes.
+        Over a base, the components' masks over the weights that one changes; the base has what they leave of 1.
         """
         chosen = [name for name, (layer, own) in self._layers.items() if not layer.is_same(own)]
         masks = self.effective_masks()
-        return MaskReport.of({name: masks[name] for name in chosen}, self.labels)
+        return MaskReport.of({name: masks[name][: self.count] for name in chosen}, self.labels[: self.count])
 
     def distill(self, kl: KLConfig, **batch: Any) -> Tensor:
         """The loss of one batch; see `mergekit_lite.masks.distillation.distill` for what a batch holds."""

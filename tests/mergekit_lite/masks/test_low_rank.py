@@ -129,6 +129,16 @@ def test_components_and_the_base_run_by_number(tmp_path):
         pass
 
 
+def test_a_report_over_a_base_is_of_the_components(tmp_path):
+    base, paths = adapters(tmp_path)
+    merger = Merger.from_pretrained(paths, base=base)
+    report = merger.report()
+    assert report.labels == tuple(paths)
+    changed = {name for name, mask in merger.masks().items() if mask.requires_grad}
+    assert {row.name for row in report.rows} == changed
+    assert all(row.mean == (0.5, 0.5) and max(row.wins) == 0.5 for row in report.rows)
+
+
 def test_task_vectors_are_what_components_change(tmp_path):
     base, paths = adapters(tmp_path)
     merger = Merger.from_pretrained(paths, base=base)

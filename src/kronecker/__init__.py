@@ -23,6 +23,7 @@ from .groups import parameter_groups
 from .init import Factors, Moments, als, prune, random, van_loan
 from .linear import KroneckerLinear
 from .planning import Plan, plan
+from .pruning import PruneConfig, PruneReport, prune_
 from .schedule import FadeIn, FreezePretrained
 from .storage import fold, from_pretrained, save_pretrained
 from .training import KroneckerTrainer
@@ -43,6 +44,8 @@ __all__ = [
     "LayerReport",
     "Moments",
     "Plan",
+    "PruneConfig",
+    "PruneReport",
     "als",
     "compare",
     "convert_",
@@ -56,6 +59,7 @@ __all__ = [
     "plan",
     "preset",
     "prune",
+    "prune_",
     "random",
     "revert_",
     "save_pretrained",

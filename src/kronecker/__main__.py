@@ -1,4 +1,4 @@
-"""The command line: ``python -m kronecker convert|plan|fold|compare``."""
+"""The command line: ``python -m kronecker prune|convert|plan|fold|compare``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from model_components._folders import NewFolder, check_new, new_file
@@ -19,15 +19,23 @@ from model_components._folders import NewFolder, check_new, new_file
 from .compare import compare
 from .config import INITS, PRESETS, KroneckerConfig, from_json, preset, to_json
 from .convert import convert_
+from .data import text_batches, text_of
 from .planning import plan
+from .pruning import PruneConfig, prune_
 from .storage import fold, from_pretrained, is_compressed, model_class, write_files
 
 
 def parser() -> argparse.ArgumentParser:
     """The arguments."""
-    top = argparse.ArgumentParser(prog="python -m kronecker", description="Compress models by Kronecker sums.")
+    top = argparse.ArgumentParser(prog="python -m kronecker", description="Make models smaller.")
     commands = top.add_subparsers(dest="command", required=True)
-    convert = commands.add_parser("convert", help="compress a model and write it")
+    pruning = commands.add_parser("prune", help="drop hidden neurons and write a smaller stock model")
+    pruning.add_argument("model", help="folder or hub id of a transformers model")
+    pruning.add_argument("out", help="folder to write; must not exist or be empty")
+    pruning.add_argument("--keep", type=float, default=0.5, help="share of hidden neurons (default: 0.5)")
+    pruning.add_argument("--budget", type=int, help="parameters of the whole model, instead of --keep")
+    pruning.add_argument("--multiple-of", type=int, default=1, help="round sizes to this (default: 1)")
+    convert = commands.add_parser("convert", help="compress a model by Kronecker sums and write it")
     convert.add_argument("model", help="folder or hub id of a transformers model")
     convert.add_argument("out", help="folder to write; must not exist or be empty")
     what = convert.add_mutually_exclusive_group(required=True)
@@ -45,12 +53,17 @@ def parser() -> argparse.ArgumentParser:
     folding.add_argument("out", help="folder to write; must not exist or be empty")
     comparing = commands.add_parser("compare", help="parameters, perplexity and speed of models")
     comparing.add_argument("models", nargs="+", help="folders, compressed or not")
-    comparing.add_argument("--calibration", required=True, help="text file")
-    for command in (convert, planning):
-        command.add_argument("--calibration", help="text file, for inits that look at inputs and for planning")
+    for command in (pruning, convert, planning, comparing):
+        command.add_argument(
+            "--calibration",
+            required=command is not convert,
+            help="text, or .json or .jsonl of records with texts: what layers are fitted or models measured on",
+        )
+    for command in (pruning, convert, planning):
         command.add_argument("--no-progress", action="store_true", help="no progress bar")
-    for command in (convert, planning, comparing):
-        command.add_argument("--tokens", type=int, default=12_000, help="of the text to use (default: 12000)")
+    for command in (pruning, convert, planning, comparing):
+        many = 50_000 if command is pruning else 12_000
+        command.add_argument("--tokens", type=int, default=many, help=f"of the text to use (default: {many})")
         command.add_argument("--context", type=int, default=512, help="tokens in a row (default: 512)")
         command.add_argument("--tokenizer", help="folder or hub id (default: the model's own)")
     return top
@@ -68,18 +81,34 @@ def load(name: str) -> PreTrainedModel:
 
 
 def tokens(options: argparse.Namespace, tokenizer: str, *models: PreTrainedModel) -> list[Tensor]:
-    """Batches of token ids from the beginning of the text file, in rows that the models have positions for."""
-    path, count = options.calibration, options.tokens
+    """Batches of token ids from the beginning of the text, in rows that the models have positions for."""
     positions = [getattr(m.config, "max_position_embeddings", None) for m in models]
     context = min([options.context, *(p for p in positions if p)])
-    text = Path(path).read_text(encoding="utf-8", errors="replace")[: 20 * count]
     encode = AutoTokenizer.from_pretrained(tokenizer)
-    made = encode(text, return_tensors="pt", verbose=False)["input_ids"][0][:count]  # pyrefly: ignore
-    if len(made) < 2:
-        raise ValueError(f"kronecker: {path} has {len(made)} tokens, needed some text")
-    context = min(context, len(made))
-    rows = made[: len(made) // context * context].view(-1, context)
-    return list(rows.split(4))
+    return text_batches(
+        text_of(options.calibration),
+        lambda text: encode(text, verbose=False)["input_ids"],  # pyrefly: ignore
+        tokens=options.tokens,
+        context=context,
+    )
+
+
+def _prune(options: argparse.Namespace) -> None:
+    config = PruneConfig(keep=options.keep, budget=options.budget, multiple_of=options.multiple_of)
+    new = NewFolder(options.out, "prune")
+    name = options.tokenizer or options.model
+    if is_compressed(options.model):
+        raise ValueError(f"prune: {options.model} holds Kronecker sums, needed a stock model")
+    model = load(options.model)
+    stored = model.dtype
+    data = tokens(options, name, model)
+    with new:
+        report = prune_(model.float(), config, calibration=data, progress=not options.no_progress)
+        nn.Module.to(model, stored)
+        model.save_pretrained(new.folder)
+        if (tokenizer := _tokenizer(name)) is not None:
+            tokenizer.save_pretrained(new.folder)
+    print(report)
 
 
 def _convert(options: argparse.Namespace) -> None:
@@ -113,8 +142,6 @@ def _tokenizer(name: str) -> Any:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    if not options.calibration:
-        raise ValueError("plan: --calibration is missing, needed a text file")
     model = load(options.model)
     data = tokens(options, options.tokenizer or options.model, model)
     made = plan(model, budget=options.budget, calibration=data, progress=not options.no_progress)
@@ -128,7 +155,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parser().parse_args(arguments)
     try:
-        if options.command == "convert":
+        if options.command == "prune":
+            _prune(options)
+        elif options.command == "convert":
             _convert(options)
         elif options.command == "plan":
             _plan(options)

@@ -28,6 +28,11 @@ class ModelFigures:
     forward_tokens_per_second: float
     generated_tokens_per_second: float
 
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy of a token, in nats."""
+        return math.log(self.perplexity)
+
 
 @dataclass(frozen=True)
 class Comparison(Report):
@@ -41,13 +46,14 @@ class Comparison(Report):
             (
                 m.name,
                 f"{m.parameters:,}",
+                f"{m.loss:.3f}",
                 f"{m.perplexity:.2f}",
                 f"{m.forward_tokens_per_second:,.0f}",
                 f"{m.generated_tokens_per_second:,.1f}",
             )
             for m in self.models
         ]
-        return Table(("model", "parameters", "perplexity", "forward tok/s", "generate tok/s"), rows)
+        return Table(("model", "parameters", "loss", "perplexity", "forward tok/s", "generate tok/s"), rows)
 
     def plot(self, ax: Axes | None = None) -> Figure:
         """Perplexity against parameters, a point a model (extra ``plot``), on ``ax`` or in a new figure.

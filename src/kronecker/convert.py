@@ -17,13 +17,13 @@ from model_components._report import Axes, Figure, Report, Table, bars
 
 from .config import NEEDS_CALIBRATION, KroneckerConfig
 from .contraction import scaled
+from .data import batches
 from .embedding import KroneckerEmbedding
 from .experts import KroneckerExperts, is_experts
 from .init import relative_error
 from .linear import KroneckerLinear, dense
 from .sequential import fit_
 from .sites import COMPRESSED, convertible, is_linear, put, resolve
-from .walk import batches
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,8 @@ def convert_(
     >>> model.transformer.h[0].mlp.c_proj
     KroneckerLinear(16 to 4, 1 x (4, 8) ⊗ (1, 2), 53.1% of the dense weight)
     """
-    configs = resolve(model, config, filter_fn)
+    data = None if calibration is None else batches(calibration, model, "convert_")
+    configs = resolve(model, config, filter_fn, None if data is None else data[0])
     modules = {name: model.get_submodule(name) for name in configs}
     tied = _tied(model)
     for name, module in modules.items():
@@ -124,12 +125,11 @@ def convert_(
         _check_shapes(name, module, configs[name])
     linears = {n: c for n, c in configs.items() if is_linear(modules[n]) and n not in tied}
     fitted = {n: c for n, c in linears.items() if c.init in NEEDS_CALIBRATION}
-    if fitted and calibration is None:
+    if fitted and data is None:
         raise ValueError(
             f"convert_: init {next(iter(fitted.values())).init!r} looks at what layers see, needed calibration data "
             f"(batches of token ids), or init='van_loan'"
         )
-    data = batches(calibration) if fitted and calibration is not None else []
     before = num_parameters(model)
     original = {n: m for n, m in model.named_modules() if n in {*configs, *(t for ts in tied.values() for t in ts)}}
     sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in original.items()}
@@ -142,7 +142,7 @@ def convert_(
                     errors[name] = _convert_alone(model, name, configs[name], tied)
                     if fade_in and name in linears:
                         model.get_submodule(name).fade_in_(modules[name])  # pyrefly: ignore
-            if fitted:
+            if fitted and data is not None:
                 with tqdm(total=len(fitted), desc="fitting", unit="layer", disable=not progress) as bar:
 
                     def done(name: str) -> None:

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .sites import Mlp, find_mlps
+from .mlps import Mlp
+from .sites import find_mlps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -219,6 +219,12 @@ def dense(linear: nn.Module) -> Tensor:
     return weight.detach().T if isinstance(linear, Conv1D) else weight.detach()
 
 
+def bias_of(linear: nn.Module) -> Tensor | None:
+    """The bias of an `nn.Linear` or `Conv1D`."""
+    bias = getattr(linear, "bias", None)
+    return bias.detach() if isinstance(bias, Tensor) else None
+
+
 def start(
     weight: Tensor,
     b_shape: tuple[int, int],

@@ -15,10 +15,11 @@ from model_components._report import Axes, Figure, Report, Table, bars
 
 from .config import KroneckerConfig
 from .convert import check_layer, num_parameters
+from .data import batches
 from .linear import dense
+from .mlps import Mlp
 from .sequential import Fit
-from .sites import Mlp, blocks_of, find_mlps, put
-from .walk import batches
+from .sites import blocks_of, find_mlps, put
 
 CANDIDATES = tuple(
     KroneckerConfig(b_shape=b, rank=r)
@@ -114,7 +115,7 @@ def plan(
     least = fixed + sum(min(_count(model, m, c) for c in (None, *fitting[m.down])) for m in mlps)
     if not least <= budget < total:
         raise ValueError(f"plan: budget is {budget:,}, needed {least:,} to {total - 1:,} for {type(model).__name__}")
-    data = batches(calibration)
+    data = batches(calibration, model, "plan")
     with evaluating(model):
         options = _measured(model, mlps, data, fitting, progress)
     chosen = _choose(options, budget - fixed)

@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from model_components._folders import new_file
 
 from .config import KroneckerConfig
+from .data import Batch
 from .init import Moments
 from .linear import KroneckerLinear, dense
-from .sites import Mlp, blocks_of, find_mlps, put
+from .mlps import Mlp
+from .sites import blocks_of, mlps_if_any, put
 from .sorting import group_of, importance, neuron_order, permuted
 from .stream import stream_kind, stream_of
-from .walk import Batch, Call, Stop, WholeModel, calls_of, ordered, outputs_of, tokens, watched
+from .walk import Call, Stop, WholeModel, calls_of, ordered, outputs_of, tokens, watched
 
 
 def _fitted_together(mlps: Sequence[Mlp], names: Sequence[str]) -> list[list[str]]:
@@ -53,12 +55,10 @@ class Fit:
 
     def __init__(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module, list[str]]], data: Sequence[Batch]):
         self.model, self.blocks = model, blocks
-        device = next(model.parameters()).device
-        data = [{k: v.to(device) if isinstance(v, Tensor) else v for k, v in b.items()} for b in data]
         whole = len(blocks) == 1 and blocks[0][0] == ""
         self.calls = [[WholeModel(b) for b in data]] if whole else calls_of(model, [b for _, b, _ in blocks], data)
         self.theirs = [c.hidden for c in self.calls[0]]  # the original model's hidden states
-        self.mlps = find_mlps(model)
+        self.mlps = mlps_if_any(model, data[0])
 
     def step(self, index: int, configs: Mapping[str, KroneckerConfig], residual: bool) -> BlockFit:
         """The fit of one block's layers."""
@@ -168,7 +168,7 @@ class BlockFit:
             raise ValueError(f"convert_: {silent[0]} saw no calibration token, needed data that it runs on")
         self.names = ran  # in the order they run, not that of their definition
         streams = [] if kind is None else stream_of(kind, self.block, *self._ends(), calls, theirs)
-        orders = self._sort(hidden, calls[0], theirs[0], outputs[0])
+        orders = self._sort(hidden)
         for step in _fitted_together(self.mlps, self.names):
             moments = {n: Moments.zeros(*dense(self.modules[n]).shape) for n in step}
             if self.configs[step[0]].init == "als":
@@ -230,15 +230,9 @@ class BlockFit:
                 yield name, tokens(x, call.keep), index
             seen.clear()
 
-    def _sort(
-        self, hidden: Mapping[str, Moments], call: Call, states: Tensor, expected: Tensor
-    ) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-        """Permute the hidden neurons of each MLP; returns the order of rows and of columns by layer.
-
-        Where that changes the block's output (something between the matrices tells them apart) they stay as they are.
-        """
+    def _sort(self, hidden: Mapping[str, Moments]) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+        """Permute the hidden neurons of each MLP; returns the order of rows and of columns by layer."""
         orders: dict[str, tuple[Tensor | None, Tensor | None]] = {}
-        unsorted = dict(self.modules)
         for mlp in self.mlps:
             group = group_of(mlp, self.configs, self.modules)
             if group == 1:
@@ -249,12 +243,6 @@ class BlockFit:
                 self.modules[name] = permuted(self.modules[name], order, rows=rows)
                 orders[name] = (order, None) if rows else (None, order)
                 put(self.model, name, self.modules[name])
-        call.hidden = states
-        apart = (call.run(self.block).float() - expected.float()).abs().mean() if orders else torch.zeros(())
-        if orders and not isinstance(call, WholeModel) and apart > 0.02 * expected.float().abs().mean():
-            self.modules, orders = unsorted, {}
-            for name, module in unsorted.items():
-                put(self.model, name, module)
         return orders
 
     def store(self, path: Path, key: str) -> None:

@@ -4,45 +4,42 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from . import mlps
 from .config import KroneckerConfig
 from .embedding import KroneckerEmbedding
 from .experts import KroneckerExperts, is_experts
 from .linear import KroneckerLinear
+from .mlps import Mlp
 
-_MLPS = (  # (layers that read the block's width, the layer that writes it), by name within the module that holds them
-    (("c_fc",), "c_proj"),
-    (("gate_proj", "up_proj"), "down_proj"),
-    (("up_proj",), "down_proj"),
-    (("gate_up_proj",), "down_proj"),
-    (("intermediate.dense",), "output.dense"),
-    (("lin1",), "lin2"),
-    (("fc1",), "fc2"),
-    (("w1", "w3"), "w2"),
-    (("dense_h_to_4h",), "dense_4h_to_h"),
-    (("fc_in",), "fc_out"),
-    (("wi_0", "wi_1"), "wo"),
-    (("wi",), "wo"),
-)
 COMPRESSED = (KroneckerLinear, KroneckerEmbedding, KroneckerExperts)
 
 
-@dataclass(frozen=True)
-class Mlp:
-    """Layers that share hidden neurons: those that write them and the one that reads them. Names within the model."""
-
-    ups: tuple[str, ...]
-    down: str
-
-
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is a plain `nn.Linear` or transformers' `Conv1D`."""
-    return type(module).forward is nn.Linear.forward or isinstance(module, Conv1D)
+    """Whether it is an `nn.Linear`, one that computes the same in a forward of its own, or transformers' `Conv1D`."""
+    if type(module).forward is nn.Linear.forward or isinstance(module, Conv1D):
+        return True
+    return isinstance(module, nn.Linear) and _computes_a_product(module)
+
+
+@torch.no_grad()
+def _computes_a_product(linear: nn.Linear) -> bool:
+    """Whether a subclass of `nn.Linear` (Falcon's, say) gives on some numbers what its parent would."""
+    if linear.weight.is_meta or not linear.weight.is_floating_point():
+        return False
+    near = 100 * torch.finfo(linear.weight.dtype).eps
+    x = torch.linspace(-1, 1, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)[None]
+    try:
+        return torch.allclose(linear(x), F.linear(x, linear.weight, linear.bias), rtol=near, atol=near)
+    except (TypeError, RuntimeError, ValueError):
+        return False
 
 
 def is_embedding(module: nn.Module) -> bool:
@@ -62,42 +59,41 @@ def _refuse_own_forward(name: str, module: nn.Module) -> None:
         raise ValueError(f"convert_: {name} is a {kind}, quantised or with a forward of its own; needed a plain layer")
 
 
-def find_mlps(model: nn.Module) -> list[Mlp]:
-    """The MLPs of a model, by their layers' names.
+def find_mlps(model: nn.Module, batch: Mapping[str, Any] | None = None) -> list[Mlp]:
+    """The MLPs of a model, by how numbers flow through it (`kronecker.mlps`).
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> find_mlps(GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1)))
-    [Mlp(ups=('transformer.h.0.mlp.c_fc',), down='transformer.h.0.mlp.c_proj')]
+    [Mlp(ups=('transformer.h.0.mlp.c_fc',), down='transformer.h.0.mlp.c_proj', layout='plain')]
     """
-    modules, found, taken = dict(model.named_modules()), [], set()
-    for name in modules:
-        prefix = f"{name}." if name else ""
-        for ups, down in _MLPS:
-            names = [prefix + n for n in (*ups, down)]
-            held = [modules.get(n) for n in names]
-            if not all(m is not None and (is_linear(m) or isinstance(m, KroneckerLinear)) for m in held):
-                continue
-            if taken.isdisjoint(names):
-                taken.update(names)
-                found.append(Mlp(tuple(names[:-1]), names[-1]))
-    return found
+    return mlps.find_mlps(model, lambda m: is_linear(m) or isinstance(m, KroneckerLinear), batch)
+
+
+def mlps_if_any(model: nn.Module, batch: Mapping[str, Any] | None = None) -> list[Mlp]:
+    """As `find_mlps`; none in a model that cannot be run without knowing more of it."""
+    try:
+        return find_mlps(model, batch)
+    except ValueError:
+        return []
 
 
 def resolve(
     model: nn.Module,
     config: KroneckerConfig | Mapping[str, KroneckerConfig],
     filter_fn: Callable[[str, nn.Module], bool] | None,
+    batch: Mapping[str, Any] | None = None,
 ) -> dict[str, KroneckerConfig]:
     """The layers to compress, by name in the model's order, each with its config.
 
     A single config means the MLPs and experts, with opposite shapes for the layer that writes the block's width; with a
-    ``filter_fn``, whatever that accepts. A map gives patterns (`fnmatch`) literal configs, the first that fits.
+    ``filter_fn``, whatever that accepts. A map gives patterns (`fnmatch`) literal configs, the first that fits. With
+    ``batch`` a model is run to find its MLPs that reads neither tokens nor images.
     """
     modules = dict(model.named_modules())
-    mlps = find_mlps(model)
-    downs, members = {m.down for m in mlps}, {n for m in mlps for n in (*m.ups, m.down)}
     found: dict[str, KroneckerConfig] = {}
     if isinstance(config, KroneckerConfig):
+        held = find_mlps(model, batch) if filter_fn is None else mlps_if_any(model, batch)
+        downs, members = {m.down for m in held}, {n for m in held for n in (*m.ups, m.down)}
         for name, module in modules.items():
             wanted = (name in members or is_experts(module)) if filter_fn is None else filter_fn(name, module)
             if wanted:

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from .config import KroneckerConfig
 from .init import Moments
 from .linear import dense
-from .sites import Mlp
+from .mlps import Mlp
 
 
 def permuted(linear: nn.Module, order: Tensor, *, rows: bool) -> nn.Module:

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 from transformers import Cache
 
-Batch = Mapping[str, Any]
-
-
-def batches(calibration: Iterable[Any]) -> list[dict[str, Any]]:
-    """Calibration data as keyword arguments of the model: from dicts, or from tensors of token ids."""
-    made = []
-    for item in calibration:
-        if not isinstance(item, (Tensor, Mapping)):
-            raise ValueError(
-                f"convert_: a batch of calibration is a {type(item).__name__}, needed a tensor of token ids (B, T) or "
-                f"a dict of the model's arguments; a tokenizer makes them from text"
-            )
-        batch = {"input_ids": item} if isinstance(item, Tensor) else dict(item)
-        batch = {k: v for k, v in batch.items() if k not in ("labels", "label")}
-        for name, value in batch.items():
-            if isinstance(value, Tensor) and name in ("input_ids", "attention_mask") and value.dim() == 1:
-                batch[name] = value[None]
-        made.append(batch)
-    if not made:
-        raise ValueError("convert_: calibration is empty, needed batches of token ids")
-    return made
+from .data import Batch, without_labels
 
 
 @dataclass
@@ -54,10 +36,40 @@ class Stop(Exception):
 
 
 def calls_of(model: nn.Module, blocks: Sequence[nn.Module], data: Sequence[Batch]) -> list[list[Call]]:
-    """For each block the arguments it gets in the original model; hidden states only for the first."""
-    held: list[list[Call]] = [[] for _ in blocks]
+    """For each block the arguments it gets in the original model; hidden states only for the first.
 
-    def hook(index: int, keep: Tensor | None) -> Callable:
+    Where those arguments do not depend on what blocks give, which the first batch shows (nearly always: they are masks
+    and positions), the other batches pass the blocks by.
+    """
+    body, outputs = _body(model, blocks, data[0]), []
+    handle = blocks[-1].register_forward_hook(lambda module, given, out: outputs.append(out))
+    try:
+        calls = _captured(body, blocks, data[0])
+    finally:
+        handle.remove()
+    rest = data[1:]
+    if rest and outputs and _is_one_tensor(outputs[-1]):
+        with _passed_by(blocks, isinstance(outputs[-1], tuple)):
+            if _same(_captured(body, blocks, data[0]), calls):
+                return _joined([calls, *(_captured(body, blocks, batch) for batch in rest)])
+    return _joined([calls, *(_captured(body, blocks, batch) for batch in rest)])
+
+
+def _body(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) -> nn.Module:
+    """The model without its head, where that takes the same arguments."""
+    body = getattr(model, "base_model", model)
+    if not isinstance(body, nn.Module) or not any(m is blocks[0] for m in body.modules()):
+        return model
+    return body if set(batch) <= set(inspect.signature(body.forward).parameters) else model
+
+
+def _captured(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) -> list[list[Call]]:
+    """Each block's calls in one forward."""
+    mask = batch.get("attention_mask")
+    keep = None if mask is None or mask.dim() != 2 else mask.reshape(-1).bool()
+    calls: list[list[Call]] = [[] for _ in blocks]
+
+    def hook(index: int) -> Callable:
         def capture(module: nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
             named = dict(named)
             if arguments:
@@ -69,20 +81,55 @@ def calls_of(model: nn.Module, blocks: Sequence[nn.Module], data: Sequence[Batch
             named = {k: None if isinstance(v, Cache) else v for k, v in named.items()}
             if "use_cache" in named:
                 named["use_cache"] = False
-            held[index].append(Call(hidden if index == 0 else hidden.new_empty(0), (rest, named), keep))
+            calls[index].append(Call(hidden if index == 0 else hidden.new_empty(0), (rest, named), keep))
 
         return capture
 
-    for batch in data:
-        mask = batch.get("attention_mask")
-        keep = None if mask is None or mask.dim() != 2 else mask.reshape(-1).bool()
-        handles = [b.register_forward_pre_hook(hook(i, keep), with_kwargs=True) for i, b in enumerate(blocks)]
-        try:
-            model(**batch)
-        finally:
-            for handle in handles:
-                handle.remove()
-    return held
+    handles = [b.register_forward_pre_hook(hook(i), with_kwargs=True) for i, b in enumerate(blocks)]
+    try:
+        model(**without_labels(batch))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _is_one_tensor(out: object) -> bool:
+    """Whether a block's output is hidden states and nothing else."""
+    return isinstance(out, Tensor) or (isinstance(out, tuple) and all(o is None for o in out[1:]))
+
+
+@contextmanager
+def _passed_by(blocks: Sequence[nn.Module], as_tuple: bool) -> Iterator[None]:
+    """Within, blocks give back what they get."""
+
+    def same(*arguments: Any, **named: Any) -> Any:
+        hidden = arguments[0] if arguments else named["hidden_states"]
+        return (hidden,) if as_tuple else hidden
+
+    for block in blocks:
+        block.forward = same
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+def _same(calls: Sequence[Sequence[Call]], others: Sequence[Sequence[Call]]) -> bool:
+    """Whether two forwards gave their blocks the same arguments but for hidden states."""
+    a, b = ([tree_flatten(call.rest) for block in c for call in block] for c in (calls, others))
+    if [spec for _, spec in a] != [spec for _, spec in b]:
+        return False
+    pairs = [pair for (x, _), (y, _) in zip(a, b, strict=True) for pair in zip(x, y, strict=True)]
+    return all(
+        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x is y or x == y for x, y in pairs
+    )
+
+
+def _joined(parts: Sequence[list[list[Call]]]) -> list[list[Call]]:
+    """Each block's calls, those of all batches."""
+    return [[call for part in parts for call in part[block]] for block in range(len(parts[0]))]
 
 
 @contextmanager
@@ -119,7 +166,7 @@ class WholeModel(Call):
 
     def __init__(self, batch: Batch):
         mask = batch.get("attention_mask")
-        self.batch, self.hidden = batch, torch.empty(0)
+        self.batch, self.hidden = without_labels(batch), torch.empty(0)
         self.keep = None if mask is None or mask.dim() != 2 else mask.reshape(-1).bool()
 
     def run(self, block: nn.Module) -> Tensor:

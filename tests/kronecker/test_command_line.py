@@ -1,11 +1,13 @@
 """The command line, comparing, and what importing needs."""
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from kronecker import KroneckerConfig, compare, convert_, from_pretrained, num_parameters, perplexity
 from kronecker.__main__ import main
@@ -45,7 +47,7 @@ def test_plan_convert_compare_and_fold(place, capsys):
     assert len(lines) == 4
     assert "perplexity" in lines[0]
     figures = [line.split() for line in lines[1:]]
-    assert figures[1][2] == figures[2][2]  # folded: the same perplexity
+    assert figures[1][2:4] == figures[2][2:4]  # folded: the same loss and perplexity
     assert figures[0][1] == figures[2][1]  # and the original's parameters
 
 
@@ -58,11 +60,30 @@ def test_shapes_in_the_command(place, capsys):
     command[2] = str(place / "other")
     assert main([*command[:-1], "sequential"]) == 1
     assert "needed calibration data" in capsys.readouterr().err
-    assert main(["plan", str(place / "model"), "--budget", "1"]) == 1
-    assert "--calibration is missing" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", str(place / "model"), "--budget", "1"])
+    assert "--calibration" in capsys.readouterr().err
     (place / "text.txt").write_text("")
     assert main(["compare", str(place / "model"), "--calibration", str(place / "text.txt")]) == 1
-    assert "needed some text" in capsys.readouterr().err
+    assert "has no text, needed some" in capsys.readouterr().err
+    assert main(["compare", str(place / "model"), "--calibration", str(place / "absent.txt")]) == 1
+    assert "absent.txt is not a file" in capsys.readouterr().err
+
+
+def test_pruning_in_the_command_writes_a_stock_model(place, capsys):
+    records = [{"instruction": "w1 w2 w3", "output": " ".join(WORDS[1:60])}] * 8
+    (place / "texts.json").write_text(json.dumps(records))
+    command = ["prune", str(place / "model"), str(place / "out"), "--calibration", str(place / "texts.json"), *COMMON]
+    assert main([*command, "--keep", "0.25", "--no-progress"]) == 0
+    assert "11,920 to 7,168 parameters" in capsys.readouterr().out
+    assert num_parameters(GPT2LMHeadModel.from_pretrained(place / "out")) == 7168
+    assert len(AutoTokenizer.from_pretrained(place / "out")) == len(WORDS)
+    assert not list(place.glob(".*"))
+    assert main([*command, "--no-progress"]) == 1
+    assert "the folder is not empty" in capsys.readouterr().err
+    assert main([*command[:2], str(place / "new"), *command[3:], "--keep", "2"]) == 1
+    assert "keep is 2.0, needed a share" in capsys.readouterr().err
+    assert not (place / "new").exists()
 
 
 def test_comparing_measures_what_it_says():

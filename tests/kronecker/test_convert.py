@@ -27,10 +27,11 @@ from kronecker import (
     save_pretrained,
 )
 from kronecker.config import from_json, to_json
+from kronecker.data import batches
 from kronecker.sites import blocks_of, find_mlps, resolve
 from kronecker.sorting import permuted
 from kronecker.stream import stream_kind, stream_of
-from kronecker.walk import batches, calls_of, outputs_of
+from kronecker.walk import calls_of, outputs_of
 from tests.kronecker.test_functional import made
 from tests.support.equivalence import judge
 from tests.support.models import auto_class, tiny
@@ -638,7 +639,10 @@ def test_a_norm_between_the_matrices_keeps_neurons_in_their_order():
     torch.manual_seed(0)
     model, x = Model(), made(300, 6)
     before = model(x).detach()
-    convert_(model, KroneckerConfig(b_shape=(2, 1), rank=2), calibration=[x], progress=False)
+    config = KroneckerConfig(b_shape=(2, 1), rank=2)
+    with pytest.raises(ValueError, match="nothing to convert in Model"):  # its hidden neurons are not independent
+        convert_(model, config, calibration=[x], progress=False)
+    convert_(model, {"*.fc1": config, "*.fc2": config.opposite()}, calibration=[x], progress=False)
     torch.testing.assert_close(model(x).detach(), before, rtol=1e-2, atol=1e-2)  # all terms: as it was
 
 
@@ -650,7 +654,8 @@ def test_text_is_no_calibration():
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "gemma2", "qwen3", "mixtral"])
 def test_a_walk_through_the_blocks_is_the_models_own_forward_every_time(kind):
     model = tiny(kind)
-    data = batches([ids(seed=1), {"input_ids": ids(2, 9, seed=2), "attention_mask": torch.ones(2, 9)}])
+    padded = {"input_ids": ids(2, 9, seed=2), "attention_mask": torch.ones(2, 9)}
+    data = batches([ids(seed=1), padded, ids(seed=3)], model, "test")
     names = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and "expert" not in n]
     blocks = blocks_of(model, [f"{names[0]}.0.x"])
     calls = calls_of(model, [block for _, block, _ in blocks], data)
@@ -676,7 +681,7 @@ def test_the_stream_is_found_and_read(kind, expected, dtype):
     mlp = find_mlps(model)[0]
     up, down = model.get_submodule(mlp.ups[0]), model.get_submodule(mlp.down)
     blocks = blocks_of(model, [mlp.down])
-    calls = calls_of(model, [blocks[0][1]], batches([ids()]))[0]
+    calls = calls_of(model, [blocks[0][1]], batches([ids()], model, "test"))[0]
     states = [c.hidden for c in calls]
     with torch.no_grad():
         kind = stream_kind(blocks[0][1], up, down, calls[0], states[0])

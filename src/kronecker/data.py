@@ -1,0 +1,113 @@
+"""What calibration reads: batches of a model's arguments, checked before any work starts, and batches from text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+Batch = Mapping[str, Any]
+
+
+def batches(calibration: Iterable[Any], model: nn.Module, operation: str) -> list[dict[str, Any]]:
+    """Calibration data as keyword arguments of the model, on its device: from dicts, or from tensors of token ids.
+
+    Raises:
+        ValueError: No batch, or one that the model could not be run on: text, ids that are no integers or outside the
+            vocabulary, rows that are longer than the model has positions for, nothing but labels.
+    """
+    device = next(model.parameters()).device
+    made = []
+    for item in calibration:
+        if not isinstance(item, (Tensor, Mapping)):
+            raise ValueError(
+                f"{operation}: a batch of calibration is a {type(item).__name__}, needed a tensor of token ids (B, T) "
+                f"or a dict of the model's arguments; a tokenizer makes them from text"
+            )
+        batch = {"input_ids": item} if isinstance(item, Tensor) else dict(item)
+        if not any(isinstance(v, Tensor) and v.numel() for k, v in batch.items() if k not in ("labels", "label")):
+            raise ValueError(f"{operation}: a batch of calibration has no tensor but {sorted(batch)}, needed token ids")
+        for name, value in batch.items():
+            if isinstance(value, Tensor) and name in ("input_ids", "attention_mask") and value.dim() == 1:
+                batch[name] = value[None]
+        _check_ids(operation, batch.get("input_ids"), getattr(model, "config", None))
+        made.append({k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()})
+    if not made:
+        raise ValueError(f"{operation}: calibration is empty, needed batches of token ids")
+    return made
+
+
+def without_labels(batch: Batch) -> dict[str, Any]:
+    """What a forward needs that computes no loss."""
+    return {k: v for k, v in batch.items() if k not in ("labels", "label")}
+
+
+def _check_ids(operation: str, ids: object, config: Any) -> None:
+    if not isinstance(ids, Tensor) or not isinstance(config, PretrainedConfig):
+        return
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"{operation}: token ids are {ids.dtype}, needed integers")
+    text = config.get_text_config()
+    count, positions = getattr(text, "vocab_size", None), getattr(text, "max_position_embeddings", None)
+    least, most = int(ids.min()), int(ids.max())
+    if isinstance(count, int) and not 0 <= least <= most < count:
+        raise ValueError(f"{operation}: token ids go from {least} to {most}, needed 0 to {count - 1}")
+    if isinstance(positions, int) and 0 < positions < ids.shape[-1]:
+        raise ValueError(f"{operation}: rows have {ids.shape[-1]} tokens, needed at most the model's {positions}")
+
+
+def text_of(path: str | Path) -> str:
+    """A text file's text; of a JSON list or JSON lines of records their strings, records apart by a blank line.
+
+    Raises:
+        ValueError: No such file, or one that holds no text.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"calibration: {path} is not a file, needed one of text, or of JSON records with texts")
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if path.suffix in (".json", ".jsonl"):
+        try:
+            records = json.loads(text) if path.suffix == ".json" else [json.loads(r) for r in text.splitlines() if r]
+        except json.JSONDecodeError as error:
+            raise ValueError(f"calibration: {path} is no JSON: {error}") from None
+        text = "\n\n".join("\n".join(_strings(record)) for record in records)
+    if not text.strip():
+        raise ValueError(f"calibration: {path} has no text, needed some")
+    return text
+
+
+def _strings(record: object) -> list[str]:
+    values = record.values() if isinstance(record, Mapping) else [record]
+    return [v for v in values if isinstance(v, str) and v]
+
+
+def text_batches(
+    text: str, encode: Callable[[str], list[int]], *, tokens: int, context: int = 512, rows: int = 4, skip: int = 0
+) -> list[Tensor]:
+    """Batches of token ids, (rows, context), from running text.
+
+    Args:
+        text: Of which as much is encoded as is needed.
+        encode: A tokenizer's ``encode``, or any function from text to token ids.
+        tokens: How many to take.
+        context: Tokens in a row; whole rows only, or one shorter row where there is no more.
+        rows: In a batch.
+        skip: Tokens to leave out before, such as those that something was fitted on.
+
+    Raises:
+        ValueError: Fewer than two tokens.
+
+    >>> [b.shape for b in text_batches("abcdefghij", lambda t: [ord(c) for c in t], tokens=8, context=2, rows=3)]
+    [torch.Size([3, 2]), torch.Size([1, 2])]
+    """
+    ids = torch.tensor(encode(text[: 20 * (tokens + skip)])[skip : skip + tokens])
+    if len(ids) < 2:
+        raise ValueError(f"calibration: the text has {len(ids)} tokens after the first {skip:,}, needed two or more")
+    context = min(context, len(ids))
+    return list(ids[: len(ids) // context * context].view(-1, context).split(rows))

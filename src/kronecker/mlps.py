@@ -1,0 +1,238 @@
+"""The MLPs of a model, found by how numbers flow through it and not by the names of its layers.
+
+A layer is an MLP's last where each of its inputs depends on one output (or on one pair of outputs) of the layers that
+ran just before it, at the same token, and on nothing else: those are the hidden neurons, which can be exchanged,
+dropped and fitted one by one. Attention fails that test (its values reach later tokens, its queries all features of a
+head), and so does an MLP with a norm between its matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from model_components._modes import evaluating
+
+_TOKENS, _ROWS = 8, 4  # of what a model is tried with: that many tokens of our own, or rows of a batch, twice
+_NEAR = 1e-2  # of a layer's input: far above the rounding of two equal rows, far below what is added to one of them
+
+LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {  # where an up layer's outputs of these neurons are
+    "plain": lambda neurons, count: neurons,
+    "halves": lambda neurons, count: torch.cat([neurons, neurons + count]),
+    "interleaved": lambda neurons, count: torch.stack([2 * neurons, 2 * neurons + 1], 1).flatten(),
+}
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """Layers that share hidden neurons: those that write them and the one that reads them. Names within the model."""
+
+    ups: tuple[str, ...]
+    down: str
+    layout: str = "plain"  # or gate and up in one matrix: "halves", "interleaved"
+
+    def rows(self, neurons: Tensor, count: int) -> Tensor:
+        """The outputs of an up layer that belong to these of ``count`` hidden neurons.
+
+        >>> Mlp(("gate_up_proj",), "down_proj", "halves").rows(torch.tensor([0, 2]), 3)
+        tensor([0, 2, 3, 5])
+        """
+        return LAYOUTS[self.layout](neurons, count)
+
+
+@dataclass
+class _Run:
+    """A linear layer as it first ran."""
+
+    name: str
+    module: nn.Module
+    inputs: Tensor
+    in_features: int
+    out_features: int
+    hypotheses: list[Mlp] = field(default_factory=list)  # of MLPs that it is the last layer of
+
+    @property
+    def square(self) -> bool:
+        return self.in_features == self.out_features
+
+
+@torch.no_grad()
+def find_mlps(
+    model: nn.Module, is_layer: Callable[[nn.Module], bool], batch: Mapping[str, Any] | None = None
+) -> list[Mlp]:
+    """The MLPs of a model, in the order they run.
+
+    Args:
+        model: Is run a few times, on two rows of at most eight tokens, or on four rows of ``batch``, twice.
+        is_layer: Whether a module is a linear layer.
+        batch: Arguments to run it with, where it reads neither tokens nor images.
+
+    Raises:
+        ValueError: A model on the meta device, or one that cannot be run without ``batch``.
+    """
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(f"kronecker: {type(model).__name__} has weights on the meta device, needed loaded weights")
+    layers = {n: m for n, m in model.named_modules() if is_layer(m)}
+    with evaluating(model):
+        rows = _equal_halves(model, batch)
+        runs = _runs(model, layers, rows)
+        for index, run in enumerate(runs):
+            run.hypotheses = _hypotheses(runs[:index], run)
+        found: list[Mlp] = []
+        for place in range(max((len(r.hypotheses) for r in runs), default=0)):
+            trials = [r.hypotheses[place] for r in runs if len(r.hypotheses) > place and not r.square]
+            while trials:
+                trials, now = _apart(trials, taken=_names(found))
+                found += _confirmed(model, now, runs, rows)
+        if not found:  # square matrices are attention's nearly always, and what is done to those reaches far
+            for mlp in (mlp for run in runs for mlp in run.hypotheses if run.square):
+                found += _confirmed(model, [mlp], runs, rows) if _names(found).isdisjoint((*mlp.ups, mlp.down)) else []
+    order = {r.name: i for i, r in enumerate(runs)}
+    return sorted(found, key=lambda m: order[m.down])
+
+
+def _names(mlps: Sequence[Mlp]) -> set[str]:
+    return set(chain.from_iterable((*m.ups, m.down) for m in mlps))
+
+
+def _apart(trials: Sequence[Mlp], taken: set[str]) -> tuple[list[Mlp], list[Mlp]]:
+    """Trials for later, and those for now: no layer is in two of these, or in an MLP that was found."""
+    later: list[Mlp] = []
+    now: list[Mlp] = []
+    for mlp in trials:
+        if taken.isdisjoint((*mlp.ups, mlp.down)):
+            (now if _names(now).isdisjoint((*mlp.ups, mlp.down)) else later).append(mlp)
+    return later, now
+
+
+def _equal_halves(model: nn.Module, batch: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Arguments of two equal halves: a row of our own, twice, where a model takes it, else the first of ``batch``."""
+    device = next(model.parameters()).device
+    own = _own_arguments(model, device) if isinstance(model, PreTrainedModel) else {}
+    given = {} if batch is None else {k: _doubled(v, device) for k, v in batch.items()}
+    for arguments in (own, given):
+        if arguments:
+            try:
+                model(**arguments)
+            except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
+                continue
+            return arguments
+    needed = "a first batch of calibration that it can be run on, or a map from names of layers to configs"
+    raise ValueError(f"kronecker: {type(model).__name__} could not be run to find its MLPs; needed {needed}")
+
+
+def _own_arguments(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
+    """Two equal rows for a model that reads tokens or images."""
+    config: Any = model.config
+    if model.main_input_name == "input_ids":
+        text = config.get_text_config()
+        positions = getattr(text, "max_position_embeddings", None) or _TOKENS
+        ids = (torch.arange(3, 3 + min(_TOKENS, positions), device=device) % text.vocab_size).expand(2, -1)
+        return {"input_ids": ids} | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
+    if model.main_input_name == "pixel_values" and hasattr(config, "image_size"):
+        height, width = config.image_size if isinstance(config.image_size, (tuple, list)) else [config.image_size] * 2
+        picture = torch.randn(1, config.num_channels, height, width, generator=torch.Generator().manual_seed(0))
+        return {"pixel_values": picture.to(device, model.dtype).expand(2, -1, -1, -1)}
+    return {}
+
+
+def _doubled(value: Any, device: torch.device) -> Any:
+    return torch.cat([value[:_ROWS]] * 2).to(device) if isinstance(value, Tensor) and value.dim() else value
+
+
+def _runs(model: nn.Module, layers: Mapping[str, nn.Module], rows: Mapping[str, Any]) -> list[_Run]:
+    """The layers that run, in the order they first do."""
+    runs: dict[str, _Run] = {}
+
+    def see(name: str, module: nn.Module, given: Tensor, out: Tensor) -> None:
+        if not torch.isfinite(out).all():
+            raise ValueError(f"kronecker: {name} has a weight that is zero or not finite, or gives such numbers")
+        if name not in runs and len(given) % 2 == 0:
+            runs[name] = _Run(name, module, given, given.shape[-1], out.shape[-1])
+
+    with _hooked(layers, lambda n: lambda module, given, out: see(n, module, given[0], out)):
+        model(**rows)
+    return list(runs.values())
+
+
+def _hypotheses(before: Sequence[_Run], run: _Run) -> list[Mlp]:
+    """What MLPs a layer could be the last of, the likeliest first: one layer or two that ran just before it."""
+    ups = [r for r in before[-2:] if r.in_features == run.out_features and r.inputs is before[-1].inputs]
+    if not ups or ups[-1] is not before[-1] or run.inputs is before[-1].inputs:
+        return []
+    sizes, names = [r.out_features for r in ups], tuple(r.name for r in ups)
+    made = [Mlp(names, run.name)] if sizes == [run.in_features] * 2 else []
+    if sizes[-1] == run.in_features:
+        made.append(Mlp(names[-1:], run.name))
+    if sizes[-1] == 2 * run.in_features:
+        made += [Mlp(names[-1:], run.name, layout) for layout in ("halves", "interleaved")]
+    return made
+
+
+def _confirmed(model: nn.Module, trials: Sequence[Mlp], runs: Sequence[_Run], rows: Mapping[str, Any]) -> list[Mlp]:
+    """Those of the MLPs whose hidden neurons are what they should be, by one run for all.
+
+    There are two equal halves. In the second one, some neurons get another value at the first token: the last layer's
+    input must change there and nowhere else. At the last token all get what they have at the first half's second token:
+    the input must be the same as there (with a residual connection it is not). The output is then made equal again, so
+    that what comes after begins anew.
+    """
+    generator = torch.Generator().manual_seed(0)
+    layers, sizes = {r.name: r.module for r in runs}, {r.name: r.in_features for r in runs}
+    chosen: dict[str, Tensor] = {}
+    changes: dict[str, Callable] = {}
+    right: dict[str, bool] = {}
+
+    def disturb(rows: Tensor) -> Callable:
+        def hook(module: nn.Module, given: tuple, out: Tensor) -> Tensor:
+            out = out.clone()
+            parts = out.view(2, -1, out.shape[-1])
+            other = torch.randn(len(rows), generator=generator).to(out) * (1 + 3 * parts.float().std().to(out))
+            parts[1, 0, rows.to(out.device)] = other
+            if parts.shape[1] > 2:
+                parts[1, -1] = parts[0, 1]
+            return out
+
+        return hook
+
+    def compare(name: str) -> Callable:
+        def hook(module: nn.Module, given: tuple, out: Tensor) -> Tensor:
+            first, second = given[0].float().reshape(2, -1, given[0].shape[-1])
+            near = _NEAR * first.square().mean().sqrt()
+            changed = (second - first).abs() > near
+            copied = len(first) < 3 or not bool(((second[-1] - first[1]).abs() > near).any())
+            changed[len(first) - 1 if len(first) > 2 else len(first) :] = False
+            alone = bool(changed[0].any()) and not bool(changed[1:].any())
+            changed[0, chosen[name].to(changed.device)] = False
+            right[name] = right.get(name, True) and copied and alone and not bool(changed.any())
+            parts = out.clone().view(2, -1, out.shape[-1])
+            parts[1] = parts[0]
+            return parts.view_as(out)
+
+        return hook
+
+    for mlp in trials:
+        count = sizes[mlp.down]
+        chosen[mlp.down] = torch.randperm(count, generator=generator)[: (count + 1) // 2]
+        changes |= dict.fromkeys(mlp.ups, disturb(mlp.rows(chosen[mlp.down], count)))
+    changes |= {mlp.down: compare(mlp.down) for mlp in trials}
+    with _hooked({n: layers[n] for n in changes}, changes.__getitem__):
+        model(**rows)
+    return [m for m in trials if right.get(m.down, False)]
+
+
+@contextmanager
+def _hooked(modules: Mapping[str, nn.Module], hook_of: Callable[[str], Callable]) -> Iterator[None]:
+    handles = [m.register_forward_hook(hook_of(n), always_call=False) for n, m in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

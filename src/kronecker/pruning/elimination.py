@@ -1,0 +1,72 @@
+"""Which inputs of a linear layer to drop, and the best weight for those that stay: linear algebra in float64.
+
+Letters: O outputs; I inputs in groups of s (a neuron is a group of one, an attention head one of its width); S the
+inputs that stay. A layer W sees inputs with second moments C = E[x xᵀ] and should give t with cross moments E[t xᵀ].
+All is about E‖(W - Ŵ) x‖² = ‖(W - Ŵ) C^½‖².
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Elimination(NamedTuple):
+    """The inputs that stay, and what the others cost."""
+
+    kept: Tensor  # (S,) inputs, in their order
+    error: float  # ‖(W - Ŵ) C^½‖² of the best weight Ŵ on the kept inputs
+
+
+def eliminate(weight: Tensor, moment: Tensor, keep: int, *, size: int = 1, step: int = 1) -> Elimination:
+    """Drop the groups of inputs that cost least, some at a time, while the others always make up for what went.
+
+    The cost of a group g is tr(W_g (C⁻¹)_gg⁻¹ W_gᵀ); after each step the weight and C⁻¹ are those of the inputs that
+    are left (optimal brain surgeon: Hassibi and Stork 1993; for layers of language models: SlimGPT, arXiv 2412.18110).
+
+    Args:
+        weight: (O, I), the best weight on all inputs.
+        moment: C, (I, I), positive definite.
+        keep: Number of groups that stay.
+        size: Inputs in a group, next to each other.
+        step: Groups that go at a time: the more, the faster and the less exact.
+
+    >>> weight, moment = torch.tensor([[1.0, 2.0, 3.0]]), torch.eye(3)
+    >>> eliminate(weight, moment, 2)
+    Elimination(kept=tensor([1, 2]), error=1.0)
+    """
+    weight, inverse = weight.double(), _inverse(moment.double())
+    alive = torch.arange(weight.shape[1], device=weight.device).view(-1, size)
+    error = 0.0
+    while len(alive) > keep:
+        groups = len(alive)
+        blocks = inverse.view(groups, size, groups, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+        columns = weight.view(-1, groups, size).transpose(0, 1)  # (groups, O, s)
+        costs = (torch.linalg.solve(blocks, columns.transpose(1, 2)) * columns.transpose(1, 2)).sum((1, 2))
+        dropped = costs.argsort(stable=True)[: min(step, groups - keep)]
+        stays = torch.ones(groups, dtype=torch.bool, device=weight.device)
+        stays[dropped] = False
+        inputs = torch.arange(groups * size, device=weight.device).view(groups, size)
+        out, rest = inputs[dropped].flatten(), inputs[stays].flatten()
+        solved = torch.linalg.solve(inverse[out][:, out], inverse[out][:, rest])  # (dropped, kept)
+        error += float((torch.linalg.solve(inverse[out][:, out], weight[:, out].T) * weight[:, out].T).sum())
+        weight = weight[:, rest] - weight[:, out] @ solved
+        inverse = inverse[rest][:, rest] - inverse[rest][:, out] @ solved
+        alive = alive[stays]
+    return Elimination(alive.flatten(), error)
+
+
+def refitted(cross: Tensor, moment: Tensor, kept: Tensor) -> Tensor:
+    """The best weight on the kept inputs, E[t x_Sᵀ] E[x_S x_Sᵀ]⁻¹, (O, S).
+
+    >>> refitted(torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0, 0.5], [0.5, 1.0]]), torch.tensor([0]))
+    tensor([[2.]], dtype=torch.float64)
+    """
+    factor = torch.linalg.cholesky(moment.double()[kept][:, kept])
+    return torch.cholesky_solve(cross.double()[:, kept].T, factor).T
+
+
+def _inverse(moment: Tensor) -> Tensor:
+    return torch.cholesky_inverse(torch.linalg.cholesky(moment))

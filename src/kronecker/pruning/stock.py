@@ -1,0 +1,78 @@
+"""The config that a smaller model needs, so that it is a stock model of its family."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+_UNSET = ("n_inner",)  # None means a multiple of the width
+
+Shapes = Mapping[str, torch.Size]
+
+
+def stock_config(model: PreTrainedModel, wanted: Shapes, sizes: Mapping[int, int]) -> PretrainedConfig:
+    """A copy of the model's config with which its class builds parameters of these shapes.
+
+    Which fields hold a size is found by trying: those that have the value it had, and n_inner.
+
+    Args:
+        model: Before.
+        wanted: Shapes of the parameters that change, by name.
+        sizes: From each size to the one it becomes.
+
+    Raises:
+        ValueError: No field of the config, or no set of fields, gives these shapes.
+    """
+    places = list(_places(model.config, sizes))
+    every = {n: wanted.get(n, p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
+    for count in range(1, len(places) + 1):
+        for chosen in itertools.combinations(places, count):
+            config = copy.deepcopy(model.config)
+            for path, name, new in chosen:
+                holder: Any = config
+                for step in path:
+                    holder = getattr(holder, step)
+                setattr(holder, name, new)
+            if _shapes(type(model), config) == every:
+                return config
+    fields = ", ".join(name for _, name, _ in places) or "none"
+    raise ValueError(
+        f"prune_: {type(model.config).__name__} has no size that gives {next(iter(wanted))} the shape "
+        f"{list(next(iter(wanted.values())))} (fields of that size: {fields}); needed a family whose MLPs have a size"
+    )
+
+
+def _places(config: PretrainedConfig, sizes: Mapping[int, int], path: tuple[str, ...] = ()) -> Iterator[tuple]:
+    """Fields of a config, and of configs within it, that hold one of the sizes: (path, name, new value)."""
+    for name, value in config.to_dict().items():
+        inner = getattr(config, name, None)
+        if isinstance(inner, PretrainedConfig):
+            yield from _places(inner, sizes, (*path, name))
+        elif name in _UNSET and value is None:
+            yield path, name, next(iter(sizes.values()))
+        elif isinstance(value, int) and not isinstance(value, bool) and value in sizes:
+            yield path, name, sizes[value]
+
+
+def _shapes(cls: type[PreTrainedModel], config: PretrainedConfig) -> Shapes:
+    return {n: p.shape for n, p in _empty(cls, config).named_parameters(remove_duplicate=False)}
+
+
+def _empty(cls: type[PreTrainedModel], config: PretrainedConfig) -> nn.Module:
+    with torch.device("meta"):
+        return cls._from_config(config)
+
+
+def adopt_(model: PreTrainedModel, config: PretrainedConfig) -> None:
+    """Give the model this config, and its modules the plain attributes (sizes, counts) that go with it."""
+    twin = dict(_empty(type(model), config).named_modules())
+    for name, module in model.named_modules():
+        for key, value in vars(twin[name]).items():
+            if key != "training" and isinstance(value, (int, float, str, tuple, PretrainedConfig)):
+                vars(module)[key] = value

@@ -1,0 +1,344 @@
+"""Pruned models: which neurons go, what the others make up for, and that the result is a stock model."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from kronecker import PruneConfig, num_parameters, prune_
+from kronecker.mlps import Mlp
+from kronecker.pruning.elimination import eliminate, refitted
+from kronecker.pruning.neurons import MlpWeights, Seen, fit_neurons
+from kronecker.sites import find_mlps
+from tests.support.models import MAKERS, tiny
+
+
+def ids(count=8, length=16, seed=0):
+    return torch.randint(3, 96, (count, length), generator=torch.Generator().manual_seed(seed))
+
+
+def output(model, batch=None):
+    with torch.no_grad():
+        return model(input_ids=ids() if batch is None else batch)[0]
+
+
+def problem(inputs, outputs=5, seed=0):
+    """A weight, and correlated second moments of its inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(40, inputs, generator=generator) @ torch.randn(inputs, inputs, generator=generator)
+    weight = torch.randn(outputs, inputs, generator=generator)
+    return weight.double(), (x.T @ x / 40).double()
+
+
+def least_error(weight, moment, kept):
+    """By the definition: the best weight on these inputs, and what it misses."""
+    kept = torch.tensor(sorted(kept))
+    apart = weight.clone()
+    apart[:, kept] -= torch.linalg.solve(moment[kept][:, kept], (weight @ moment)[:, kept].T).T
+    return float((apart @ moment * apart).sum())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_each_step_drops_what_costs_least(size):
+    weight, moment = problem(8)
+    alive = [tuple(range(g * size, (g + 1) * size)) for g in range(8 // size)]
+    while len(alive) > 2:
+        rest = [[g for g in alive if g != dropped] for dropped in alive]
+        alive = min(rest, key=lambda groups: least_error(weight, moment, sum(groups, ())))
+    found = eliminate(weight, moment, 2, size=size)
+    assert found.kept.tolist() == list(sum(alive, ()))
+    assert found.error == pytest.approx(least_error(weight, moment, found.kept.tolist()), rel=1e-9)
+
+
+def test_dropping_several_at_a_time_says_its_error_exactly_and_is_seldom_better():
+    apart = []
+    for seed in range(6):
+        weight, moment = problem(12, seed=seed)
+        fast, slow = (eliminate(weight, moment, 4, step=step) for step in (4, 1))
+        assert fast.error == pytest.approx(least_error(weight, moment, fast.kept.tolist()), rel=1e-9)
+        apart.append(fast.error / slow.error)
+    assert sum(apart) / len(apart) > 1
+
+
+def test_elimination_is_near_the_best_choice_there_is():
+    ours, by_size = [], []
+    for seed in range(8):
+        weight, moment = problem(9, seed=seed)
+        best = min(least_error(weight, moment, kept) for kept in itertools.combinations(range(9), 4))
+        ours.append(eliminate(weight, moment, 4).error / best)
+        by_size.append(least_error(weight, moment, weight.square().sum(0).argsort()[-4:].tolist()) / best)
+    assert min(ours) >= 1 - 1e-6
+    assert sum(ours) / 8 < 1.2
+    assert sum(by_size) / 8 > 1.5  # what large weights alone would keep
+
+
+def test_the_closed_form_is_the_least_squares_solution():
+    generator = torch.Generator().manual_seed(0)
+    h, t = torch.randn(50, 6, generator=generator).double(), torch.randn(50, 3, generator=generator).double()
+    kept = torch.tensor([0, 2, 5])
+    expected = torch.linalg.lstsq(h[:, kept], t).solution.T
+    torch.testing.assert_close(refitted(t.T @ h, h.T @ h, kept), expected)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_every_family_becomes_a_smaller_stock_model(kind, tmp_path):
+    model = tiny(kind)
+    before = num_parameters(model)
+    report = prune_(model, PruneConfig(keep=0.5), calibration=[ids(4, seed=1)], progress=False)
+    assert report.after == num_parameters(model) < before == report.before
+    assert all(r.after == (16 if kind == "mixtral" else r.before // 2) for r in report.layers)
+    assert len(report.layers) == len(find_mlps(model)) or kind == "mixtral"
+    model.save_pretrained(tmp_path)
+    stock, said = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(said.values())
+    torch.testing.assert_close(output(stock), output(model))
+    fresh = type(model)(stock.config)
+    assert {n: p.shape for n, p in fresh.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_pruned_model_generates_with_a_cache(kind):
+    model = tiny(kind)
+    prune_(model, PruneConfig(keep=0.5), calibration=[ids()], progress=False)
+    ways = [
+        model.generate(ids(1, 6), max_new_tokens=8, do_sample=False, use_cache=c, pad_token_id=0) for c in (True, False)
+    ]
+    assert torch.equal(*ways)
+
+
+def redundant(kind):
+    """A model whose hidden neurons come in pairs that say the same: half of them are enough."""
+    model = tiny(kind)
+    for mlp in find_mlps(model):
+        for name in mlp.ups:
+            layer = model.get_submodule(name)
+            weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.T
+            half = len(weight) // 2
+            weight.data[half:] = weight.data[:half]
+            if layer.bias is not None:
+                layer.bias.data[half:] = layer.bias.data[:half]
+    return model
+
+
+@pytest.mark.parametrize("refit", ["writing", "all"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "gemma2"])
+def test_neurons_that_say_the_same_go_without_a_loss(kind, refit):
+    model = redundant(kind)
+    before = output(model)
+    report = prune_(model, PruneConfig(keep=0.5, refit=refit, epochs=1), calibration=[ids(16, seed=1)], progress=False)
+    assert max(r.error for r in report.layers) < 0.02
+    assert float((output(model) - before).norm() / before.norm()) < 0.02
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_each_fit_is_nearer_to_the_original(kind):
+    found = {}
+    for refit in ("none", "writing", "all"):
+        model = tiny(kind)
+        config = PruneConfig(keep=0.5, refit=refit, epochs=12)
+        found[refit] = prune_(model, config, calibration=[ids(64, seed=1)], progress=False).layers[0].error
+    assert found["none"] > found["writing"] > found["all"]
+
+
+def test_all_neurons_are_the_original():
+    model = tiny("gpt2")
+    before = output(model)
+    prune_(model, PruneConfig(keep=1.0, refit="writing"), calibration=[ids(32, seed=1)], progress=False)
+    torch.testing.assert_close(output(model), before, rtol=1e-3, atol=1e-4)
+
+
+def test_the_error_from_moments_is_the_error():
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    weights = MlpWeights([draw(12, 6)], [draw(12)], draw(6, 12), draw(6), lambda said: torch.relu(said[0]))
+    x = draw(300, 6)
+    seen = Seen.nothing(6, 12, torch.device("cpu"))
+    seen.add(weights.hidden(x), weights(x), None)
+    small, error = fit_neurons(Mlp(("up",), "down"), weights, seen, 5, PruneConfig(refit="writing"))
+    direct = float((small(x) - weights(x)).square().sum() / weights(x).square().sum())
+    assert error == pytest.approx(direct, rel=1e-4)
+
+
+def test_a_budget_is_kept_and_sizes_are_rounded():
+    model = tiny("llama")
+    budget = num_parameters(model) - 2000
+    report = prune_(model, PruneConfig(budget=budget), calibration=[ids()], progress=False)
+    per_neuron = 3 * 16 * 4
+    assert budget - per_neuron < report.after <= budget
+    model = tiny("llama")
+    prune_(model, PruneConfig(keep=0.6, multiple_of=8), calibration=[ids()], progress=False)
+    assert model.config.intermediate_size == 16
+
+
+def test_padding_does_not_count():
+    batch, found = ids(6, 12), []
+    for fill in (5, 77):
+        padded, mask = torch.full((6, 20), fill), torch.zeros(6, 20, dtype=torch.long)
+        padded[:, :12], mask[:, :12] = batch, 1
+        model = tiny("bert")
+        prune_(model, calibration=[{"input_ids": padded, "attention_mask": mask}], progress=False)
+        found.append(output(model))
+    torch.testing.assert_close(*found)
+
+
+def test_a_fused_gate_and_up_lose_the_same_neurons(tmp_path):
+    config = transformers.Phi3Config(
+        vocab_size=96, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = transformers.Phi3ForCausalLM(config).eval()
+    assert find_mlps(model)[0].layout == "halves"
+    prune_(model, calibration=[ids()], progress=False)
+    assert model.model.layers[0].mlp.gate_up_proj.weight.shape == (24, 16)
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(output(transformers.Phi3ForCausalLM.from_pretrained(tmp_path)), output(model))
+
+
+def test_experts_are_fitted_on_the_tokens_they_get():
+    model = tiny("mixtral")
+    experts, seen = model.model.layers[0].mlp.experts, {}
+    experts.register_forward_pre_hook(lambda m, given, named: seen.update(x=given[0], to=given[1]), with_kwargs=True)
+    output(model, ids(8, seed=1))
+    before = {n: p.detach().clone() for n, p in experts.named_parameters()}
+    x, to = seen["x"], seen["to"]
+    report = prune_(model, PruneConfig(keep=0.7), calibration=[ids(8, seed=1)], progress=False)
+
+    def say(weights, expert, rows):
+        gate, up = (rows @ weights["gate_up_proj"][expert].T).chunk(2, dim=-1)
+        return (experts.act_fn(gate) * up) @ weights["down_proj"][expert].T
+
+    after, apart, energy = dict(experts.named_parameters()), 0.0, 0.0
+    for expert in range(3):
+        rows = x[(to == expert).any(-1)]
+        old, new = (say(w, expert, rows).detach() for w in (before, after))
+        apart, energy = apart + float((old - new).square().sum()), energy + float(old.square().sum())
+    assert report.layers[0].error == pytest.approx((apart / energy) ** 0.5, rel=1e-3)
+    assert report.layers[0].error < 0.5
+
+
+def test_hooks_modes_and_frozen_weights_survive():
+    model, seen = tiny("gpt2"), []
+    layer = model.transformer.h[1].mlp.c_proj
+    layer.register_forward_hook(lambda module, given, out: seen.append(given[0].shape[-1]))
+    layer.weight.requires_grad_(False)
+    model.transformer.h[0].train()
+    prune_(model, calibration=[ids()], progress=False)
+    seen.clear()
+    output(model)
+    assert seen == [32]
+    assert model.transformer.h[1].mlp.c_proj is layer
+    assert not layer.weight.requires_grad
+    assert model.transformer.h[1].mlp.c_fc.weight.requires_grad
+    assert model.transformer.h[0].training
+    assert not model.transformer.h[1].training
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_keep_their_dtype(dtype):
+    model = tiny("llama").to(dtype)
+    report = prune_(model, calibration=[ids()], progress=False)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert torch.isfinite(output(model)).all()
+    assert all(0 <= r.error < 1 for r in report.layers)
+
+
+def test_one_token_and_dead_neurons_are_no_trouble():
+    model = tiny("gpt2")
+    report = prune_(model, calibration=[torch.tensor([[5]])], progress=False)
+    assert all(r.error < 0.1 for r in report.layers)
+    assert torch.isfinite(output(model)).all()
+    dead = tiny("distilbert", activation="relu")
+    for layer in dead.transformer.layer:
+        layer.ffn.lin1.bias.data.fill_(-1e4)
+    prune_(dead, calibration=[ids()], progress=False)
+    assert torch.isfinite(output(dead)).all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"keep": 0}, "keep is 0, needed a share"),
+        ({"keep": 1.5}, r"keep is 1\.5, needed a share"),
+        ({"budget": 1.5}, r"budget is 1\.5, needed a number"),
+        ({"refit": "some"}, "refit is 'some', needed one of"),
+        ({"epochs": 0}, "epochs is 0, needed a whole number"),
+        ({"ridge": 0}, "ridge is 0, needed a share"),
+    ],
+)
+def test_bad_configs_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        PruneConfig(**fields)
+
+
+def test_configs_round_trip():
+    config = PruneConfig(keep=0.3, refit="writing", multiple_of=64)
+    assert PruneConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(ValueError, match="unknown fields kept"):
+        PruneConfig.from_dict({"kept": 1})
+
+
+@pytest.mark.parametrize(
+    ("calibration", "message"),
+    [
+        ([], "calibration is empty"),
+        (["text"], "a batch of calibration is a str"),
+        ([{}], r"has no tensor but \[\]"),
+        ([{"labels": torch.ones(2, 3)}], r"has no tensor but \['labels'\]"),
+        ([torch.tensor([[3, 96]])], "token ids go from 3 to 96, needed 0 to 95"),
+        ([torch.tensor([[-1, 5]])], "token ids go from -1 to 5, needed 0 to 95"),
+        ([torch.ones(2, 3)], r"token ids are torch\.float32, needed integers"),
+        ([torch.ones(1, 65, dtype=torch.long)], "rows have 65 tokens, needed at most the model's 64"),
+    ],
+)
+def test_bad_calibration_changes_nothing(calibration, message):
+    model = tiny("llama")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        prune_(model, calibration=calibration, progress=False)
+    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+
+
+def test_models_that_cannot_be_pruned_are_refused():
+    def attempt(model, message, **fields):
+        with pytest.raises(ValueError, match=message):
+            prune_(model, PruneConfig(**fields), calibration=[ids()], progress=False)
+
+    sizes = {"vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 2}
+    attempt(transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)), "no MLP is found in MambaForCausalLM")
+    heads = {"n_layer": 2, "n_head": 4}
+    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(**sizes | heads))
+    attempt(bloom, "BloomConfig has no size that gives")  # four times the width, always
+    attempt(tiny("gpt2").to("meta"), "on the meta device")
+    attempt(tiny("gpt2"), "budget is 10, needed", budget=10)
+    shared = tiny("llama")
+    shared.model.layers[1].mlp.up_proj.weight = shared.model.layers[0].mlp.up_proj.weight
+    attempt(shared, "needed MLPs that share no weight")
+    broken = tiny("llama")
+    broken.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("inf")
+    attempt(broken, "zero or not finite")
+
+
+def test_an_error_on_the_way_leaves_the_model_as_it_was(monkeypatch):
+    model = tiny("gpt2")
+    before, config = copy.deepcopy(model.state_dict()), copy.deepcopy(model.config.to_dict())
+    calls = []
+
+    def fail(*given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return fit_neurons(*given)
+
+    monkeypatch.setattr("kronecker.pruning.prune.fit_neurons", fail)
+    with pytest.raises(KeyboardInterrupt):
+        prune_(model, calibration=[ids()], progress=False)
+    after = model.state_dict()
+    assert all(torch.equal(before[n], t) for n, t in after.items())
+    assert len(before) == len(after)
+    assert model.config.to_dict() == config
+    assert model.transformer.h[0].mlp.c_fc.nf == 64
+    output(model)

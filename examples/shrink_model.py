@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kronecker import PruneConfig, compare, prune_
 from kronecker.data import text_batches, text_of
@@ -30,7 +30,11 @@ def options() -> argparse.Namespace:
     parser.add_argument("--measured-tokens", type=int, default=10_000, help="to measure the loss on")
     parser.add_argument("--epochs", type=int, default=3, help="of fitting each MLP; 0: in closed form alone")
     parser.add_argument("--out", type=Path, default=Path("smaller"), help="folder for the checkpoint")
-    return parser.parse_args()
+    parser.add_argument("--smoke", action="store_true", help="few tokens of everything")
+    given = parser.parse_args()
+    if given.smoke:
+        given.tokens, given.measured_tokens, given.epochs = 512, 256, 1
+    return given
 
 
 def main() -> None:
@@ -40,8 +44,10 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     text = text_of(given.calibration)
     measured, skip = (text_of(given.held_out), 0) if given.held_out else (text, given.tokens)
-    calibration = text_batches(text, tokenizer.encode, tokens=given.tokens)
-    held_out = text_batches(measured, tokenizer.encode, tokens=given.measured_tokens, skip=skip)
+    stored = AutoConfig.from_pretrained(given.model)
+    context = min(512, getattr(stored, "max_position_embeddings", 512))
+    calibration = text_batches(text, tokenizer.encode, tokens=given.tokens, context=context)
+    held_out = text_batches(measured, tokenizer.encode, tokens=given.measured_tokens, context=context, skip=skip)
 
     original = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
@@ -54,9 +60,12 @@ def main() -> None:
     )
     report = prune_(model, config, calibration=calibration)
     print(report, f"\nin {time.perf_counter() - begin:.0f} s\n")
-    stored = getattr(torch, str(original.config.to_dict().get("dtype") or "float32").removeprefix("torch."))
-    model.to(stored).save_pretrained(given.out)
+    model.to(stored.dtype or torch.float32).save_pretrained(given.out)
     tokenizer.save_pretrained(given.out)
+    sizes = {
+        name: sum(f.stat().st_size for f in Path(name).rglob("*.safetensors")) for name in (given.model, given.out)
+    }
+    print("on disk:", ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items() if size))
     smaller = AutoModelForCausalLM.from_pretrained(given.out, dtype=torch.float32).eval()  # as anyone would load it
     print(compare({"original": original, str(given.out): smaller}, held_out))
 

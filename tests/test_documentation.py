@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from mergekit_lite import METHODS, load_recipe
 from tests.heads.pairwise.support import PACKED, PADDED
+from tests.support.models import save_tokenizer, tiny
 
 ROOT = Path(__file__).parents[1]
 MERGING = (ROOT / "docs" / "merging.md").read_text(encoding="utf-8")
@@ -454,10 +456,26 @@ def test_the_compression_example_runs(tmp_path):
     ]
 
 
+def test_the_shrinking_example_writes_a_stock_model(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    words = ["<unk>", *(f"w{i}" for i in range(95))]
+    model = tiny("llama").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model", words)
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": " ".join(words)}) for _ in range(10)))
+    options = ["--model", tmp_path / "model", "--calibration", tmp_path / "texts.jsonl", "--out", tmp_path / "small"]
+    printed = run_example("shrink_model.py", *options, "--keep", 0.25)
+    assert "on disk:" in printed
+    rows = [line.split() for line in printed.splitlines() if line.startswith(("original", str(tmp_path / "small")))]
+    assert [row[1] for row in rows] == ["10,896", "7,440"]
+    smaller = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    assert smaller.dtype == torch.bfloat16
+    assert smaller.config.intermediate_size == 6
+
+
 def test_the_readme_example_of_the_guide_registers_and_merges(tmp_path):
     """The user-defined method of the guide, as printed there."""
-    import torch
-
     from mergekit_lite import merge_models
 
     code = re.search(r"```python\n(import torch\nfrom mergekit_lite import PerModel.*?)```", MERGING, re.S)[1]

@@ -1,13 +1,14 @@
-"""Kronecker sums in the place of a model's weights: far fewer parameters, a faster forward, and the way back.
+"""Smaller layers in the place of a model's own, from the best start known without training, and the way back.
 
-A weight becomes ``Σ_r s_r A_r ⊗ B_r``. `convert_` compresses a model's layers and starts them from the best point known
-without training; `KroneckerTrainer` trains it back; `fold` writes a stock checkpoint.
+`prune_` drops hidden neurons, fits the rest to make up for them and leaves a stock model. With `convert_` weights
+become ``Σ_r s_r A_r ⊗ B_r``, sums of Kronecker products; `KroneckerTrainer` trains them back; `fold` writes a stock
+checkpoint.
 
 >>> from transformers import GPT2Config, GPT2LMHeadModel
 >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=1, n_head=1))
->>> report = convert_(model, KroneckerConfig(b_shape=(2, 1)), calibration=[torch.tensor([[1, 2, 3]])], progress=False)
->>> report.after < report.before
-True
+>>> report = prune_(model, PruneConfig(keep=0.5), calibration=[torch.tensor([[1, 2, 3]])], progress=False)
+>>> model.config.n_inner, report.after < report.before
+(8, True)
 """
 
 from model_components import __version__ as __version__

@@ -41,7 +41,7 @@ def order_of(a_shape: tuple[int, int], b_shape: tuple[int, int], rank: int, toke
     (o1, i1), (o2, i2) = a_shape, b_shape
     dense = o1 * o2 * i1 * i2
     costs = {"b_first": rank * (i1 * i2 * o2 + i1 * o1 * o2), "a_first": rank * (i1 * i2 * o1 + i2 * o1 * o2)}
-    order = min(costs, key=costs.__getitem__)
+    order = "b_first" if costs["b_first"] <= costs["a_first"] else "a_first"
     rebuilt = dense * (tokens + _REBUILD_TOKENS * rank)
     return order if costs[order] * tokens * _WORTH <= rebuilt else "rebuild"
 
@@ -246,6 +246,22 @@ class _Rebuild(torch.autograd.Function):
             if need_b:
                 db = small_gradients(_long_product(a.reshape(r, -1), dw.T).view_as(b), b, scales)
         return dx, da, *db
+
+
+def plain(x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None, order: str) -> Tensor:  # (N, I) to (N, O)
+    """The same by torch's own operations, and nothing hangs on the number of tokens: for graphs and transforms."""
+    b = scaled(b, scales)
+    (r, o1, i1), (_, o2, i2) = a.shape, b.shape
+    if order == "rebuild":
+        return F.linear(x, build(a, b))
+    rows = x.reshape(-1, i1, i2)
+    if order == "b_first":
+        t = rows @ b.permute(2, 1, 0).reshape(i2, o2 * r)  # (N, I1, O2 r)
+        t = t.reshape(-1, i1, o2, r).permute(0, 2, 3, 1).reshape(-1, o2, r * i1)
+        return (t @ _packed(a).T).transpose(1, 2).reshape(-1, o1 * o2)
+    s = rows.transpose(1, 2) @ a.reshape(r * o1, i1).T  # (N, I2, r O1)
+    s = s.reshape(-1, i2, r, o1).permute(0, 3, 2, 1).reshape(-1, o1, r * i2)
+    return (s @ b.permute(0, 2, 1).reshape(r * i2, o2)).reshape(-1, o1 * o2)
 
 
 def _needs(ctx: Any) -> tuple[bool, bool, bool]:

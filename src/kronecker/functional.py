@@ -5,6 +5,7 @@ Letters: r terms; A is (r, O1, I1), B is (r, O2, I2); out_features O = O1 O2, in
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import reference
-from .contraction import CONTRACTIONS, ORDERS, order_of, scaled, small_gradients
+from .contraction import CONTRACTIONS, ORDERS, order_of, plain, scaled, small_gradients
 
 IMPLS = ("reference", "eager", "fused", "auto")
+_TRACED_TOKENS = 1024  # what a graph's order is chosen for: one graph serves any number of tokens
 
 
 def check_factors(operation: str, a: Tensor, b: Tensor, scales: Tensor | None) -> None:
@@ -43,7 +45,8 @@ def kron_linear(
 
     ``order`` says how: contract B first, A first, or rebuild the weight for one dense product; ``"auto"`` takes the
     cheapest by its multiply-adds a token, r(I O2 + I1 O), r(I O1 + I2 O) or O I. B first and rebuild keep x and the
-    factors until backward; A first also x Aᵀ, (tokens, r I2 O1).
+    factors until backward; A first also x Aᵀ, (tokens, r I2 O1). Under `torch.compile`, `torch.export` and `torch.func`
+    the order is that for many tokens, and torch's own operations run: they keep more, and may be differentiated twice.
 
     Args:
         x: Input, (*B, I1 I2).
@@ -81,13 +84,14 @@ def kron_linear(
     if bias is not None and tuple(bias.shape) != (o1 * o2,):
         raise ValueError(f"kron_linear: bias has shape {list(bias.shape)}, needed ({o1 * o2},)")
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    traced = x.is_meta or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if not x.is_meta and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, a, b = x.to(dtype), a.to(dtype), b.to(dtype)
     elif x.dtype != a.dtype:
         raise ValueError(f"kron_linear: x is {x.dtype} and the factors are {a.dtype}, needed one dtype")
     bias, scales = (None if t is None else t.to(x.dtype) for t in (bias, scales))
-    with torch.autocast(device, enabled=False):
+    with nullcontext() if x.is_meta else torch.autocast(device, enabled=False):
         if impl == "reference":
             return reference.kron_linear(x, a, b, bias, scales)
         flat = x.reshape(-1, i1 * i2)
@@ -97,12 +101,18 @@ def kron_linear(
             from . import _triton
 
             made = _triton.kron_matmul(flat, a, b, scales)
+        elif traced:
+            chosen = order_of((o1, i1), (o2, i2), r, _TRACED_TOKENS) if order == "auto" else order
+            made = plain(flat, a, b, scales, chosen)
         else:
             chosen = order_of((o1, i1), (o2, i2), r, flat.shape[0]) if order == "auto" else order
             made = CONTRACTIONS[chosen].apply(flat, a, b, scales)
+        if traced:
+            made = made if bias is None else made + bias
+            return made.reshape(*x.shape[:-1], o1 * o2)
         if bias is not None:
             made = made + bias if torch.is_grad_enabled() else made.add_(bias)
-        return made.view(*x.shape[:-1], o1 * o2)
+        return torch.ops.aten._unsafe_view(made, (*x.shape[:-1], o1 * o2))  # no view: `relu_` may write into it
 
 
 def _uses_fused(impl: str, x: Tensor, a: Tensor, b: Tensor, order: str) -> bool:

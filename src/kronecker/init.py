@@ -45,6 +45,7 @@ class Moments:
     mean_x: Tensor  # Σ x, (I,)
     mean_y: Tensor  # Σ y, (O,)
     count: int = 0
+    size: float = 0.0  # of the inputs before they were centred: the mean of Σ x²
 
     @classmethod
     def zeros(cls, out_features: int, in_features: int) -> Moments:
@@ -78,25 +79,29 @@ class Moments:
     def centred(self) -> Moments:
         """Around the means: what is left for a weight when a bias takes care of them."""
         n = max(1, self.count)
+        energy = self.energy - self.mean_y.square().sum() / n
         return Moments(
             self.inputs - torch.outer(self.mean_x, self.mean_x) / n,
             self.cross - torch.outer(self.mean_y, self.mean_x) / n,
-            self.energy - self.mean_y.square().sum() / n,
+            energy if energy > 1e-12 * self.energy else torch.zeros_like(energy),
             torch.zeros_like(self.mean_x),
             torch.zeros_like(self.mean_y),
             self.count,
+            float(self.inputs.diagonal().mean()),
         )
 
     def damped(self) -> Tensor:
-        """The inputs' second moments with the ridge."""
-        ridge = RIDGE * self.inputs.diagonal().mean().clamp_min(1e-30)
+        """The inputs' second moments with the ridge; never nothing, however few the tokens."""
+        ridge = RIDGE * (max(float(self.inputs.diagonal().mean()), 1e-6 * self.size) or 1.0)
         return self.inputs + ridge * torch.eye(len(self.inputs), dtype=self.inputs.dtype)
 
     def error(self, weight: Tensor) -> float:
-        """Σ |W x - y|² over Σ |y|², its square root."""
+        """Σ |W x - y|² over Σ |y|², its square root; 0 where there is nothing to say but a mean."""
+        if not float(self.energy):
+            return 0.0
         w = weight.double().cpu()
         left = ((w @ self.inputs) * w).sum() - 2 * (w * self.cross).sum() + self.energy
-        return float((left.clamp_min(0) / self.energy.clamp_min(1e-300)).sqrt())
+        return float((left.clamp_min(0) / self.energy).sqrt())
 
 
 def relative_error(weight: Tensor, a: Tensor, b: Tensor) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -51,6 +50,11 @@ class KroneckerLayer(nn.Module):
     def dense_weight(self) -> Tensor:
         """Σ s A ⊗ B, (rows, columns), differentiable."""
         return build(self.a, scaled(self.b, self.scales))
+
+    @property
+    def weight(self) -> Tensor:
+        """The same, for code that reads a stock layer's weight (T5 asks for its dtype): made when it is read."""
+        return self.dense_weight()
 
     def learning_rate_multipliers(self) -> dict[str, float]:
         """For Adam, by parameter: I / (I_k times the number of factors) (arXiv 2406.06248, section 3)."""
@@ -106,7 +110,6 @@ class KroneckerLinear(KroneckerLayer):
         made = torch.zeros(out_features, dtype=self.a.dtype, device=self.a.device) if bias else None
         self.register_parameter("bias", None if made is None else nn.Parameter(made))
         self.conv1d = False  # what `to_linear` makes
-        self._folded: tuple[Tensor, list[tuple[int, int]]] | None = None
         self.original: nn.Module | None = None
         self.share = 1.0
 
@@ -161,26 +164,7 @@ class KroneckerLinear(KroneckerLayer):
             made.bias = nn.Parameter(self.bias.detach().clone())
         return made.train(self.training)
 
-    @torch.no_grad()
-    def fold_(self) -> None:
-        """Keep the dense weight for evaluation until `unfold_`, training, or new factors: worth it where r is large.
-
-        Raises:
-            ValueError: While an original layer fades out.
-        """
-        if self.original is not None:
-            raise ValueError("fold_: the original layer is still fading out; fade_in_(None) ends it")
-        self._folded = self.dense_weight(), self._versions()
-
-    def unfold_(self) -> None:
-        """Drop what `fold_` keeps."""
-        self._folded = None
-
-    def _versions(self) -> list[tuple[int, int]]:
-        return [(p.data_ptr(), p._version) for p in (self.a, self.b, self.scales) if p is not None]
-
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self._folded = None
         if self.original is not None:
             self.original._apply(fn)
         return super()._apply(fn, recurse)
@@ -194,11 +178,6 @@ class KroneckerLinear(KroneckerLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """(*B, in_features) to (*B, out_features)."""
-        if self._folded is not None:
-            if self._folded[1] != self._versions() or self.training:
-                self._folded = None
-            elif not torch.is_grad_enabled():
-                return F.linear(x, self._folded[0], self.bias)
         if self.original is None:
             return kron_linear(x, self.a, self.b, self.bias, self.scales)
         kept = self.original(x)

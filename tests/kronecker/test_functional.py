@@ -207,3 +207,77 @@ def test_bad_ids_are_refused():
         kron_embedding(torch.ones(2), a, b)
     with pytest.raises(ValueError, match="needed reference, eager or auto"):
         kron_embedding(torch.tensor([1]), a, b, impl="fused")
+
+
+def _layer_arguments(order):
+    """Factors for which an order is the cheapest, with many tokens."""
+    shapes = {"b_first": ((6, 4), (1, 2)), "a_first": ((4, 6), (2, 1)), "rebuild": ((4, 3), (3, 4))}
+    a_shape, b_shape = shapes[order]
+    rank = 3 if order == "rebuild" else 1
+    a, b, bias = made(rank, *a_shape), made(rank, *b_shape), made(a_shape[0] * b_shape[0])
+    return a, b, bias, a_shape[1] * b_shape[1]
+
+
+@pytest.mark.parametrize("order", ["b_first", "a_first", "rebuild"])
+def test_no_graph_for_every_number_of_tokens(order):
+    a, b, bias, width = _layer_arguments(order)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    layer = torch.compile(lambda x: kron_linear(x, a, b, bias), backend=backend, dynamic=True, fullgraph=True)
+    for count in range(2, 27):
+        x = made(count, width)
+        torch.testing.assert_close(layer(x), kron_linear(x, a, b, bias))
+    assert len(graphs) <= 2  # the first number may be one that a factor has too
+
+
+@pytest.mark.parametrize("order", ["b_first", "a_first", "rebuild"])
+def test_a_layer_is_exported_with_a_dynamic_batch(order):
+    a, b, bias, width = _layer_arguments(order)
+
+    class Layer(torch.nn.Module):
+        def forward(self, x):
+            return kron_linear(x, a, b, bias)
+
+    batch = torch.export.Dim("batch", min=2)
+    exported = torch.export.export(Layer(), (made(5, width),), dynamic_shapes=({0: batch},))
+    x = made(11, width)
+    torch.testing.assert_close(exported.module()(x), kron_linear(x, a, b, bias))
+
+
+@pytest.mark.parametrize("order", ["b_first", "a_first", "rebuild"])
+def test_transforms_and_second_derivatives(order):
+    a, b, bias, width = _layer_arguments(order)
+    x = made(3, width)
+    expected = reference.kron_linear(x, a, b, bias)
+    torch.testing.assert_close(torch.vmap(lambda row: kron_linear(row, a, b, bias, order=order))(x), expected)
+    square = lambda b: kron_linear(x, a, b, bias, order=order).square().sum()  # noqa: E731
+    dense = lambda b: reference.kron_linear(x, a, b, bias).square().sum()  # noqa: E731
+    torch.testing.assert_close(torch.func.hessian(square)(b), torch.func.hessian(dense)(b), rtol=1e-4, atol=1e-4)
+    leaf = b.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(square(leaf), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+
+
+def test_the_result_may_be_written_into():
+    a, b, _, width = _layer_arguments("b_first")
+    x = made(3, 2, width).requires_grad_()
+    for order in ("b_first", "a_first", "rebuild"):
+        x.grad = None
+        kron_linear(x, a, b, order=order).relu_().sum().backward()
+        ours = x.grad.clone()
+        x.grad = None
+        reference.kron_linear(x, a, b).relu().sum().backward()
+        torch.testing.assert_close(ours, x.grad)
+
+
+def test_meta_tensors_have_shapes_even_under_autocast():
+    a, b, bias, width = (t.to("meta") if isinstance(t, torch.Tensor) else t for t in _layer_arguments("a_first"))
+    assert kron_linear(torch.empty(2, 3, width, device="meta"), a, b, bias).shape == (2, 3, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert kron_linear(torch.empty(2, 3, width, device="meta"), a, b, bias).shape == (2, 3, 8)

@@ -24,6 +24,7 @@ from .init import relative_error
 from .linear import KroneckerLinear, dense
 from .sequential import fit_
 from .sites import COMPRESSED, convertible, is_linear, put, resolve
+from .storage import own_saving_
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def convert_(
     A single config compresses the MLPs (and stacks of experts), with opposite shapes for the layer that writes the
     block's width; attention, embeddings and head are left alone. With ``filter_fn`` it compresses whatever that
     accepts. A map from name patterns (``"*.mlp.c_fc"``) to configs says it layer by layer; `preset` gives such maps.
-    Tied weights stay tied.
+    Tied weights stay tied. ``model.save_pretrained`` writes the factors from then on, for `kronecker.from_pretrained`.
 
     Args:
         model: Changed in place.
@@ -158,6 +159,7 @@ def convert_(
         for parameter, wanted in gradients:
             parameter.requires_grad_(wanted)
         raise
+    own_saving_(model)
     rows = []
     for name in configs:
         made = model.get_submodule(name)
@@ -277,4 +279,5 @@ def revert_(model: nn.Module) -> list[str]:
         made: Any = module.to_linear() if isinstance(module, KroneckerLinear) else module.to_embedding()
         made.weight = weights.setdefault(id(module.a), made.weight)
         put(model, name, made)
+    own_saving_(model)
     return list(found)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from model_components._folders import NewFolder, check_new
+from model_components._folders import NewFolder, check_new, make_folder
 
 from .config import KroneckerConfig
 from .embedding import KroneckerEmbedding
@@ -61,6 +63,25 @@ def save_pretrained(model: nn.Module, out: str | Path) -> None:
         write_files(model, new.folder)
 
 
+def own_saving_(model: nn.Module) -> None:
+    """Give a model with compressed layers a ``save_pretrained`` that writes them; take it away from one without."""
+    if compressed(model) and isinstance(model, PreTrainedModel):
+        model.save_pretrained = partial(_save_compressed, model)  # pyrefly: ignore
+    else:
+        vars(model).pop("save_pretrained", None)
+
+
+def _save_compressed(
+    model: PreTrainedModel, save_directory: str | Path, is_main_process: bool = True, **options: Any
+) -> None:
+    """What ``model.save_pretrained`` is while a model has compressed layers: into any folder, like the stock one."""
+    refuse_fading(model, "save_pretrained")
+    if options.get("push_to_hub"):
+        raise ValueError("save_pretrained: push_to_hub is not there for compressed models; needed a folder to upload")
+    if is_main_process:
+        write_files(model, make_folder(save_directory, "save_pretrained"))
+
+
 def refuse_fading(model: nn.Module, operation: str) -> None:
     """While originals still run, factors alone are another function."""
     fading = [n for n, m in compressed(model).items() if isinstance(m, KroneckerLinear) and m.original is not None]
@@ -75,7 +96,9 @@ def write_files(model: PreTrainedModel, folder: Path) -> None:
     layers = compressed(model)
     tensors, aliases = {}, {}
     first: dict[int, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    stored = {ours: stock for n, layer in layers.items() for ours, stock in _stored_names(n, layer).items()}
+    for own, tensor in model.state_dict(keep_vars=True).items():
+        name = stored.get(own, own)
         if id(tensor) in first:
             aliases[name] = first[id(tensor)]
         else:
@@ -90,6 +113,29 @@ def write_files(model: PreTrainedModel, folder: Path) -> None:
     (folder / MARK).write_text(json.dumps(mark, indent=1) + "\n", encoding="utf-8")
 
 
+def _stored_names(name: str, layer: nn.Module) -> dict[str, str]:
+    """Large factors are stored under the names of the weights they stand for.
+
+    Their shapes are not those of the weights, so that transformers refuses the folder, where it would make up random
+    weights for names that it does not find.
+    """
+    if isinstance(layer, KroneckerExperts):
+        return {f"{name}.{part}_a": f"{name}.{part}_proj" for part in ("gate_up", "down")}
+    return {f"{name}.a": f"{name}.weight"}
+
+
+def _names_in_model(mark: dict, stored: Iterable[str]) -> dict[str, str]:
+    """From the names of `_stored_names` to those in the model."""
+    names = set(stored)
+    made = {}
+    for layer in mark["layers"]:
+        if f"{layer}.gate_up_proj" in names:
+            made |= {f"{layer}.{part}_proj": f"{layer}.{part}_a" for part in ("gate_up", "down")}
+        else:
+            made[f"{layer}.weight"] = f"{layer}.a"
+    return made
+
+
 def read_files(folder: Path) -> tuple[dict, dict[str, Tensor]]:
     """What `write_files` wrote: the list of layers, and all tensors, tied ones under each of their names."""
     mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
@@ -99,6 +145,9 @@ def read_files(folder: Path) -> tuple[dict, dict[str, Tensor]]:
         tensors = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"from_pretrained: {folder / WEIGHTS} cannot be read: {error}") from None
+    names = _names_in_model(mark, [*tensors, *mark["aliases"]])
+    tensors = {names.get(n, n): t for n, t in tensors.items()}
+    mark["aliases"] = {names.get(n, n): names.get(kept, kept) for n, kept in mark["aliases"].items()}
     return mark, tensors | {name: tensors[kept] for name, kept in mark["aliases"].items()}
 
 
@@ -155,6 +204,7 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
         _parent(model, name)._parameters[name.rpartition(".")[2]] = model.get_parameter(kept)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    own_saving_(model)
     return model.to(device)
 
 

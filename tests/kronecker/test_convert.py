@@ -265,6 +265,36 @@ def test_a_weight_can_be_read_and_follows_its_factors():
     assert "weight" not in layer.state_dict()
 
 
+@pytest.mark.parametrize("kind", ["llama-tied", "mixtral", "bert"])
+def test_a_stock_save_writes_factors_and_a_stock_load_refuses_them(kind, tmp_path):
+    model = tiny(kind)
+    config = {"*_proj": VAN_LOAN, "*dense": VAN_LOAN, "*experts": VAN_LOAN, "*embed_tokens": VAN_LOAN}
+    patterns = {"llama-tied": ["*_proj", "*embed_tokens"], "mixtral": ["*experts"], "bert": ["*dense"]}[kind]
+    convert_(model, {p: config[p] for p in patterns}, progress=False)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(1.5)
+    for place, one in (("original", model), ("copy", copied)):
+        one.save_pretrained(tmp_path / place)  # as a stock Trainer does it
+        torch.testing.assert_close(output(from_pretrained(tmp_path / place)), output(one))
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+            auto_class(kind).from_pretrained(tmp_path / place)
+    from_pretrained(tmp_path / "copy").save_pretrained(tmp_path / "again")
+    torch.testing.assert_close(output(from_pretrained(tmp_path / "again")), output(copied))
+    revert_(copied)
+    copied.save_pretrained(tmp_path / "dense")
+    torch.testing.assert_close(output(auto_class(kind).from_pretrained(tmp_path / "dense")), output(copied))
+
+
+def test_a_stock_trainer_saves_factors(tmp_path):
+    model = tiny("gpt2")
+    convert_(model, VAN_LOAN, progress=False)
+    arguments = transformers.TrainingArguments(tmp_path, report_to=[])
+    transformers.Trainer(model, arguments).save_model(str(tmp_path / "out"))
+    torch.testing.assert_close(output(from_pretrained(tmp_path / "out")), output(model))
+
+
 def test_t5_reads_a_weight_and_runs():
     config = transformers.T5Config(
         vocab_size=96, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, decoder_start_token_id=0

@@ -69,6 +69,14 @@ class MlpWeights:
         """All of them."""
         return [t for t in (*self.ups, *self.up_biases, self.down, self.down_bias) if t is not None]
 
+    def sizes(self, x: Tensor) -> list[float]:
+        """For each of `parameters` the standard deviation of a matrix, or of what a bias is added to."""
+        said = [F.linear(x, w) for w in self.ups]
+        spread = {id(b): s for b, s in zip(self.up_biases, said, strict=True) if b is not None}
+        if self.down_bias is not None:
+            spread[id(self.down_bias)] = F.linear(self.hidden(x), self.down)
+        return [float(spread.get(id(t), t).std(correction=0).clamp_min(1e-8)) for t in self.parameters()]
+
 
 @dataclass
 class Seen:
@@ -134,8 +142,8 @@ def fit_neurons(mlp: Mlp, weights: MlpWeights, seen: Seen, keep: int, config: Pr
             small.down_bias = (mean_t - small.down.double() @ mean_h[kept]).float()
     if config.refit == "all" and seen.inputs and small.middle is not None:
         x, target = torch.cat(seen.inputs), torch.cat(seen.targets)
-        small = _descended(small, x, target, config.epochs)
-        return small, _error(small, x, target)
+        errors = {_error(w, x, target): w for w in (small, _descended(small, x, target, config.epochs))}
+        return errors[min(errors)], min(errors)
     fit = seen.moment[kept][:, kept], seen.cross[:, kept]
     return small, _quadratic_error(small, seen, *fit, mean_h[kept] * n)
 
@@ -159,19 +167,19 @@ def _quadratic_error(weights: MlpWeights, seen: Seen, moment: Tensor, cross: Ten
 def _descended(weights: MlpWeights, x: Tensor, target: Tensor, epochs: int) -> MlpWeights:
     """All of an MLP's weights after descent (Adam, a rate that falls to nothing) on |target - y|².
 
-    A step moves a matrix by a share of its own size, so that no rate has to be chosen for a model. What is drawn is
+    A step moves a matrix by a share of its own size and a bias by one of what it is added to, so that no rate has to be
+    chosen for a model. What is drawn is
     drawn by its own generator: the same calls give the same weights.
     """
     weights = replace(weights, ups=list(weights.ups), up_biases=list(weights.up_biases))
+    sizes = weights.sizes(x[:_CHUNK])
     moved = [t.clone().requires_grad_() for t in weights.parameters()]
     rest = iter(moved)
     weights.ups = [next(rest) for _ in weights.ups]
     weights.up_biases = [None if b is None else next(rest) for b in weights.up_biases]
     weights.down = next(rest)
     weights.down_bias = None if weights.down_bias is None else next(rest)
-    scale = float(weights.down.detach().std().clamp_min(1e-8))
-    sizes = [float(t.detach().std().clamp_min(1e-8)) if t.dim() > 1 else scale for t in moved]
-    groups = [{"params": [t], "lr": _STEP * s, "size": s} for t, s in zip(moved, sizes, strict=True)]
+    groups = [{"params": [t], "lr": 0.0, "size": s} for t, s in zip(moved, sizes, strict=True)]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
     generator, batch = torch.Generator().manual_seed(0), min(_BATCH, len(x))
     orders = [torch.randperm(len(x), generator=generator) for _ in range(epochs)]

@@ -22,7 +22,7 @@ def batches(calibration: Iterable[Any], model: nn.Module, operation: str) -> lis
             vocabulary, rows that are longer than the model has positions for, nothing but labels.
     """
     device = next(model.parameters()).device
-    made = []
+    checked = []
     for item in calibration:
         if not isinstance(item, (Tensor, Mapping)):
             raise ValueError(
@@ -36,10 +36,10 @@ def batches(calibration: Iterable[Any], model: nn.Module, operation: str) -> lis
             if isinstance(value, Tensor) and name in ("input_ids", "attention_mask") and value.dim() == 1:
                 batch[name] = value[None]
         _check_ids(operation, batch.get("input_ids"), getattr(model, "config", None))
-        made.append({k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()})
-    if not made:
+        checked.append({k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()})
+    if not checked:
         raise ValueError(f"{operation}: calibration is empty, needed batches of token ids")
-    return made
+    return checked
 
 
 def without_labels(batch: Batch) -> dict[str, Any]:

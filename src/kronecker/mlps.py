@@ -115,9 +115,9 @@ def _apart(trials: Sequence[Mlp], taken: set[str]) -> tuple[list[Mlp], list[Mlp]
 def _equal_halves(model: nn.Module, batch: Mapping[str, Any] | None) -> dict[str, Any]:
     """Arguments of two equal halves: a row of our own, twice, where a model takes it, else the first of ``batch``."""
     device = next(model.parameters()).device
-    own = _own_arguments(model, device) if isinstance(model, PreTrainedModel) else {}
-    given = {} if batch is None else {k: _doubled(v, device) for k, v in batch.items()}
-    for arguments in (own, given):
+    simple = _simple_arguments(model, device) if isinstance(model, PreTrainedModel) else {}
+    from_batch = {} if batch is None else {k: _doubled(v, device) for k, v in batch.items()}
+    for arguments in (simple, from_batch):
         if arguments:
             try:
                 model(**arguments)
@@ -128,7 +128,7 @@ def _equal_halves(model: nn.Module, batch: Mapping[str, Any] | None) -> dict[str
     raise ValueError(f"kronecker: {type(model).__name__} could not be run to find its MLPs; needed {needed}")
 
 
-def _own_arguments(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
+def _simple_arguments(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
     """Two equal rows for a model that reads tokens or images."""
     config: Any = model.config
     if model.main_input_name == "input_ids":
@@ -168,12 +168,12 @@ def _hypotheses(before: Sequence[_Run], run: _Run) -> list[Mlp]:
     if not ups or ups[-1] is not before[-1] or run.inputs is before[-1].inputs:
         return []
     sizes, names = [r.out_features for r in ups], tuple(r.name for r in ups)
-    made = [Mlp(names, run.name)] if sizes == [run.in_features] * 2 else []
+    mlps = [Mlp(names, run.name)] if sizes == [run.in_features] * 2 else []
     if sizes[-1] == run.in_features:
-        made.append(Mlp(names[-1:], run.name))
+        mlps.append(Mlp(names[-1:], run.name))
     if sizes[-1] == 2 * run.in_features:
-        made += [Mlp(names[-1:], run.name, layout) for layout in ("halves", "interleaved")]
-    return made
+        mlps += [Mlp(names[-1:], run.name, layout) for layout in ("halves", "interleaved")]
+    return mlps
 
 
 def _confirmed(model: nn.Module, trials: Sequence[Mlp], runs: Sequence[_Run], rows: Mapping[str, Any]) -> list[Mlp]:

@@ -234,6 +234,18 @@ def test_experts_are_fitted_on_the_tokens_they_get():
     assert report.layers[0].error < 0.5
 
 
+def test_an_expert_without_tokens_keeps_its_largest_neurons():
+    model = tiny("mixtral")
+    block = model.model.layers[1].mlp
+    block.gate.weight.data[2] = 0
+    block.gate.weight.data[:2] *= 100
+    block.experts.down_proj.data[2, :, 8:] *= 1e-3
+    wanted = block.experts.down_proj.data[2, :, :8].clone()
+    block.gate.register_forward_hook(lambda m, given, out: (out[0], out[1], out[2].clamp(max=1)))
+    prune_(model, PruneConfig(keep=0.3), calibration=[ids(4, seed=1)], progress=False)
+    torch.testing.assert_close(block.experts.down_proj.data[2], wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_hooks_modes_and_frozen_weights_survive():
     model, seen = tiny("gpt2"), []
     layer = model.transformer.h[1].mlp.c_proj

@@ -140,10 +140,11 @@ def fit_neurons(mlp: Mlp, weights: MlpWeights, seen: Seen, keep: int, config: Pr
         small.down = refitted(cross, moment, kept).float()
         if small.down_bias is not None:
             small.down_bias = (mean_t - small.down.double() @ mean_h[kept]).float()
-    if config.refit == "all" and seen.inputs and small.middle is not None:
+    if config.refit == "all" and seen.count and small.middle is not None:
         x, target = torch.cat(seen.inputs), torch.cat(seen.targets)
-        errors = {_error(w, x, target): w for w in (small, _descended(small, x, target, config.epochs))}
-        return errors[min(errors)], min(errors)
+        descended = _descended(small, x, target, config.epochs)
+        before, after = _error(small, x, target), _error(descended, x, target)
+        return (descended, after) if after < before else (small, before)
     fit = seen.moment[kept][:, kept], seen.cross[:, kept]
     return small, _quadratic_error(small, seen, *fit, mean_h[kept] * n)
 
@@ -168,8 +169,7 @@ def _descended(weights: MlpWeights, x: Tensor, target: Tensor, epochs: int) -> M
     """All of an MLP's weights after descent (Adam, a rate that falls to nothing) on |target - y|².
 
     A step moves a matrix by a share of its own size and a bias by one of what it is added to, so that no rate has to be
-    chosen for a model. What is drawn is
-    drawn by its own generator: the same calls give the same weights.
+    chosen for a model. The order of tokens is drawn by a generator of its own: the same calls give the same weights.
     """
     weights = replace(weights, ups=list(weights.ups), up_biases=list(weights.up_biases))
     sizes = weights.sizes(x[:_CHUNK])

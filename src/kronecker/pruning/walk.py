@@ -62,15 +62,15 @@ class Block:
     def smaller(self, mlp: Mlp, states: Sequence[Tensor], wanted: Sequence[Tensor], keep_inputs: bool) -> Seen:
         """Run it on the smaller model's states: what an MLP sees there, and what it should give."""
         down = self.layers[mlp.down]
-        found: Seen | None = None
+        total: Seen | None = None
         for call, hidden, target in zip(self.calls, states, wanted, strict=True):
             out, seen = self._run(call, hidden)
             x, h, y = seen[mlp.down]
-            if found is None:
-                found = Seen.nothing(y.shape[-1], h.shape[-1], next(down.parameters()).device)
-            found.add(h, target - self._stream(x, y, out, call), x if keep_inputs else None)
-        assert found is not None
-        return found
+            if total is None:
+                total = Seen.nothing(y.shape[-1], h.shape[-1], next(down.parameters()).device)
+            total.add(h, target - self._stream(x, y, out, call), x if keep_inputs else None)
+        assert total is not None
+        return total
 
     def routed(self, name: str, states: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """For each batch the tokens that a stack of experts gets in the smaller model, and their experts."""
@@ -130,11 +130,11 @@ class Block:
 
 def blocks_with(model: nn.Module, mlps: Sequence[Mlp], experts: Sequence[str], data: Sequence[Batch]) -> list[Block]:
     """The model's blocks in order, each with its MLPs; the first one's calls have the hidden states to begin with."""
-    found = blocks_of(model, [*(m.down for m in mlps), *experts])
-    whole = len(found) == 1 and found[0][0] == ""
-    calls = [[WholeModel(b) for b in data]] if whole else calls_of(model, [b for _, b, _ in found], data)
+    blocks = blocks_of(model, [*(m.down for m in mlps), *experts])
+    whole = len(blocks) == 1 and blocks[0][0] == ""
+    calls = [[WholeModel(b) for b in data]] if whole else calls_of(model, [b for _, b, _ in blocks], data)
     layers = dict(model.named_modules())
-    pairs = zip(found, calls, strict=True)
+    pairs = zip(blocks, calls, strict=True)
     return [
         Block(block, [m for m in mlps if m.down in names], [n for n in experts if n in names], layers, c)
         for (_, block, names), c in pairs

@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             models = {name: load(name) for name in options.models}
             print(compare(models, tokens(options, tokenizer, *models.values())))
     except (ValueError, OSError, json.JSONDecodeError) as error:
-        print(f"kronecker: {error}", file=sys.stderr)
+        print(f"kronecker: {str(error).removeprefix('kronecker: ')}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("kronecker: stopped; the same command goes on from here", file=sys.stderr)

@@ -106,8 +106,12 @@ def text_batches(
     >>> [b.shape for b in text_batches("abcdefghij", lambda t: [ord(c) for c in t], tokens=8, context=2, rows=3)]
     [torch.Size([3, 2]), torch.Size([1, 2])]
     """
-    ids = torch.tensor(encode(text[: 20 * (tokens + skip)])[skip : skip + tokens])
+    encoded = encode(text[: 20 * (tokens + skip)])
+    if text and not encoded:
+        raise ValueError("calibration: the tokenizer makes no tokens of the text; needed the tokenizer of the model")
+    ids = torch.tensor(encoded[skip : skip + tokens])
     if len(ids) < 2:
-        raise ValueError(f"calibration: the text has {len(ids)} tokens after the first {skip:,}, needed two or more")
+        after = f" after the first {skip:,}" if skip else ""
+        raise ValueError(f"calibration: the text has {len(encoded):,} tokens, needed two or more{after}")
     context = min(context, len(ids))
     return list(ids[: len(ids) // context * context].view(-1, context).split(rows))

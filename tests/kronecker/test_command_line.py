@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from kronecker import KroneckerConfig, compare, convert_, from_pretrained, num_parameters, perplexity
 from kronecker.__main__ import main
+from kronecker.data import text_batches
 from tests.support.models import save, save_tokenizer, tiny
 
 WORDS = ["<unk>", *(f"w{i}" for i in range(95))]
@@ -68,6 +69,18 @@ def test_shapes_in_the_command(place, capsys):
     assert "has no text, needed some" in capsys.readouterr().err
     assert main(["compare", str(place / "model"), "--calibration", str(place / "absent.txt")]) == 1
     assert "absent.txt is not a file" in capsys.readouterr().err
+    (place / "bad.json").write_text("{")
+    assert main(["compare", str(place / "model"), "--calibration", str(place / "bad.json")]) == 1
+    assert "bad.json is no JSON" in capsys.readouterr().err
+
+
+def test_text_becomes_rows():
+    count = [b.shape for b in text_batches("abcdefghij", lambda t: [ord(c) for c in t], tokens=6, context=4, skip=3)]
+    assert count == [(1, 4)]
+    with pytest.raises(ValueError, match="has 4 tokens, needed two or more after the first 3"):
+        text_batches("abcd", lambda t: [1] * len(t), tokens=5, skip=3)
+    with pytest.raises(ValueError, match="the tokenizer makes no tokens of the text"):
+        text_batches("abcd", lambda t: [], tokens=5)
 
 
 def test_pruning_in_the_command_writes_a_stock_model(place, capsys):

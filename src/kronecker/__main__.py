@@ -95,7 +95,7 @@ def tokens(options: argparse.Namespace, tokenizer: str, *models: PreTrainedModel
 
 def _prune(options: argparse.Namespace) -> None:
     config = PruneConfig(keep=options.keep, budget=options.budget, multiple_of=options.multiple_of)
-    new = NewFolder(options.out, "prune")
+    new = NewFolder(options.out, "prune", resumable=True)
     name = options.tokenizer or options.model
     if is_compressed(options.model):
         raise ValueError(f"prune: {options.model} holds Kronecker sums, needed a stock model")
@@ -103,7 +103,9 @@ def _prune(options: argparse.Namespace) -> None:
     stored = model.dtype
     data = tokens(options, name, model)
     with new:
-        report = prune_(model.float(), config, calibration=data, progress=not options.no_progress)
+        fitted, quiet = new.place / "fitted", options.no_progress
+        report = prune_(model.float(), config, calibration=data, cache=fitted, progress=not quiet)
+        new.clear()
         nn.Module.to(model, stored)
         model.save_pretrained(new.folder)
         if (tokenizer := _tokenizer(name)) is not None:

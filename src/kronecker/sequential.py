@@ -9,18 +9,14 @@ what the stream has lost before it, where the stream can be read. Biases take ca
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from model_components._folders import new_file
-
+from .cache import FitCache
 from .config import KroneckerConfig
 from .data import Batch
 from .init import Moments
@@ -95,20 +91,19 @@ def fit_(
     found: dict[str, float] = {}
     walk = Fit(model, blocks_of(model, configs), data)
     ours = list(walk.theirs)
-    key = _key(model, configs, data) if cache is not None else ""
+    settings = {n: c.to_dict() for n, c in configs.items()}
+    fitted = FitCache(None if keep_originals else cache, model, settings, data, "convert_")
     for index, (name, block, _) in enumerate(walk.blocks):
         step, calls = walk.step(index, configs, residual=True), walk.calls[index]
-        stored = None if cache is None or keep_originals else cache / f"{name or 'model'}.safetensors"
-        if stored is not None and _matches(stored, key):
+        if (stored := fitted.load(name)) is not None:
             walk.advance(index)
-            step.load(stored)
+            step.take(*stored)
             if progress is not None:
                 for done in step.names:
                     progress(done)
         else:
             walk.theirs = step.fit(calls, walk.theirs, ours, progress, keep_originals)
-            if stored is not None:
-                step.store(stored, key)
+            fitted.store(name, step.state(), step.errors)
         found |= step.errors
         ours = outputs_of(block, calls, ours)
     return found
@@ -245,40 +240,16 @@ class BlockFit:
                 put(self.model, name, self.modules[name])
         return orders
 
-    def store(self, path: Path, key: str) -> None:
-        """Keep the fitted layers, under their final name only when whole."""
-        tensors = {
-            f"{n}.{k}": t.contiguous() for n in self.names for k, t in self.model.get_submodule(n).state_dict().items()
-        }
-        with new_file(path, "convert_") as part:
-            save_file(tensors, part, metadata={"key": key, "errors": json.dumps(self.errors)})
+    def state(self) -> dict[str, Tensor]:
+        """The fitted layers' tensors."""
+        return {f"{n}.{k}": t for n in self.names for k, t in self.model.get_submodule(n).state_dict().items()}
 
-    def load(self, path: Path) -> None:
-        """Take the layers that `store` kept."""
-        tensors = load_file(path)
+    def take(self, tensors: Mapping[str, Tensor], errors: Mapping[str, float]) -> None:
+        """The layers that `state` gave, in place of a fit."""
         for name in self.names:
-            made = KroneckerLinear.like(self.modules[name], self.configs[name])
-            made.load_state_dict(
+            layer = KroneckerLinear.like(self.modules[name], self.configs[name])
+            layer.load_state_dict(
                 {k.removeprefix(f"{name}."): t for k, t in tensors.items() if k.startswith(f"{name}.")}
             )
-            put(self.model, name, made)
-        self.errors = json.loads(_metadata(path)["errors"])
-
-
-def _metadata(path: Path) -> dict[str, str]:
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as handle:
-        return handle.metadata()
-
-
-def _matches(path: Path, key: str) -> bool:
-    return path.exists() and _metadata(path).get("key") == key
-
-
-def _key(model: nn.Module, configs: Mapping[str, KroneckerConfig], data: Sequence[Batch]) -> str:
-    """What a fitted block depends on: the weights, the configs and the data."""
-    digest = hashlib.sha256(json.dumps({n: c.to_dict() for n, c in configs.items()}).encode())
-    for tensor in (*model.state_dict().values(), *(v for b in data for v in b.values() if isinstance(v, Tensor))):
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+            put(self.model, name, layer)
+        self.errors = dict(errors)

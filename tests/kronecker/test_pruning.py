@@ -349,9 +349,11 @@ def test_models_that_cannot_be_pruned_are_refused():
     attempt(broken, "zero or not finite")
 
 
-def test_an_error_on_the_way_leaves_the_model_as_it_was(monkeypatch):
+def test_an_interrupted_call_changes_nothing_and_goes_on(tmp_path, monkeypatch):
     model = tiny("gpt2")
     before, config = copy.deepcopy(model.state_dict()), copy.deepcopy(model.config.to_dict())
+    expected = tiny("gpt2")
+    prune_(expected, calibration=[ids()], progress=False)
     calls = []
 
     def fail(*given):
@@ -362,10 +364,16 @@ def test_an_error_on_the_way_leaves_the_model_as_it_was(monkeypatch):
 
     monkeypatch.setattr("kronecker.pruning.prune.fit_neurons", fail)
     with pytest.raises(KeyboardInterrupt):
-        prune_(model, calibration=[ids()], progress=False)
+        prune_(model, calibration=[ids()], cache=tmp_path, progress=False)
     after = model.state_dict()
     assert all(torch.equal(before[n], t) for n, t in after.items())
     assert len(before) == len(after)
     assert model.config.to_dict() == config
     assert model.transformer.h[0].mlp.c_fc.nf == 64
     output(model)
+    prune_(model, calibration=[ids()], cache=tmp_path, progress=False)
+    assert len(calls) == 4  # the first block's fit was kept
+    assert torch.equal(output(model), output(expected))
+    for other in ({"config": PruneConfig(keep=0.4)}, {"calibration": [ids(seed=5)]}):
+        prune_(tiny("gpt2"), **({"calibration": [ids()]} | other), cache=tmp_path, progress=False)
+    assert len(calls) == 10  # for another share or other data nothing was

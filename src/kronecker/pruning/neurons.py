@@ -6,7 +6,7 @@ Letters: N tokens; H the block's width; I hidden neurons; O outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -60,10 +60,16 @@ class MlpWeights:
         ups, biases = [w[rows] for w in self.ups], [None if b is None else b[rows] for b in self.up_biases]
         return replace(self, ups=ups, up_biases=biases, down=self.down[:, neurons])
 
-    def layers(self, modules: Sequence[nn.Module]) -> list[tuple[nn.Module, Tensor, Tensor | None]]:
-        """Each module with its matrix and bias, the last one last."""
-        matrices, biases = [*self.ups, self.down], [*self.up_biases, self.down_bias]
-        return list(zip(modules, matrices, biases, strict=True))
+    def state(self, mlp: Mlp, modules: Sequence[nn.Module]) -> dict[str, Tensor]:
+        """The parameters of its modules, by name, in their dtypes and layouts."""
+        state: dict[str, Tensor] = {}
+        matrices, biases = (*self.ups, self.down), (*self.up_biases, self.down_bias)
+        for name, module, matrix, bias in zip((*mlp.ups, mlp.down), modules, matrices, biases, strict=True):
+            dtype = dense(module).dtype
+            state[f"{name}.weight"] = (matrix.T if isinstance(module, Conv1D) else matrix).to(dtype)
+            if bias is not None:
+                state[f"{name}.bias"] = bias.to(dtype)
+        return state
 
     def parameters(self) -> list[Tensor]:
         """All of them."""
@@ -248,16 +254,14 @@ def _middles(mlp: Mlp, activation: Callable[[Tensor], Tensor], ups: int) -> list
     return [first_gates, second_gates]
 
 
-def resize_(module: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
-    """Give a linear layer (or Conv1D) a matrix (out, in) of another size, in its own dtype, in place."""
-    old = module.weight
-    assert isinstance(old, nn.Parameter)
-    matrix = weight.T if isinstance(module, Conv1D) else weight
-    module.weight = nn.Parameter(matrix.to(old.dtype).contiguous(), requires_grad=old.requires_grad)
-    if bias is not None:
-        before = module.bias
-        assert isinstance(before, nn.Parameter)
-        module.bias = nn.Parameter(bias.to(before.dtype).contiguous(), requires_grad=before.requires_grad)
-    names = ("nf", "nx") if isinstance(module, Conv1D) else ("out_features", "in_features")
-    for name, size in zip(names, weight.shape, strict=True):
-        setattr(module, name, size)
+def set_parameters_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Put parameters of other sizes into a model's layers, by name; what was frozen stays so."""
+    for name, tensor in state.items():
+        owner, _, key = name.rpartition(".")
+        module, old = model.get_submodule(owner), model.get_parameter(name)
+        new = nn.Parameter(tensor.to(old.device).contiguous(), requires_grad=old.requires_grad)
+        module.register_parameter(key, new)
+        if key == "weight" and isinstance(module, (nn.Linear, Conv1D)):
+            names = ("nx", "nf") if isinstance(module, Conv1D) else ("out_features", "in_features")
+            for attribute, size in zip(names, new.shape, strict=True):
+                setattr(module, attribute, size)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -16,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from model_components._modes import evaluating
 from model_components._report import Axes, Figure, Report, Table, bars
 
+from ..cache import FitCache
 from ..convert import check_layer, num_parameters
 from ..data import Batch, batches
 from ..experts import is_experts
@@ -25,9 +27,9 @@ from ..sites import find_mlps
 from ..walk import outputs_of
 from .config import PruneConfig
 from .experts import experts_shapes, fit_experts
-from .neurons import MlpWeights, fit_neurons, resize_
+from .neurons import MlpWeights, fit_neurons, set_parameters_
 from .stock import adopt_, stock_config
-from .walk import blocks_with
+from .walk import Block, blocks_with
 
 _GROUPED = 8  # what sizes of experts are multiples of: transformers multiplies all of a stack in one grouped product
 
@@ -79,6 +81,7 @@ def prune_(
     config: PruneConfig | None = None,
     *,
     calibration: Iterable[Any],
+    cache: str | Path | None = None,
     progress: bool = True,
 ) -> PruneReport:
     """Drop hidden neurons of every MLP and fit what stays, in place; on any error the model is as it was.
@@ -96,6 +99,7 @@ def prune_(
         config: What to drop; default: half of the hidden neurons.
         calibration: Batches: dicts of the model's arguments, or tensors of token ids (B, T). 50,000 tokens of the text
             that it is for are good, 12,000 will do.
+        cache: A folder that keeps each fitted MLP, so that an interrupted call that is made again goes on.
         progress: Show a progress bar.
 
     Returns:
@@ -124,7 +128,8 @@ def prune_(
     originals = {n: (dict(m._parameters), dict(vars(m))) for n, m in changed.items()}
     try:
         with evaluating(model):
-            rows, notes = _pruned(model, parts, data, keep, config, progress)
+            fits = FitCache(cache, model, [config.to_dict(), keep], data, "prune_")
+            rows, notes = _pruned(model, parts, data, keep, config, fits, progress)
     except BaseException:
         for name, (parameters, attributes) in originals.items():
             vars(changed[name]).update(attributes)
@@ -219,38 +224,51 @@ def _pruned(
     data: Sequence[Batch],
     keep: Mapping[str, int],
     config: PruneConfig,
+    cache: FitCache,
     progress: bool,
 ) -> tuple[list[PrunedLayer], list[str]]:
     """Fit and cut all parts, block by block; and what was not as asked for."""
     rows, notes = [], []
     blocks = blocks_with(model, [p.mlp for p in parts if p.mlp], [p.name for p in parts if not p.mlp], data)
-    counts = {p.name: p.count for p in parts}
     theirs = [c.hidden for c in blocks[0].calls]
     ours = list(theirs)
     with tqdm(total=len(parts), desc="pruning", unit="MLP", disable=not progress) as bar:
-
-        def done(name: str, error: float) -> None:
-            rows.append(PrunedLayer(name, counts[name], keep[name], error**0.5))
-            bar.update(1)
-
         for block in blocks:
             after, wanted = block.original(theirs)
-            for mlp in block.mlps:
-                middle = block.middle(mlp, ours[0], getattr(model, "config", None))
-                if middle is None and config.refit == "all":
-                    notes.append(f"{mlp.down}: fitted in closed form alone; what is between its matrices is not known")
-                modules = [model.get_submodule(n) for n in (*mlp.ups, mlp.down)]
-                seen = block.smaller(mlp, ours, wanted[mlp.down], config.refit == "all")
-                small, error = fit_neurons(mlp, MlpWeights.of(modules, middle), seen, keep[mlp.down], config)
-                for module, matrix, bias in small.layers(modules):
-                    resize_(module, matrix, bias)
-                done(mlp.down, error)
-            for name in block.experts:
-                module = model.get_submodule(name)
-                parameters, error = fit_experts(module, block.routed(name, ours), keep[name], config)
-                for key, value in parameters.items():
-                    old = module.get_parameter(key)
-                    setattr(module, key, nn.Parameter(value, requires_grad=old.requires_grad))
-                done(name, error)
+            for part in (p for p in parts if p.mlp in block.mlps or p.name in block.experts):
+                if (stored := cache.load(part.name)) is None:
+                    state, errors = _fitted(model, block, part, ours, wanted, keep[part.name], config)
+                    cache.store(part.name, state, errors)
+                else:
+                    state, errors = stored
+                set_parameters_(model, state)
+                rows.append(PrunedLayer(part.name, part.count, keep[part.name], errors["all"] ** 0.5))
+                if "unknown" in errors:
+                    notes.append(
+                        f"{part.name}: fitted in closed form alone; what it does between matrices is not known"
+                    )
+                bar.update(1)
             theirs, ours = after, outputs_of(block.module, block.calls, ours)
     return rows, notes
+
+
+def _fitted(
+    model: nn.Module,
+    block: Block,
+    part: _Part,
+    states: Sequence[Tensor],
+    wanted: Mapping[str, list[Tensor]],
+    keep: int,
+    config: PruneConfig,
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """A part's new parameters by name; and its error, squared, with ``unknown`` where descent was not possible."""
+    if part.mlp is None:
+        module = model.get_submodule(part.name)
+        parameters, error = fit_experts(module, block.routed(part.name, states), keep, config)
+        return {f"{part.name}.{n}": p for n, p in parameters.items()}, {"all": error}
+    modules = [model.get_submodule(n) for n in part.modules]
+    weights = MlpWeights.of(modules, block.middle(part.mlp, states[0], getattr(model, "config", None)))
+    seen = block.smaller(part.mlp, states, wanted[part.name], config.refit == "all")
+    small, error = fit_neurons(part.mlp, weights, seen, keep, config)
+    unknown = {"unknown": 1.0} if weights.middle is None and config.refit == "all" else {}
+    return small.state(part.mlp, modules), {"all": error} | unknown

@@ -245,7 +245,7 @@ def _pruned(
                 rows.append(PrunedLayer(part.name, part.count, keep[part.name], errors["all"] ** 0.5))
                 if "unknown" in errors:
                     notes.append(
-                        f"{part.name}: fitted in closed form alone; what it does between matrices is not known"
+                        f"{part.name}: fitted in closed form alone; its function between matrices is not known"
                     )
                 bar.update(1)
             theirs, ours = after, outputs_of(block.module, block.calls, ours)

@@ -112,7 +112,7 @@ def write_table() -> None:
         )
     text = (
         f"SmolLM2-135M-Instruct, {found['held_out']:,} held-out tokens of Alpaca, the original's loss "
-        f"{found['original']:.3f}; 2 cores, float32. Measured {found['date']} at {found['commit']}."
+        f"{found['original']:.3f}; 2 cores beside other work, float32. Measured {found['date']} at {found['commit']}."
     )
     put(KRONECKER_GUIDE, [*lines, "", text], "pruning")
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from model_components._folders import new_file
 
@@ -47,16 +48,27 @@ class FitCache:
         path = None if self.folder is None else self.folder / f"{name or 'model'}.safetensors"
         if path is None or not path.exists():
             return None
-        with safe_open(path, "pt") as handle:
-            metadata = handle.metadata() or {}
-        if metadata.get("key") != self.key:
+        try:
+            with safe_open(path, "pt") as handle:
+                metadata = handle.metadata() or {}
+            if metadata.get("key") != self.key:
+                return None
+            return load_file(path), json.loads(metadata["errors"])
+        except SafetensorError:  # cut short: it is fitted again
             return None
-        return load_file(path), json.loads(metadata["errors"])
 
 
 def _key(model: nn.Module, settings: object, data: Sequence[Batch]) -> str:
     """What a fitted part depends on: the weights, the settings and the data."""
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    for tensor in (*model.state_dict().values(), *(v for b in data for v in b.values() if isinstance(v, Tensor))):
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    config = getattr(model, "config", None)
+    fields = config.to_dict() if isinstance(config, PretrainedConfig) else None
+    text = json.dumps([settings, str(type(model)), fields], default=str)
+    digest = hashlib.sha256(text.encode())
+    named = [*model.state_dict().items(), *((n, v) for batch in data for n, v in batch.items())]
+    for name, value in named:
+        if not isinstance(value, Tensor):
+            digest.update(f"{name} {value!r}".encode())
+            continue
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

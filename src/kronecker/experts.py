@@ -69,6 +69,13 @@ class KroneckerExperts(nn.Module):
             made = nn.Parameter(torch.ones(self.num_experts, own.rank, **place)) if config.scales else None
             self.register_parameter(f"{name}_scales", made)
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:  # pyrefly: ignore
+        """Files have every A under the name of the weights it stands for (see `kronecker.storage`)."""
+        for name in self._configs():
+            if f"{prefix}{name}_a" not in state_dict and f"{prefix}{name}_proj" in state_dict:
+                state_dict[f"{prefix}{name}_a"] = state_dict.pop(f"{prefix}{name}_proj")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def _configs(self) -> dict[str, KroneckerConfig]:
         return {"gate_up": self.config, "down": self.config.opposite()}
 

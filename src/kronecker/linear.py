@@ -47,6 +47,12 @@ class KroneckerLayer(nn.Module):
         self.a.copy_(a)
         self.b.copy_(b)
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:  # pyrefly: ignore
+        """Files have A under the name of the weight it stands for (see `kronecker.storage`)."""
+        if f"{prefix}a" not in state_dict and f"{prefix}weight" in state_dict:
+            state_dict[f"{prefix}a"] = state_dict.pop(f"{prefix}weight")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def dense_weight(self) -> Tensor:
         """Σ s A ⊗ B, (rows, columns), differentiable."""
         return build(self.a, scaled(self.b, self.scales))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ def _save_compressed(
     if options.get("push_to_hub"):
         raise ValueError("save_pretrained: push_to_hub is not there for compressed models; needed a folder to upload")
     if is_main_process:
-        write_files(model, make_folder(save_directory, "save_pretrained"))
+        write_files(model, make_folder(save_directory, "save_pretrained"), options.get("state_dict"))
 
 
 def refuse_fading(model: nn.Module, operation: str) -> None:
@@ -91,8 +91,8 @@ def refuse_fading(model: nn.Module, operation: str) -> None:
         )
 
 
-def write_files(model: PreTrainedModel, folder: Path) -> None:
-    """The files of `save_pretrained`, into a folder that exists."""
+def write_files(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
+    """The files of `save_pretrained`, into a folder that exists; with ``state``, gathered elsewhere, its tensors."""
     layers = compressed(model)
     tensors, aliases = {}, {}
     first: dict[int, str] = {}
@@ -103,7 +103,7 @@ def write_files(model: PreTrainedModel, folder: Path) -> None:
             aliases[name] = first[id(tensor)]
         else:
             first[id(tensor)] = name
-            tensors[name] = tensor.detach().contiguous()
+            tensors[name] = (tensor if state is None else state[own]).detach().contiguous()
     held = {name: layer.config.to_dict() for name, layer in layers.items()}  # pyrefly: ignore
     mark = {"format": 1, "class": type(model).__name__, "layers": held, "aliases": aliases}
     model.config.save_pretrained(folder)

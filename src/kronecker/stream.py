@@ -30,8 +30,10 @@ def stream_kind(block: nn.Module, up: nn.Module, down: nn.Module, call: Call, st
     plain = call.run(block).float()
     step = float(plain.square().mean().sqrt()) or 1.0
     handle = down.register_forward_hook(lambda module, given, out: out + step)
-    moved = call.run(block).float()
-    handle.remove()
+    try:
+        moved = call.run(block).float()
+    finally:
+        handle.remove()
     if plain.shape == moved.shape and float((moved - plain - step).abs().mean()) < _NEAR * step:
         return "output"
     seen: dict[str, Tensor] = {}
@@ -48,9 +50,11 @@ def stream_kind(block: nn.Module, up: nn.Module, down: nn.Module, call: Call, st
         down.register_forward_hook(lambda m, given, out: seen.update(said=out)),
         *(m.register_forward_pre_hook(norm) for m in block.modules() if "Norm" in type(m).__name__),
     ]
-    call.run(block)
-    for handle in handles:
-        handle.remove()
+    try:
+        call.run(block)
+    finally:
+        for handle in handles:
+            handle.remove()
     return "read" if found[0] else None
 
 

@@ -107,13 +107,16 @@ def _passed_by(blocks: Sequence[nn.Module], as_tuple: bool) -> Iterator[None]:
         hidden = arguments[0] if arguments else named["hidden_states"]
         return (hidden,) if as_tuple else hidden
 
-    for block in blocks:
-        block.forward = same
+    before = [vars(block).get("forward") for block in blocks]
     try:
+        for block in blocks:
+            block.forward = same
         yield
     finally:
-        for block in blocks:
-            del block.forward
+        for block, forward in zip(blocks, before, strict=True):
+            vars(block).pop("forward", None)
+            if forward is not None:
+                block.forward = forward
 
 
 def _same(calls: Sequence[Sequence[Call]], others: Sequence[Sequence[Call]]) -> bool:

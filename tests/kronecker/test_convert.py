@@ -293,6 +293,26 @@ def test_a_stock_trainer_saves_factors(tmp_path):
     arguments = transformers.TrainingArguments(tmp_path, report_to=[])
     transformers.Trainer(model, arguments).save_model(str(tmp_path / "out"))
     torch.testing.assert_close(output(from_pretrained(tmp_path / "out")), output(model))
+    model.save_pretrained(tmp_path / "zero", state_dict={n: 0 * t for n, t in model.state_dict().items()})
+    assert not any(p.any() for p in from_pretrained(tmp_path / "zero").parameters())
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama-tied", "mixtral"])
+def test_a_stock_trainer_resumes_with_the_factors(kind, tmp_path):
+    def converted(seed):
+        model = tiny(kind, seed)
+        convert_(model, VAN_LOAN, progress=False)
+        return model
+
+    rows = [{"input_ids": row, "labels": row} for row in ids(4)]
+    arguments = transformers.TrainingArguments(
+        tmp_path, max_steps=2, save_steps=2, per_device_train_batch_size=2, report_to=[], disable_tqdm=True
+    )
+    first = converted(0)
+    transformers.Trainer(first, arguments, train_dataset=rows).train()
+    other = converted(1)
+    transformers.Trainer(other, arguments, train_dataset=rows).train(resume_from_checkpoint=f"{tmp_path}/checkpoint-2")
+    torch.testing.assert_close(output(other.eval()), output(first.eval()))
 
 
 def test_t5_reads_a_weight_and_runs():

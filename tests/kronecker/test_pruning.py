@@ -3,6 +3,7 @@
 import copy
 import itertools
 
+import peft
 import pytest
 import torch
 import transformers
@@ -13,6 +14,7 @@ from kronecker.mlps import Mlp
 from kronecker.pruning.elimination import eliminate, refitted
 from kronecker.pruning.neurons import MlpWeights, Seen, fit_neurons
 from kronecker.sites import find_mlps
+from kronecker.walk import Call
 from tests.support.models import MAKERS, tiny
 
 
@@ -377,3 +379,98 @@ def test_an_interrupted_call_changes_nothing_and_goes_on(tmp_path, monkeypatch):
     for other in ({"config": PruneConfig(keep=0.4)}, {"calibration": [ids(seed=5)]}):
         prune_(tiny("gpt2"), **({"calibration": [ids()]} | other), cache=tmp_path, progress=False)
     assert len(calls) == 10  # for another share or other data nothing was
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_what_the_stream_has_lost_is_made_up_for(kind, monkeypatch):
+    """Fitting towards what the MLP itself gave is further from the original."""
+
+    def apart(**patched):
+        distances = []
+        for seed in range(4):
+            model = tiny(kind, seed)
+            before = output(model, ids(64, seed=2))
+            with monkeypatch.context() as patch:
+                for name, value in patched.items():
+                    patch.setattr(f"kronecker.pruning.{name}", value)
+                prune_(model, PruneConfig(keep=0.5, refit="writing"), calibration=[ids(256, seed=1)], progress=False)
+            distances.append(float((output(model, ids(64, seed=2)) - before).norm()))
+        return sum(distances)
+
+    assert apart() < apart(**{"walk.Block._stream": lambda self, x, y, out, call: torch.zeros_like(y)})
+
+
+def test_what_a_user_has_set_stays():
+    model = tiny("gpt2")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.25
+    model.gradient_checkpointing_enable()
+    model.extra = nn.Identity()
+    prune_(model, calibration=[ids()], progress=False)
+    assert {m.p for m in model.modules() if isinstance(m, nn.Dropout)} == {0.25}
+    assert model.transformer.gradient_checkpointing
+    assert model.config.n_inner == model.transformer.config.n_inner == 32
+
+
+def test_plain_attributes_have_the_new_size():
+    model = tiny("llama")
+    prune_(model, calibration=[ids()], progress=False)
+    assert {layer.mlp.intermediate_size for layer in model.model.layers} == {12}
+
+
+def test_rounded_sizes_keep_a_budget_or_say_so():
+    model = tiny("llama")
+    total = num_parameters(model)
+    with pytest.raises(ValueError, match="needed 10,896 or more with sizes rounded"):
+        prune_(model, PruneConfig(budget=total - 2000, multiple_of=64), calibration=[ids()], progress=False)
+    mixture = tiny("mixtral")
+    total = num_parameters(mixture)
+    report = prune_(mixture, PruneConfig(budget=total - 3000), calibration=[ids()], progress=False)
+    assert report.after <= total - 3000
+    assert mixture.config.intermediate_size % 8 == 0
+
+
+def test_the_cache_is_of_one_model_and_one_layout(tmp_path):
+    for fields, batch in (({}, ids()), ({"hidden_act": "relu"}, ids()), ({}, ids().view(16, 8))):
+        cached, plain = (tiny("llama", **fields) for _ in range(2))
+        prune_(cached, calibration=[batch], cache=tmp_path, progress=False)
+        prune_(plain, calibration=[batch], progress=False)
+        assert torch.equal(output(cached), output(plain))
+    file = next(tmp_path.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:50])
+    prune_(tiny("llama"), calibration=[ids().view(16, 8)], cache=tmp_path, progress=False)
+
+
+@pytest.mark.parametrize("place", range(1, 6))
+def test_an_interrupt_leaves_no_hook_and_no_forward(place, monkeypatch):
+    model = tiny("llama")
+    before = output(model)
+    runs, run = [], Call.run
+
+    def stop(self, block):
+        runs.append(block)
+        if len(runs) == place:
+            raise KeyboardInterrupt
+        return run(self, block)
+
+    monkeypatch.setattr(Call, "run", stop)
+    with pytest.raises(KeyboardInterrupt):
+        prune_(model, calibration=[ids(), ids(seed=1)], progress=False)
+    assert torch.equal(output(model), before)
+    assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
+
+
+def test_adapters_wrappers_and_nothing_but_padding_are_refused():
+    def attempt(model, message, batch=None):
+        with pytest.raises(ValueError, match=message):
+            prune_(model, calibration=[ids() if batch is None else batch], progress=False)
+
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    attempt(peft.get_peft_model(tiny("llama"), adapter), "merge adapters first")
+    wrapper = nn.Module()
+    wrapper.encoder = tiny("bert")
+    attempt(wrapper, "encoder within Module has a config of its own")
+    attempt(tiny("bert"), "saw no calibration token", {"input_ids": ids(), "attention_mask": torch.zeros(8, 16)})
+    with torch.inference_mode():
+        attempt(tiny("bert"), "inference_mode is on")

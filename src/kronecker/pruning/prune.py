@@ -28,7 +28,7 @@ from ..walk import outputs_of
 from .config import PruneConfig
 from .experts import experts_shapes, fit_experts
 from .neurons import MlpWeights, fit_neurons, set_parameters_
-from .stock import adopt_, stock_config
+from .stock import attribute_changes, stock_config
 from .walk import Block, blocks_with
 
 _GROUPED = 8  # what sizes of experts are multiples of: transformers multiplies all of a stack in one grouped product
@@ -116,13 +116,15 @@ def prune_(
     (4, torch.Size([4, 4]))
     """
     config = config or PruneConfig()
+    _refuse(model)
     data = batches(calibration, model, "prune_")
     parts = _parts(model, data)
     keep = _keep(model, parts, config)
-    new_config = None
+    changes: list[tuple[nn.Module, str, object]] = []
     if isinstance(model, PreTrainedModel):
         shapes = {n: s for p in parts for n, s in p.shapes(keep[p.name]).items()}
         new_config = stock_config(model, shapes, {p.count: keep[p.name] for p in parts})
+        changes = attribute_changes(model, new_config)
     before = num_parameters(model)
     changed = {n: model.get_submodule(n) for p in parts for n in p.modules}
     originals = {n: (dict(m._parameters), dict(vars(m))) for n, m in changed.items()}
@@ -135,9 +137,20 @@ def prune_(
             vars(changed[name]).update(attributes)
             changed[name]._parameters.update(parameters)
         raise
-    if new_config is not None and isinstance(model, PreTrainedModel):
-        adopt_(model, new_config)
+    for module, name, value in changes:
+        vars(module)[name] = value
     return PruneReport(tuple(rows), before, num_parameters(model), tuple(notes))
+
+
+def _refuse(model: nn.Module) -> None:
+    """What cannot be pruned, whatever is in it."""
+    if torch.is_inference_mode_enabled():
+        raise ValueError("prune_: torch.inference_mode is on, needed a place where gradients can be taken")
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("peft."):
+            raise ValueError(f"prune_: {name or type(module).__name__} is an adapter's; merge adapters first")
+        if name and isinstance(module, PreTrainedModel) and not isinstance(model, PreTrainedModel):
+            raise ValueError(f"prune_: {name} within {type(model).__name__} has a config of its own; prune_ that model")
 
 
 @dataclass(frozen=True)
@@ -187,7 +200,8 @@ def _experts_part(name: str, module: nn.Module) -> _Part:
 
 def _keep(model: nn.Module, parts: Sequence[_Part], config: PruneConfig) -> dict[str, int]:
     """How many hidden neurons each part keeps."""
-    units = {p.name: config.multiple_of if p.mlp else math.lcm(config.multiple_of, _GROUPED) for p in parts}
+    grouped = {p.count for p in parts if p.mlp is None}  # layers of one size have one field in a config
+    units = {p.name: math.lcm(config.multiple_of, _GROUPED if p.count in grouped else 1) for p in parts}
     if config.budget is None:
         return {
             p.name: min(p.count, max(1, round(config.keep * p.count / units[p.name])) * units[p.name]) for p in parts
@@ -200,7 +214,11 @@ def _keep(model: nn.Module, parts: Sequence[_Part], config: PruneConfig) -> dict
         kind = type(model).__name__
         raise ValueError(f"prune_: budget is {config.budget:,}, needed {least:,} to {total:,} for {kind}")
     share = 1 - (total - config.budget) / neurons
-    return {p.name: max(1, int(share * p.count / units[p.name] + 1e-9) * units[p.name]) for p in parts}
+    fewest = {p.name: min(p.count, units[p.name]) for p in parts}
+    keep = {p.name: max(fewest[p.name], int(share * p.count / u + 1e-9) * u) for p in parts for u in [units[p.name]]}
+    if (size := total - sum(per_neuron[p.name] * (p.count - keep[p.name]) for p in parts)) > config.budget:
+        raise ValueError(f"prune_: budget is {config.budget:,}, needed {size:,} or more with sizes rounded as they are")
+    return {p.name: p.count if config.budget == total else keep[p.name] for p in parts}
 
 
 def _shapes(model: nn.Module, mlp: Mlp, keep: int) -> dict[str, torch.Size]:
@@ -269,6 +287,8 @@ def _fitted(
     modules = [model.get_submodule(n) for n in part.modules]
     weights = MlpWeights.of(modules, block.middle(part.mlp, states[0], getattr(model, "config", None)))
     seen = block.smaller(part.mlp, states, wanted[part.name], config.refit == "all")
+    if not seen.count:
+        raise ValueError(f"prune_: {part.name} saw no calibration token, needed data that is not all padding")
     small, error = fit_neurons(part.mlp, weights, seen, keep, config)
     unknown = {"unknown": 1.0} if weights.middle is None and config.refit == "all" else {}
     return small.state(part.mlp, modules), {"all": error} | unknown

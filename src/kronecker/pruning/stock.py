@@ -69,10 +69,20 @@ def _empty(cls: type[PreTrainedModel], config: PretrainedConfig) -> nn.Module:
         return cls._from_config(config)
 
 
-def adopt_(model: PreTrainedModel, config: PretrainedConfig) -> None:
-    """Give the model this config, and its modules the plain attributes (sizes, counts) that go with it."""
-    twin = dict(_empty(type(model), config).named_modules())
+def attribute_changes(model: PreTrainedModel, config: PretrainedConfig) -> list[tuple[nn.Module, str, object]]:
+    """What to set on a model's modules so that they are those of this config: (module, attribute, value).
+
+    Plain attributes (sizes, counts) that differ between a model of the old config and one of the new, and the config
+    itself; whatever a user has set stays.
+    """
+    old, new = (dict(_empty(type(model), c).named_modules()) for c in (copy.deepcopy(model.config), config))
+    changes: list[tuple[nn.Module, str, object]] = []
     for name, module in model.named_modules():
-        for key, value in vars(twin[name]).items():
-            if key != "training" and isinstance(value, (int, float, str, tuple, PretrainedConfig)):
-                vars(module)[key] = value
+        if name not in new or name not in old:
+            continue
+        before = vars(old[name])
+        for key, value in vars(new[name]).items():
+            differs = isinstance(value, (int, float, str, tuple)) and before.get(key) != value
+            if isinstance(value, PretrainedConfig) or (differs and key != "training"):
+                changes.append((module, key, value))
+    return changes

@@ -19,8 +19,11 @@ def batches(calibration: Iterable[Any], model: nn.Module, operation: str) -> lis
 
     Raises:
         ValueError: No batch, or one that the model could not be run on: text, ids that are no integers or outside the
-            vocabulary, rows that are longer than the model has positions for, nothing but labels.
+            vocabulary, rows that are longer than the model has positions for, nothing but labels; padding for an
+            encoder-decoder, whose two masks are not told apart.
     """
+    if not isinstance(calibration, Iterable):
+        raise ValueError(f"{operation}: calibration is {calibration!r}, needed batches of token ids")
     device = next(model.parameters()).device
     checked = []
     for item in calibration:
@@ -32,10 +35,16 @@ def batches(calibration: Iterable[Any], model: nn.Module, operation: str) -> lis
         batch = {"input_ids": item} if isinstance(item, Tensor) else dict(item)
         if not any(isinstance(v, Tensor) and v.numel() for k, v in batch.items() if k not in ("labels", "label")):
             raise ValueError(f"{operation}: a batch of calibration has no tensor but {sorted(batch)}, needed token ids")
+        if any(isinstance(v, Tensor) and not v.dim() for k, v in batch.items() if k.endswith("input_ids")):
+            raise ValueError(f"{operation}: token ids are one number, needed (B, T)")
         for name, value in batch.items():
             if isinstance(value, Tensor) and name in ("input_ids", "attention_mask") and value.dim() == 1:
                 batch[name] = value[None]
-        _check_ids(operation, batch.get("input_ids"), getattr(model, "config", None))
+        config = getattr(model, "config", None)
+        for name in ("input_ids", "decoder_input_ids"):
+            _check_ids(operation, batch.get(name), config)
+        if isinstance(config, PretrainedConfig) and config.is_encoder_decoder:
+            _check_two_sides(operation, batch)
         checked.append({k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()})
     if not checked:
         raise ValueError(f"{operation}: calibration is empty, needed batches of token ids")
@@ -45,6 +54,15 @@ def batches(calibration: Iterable[Any], model: nn.Module, operation: str) -> lis
 def without_labels(batch: Batch) -> dict[str, Any]:
     """What a forward needs that computes no loss."""
     return {k: v for k, v in batch.items() if k not in ("labels", "label")}
+
+
+def _check_two_sides(operation: str, batch: Batch) -> None:
+    """What an encoder-decoder needs beyond other models."""
+    if not any(name.startswith("decoder_input") for name in batch):
+        raise ValueError(f"{operation}: a batch has {sorted(batch)}, needed decoder_input_ids for an encoder-decoder")
+    masks = [batch[n] for n in ("attention_mask", "decoder_attention_mask") if isinstance(batch.get(n), Tensor)]
+    if not all(bool(mask.all()) for mask in masks):
+        raise ValueError(f"{operation}: padding of an encoder-decoder is not told apart, needed batches without any")
 
 
 def _check_ids(operation: str, ids: object, config: Any) -> None:

@@ -174,3 +174,22 @@ def test_a_model_that_cannot_be_run_is_refused():
         find(Rows(nn.ReLU()), is_linear)
     with pytest.raises(ValueError, match="could not be run"):
         find(Rows(nn.ReLU()), is_linear, {"x": torch.randn(5, 7)})
+
+
+def test_batches_of_an_encoder_decoder_are_whole():
+    model = family("BartForConditionalGeneration")
+    batch = calibration(model)
+    half = torch.ones(8, 16).tril()
+    for bad, message in (
+        ({"input_ids": batch["input_ids"]}, "needed decoder_input_ids for an encoder-decoder"),
+        ({"input_ids": batch["input_ids"], "labels": batch["input_ids"]}, "needed decoder_input_ids"),
+        (batch | {"attention_mask": half}, "needed batches without any"),
+        (batch | {"decoder_attention_mask": half}, "needed batches without any"),
+        (batch | {"decoder_input_ids": batch["input_ids"] + 96}, "token ids go from"),
+        (torch.tensor(5), "token ids are one number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prune_(model, calibration=[bad], progress=False)
+    with pytest.raises(ValueError, match="calibration is None, needed batches"):
+        prune_(model, calibration=None, progress=False)
+    prune_(model, calibration=[batch | {"attention_mask": torch.ones(8, 16)}], progress=False)

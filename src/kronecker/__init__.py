@@ -13,21 +13,21 @@ checkpoint.
 
 from model_components import __version__ as __version__
 
-from .compare import Comparison, compare, perplexity
 from .config import PRESETS, KroneckerConfig, preset
-from .convert import ConversionReport, LayerReport, convert_, num_parameters, revert_
-from .distill import DistillConfig
-from .embedding import KroneckerEmbedding
-from .experts import KroneckerExperts
 from .functional import kron_embedding, kron_linear
-from .groups import parameter_groups
 from .init import Factors, Moments, als, prune, random, van_loan
-from .linear import KroneckerLinear
+from .layers.embedding import KroneckerEmbedding
+from .layers.experts import KroneckerExperts
+from .layers.linear import KroneckerLinear
+from .losses import DistillConfig
 from .planning import Plan, plan
 from .pruning import PruneConfig, PruneReport, prune_
-from .schedule import FadeIn, FreezePretrained
+from .report import Comparison, compare, perplexity
 from .storage import fold, from_pretrained, save_pretrained
-from .training import KroneckerTrainer
+from .surgery.convert import ConversionReport, LayerReport, convert_, num_parameters, revert_
+from .training.groups import parameter_groups
+from .training.schedule import FadeIn, FreezePretrained
+from .training.trainer import KroneckerTrainer
 
 __all__ = [
     "PRESETS",

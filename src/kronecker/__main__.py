@@ -16,13 +16,13 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from model_components._folders import NewFolder, check_new, new_file
 
-from .compare import compare
 from .config import INITS, PRESETS, KroneckerConfig, from_json, preset, to_json
-from .convert import convert_
 from .data import text_batches, text_of
 from .planning import plan
 from .pruning import PruneConfig, prune_
+from .report import compare
 from .storage import fold, from_pretrained, is_compressed, model_class, write_files
+from .surgery.convert import convert_
 
 
 def parser() -> argparse.ArgumentParser:

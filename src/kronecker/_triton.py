@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from .contraction import small_gradients
+from ._eager import small_gradients
 
 LARGEST = 8
 """Largest side of B that the kernels take."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import reference
-from .contraction import CONTRACTIONS, ORDERS, order_of, plain, scaled, small_gradients
+from ._eager import CONTRACTIONS, ORDERS, order_of, plain, scaled, small_gradients
 
 IMPLS = ("reference", "eager", "fused", "auto")
 _TRACED_TOKENS = 1024  # what a graph's order is chosen for: one graph serves any number of tokens

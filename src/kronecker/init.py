@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .contraction import build
+from ._eager import build
 
 RIDGE = 3e-2
 """Added to the diagonal of inputs' second moments, as a share of its mean: keeps what was never seen where it was."""

@@ -14,12 +14,12 @@ from model_components._modes import evaluating
 from model_components._report import Axes, Figure, Report, Table, bars
 
 from .config import KroneckerConfig
-from .convert import check_layer, num_parameters
 from .data import batches
-from .linear import dense
-from .mlps import Mlp
-from .sequential import Fit
-from .sites import blocks_of, find_mlps, put
+from .fitting.sequential import Fit
+from .layers.linear import dense
+from .surgery.convert import check_layer, num_parameters
+from .surgery.finding import blocks_of, find_mlps, put
+from .surgery.mlps import Mlp
 
 CANDIDATES = tuple(
     KroneckerConfig(b_shape=b, rank=r)

@@ -19,10 +19,10 @@ from transformers.initialization import no_init_weights
 from model_components._folders import NewFolder, check_new, make_folder
 
 from .config import KroneckerConfig
-from .embedding import KroneckerEmbedding
-from .experts import KroneckerExperts
-from .linear import KroneckerLinear
-from .sites import COMPRESSED, put
+from .layers.embedding import KroneckerEmbedding
+from .layers.experts import KroneckerExperts
+from .layers.linear import KroneckerLinear
+from .surgery.finding import COMPRESSED, put
 
 MARK = "kronecker.json"
 WEIGHTS = "model.safetensors"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kronecker import KroneckerConfig, PruneConfig, convert_, num_parameters, perplexity, prune_
 from kronecker.data import text_batches
-from kronecker.sites import find_mlps
+from kronecker.surgery.finding import find_mlps
 from tests.benchmarks.results import KRONECKER_GUIDE, RESULTS, commit, put, today
 from tests.support import real
 

@@ -8,8 +8,8 @@ import torch
 import transformers
 from torch import nn
 
-import kronecker.convert
-import kronecker.sequential
+import kronecker.fitting.sequential
+import kronecker.surgery.convert
 from kronecker import (
     PRESETS,
     KroneckerConfig,
@@ -28,10 +28,10 @@ from kronecker import (
 )
 from kronecker.config import from_json, to_json
 from kronecker.data import batches
-from kronecker.sites import blocks_of, find_mlps, resolve
-from kronecker.sorting import permuted
-from kronecker.stream import stream_kind, stream_of
-from kronecker.walk import calls_of, outputs_of
+from kronecker.fitting.calls import calls_of, outputs_of
+from kronecker.fitting.sorting import permuted
+from kronecker.fitting.stream import stream_kind, stream_of
+from kronecker.surgery.finding import blocks_of, find_mlps, resolve
 from tests.kronecker.test_functional import made
 from tests.support.equivalence import judge
 from tests.support.models import auto_class, tiny
@@ -109,7 +109,7 @@ def test_sorting_hidden_neurons_changes_nothing(kind):
         order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
         for name in (*mlp.ups, mlp.down):
             changed = permuted(model.get_submodule(name), order, rows=name != mlp.down)
-            kronecker.sites.put(model, name, changed)
+            kronecker.surgery.finding.put(model, name, changed)
     torch.testing.assert_close(output(model), before)
 
 
@@ -152,7 +152,7 @@ def test_golden_counts_of_the_presets(name, scales):
     found = resolve(model, configs, None)
     assert len(found) == 24
     for layer, config in found.items():
-        kronecker.sites.put(model, layer, KroneckerLinear.like(model.get_submodule(layer), config))
+        kronecker.surgery.finding.put(model, layer, KroneckerLinear.like(model.get_submodule(layer), config))
     rank = configs["*.mlp.c_fc"].rank
     assert num_parameters(model) == GOLDEN[name] + (24 * rank if scales else 0)
 
@@ -387,7 +387,7 @@ def test_an_interrupted_conversion_changes_nothing_and_goes_on(tmp_path, monkeyp
     whole = tiny("gpt2")
     convert_(whole, config, calibration=calibration, progress=False)
     model, before, fits = tiny("gpt2"), tiny("gpt2").state_dict(), []
-    real = kronecker.sequential.BlockFit.fit
+    real = kronecker.fitting.sequential.BlockFit.fit
 
     def interrupted(self, *given, **named):
         fits.append(self.names)
@@ -395,7 +395,7 @@ def test_an_interrupted_conversion_changes_nothing_and_goes_on(tmp_path, monkeyp
             raise KeyboardInterrupt
         return real(self, *given, **named)
 
-    monkeypatch.setattr(kronecker.sequential.BlockFit, "fit", interrupted)
+    monkeypatch.setattr(kronecker.fitting.sequential.BlockFit, "fit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert_(model, config, calibration=calibration, cache=tmp_path, progress=False)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
@@ -589,7 +589,7 @@ def test_layers_with_a_forward_of_their_own_are_refused():
 
     for path, layer in (("transformer.wpe", Scaled(32, 16)), ("transformer.h.0.mlp.c_fc", Quantised(16, 64))):
         model = tiny("gpt2")
-        kronecker.sites.put(model, path, layer)
+        kronecker.surgery.finding.put(model, path, layer)
         with pytest.raises(ValueError, match=r"with a forward of its own; needed a plain layer"):
             convert_(model, VAN_LOAN, filter_fn=lambda n, m, path=path: n == path)
 
@@ -621,7 +621,7 @@ def test_folding_changes_nothing_of_the_model_and_waits_for_fading(tmp_path):
 
 def test_a_failed_conversion_with_fading_gives_gradients_back(monkeypatch):
     model = tiny("gpt2")
-    real = kronecker.sequential.BlockFit.fit
+    real = kronecker.fitting.sequential.BlockFit.fit
     calls = []
 
     def failing(self, *given, **named):
@@ -630,7 +630,7 @@ def test_a_failed_conversion_with_fading_gives_gradients_back(monkeypatch):
             raise RuntimeError("no more")
         return real(self, *given, **named)
 
-    monkeypatch.setattr(kronecker.sequential.BlockFit, "fit", failing)
+    monkeypatch.setattr(kronecker.fitting.sequential.BlockFit, "fit", failing)
     with pytest.raises(RuntimeError, match="no more"):
         convert_(model, KroneckerConfig(b_shape=(2, 1)), calibration=[ids()], fade_in=True, progress=False)
     assert all(p.requires_grad for p in model.parameters())
@@ -641,7 +641,7 @@ def test_a_failed_conversion_by_weights_gives_gradients_back(monkeypatch):
     model = tiny("gpt2")
     model.transformer.h[1].mlp.c_proj.weight.requires_grad_(False)
     wanted = [p.requires_grad for p in model.parameters()]
-    real, calls = kronecker.convert._convert_alone, []
+    real, calls = kronecker.surgery.convert._convert_alone, []
 
     def failing(*given):
         calls.append(0)
@@ -649,7 +649,7 @@ def test_a_failed_conversion_by_weights_gives_gradients_back(monkeypatch):
             raise RuntimeError("no more")
         return real(*given)
 
-    monkeypatch.setattr(kronecker.convert, "_convert_alone", failing)
+    monkeypatch.setattr(kronecker.surgery.convert, "_convert_alone", failing)
     with pytest.raises(RuntimeError, match="no more"):
         convert_(model, VAN_LOAN, fade_in=True, progress=False)
     assert [p.requires_grad for p in model.parameters()] == wanted

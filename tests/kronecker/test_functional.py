@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from kronecker import kron_embedding, kron_linear, reference
-from kronecker.contraction import ORDERS, build, order_of
+from kronecker._eager import ORDERS, build, order_of
 from tests.benchmarks.measure import saved_bytes
 from tests.support.equivalence import judge, place
 

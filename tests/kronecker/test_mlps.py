@@ -6,8 +6,8 @@ import transformers
 from torch import nn
 
 from kronecker import KroneckerConfig, convert_, prune_
-from kronecker.mlps import find_mlps as find
-from kronecker.sites import find_mlps, is_linear
+from kronecker.surgery.finding import find_mlps, is_linear
+from kronecker.surgery.mlps import find_mlps as find
 from tests.support.models import MAKERS, tiny
 
 DECODER = {

@@ -10,11 +10,11 @@ import transformers
 from torch import nn
 
 from kronecker import PruneConfig, num_parameters, prune_
-from kronecker.mlps import Mlp
-from kronecker.pruning.elimination import eliminate, refitted
-from kronecker.pruning.neurons import MlpWeights, Seen, fit_neurons
-from kronecker.sites import find_mlps
-from kronecker.walk import Call
+from kronecker.fitting.calls import Call
+from kronecker.fitting.elimination import eliminate, refitted
+from kronecker.fitting.neurons import MlpWeights, Seen, fit_neurons
+from kronecker.surgery.finding import find_mlps
+from kronecker.surgery.mlps import Mlp
 from tests.support.models import MAKERS, tiny
 
 
@@ -392,12 +392,12 @@ def test_what_the_stream_has_lost_is_made_up_for(kind, monkeypatch):
             before = output(model, ids(64, seed=2))
             with monkeypatch.context() as patch:
                 for name, value in patched.items():
-                    patch.setattr(f"kronecker.pruning.{name}", value)
+                    patch.setattr(f"kronecker.{name}", value)
                 prune_(model, PruneConfig(keep=0.5, refit="writing"), calibration=[ids(256, seed=1)], progress=False)
             distances.append(float((output(model, ids(64, seed=2)) - before).norm()))
         return sum(distances)
 
-    assert apart() < apart(**{"walk.Block._stream": lambda self, x, y, out, call: torch.zeros_like(y)})
+    assert apart() < apart(**{"fitting.block.Block._stream": lambda self, x, y, out, call: torch.zeros_like(y)})
 
 
 def test_what_a_user_has_set_stays():

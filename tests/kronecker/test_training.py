@@ -19,7 +19,7 @@ from kronecker import (
     from_pretrained,
     parameter_groups,
 )
-from kronecker.groups import factor_parameters
+from kronecker.training.groups import factor_parameters
 from tests.support.models import tiny
 from tests.support.ranks import in_two_processes
 

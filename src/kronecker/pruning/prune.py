@@ -17,19 +17,19 @@ from transformers.pytorch_utils import Conv1D
 from model_components._modes import evaluating
 from model_components._report import Axes, Figure, Report, Table, bars
 
-from ..cache import FitCache
-from ..convert import check_layer, num_parameters
+from ..config import PruneConfig
 from ..data import Batch, batches
-from ..experts import is_experts
-from ..linear import bias_of, dense
-from ..mlps import Mlp
-from ..sites import find_mlps
-from ..walk import outputs_of
-from .config import PruneConfig
-from .experts import experts_shapes, fit_experts
-from .neurons import MlpWeights, fit_neurons, set_parameters_
+from ..fitting.block import Block, blocks_with
+from ..fitting.cache import FitCache
+from ..fitting.calls import outputs_of
+from ..fitting.experts import experts_shapes, fit_experts
+from ..fitting.neurons import MlpWeights, fit_neurons, set_parameters_
+from ..layers.experts import is_experts
+from ..layers.linear import bias_of, dense
+from ..surgery.convert import check_layer, num_parameters
+from ..surgery.finding import find_mlps
+from ..surgery.mlps import Mlp
 from .stock import attribute_changes, stock_config
-from .walk import Block, blocks_with
 
 _GROUPED = 8  # what sizes of experts are multiples of: transformers multiplies all of a stack in one grouped product
 

@@ -16,16 +16,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..config import KroneckerConfig
+from ..data import Batch
+from ..init import Moments
+from ..layers.linear import KroneckerLinear, dense
+from ..surgery.finding import blocks_of, mlps_if_any, put
+from ..surgery.mlps import Mlp
 from .cache import FitCache
-from .config import KroneckerConfig
-from .data import Batch
-from .init import Moments
-from .linear import KroneckerLinear, dense
-from .mlps import Mlp
-from .sites import blocks_of, mlps_if_any, put
+from .calls import Call, Stop, WholeModel, calls_of, ordered, outputs_of, tokens, watched
 from .sorting import group_of, importance, neuron_order, permuted
 from .stream import stream_kind, stream_of
-from .walk import Call, Stop, WholeModel, calls_of, ordered, outputs_of, tokens, watched
 
 
 def _fitted_together(mlps: Sequence[Mlp], names: Sequence[str]) -> list[list[str]]:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .config import KroneckerConfig
-from .init import Moments
-from .linear import dense
-from .mlps import Mlp
+from ..config import KroneckerConfig
+from ..init import Moments
+from ..layers.linear import dense
+from ..surgery.mlps import Mlp
 
 
 def permuted(linear: nn.Module, order: Tensor, *, rows: bool) -> nn.Module:

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .mlps import Mlp
-from .sites import find_mlps
+from .surgery.finding import find_mlps
+from .surgery.mlps import Mlp
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from ..linear import bias_of, dense
-from ..mlps import Mlp
-from .config import PruneConfig
+from ..config import PruneConfig
+from ..layers.linear import bias_of, dense
+from ..surgery.mlps import Mlp
 from .elimination import eliminate, refitted
 
 _CHUNK = 2048  # tokens at a time

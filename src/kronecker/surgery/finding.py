@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ..config import KroneckerConfig
+from ..layers.embedding import KroneckerEmbedding
+from ..layers.experts import KroneckerExperts, is_experts
+from ..layers.linear import KroneckerLinear
 from . import mlps
-from .config import KroneckerConfig
-from .embedding import KroneckerEmbedding
-from .experts import KroneckerExperts, is_experts
-from .linear import KroneckerLinear
 from .mlps import Mlp
 
 COMPRESSED = (KroneckerLinear, KroneckerEmbedding, KroneckerExperts)
@@ -60,7 +60,7 @@ def _refuse_own_forward(name: str, module: nn.Module) -> None:
 
 
 def find_mlps(model: nn.Module, batch: Mapping[str, Any] | None = None) -> list[Mlp]:
-    """The MLPs of a model, by how numbers flow through it (`kronecker.mlps`).
+    """The MLPs of a model, by how numbers flow through it (`kronecker.surgery.mlps`).
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> find_mlps(GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1)))

@@ -11,8 +11,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ..mlps import Mlp
-from .config import PruneConfig
+from ..config import PruneConfig
+from ..surgery.mlps import Mlp
 from .neurons import Middle, MlpWeights, Seen, fit_neurons
 
 _EXPERT = Mlp(("gate_up_proj",), "down_proj", "halves")

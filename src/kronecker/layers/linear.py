@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from . import init
-from .config import NEEDS_CALIBRATION, KroneckerConfig
-from .contraction import build, scaled
-from .functional import kron_linear
+from .. import init
+from .._eager import build, scaled
+from ..config import NEEDS_CALIBRATION, KroneckerConfig
+from ..functional import kron_linear
 
 
 class KroneckerLayer(nn.Module):

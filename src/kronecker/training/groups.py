@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from .linear import KroneckerLayer
-from .sites import COMPRESSED
+from ..layers.linear import KroneckerLayer
+from ..surgery.finding import COMPRESSED
 
 
 def factor_parameters(model: nn.Module) -> set[int]:

@@ -7,8 +7,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from .config import KroneckerConfig
-from .functional import kron_embedding
+from ..config import KroneckerConfig
+from ..functional import kron_embedding
 from .linear import KroneckerLayer, start
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from .walk import Call, WholeModel, outputs_of, tokens, watched
+from .calls import Call, WholeModel, outputs_of, tokens, watched
 
 _NEAR = 0.02  # of the size: far above any dtype's rounding, far below another architecture's difference
 

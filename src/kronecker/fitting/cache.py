@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from model_components._folders import new_file
 
-from .data import Batch
+from ..data import Batch
 
 
 class FitCache:

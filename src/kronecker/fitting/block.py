@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..data import Batch
-from ..mlps import Mlp
-from ..sites import blocks_of
-from ..stream import stream_kind
-from ..walk import Call, WholeModel, calls_of, outputs_of, tokens, watched
+from ..surgery.finding import blocks_of
+from ..surgery.mlps import Mlp
+from .calls import Call, WholeModel, calls_of, outputs_of, tokens, watched
 from .neurons import Middle, Seen, middle_of
+from .stream import stream_kind
 
 
 class Block:

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from model_components._folders import make_folder
 from model_components._trainer import StepTrainer, TrainerOptions
 
-from .distill import DistillConfig, TeacherMlps, targets_of, token_errors, token_loss
+from ..losses import DistillConfig, TeacherMlps, targets_of, token_errors, token_loss
+from ..storage import is_compressed, read_files, write_files
+from ..surgery.finding import COMPRESSED
 from .groups import group_kind, parameter_groups
 from .schedule import FadeIn, FreezePretrained
-from .sites import COMPRESSED
-from .storage import is_compressed, read_files, write_files
 
 
 class KroneckerTrainer(StepTrainer):

@@ -9,10 +9,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from . import init
-from .config import KroneckerConfig
-from .contraction import build, scaled
-from .functional import kron_linear
+from .. import init
+from .._eager import build, scaled
+from ..config import KroneckerConfig
+from ..functional import kron_linear
 from .linear import start
 
 

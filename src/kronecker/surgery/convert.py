@@ -15,16 +15,16 @@ from tqdm.auto import tqdm
 from model_components._modes import evaluating
 from model_components._report import Axes, Figure, Report, Table, bars
 
-from .config import NEEDS_CALIBRATION, KroneckerConfig
-from .contraction import scaled
-from .data import batches
-from .embedding import KroneckerEmbedding
-from .experts import KroneckerExperts, is_experts
-from .init import relative_error
-from .linear import KroneckerLinear, dense
-from .sequential import fit_
-from .sites import COMPRESSED, convertible, is_linear, put, resolve
-from .storage import own_saving_
+from .._eager import scaled
+from ..config import NEEDS_CALIBRATION, KroneckerConfig
+from ..data import batches
+from ..fitting.sequential import fit_
+from ..init import relative_error
+from ..layers.embedding import KroneckerEmbedding
+from ..layers.experts import KroneckerExperts, is_experts
+from ..layers.linear import KroneckerLinear, dense
+from ..storage import own_saving_
+from .finding import COMPRESSED, convertible, is_linear, put, resolve
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
+from ..layers.linear import KroneckerLinear
 from .groups import factor_parameters
-from .linear import KroneckerLinear
 
 
 class FreezePretrained(TrainerCallback):

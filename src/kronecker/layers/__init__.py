@@ -1,0 +1,1 @@
+"""Modules that hold smaller weights in a dense layer's place."""

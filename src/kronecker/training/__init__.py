@@ -1,0 +1,1 @@
+"""Training back: the trainer, its groups of parameters, and schedules as callbacks."""

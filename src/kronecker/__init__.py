@@ -1,8 +1,8 @@
 """Smaller layers in the place of a model's own, from the best start known without training, and the way back.
 
 `prune_` drops hidden neurons, fits the rest to make up for them and leaves a stock model. With `convert_` weights
-become ``Σ_r s_r A_r ⊗ B_r``, sums of Kronecker products; `KroneckerTrainer` trains them back; `fold` writes a stock
-checkpoint.
+become products of thin matrices, or ``Σ_r s_r A_r ⊗ B_r``, sums of Kronecker products; `plan` chooses for a budget;
+`KroneckerTrainer` trains smaller models back; `fold` writes a stock checkpoint.
 
 >>> from transformers import GPT2Config, GPT2LMHeadModel
 >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=1, n_head=1))
@@ -13,18 +13,20 @@ checkpoint.
 
 from model_components import __version__ as __version__
 
-from .config import PRESETS, KroneckerConfig, preset
+from .config import KroneckerConfig, LowRankConfig, PruneConfig
 from .functional import kron_embedding, kron_linear
-from .init import Factors, Moments, als, prune, random, van_loan
+from .init import Factors, als, low_rank, prune, random, van_loan
 from .layers.embedding import KroneckerEmbedding
 from .layers.experts import KroneckerExperts
-from .layers.linear import KroneckerLinear
+from .layers.linear import KroneckerLinear, LowRankLinear
 from .losses import DistillConfig
+from .moments import Moments
 from .planning import Plan, plan
-from .pruning import PruneConfig, PruneReport, prune_
+from .presets import PRESETS, preset
 from .report import Comparison, compare, perplexity
 from .storage import fold, from_pretrained, save_pretrained
 from .surgery.convert import ConversionReport, LayerReport, convert_, num_parameters, revert_
+from .surgery.prune import PruneReport, prune_
 from .training.groups import parameter_groups
 from .training.schedule import FadeIn, FreezePretrained
 from .training.trainer import KroneckerTrainer
@@ -43,6 +45,8 @@ __all__ = [
     "KroneckerLinear",
     "KroneckerTrainer",
     "LayerReport",
+    "LowRankConfig",
+    "LowRankLinear",
     "Moments",
     "Plan",
     "PruneConfig",
@@ -54,6 +58,7 @@ __all__ = [
     "from_pretrained",
     "kron_embedding",
     "kron_linear",
+    "low_rank",
     "num_parameters",
     "parameter_groups",
     "perplexity",

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,14 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from model_components._folders import NewFolder, check_new, new_file
 
-from .config import INITS, PRESETS, KroneckerConfig, from_json, preset, to_json
+from .config import INITS, STRUCTURES, KroneckerConfig, PruneConfig, from_json, to_json
 from .data import text_batches, text_of
 from .planning import plan
-from .pruning import PruneConfig, prune_
+from .presets import PRESETS, preset
 from .report import compare
 from .storage import fold, from_pretrained, is_compressed, model_class, write_files
 from .surgery.convert import convert_
+from .surgery.prune import prune_
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,9 +44,11 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--b-shape", type=int, nargs=2, metavar=("O2", "I2"), help="for all MLPs")
     convert.add_argument("--rank", type=int, default=1, help="terms, with --b-shape (default: 1)")
     convert.add_argument("--init", choices=INITS, default="sequential", help="where it starts (default: sequential)")
-    planning = commands.add_parser("plan", help="choose shapes for a budget of parameters")
+    planning = commands.add_parser("plan", help="choose what each MLP becomes within a budget of parameters")
     planning.add_argument("model", help="folder or hub id of a transformers model")
     planning.add_argument("--budget", type=int, required=True, help="parameters of the whole model")
+    planning.add_argument("--structures", nargs="+", choices=STRUCTURES, default=[*STRUCTURES], help="to choose from")
+    planning.add_argument("--uniform", action="store_true", help="one structure of one size for all MLPs")
     planning.add_argument("--out", help="JSON file to write, for convert --plan")
     folding = commands.add_parser("fold", help="write a stock dense checkpoint of a compressed model")
     folding.add_argument("model", help="folder that convert wrote")
@@ -117,8 +119,7 @@ def _convert(options: argparse.Namespace) -> None:
     if options.preset:
         config: object = preset(options.preset, init=options.init)
     elif options.plan:
-        planned = from_json(Path(options.plan).read_text(encoding="utf-8"))
-        config = {name: replace(c, init=options.init) for name, c in planned.items()}
+        config = from_json(Path(options.plan).read_text(encoding="utf-8"))
     else:
         config = KroneckerConfig(b_shape=tuple(options.b_shape), rank=options.rank, init=options.init)
     new = NewFolder(options.out, "convert", resumable=True)
@@ -146,11 +147,14 @@ def _tokenizer(name: str) -> Any:
 def _plan(options: argparse.Namespace) -> None:
     model = load(options.model)
     data = tokens(options, options.tokenizer or options.model, model)
-    made = plan(model, budget=options.budget, calibration=data, progress=not options.no_progress)
-    print(made)
+    found = plan(
+        model, budget=options.budget, calibration=data, structures=options.structures, uniform=options.uniform,
+        progress=not options.no_progress,
+    )  # fmt: skip
+    print(found)
     if options.out:
         with new_file(options.out, "plan") as part:
-            part.write_text(to_json(made.configs) + "\n", encoding="utf-8")
+            part.write_text(to_json(found.configs) + "\n", encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

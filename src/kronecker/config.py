@@ -1,13 +1,13 @@
-"""`KroneckerConfig`: the shapes, terms and start of a layer; and the presets for GPT-2."""
+"""What a layer becomes: `KroneckerConfig`, `LowRankConfig`, `PruneConfig`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 
-INITS = ("sequential", "als", "van_loan", "van_loan_normalized", "prune", "random")
-NEEDS_CALIBRATION = ("sequential", "als")
+INITS = ("sequential", "van_loan", "van_loan_normalized", "prune", "random")
+LOW_RANK_INITS = ("sequential", "svd")
 REFITS = ("all", "writing", "none")
 
 
@@ -22,12 +22,13 @@ class KroneckerConfig:
         b_shape: (O2, I2) of every B.
         rank: Number of terms r.
         scales: A trainable number s_r for each term.
-        init: ``"sequential"``: layer by layer on what the compressed model really produces, hidden neurons sorted
-            first; ``"als"``: activation-aware, each layer alone; ``"van_loan"``, ``"van_loan_normalized"``: nearest
-            weight, the second with the norm of the original; ``"prune"``: keep some rows and columns; ``"random"``.
-        keep: What ``"prune"`` keeps, and the other two start from: ``"even"``, ``"odd"``, ``"energy"``, or the position
-            (row, column) within B.
-        rounds: Of alternating least squares.
+        init: ``"sequential"``: fitted to calibration data, block by block, on what the smaller model really feeds it;
+            from the weight alone: ``"van_loan"``, ``"van_loan_normalized"`` the nearest weight, the second with the
+            norm of the original; ``"prune"`` some rows and columns; ``"random"``.
+        keep: What ``"prune"`` keeps, and the sequential fit starts from: ``"even"``, ``"odd"``, ``"energy"``, or the
+            position (row, column) within B.
+        rounds: Of alternating least squares in a sequential fit.
+        epochs: Of descent after that, over the calibration tokens, on all matrices of an MLP together; 0: none.
         share_a: One A for all experts of a mixture (their B differ), started by Van Loan.
 
     Raises:
@@ -46,6 +47,7 @@ class KroneckerConfig:
     init: str = "sequential"
     keep: str | tuple[int, int] = "even"
     rounds: int = 10
+    epochs: int = 3
     share_a: bool = False
 
     def __post_init__(self) -> None:
@@ -62,17 +64,19 @@ class KroneckerConfig:
             raise ValueError(f"KroneckerConfig: shape is {shape}, needed two whole numbers, 1 or more")
         if not isinstance(self.rank, int) or self.rank < 1:
             raise ValueError(f"KroneckerConfig: rank is {self.rank}, needed 1 or more")
-        if self.share_a and self.init not in ("van_loan", *NEEDS_CALIBRATION):
+        if self.share_a and self.init not in ("van_loan", "sequential"):
             raise ValueError(f"KroneckerConfig: share_a with init {self.init!r}; one A for all experts needs van_loan")
         if self.rounds < 1:
             raise ValueError(f"KroneckerConfig: rounds is {self.rounds}, needed 1 or more")
+        if not isinstance(self.epochs, int) or self.epochs < 0:
+            raise ValueError(f"KroneckerConfig: epochs is {self.epochs}, needed a whole number, 0 or more")
         if self.init not in INITS:
             raise ValueError(f"KroneckerConfig: init is {self.init!r}, needed one of {', '.join(INITS)}")
         if self.keep not in ("even", "odd", "energy") and not (isinstance(self.keep, tuple) and len(self.keep) == 2):
             raise ValueError(f"KroneckerConfig: keep is {self.keep!r}, needed even, odd, energy or (row, column)")
 
     def shapes(
-        self, out_features: int, in_features: int, operation: str = "KroneckerConfig"
+        self, out_features: int, in_features: int, *, operation: str = "KroneckerConfig"
     ) -> tuple[tuple[int, int], tuple[int, int]]:
         """The shapes of A and B for a weight of (out_features, in_features)."""
         given = self.a_shape or self.b_shape
@@ -110,19 +114,74 @@ class KroneckerConfig:
 
     def to_dict(self) -> dict:
         """As JSON has it; only what differs from the defaults."""
-        return {
-            f.name: list(v) if isinstance(v, tuple) else v
-            for f in fields(self)
-            if (v := getattr(self, f.name)) != f.default
-        }
+        return _changed(self)
 
     @classmethod
-    def from_dict(cls, held: Mapping) -> KroneckerConfig:
+    def from_dict(cls, values: Mapping) -> KroneckerConfig:
         """From `to_dict`; unknown names are refused."""
-        unknown = sorted(set(held) - {f.name for f in fields(cls)})
-        if unknown:
-            raise ValueError(f"KroneckerConfig: unknown fields {', '.join(unknown)}")
-        return cls(**held)
+        return cls(**_known(cls, values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankConfig:
+    """How a weight (O, I) becomes the product of two thin ones, (O, r) and (r, I).
+
+    Args:
+        keep: Share of a weight's parameters that stays; r is what that leaves.
+        rank: r instead of ``keep``.
+        init: ``"sequential"``: the best on calibration data, by the singular values of the weight times the root of
+            its inputs' second moments (SVD-LLM, arXiv 2403.07378), block by block on what the smaller model feeds it;
+            ``"svd"``: the nearest weight.
+        epochs: Of descent after that, over the calibration tokens, on all matrices of an MLP together; 0: none.
+
+    Raises:
+        ValueError: A value out of range.
+
+    >>> LowRankConfig(keep=0.5).rank_of(3072, 768), LowRankConfig(rank=8).count(3072, 768)
+    (307, 30720)
+    """
+
+    keep: float = 0.5
+    rank: int | None = None
+    init: str = "sequential"
+    epochs: int = 3
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.keep, (int, float)) or not 0 < self.keep < 1:
+            raise ValueError(f"LowRankConfig: keep is {self.keep}, needed a share between 0 and 1")
+        if self.rank is not None and (not isinstance(self.rank, int) or self.rank < 1):
+            raise ValueError(f"LowRankConfig: rank is {self.rank}, needed a whole number, 1 or more")
+        if self.init not in LOW_RANK_INITS:
+            raise ValueError(f"LowRankConfig: init is {self.init!r}, needed one of {', '.join(LOW_RANK_INITS)}")
+        if not isinstance(self.epochs, int) or self.epochs < 0:
+            raise ValueError(f"LowRankConfig: epochs is {self.epochs}, needed a whole number, 0 or more")
+
+    def rank_of(self, out_features: int, in_features: int, *, operation: str = "LowRankConfig") -> int:
+        """R for a weight of (out_features, in_features)."""
+        rank = self.rank or max(1, int(self.keep * out_features * in_features / (out_features + in_features)))
+        if rank > min(out_features, in_features):
+            raise ValueError(
+                f"{operation}: rank is {rank}, but a weight of {(out_features, in_features)} has at most "
+                f"{min(out_features, in_features)}"
+            )
+        return rank
+
+    def opposite(self) -> LowRankConfig:
+        """The same for a layer of transposed shape: itself."""
+        return self
+
+    def count(self, out_features: int, in_features: int) -> int:
+        """Parameters of the two factors."""
+        return self.rank_of(out_features, in_features) * (out_features + in_features)
+
+    def to_dict(self) -> dict:
+        """As JSON has it; only what differs from the defaults."""
+        return _changed(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping) -> LowRankConfig:
+        """From `to_dict`; unknown names are refused."""
+        return cls(**_known(cls, values))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,17 +228,32 @@ class PruneConfig:
         if not 0 < self.ridge < 1:
             raise ValueError(f"PruneConfig: ridge is {self.ridge}, needed a share between 0 and 1")
 
+    @property
+    def init(self) -> str:
+        """As the other configs have it: fitted to calibration data."""
+        return "sequential"
+
+    def neurons(self, count: int, multiple_of: int | None = None) -> int:
+        """How many of ``count`` hidden neurons stay.
+
+        >>> PruneConfig(keep=0.5, multiple_of=64).neurons(1000)
+        512
+        """
+        unit = multiple_of or self.multiple_of
+        return min(count, max(1, round(self.keep * count / unit)) * unit)
+
+    def opposite(self) -> PruneConfig:
+        """The same for an MLP's other matrix: itself."""
+        return self
+
     def to_dict(self) -> dict:
         """As JSON has it; only what differs from the defaults."""
-        default = asdict(type(self)())
-        return {name: value for name, value in asdict(self).items() if value != default[name]}
+        return _changed(self)
 
     @classmethod
     def from_dict(cls, values: Mapping) -> PruneConfig:
         """From `to_dict`; unknown names are refused."""
-        if unknown := sorted(set(values) - {f.name for f in fields(cls)}):
-            raise ValueError(f"PruneConfig: unknown fields {', '.join(unknown)}")
-        return cls(**values)
+        return cls(**_known(cls, values))
 
 
 def _near(total: int, wanted: int) -> str:
@@ -188,43 +262,47 @@ def _near(total: int, wanted: int) -> str:
     return ", ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:5])))
 
 
-def _gpt2(a_shape: tuple[int, int], rank: int = 1, scales: bool = False) -> dict[str, KroneckerConfig]:
-    config = KroneckerConfig(a_shape=a_shape, rank=rank, scales=scales)
-    return {"*.mlp.c_fc": config, "*.mlp.c_proj": config.opposite()}
+Config = KroneckerConfig | LowRankConfig | PruneConfig
+"""What an MLP's layers can become; experts and single layers take the first two."""
+
+STRUCTURES: dict[str, type[Config]] = {"kronecker": KroneckerConfig, "low_rank": LowRankConfig, "prune": PruneConfig}
 
 
-PRESETS: dict[str, dict[str, KroneckerConfig]] = {
-    "gpt2-96m": _gpt2((1536, 768)),
-    "gpt2-96m-model-dim": _gpt2((3072, 384)),
-    "gpt2-93m": _gpt2((1024, 256), 4),
-    "gpt2-87m": _gpt2((1024, 256), 3),
-    "gpt2-82m": _gpt2((768, 768)),
-    "gpt2-82m-2x2": _gpt2((1536, 384)),
-    "gpt2-80m": _gpt2((1024, 256), 2),
-    "gpt2-74m": _gpt2((1024, 256)),
-    "gpt2-69m": _gpt2((256, 64), 2),
-    "gpt2-68m": _gpt2((256, 64)),
-    "gpt2-68m-64x32": _gpt2((64, 32)),
-}
-"""For GPT-2 124M, by the size they leave; ``gpt2-96m`` halves hidden neurons, ``-model-dim`` the model's width."""
+def _changed(config: Config) -> dict:
+    values = {f.name: (getattr(config, f.name), f.default) for f in fields(config)}
+    return {n: list(v) if isinstance(v, tuple) else v for n, (v, default) in values.items() if v != default}
 
 
-def preset(name: str, *, init: str | None = None, scales: bool = False) -> dict[str, KroneckerConfig]:
-    """A preset's map from layer names to configs.
-
-    >>> preset("gpt2-80m")["*.mlp.c_proj"].a_shape
-    (256, 1024)
-    """
-    if name not in PRESETS:
-        raise ValueError(f"kronecker: preset is {name!r}, needed one of {', '.join(PRESETS)}")
-    return {p: replace(c, scales=scales, init=init or c.init) for p, c in PRESETS[name].items()}
+def _known(cls: type, values: Mapping) -> Mapping:
+    if unknown := sorted(set(values) - {f.name for f in fields(cls)}):
+        raise ValueError(f"{cls.__name__}: unknown fields {', '.join(unknown)}")
+    return values
 
 
-def to_json(configs: Mapping[str, KroneckerConfig]) -> str:
+def structure_of(config: Config) -> str:
+    """``"kronecker"``, ``"low_rank"`` or ``"prune"``."""
+    return next(name for name, cls in STRUCTURES.items() if isinstance(config, cls))
+
+
+def to_dict(config: Config) -> dict:
+    """A config and its structure, as JSON has them."""
+    return {"structure": structure_of(config)} | config.to_dict()
+
+
+def from_dict(values: Mapping) -> Config:
+    """The config of `to_dict`."""
+    rest = dict(values)
+    name = rest.pop("structure", "kronecker")
+    if name not in STRUCTURES:
+        raise ValueError(f"kronecker: structure is {name!r}, needed one of {', '.join(STRUCTURES)}")
+    return STRUCTURES[name].from_dict(rest)
+
+
+def to_json(configs: Mapping[str, Config]) -> str:
     """A map from names to configs as text."""
-    return json.dumps({name: config.to_dict() for name, config in configs.items()}, indent=1)
+    return json.dumps({name: to_dict(config) for name, config in configs.items()}, indent=1)
 
 
-def from_json(text: str) -> dict[str, KroneckerConfig]:
+def from_json(text: str) -> dict[str, Config]:
     """The map of `to_json`."""
-    return {name: KroneckerConfig.from_dict(held) for name, held in json.loads(text).items()}
+    return {name: from_dict(values) for name, values in json.loads(text).items()}

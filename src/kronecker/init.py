@@ -8,16 +8,13 @@ Letters: r terms; p, u index A's rows and columns, q, v those of B; O = O1 O2, I
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._eager import build
-
-RIDGE = 3e-2
-"""Added to the diagonal of inputs' second moments, as a share of its mean: keeps what was never seen where it was."""
+from .moments import Moments
 
 
 class Factors(NamedTuple):
@@ -30,78 +27,6 @@ class Factors(NamedTuple):
     def weight(self) -> Tensor:
         """The dense weight."""
         return build(self.a, self.b)
-
-
-@dataclass
-class Moments:
-    """What a layer sees and should say, over calibration tokens: all that least squares needs.
-
-    Sums over tokens, in float64.
-    """
-
-    inputs: Tensor  # Σ x xᵀ, (I, I)
-    cross: Tensor  # Σ y xᵀ, (O, I)
-    energy: Tensor  # Σ |y|²
-    mean_x: Tensor  # Σ x, (I,)
-    mean_y: Tensor  # Σ y, (O,)
-    count: int = 0
-    size: float = 0.0  # of the inputs before they were centred: the mean of Σ x²
-
-    @classmethod
-    def zeros(cls, out_features: int, in_features: int) -> Moments:
-        """Of no tokens yet."""
-        made = {"inputs": (in_features, in_features), "cross": (out_features, in_features), "energy": ()}
-        made |= {"mean_x": (in_features,), "mean_y": (out_features,)}
-        return cls(**{k: torch.zeros(s, dtype=torch.float64) for k, s in made.items()})  # pyrefly: ignore
-
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """Count tokens: inputs (N, I) and wanted outputs (N, O)."""
-        if len(x) != len(y):
-            raise ValueError(
-                f"Moments: {len(x)} inputs and {len(y)} wanted outputs; where routing decides which tokens a layer "
-                f"sees, a sequential fit is not possible, needed init='als' or 'van_loan'"
-            )
-        x, y = x.detach().float().cpu(), y.detach().float().cpu()
-        self.inputs += x.T @ x
-        self.cross += y.T @ x
-        self.energy += y.double().square().sum()
-        self.mean_x += x.double().sum(0)
-        self.mean_y += y.double().sum(0)
-        self.count += len(x)
-
-    @classmethod
-    def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Moments:
-        """Of inputs (N, I), where the layer should go on saying what it says."""
-        made = cls.zeros(*weight.shape)
-        made.add(x, torch.nn.functional.linear(x, weight, bias))
-        return made
-
-    def centred(self) -> Moments:
-        """Around the means: what is left for a weight when a bias takes care of them."""
-        n = max(1, self.count)
-        energy = self.energy - self.mean_y.square().sum() / n
-        return Moments(
-            self.inputs - torch.outer(self.mean_x, self.mean_x) / n,
-            self.cross - torch.outer(self.mean_y, self.mean_x) / n,
-            energy if energy > 1e-12 * self.energy else torch.zeros_like(energy),
-            torch.zeros_like(self.mean_x),
-            torch.zeros_like(self.mean_y),
-            self.count,
-            float(self.inputs.diagonal().mean()),
-        )
-
-    def damped(self) -> Tensor:
-        """The inputs' second moments with the ridge; never nothing, however few the tokens."""
-        ridge = RIDGE * (max(float(self.inputs.diagonal().mean()), 1e-6 * self.size) or 1.0)
-        return self.inputs + ridge * torch.eye(len(self.inputs), dtype=self.inputs.dtype)
-
-    def error(self, weight: Tensor) -> float:
-        """Σ |W x - y|² over Σ |y|², its square root; 0 where there is nothing to say but a mean."""
-        if not float(self.energy):
-            return 0.0
-        w = weight.double().cpu()
-        left = ((w @ self.inputs) * w).sum() - 2 * (w * self.cross).sum() + self.energy
-        return float((left.clamp_min(0) / self.energy).sqrt())
 
 
 def relative_error(weight: Tensor, a: Tensor, b: Tensor) -> float:
@@ -255,7 +180,7 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
         raise ValueError("als: there are no calibration tokens, needed some")
     if tuple(moments.cross.shape) != (o1 * o2, i1 * i2):
         raise ValueError(f"als: moments are of a weight {list(moments.cross.shape)}, needed {[o1 * o2, i1 * i2]}")
-    damped, begin = moments.damped(), Factors(start.a.double().cpu(), start.b.double().cpu(), start.error)
+    damped, begin = moments.damped(), Factors(start.a.double(), start.b.double(), start.error)
     ridge = damped - moments.inputs
     # the ridge pulls towards the start, not towards nothing
     wanted = (moments.cross + begin.weight() @ ridge).view(o1, o2, i1, i2)
@@ -287,13 +212,47 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
 def _solve(normal: Tensor, right: Tensor) -> Tensor:
     """A symmetric positive (semi)definite system; a breath of a diagonal keeps dependent terms apart."""
     scale = normal.diagonal().mean().clamp_min(1e-300)
-    factor, info = torch.linalg.cholesky_ex(normal + 1e-10 * scale * torch.eye(len(normal), dtype=normal.dtype))
+    factor, info = torch.linalg.cholesky_ex(
+        normal + 1e-10 * scale * torch.eye(len(normal), dtype=normal.dtype, device=normal.device)
+    )
     if int(info):
-        return torch.linalg.lstsq(normal, right, driver="gelsd").solution
+        return torch.linalg.lstsq(normal, right, driver="gelsd" if normal.device.type == "cpu" else "gels").solution
     return torch.cholesky_solve(right, factor)
 
 
 def correct_bias(moments: Moments, weight: Tensor) -> Tensor:
     """The bias that gives the layer's outputs the wanted mean: E[y] - Ŵ E[x]."""
     n = max(1, moments.count)
-    return (moments.mean_y - weight.double().cpu() @ moments.mean_x) / n
+    return (moments.mean_y - weight.double() @ moments.mean_x) / n
+
+
+def low_rank(weight: Tensor, rank: int, moments: Moments | None = None) -> tuple[Tensor, Tensor]:
+    """The best product of two thin matrices: of the weight, or with ``moments`` of its outputs on calibration data.
+
+    With C the inputs' second moments, W the best weight on them and C = L Lᵀ, it is the truncated SVD of W L times L⁻¹.
+
+    Args:
+        weight: (O, I).
+        rank: r.
+        moments: Of the layer's inputs and wanted outputs.
+
+    Returns:
+        A (r, I) and B (O, r) in the weight's dtype, for the weight B A.
+
+    Source: SVD-LLM (arXiv 2403.07378), section 3; with wanted outputs that are not W x it is reduced-rank regression.
+
+    >>> a, b = low_rank(torch.eye(4), 2)
+    >>> a.shape, b.shape
+    (torch.Size([2, 4]), torch.Size([4, 2]))
+    """
+    _check("low_rank", weight, rank, min(weight.shape))
+    wanted, root = weight.double(), None
+    if moments is not None:
+        moment = moments.damped()
+        root = torch.linalg.cholesky(moment)
+        wanted = torch.cholesky_solve((moments.cross + wanted @ (moment - moments.inputs)).T, root).T @ root
+    u, s, v = torch.linalg.svd(wanted, full_matrices=False)
+    b, a = u[:, :rank] * s[:rank].sqrt(), s[:rank, None].sqrt() * v[:rank]
+    if root is not None:
+        a = torch.linalg.solve_triangular(root, a, upper=False, left=False)
+    return a.to(weight.dtype), b.to(weight.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -18,11 +19,11 @@ from transformers.initialization import no_init_weights
 
 from model_components._folders import NewFolder, check_new, make_folder
 
-from .config import KroneckerConfig
+from .config import Config, KroneckerConfig, PruneConfig, from_dict, to_dict
 from .layers.embedding import KroneckerEmbedding
 from .layers.experts import KroneckerExperts
-from .layers.linear import KroneckerLinear
-from .surgery.finding import COMPRESSED, put
+from .layers.linear import SmallerLinear, smaller_linear
+from .surgery.finding import COMPRESSED, put, set_parameters_
 
 MARK = "kronecker.json"
 WEIGHTS = "model.safetensors"
@@ -31,6 +32,22 @@ WEIGHTS = "model.safetensors"
 def compressed(model: nn.Module) -> dict[str, nn.Module]:
     """The compressed layers by name."""
     return {n: m for n, m in model.named_modules() if isinstance(m, COMPRESSED)}
+
+
+def resized(model: nn.Module) -> dict[str, list[int]]:
+    """Shapes of stock layers' parameters that are not those of the model's config: neurons dropped layer by layer."""
+    if not isinstance(model, PreTrainedModel):
+        return {}  # it has no config to differ from
+    with torch.device("meta"):
+        stock = type(model)._from_config(copy.deepcopy(model.config))
+    shapes = {n: p.shape for n, p in stock.named_parameters(remove_duplicate=False)}
+    own = model.named_parameters(remove_duplicate=False)
+    return {n: list(p.shape) for n, p in own if n in shapes and p.shape != shapes[n]}
+
+
+def has_smaller_layers(model: nn.Module) -> bool:
+    """Whether a model's own config does not describe it."""
+    return bool(compressed(model) or resized(model))
 
 
 def is_compressed(folder: str | Path) -> bool:
@@ -54,8 +71,7 @@ def save_pretrained(model: nn.Module, out: str | Path) -> None:
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"save_pretrained: model is {type(model).__name__}, needed a transformers model")
-    layers = compressed(model)
-    if not layers:
+    if not has_smaller_layers(model):
         raise ValueError("save_pretrained: the model has no compressed layer; its own save_pretrained writes it")
     model_class(type(model).__name__, "save_pretrained")
     refuse_fading(model, "save_pretrained")
@@ -65,7 +81,7 @@ def save_pretrained(model: nn.Module, out: str | Path) -> None:
 
 def own_saving_(model: nn.Module) -> None:
     """Give a model with compressed layers a ``save_pretrained`` that writes them; take it away from one without."""
-    if compressed(model) and isinstance(model, PreTrainedModel):
+    if isinstance(model, PreTrainedModel) and has_smaller_layers(model):
         model.save_pretrained = partial(_save_compressed, model)  # pyrefly: ignore
     else:
         vars(model).pop("save_pretrained", None)
@@ -84,7 +100,7 @@ def _save_compressed(
 
 def refuse_fading(model: nn.Module, operation: str) -> None:
     """While originals still run, factors alone are another function."""
-    fading = [n for n, m in compressed(model).items() if isinstance(m, KroneckerLinear) and m.original is not None]
+    fading = [n for n, m in compressed(model).items() if isinstance(m, SmallerLinear) and m.original is not None]
     if fading:
         raise ValueError(
             f"{operation}: {fading[0]} still runs its original layer; train on, or end it with fade_in_(None)"
@@ -104,8 +120,8 @@ def write_files(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor
         else:
             first[id(tensor)] = name
             tensors[name] = (tensor if state is None else state[own]).detach().contiguous()
-    held = {name: layer.config.to_dict() for name, layer in layers.items()}  # pyrefly: ignore
-    mark = {"format": 1, "class": type(model).__name__, "layers": held, "aliases": aliases}
+    configs = {name: to_dict(layer.config) for name, layer in layers.items()}  # pyrefly: ignore
+    mark = {"format": 1, "class": type(model).__name__, "layers": configs, "shapes": resized(model), "aliases": aliases}
     model.config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
@@ -186,12 +202,14 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
     config = AutoConfig.from_pretrained(folder)
     dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
     model = _stock(model_class(mark["class"], "from_pretrained"), config, dtype)
-    for name, held in mark["layers"].items():
+    for name, values in mark["layers"].items():
         try:
             module = model.get_submodule(name)
         except AttributeError:
             raise ValueError(f"from_pretrained: {mark['class']} has no layer {name}") from None
-        put(model, name, _empty(module, KroneckerConfig.from_dict(held)))
+        put(model, name, _empty(module, from_dict(values)))
+    shapes = {name: torch.Size(shape) for name, shape in mark["shapes"].items()}
+    set_parameters_(model, {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()})
     own = model.state_dict()
     for name, tensor in own.items():
         if name not in tensors or tensors[name].shape != tensor.shape:
@@ -221,12 +239,15 @@ def _parent(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name.rpartition(".")[0])
 
 
-def _empty(module: nn.Module, config: KroneckerConfig) -> nn.Module:
-    if isinstance(module, nn.Embedding):
+def _empty(module: nn.Module, config: Config) -> nn.Module:
+    """A smaller layer in the place of a stock one."""
+    if isinstance(config, KroneckerConfig) and isinstance(module, nn.Embedding):
         return KroneckerEmbedding.like(module, config)
-    if "gate_up_proj" in dict(module.named_parameters(recurse=False)):
+    if isinstance(config, KroneckerConfig) and "gate_up_proj" in dict(module.named_parameters(recurse=False)):
         return KroneckerExperts.like(module, config)
-    return KroneckerLinear.like(module, config)
+    if isinstance(config, PruneConfig):
+        raise ValueError(f"from_pretrained: {config} is no layer's config")
+    return smaller_linear(module, config)
 
 
 @torch.no_grad()
@@ -244,6 +265,10 @@ def fold(model: nn.Module, out: str | Path, *, tokenizer: Any = None) -> None:
     check_new(out, "fold")
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"fold: model is {type(model).__name__}, needed a transformers model")
+    if sizes := resized(model):
+        raise ValueError(
+            f"fold: {next(iter(sizes))} has the size {next(iter(sizes.values()))} that its config cannot hold"
+        )
     layers = compressed(model)
     if not layers:
         raise ValueError("fold: the model has no compressed layer")
@@ -257,7 +282,7 @@ def fold(model: nn.Module, out: str | Path, *, tokenizer: Any = None) -> None:
         if isinstance(layer, KroneckerExperts):
             dense = layer.to_experts()
         else:
-            dense = layer.to_linear() if isinstance(layer, KroneckerLinear) else layer.to_embedding()  # pyrefly: ignore
+            dense = layer.to_linear() if isinstance(layer, SmallerLinear) else layer.to_embedding()  # pyrefly: ignore
             dense.weight = shared.setdefault(id(layer.a), dense.weight)  # pyrefly: ignore
         state |= {f"{name}.{k}": v for k, v in dense.named_parameters(recurse=False)}
     stock = _stock(type(model), model.config, next(model.parameters()).dtype)

@@ -9,6 +9,7 @@ import argparse
 import copy
 import json
 import time
+from dataclasses import replace
 
 import torch
 
@@ -23,7 +24,14 @@ SETTINGS = {
     "quarter, B (4, 1)": KroneckerConfig(b_shape=(4, 1)),
     "quarter, B (2, 2)": KroneckerConfig(b_shape=(2, 2)),
 }
-STARTS = ("random", "van_loan", "van_loan_normalized", "prune", "als", "sequential")
+STARTS = {
+    "random": {"init": "random"},
+    "van_loan": {"init": "van_loan"},
+    "van_loan_normalized": {"init": "van_loan_normalized"},
+    "prune": {"init": "prune"},
+    "sequential, epochs=0": {"epochs": 0},
+    "sequential": {},
+}
 
 
 def write_table() -> None:
@@ -73,11 +81,10 @@ def main(arguments: list[str] | None = None) -> None:
     original, rows = embed(model), {}
     for name, config in SETTINGS.items():
         rows[name] = {}
-        for start in STARTS:
+        for start, fields in STARTS.items():
             torch.manual_seed(0)
             small, begin = copy.deepcopy(model), time.perf_counter()
-            own = KroneckerConfig(**config.__dict__ | {"init": start})
-            convert_(small, own, calibration=calibration, progress=False)
+            convert_(small, replace(config, **fields), calibration=calibration, progress=False)
             cosine = torch.cosine_similarity(embed(small), original, dim=-1).mean()
             rows[name][start] = round(float(cosine), 4)
             print(name, start, rows[name][start], f"{time.perf_counter() - begin:.0f} s", flush=True)

@@ -1,7 +1,7 @@
 """Half of every MLP of SmolLM2-135M, before any training: what each way of making it smaller costs on held-out text.
 
 Rivals beside `prune_`: neurons chosen by the size of their weights, low rank whitened by the inputs (SVD-LLM,
-arXiv 2403.07378), Kronecker sums. Rows that are there already are not made again; ``--only`` makes some of them.
+arXiv 2403.07378). Rows that are there already are not made again; ``--only`` makes some of them.
 Skipped where the model's package or the data are absent.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kronecker import KroneckerConfig, PruneConfig, convert_, num_parameters, perplexity, prune_
+from kronecker import PruneConfig, num_parameters, perplexity, prune_
 from kronecker.data import text_batches
 from kronecker.surgery.finding import find_mlps
 from tests.benchmarks.results import KRONECKER_GUIDE, RESULTS, commit, put, today
@@ -64,11 +64,6 @@ def low_rank(model: nn.Module, batches: Sequence[Tensor]) -> None:
             )
 
 
-def kronecker(model: nn.Module, batches: Sequence[Tensor]) -> None:
-    """Half of the hidden neurons as Kronecker sums, fitted on a walk through the blocks."""
-    convert_(model, KroneckerConfig(b_shape=(2, 1)), calibration=batches, progress=False)
-
-
 def pruned(**fields: Any) -> Callable:
     """`prune_` with these settings."""
 
@@ -81,7 +76,6 @@ def pruned(**fields: Any) -> Callable:
 METHODS: dict[str, Callable] = {
     "largest weights": by_magnitude,
     "low rank, whitened": low_rank,
-    "Kronecker (2, 1)": kronecker,
     "prune_, no fit": pruned(refit="none"),
     "prune_, writing matrix": pruned(refit="writing"),
     "prune_, all matrices, 1 epoch": pruned(epochs=1),

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 from tests.benchmarks import (
-    kron_ablation,
     kron_linear,
     kron_model,
     kron_starts,
@@ -22,6 +21,8 @@ from tests.benchmarks import (
     merging,
     pairwise_step,
     pairwise_trial,
+    prune_model,
+    smaller_study,
     thinker_ablation,
     thinker_accuracy,
     thinker_lengths,
@@ -44,7 +45,8 @@ GATES = {
     "kron_linear": [f"{KRONECKER}/test_functional.py"],
     "kron_model": [f"{KRONECKER}/test_convert.py", "-k", "all_terms or golden"],
     "kron_starts": [f"{KRONECKER}/test_init.py"],
-    "kron_ablation": [f"{KRONECKER}/test_training.py", "-k", "dense_one"],
+    "prune_model": [f"{KRONECKER}/test_pruning.py"],
+    "smaller_study": [f"{KRONECKER}/test_convert.py", "-k", "all_terms or all_ranks or low_rank"],
     "thinker_step": [f"{THINKER}/test_model.py"],
     "thinker_accuracy": [f"{THINKER}/test_tasks.py", f"{THINKER}/test_curriculum.py"],
     "thinker_lengths": [f"{THINKER}/test_tasks.py", f"{THINKER}/test_losses.py"],
@@ -67,7 +69,8 @@ SCRIPTS = {
     "kron_linear": kron_linear.main,
     "kron_model": kron_model.main,
     "kron_starts": kron_starts.main,
-    "kron_ablation": kron_ablation.main,
+    "prune_model": prune_model.main,
+    "smaller_study": smaller_study.main,
     "thinker_step": thinker_step.main,
     "thinker_accuracy": thinker_accuracy.main,
     "thinker_lengths": thinker_lengths.main,
@@ -101,7 +104,15 @@ def main() -> None:
     write_page()
     write_memory_account()
     write_depth_account()
-    tabled = (mask_instructions, kron_starts, kron_ablation, thinker_accuracy, thinker_ablation, thinker_step)
+    tabled = (
+        mask_instructions,
+        kron_starts,
+        prune_model,
+        smaller_study,
+        thinker_accuracy,
+        thinker_ablation,
+        thinker_step,
+    )
     for script in (*tabled, lora_linear, lora_step, lora_recipes, pairwise_step, pairwise_trial):
         script.write_table()
     write_readme_table()

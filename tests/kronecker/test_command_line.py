@@ -34,7 +34,7 @@ def test_plan_convert_compare_and_fold(place, capsys):
     model, text = str(place / "model"), ["--calibration", str(place / "text.txt"), *COMMON]
     budget = num_parameters(tiny("gpt2")) - 2500
     command = ["plan", model, "--budget", str(budget), "--out", str(place / "plan.json"), "--no-progress", *text]
-    assert main(command) == 0
+    assert main([*command, "--structures", "low_rank", "kronecker"]) == 0
     assert f"budget of {budget:,}" in capsys.readouterr().out
     small = str(place / "small")
     assert main(["convert", model, small, "--plan", str(place / "plan.json"), "--no-progress", *text]) == 0

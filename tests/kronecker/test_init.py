@@ -5,7 +5,7 @@ import torch
 
 from kronecker import Moments, als, prune, random, reference, van_loan
 from kronecker.init import Factors, correct_bias
-from kronecker.layers.linear import start
+from kronecker.layers.weights import start
 from tests.kronecker.test_functional import made
 from tests.support.equivalence import judge
 

@@ -12,7 +12,8 @@ from torch import nn
 from kronecker import PruneConfig, num_parameters, prune_
 from kronecker.fitting.calls import Call
 from kronecker.fitting.elimination import eliminate, refitted
-from kronecker.fitting.neurons import MlpWeights, Seen, fit_neurons
+from kronecker.fitting.mlp import MlpWeights, Seen
+from kronecker.fitting.neurons import fit_neurons
 from kronecker.surgery.finding import find_mlps
 from kronecker.surgery.mlps import Mlp
 from tests.support.models import MAKERS, tiny
@@ -170,7 +171,7 @@ def test_all_neurons_are_the_original():
 def test_the_error_from_moments_is_the_error():
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    weights = MlpWeights([draw(12, 6)], [draw(12)], draw(6, 12), draw(6), lambda said: torch.relu(said[0]))
+    weights = MlpWeights([(draw(12, 6),)], [draw(12)], (draw(6, 12),), draw(6), lambda said: torch.relu(said[0]))
     x = draw(300, 6)
     seen = Seen.nothing(6, 12, torch.device("cpu"))
     seen.add(weights.hidden(x), weights(x), None)
@@ -364,7 +365,7 @@ def test_an_interrupted_call_changes_nothing_and_goes_on(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return fit_neurons(*given)
 
-    monkeypatch.setattr("kronecker.pruning.prune.fit_neurons", fail)
+    monkeypatch.setattr("kronecker.fitting.fit.fit_neurons", fail)
     with pytest.raises(KeyboardInterrupt):
         prune_(model, calibration=[ids()], cache=tmp_path, progress=False)
     after = model.state_dict()

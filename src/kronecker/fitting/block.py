@@ -1,76 +1,93 @@
-"""Two copies of the hidden states on their way through the blocks: the original model's and the smaller one's.
+"""One block of a model on its way: what its layers see in the smaller model, and what they should give.
 
-Each MLP of the smaller model is fitted on what that model really feeds it, towards what the original said there and
-what the residual stream has lost before, where the stream can be read.
+Two copies of the hidden states walk through the blocks, the original model's and the smaller one's. What a layer should
+give is what the original gave at the original's states; an MLP also makes up for what the residual stream has lost
+before it, where the stream can be read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 
 from ..data import Batch
+from ..layers.experts import is_experts
 from ..surgery.finding import blocks_of
 from ..surgery.mlps import Mlp
-from .calls import Call, WholeModel, calls_of, outputs_of, tokens, watched
-from .neurons import Middle, Seen, middle_of
+from .calls import Call, Stop, WholeModel, calls_of, outputs_of, tokens, watched
+from .mlp import Middle, Seen, middle_of
 from .stream import stream_kind
 
 
 class Block:
-    """One block of the model, its MLPs, and how far the hidden states have come.
+    """One block of the model and the layers in it that become smaller.
 
     Args:
+        model: The whole model.
         module: The block.
         mlps: Those within it.
-        experts: Names of stacks of experts within it.
-        layers: All modules of the model by name.
+        singles: Names of layers in it that are fitted by themselves: linear layers, stacks of experts.
         calls: One for each batch.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        mlps: Sequence[Mlp],
-        experts: Sequence[str],
-        layers: Mapping[str, nn.Module],
-        calls: Sequence[Call],
+        self, model: nn.Module, module: nn.Module, mlps: Sequence[Mlp], singles: Sequence[str], calls: Sequence[Call]
     ):
-        self.module, self.mlps, self.experts, self.layers, self.calls = module, mlps, experts, layers, calls
+        self.model, self.module, self.mlps, self.singles, self.calls = model, module, mlps, singles, calls
         self.kind: str | None = None  # where the residual stream can be read
+        self.ran: list[str] = []  # the layers that write an MLP's output, and the singles, in the order they run
+        self.said: dict[str, list[Tensor]] = {}  # by the original's singles, batch by batch
+        self.wanted: dict[str, list[Tensor]] = {}  # of each MLP and, where it can be read, of the stream together
 
-    def original(self, states: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """Run it as it is on the original's states: its outputs, and what each MLP should give, batch by batch.
-
-        Those wanted outputs hold the stream, too, where it can be read: what an MLP gives is added to it.
-        """
-        if len(self.mlps) == 1 and not self.experts:
-            up, down = (self.layers[n] for n in (self.mlps[0].ups[0], self.mlps[0].down))
+    def original(self, states: Sequence[Tensor]) -> list[Tensor]:
+        """Run it as it is on the original's states; returns its outputs, and keeps what its layers should give."""
+        if len(self.mlps) == 1 and not any(is_experts(self.model.get_submodule(n)) for n in self.singles):
+            up, down = (self.model.get_submodule(n) for n in (self.mlps[0].ups[0], self.mlps[0].down))
             self.kind = stream_kind(self.module, up, down, self.calls[0], states[0])
         outputs: list[Tensor] = []
-        wanted: dict[str, list[Tensor]] = {m.down: [] for m in self.mlps}
+        self.wanted, self.said = {m.down: [] for m in self.mlps}, {n: [] for n in self.singles}
         for call, hidden in zip(self.calls, states, strict=True):
-            out, seen = self._run(call, hidden)
+            out, seen = self._run(call, hidden, self.singles)
             outputs.append(out)
             for mlp in self.mlps:
                 x, _, y = seen[mlp.down]
-                wanted[mlp.down].append(y + self._stream(x, y, out, call))
-        return outputs, wanted
+                self.wanted[mlp.down].append(y + self._stream(x, y, out, call))
+            for name in self.singles:
+                if name in seen:
+                    self.said[name].append(seen[name][2])
+        return outputs
 
-    def smaller(self, mlp: Mlp, states: Sequence[Tensor], wanted: Sequence[Tensor], keep_inputs: bool) -> Seen:
+    def smaller(self, mlp: Mlp, states: Sequence[Tensor], *, keep_inputs: bool) -> Seen:
         """Run it on the smaller model's states: what an MLP sees there, and what it should give."""
-        down = self.layers[mlp.down]
         total: Seen | None = None
-        for call, hidden, target in zip(self.calls, states, wanted, strict=True):
+        for call, hidden, target in zip(self.calls, states, self.wanted[mlp.down], strict=True):
             out, seen = self._run(call, hidden)
             x, h, y = seen[mlp.down]
             if total is None:
-                total = Seen.nothing(y.shape[-1], h.shape[-1], next(down.parameters()).device)
+                total = Seen.nothing(y.shape[-1], h.shape[-1], y.device)
             total.add(h, target - self._stream(x, y, out, call), x if keep_inputs else None)
         assert total is not None
         return total
+
+    def inputs(self, name: str, states: Sequence[Tensor]) -> list[Tensor]:
+        """What a layer reads in the smaller model, batch by batch; the block runs no further than it must."""
+        seen: list[Tensor] = []
+
+        def see(name: str, x: Tensor, y: Tensor) -> None:
+            seen.append(x)
+            raise Stop
+
+        inputs = []
+        for call, hidden in zip(self.calls, states, strict=True):
+            call.hidden = hidden
+            with watched({name: self.model.get_submodule(name)}, see), suppress(Stop):
+                call.run(self.module)
+            inputs += [tokens(x, call.keep) for x in seen]
+            seen.clear()
+        return inputs
 
     def routed(self, name: str, states: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """For each batch the tokens that a stack of experts gets in the smaller model, and their experts."""
@@ -80,7 +97,7 @@ class Block:
             tokens, experts = (*given, *named.values())[:2]
             seen.append((tokens, experts))
 
-        handle = self.layers[name].register_forward_pre_hook(see, with_kwargs=True)
+        handle = self.model.get_submodule(name).register_forward_pre_hook(see, with_kwargs=True)
         try:
             outputs_of(self.module, self.calls, states)
         finally:
@@ -91,7 +108,6 @@ class Block:
         """What the MLP does between its matrices."""
         said: dict[str, Tensor] = {}
         read: list[Tensor] = []
-        names = {n: self.layers[n] for n in (*mlp.ups, mlp.down)}
 
         def see(name: str, x: Tensor, y: Tensor) -> None:
             if name == mlp.down:
@@ -100,12 +116,17 @@ class Block:
                 said[name] = y.reshape(-1, y.shape[-1])
 
         self.calls[0].hidden = states
-        with watched(names, see):
+        with watched({n: self.model.get_submodule(n) for n in (*mlp.ups, mlp.down)}, see):
             self.calls[0].run(self.module)
         return middle_of(mlp, config, list(self.module.modules()), [said[n] for n in mlp.ups], read[-1])
 
-    def _run(self, call: Call, hidden: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor, Tensor]]]:
-        """The block's output; and each MLP's input, hidden neurons and output, tokens that are not padding."""
+    def _run(
+        self, call: Call, hidden: Tensor, singles: Sequence[str] = ()
+    ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor, Tensor]]]:
+        """The block's output; and by name each MLP's input, its last layer's input and its output, without padding.
+
+        And the same of single layers, whose input is there twice.
+        """
         inputs: dict[str, Tensor] = {}
         seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         first = {m.ups[0]: m.down for m in self.mlps}
@@ -113,11 +134,15 @@ class Block:
         def see(name: str, x: Tensor, y: Tensor) -> None:
             if name in first:
                 inputs[first[name]] = tokens(x, call.keep)
-            else:
-                seen[name] = inputs[name], tokens(x, call.keep), tokens(y, call.keep)
+                return
+            if name not in self.ran:
+                self.ran.append(name)
+            flat = tokens(x, call.keep)
+            seen[name] = inputs.get(name, flat), flat, tokens(y, call.keep)
 
+        names = [*(n for m in self.mlps for n in (m.ups[0], m.down)), *singles]
         call.hidden = hidden
-        with watched({n: self.layers[n] for m in self.mlps for n in (m.ups[0], m.down)}, see):
+        with watched({n: self.model.get_submodule(n) for n in names}, see):
             out = call.run(self.module)
         return out, seen
 
@@ -128,14 +153,12 @@ class Block:
         return tokens(out, call.keep) - y if self.kind == "output" else torch.zeros_like(y)
 
 
-def blocks_with(model: nn.Module, mlps: Sequence[Mlp], experts: Sequence[str], data: Sequence[Batch]) -> list[Block]:
-    """The model's blocks in order, each with its MLPs; the first one's calls have the hidden states to begin with."""
-    blocks = blocks_of(model, [*(m.down for m in mlps), *experts])
+def blocks_with(model: nn.Module, mlps: Sequence[Mlp], singles: Sequence[str], data: Sequence[Batch]) -> list[Block]:
+    """The model's blocks in order, each with its layers; the first one's calls have the hidden states to begin with."""
+    blocks = blocks_of(model, [*(m.down for m in mlps), *singles])
     whole = len(blocks) == 1 and blocks[0][0] == ""
     calls = [[WholeModel(b) for b in data]] if whole else calls_of(model, [b for _, b, _ in blocks], data)
-    layers = dict(model.named_modules())
-    pairs = zip(blocks, calls, strict=True)
     return [
-        Block(block, [m for m in mlps if m.down in names], [n for n in experts if n in names], layers, c)
-        for (_, block, names), c in pairs
+        Block(model, block, [m for m in mlps if m.down in names], [n for n in singles if n in names], c)
+        for (_, block, names), c in zip(blocks, calls, strict=True)
     ]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..config import KroneckerConfig
 from ..functional import kron_embedding
-from .linear import KroneckerLayer, start
+from .weights import KroneckerLayer, start
 
 
 class KroneckerEmbedding(KroneckerLayer):

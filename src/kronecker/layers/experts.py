@@ -13,7 +13,7 @@ from .. import init
 from .._eager import build, scaled
 from ..config import KroneckerConfig
 from ..functional import kron_linear
-from .linear import start
+from .weights import start
 
 
 def is_experts(module: nn.Module) -> bool:

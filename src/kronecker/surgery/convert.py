@@ -1,30 +1,37 @@
-"""`convert_` and `revert_`: a model's layers become Kronecker sums, and dense layers again."""
+"""`convert_` and `revert_`: a model's layers become smaller ones, and dense layers again."""
 
 from __future__ import annotations
 
+import copy
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
+from transformers.pytorch_utils import Conv1D
 
 from model_components._modes import evaluating
 from model_components._report import Axes, Figure, Report, Table, bars
 
 from .._eager import scaled
-from ..config import NEEDS_CALIBRATION, KroneckerConfig
-from ..data import batches
-from ..fitting.sequential import fit_
+from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig, to_dict
+from ..data import Batch, batches
+from ..fitting.cache import FitCache
+from ..fitting.experts import GROUPED
+from ..fitting.fit import UNKNOWN, Fitted, Part, fit_
 from ..init import relative_error
 from ..layers.embedding import KroneckerEmbedding
 from ..layers.experts import KroneckerExperts, is_experts
-from ..layers.linear import KroneckerLinear, dense
+from ..layers.linear import KroneckerLinear, LowRankLinear, SmallerLinear
+from ..layers.weights import SmallerWeight, bias_of, dense
 from ..storage import own_saving_
-from .finding import COMPRESSED, convertible, is_linear, put, resolve
+from .finding import COMPRESSED, convertible, is_linear, mlps_if_any, put, resolve, snapshot
+from .mlps import Mlp
 
 
 @dataclass(frozen=True)
@@ -32,11 +39,11 @@ class LayerReport:
     """One layer that was converted."""
 
     name: str
-    shapes: str
+    structure: str  # number and shapes of its parts
     before: int
     after: int
     init: str  # the start it got: Van Loan's where a fit is not possible
-    error: float  # of its weight or, for inits that look at inputs, of its outputs; relative
+    error: float  # relative: of its weight, or where it was fitted of its outputs or its MLP's
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class ConversionReport(Report):
     skipped: Mapping[str, str]
     before: int
     after: int
+    notes: tuple[str, ...] = ()
 
     def summary(self) -> list[str]:
         """Parameters before and after."""
@@ -55,12 +63,12 @@ class ConversionReport(Report):
 
     def table(self) -> Table:
         """A row for each layer."""
-        rows = [(r.name, r.shapes, f"{r.after / r.before:.1%}", r.init, f"{r.error:.3f}") for r in self.layers]
-        return Table(("layer", "terms", "size", "start", "error"), rows)
+        rows = [(r.name, r.structure, f"{r.after / r.before:.1%}", r.init, f"{r.error:.3f}") for r in self.layers]
+        return Table(("layer", "structure", "size", "start", "error"), rows)
 
     def remarks(self) -> list[str]:
-        """What was left alone."""
-        return [f"left alone, {why}: {n}" for why, n in Counter(self.skipped.values()).items()]
+        """What was left alone, and what was not as asked for."""
+        return [*self.notes, *(f"left alone, {why}: {n}" for why, n in Counter(self.skipped.values()).items())]
 
     def plot(self, ax: Axes | None = None) -> Figure:
         """Each layer's relative error as a bar (extra ``plot``), on ``ax`` or in a new figure.
@@ -78,7 +86,7 @@ def num_parameters(model: nn.Module) -> int:
 
 def convert_(
     model: nn.Module,
-    config: KroneckerConfig | Mapping[str, KroneckerConfig],
+    config: Config | Mapping[str, Config],
     *,
     filter_fn: Callable[[str, nn.Module], bool] | None = None,
     calibration: Iterable[Any] | None = None,
@@ -86,21 +94,25 @@ def convert_(
     cache: str | Path | None = None,
     progress: bool = True,
 ) -> ConversionReport:
-    """Replace layers of any Hugging Face model by Kronecker sums, in place; all of them or, on any error, none.
+    """Replace layers of any Hugging Face model by smaller ones, in place; all of them or, on any error, none.
 
-    A single config compresses the MLPs (and stacks of experts), with opposite shapes for the layer that writes the
-    block's width; attention, embeddings and head are left alone. With ``filter_fn`` it compresses whatever that
-    accepts. A map from name patterns (``"*.mlp.c_fc"``) to configs says it layer by layer; `preset` gives such maps.
-    Tied weights stay tied. ``model.save_pretrained`` writes the factors from then on, for `kronecker.from_pretrained`.
+    The config's type says by what: `KroneckerConfig` by sums of Kronecker products, `LowRankConfig` by two thin
+    matrices, `PruneConfig` by fewer hidden neurons. A single config is for the MLPs (and stacks of experts), with
+    opposite shapes for the layer that writes the block's width; attention, embeddings and head are left alone. With
+    ``filter_fn`` it is for whatever that accepts. A map from name patterns (``"*.mlp.c_fc"``) to configs says it layer
+    by layer; `preset` and `plan` give such maps. Tied weights stay tied. ``model.save_pretrained`` writes the smaller
+    weights from then on, for `kronecker.from_pretrained`; `prune_` makes a stock model.
+
+    The matrices of an MLP are fitted together, block by block, on what the smaller model feeds them.
 
     Args:
         model: Changed in place.
         config: One config, or a map from patterns to configs.
         filter_fn: (name, module) to whether to convert it.
-        calibration: Batches for ``init="sequential"`` and ``"als"``: dicts of the model's arguments, or tensors of
-            token ids (B, T). A few thousand tokens of the text it is for; 12,000 are plenty.
+        calibration: Batches for ``init="sequential"`` and for `PruneConfig`: dicts of the model's arguments, or tensors
+            of token ids (B, T). 50,000 tokens of the text it is for are good, 12,000 will do.
         fade_in: Keep each original linear layer beside its factors and run it alone at first, for `FadeIn`.
-        cache: A folder that keeps each fitted block, so that an interrupted fit goes on; not with ``fade_in``.
+        cache: A folder that keeps each fitted part, so that an interrupted fit goes on; not with ``fade_in``.
         progress: Show a progress bar.
 
     Returns:
@@ -123,53 +135,117 @@ def convert_(
     tied = _tied(model)
     for name, module in modules.items():
         check_layer("convert_", name, module)
-        _check_shapes(name, module, configs[name])
-    linears = {n: c for n, c in configs.items() if is_linear(modules[n]) and n not in tied}
-    fitted = {n: c for n, c in linears.items() if c.init in NEEDS_CALIBRATION}
-    if fitted and data is None:
+        _check_config(name, module, configs[name], name in tied)
+    parts = _parts(model, {n: c for n, c in configs.items() if n not in tied and _is_fitted(modules[n], c)}, data)
+    if parts and data is None:
         raise ValueError(
-            f"convert_: init {next(iter(fitted.values())).init!r} looks at what layers see, needed calibration data "
-            f"(batches of token ids), or init='van_loan'"
+            f"convert_: {next(iter(parts[0].configs.values()))} looks at what layers see, needed calibration data "
+            f"(batches of token ids), or a config with another init"
         )
     before = num_parameters(model)
     original = {n: m for n, m in model.named_modules() if n in {*configs, *(t for ts in tied.values() for t in ts)}}
+    put_back = snapshot(model, original)
     sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in original.items()}
     gradients = [(p, p.requires_grad) for p in model.parameters()]  # fading in freezes originals
     errors: dict[str, float] = {}
+    notes: list[str] = []
+    fitted = {name for part in parts for name in part.configs}
+
+    def fade(part: Part, done: Fitted) -> None:
+        for name in part.configs if fade_in and part.prune is None else ():
+            if isinstance(layer := model.get_submodule(name), SmallerLinear):
+                layer.fade_in_(_in_order(modules[name], name, part.mlp, done.order))
+
     try:
         with evaluating(model):
-            for name in configs:
-                if name not in fitted:
-                    errors[name] = _convert_alone(model, name, configs[name], tied)
-                    if fade_in and name in linears:
-                        model.get_submodule(name).fade_in_(modules[name])  # pyrefly: ignore
-            if fitted and data is not None:
-                with tqdm(total=len(fitted), desc="fitting", unit="layer", disable=not progress) as bar:
-
-                    def done(name: str) -> None:
-                        bar.update(1)
-
-                    path = None if cache is None else Path(cache)
-                    errors |= fit_(model, fitted, data, keep_originals=fade_in, cache=path, progress=done)
+            for name in (n for n in configs if n not in fitted):
+                errors[name] = _convert_alone(model, name, configs[name], tied)
+                if fade_in and isinstance(layer := model.get_submodule(name), SmallerLinear) and name not in tied:
+                    layer.fade_in_(modules[name])
+            if data is not None and parts:
+                settings = {n: to_dict(c) for n, c in configs.items()}
+                fits = FitCache(None if fade_in else cache, model, settings, data, "convert_")
+                with tqdm(total=len(parts), desc="fitting", unit="part", disable=not progress) as bar:
+                    done = fit_(model, parts, data, operation="convert_", cache=fits, progress=bar, placed=fade)
+                errors |= {n: done[p.name].error ** 0.5 for p in parts for n in p.configs}
+                notes = [f"{n}: {UNKNOWN}" for n, fit in done.items() if "unknown" in fit.notes]
         for name, module in original.items():
             model.get_submodule(name).train(module.training)
     except BaseException:
-        for name, module in original.items():
-            put(model, name, module)
+        put_back()
         for parameter, wanted in gradients:
             parameter.requires_grad_(wanted)
         raise
     own_saving_(model)
     rows = []
-    for name in configs:
-        made = model.get_submodule(name)
-        shapes = f"{configs[name].rank} x {made.a_shape} ⊗ {made.b_shape}" if hasattr(made, "a_shape") else "experts"
-        after = sum(p.numel() for p in made.parameters())
-        used = configs[name].init if name in linears or configs[name].init not in NEEDS_CALIBRATION else "van_loan"
-        rows.append(LayerReport(name, shapes, sizes[name], after, used, errors[name]))
-    why = "not part of an MLP" if isinstance(config, KroneckerConfig) and filter_fn is None else "not asked for"
+    for name, own in configs.items():
+        layer = model.get_submodule(name)
+        after = sum(p.numel() for p in layer.parameters())
+        start = own.init if name in fitted or own.init != "sequential" else "van_loan"
+        rows.append(LayerReport(name, _structure(layer), sizes[name], after, start, errors[name]))
+    why = "not part of an MLP" if isinstance(config, Config) and filter_fn is None else "not asked for"
     skipped = {n: why for n, m in model.named_modules() if n not in configs and convertible(m)}
-    return ConversionReport(tuple(rows), skipped, before, num_parameters(model))
+    return ConversionReport(tuple(rows), skipped, before, num_parameters(model), tuple(notes))
+
+
+def _is_fitted(module: nn.Module, config: Config) -> bool:
+    """Whether a layer is fitted on calibration data."""
+    shared = isinstance(config, KroneckerConfig) and config.share_a
+    return config.init == "sequential" and (is_linear(module) or (is_experts(module) and not shared))
+
+
+def _parts(model: nn.Module, configs: Mapping[str, Config], data: Sequence[Batch] | None) -> list[Part]:
+    """The layers that are fitted: MLPs, where all layers of one have configs of one kind, and layers by themselves."""
+    left, parts = dict(configs), []
+    for mlp in mlps_if_any(model, None if data is None else data[0]) if left else ():
+        names = (*mlp.ups, mlp.down)
+        if all(n in left for n in names) and len({type(left[n]) for n in names}) == 1:
+            own = {n: left.pop(n) for n in names}
+            parts.append(Part(mlp.down, own, mlp, _neurons(own[mlp.down], model.get_submodule(mlp.down))))
+    for name, config in left.items():
+        module = model.get_submodule(name)
+        if isinstance(config, PruneConfig) and not is_experts(module):
+            raise ValueError(f"convert_: {name} is not an MLP by itself; PruneConfig needs all layers of one, alike")
+        parts.append(Part(name, {name: config}, None, _neurons(config, module)))
+    return parts
+
+
+def _neurons(config: Config, module: nn.Module) -> int:
+    """How many hidden neurons a config keeps, where it drops some, by the layer or the stack that reads them."""
+    if not isinstance(config, PruneConfig):
+        return 0
+    if is_experts(module):
+        return config.neurons(module.get_parameter("down_proj").shape[2], math.lcm(config.multiple_of, GROUPED))
+    return config.neurons(dense(module).shape[1])
+
+
+def _in_order(linear: nn.Module, name: str, mlp: Mlp | None, order: Tensor | None) -> nn.Module:
+    """A linear layer with an MLP's hidden neurons in the order that its smaller twin has them in."""
+    if mlp is None or order is None:
+        return linear
+    rows = name != mlp.down
+    return permuted(linear, mlp.rows(order, len(order)) if rows else order, rows=rows)
+
+
+def permuted(linear: nn.Module, order: Tensor, *, rows: bool) -> nn.Module:
+    """A copy of a linear layer with its outputs (and bias) or its inputs in another order."""
+    weight, bias = dense(linear), bias_of(linear)
+    weight = weight[order] if rows else weight[:, order]
+    other = copy.copy(linear)
+    other._parameters = dict(linear._parameters)
+    other.weight = nn.Parameter((weight.T if isinstance(linear, Conv1D) else weight).contiguous())
+    if bias is not None and rows:
+        other.bias = nn.Parameter(bias[order])
+    return other
+
+
+def _structure(layer: nn.Module) -> str:
+    """What a converted layer is now."""
+    if isinstance(layer, SmallerWeight):
+        return layer.structure
+    if is_linear(layer):
+        return " x ".join(map(str, dense(layer).shape))
+    return "experts"
 
 
 def _tied(model: nn.Module) -> dict[str, list[str]]:
@@ -206,17 +282,28 @@ def check_layer(operation: str, name: str, module: nn.Module) -> None:
             raise ValueError(f"{operation}: {name} has a weight that is zero or not finite, needed numbers")
 
 
-def _check_shapes(name: str, module: nn.Module, config: KroneckerConfig) -> None:
-    if is_experts(module):
-        KroneckerExperts.like(module, config)
+def _check_config(name: str, module: nn.Module, config: Config, tied: bool) -> None:
+    """Refuse what a config cannot make of a layer."""
+    if isinstance(config, LowRankConfig) and (tied or not is_linear(module)):
+        raise ValueError(f"convert_: {name} is tied or not a linear layer; LowRankConfig needs one of its own")
+    if isinstance(config, PruneConfig):
         return
-    shape = dense(module).shape
-    config.shapes(*shape, operation=f"convert_: {name}")
+    if isinstance(config, KroneckerConfig) and is_experts(module):
+        KroneckerExperts.like(module, config)
+    elif isinstance(config, KroneckerConfig):
+        config.shapes(*dense(module).shape, operation=f"convert_: {name}")
+    else:
+        config.rank_of(*dense(module).shape, operation=f"convert_: {name}")
 
 
-def _convert_alone(model: nn.Module, name: str, config: KroneckerConfig, tied: Mapping[str, list[str]]) -> float:
+def _convert_alone(model: nn.Module, name: str, config: Config, tied: Mapping[str, list[str]]) -> float:
     """Convert one layer by its weights alone; whatever shares its weight shares its factors. Returns the error."""
     module = model.get_submodule(name)
+    if isinstance(config, LowRankConfig):
+        smaller, weight = LowRankLinear.from_linear(module, config), dense(module).double()
+        put(model, name, smaller)
+        return float((smaller.dense_weight().detach().double() - weight).norm() / weight.norm())
+    assert isinstance(config, KroneckerConfig)
     if isinstance(module, COMPRESSED):
         return float("nan")  # came along with the one it is tied to
     if is_experts(module):
@@ -228,7 +315,7 @@ def _convert_alone(model: nn.Module, name: str, config: KroneckerConfig, tied: M
         return float((torch.stack(parts).sum() / torch.stack(energies).sum()).detach().sqrt())
     weight = dense(module)
     others = tied.get(name, [])
-    if others and config.init in NEEDS_CALIBRATION:
+    if others and config.init == "sequential":
         config = replace(config, init="van_loan")
     if isinstance(module, nn.Embedding):
         layer: Any = KroneckerEmbedding.from_embedding(module, config)
@@ -269,14 +356,14 @@ def revert_(model: nn.Module) -> list[str]:
     found = {n: m for n, m in model.named_modules() if isinstance(m, COMPRESSED)}
     if not found:
         raise ValueError(f"revert_: {type(model).__name__} has no compressed layer")
-    if any(isinstance(m, KroneckerLinear) and m.original is not None for m in found.values()):
+    if any(isinstance(m, SmallerLinear) and m.original is not None for m in found.values()):
         raise ValueError("revert_: a layer still runs its original; train on, or end it with fade_in_(None)")
     weights: dict[int, nn.Parameter] = {}
     for name, module in found.items():
         if isinstance(module, KroneckerExperts):
             put(model, name, module.to_experts())
             continue
-        made: Any = module.to_linear() if isinstance(module, KroneckerLinear) else module.to_embedding()
+        made: Any = module.to_linear() if isinstance(module, SmallerLinear) else module.to_embedding()
         made.weight = weights.setdefault(id(module.a), made.weight)
         put(model, name, made)
     own_saving_(model)

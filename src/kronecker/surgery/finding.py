@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..config import KroneckerConfig
+from ..config import Config
 from ..layers.embedding import KroneckerEmbedding
 from ..layers.experts import KroneckerExperts, is_experts
-from ..layers.linear import KroneckerLinear
+from ..layers.linear import SmallerLinear
 from . import mlps
 from .mlps import Mlp
 
-COMPRESSED = (KroneckerLinear, KroneckerEmbedding, KroneckerExperts)
+COMPRESSED = (SmallerLinear, KroneckerEmbedding, KroneckerExperts)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -66,7 +66,7 @@ def find_mlps(model: nn.Module, batch: Mapping[str, Any] | None = None) -> list[
     >>> find_mlps(GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1)))
     [Mlp(ups=('transformer.h.0.mlp.c_fc',), down='transformer.h.0.mlp.c_proj', layout='plain')]
     """
-    return mlps.find_mlps(model, lambda m: is_linear(m) or isinstance(m, KroneckerLinear), batch)
+    return mlps.find_mlps(model, lambda m: is_linear(m) or isinstance(m, SmallerLinear), batch)
 
 
 def mlps_if_any(model: nn.Module, batch: Mapping[str, Any] | None = None) -> list[Mlp]:
@@ -79,10 +79,10 @@ def mlps_if_any(model: nn.Module, batch: Mapping[str, Any] | None = None) -> lis
 
 def resolve(
     model: nn.Module,
-    config: KroneckerConfig | Mapping[str, KroneckerConfig],
+    config: Config | Mapping[str, Config],
     filter_fn: Callable[[str, nn.Module], bool] | None,
     batch: Mapping[str, Any] | None = None,
-) -> dict[str, KroneckerConfig]:
+) -> dict[str, Config]:
     """The layers to compress, by name in the model's order, each with its config.
 
     A single config means the MLPs and experts, with opposite shapes for the layer that writes the block's width; with a
@@ -90,8 +90,8 @@ def resolve(
     ``batch`` a model is run to find its MLPs that reads neither tokens nor images.
     """
     modules = dict(model.named_modules())
-    found: dict[str, KroneckerConfig] = {}
-    if isinstance(config, KroneckerConfig):
+    found: dict[str, Config] = {}
+    if isinstance(config, Config):
         held = find_mlps(model, batch) if filter_fn is None else mlps_if_any(model, batch)
         downs, members = {m.down for m in held}, {n for m in held for n in (*m.ups, m.down)}
         for name, module in modules.items():
@@ -147,3 +147,31 @@ def put(model: nn.Module, name: str, module: nn.Module) -> None:
     """Set a submodule by its dotted name."""
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, module)
+
+
+def set_parameters_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Put parameters of other sizes into a model's layers, by name; what was frozen stays so."""
+    for name, tensor in state.items():
+        owner, _, key = name.rpartition(".")
+        module, old = model.get_submodule(owner), model.get_parameter(name)
+        new = nn.Parameter(tensor.to(old.device).contiguous(), requires_grad=old.requires_grad)
+        module.register_parameter(key, new)
+        if key == "weight" and isinstance(module, (nn.Linear, Conv1D)):
+            names = ("nx", "nf") if isinstance(module, Conv1D) else ("out_features", "in_features")
+            for attribute, size in zip(names, new.shape, strict=True):
+                setattr(module, attribute, size)
+
+
+def snapshot(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
+    """A function that puts these submodules back as they are now, with their parameters and attributes."""
+    modules = {name: model.get_submodule(name) for name in names}
+    contents = {name: (dict(m._parameters), dict(vars(m))) for name, m in modules.items()}
+
+    def put_back() -> None:
+        for name, module in modules.items():
+            parameters, attributes = contents[name]
+            vars(module).update(attributes)
+            module._parameters.update(parameters)
+            put(model, name, module)
+
+    return put_back

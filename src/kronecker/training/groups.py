@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..layers.linear import KroneckerLayer
+from ..layers.weights import KroneckerLayer
 from ..surgery.finding import COMPRESSED
 
 
@@ -33,15 +33,12 @@ def parameter_groups(
     """Optimizer groups: new factors, their scales, and the pretrained rest; weight decay on factors only.
 
     Args:
-        model: With compressed layers.
+        model: With compressed layers, or without: then all of it is the pretrained rest.
         learning_rate: Of factors and scales.
         pretrained_learning_rate: Of the rest; default: the same. 0 leaves it out.
         weight_decay: Of the factors.
         structure_aware: Multiply each factor's rate by I / (2 I_k), what keeps its updates the size of a dense layer's
             under Adam (arXiv 2406.06248, section 3). Factors with the same multiplier share a group.
-
-    Raises:
-        ValueError: No compressed layer.
 
     >>> from kronecker import KroneckerConfig, KroneckerLinear
     >>> layer = KroneckerLinear(4, 6, KroneckerConfig(b_shape=(2, 1)))
@@ -49,8 +46,6 @@ def parameter_groups(
     [('factors', 2), ('pretrained', 1)]
     """
     factors = factor_parameters(model)
-    if not factors:
-        raise ValueError(f"parameter_groups: {type(model).__name__} has no compressed layer")
     groups: dict[str, dict[str, Any]] = {}
     for module in model.modules():
         if not isinstance(module, COMPRESSED):

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from ..layers.linear import KroneckerLinear
+from ..layers.linear import SmallerLinear
 from .groups import factor_parameters
 
 
@@ -87,14 +87,14 @@ class FadeIn(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse a model without the originals that it still needs."""
-        layers = [m for m in kwargs["model"].modules() if isinstance(m, KroneckerLinear)]
+        layers = [m for m in kwargs["model"].modules() if isinstance(m, SmallerLinear)]
         over = all(self.share(i, state.global_step) == 1.0 for i in range(len(layers)))
         if not any(layer.original is not None for layer in layers) and (not state.global_step or not over):
             raise ValueError("FadeIn: no layer has its original; convert with convert_(..., fade_in=True)")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set every layer's share; an original whose share is gone is dropped."""
-        layers = [m for m in kwargs["model"].modules() if isinstance(m, KroneckerLinear)]
+        layers = [m for m in kwargs["model"].modules() if isinstance(m, SmallerLinear)]
         for place, layer in enumerate(layers if self.order == "low_to_high" else reversed(layers)):
             if layer.original is not None:
                 layer.share = self.share(place, state.global_step)

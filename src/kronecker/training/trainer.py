@@ -8,20 +8,20 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from model_components._folders import make_folder
 from model_components._trainer import StepTrainer, TrainerOptions
 
 from ..losses import DistillConfig, TeacherMlps, targets_of, token_errors, token_loss
-from ..storage import is_compressed, read_files, write_files
+from ..storage import has_smaller_layers, is_compressed, read_files, write_files
 from ..surgery.finding import COMPRESSED
 from .groups import group_kind, parameter_groups
 from .schedule import FadeIn, FreezePretrained
 
 
 class KroneckerTrainer(StepTrainer):
-    """A `transformers.Trainer` that trains a compressed model back.
+    """A `transformers.Trainer` that trains a smaller model back, with compressed layers or with pruned ones.
 
     Learning rates by group (`parameter_groups`), distillation from a teacher in the same process, and the norms of
     factors, the rest and their gradients in the logs. Schedules are callbacks: `FreezePretrained`, `FadeIn`. Everything
@@ -29,7 +29,7 @@ class KroneckerTrainer(StepTrainer):
     ``learning_rate`` and ``weight_decay`` are the factors'.
 
     Args:
-        model: With compressed layers.
+        model: With compressed layers; with a teacher any model of its vocabulary, such as a pruned one.
         args: `TrainingArguments`.
         teacher: The original model; frozen, in evaluation mode.
         distill: What to learn from; default with a teacher: its logits at temperature 2.
@@ -38,11 +38,11 @@ class KroneckerTrainer(StepTrainer):
         **options: Of `Trainer`.
 
     Raises:
-        ValueError: No compressed layer, a ``distill`` that needs a teacher and there is none.
+        ValueError: Neither a compressed layer nor a teacher; a ``distill`` that needs a teacher and there is none.
 
     >>> KroneckerTrainer(nn.Linear(2, 2), None)
     Traceback (most recent call last):
-    ValueError: KroneckerTrainer: Linear has no compressed layer; convert_ it first
+    ValueError: KroneckerTrainer: Linear has no compressed layer, needed one (convert_) or a teacher to learn from
     """
 
     def __init__(
@@ -57,8 +57,11 @@ class KroneckerTrainer(StepTrainer):
         structure_aware: bool = False,
         **options: Unpack[TrainerOptions],
     ):
-        if not any(isinstance(m, COMPRESSED) for m in model.modules()):
-            raise ValueError(f"KroneckerTrainer: {type(model).__name__} has no compressed layer; convert_ it first")
+        if teacher is None and not any(isinstance(m, COMPRESSED) for m in model.modules()):
+            raise ValueError(
+                f"KroneckerTrainer: {type(model).__name__} has no compressed layer, needed one (convert_) or a teacher "
+                f"to learn from"
+            )
         if distill is not None and teacher is None:
             raise ValueError("KroneckerTrainer: distill needs a teacher, got None")
         self.teacher = None if teacher is None else teacher.eval().requires_grad_(False)
@@ -157,7 +160,7 @@ class KroneckerTrainer(StepTrainer):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """A checkpoint that `from_pretrained` loads; tied factors are written once."""
         folder = make_folder(output_dir or self.args.output_dir or ".", "KroneckerTrainer")
-        if isinstance(self.unwrapped(), PreTrainedModel):
+        if has_smaller_layers(self.unwrapped()):
             write_files(self.unwrapped(), folder)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -19,19 +19,15 @@ from model_components._report import Axes, Figure, Report, Table, bars
 
 from ..config import PruneConfig
 from ..data import Batch, batches
-from ..fitting.block import Block, blocks_with
 from ..fitting.cache import FitCache
-from ..fitting.calls import outputs_of
-from ..fitting.experts import experts_shapes, fit_experts
-from ..fitting.neurons import MlpWeights, fit_neurons, set_parameters_
+from ..fitting.experts import GROUPED, experts_shapes
+from ..fitting.fit import UNKNOWN, Part, fit_
 from ..layers.experts import is_experts
-from ..layers.linear import bias_of, dense
-from ..surgery.convert import check_layer, num_parameters
-from ..surgery.finding import find_mlps
-from ..surgery.mlps import Mlp
+from ..layers.weights import bias_of, dense
+from .convert import check_layer, num_parameters
+from .finding import find_mlps, snapshot
+from .mlps import Mlp
 from .stock import attribute_changes, stock_config
-
-_GROUPED = 8  # what sizes of experts are multiples of: transformers multiplies all of a stack in one grouped product
 
 
 @dataclass(frozen=True)
@@ -126,19 +122,21 @@ def prune_(
         new_config = stock_config(model, shapes, {p.count: keep[p.name] for p in parts})
         changes = attribute_changes(model, new_config)
     before = num_parameters(model)
-    changed = {n: model.get_submodule(n) for p in parts for n in p.modules}
-    originals = {n: (dict(m._parameters), dict(vars(m))) for n, m in changed.items()}
+    put_back = snapshot(model, (n for p in parts for n in p.modules))
     try:
         with evaluating(model):
             fits = FitCache(cache, model, [config.to_dict(), keep], data, "prune_")
-            rows, notes = _pruned(model, parts, data, keep, config, fits, progress)
+            fitting = [Part(p.name, dict.fromkeys(p.modules, config), p.mlp, keep[p.name]) for p in parts]
+            with tqdm(total=len(parts), desc="pruning", unit="MLP", disable=not progress) as bar:
+                done = fit_(model, fitting, data, operation="prune_", cache=fits, progress=bar)
     except BaseException:
-        for name, (parameters, attributes) in originals.items():
-            vars(changed[name]).update(attributes)
-            changed[name]._parameters.update(parameters)
+        put_back()
         raise
     for module, name, value in changes:
         vars(module)[name] = value
+    sizes = {p.name: p.count for p in parts}
+    rows = [PrunedLayer(n, sizes[n], keep[n], fitted.error**0.5) for n, fitted in done.items()]
+    notes = [f"{n}: {UNKNOWN}" for n, fitted in done.items() if "unknown" in fitted.notes]
     return PruneReport(tuple(rows), before, num_parameters(model), tuple(notes))
 
 
@@ -201,11 +199,9 @@ def _experts_part(name: str, module: nn.Module) -> _Part:
 def _keep(model: nn.Module, parts: Sequence[_Part], config: PruneConfig) -> dict[str, int]:
     """How many hidden neurons each part keeps."""
     grouped = {p.count for p in parts if p.mlp is None}  # layers of one size have one field in a config
-    units = {p.name: math.lcm(config.multiple_of, _GROUPED if p.count in grouped else 1) for p in parts}
+    units = {p.name: math.lcm(config.multiple_of, GROUPED if p.count in grouped else 1) for p in parts}
     if config.budget is None:
-        return {
-            p.name: min(p.count, max(1, round(config.keep * p.count / units[p.name])) * units[p.name]) for p in parts
-        }
+        return {p.name: config.neurons(p.count, units[p.name]) for p in parts}
     total = num_parameters(model)
     per_neuron = {p.name: p.parameters(2) - p.parameters(1) for p in parts}
     neurons = sum(per_neuron[p.name] * p.count for p in parts)
@@ -233,62 +229,3 @@ def _shapes(model: nn.Module, mlp: Mlp, keep: int) -> dict[str, torch.Size]:
         if bias_of(module) is not None:
             shapes[f"{name}.bias"] = torch.Size(matrix[:1])
     return shapes
-
-
-@torch.no_grad()
-def _pruned(
-    model: nn.Module,
-    parts: Sequence[_Part],
-    data: Sequence[Batch],
-    keep: Mapping[str, int],
-    config: PruneConfig,
-    cache: FitCache,
-    progress: bool,
-) -> tuple[list[PrunedLayer], list[str]]:
-    """Fit and cut all parts, block by block; and what was not as asked for."""
-    rows, notes = [], []
-    blocks = blocks_with(model, [p.mlp for p in parts if p.mlp], [p.name for p in parts if not p.mlp], data)
-    theirs = [c.hidden for c in blocks[0].calls]
-    ours = list(theirs)
-    with tqdm(total=len(parts), desc="pruning", unit="MLP", disable=not progress) as bar:
-        for block in blocks:
-            after, wanted = block.original(theirs)
-            for part in (p for p in parts if p.mlp in block.mlps or p.name in block.experts):
-                if (stored := cache.load(part.name)) is None:
-                    state, errors = _fitted(model, block, part, ours, wanted, keep[part.name], config)
-                    cache.store(part.name, state, errors)
-                else:
-                    state, errors = stored
-                set_parameters_(model, state)
-                rows.append(PrunedLayer(part.name, part.count, keep[part.name], errors["all"] ** 0.5))
-                if "unknown" in errors:
-                    notes.append(
-                        f"{part.name}: fitted in closed form alone; its function between matrices is not known"
-                    )
-                bar.update(1)
-            theirs, ours = after, outputs_of(block.module, block.calls, ours)
-    return rows, notes
-
-
-def _fitted(
-    model: nn.Module,
-    block: Block,
-    part: _Part,
-    states: Sequence[Tensor],
-    wanted: Mapping[str, list[Tensor]],
-    keep: int,
-    config: PruneConfig,
-) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """A part's new parameters by name; and its error, squared, with ``unknown`` where descent was not possible."""
-    if part.mlp is None:
-        module = model.get_submodule(part.name)
-        parameters, error = fit_experts(module, block.routed(part.name, states), keep, config)
-        return {f"{part.name}.{n}": p for n, p in parameters.items()}, {"all": error}
-    modules = [model.get_submodule(n) for n in part.modules]
-    weights = MlpWeights.of(modules, block.middle(part.mlp, states[0], getattr(model, "config", None)))
-    seen = block.smaller(part.mlp, states, wanted[part.name], config.refit == "all")
-    if not seen.count:
-        raise ValueError(f"prune_: {part.name} saw no calibration token, needed data that is not all padding")
-    small, error = fit_neurons(part.mlp, weights, seen, keep, config)
-    unknown = {"unknown": 1.0} if weights.middle is None and config.refit == "all" else {}
-    return small.state(part.mlp, modules), {"all": error} | unknown

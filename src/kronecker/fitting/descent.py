@@ -1,0 +1,51 @@
+"""Descent on one MLP's error, on all of its matrices together."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .mlp import MlpWeights
+
+_SIZED = 2048  # tokens that steps are sized by
+_BATCH = 512  # tokens of a step
+_STEP = 0.015  # of a step, as a share of a matrix's standard deviation
+
+
+def descended(weights: MlpWeights, x: Tensor, target: Tensor, epochs: int) -> tuple[MlpWeights, float]:
+    """The MLP's weights after descent on |target - y|², and their relative error, squared: never above what it was."""
+    before = weights.error(x, target)
+    if not epochs:
+        return weights, before
+    moved = _moved(weights, x, target, epochs)
+    after = moved.error(x, target)
+    return (moved, after) if after < before else (weights, before)
+
+
+@torch.enable_grad()
+def _moved(weights: MlpWeights, x: Tensor, target: Tensor, epochs: int) -> MlpWeights:
+    """All of an MLP's weights after descent (Adam, a rate that falls to nothing).
+
+    A step moves a matrix by a share of its own size and a bias by one of what it is added to, so that no rate has to be
+    chosen for a model. The order of tokens is drawn by a generator of its own: the same calls give the same weights.
+    """
+    sizes = weights.sizes(x[:_SIZED])
+    parameters = [t.clone().requires_grad_() for t in weights.parameters()]
+    weights = weights.with_parameters(parameters)
+    groups = [{"params": [t], "lr": 0.0, "size": s} for t, s in zip(parameters, sizes, strict=True)]
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
+    generator, batch = torch.Generator().manual_seed(0), min(_BATCH, len(x))
+    orders = [torch.randperm(len(x), generator=generator) for _ in range(epochs)]
+    chunks = [rows.to(x.device) for order in orders for rows in order.split(batch) if len(rows) == batch]
+    for step, rows in enumerate(chunks):
+        loss = (weights(x[rows]) - target[rows]).square().mean()
+        for group in optimizer.param_groups:
+            group["lr"] = _STEP * group["size"] * 0.5 * (1 + math.cos(math.pi * step / len(chunks)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for t in parameters:
+        t.requires_grad_(False)
+    return weights

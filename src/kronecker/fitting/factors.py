@@ -1,0 +1,141 @@
+"""One MLP's matrices as Kronecker sums or as products of thin ones, fitted together.
+
+The matrices that read the block's width are started on what the smaller model feeds them, the one that writes it on
+what the started ones make of that, towards what the MLP should give; then all are fitted together by descent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import init
+from .._eager import build
+from ..config import KroneckerConfig, LowRankConfig
+from ..layers.weights import start
+from ..moments import Moments
+from ..surgery.mlps import Mlp
+from .descent import descended
+from .mlp import Matrix, MlpWeights, Seen
+from .neurons import most_important
+
+_RIDGE = 1e-3  # as `PruneConfig`'s
+
+Start = Callable[[str, Tensor, Moments], Matrix]  # (layer, its weight, what it sees) to factors
+
+
+class FactorFit(NamedTuple):
+    """An MLP's weights as factors."""
+
+    weights: MlpWeights
+    error: float  # relative, squared
+    order: Tensor | None  # of its hidden neurons, where it is another one
+
+
+def fit_factors(
+    mlp: Mlp, weights: MlpWeights, seen: Seen, configs: Mapping[str, KroneckerConfig | LowRankConfig]
+) -> FactorFit:
+    """The factors that an MLP's configs ask for, one config for each of its layers, all of one kind.
+
+    Args:
+        mlp: Its layers.
+        weights: Before, in its neurons' own order.
+        seen: Over calibration tokens, with inputs and targets.
+        configs: By layer.
+    """
+    x, target = torch.cat(seen.inputs), torch.cat(seen.targets)
+    order = neuron_order(mlp, weights, seen, configs)
+    if order is not None:
+        weights, seen = weights.on(mlp, order), seen.in_order(order)
+    if any(isinstance(c, KroneckerConfig) for c in configs.values()):
+        made = _started(mlp, weights, seen, x, target, _kronecker(configs, sorted_neurons=order is not None), build)
+    else:
+        made = _started(mlp, weights, seen, x, target, _low_rank(configs), lambda a, b: b @ a)
+    epochs = max(c.epochs for c in configs.values())
+    if made.middle is None:
+        return FactorFit(made, seen.error(made), order)
+    return FactorFit(*descended(made, x, target, epochs), order)
+
+
+def _started(
+    mlp: Mlp, weights: MlpWeights, seen: Seen, x: Tensor, target: Tensor, start: Start, build: Callable[..., Tensor]
+) -> MlpWeights:
+    """Each matrix by itself, the last one after the others."""
+    ups: list[Matrix] = []
+    biases: list[Tensor | None] = []
+    for name, (weight,), bias in zip(mlp.ups, weights.ups, weights.up_biases, strict=True):
+        moments = Moments.of(x, weight, bias)
+        ups.append(start(name, weight, moments.centred() if bias is not None else moments))
+        biases.append(bias if bias is None else init.correct_bias(moments, build(*ups[-1])).float())
+    small = replace(weights, ups=ups, up_biases=biases, build=build)
+    if small.middle is None:
+        moments = seen.moments()
+    else:
+        moments = Moments.zeros(target.shape[1], seen.moment.shape[0], target.device)
+        for rows, wanted in zip(x.split(2048), target.split(2048), strict=True):
+            moments.add(small.hidden(rows), wanted)
+    bias = weights.down_bias
+    down = start(mlp.down, weights.down_weight, moments.centred() if bias is not None else moments)
+    if bias is not None:
+        bias = init.correct_bias(moments, build(*down)).float()
+    return replace(small, down=down, down_bias=bias)
+
+
+def _kronecker(configs: Mapping[str, KroneckerConfig | LowRankConfig], *, sorted_neurons: bool) -> Start:
+    def begin(name: str, weight: Tensor, moments: Moments) -> Matrix:
+        config = configs[name]
+        assert isinstance(config, KroneckerConfig)
+        b_shape = config.shapes(*weight.shape)[1]
+        if sorted_neurons and config.rank == 1 and b_shape[1] == 1:  # the neurons that matter, as they are
+            factors = init.prune(weight, b_shape)
+        else:
+            factors = start(weight, b_shape, config, moments)
+        return factors.a, factors.b
+
+    return begin
+
+
+def _low_rank(configs: Mapping[str, KroneckerConfig | LowRankConfig]) -> Start:
+    def begin(name: str, weight: Tensor, moments: Moments) -> Matrix:
+        config = configs[name]
+        assert isinstance(config, LowRankConfig)
+        return init.low_rank(weight, config.rank_of(*weight.shape), moments)
+
+    return begin
+
+
+def neuron_order(
+    mlp: Mlp, weights: MlpWeights, seen: Seen, configs: Mapping[str, KroneckerConfig | LowRankConfig]
+) -> Tensor | None:
+    """An order of hidden neurons in which each row of A begins with one of the most important; None: as they are.
+
+    Both matrices then drop the same neurons, and nothing else changes.
+    """
+    group = _group(mlp, weights, configs)
+    if group == 1:
+        return None
+    count = weights.down_weight.shape[1]
+    kept = most_important(weights, seen, count // group, _RIDGE)
+    others = torch.ones(count, dtype=torch.bool, device=kept.device)
+    others[kept] = False
+    rest = torch.arange(count, device=kept.device)[others].view(-1, group - 1)
+    return torch.cat([kept[:, None], rest], 1).flatten()
+
+
+def _group(mlp: Mlp, weights: MlpWeights, configs: Mapping[str, KroneckerConfig | LowRankConfig]) -> int:
+    """How many hidden neurons share a row of A, in all of an MLP's matrices; 1 where they do not agree."""
+    sizes: set[int] = set()
+    matrices: Sequence[Tensor] = [*(w for (w,) in weights.ups), weights.down_weight]
+    count = weights.down_weight.shape[1]
+    for name, weight in zip((*mlp.ups, mlp.down), matrices, strict=True):
+        config = configs[name]
+        if not isinstance(config, KroneckerConfig) or mlp.layout == "interleaved":
+            return 1
+        b_shape = config.shapes(*weight.shape)[1]
+        sizes.add(b_shape[1] if name == mlp.down else b_shape[0])
+    group = sizes.pop()
+    return group if not sizes and count % group == 0 else 1

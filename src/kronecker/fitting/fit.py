@@ -1,0 +1,197 @@
+"""The fit of a whole model: block by block, each part on what the smaller model really feeds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers.pytorch_utils import Conv1D
+
+from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig
+from ..data import Batch
+from ..init import Factors
+from ..layers.experts import KroneckerExperts, is_experts
+from ..layers.linear import KroneckerLinear, LowRankLinear, smaller_linear
+from ..layers.weights import dense
+from ..moments import Moments
+from ..surgery.finding import put, set_parameters_
+from ..surgery.mlps import Mlp
+from .block import Block, blocks_with
+from .cache import FitCache
+from .calls import outputs_of
+from .experts import fit_expert_factors, fit_expert_neurons
+from .factors import fit_factors
+from .mlp import MlpWeights
+from .neurons import fit_neurons
+
+UNKNOWN = "fitted in closed form alone; its function between matrices is not known"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Layers that are fitted together: an MLP, a stack of experts, or one linear layer by itself."""
+
+    name: str  # of the layer that writes the block's width, of the stack, of the layer
+    configs: Mapping[str, Config]  # by name of its layers
+    mlp: Mlp | None = None
+    neurons: int = 0  # that stay, where some are dropped
+
+    @property
+    def prune(self) -> PruneConfig | None:
+        """How neurons are dropped, where they are."""
+        config = self.configs[self.name]
+        return config if isinstance(config, PruneConfig) else None
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A part's new parameters by name, and how far it is from what it should give."""
+
+    tensors: dict[str, Tensor]
+    error: float  # relative, squared
+    order: Tensor | None = None  # of an MLP's hidden neurons, where it is another one
+    notes: tuple[str, ...] = field(default=())
+
+
+@torch.no_grad()
+def fit_(
+    model: nn.Module,
+    parts: Sequence[Part],
+    data: Sequence[Batch],
+    *,
+    operation: str,
+    cache: FitCache,
+    progress: tqdm,
+    placed: Callable[[Part, Fitted], None] | None = None,
+) -> dict[str, Fitted]:
+    """Make the parts of a model smaller, in place; returns what each became, without its tensors.
+
+    Args:
+        model: In evaluation mode.
+        parts: What becomes smaller.
+        data: Batches, as `batches` gives.
+        operation: Whose errors they are.
+        cache: Of parts that were fitted before.
+        progress: Is moved on by one after each part.
+        placed: Called with each part when its new layers stand where the old ones were.
+    """
+    done: dict[str, Fitted] = {}
+    by_name = {p.name: p for p in parts}
+    mlps, singles = [p.mlp for p in parts if p.mlp], [p.name for p in parts if not p.mlp]
+    blocks = blocks_with(model, mlps, singles, data)
+    theirs = [c.hidden for c in blocks[0].calls]
+    ours = list(theirs)
+    for block in blocks:
+        theirs = block.original(theirs)
+        if silent := [n for n in block.singles if n not in block.ran]:
+            raise ValueError(f"{operation}: {silent[0]} saw no calibration token, needed data that it runs on")
+        for part in (by_name[n] for n in block.ran):
+            if (stored := cache.load(part.name)) is None:
+                fitted = fit_part(model, block, part, ours, operation)
+                cache.store(part.name, fitted.tensors, {"all": fitted.error, **dict.fromkeys(fitted.notes, 1.0)})
+            else:
+                tensors, errors = stored
+                fitted = Fitted(tensors, errors["all"], notes=tuple(n for n in errors if n != "all"))
+            place_(model, part, fitted.tensors)
+            if placed is not None:
+                placed(part, fitted)
+            done[part.name] = Fitted({}, fitted.error, fitted.order, fitted.notes)
+            progress.update(1)
+        ours = outputs_of(block.module, block.calls, ours)
+    return done
+
+
+def fit_part(model: nn.Module, block: Block, part: Part, states: Sequence[Tensor], operation: str) -> Fitted:
+    """A part's new parameters, from the hidden states that the smaller model has before its block."""
+    if is_experts(module := model.get_submodule(part.name)):
+        routed = block.routed(part.name, states)
+        if part.prune is not None:
+            tensors, error = fit_expert_neurons(module, routed, part.neurons, part.prune)
+        else:
+            config = part.configs[part.name]
+            assert isinstance(config, KroneckerConfig)
+            tensors, error = fit_expert_factors(module, routed, config)
+        return Fitted({f"{part.name}.{n}": t for n, t in tensors.items()}, error)
+    if part.mlp is None:
+        return _fitted_alone(module, part, block.inputs(part.name, states), block.said[part.name])
+    return _fitted_mlp(model, block, part, part.mlp, states, operation)
+
+
+def _fitted_alone(module: nn.Module, part: Part, inputs: Sequence[Tensor], said: Sequence[Tensor]) -> Fitted:
+    """A linear layer by itself, towards what the original said."""
+    config = part.configs[part.name]
+    assert not isinstance(config, PruneConfig)
+    moments = Moments.zeros(*dense(module).shape, device=said[0].device)
+    for x, y in zip(inputs, said, strict=True):
+        moments.add(x, y)
+    kind = KroneckerLinear if isinstance(config, KroneckerConfig) else LowRankLinear
+    layer = kind.from_linear(module, config, moments)  # pyrefly: ignore
+    seen = moments.centred() if layer.bias is not None else moments
+    tensors = {f"{part.name}.{n}": t for n, t in layer.state_dict().items()}
+    return Fitted(tensors, seen.error(layer.dense_weight()) ** 2)
+
+
+def _fitted_mlp(
+    model: nn.Module, block: Block, part: Part, mlp: Mlp, states: Sequence[Tensor], operation: str
+) -> Fitted:
+    modules = [model.get_submodule(n) for n in (*mlp.ups, mlp.down)]
+    weights = MlpWeights.of(modules, block.middle(mlp, states[0], getattr(model, "config", None)))
+    prune = part.prune
+    seen = block.smaller(mlp, states, keep_inputs=prune is None or prune.refit == "all")
+    if not seen.count:
+        raise ValueError(f"{operation}: {part.name} saw no calibration token, needed data that is not all padding")
+    descends = prune.refit == "all" if prune is not None else any(c.epochs for c in _factored(part).values())
+    notes = ("unknown",) if weights.middle is None and descends else ()
+    if prune is not None:
+        small, error = fit_neurons(mlp, weights, seen, part.neurons, prune)
+        return Fitted(_stock_parameters(mlp, modules, small), error, notes=notes)
+    small, error, order = fit_factors(mlp, weights, seen, _factored(part))
+    tensors: dict[str, Tensor] = {}
+    matrices, biases = (*small.ups, small.down), (*small.up_biases, small.down_bias)
+    for name, module, (a, b), bias in zip((*mlp.ups, mlp.down), modules, matrices, biases, strict=True):
+        layer = smaller_linear(module, _factored(part)[name])
+        if isinstance(layer, KroneckerLinear):
+            layer.set_factors_(Factors(a, b, 0.0))
+        else:
+            layer.a.copy_(a)
+            layer.b.copy_(b)
+        if bias is not None and layer.bias is not None:
+            layer.bias.copy_(bias)
+        tensors |= {f"{name}.{n}": t for n, t in layer.state_dict().items()}
+    return Fitted(tensors, error, order, notes)
+
+
+def _factored(part: Part) -> dict[str, KroneckerConfig | LowRankConfig]:
+    return {n: c for n, c in part.configs.items() if not isinstance(c, PruneConfig)}
+
+
+def _stock_parameters(mlp: Mlp, modules: Sequence[nn.Module], weights: MlpWeights) -> dict[str, Tensor]:
+    """The parameters of an MLP's modules with fewer neurons, by name, in their dtypes and layouts."""
+    state: dict[str, Tensor] = {}
+    matrices, biases = (*weights.ups, weights.down), (*weights.up_biases, weights.down_bias)
+    for name, module, (matrix,), bias in zip((*mlp.ups, mlp.down), modules, matrices, biases, strict=True):
+        dtype = dense(module).dtype
+        state[f"{name}.weight"] = (matrix.T if isinstance(module, Conv1D) else matrix).to(dtype)
+        if bias is not None:
+            state[f"{name}.bias"] = bias.to(dtype)
+    return state
+
+
+def place_(model: nn.Module, part: Part, tensors: Mapping[str, Tensor]) -> None:
+    """Put a part's new parameters where its layers are: into them, or into smaller layers in their place."""
+    if part.prune is not None:
+        set_parameters_(model, tensors)
+        return
+    for name, config in part.configs.items():
+        module = model.get_submodule(name)
+        if is_experts(module):
+            assert isinstance(config, KroneckerConfig)
+            layer: nn.Module = KroneckerExperts.like(module, config)
+        else:
+            assert not isinstance(config, PruneConfig)
+            layer = smaller_linear(module, config)
+        layer.load_state_dict({k.removeprefix(f"{name}."): t for k, t in tensors.items() if k.startswith(f"{name}.")})
+        put(model, name, layer)

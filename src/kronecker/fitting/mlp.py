@@ -1,0 +1,199 @@
+"""One MLP apart from its model: its weights, what it sees and should give, and what lies between its matrices.
+
+Letters: N tokens; H the block's width; I hidden neurons; O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from ..layers.weights import bias_of, dense
+from ..moments import Moments
+from ..surgery.mlps import Mlp
+
+_CHUNK = 2048  # tokens at a time
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation", "dense_act_fn")
+
+Middle = Callable[[Sequence[Tensor]], Tensor]  # what the up layers say, to hidden neurons
+Matrix = tuple[Tensor, ...]  # what a weight is built from: itself, or its factors
+
+
+def _itself(weight: Tensor) -> Tensor:
+    return weight
+
+
+@dataclass
+class MlpWeights:
+    """An MLP's weights, (out, in), in float32 while they are fitted; each built from its factors, or itself."""
+
+    ups: list[Matrix]
+    up_biases: list[Tensor | None]
+    down: Matrix
+    down_bias: Tensor | None
+    middle: Middle | None  # None: not known, so that the MLP cannot be run apart from its block
+    build: Callable[..., Tensor] = _itself  # a matrix from what it is built from
+
+    @classmethod
+    def of(cls, modules: Sequence[nn.Module], middle: Middle | None) -> MlpWeights:
+        """Those of its modules, the last one last."""
+        matrices = [(dense(m).float().contiguous(),) for m in modules]
+        biases = [None if (b := bias_of(m)) is None else b.float() for m in modules]
+        return cls(matrices[:-1], biases[:-1], matrices[-1], biases[-1], middle)  # pyrefly: ignore
+
+    @property
+    def down_weight(self) -> Tensor:
+        """The matrix that writes the block's width, (O, I)."""
+        return self.build(*self.down)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """(N, H) to (N, I)."""
+        assert self.middle is not None
+        return self.middle([F.linear(x, self.build(*m), b) for m, b in zip(self.ups, self.up_biases, strict=True)])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(N, H) to (N, O)."""
+        return F.linear(self.hidden(x), self.down_weight, self.down_bias)
+
+    def on(self, mlp: Mlp, neurons: Tensor) -> MlpWeights:
+        """Those of some of the hidden neurons, or of all in another order; of dense weights."""
+        rows = mlp.rows(neurons, self.down_weight.shape[1])
+        ups, biases = [(w[rows],) for (w,) in self.ups], [None if b is None else b[rows] for b in self.up_biases]
+        return replace(self, ups=ups, up_biases=biases, down=(self.down_weight[:, neurons],))
+
+    def parameters(self) -> list[Tensor]:
+        """All that they are built from."""
+        matrices = [t for m in (*self.ups, self.down) for t in m]
+        return [*matrices, *(b for b in (*self.up_biases, self.down_bias) if b is not None)]
+
+    def with_parameters(self, parameters: Sequence[Tensor]) -> MlpWeights:
+        """The same, built from others, in the order of `parameters`."""
+        rest = iter(parameters)
+        *ups, down = (tuple(next(rest) for _ in m) for m in (*self.ups, self.down))
+        *biases, bias = (None if b is None else next(rest) for b in (*self.up_biases, self.down_bias))
+        return replace(self, ups=ups, up_biases=biases, down=down, down_bias=bias)
+
+    def sizes(self, x: Tensor) -> list[float]:
+        """For each of `parameters` its standard deviation; of a bias that of what it is added to."""
+        said = [F.linear(x, self.build(*m)) for m in self.ups]
+        outputs = [*said, *([] if self.down_bias is None else [F.linear(self.hidden(x), self.down_weight)])]
+        biases = [y for y, b in zip(outputs, (*self.up_biases, self.down_bias), strict=False) if b is not None]
+        matrices = [t for m in (*self.ups, self.down) for t in m]
+        return [float(t.std(correction=0).clamp_min(1e-8)) for t in (*matrices, *biases)]
+
+    def error(self, x: Tensor, target: Tensor) -> float:
+        """Of what it gives: Σ |t - y|² over Σ |t|²."""
+        parts = zip(x.split(_CHUNK), target.split(_CHUNK), strict=True)
+        apart = sum(float((t - self(rows)).double().square().sum()) for rows, t in parts)
+        return apart / max(1e-30, float(target.double().square().sum()))
+
+
+@dataclass
+class Seen:
+    """What an MLP sees in the smaller model, and what it should give, over calibration tokens. Sums in float64."""
+
+    moment: Tensor  # Σ h hᵀ, (I, I)
+    cross: Tensor  # Σ t hᵀ, (O, I)
+    sum_h: Tensor  # (I,)
+    sum_t: Tensor  # (O,)
+    inputs: list[Tensor] = field(default_factory=list)  # (N, H), where the matrices before are fitted too
+    targets: list[Tensor] = field(default_factory=list)  # (N, O)
+    energy: float = 0.0  # Σ |t|²
+    count: int = 0
+
+    @classmethod
+    def nothing(cls, outputs: int, neurons: int, device: torch.device) -> Seen:
+        """No tokens yet."""
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
+        return cls(zeros(neurons, neurons), zeros(outputs, neurons), zeros(neurons), zeros(outputs))
+
+    def add(self, hidden: Tensor, target: Tensor, inputs: Tensor | None = None) -> None:
+        """Tokens: hidden neurons (N, I), wanted outputs (N, O) and, to keep them, the MLP's inputs (N, H)."""
+        hidden, target = hidden.float(), target.float()
+        self.moment += hidden.T @ hidden
+        self.cross += target.T @ hidden
+        self.sum_h += hidden.double().sum(0)
+        self.sum_t += target.double().sum(0)
+        self.energy += float(target.double().square().sum())
+        self.count += len(hidden)
+        if inputs is not None:
+            self.inputs.append(inputs.float())
+            self.targets.append(target)
+
+    def in_order(self, neurons: Tensor) -> Seen:
+        """Of some of the hidden neurons, or of all in another order."""
+        moment, cross = self.moment[neurons][:, neurons], self.cross[:, neurons]
+        return replace(self, moment=moment, cross=cross, sum_h=self.sum_h[neurons])
+
+    def moments(self) -> Moments:
+        """What the layer that reads the hidden neurons sees and should say."""
+        energy = torch.tensor(self.energy, dtype=torch.float64, device=self.moment.device)
+        return Moments(self.moment, self.cross, energy, self.sum_h, self.sum_t, self.count)
+
+    def error(self, weights: MlpWeights) -> float:
+        """Of what weights give, from moments alone: Σ |t - W h - b|² over Σ |t|²."""
+        w = weights.down_weight.double()
+        b = torch.zeros_like(self.sum_t) if weights.down_bias is None else weights.down_bias.double()
+        square = (w @ self.moment * w).sum() + 2 * b @ (w @ self.sum_h) + self.count * b @ b
+        apart = self.energy - 2 * float((w * self.cross).sum() + b @ self.sum_t) + float(square)
+        return max(0.0, apart) / max(1e-30, self.energy)
+
+
+def middle_of(
+    mlp: Mlp, config: object, near: Sequence[nn.Module], said: Sequence[Tensor], hidden: Tensor
+) -> Middle | None:
+    """What an MLP does between its matrices, found by trying; None where nothing known gives the same numbers.
+
+    Args:
+        mlp: Its layers.
+        config: The model's, which may name an activation.
+        near: Modules around it, among which the activation may be.
+        said: What its up layers said of some tokens, each (N, I) or (N, 2 I).
+        hidden: (N, I), what its last layer then read.
+    """
+    names = [getattr(config, n, None) for n in _ACTIVATIONS]
+    named = [ACT2FN[n] for n in names if isinstance(n, str) and n in ACT2FN]
+    around = [
+        m for m in near if not list(m.children()) and not list(m.parameters()) and "Dropout" not in type(m).__name__
+    ]
+    for activation in (*named, *around, F.silu, F.gelu, F.relu):
+        for middle in _middles(mlp, activation, len(said)):
+            try:
+                apart = (middle(said).float() - hidden.float()).abs().mean()
+            except (TypeError, RuntimeError, ValueError):
+                continue
+            if apart <= 2e-3 * hidden.float().abs().mean():
+                return middle
+    return None
+
+
+def _middles(mlp: Mlp, activation: Callable[[Tensor], Tensor], ups: int) -> list[Middle]:
+    if mlp.layout == "plain" and ups == 1:
+        return [lambda said: activation(said[0])]
+
+    def pair(said: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        if mlp.layout == "halves":
+            first, second = said[0].chunk(2, dim=-1)
+        elif mlp.layout == "interleaved":
+            first, second = said[0][..., ::2], said[0][..., 1::2]
+        else:
+            first, second = said
+        return first, second
+
+    def first_gates(said: Sequence[Tensor]) -> Tensor:
+        first, second = pair(said)
+        return activation(first) * second
+
+    def second_gates(said: Sequence[Tensor]) -> Tensor:
+        first, second = pair(said)
+        return first * activation(second)
+
+    return [first_gates, second_gates]

@@ -1,0 +1,150 @@
+"""Weights that are made of smaller ones, and where Kronecker factors start.
+
+Letters: r terms; A is (r, O1, I1), B is (r, O2, I2), for a weight (O, I) = (O1 O2, I1 I2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from .. import init
+from .._eager import build, scaled
+from ..config import KroneckerConfig
+from ..moments import Moments
+
+
+class SmallerWeight(nn.Module):
+    """A weight that is made of smaller parameters, of which ``a`` is the largest."""
+
+    a: nn.Parameter
+    b: nn.Parameter
+
+    def dense_weight(self) -> Tensor:
+        """The weight, (rows, columns), differentiable."""
+        raise NotImplementedError
+
+    @property
+    def weight(self) -> Tensor:
+        """The same, for code that reads a stock layer's weight (T5 asks for its dtype): made when it is read."""
+        return self.dense_weight()
+
+    @property
+    def structure(self) -> str:
+        """Number and shapes of the parts."""
+        raise NotImplementedError
+
+    @property
+    def compression(self) -> float:
+        """Parameters over those of the dense weight."""
+        rows, columns = self._sizes()
+        return sum(p.numel() for n, p in self.named_parameters(recurse=False) if n != "bias") / (rows * columns)
+
+    def _sizes(self) -> tuple[int, int]:
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        """Structure and compression."""
+        return f"{self.structure}, {self.compression:.1%} of the dense weight"
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:  # pyrefly: ignore
+        """Files have A under the name of the weight it stands for (see `kronecker.storage`)."""
+        if f"{prefix}a" not in state_dict and f"{prefix}weight" in state_dict:
+            state_dict[f"{prefix}a"] = state_dict.pop(f"{prefix}weight")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class KroneckerLayer(SmallerWeight):
+    """A weight (rows, columns) held as factors ``a``, ``b`` and ``scales``, all ordinary parameters."""
+
+    scales: nn.Parameter | None
+
+    def __init__(self, rows: int, columns: int, config: KroneckerConfig, dtype: torch.dtype | None, device: Any = None):
+        super().__init__()
+        self.config = config
+        self.a_shape, self.b_shape = config.shapes(rows, columns, operation=type(self).__name__)
+        place = {"dtype": dtype or torch.get_default_dtype(), "device": device}
+        self.a = nn.Parameter(torch.empty(config.rank, *self.a_shape, **place))
+        self.b = nn.Parameter(torch.empty(config.rank, *self.b_shape, **place))
+        self.register_parameter("scales", nn.Parameter(torch.ones(config.rank, **place)) if config.scales else None)
+        if self.a.device.type != "meta":
+            self.set_factors_(init.random((rows, columns), self.b_shape, config.rank))
+
+    @torch.no_grad()
+    def set_factors_(self, factors: init.Factors) -> None:
+        """Take these factors; with ``scales``, each term's size goes there."""
+        a, b = factors.a, factors.b
+        if self.scales is not None:
+            size = (a.double().flatten(1).norm(dim=1) * b.double().flatten(1).norm(dim=1)).clamp_min(1e-30)
+            unit = (self.a_shape[0] * self.b_shape[0]) ** 0.5  # a weight whose rows have norm 1
+            self.scales.copy_(size / unit)
+            a = a / (size / unit).view(-1, 1, 1).to(a.dtype)
+        self.a.copy_(a)
+        self.b.copy_(b)
+
+    def _sizes(self) -> tuple[int, int]:
+        return self.a_shape[0] * self.b_shape[0], self.a_shape[1] * self.b_shape[1]
+
+    def dense_weight(self) -> Tensor:
+        """Σ s A ⊗ B, (rows, columns), differentiable."""
+        return build(self.a, scaled(self.b, self.scales))
+
+    @property
+    def structure(self) -> str:
+        """Number and shapes of the terms."""
+        return f"{self.config.rank} x {self.a_shape} ⊗ {self.b_shape}"
+
+    def learning_rate_multipliers(self) -> dict[str, float]:
+        """For Adam, by parameter: I / (I_k times the number of factors) (arXiv 2406.06248, section 3)."""
+        columns = self.a_shape[1] * self.b_shape[1]
+        return {"a": columns / self.a_shape[1] / 2, "b": columns / self.b_shape[1] / 2}
+
+
+def dense(linear: nn.Module) -> Tensor:
+    """The weight of an `nn.Linear` or `Conv1D` as (O, I)."""
+    weight = linear.weight
+    assert isinstance(weight, Tensor)
+    return weight.detach().T if isinstance(linear, Conv1D) else weight.detach()
+
+
+def bias_of(linear: nn.Module) -> Tensor | None:
+    """The bias of an `nn.Linear` or `Conv1D`."""
+    bias = getattr(linear, "bias", None)
+    return bias.detach() if isinstance(bias, Tensor) else None
+
+
+def start(
+    weight: Tensor,
+    b_shape: tuple[int, int],
+    config: KroneckerConfig,
+    moments: Moments | None,
+    *,
+    centred: bool = False,
+    alone: bool = False,
+) -> init.Factors:
+    """The factors that a config's ``init`` gives a weight.
+
+    A sequential fit starts from pruning and, for more terms, from Van Loan, and goes on by alternating least squares on
+    what the layer sees; where nothing is seen (``alone``: embeddings, tied weights) it is Van Loan's.
+    """
+    weight, name = weight.contiguous(), config.init
+    if alone and name == "sequential":
+        name = "van_loan"
+    if name == "random":
+        return init.random(tuple(weight.shape), b_shape, config.rank, dtype=weight.dtype)  # pyrefly: ignore
+    if name.startswith("van_loan") or (name != "prune" and config.rank > 1):
+        factors = init.van_loan(weight, b_shape, config.rank, normalize=name == "van_loan_normalized")
+    else:
+        factors = init.prune(weight, b_shape, keep=config.keep)
+        if config.rank > 1:  # what pruning leaves, in further terms
+            rest = init.van_loan(weight - factors.weight(), b_shape, config.rank - 1)
+            a, b = torch.cat([factors.a, rest.a]), torch.cat([factors.b, rest.b])
+            factors = init.Factors(a, b, init.relative_error(weight, a, b))
+    if name != "sequential":
+        return factors
+    if moments is None:
+        raise ValueError(f"kronecker: init {config.init!r} looks at a layer's inputs, needed calibration data")
+    return init.als(moments.centred() if centred else moments, factors, rounds=config.rounds)

@@ -1,0 +1,84 @@
+"""What a layer sees and should say, summed over calibration tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RIDGE = 3e-2
+"""Added to the diagonal of inputs' second moments, as a share of its mean: keeps what was never seen where it was."""
+
+
+@dataclass
+class Moments:
+    """What a layer sees and should say, over calibration tokens: all that least squares needs.
+
+    Sums over tokens, in float64.
+    """
+
+    inputs: Tensor  # Σ x xᵀ, (I, I)
+    cross: Tensor  # Σ y xᵀ, (O, I)
+    energy: Tensor  # Σ |y|²
+    mean_x: Tensor  # Σ x, (I,)
+    mean_y: Tensor  # Σ y, (O,)
+    count: int = 0
+    size: float = 0.0  # of the inputs before they were centred: the mean of Σ x²
+
+    @classmethod
+    def zeros(cls, out_features: int, in_features: int, device: Any = None) -> Moments:
+        """Of no tokens yet."""
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
+        square, cross = zeros(in_features, in_features), zeros(out_features, in_features)
+        return cls(square, cross, zeros(), zeros(in_features), zeros(out_features))
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Count tokens: inputs (N, I) and wanted outputs (N, O)."""
+        if len(x) != len(y):
+            raise ValueError(f"Moments: {len(x)} inputs and {len(y)} wanted outputs, needed as many")
+        x, y = x.detach().float(), y.detach().float()
+        self.inputs += x.T @ x
+        self.cross += y.T @ x
+        self.energy += y.double().square().sum()
+        self.mean_x += x.double().sum(0)
+        self.mean_y += y.double().sum(0)
+        self.count += len(x)
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Moments:
+        """Of inputs (N, I), where the layer should go on saying what it says."""
+        made = cls.zeros(*weight.shape, device=weight.device)
+        made.add(x, torch.nn.functional.linear(x, weight, bias))
+        return made
+
+    def centred(self) -> Moments:
+        """Around the means: what is left for a weight when a bias takes care of them."""
+        n = max(1, self.count)
+        energy = self.energy - self.mean_y.square().sum() / n
+        return Moments(
+            self.inputs - torch.outer(self.mean_x, self.mean_x) / n,
+            self.cross - torch.outer(self.mean_y, self.mean_x) / n,
+            energy if energy > 1e-12 * self.energy else torch.zeros_like(energy),
+            torch.zeros_like(self.mean_x),
+            torch.zeros_like(self.mean_y),
+            self.count,
+            float(self.inputs.diagonal().mean()),
+        )
+
+    def damped(self) -> Tensor:
+        """The inputs' second moments with the ridge; never nothing, however few the tokens."""
+        ridge = RIDGE * (max(float(self.inputs.diagonal().mean()), 1e-4 * self.size) or 1.0)
+        return self.inputs + ridge * torch.eye(len(self.inputs), dtype=self.inputs.dtype, device=self.inputs.device)
+
+    def error(self, weight: Tensor) -> float:
+        """Σ |W x - y|² over Σ |y|², its square root; 0 where there is nothing to say but a mean."""
+        if not float(self.energy):
+            return 0.0
+        w = weight.double()
+        left = ((w @ self.inputs) * w).sum() - 2 * (w * self.cross).sum() + self.energy
+        return float((left.clamp_min(0) / self.energy).sqrt())

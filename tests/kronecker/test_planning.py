@@ -1,0 +1,150 @@
+"""What each MLP becomes within a budget: the sum of errors, what an error is, one structure for all, time."""
+
+import copy
+
+import pytest
+import torch
+
+from kronecker import (
+    KroneckerConfig,
+    LowRankConfig,
+    LowRankLinear,
+    PruneConfig,
+    convert_,
+    num_parameters,
+    plan,
+    planning,
+    prune_,
+)
+from kronecker.config import from_json, structure_of, to_json
+from kronecker.surgery.finding import find_mlps
+from tests.kronecker.test_convert import compressed, ids, output
+from tests.support.models import tiny
+
+
+def test_a_plan_keeps_the_budget_and_is_a_config(tmp_path):
+    model = tiny("gpt2", n_layer=3)
+    with torch.no_grad():  # a block that says little
+        model.transformer.h[1].mlp.c_proj.weight.mul_(0.01)
+    total = num_parameters(model)
+    budget = total - 3000
+    made_plan = plan(model, budget=budget, calibration=ids(16, seed=1).split(8), progress=False)
+    assert made_plan.parameters <= budget
+    assert not compressed(model)
+    assert f"budget of {budget:,}" in str(made_plan)
+    counts = {n: c.parameters for n, c in made_plan.chosen.items()}
+    assert min(counts, key=counts.get) == "transformer.h.1.mlp.c_proj"
+    configs = from_json(to_json(made_plan.configs))
+    assert configs == made_plan.configs
+    report = convert_(model, configs, calibration=ids(16, seed=1).split(8), progress=False)
+    assert report.after == made_plan.parameters
+    with pytest.raises(ValueError, match="budget is 100, needed "):
+        plan(model := tiny("gpt2"), budget=100, calibration=[ids()], progress=False)
+    assert not compressed(model)
+
+
+def test_a_plans_error_is_what_the_choice_does_to_the_stream():
+    model = tiny("gpt2", n_layer=1)
+    data = ids(16, seed=1)
+    made = plan(model, budget=num_parameters(model) - 100, calibration=data.split(8), progress=False)
+    (name, choices), residual = next(iter(made.options.items())), []
+    block = model.transformer.h[0]
+    block.register_forward_hook(lambda module, args, out: residual.append(out[0] if isinstance(out, tuple) else out))
+    output(model, data)
+    for choice in choices[1:]:
+        small = copy.deepcopy(model)
+        configs = dict.fromkeys(find_mlps(model)[0].ups, choice.config) | {name: choice.config.opposite()}
+        convert_(small, configs, calibration=data.split(8), progress=False)
+        residual.clear()
+        output(model, data)
+        output(small, data)
+        before, after = residual
+        changed = float((after - before).square().sum() / before.square().sum())
+        assert choice.error == pytest.approx(changed, rel=0.05)
+
+
+def test_a_plan_is_no_worse_than_one_shape_for_all():
+    model = tiny("gpt2", n_layer=3)
+    found = plan(model, budget=num_parameters(model) - 3000, calibration=[ids(16, seed=1)], progress=False)
+    error = sum(c.error for c in found.chosen.values())
+    for config in {c.config for held in found.options.values() for c in held}:
+        same = [next((c for c in held if c.config == config), None) for held in found.options.values()]
+        if all(same) and sum(c.parameters for c in same) <= sum(c.parameters for c in found.chosen.values()):
+            assert error <= sum(c.error for c in same) + 1e-12
+
+
+def test_one_structure_for_all_is_the_best_of_them_and_prune_takes_it(monkeypatch):
+    model = tiny("llama")
+    monkeypatch.setattr(planning, "_SAMPLE", 2)
+    found = plan(model, keep=0.505, calibration=[ids(16, seed=1)], uniform=True, progress=False)
+    budget = found.budget
+    assert found.parameters <= budget < num_parameters(model)
+    assert f"measured on 2 of {found.mlps} MLPs" in str(found)
+    assert len(found.configs) == 3 * found.mlps
+    assert len({c.config for c in found.chosen.values()}) == 1
+    tried = zip(*(choices[1:] for choices in found.options.values()), strict=True)
+    sums = {structure_of(t[0].config): sum(c.error for c in t) for t in tried}
+    assert set(sums) == {"prune", "low_rank", "kronecker"}
+    chosen = next(iter(found.chosen.values())).config
+    assert sum(c.error for c in found.chosen.values()) == min(sums.values())
+    assert (found.prune is not None) == isinstance(chosen, PruneConfig)
+    only = plan(model, budget=budget, calibration=[ids(16, seed=1)], structures=["prune"], uniform=True, progress=False)
+    report = prune_(model, only.prune, calibration=[ids(16, seed=1)], progress=False)
+    assert report.after == only.parameters <= budget
+    assert "everywhere: error" in str(found)
+
+
+@pytest.mark.parametrize("structure", ["prune", "low_rank", "kronecker"])
+def test_a_plan_of_one_structure_is_what_convert_makes(structure):
+    model = tiny("gpt2")
+    before = [p.clone() for p in model.parameters()]
+    budget = num_parameters(model) - 2000
+    found = plan(model, budget=budget, calibration=[ids(16, seed=1)], structures=[structure], progress=False)
+    assert {structure_of(c) for c in found.configs.values()} == {structure}
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert convert_(model, found.configs, calibration=[ids(16, seed=1)], progress=False).after == found.parameters
+
+
+@pytest.mark.parametrize("limits", [("time",), ("parameters", "time")])
+def test_a_budget_of_time_is_kept(limits, monkeypatch):
+    real = planning._run
+
+    def run(block, states):
+        """A clock that goes by what a block holds, low rank being slow."""
+        slow = [m for m in block.module.modules() if isinstance(m, LowRankLinear)]
+        return real(block, states)[0], num_parameters(block.module) * (3.0 if slow else 1.0)
+
+    monkeypatch.setattr(planning, "_run", run)
+    model = tiny("gpt2")
+    candidates = [PruneConfig(keep=0.25, refit="writing"), LowRankConfig(keep=0.3, epochs=0)]
+    budget = num_parameters(model) - 3000 if "parameters" in limits else None
+    found = plan(model, budget=budget, time_budget=0.8, calibration=[ids(16)], candidates=candidates, progress=False)
+    assert found.seconds <= 0.8 * sum(choices[0].seconds for choices in found.options.values())
+    assert budget is None or found.parameters <= budget
+    assert any(isinstance(c.config, PruneConfig) for c in found.chosen.values())
+    with pytest.raises(ValueError, match="within the budget of time"):
+        plan(model, time_budget=0.01, calibration=[ids(16)], candidates=candidates, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({}, "budget is None, needed a number of parameters, keep or time_budget"),
+        ({"budget": 10_000, "structures": ["svd"]}, "structures have 'svd', needed some of kronecker"),
+        ({"time_budget": 1.5}, "time_budget is 1.5, needed a share"),
+        ({"keep": 0.0}, "keep is 0.0, needed a share"),
+        ({"keep": 0.5, "budget": 9000}, "budget is 9,000 and keep 0.5, needed one of them"),
+        ({"budget": 10**9}, "budget is 1,000,000,000, needed"),
+    ],
+)
+def test_bad_plans_are_refused(named, message):
+    with pytest.raises(ValueError, match=message):
+        plan(tiny("gpt2"), calibration=[ids()], progress=False, **named)
+
+
+def test_candidates_that_do_not_divide_are_passed_over():
+    model = tiny("gpt2")
+    candidates = [KroneckerConfig(b_shape=(7, 1)), KroneckerConfig(b_shape=(2, 1), epochs=0)]
+    budget = num_parameters(model) - 1000
+    found = plan(model, budget=budget, calibration=[ids()], candidates=candidates, progress=False)
+    assert {c.config for choices in found.options.values() for c in choices} == {None, candidates[1]}

@@ -54,7 +54,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
     begin = time.perf_counter()
     structures = list(STRUCTURES) if given.method == "auto" else [given.method]
-    found = plan(model, keep=given.keep, calibration=calibration[:2], structures=structures, uniform=True)
+    found = plan(model, keep=given.keep, calibration=calibration[:1], structures=structures, uniform=True)
     print(found)
     if found.prune is not None:
         print(prune_(model, found.prune, calibration=calibration))

@@ -16,6 +16,7 @@ from model_components import __version__ as __version__
 from .config import KroneckerConfig, LowRankConfig, PruneConfig
 from .functional import kron_embedding, kron_linear
 from .init import Factors, als, low_rank, prune, random, van_loan
+from .krony import load_krony
 from .layers.embedding import KroneckerEmbedding
 from .layers.experts import KroneckerExperts
 from .layers.linear import KroneckerLinear, LowRankLinear
@@ -58,6 +59,7 @@ __all__ = [
     "from_pretrained",
     "kron_embedding",
     "kron_linear",
+    "load_krony",
     "low_rank",
     "num_parameters",
     "parameter_groups",

@@ -1,0 +1,79 @@
+"""Krony-PT's checkpoints: written here as that project's model has them, and read."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kronecker import KroneckerConfig, convert_, fold, from_pretrained, load_krony, save_pretrained
+from tests.kronecker.test_convert import output
+from tests.support.models import tiny
+
+
+def checkpoint(scales=True, prefix=""):
+    """A small compressed GPT-2 and its state under the names, and in the layouts, of Krony-PT."""
+    model = tiny("gpt2")
+    convert_(model, KroneckerConfig(b_shape=(2, 2), rank=2, init="van_loan", scales=scales), progress=False)
+    state = {}
+    for name, tensor in model.state_dict().items():
+        tensor = tensor.clone()
+        if ".mlp." in name:
+            layer, _, kind = name.rpartition(".")
+            other = {"a": "_0", "b": "_1", "bias": "_bias"}.get(kind)
+            if kind == "scales":
+                block, _, last = layer.rpartition(".")
+                state[f"{block}.{'scalers_fc' if last == 'c_fc' else 'scalers_proj'}"] = tensor
+            else:
+                state[layer + other] = tensor.transpose(-1, -2) if kind in "ab" else tensor
+        else:
+            state[name] = tensor.T if name.endswith(("c_attn.weight", "c_proj.weight")) else tensor
+    state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32)  # nanoGPT's mask
+    return model, {prefix + n: t for n, t in state.items()}
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
+@pytest.mark.parametrize("scales", [False, True])
+def test_a_checkpoint_is_the_model(scales, prefix, tmp_path):
+    model, state = checkpoint(scales, prefix)
+    torch.save({"model": state} if prefix else state, tmp_path / "check.pt")
+    loaded = load_krony(tmp_path / "check.pt", n_head=model.config.n_head)
+    torch.testing.assert_close(output(loaded), output(model), rtol=1e-5, atol=1e-5)
+    save_pretrained(loaded, tmp_path / "small")
+    assert torch.equal(output(from_pretrained(tmp_path / "small")), output(loaded))
+    fold(loaded, tmp_path / "dense")
+
+
+def test_a_layer_is_what_krony_computes(tmp_path):
+    """x @ Σ_f s_f (c_fc_0[f] ⊗ c_fc_1[f]) + bias, with torch.kron."""
+    model, state = checkpoint()
+    torch.save(state, tmp_path / "check.pt")
+    x, mlp = torch.randn(5, model.config.n_embd), "transformer.h.1.mlp"
+    terms = zip(state[f"{mlp}.c_fc_0"], state[f"{mlp}.c_fc_1"], state[f"{mlp}.scalers_fc"], strict=True)
+    expected = F.linear(x, sum(s * torch.kron(a, b) for a, b, s in terms).T, state[f"{mlp}.c_fc_bias"])
+    layer = load_krony(tmp_path / "check.pt", n_head=model.config.n_head).get_submodule(f"{mlp}.c_fc")
+    torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_other_files_are_refused(tmp_path):
+    model, state = checkpoint()
+    torch.save(tiny("gpt2").state_dict(), tmp_path / "dense.pt")
+    with pytest.raises(ValueError, match=r"has no transformer\.h\.0\.mlp\.c_fc_0, needed a state dict of Krony-PT"):
+        load_krony(tmp_path / "dense.pt")
+    torch.save({"model": model}, tmp_path / "code.pt")
+    with pytest.raises(ValueError, match="cannot be read as tensors alone"):
+        load_krony(tmp_path / "code.pt")
+    (tmp_path / "text.pt").write_text("no tensors")
+    with pytest.raises(ValueError, match="cannot be read as tensors alone"):
+        load_krony(tmp_path / "text.pt")
+    torch.save(state, tmp_path / "check.pt")
+    with pytest.raises(ValueError, match="n_head is 5, needed a divisor of the width 16"):
+        load_krony(tmp_path / "check.pt", n_head=5)
+    for change in ({"transformer.ln_f.weight": None}, {"transformer.extra": torch.ones(2)}):
+        other = {n: t for n, t in (copy.copy(state) | change).items() if t is not None}
+        torch.save(other, tmp_path / "other.pt")
+        with pytest.raises(ValueError, match=r"lacks .* and has .*, needed a Krony-PT model"):
+            load_krony(tmp_path / "other.pt", n_head=2)
+    torch.save(state | {"transformer.ln_f.weight": torch.ones(3)}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="has tensors that do not fit: size mismatch"):
+        load_krony(tmp_path / "other.pt", n_head=2)

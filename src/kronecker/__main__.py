@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from model_components._folders import NewFolder, check_new, new_file
 
 from .config import INITS, STRUCTURES, KroneckerConfig, PruneConfig, from_json, to_json
-from .data import text_batches, text_of
+from .data import strided, text_batches, text_of
 from .planning import plan
 from .presets import PRESETS, preset
 from .report import compare
@@ -55,11 +55,13 @@ def parser() -> argparse.ArgumentParser:
     folding.add_argument("out", help="folder to write; must not exist or be empty")
     comparing = commands.add_parser("compare", help="parameters, perplexity and speed of models")
     comparing.add_argument("models", nargs="+", help="folders, compressed or not")
-    for command in (pruning, convert, planning, comparing):
+    comparing.add_argument("--text", required=True, nargs="+", help="files as for --calibration, each a column")
+    comparing.add_argument("--stride", type=int, help="windows that overlap, from one to the next (default: none)")
+    for command in (pruning, convert, planning):
         command.add_argument(
             "--calibration",
             required=command is not convert,
-            help="text, or .json or .jsonl of records with texts: what layers are fitted or models measured on",
+            help="text, or .json or .jsonl of records with texts: what layers are fitted on",
         )
     for command in (pruning, convert, planning):
         command.add_argument("--no-progress", action="store_true", help="no progress bar")
@@ -82,17 +84,34 @@ def load(name: str) -> PreTrainedModel:
     return model_class(architectures[0], "kronecker").from_pretrained(name).eval()
 
 
-def tokens(options: argparse.Namespace, tokenizer: str, *models: PreTrainedModel) -> list[Tensor]:
-    """Batches of token ids from the beginning of the text, in rows that the models have positions for."""
-    positions = [getattr(m.config, "max_position_embeddings", None) for m in models]
-    context = min([options.context, *(p for p in positions if p)])
+def tokens(options: argparse.Namespace, file: str, tokenizer: str, *models: PreTrainedModel) -> list[Tensor]:
+    """Batches of token ids from the beginning of a text, in rows that the models have positions for."""
+    context = _context(options, models)
     encode = AutoTokenizer.from_pretrained(tokenizer)
     return text_batches(
-        text_of(options.calibration),
+        text_of(file),
         lambda text: encode(text, verbose=False)["input_ids"],  # pyrefly: ignore
         tokens=options.tokens,
         context=context,
     )
+
+
+def _context(options: argparse.Namespace, models: Sequence[PreTrainedModel]) -> int:
+    positions = [getattr(m.config, "max_position_embeddings", None) for m in models]
+    return min([options.context, *(p for p in positions if p)])
+
+
+def _compare(options: argparse.Namespace) -> None:
+    tokenizer = options.tokenizer or options.models[0]
+    models = {name: load(name) for name in options.models}
+    loaded = list(models.values())
+    texts: dict[str, Any] = {Path(f).stem: tokens(options, f, tokenizer, *loaded) for f in options.text}
+    if len(texts) < len(options.text):
+        raise ValueError(f"compare: files of one name, {', '.join(options.text)}; needed names that differ")
+    if options.stride is not None:
+        context = _context(options, loaded)
+        texts = {name: strided(batches, context=context, stride=options.stride) for name, batches in texts.items()}
+    print(compare(models, texts if len(texts) > 1 else next(iter(texts.values()))))
 
 
 def _prune(options: argparse.Namespace) -> None:
@@ -103,7 +122,7 @@ def _prune(options: argparse.Namespace) -> None:
         raise ValueError(f"prune: {options.model} holds Kronecker sums, needed a stock model")
     model = load(options.model)
     stored = model.dtype
-    data = tokens(options, name, model)
+    data = tokens(options, options.calibration, name, model)
     with new:
         fitted, quiet = new.place / "fitted", options.no_progress
         report = prune_(model.float(), config, calibration=data, cache=fitted, progress=not quiet)
@@ -125,7 +144,7 @@ def _convert(options: argparse.Namespace) -> None:
     new = NewFolder(options.out, "convert", resumable=True)
     name = options.tokenizer or options.model
     model = load(options.model)
-    data = tokens(options, name, model) if options.calibration else None
+    data = tokens(options, options.calibration, name, model) if options.calibration else None
     with new:
         fitted, quiet = new.place / "fitted", options.no_progress
         report = convert_(model, config, calibration=data, cache=fitted, progress=not quiet)  # pyrefly: ignore
@@ -146,7 +165,7 @@ def _tokenizer(name: str) -> Any:
 
 def _plan(options: argparse.Namespace) -> None:
     model = load(options.model)
-    data = tokens(options, options.tokenizer or options.model, model)
+    data = tokens(options, options.calibration, options.tokenizer or options.model, model)
     found = plan(
         model, budget=options.budget, calibration=data, structures=options.structures, uniform=options.uniform,
         progress=not options.no_progress,
@@ -171,9 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_new(options.out, "fold")
             fold(load(options.model), options.out, tokenizer=_tokenizer(options.model))
         else:
-            tokenizer = options.tokenizer or options.models[0]
-            models = {name: load(name) for name in options.models}
-            print(compare(models, tokens(options, tokenizer, *models.values())))
+            _compare(options)
     except (ValueError, OSError, json.JSONDecodeError) as error:
         print(f"kronecker: {str(error).removeprefix('kronecker: ')}", file=sys.stderr)
         return 1

@@ -133,3 +133,32 @@ def text_batches(
         raise ValueError(f"calibration: the text has {len(encoded):,} tokens, needed two or more{after}")
     context = min(context, len(ids))
     return list(ids[: len(ids) // context * context].view(-1, context).split(rows))
+
+
+def strided(batches: Iterable[Tensor], *, context: int, stride: int) -> list[dict[str, Tensor]]:
+    """Windows that overlap, for `perplexity`: every token counts once, all but the first with a context before it.
+
+    Args:
+        batches: As `text_batches` gives them: one text's rows in order.
+        context: Tokens in a window.
+        stride: From one window to the next; the tokens of a window that count, but for the first one's.
+
+    Raises:
+        ValueError: A stride below 1 or above the context.
+
+    >>> [w["labels"].tolist() for w in strided([torch.arange(6)[None]], context=4, stride=2)]
+    [[[0, 1, 2, 3]], [[-100, -100, 4, 5]]]
+    """
+    if not 1 <= stride <= context:
+        raise ValueError(f"calibration: stride is {stride}, needed 1 to the context, {context}")
+    ids = torch.cat([batch.reshape(-1) for batch in batches])
+    windows, done = [], 0
+    for begin in range(0, len(ids), stride):
+        row = ids[begin : begin + context]
+        if begin + len(row) <= done or len(row) < 2:
+            break
+        labels = row.clone()
+        labels[: max(0, done - begin)] = -100
+        windows.append({"input_ids": row[None], "labels": labels[None]})
+        done = begin + len(row)
+    return windows

@@ -196,8 +196,8 @@ def plan(
         raise ValueError(
             f"plan: budget is {budget:,}, needed {total - inside:,} to {total - 1:,} for {type(model).__name__}"
         )
-    share = 1.0 if budget is None else (budget - (total - inside)) / inside
-    trying = {m.down: _candidates(model, m, structures, candidates, share if uniform else None) for m in mlps}
+    share = None if budget is None or not uniform else keep or (budget - (total - inside)) / inside
+    trying = {m.down: _candidates(model, m, structures, candidates, share, keep is not None) for m in mlps}
     least = total - inside + sum(min(_count(model, m, c) for c in (*trying[m.down], None)) for m in mlps)
     if budget is not None and budget < least:
         raise ValueError(f"plan: budget is {budget:,}, needed {least:,} to {total - 1:,} for {type(model).__name__}")
@@ -235,9 +235,14 @@ def _trained(config: Config) -> Config:
 
 
 def _candidates(
-    model: nn.Module, mlp: Mlp, structures: Sequence[str], candidates: Sequence[Config] | None, share: float | None
+    model: nn.Module,
+    mlp: Mlp,
+    structures: Sequence[str],
+    candidates: Sequence[Config] | None,
+    share: float | None,
+    slack: bool,
 ) -> list[Config]:
-    """What an MLP could become; with ``share`` only the largest of each structure that keeps at most that share."""
+    """What an MLP could become; with ``share`` only the largest of each structure that keeps about that share."""
     if candidates is None and share is None:
         candidates = [c for s in structures for c in CANDIDATES.get(s, ())]
     if candidates is not None:
@@ -246,13 +251,13 @@ def _candidates(
     dense_count, trying = _count(model, mlp, None), []
     if "prune" in structures:
         neurons = dense(model.get_submodule(mlp.down)).shape[1]
-        trying.append(PruneConfig(keep=max(1, int(neurons * share)) / neurons, refit="writing"))
+        trying.append(PruneConfig(keep=max(1, int(neurons * share + 1e-9)) / neurons, refit="writing"))
     if "low_rank" in structures:
         trying.append(LowRankConfig(keep=min(share, 0.999), epochs=0))
     if "kronecker" in structures:
         for b in _KRONECKER_SHAPES:
             ranks = [KroneckerConfig(b_shape=b, rank=r, epochs=0) for r in range(1, b[0] * b[1])]
-            within = [c for c in ranks if _fits(model, mlp, c, share)]
+            within = [c for c in ranks if _fits(model, mlp, c, share + (_SLACK if slack else 0.0))]
             trying += [c for c in within[-1:] if _count(model, mlp, c) > 0.8 * share * dense_count]
     return trying
 

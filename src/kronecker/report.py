@@ -17,6 +17,8 @@ from .surgery.convert import num_parameters
 
 _PROMPT = 8  # tokens that generation starts from
 
+Batches = Sequence[Tensor | Mapping[str, Tensor]]
+
 
 @dataclass(frozen=True)
 class ModelFigures:
@@ -24,13 +26,18 @@ class ModelFigures:
 
     name: str
     parameters: int
-    perplexity: float
+    perplexities: Mapping[str, float]  # by text
     forward_tokens_per_second: float
     generated_tokens_per_second: float
 
     @property
+    def perplexity(self) -> float:
+        """Of the first text."""
+        return next(iter(self.perplexities.values()))
+
+    @property
     def loss(self) -> float:
-        """Mean cross-entropy of a token, in nats."""
+        """Mean cross-entropy of a token of the first text, in nats."""
         return math.log(self.perplexity)
 
 
@@ -46,14 +53,20 @@ class Comparison(Report):
             (
                 m.name,
                 f"{m.parameters:,}",
-                f"{m.loss:.3f}",
-                f"{m.perplexity:.2f}",
+                *(
+                    f"{value:.{digits}f}"
+                    for p in m.perplexities.values()
+                    for value, digits in ((math.log(p), 3), (p, 2))
+                ),
                 f"{m.forward_tokens_per_second:,.0f}",
                 f"{m.generated_tokens_per_second:,.1f}",
             )
             for m in self.models
         ]
-        return Table(("model", "parameters", "loss", "perplexity", "forward tok/s", "generate tok/s"), rows)
+        texts = [
+            f"{figure} {text}".strip() for text in self.models[0].perplexities for figure in ("loss", "perplexity")
+        ]
+        return Table(("model", "parameters", *texts, "forward tok/s", "generate tok/s"), rows)
 
     def plot(self, ax: Axes | None = None) -> Figure:
         """Perplexity against parameters, a point a model (extra ``plot``), on ``ax`` or in a new figure.
@@ -70,8 +83,13 @@ class Comparison(Report):
 
 
 @torch.no_grad()
-def perplexity(model: nn.Module, batches: Sequence[Tensor]) -> float:
-    """Exp of the mean cross-entropy of next tokens over batches of token ids (B, T).
+def perplexity(model: nn.Module, batches: Batches) -> float:
+    """Exp of the mean cross-entropy of next tokens.
+
+    Args:
+        model: A causal language model in evaluation mode.
+        batches: Token ids (B, T), or dicts of ``input_ids`` and ``labels``, -100 where a token does not count, as
+            `kronecker.data.strided` makes them.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1)).eval()
@@ -79,30 +97,36 @@ def perplexity(model: nn.Module, batches: Sequence[Tensor]) -> float:
     True
     """
     loss, count, device = 0.0, 0, next(model.parameters()).device
-    for ids in (batch.to(device) for batch in batches):
-        logits = model(input_ids=ids).logits[:, :-1].float()
-        labels = ids[:, 1:].reshape(-1)
+    for batch in batches:
+        ids, labels = (batch["input_ids"], batch["labels"]) if isinstance(batch, Mapping) else (batch, batch)
+        logits = model(input_ids=ids.to(device)).logits[:, :-1].float()
+        labels = labels[:, 1:].reshape(-1).to(device)
         loss += float(nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum"))
-        count += labels.numel()
+        count += int((labels != -100).sum())
     if not count:
         raise ValueError("perplexity: there is no token to predict, needed batches of at least two")
     return math.exp(loss / count)
 
 
 @torch.no_grad()
-def compare(models: Mapping[str, Any], batches: Sequence[Tensor], *, runs: int = 5, new: int = 32) -> Comparison:
+def compare(
+    models: Mapping[str, Any], texts: Batches | Mapping[str, Batches], *, runs: int = 5, new: int = 32
+) -> Comparison:
     """Measure language models in turn within one process; times are medians.
 
     Args:
         models: By name, in evaluation mode, on one device.
-        batches: Token ids (B, T): perplexity is over all, speed over the first.
+        texts: Batches as for `perplexity`, or several texts' by name. Speed is over the first batch of the first.
         runs: Times that each is timed, after one that is not counted.
         new: Tokens to generate, or as many as the models have positions for.
     """
     positions = [getattr(m.config, "max_position_embeddings", None) for m in models.values()]
     new = min([new, *(p - _PROMPT for p in positions if p)])
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
-    ids = batches[0].to(next(next(iter(models.values())).parameters()).device)
+    named = texts if isinstance(texts, Mapping) else {"": texts}
+    first = next(iter(named.values()))[0]
+    ids = first["input_ids"] if isinstance(first, Mapping) else first
+    ids = ids.to(next(next(iter(models.values())).parameters()).device)
     for run in range(runs + 1):
         for name, model in models.items():
             begin = time.perf_counter()
@@ -117,8 +141,8 @@ def compare(models: Mapping[str, Any], batches: Sequence[Tensor], *, runs: int =
     rows = []
     for name, model in models.items():
         forward, generate = (sorted(t)[len(t) // 2] for t in zip(*times[name], strict=True))
-        figures = (num_parameters(model), perplexity(model, batches), ids.numel() / forward, new / generate)
-        rows.append(ModelFigures(name, *figures))
+        perplexities = {text: perplexity(model, batches) for text, batches in named.items()}
+        rows.append(ModelFigures(name, num_parameters(model), perplexities, ids.numel() / forward, new / generate))
     return Comparison(tuple(rows))
 
 

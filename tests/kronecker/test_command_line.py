@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from kronecker import KroneckerConfig, compare, convert_, from_pretrained, num_parameters, perplexity
 from kronecker.__main__ import main
-from kronecker.data import text_batches
+from kronecker.data import strided, text_batches
 from tests.support.models import save, save_tokenizer, tiny
 
 WORDS = ["<unk>", *(f"w{i}" for i in range(95))]
@@ -43,7 +43,8 @@ def test_plan_convert_compare_and_fold(place, capsys):
     assert num_parameters(from_pretrained(small)) <= budget
     assert main(["fold", small, str(place / "dense")]) == 0
     capsys.readouterr()
-    assert main(["compare", model, small, str(place / "dense"), *text]) == 0
+    files = ["--text", str(place / "text.txt"), *COMMON]
+    assert main(["compare", model, small, str(place / "dense"), *files]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
     assert "perplexity" in lines[0]
@@ -65,12 +66,12 @@ def test_shapes_in_the_command(place, capsys):
         main(["plan", str(place / "model"), "--budget", "1"])
     assert "--calibration" in capsys.readouterr().err
     (place / "text.txt").write_text("")
-    assert main(["compare", str(place / "model"), "--calibration", str(place / "text.txt")]) == 1
+    assert main(["compare", str(place / "model"), "--text", str(place / "text.txt")]) == 1
     assert "has no text, needed some" in capsys.readouterr().err
-    assert main(["compare", str(place / "model"), "--calibration", str(place / "absent.txt")]) == 1
+    assert main(["compare", str(place / "model"), "--text", str(place / "absent.txt")]) == 1
     assert "absent.txt is not a file" in capsys.readouterr().err
     (place / "bad.json").write_text("{")
-    assert main(["compare", str(place / "model"), "--calibration", str(place / "bad.json")]) == 1
+    assert main(["compare", str(place / "model"), "--text", str(place / "bad.json")]) == 1
     assert "bad.json is no JSON" in capsys.readouterr().err
 
 
@@ -129,3 +130,28 @@ assert "mergekit_lite" not in sys.modules
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_several_texts_are_compared_in_windows_that_overlap(place, capsys):
+    (place / "other.txt").write_text(" ".join(WORDS[1:60]))
+    files = ["--text", str(place / "text.txt"), str(place / "other.txt")]
+    assert main(["compare", str(place / "model"), *files, *COMMON, "--stride", "4"]) == 0
+    head, row = capsys.readouterr().out.splitlines()
+    assert all(name in head for name in ("loss text", "perplexity other"))
+    model = GPT2LMHeadModel.from_pretrained(place / "model").eval()
+    encode = AutoTokenizer.from_pretrained(place / "model").encode
+    ids = torch.tensor(encode((place / "text.txt").read_text())[:320])
+    logs = []
+    for end in range(1, 320):  # each token by itself, with the context that its window gives it
+        begin = 0 if end < 16 else 4 * ((end - 16) // 4 + 1)
+        with torch.no_grad():
+            logits = model(input_ids=ids[begin:end][None]).logits[0, -1]
+        logs.append(float(torch.log_softmax(logits, -1)[ids[end]]))
+    batches = text_batches((place / "text.txt").read_text(), encode, tokens=320, context=16)
+    windows = strided(batches, context=16, stride=4)
+    assert perplexity(model, windows) == pytest.approx(torch.tensor(logs).mean().neg().exp().item(), rel=1e-4)
+    assert f"{perplexity(model, windows):.2f}" in row
+    assert main(["compare", str(place / "model"), *files[:2], files[1]]) == 1
+    assert "files of one name" in capsys.readouterr().err
+    assert main(["compare", str(place / "model"), *files, "--context", "8", "--stride", "9"]) == 1
+    assert "stride is 9, needed 1 to the context, 8" in capsys.readouterr().err

@@ -866,3 +866,26 @@ def test_peft_adapts_what_is_left_dense_and_says_what_it_cannot():
     assert all(p.grad is not None for n, p in tuned.named_parameters() if "lora_B" in n)
     with pytest.raises(ValueError, match="LowRankLinear"):
         peft.get_peft_model(model, peft.LoraConfig(target_modules=["down_proj"]))
+
+
+@pytest.mark.parametrize("config", [VAN_LOAN, LowRankConfig(), PruneConfig()])
+def test_hooks_of_a_user_go_on_and_can_be_removed(config):
+    model, calls = tiny("gpt2"), []
+    layer = model.transformer.h[0].mlp.c_fc
+    handles = [
+        layer.register_forward_hook(lambda module, given, out: calls.append("after")),
+        layer.register_forward_pre_hook(lambda module, given, named: calls.append("before"), with_kwargs=True),
+    ]
+    convert_(model, config, calibration=[ids()], progress=False)
+    calls.clear()
+    output(model)
+    assert calls == ["before", "after"]
+    for handle in handles:
+        handle.remove()
+    output(model)
+    assert len(calls) == 2
+    if not isinstance(config, PruneConfig):
+        model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda module, given, out: calls.append("dense"))
+        revert_(model)
+        output(model)
+        assert calls[2:] == ["dense"]

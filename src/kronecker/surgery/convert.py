@@ -30,7 +30,7 @@ from ..layers.experts import KroneckerExperts, is_experts
 from ..layers.linear import KroneckerLinear, LowRankLinear, SmallerLinear
 from ..layers.weights import SmallerWeight, bias_of, dense
 from ..storage import own_saving_
-from .finding import COMPRESSED, convertible, is_linear, mlps_if_any, put, resolve, snapshot
+from .finding import COMPRESSED, HOOKS, convertible, is_linear, mlps_if_any, put, resolve, snapshot
 from .mlps import Mlp
 
 
@@ -154,14 +154,14 @@ def convert_(
     def fade(part: Part, done: Fitted) -> None:
         for name in part.configs if fade_in and part.prune is None else ():
             if isinstance(layer := model.get_submodule(name), SmallerLinear):
-                layer.fade_in_(_in_order(modules[name], name, part.mlp, done.order))
+                layer.fade_in_(_beside(modules[name], name, part.mlp, done.order))
 
     try:
         with evaluating(model):
             for name in (n for n in configs if n not in fitted):
                 errors[name] = _convert_alone(model, name, configs[name], tied)
                 if fade_in and isinstance(layer := model.get_submodule(name), SmallerLinear) and name not in tied:
-                    layer.fade_in_(modules[name])
+                    layer.fade_in_(_beside(modules[name], name))
             if data is not None and parts:
                 settings = {n: to_dict(c) for n, c in configs.items()}
                 fits = FitCache(None if fade_in else cache, model, settings, data, "convert_")
@@ -219,12 +219,15 @@ def _neurons(config: Config, module: nn.Module) -> int:
     return config.neurons(dense(module).shape[1])
 
 
-def _in_order(linear: nn.Module, name: str, mlp: Mlp | None, order: Tensor | None) -> nn.Module:
-    """A linear layer with an MLP's hidden neurons in the order that its smaller twin has them in."""
-    if mlp is None or order is None:
-        return linear
-    rows = name != mlp.down
-    return permuted(linear, mlp.rows(order, len(order)) if rows else order, rows=rows)
+def _beside(linear: nn.Module, name: str, mlp: Mlp | None = None, order: Tensor | None = None) -> nn.Module:
+    """A linear layer to run beside its smaller twin: its MLP's hidden neurons in the twin's order, without hooks."""
+    alone = copy.copy(linear)
+    if mlp is not None and order is not None:
+        rows = name != mlp.down
+        alone = permuted(linear, mlp.rows(order, len(order)) if rows else order, rows=rows)
+    for hooks in HOOKS:  # those are the twin's
+        setattr(alone, hooks, type(getattr(linear, hooks))())
+    return alone
 
 
 def permuted(linear: nn.Module, order: Tensor, *, rows: bool) -> nn.Module:

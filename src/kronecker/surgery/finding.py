@@ -143,9 +143,14 @@ def blocks_of(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Modu
     return [("", model, names)]
 
 
+HOOKS = [n for n in vars(nn.Module()) if "hooks" in n and not n.startswith(("_state_dict", "_load_state_dict"))]
+
+
 def put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Set a submodule by its dotted name."""
+    """Set a submodule by its dotted name; a user's hooks on what was there go on with it."""
     parent, _, last = name.rpartition(".")
+    for hooks in HOOKS:  # the same dictionaries, so that their handles remove them
+        setattr(module, hooks, getattr(model.get_submodule(name), hooks))
     setattr(model.get_submodule(parent), last, module)
 
 

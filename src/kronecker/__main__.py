@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from model_components._folders import NewFolder, check_new, new_file
 
-from .config import INITS, STRUCTURES, KroneckerConfig, PruneConfig, from_json, to_json
+from .config import GRANULARITIES, INITS, STRUCTURES, KroneckerConfig, PruneConfig, from_json, to_json
 from .data import strided, text_batches, text_of
 from .planning import plan
 from .presets import PRESETS, preset
@@ -29,10 +29,11 @@ def parser() -> argparse.ArgumentParser:
     """The arguments."""
     top = argparse.ArgumentParser(prog="python -m kronecker", description="Make models smaller.")
     commands = top.add_subparsers(dest="command", required=True)
-    pruning = commands.add_parser("prune", help="drop hidden neurons and write a smaller stock model")
+    pruning = commands.add_parser("prune", help="drop hidden neurons or blocks and write a smaller stock model")
     pruning.add_argument("model", help="folder or hub id of a transformers model")
     pruning.add_argument("out", help="folder to write; must not exist or be empty")
-    pruning.add_argument("--keep", type=float, default=0.5, help="share of hidden neurons (default: 0.5)")
+    pruning.add_argument("--keep", type=float, default=0.5, help="share that stays (default: 0.5)")
+    pruning.add_argument("--granularity", choices=GRANULARITIES, default="neuron", help="what goes (default: neuron)")
     pruning.add_argument("--budget", type=int, help="parameters of the whole model, instead of --keep")
     pruning.add_argument("--multiple-of", type=int, default=1, help="round sizes to this (default: 1)")
     convert = commands.add_parser("convert", help="compress a model by Kronecker sums and write it")
@@ -115,7 +116,9 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _prune(options: argparse.Namespace) -> None:
-    config = PruneConfig(keep=options.keep, budget=options.budget, multiple_of=options.multiple_of)
+    config = PruneConfig(
+        keep=options.keep, granularity=options.granularity, budget=options.budget, multiple_of=options.multiple_of
+    )
     new = NewFolder(options.out, "prune", resumable=True)
     name = options.tokenizer or options.model
     if is_compressed(options.model):

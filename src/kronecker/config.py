@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 INITS = ("sequential", "van_loan", "van_loan_normalized", "prune", "random")
 LOW_RANK_INITS = ("sequential", "svd")
+GRANULARITIES = ("neuron", "block")
 REFITS = ("all", "writing", "none")
 
 
@@ -189,8 +190,9 @@ class PruneConfig:
     """What is dropped, and how what stays makes up for it.
 
     Args:
-        keep: Share of the hidden neurons that stays; all layers keep the same number, so that the result is a
-            stock model.
+        keep: Share of the hidden neurons, or of the blocks, that stays; in `prune_` all layers keep the same number, so
+            that the result is a stock model.
+        granularity: What goes: ``"neuron"`` of the MLPs, or ``"block"``: whole blocks.
         budget: Parameters of the whole model instead of ``keep``.
         refit: What is fitted towards the original's outputs: ``"writing"``: the matrix that writes the block's width,
             by least squares in closed form; ``"all"``: then also those that feed it, by descent on the same error,
@@ -207,6 +209,7 @@ class PruneConfig:
     """
 
     keep: float = 0.5
+    granularity: str = "neuron"
     budget: int | None = None
     refit: str = "all"
     epochs: int = 3
@@ -216,6 +219,10 @@ class PruneConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.keep, (int, float)) or not 0 < self.keep <= 1:
             raise ValueError(f"PruneConfig: keep is {self.keep}, needed a share above 0, at most 1")
+        if self.granularity not in GRANULARITIES:
+            raise ValueError(
+                f"PruneConfig: granularity is {self.granularity!r}, needed one of {', '.join(GRANULARITIES)}"
+            )
         if self.refit not in REFITS:
             raise ValueError(f"PruneConfig: refit is {self.refit!r}, needed one of {', '.join(REFITS)}")
         for name, least in (("epochs", 1), ("multiple_of", 1)):

@@ -1,8 +1,8 @@
 """Half of every MLP of SmolLM2-135M, before any training: what each way of making it smaller costs on held-out text.
 
-Rivals beside `prune_`: neurons chosen by the size of their weights, low rank whitened by the inputs (SVD-LLM,
-arXiv 2403.07378). Rows that are there already are not made again; ``--only`` makes some of them.
-Skipped where the model's package or the data are absent.
+Rivals beside `prune_` of neurons: neurons chosen by the size of their weights, low rank whitened by the inputs
+(SVD-LLM, arXiv 2403.07378), whole blocks that go until as few parameters are left. Rows that are there already are not
+made again; ``--only`` makes some of them. Skipped where the model's package or the data are absent.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tests.support import real
 
 FOUND = RESULTS / "prune_model.json"
 SMALL, LARGE = 12_288, 49_664
+HALF = 94_701_888  # parameters of the model with half of every MLP
 
 
 def by_magnitude(model: nn.Module, batches: Sequence[Tensor]) -> None:
@@ -76,6 +77,8 @@ def pruned(**fields: Any) -> Callable:
 METHODS: dict[str, Callable] = {
     "largest weights": by_magnitude,
     "low rank, whitened": low_rank,
+    "whole blocks, no fit": pruned(granularity="block", budget=HALF, refit="none"),
+    "whole blocks, all matrices": pruned(granularity="block", budget=HALF),
     "prune_, no fit": pruned(refit="none"),
     "prune_, writing matrix": pruned(refit="writing"),
     "prune_, all matrices, 1 epoch": pruned(epochs=1),

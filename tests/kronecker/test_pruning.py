@@ -9,14 +9,14 @@ import torch
 import transformers
 from torch import nn
 
-from kronecker import PruneConfig, num_parameters, prune_
+from kronecker import PruneConfig, convert_, num_parameters, prune_
 from kronecker.fitting.calls import Call
 from kronecker.fitting.elimination import eliminate, refitted
 from kronecker.fitting.mlp import MlpWeights, Seen
 from kronecker.fitting.neurons import fit_neurons
 from kronecker.surgery.finding import find_mlps
 from kronecker.surgery.mlps import Mlp
-from tests.support.models import MAKERS, tiny
+from tests.support.models import MAKERS, auto_class, tiny
 
 
 def ids(count=8, length=16, seed=0):
@@ -475,3 +475,76 @@ def test_adapters_wrappers_and_nothing_but_padding_are_refused():
     attempt(tiny("bert"), "saw no calibration token", {"input_ids": ids(), "attention_mask": torch.zeros(8, 16)})
     with torch.inference_mode():
         attempt(tiny("bert"), "inference_mode is on")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "llama-tied", "bert", "gemma2", "qwen3", "mixtral"])
+def test_without_some_blocks_it_is_a_stock_model(kind, tmp_path):
+    model = tiny(kind)
+    count = model.config.num_hidden_layers
+    report = prune_(model, PruneConfig(keep=0.5, granularity="block"), calibration=[ids(8, seed=1)], progress=False)
+    assert model.config.num_hidden_layers == max(1, round(count / 2))
+    assert report.after == num_parameters(model) < report.before
+    gone = [r for r in report.layers if not r.after]
+    assert len(gone) == count - model.config.num_hidden_layers
+    assert sum(r.before for r in gone) == report.before - report.after
+    after = output(model)
+    model.save_pretrained(tmp_path)
+    stock = auto_class(kind).from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(output(stock), after)
+    if model.can_generate():
+        texts = [m.generate(ids()[:, :4], max_new_tokens=6, min_new_tokens=6, do_sample=False) for m in (model, stock)]
+        assert torch.equal(*texts)
+        plain = model.generate(ids()[:, :4], max_new_tokens=6, min_new_tokens=6, do_sample=False, use_cache=False)
+        assert torch.equal(texts[0], plain)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_blocks_that_stay_make_up_for_those_that_went(kind):
+    batch, errors = ids(16, seed=5), {}
+    before = output(tiny(kind), batch)
+    for refit in ("none", "writing", "all"):
+        model = tiny(kind)
+        config = PruneConfig(keep=0.5, granularity="block", refit=refit)
+        prune_(model, config, calibration=ids(64, seed=1).split(8), progress=False)
+        errors[refit] = float((output(model, batch) - before).norm())
+    assert errors["writing"] < errors["none"]
+    assert errors["all"] < errors["none"]
+
+
+def test_a_block_that_does_nothing_goes_first():
+    model = tiny("llama")
+    with torch.no_grad():
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            model.model.layers[1].get_submodule(name).weight.mul_(1e-4)
+    before = output(model)
+    count = model.config.num_hidden_layers
+    config = PruneConfig(keep=(count - 1) / count, granularity="block", refit="none")
+    report = prune_(model, config, calibration=[ids(8)], progress=False)
+    assert [r.name for r in report.layers] == ["model.layers.1"]
+    assert [m.self_attn.layer_idx for m in model.model.layers] == list(range(count - 1))
+    torch.testing.assert_close(output(model), before, rtol=1e-2, atol=1e-2)
+
+
+def test_blocks_by_budget_and_what_is_refused(tmp_path, monkeypatch):
+    model = tiny("gpt2")
+    block = num_parameters(model.transformer.h[0])
+    budget = num_parameters(model) - block
+    report = prune_(model, PruneConfig(budget=budget, granularity="block"), calibration=[ids()], progress=False)
+    assert report.after == budget
+    with pytest.raises(ValueError, match=r"budget is 10, needed .* or more with one block left"):
+        prune_(tiny("gpt2"), PruneConfig(budget=10, granularity="block"), calibration=[ids()], progress=False)
+    with pytest.raises(ValueError, match="granularity is 'head', needed one of neuron, block"):
+        PruneConfig(granularity="head")
+    with pytest.raises(ValueError, match="is not about one MLP"):
+        convert_(tiny("gpt2"), PruneConfig(granularity="block"), calibration=[ids()], progress=False)
+    model = tiny("gpt2")
+    before = output(model)
+
+    def fail(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kronecker.fitting.fit.fit_neurons", fail)
+    with pytest.raises(KeyboardInterrupt):
+        prune_(model, PruneConfig(granularity="block"), calibration=[ids()], progress=False)
+    assert torch.equal(output(model), before)
+    assert model.config.n_layer == len(model.transformer.h)

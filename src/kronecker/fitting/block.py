@@ -27,16 +27,15 @@ class Block:
 
     Args:
         model: The whole model.
-        module: The block.
+        name: The block's, within it; empty where the whole model is one.
         mlps: Those within it.
         singles: Names of layers in it that are fitted by themselves: linear layers, stacks of experts.
         calls: One for each batch.
     """
 
-    def __init__(
-        self, model: nn.Module, module: nn.Module, mlps: Sequence[Mlp], singles: Sequence[str], calls: Sequence[Call]
-    ):
-        self.model, self.module, self.mlps, self.singles, self.calls = model, module, mlps, singles, calls
+    def __init__(self, model: nn.Module, name: str, mlps: Sequence[Mlp], singles: Sequence[str], calls: Sequence[Call]):
+        self.model, self.name, self.mlps, self.singles, self.calls = model, name, mlps, singles, calls
+        self.module = model.get_submodule(name)
         self.kind: str | None = None  # where the residual stream can be read
         self.ran: list[str] = []  # the layers that write an MLP's output, and the singles, in the order they run
         self.said: dict[str, list[Tensor]] = {}  # by the original's singles, batch by batch
@@ -59,6 +58,17 @@ class Block:
                 if name in seen:
                     self.said[name].append(seen[name][2])
         return outputs
+
+    def look_ahead(self, outputs: Sequence[Tensor], later: Sequence[Tensor]) -> None:
+        """Ask for what the original has some blocks later, too, where an MLP's output is added to the block's.
+
+        Args:
+            outputs: The original's after this block.
+            later: The same after the blocks that go.
+        """
+        for mlp in self.mlps if self.kind == "output" else ():
+            pairs = zip(self.wanted[mlp.down], outputs, later, self.calls, strict=True)
+            self.wanted[mlp.down] = [w + tokens(b - a, call.keep) for w, a, b, call in pairs]
 
     def smaller(self, mlp: Mlp, states: Sequence[Tensor], *, keep_inputs: bool) -> Seen:
         """Run it on the smaller model's states: what an MLP sees there, and what it should give."""
@@ -159,6 +169,6 @@ def blocks_with(model: nn.Module, mlps: Sequence[Mlp], singles: Sequence[str], d
     whole = len(blocks) == 1 and blocks[0][0] == ""
     calls = [[WholeModel(b) for b in data]] if whole else calls_of(model, [b for _, b, _ in blocks], data)
     return [
-        Block(model, block, [m for m in mlps if m.down in names], [n for n in singles if n in names], c)
-        for (_, block, names), c in zip(blocks, calls, strict=True)
+        Block(model, name, [m for m in mlps if m.down in names], [n for n in singles if n in names], c)
+        for (name, _, names), c in zip(blocks, calls, strict=True)
     ]

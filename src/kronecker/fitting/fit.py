@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,7 @@ def fit_(
     cache: FitCache,
     progress: tqdm,
     placed: Callable[[Part, Fitted], None] | None = None,
+    dropped: Collection[str] = (),
 ) -> dict[str, Fitted]:
     """Make the parts of a model smaller, in place; returns what each became, without its tensors.
 
@@ -77,6 +79,7 @@ def fit_(
         cache: Of parts that were fitted before.
         progress: Is moved on by one after each part.
         placed: Called with each part when its new layers stand where the old ones were.
+        dropped: Names of blocks that the smaller model does not have.
     """
     done: dict[str, Fitted] = {}
     by_name = {p.name: p for p in parts}
@@ -84,8 +87,15 @@ def fit_(
     blocks = blocks_with(model, mlps, singles, data)
     theirs = [c.hidden for c in blocks[0].calls]
     ours = list(theirs)
-    for block in blocks:
+    for index, block in enumerate(blocks):
+        if block.name in dropped:
+            if all(b.name in dropped for b in blocks[:index]):  # the first blocks: those after them make up for them
+                theirs = outputs_of(block.module, block.calls, theirs)
+            continue
         theirs = block.original(theirs)
+        if gone := list(takewhile(lambda b: b.name in dropped, blocks[index + 1 :])):
+            now, theirs = theirs, _through(gone, theirs)
+            block.look_ahead(now, theirs)
         if silent := [n for n in block.singles if n not in block.ran]:
             raise ValueError(f"{operation}: {silent[0]} saw no calibration token, needed data that it runs on")
         for part in (by_name[n] for n in block.ran):
@@ -102,6 +112,13 @@ def fit_(
             progress.update(1)
         ours = outputs_of(block.module, block.calls, ours)
     return done
+
+
+def _through(blocks: Sequence[Block], states: list[Tensor]) -> list[Tensor]:
+    """Hidden states after these blocks."""
+    for block in blocks:
+        states = outputs_of(block.module, block.calls, states)
+    return states
 
 
 def fit_part(model: nn.Module, block: Block, part: Part, states: Sequence[Tensor], operation: str) -> Fitted:

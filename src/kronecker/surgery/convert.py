@@ -290,6 +290,10 @@ def _check_config(name: str, module: nn.Module, config: Config, tied: bool) -> N
     if isinstance(config, LowRankConfig) and (tied or not is_linear(module)):
         raise ValueError(f"convert_: {name} is tied or not a linear layer; LowRankConfig needs one of its own")
     if isinstance(config, PruneConfig):
+        if config.granularity != "neuron" or config.budget is not None:
+            raise ValueError(
+                f"convert_: {config} is not about one MLP, needed keep and granularity='neuron'; see prune_"
+            )
         return
     if isinstance(config, KroneckerConfig) and is_experts(module):
         KroneckerExperts.like(module, config)

@@ -19,11 +19,13 @@ from model_components._report import Axes, Figure, Report, Table, bars
 
 from ..config import PruneConfig
 from ..data import Batch, batches
+from ..fitting.block import blocks_with
 from ..fitting.cache import FitCache
 from ..fitting.experts import GROUPED, experts_shapes
 from ..fitting.fit import UNKNOWN, Part, fit_
 from ..layers.experts import is_experts
 from ..layers.weights import bias_of, dense
+from .blocks import Stack, block_influences, blocks_to_keep, config_with_blocks, keep_blocks_, least_influential
 from .convert import check_layer, num_parameters
 from .finding import find_mlps, snapshot
 from .mlps import Mlp
@@ -32,12 +34,12 @@ from .stock import attribute_changes, stock_config
 
 @dataclass(frozen=True)
 class PrunedLayer:
-    """One layer that became smaller."""
+    """One layer that became smaller, was fitted to make up for others, or a block that went."""
 
     name: str
-    before: int
+    before: int  # hidden neurons; of a block parameters
     after: int
-    error: float  # relative, of what it adds to the stream, on the smaller model's own inputs
+    error: float  # relative, of what it adds to the stream, on the smaller model's own inputs; of a block its influence
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def prune_(
     cache: str | Path | None = None,
     progress: bool = True,
 ) -> PruneReport:
-    """Drop hidden neurons of every MLP and fit what stays, in place; on any error the model is as it was.
+    """Drop hidden neurons of every MLP, or whole blocks, and fit what stays; on any error the model is as it was.
 
     The result is a stock model: its config has the new size, ``model.save_pretrained`` writes it, and plain
     ``from_pretrained`` loads it.
@@ -88,7 +90,8 @@ def prune_(
     Block by block, on what the smaller model really feeds each MLP: the neurons go whose loss costs least when all
     others make up for it (optimal brain surgeon); then the matrix that writes the block's width is fitted in closed
     form towards what the original said and what the residual stream has lost so far, and then all of the MLP's matrices
-    by descent on the same error.
+    by descent on the same error. With ``granularity="block"`` the blocks go that change hidden states least
+    (arXiv 2403.03853), and the MLPs of the others are fitted to make up for them in the same way.
 
     Args:
         model: A transformers model, or any model whose MLPs can be found; changed in place.
@@ -115,11 +118,14 @@ def prune_(
     _refuse(model)
     data = batches(calibration, model, "prune_")
     parts = _parts(model, data)
+    if config.granularity == "block":
+        return _without_blocks(model, parts, config, data, cache, progress)
     keep = _keep(model, parts, config)
     changes: list[tuple[nn.Module, str, object]] = []
     if isinstance(model, PreTrainedModel):
         shapes = {n: s for p in parts for n, s in p.shapes(keep[p.name]).items()}
-        new_config = stock_config(model, shapes, {p.count: keep[p.name] for p in parts})
+        every = {n: shapes.get(n, p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
+        new_config = stock_config(type(model), model.config, every, {p.count: keep[p.name] for p in parts})
         changes = attribute_changes(model, new_config)
     before = num_parameters(model)
     put_back = snapshot(model, (n for p in parts for n in p.modules))
@@ -136,6 +142,46 @@ def prune_(
         vars(module)[name] = value
     sizes = {p.name: p.count for p in parts}
     rows = [PrunedLayer(n, sizes[n], keep[n], fitted.error**0.5) for n, fitted in done.items()]
+    notes = [f"{n}: {UNKNOWN}" for n, fitted in done.items() if "unknown" in fitted.notes]
+    return PruneReport(tuple(rows), before, num_parameters(model), tuple(notes))
+
+
+def _without_blocks(
+    model: nn.Module,
+    parts: Sequence[_Part],
+    config: PruneConfig,
+    data: Sequence[Batch],
+    cache: str | Path | None,
+    progress: bool,
+) -> PruneReport:
+    """Drop the blocks that change hidden states least; the MLPs of the others make up for them."""
+    stack = Stack.of(model, [p.name for p in parts])
+    keep = blocks_to_keep(model, stack, config)
+    with evaluating(model):
+        names = [p.name for p in parts]
+        gone = least_influential(block_influences(blocks_with(model, [], names, data)), keep)
+    stay = [i for i in range(stack.count) if i not in gone]
+    new_config = config_with_blocks(model, stack, stay) if isinstance(model, PreTrainedModel) and gone else None
+    before, rows = num_parameters(model), []
+    for index, influence in gone.items():
+        name = f"{stack.name}.{index}"
+        rows.append(PrunedLayer(name, sum(p.numel() for p in model.get_submodule(name).parameters()), 0, influence))
+    left = [p for p in parts if config.refit != "none" and stack.index(p.name) in stay]
+    put_back = snapshot(model, (n for p in left for n in p.modules))
+    try:
+        with evaluating(model):
+            fits = FitCache(cache, model, [config.to_dict(), stay], data, "prune_")
+            fitting = [Part(p.name, dict.fromkeys(p.modules, config), p.mlp, p.count) for p in left]
+            with tqdm(total=len(left), desc="fitting", unit="MLP", disable=not progress) as bar:
+                dropped = {f"{stack.name}.{i}" for i in gone}
+                done = fit_(model, fitting, data, operation="prune_", cache=fits, progress=bar, dropped=dropped)
+    except BaseException:
+        put_back()
+        raise
+    if gone:
+        keep_blocks_(model, stack, stay, new_config)
+    counts = {p.name: p.count for p in left}
+    rows += [PrunedLayer(n, counts[n], counts[n], fitted.error**0.5) for n, fitted in done.items()]
     notes = [f"{n}: {UNKNOWN}" for n, fitted in done.items() if "unknown" in fitted.notes]
     return PruneReport(tuple(rows), before, num_parameters(model), tuple(notes))
 

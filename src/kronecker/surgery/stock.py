@@ -16,35 +16,39 @@ _UNSET = ("n_inner",)  # None means a multiple of the width
 Shapes = Mapping[str, torch.Size]
 
 
-def stock_config(model: PreTrainedModel, wanted: Shapes, sizes: Mapping[int, int]) -> PretrainedConfig:
-    """A copy of the model's config with which its class builds parameters of these shapes.
+def stock_config(
+    cls: type[PreTrainedModel], before: PretrainedConfig, wanted: Shapes, sizes: Mapping[int, int]
+) -> PretrainedConfig:
+    """A copy of a config with which a class builds parameters of these shapes.
 
     Which fields hold a size is found by trying: those that have the value it had, and n_inner.
 
     Args:
-        model: Before.
-        wanted: Shapes of the parameters that change, by name.
-        sizes: From each size to the one it becomes.
+        cls: The model's.
+        before: The config that it has.
+        wanted: Shapes of all parameters, by name.
+        sizes: From each size or count to the one it becomes.
 
     Raises:
         ValueError: No field of the config, or no set of fields, gives these shapes.
     """
-    places = list(_places(model.config, sizes))
-    every = {n: wanted.get(n, p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
+    places = list(_places(before, sizes))
     for count in range(1, len(places) + 1):
         for chosen in itertools.combinations(places, count):
-            config = copy.deepcopy(model.config)
+            config = copy.deepcopy(before)
             for path, name, new in chosen:
                 holder: Any = config
                 for step in path:
                     holder = getattr(holder, step)
                 setattr(holder, name, new)
-            if _shapes(type(model), config) == every:
+            if _shapes(cls, config) == wanted:
                 return config
     fields = ", ".join(name for _, name, _ in places) or "none"
+    shapes = _shapes(cls, before)
+    name, shape = next((n, s) for n, s in wanted.items() if shapes.get(n) != s)
     raise ValueError(
-        f"prune_: {type(model.config).__name__} has no size that gives {next(iter(wanted))} the shape "
-        f"{list(next(iter(wanted.values())))} (fields of that size: {fields}); needed a family whose MLPs have a size"
+        f"prune_: {type(before).__name__} has no size that gives {name} the shape {list(shape)} (fields of that size: "
+        f"{fields}); needed a family whose config has one"
     )
 
 

@@ -1,0 +1,116 @@
+"""Whole blocks that go: which change the hidden states least, and the model without them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ..config import PruneConfig
+from ..fitting.block import Block
+from ..fitting.calls import tokens
+from .finding import blocks_of
+from .stock import Shapes, attribute_changes, stock_config
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A model's repeated blocks: a list of modules."""
+
+    name: str
+    count: int
+
+    @classmethod
+    def of(cls, model: nn.Module, layers: Sequence[str]) -> Stack:
+        """The one that holds these layers.
+
+        Raises:
+            ValueError: They are not within one list of modules.
+        """
+        blocks = blocks_of(model, layers)
+        if len(blocks) < 2 or not blocks[0][0]:
+            kind = type(model).__name__
+            raise ValueError(f"prune_: the blocks of {kind} are not one list of modules, needed that to drop some")
+        return cls(blocks[0][0].rpartition(".")[0], len(blocks))
+
+    def index(self, name: str) -> int | None:
+        """The block that a module or parameter is in."""
+        first = name.removeprefix(f"{self.name}.").partition(".")[0]
+        return int(first) if name.startswith(f"{self.name}.") else None
+
+    def renamed(self, name: str, stay: Sequence[int]) -> str | None:
+        """What a parameter is called when only these blocks stay; None for one that goes."""
+        if (index := self.index(name)) is None:
+            return name
+        rest = name.removeprefix(f"{self.name}.{index}")
+        return f"{self.name}.{stay.index(index)}{rest}" if index in stay else None
+
+
+def blocks_to_keep(model: nn.Module, stack: Stack, config: PruneConfig) -> int:
+    """How many blocks stay."""
+    if config.budget is None:
+        return max(1, round(config.keep * stack.count))
+    sizes = [sum(p.numel() for p in block.parameters()) for block in model.get_submodule(stack.name).children()]
+    total = sum(p.numel() for p in model.parameters())
+    room = config.budget - (total - sum(sizes))
+    keep = min(stack.count, room // max(sizes))
+    if keep < 1:
+        least = total - sum(sizes) + max(sizes)
+        raise ValueError(f"prune_: budget is {config.budget:,}, needed {least:,} or more with one block left")
+    return keep
+
+
+@torch.no_grad()
+def block_influences(blocks: Sequence[Block]) -> list[float]:
+    """For each block 1 - cos of hidden states before and after it, the mean over tokens.
+
+    Block influence (ShortGPT, arXiv 2403.03853).
+    """
+    states = [call.hidden for call in blocks[0].calls]
+    influences = []
+    for block in blocks:
+        cosines: list[Tensor] = []
+        outputs = []
+        for call, before in zip(block.calls, states, strict=True):
+            call.hidden = before
+            outputs.append(call.run(block.module))
+            pair = (tokens(x, call.keep).float() for x in (before, outputs[-1]))
+            cosines.append(torch.cosine_similarity(*pair, dim=-1))
+        influences.append(1 - float(torch.cat(cosines).mean()))
+        states = outputs
+    return influences
+
+
+def config_with_blocks(model: PreTrainedModel, stack: Stack, stay: Sequence[int]) -> PretrainedConfig:
+    """The config of the model with these blocks; what it lists block by block becomes as short."""
+    config = copy.deepcopy(model.config)
+    for name, value in model.config.to_dict().items():
+        if isinstance(value, list) and len(value) == stack.count:
+            setattr(config, name, [value[i] for i in stay])
+    parameters = model.named_parameters(remove_duplicate=False)
+    shapes: Shapes = {new: p.shape for n, p in parameters if (new := stack.renamed(n, stay)) is not None}
+    return stock_config(type(model), config, shapes, {stack.count: len(stay)})
+
+
+def keep_blocks_(model: nn.Module, stack: Stack, stay: Sequence[int], config: PretrainedConfig | None) -> None:
+    """Leave only these blocks, each with its new place where it knows that."""
+    parent, _, last = stack.name.rpartition(".")
+    blocks = list(model.get_submodule(stack.name).children())
+    for place, index in enumerate(stay):
+        for module in blocks[index].modules():
+            if vars(module).get("layer_idx") == index:
+                module.layer_idx = place
+    setattr(model.get_submodule(parent), last, nn.ModuleList(blocks[i] for i in stay))
+    if isinstance(model, PreTrainedModel) and config is not None:
+        for module, name, value in attribute_changes(model, config):
+            vars(module)[name] = value
+
+
+def least_influential(influences: Sequence[float], keep: int) -> Mapping[int, float]:
+    """The blocks that go, with their influence."""
+    order = sorted(range(len(influences)), key=lambda i: influences[i])
+    return {i: influences[i] for i in sorted(order[: len(influences) - keep])}

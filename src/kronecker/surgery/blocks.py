@@ -78,8 +78,8 @@ def block_influences(blocks: Sequence[Block]) -> list[float]:
         for call, before in zip(block.calls, states, strict=True):
             call.hidden = before
             outputs.append(call.run(block.module))
-            pair = (tokens(x, call.keep).float() for x in (before, outputs[-1]))
-            cosines.append(torch.cosine_similarity(*pair, dim=-1))
+            first, last = (tokens(x, call.keep).float() for x in (before, outputs[-1]))
+            cosines.append(torch.cosine_similarity(first, last, dim=-1))
         influences.append(1 - float(torch.cat(cosines).mean()))
         states = outputs
     return influences

@@ -122,7 +122,7 @@ def _prune(options: argparse.Namespace) -> None:
     new = NewFolder(options.out, "prune", resumable=True)
     name = options.tokenizer or options.model
     if is_compressed(options.model):
-        raise ValueError(f"prune: {options.model} holds Kronecker sums, needed a stock model")
+        raise ValueError(f"prune: {options.model} holds a compressed model, needed a stock one")
     model = load(options.model)
     stored = model.dtype
     data = tokens(options, options.calibration, name, model)

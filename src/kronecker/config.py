@@ -26,8 +26,7 @@ class KroneckerConfig:
         init: ``"sequential"``: fitted to calibration data, block by block, on what the smaller model really feeds it;
             from the weight alone: ``"van_loan"``, ``"van_loan_normalized"`` the nearest weight, the second with the
             norm of the original; ``"prune"`` some rows and columns; ``"random"``.
-        keep: What ``"prune"`` keeps, and the sequential fit starts from: ``"even"``, ``"odd"``, ``"energy"``, or the
-            position (row, column) within B.
+        keep: What ``"prune"`` keeps: ``"even"``, ``"odd"``, ``"energy"``, or the position (row, column) within B.
         rounds: Of alternating least squares in a sequential fit.
         epochs: Of descent after that, over the calibration tokens, on all matrices of an MLP together; 0: none.
         share_a: One A for all experts of a mixture (their B differ), started by Van Loan.

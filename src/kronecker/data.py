@@ -144,14 +144,17 @@ def strided(batches: Iterable[Tensor], *, context: int, stride: int) -> list[dic
         stride: From one window to the next; the tokens of a window that count, but for the first one's.
 
     Raises:
-        ValueError: A stride below 1 or above the context.
+        ValueError: A stride below 1, or not below the context: a window's first token is predicted by none of its own.
 
     >>> [w["labels"].tolist() for w in strided([torch.arange(6)[None]], context=4, stride=2)]
     [[[0, 1, 2, 3]], [[-100, -100, 4, 5]]]
     """
-    if not 1 <= stride <= context:
-        raise ValueError(f"calibration: stride is {stride}, needed 1 to the context, {context}")
-    ids = torch.cat([batch.reshape(-1) for batch in batches])
+    if not 1 <= stride < context:
+        raise ValueError(f"calibration: stride is {stride}, needed 1 to {context - 1}, below the context")
+    rows = [batch.reshape(-1) for batch in batches]
+    if not rows:
+        raise ValueError("calibration: there is no batch of tokens to make windows of, needed some")
+    ids = torch.cat(rows)
     windows, done = [], 0
     for begin in range(0, len(ids), stride):
         row = ids[begin : begin + context]

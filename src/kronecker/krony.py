@@ -46,6 +46,8 @@ def load_krony(path: str | Path, *, n_head: int | None = None) -> GPT2LMHeadMode
     if not path.is_file():
         raise ValueError(f"{_OPERATION}: {path} is not a file, needed a checkpoint of Krony-PT")
     state = _state(path)
+    if n_head is not None and n_head < 1:
+        raise ValueError(f"{_OPERATION}: n_head is {n_head}, needed 1 or more")
     width = state["transformer.wte.weight"].shape[1]
     blocks = 1 + max(int(m[1]) for n in state if (m := re.match(r"transformer\.h\.(\d+)\.", n)))
     heads = n_head or max(1, width // _HEAD_WIDTH)
@@ -68,7 +70,11 @@ def load_krony(path: str | Path, *, n_head: int | None = None) -> GPT2LMHeadMode
     linear = re.compile(r"attn\.(c_attn|c_proj)\.weight$")
     masks = (".attn.bias", ".attn.masked_bias")
     ours |= {n: t.T if linear.search(n) else t for n, t in state.items() if not n.endswith(masks)}
-    ours.setdefault("lm_head.weight", ours["transformer.wte.weight"])
+    head, table = ours.setdefault("lm_head.weight", ours["transformer.wte.weight"]), ours["transformer.wte.weight"]
+    if head.shape == table.shape and torch.equal(head, table):
+        model.lm_head.weight = model.transformer.wte.weight
+    else:
+        model.config.tie_word_embeddings = False
     for name, parameter in model.named_parameters():
         if name.endswith("bias") and name not in ours:
             ours[name] = torch.zeros_like(parameter)  # a model without biases
@@ -89,18 +95,25 @@ def _state(path: Path) -> dict[str, Tensor]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        first = str(error).splitlines()[0]
+        first = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"{_OPERATION}: {path} cannot be read as tensors alone: {first}") from None
     found = found.get("model", found) if isinstance(found, Mapping) else {}
-    state = {n: t for n, t in found.items() if isinstance(n, str) and isinstance(t, Tensor)}
+    named = found.items() if isinstance(found, Mapping) else ()
+    state = {n: t for n, t in named if isinstance(n, str) and isinstance(t, Tensor)}
     for prefix in _PREFIXES:
         state = {n.removeprefix(prefix): t for n, t in state.items()}
     needed = ["transformer.wte.weight", "transformer.wpe.weight"]
-    needed += [f"transformer.h.0.mlp.{n}_{k}" for n in ("c_fc", "c_proj") for k in (0, 1, "bias")]
+    blocks = max([int(m[1]) for n in state if (m := re.match(r"transformer\.h\.(\d+)\.", n))], default=0) + 1
+    layers = [f"transformer.h.{i}.mlp.{n}" for i in range(blocks) for n in ("c_fc", "c_proj")]
+    needed += [f"{layer}_{k}" for layer in layers for k in (0, 1, "bias")]
     if missing := [n for n in needed if n not in state]:
         raise ValueError(f"{_OPERATION}: {path} has no {missing[0]}, needed a state dict of Krony-PT")
-    if any(state[n].dim() != 3 for n in needed if n[-1] in "01"):
-        raise ValueError(f"{_OPERATION}: {path} has factors that are no stacks, needed (r, in, out)")
+    for name in needed:
+        dims = 3 if name[-1] in "01" else 1 if name.endswith("bias") else 2
+        tensor = state[name]
+        if tensor.dim() != dims or not tensor.numel() or not tensor.is_floating_point() or not tensor.isfinite().all():
+            kind = f"{tensor.dtype} {list(tensor.shape)}"
+            raise ValueError(f"{_OPERATION}: {name} in {path} is {kind}, needed {dims} dimensions of finite numbers")
     return state
 
 

@@ -17,8 +17,9 @@ from model_components._report import Axes, Figure, Report, Table, bars
 from .config import STRUCTURES, Config, KroneckerConfig, LowRankConfig, PruneConfig, structure_of
 from .data import batches
 from .fitting.block import Block, blocks_with
-from .fitting.calls import outputs_of
+from .fitting.calls import outputs_of, tokens
 from .fitting.fit import Part, fit_part, place_
+from .layers.experts import is_experts
 from .layers.weights import bias_of, dense
 from .surgery.convert import check_layer, num_parameters
 from .surgery.finding import find_mlps, snapshot
@@ -183,6 +184,10 @@ def plan(
     if budget is not None and keep is not None:
         raise ValueError(f"plan: budget is {budget:,} and keep {keep}, needed one of them")
     data = batches(calibration, model, "plan")
+    if any(is_experts(m) for m in model.modules()):
+        raise ValueError(f"plan: {type(model).__name__} has stacks of experts, which no plan is made for; see prune_")
+    if wrong := [c for c in candidates or () if c.init != "sequential"]:
+        raise ValueError(f"plan: {wrong[0]} is not fitted to calibration data, needed init='sequential'")
     mlps = find_mlps(model, data[0])
     if not mlps:
         raise ValueError(f"plan: no MLP is found in {type(model).__name__}")
@@ -197,7 +202,7 @@ def plan(
             f"plan: budget is {budget:,}, needed {total - inside:,} to {total - 1:,} for {type(model).__name__}"
         )
     share = None if budget is None or not uniform else keep or (budget - (total - inside)) / inside
-    trying = {m.down: _candidates(model, m, structures, candidates, share, keep is not None) for m in mlps}
+    trying = {m.down: _candidates(model, m, structures, candidates, share, _SLACK if keep else 0.0) for m in mlps}
     least = total - inside + sum(min(_count(model, m, c) for c in (*trying[m.down], None)) for m in mlps)
     if budget is not None and budget < least:
         raise ValueError(f"plan: budget is {budget:,}, needed {least:,} to {total - 1:,} for {type(model).__name__}")
@@ -216,9 +221,9 @@ def plan(
         config = next(iter(chosen.values())).config if uniform else chosen[mlp.down].config
         parameters += _count(model, mlp, config)
         if config is not None:
-            config = _trained(config)
+            config = config if candidates is not None else _trained(config)
             configs |= dict.fromkeys(mlp.ups, config) | {mlp.down: config.opposite()}
-    return Plan(chosen, options, configs, parameters, budget, len(mlps))
+    return Plan(chosen, options, configs, parameters, None if keep is not None else budget, len(mlps))
 
 
 def _spread(mlps: Sequence[Mlp]) -> list[Mlp]:
@@ -228,7 +233,7 @@ def _spread(mlps: Sequence[Mlp]) -> list[Mlp]:
 
 
 def _trained(config: Config) -> Config:
-    """A candidate, tried in closed form, with the fit that `convert_` gives by default."""
+    """One of our candidates, tried in closed form, with the fit that `convert_` gives by default."""
     if isinstance(config, PruneConfig):
         return replace(config, refit="all")
     return replace(config, epochs=type(config).epochs)
@@ -240,24 +245,26 @@ def _candidates(
     structures: Sequence[str],
     candidates: Sequence[Config] | None,
     share: float | None,
-    slack: bool,
+    slack: float,
 ) -> list[Config]:
     """What an MLP could become; with ``share`` only the largest of each structure that keeps about that share."""
     if candidates is None and share is None:
         candidates = [c for s in structures for c in CANDIDATES.get(s, ())]
     if candidates is not None:
-        return [c for c in candidates if _fits(model, mlp, c, 1.0)]
+        return [c for c in candidates if _fits(model, mlp, c, 1.0 if share is None else share + slack)]
     assert share is not None
     dense_count, trying = _count(model, mlp, None), []
     if "prune" in structures:
         neurons = dense(model.get_submodule(mlp.down)).shape[1]
-        trying.append(PruneConfig(keep=max(1, int(neurons * share + 1e-9)) / neurons, refit="writing"))
+        most = range(int(neurons * share + 1e-9), 0, -1)
+        sizes = (PruneConfig(keep=stay / neurons, refit="writing") for stay in most)
+        trying += [next((c for c in sizes if _fits(model, mlp, c, share + slack)), PruneConfig(keep=1 / neurons))]
     if "low_rank" in structures:
         trying.append(LowRankConfig(keep=min(share, 0.999), epochs=0))
     if "kronecker" in structures:
         for b in _KRONECKER_SHAPES:
             ranks = [KroneckerConfig(b_shape=b, rank=r, epochs=0) for r in range(1, b[0] * b[1])]
-            within = [c for c in ranks if _fits(model, mlp, c, share + (_SLACK if slack else 0.0))]
+            within = [c for c in ranks if _fits(model, mlp, c, share + slack)]
             trying += [c for c in within[-1:] if _count(model, mlp, c) > 0.8 * share * dense_count]
     return trying
 
@@ -327,8 +334,9 @@ def _tried(
         outputs, seconds = _run(block, states)
     finally:
         put_back()
-    apart = sum(float((o.float() - a.float()).double().square().sum()) for o, a in zip(outputs, after, strict=True))
-    energy = sum(float(a.double().square().sum()) for a in after)
+    pairs = [(tokens(o, c.keep), tokens(a, c.keep)) for o, a, c in zip(outputs, after, block.calls, strict=True)]
+    apart = sum(float((o.float() - a.float()).double().square().sum()) for o, a in pairs)
+    energy = sum(float(a.double().square().sum()) for _, a in pairs)
     return Choice(config, _count(model, mlp, config), apart / max(energy, 1e-30), seconds)
 
 

@@ -80,11 +80,15 @@ def save_pretrained(model: nn.Module, out: str | Path) -> None:
 
 
 def own_saving_(model: nn.Module) -> None:
-    """Give a model with compressed layers a ``save_pretrained`` that writes them; take it away from one without."""
-    if isinstance(model, PreTrainedModel) and has_smaller_layers(model):
-        model.save_pretrained = partial(_save_compressed, model)  # pyrefly: ignore
-    else:
-        vars(model).pop("save_pretrained", None)
+    """Give a model with compressed layers a ``save_pretrained`` that writes them; take it away from one without.
+
+    And to the transformers models within it.
+    """
+    for module in (m for m in model.modules() if isinstance(m, PreTrainedModel)):
+        if has_smaller_layers(module):
+            module.save_pretrained = partial(_save_compressed, module)  # pyrefly: ignore
+        else:
+            vars(module).pop("save_pretrained", None)
 
 
 def _save_compressed(

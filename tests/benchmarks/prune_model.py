@@ -77,8 +77,8 @@ def pruned(**fields: Any) -> Callable:
 METHODS: dict[str, Callable] = {
     "largest weights": by_magnitude,
     "low rank, whitened": low_rank,
-    "whole blocks, no fit": pruned(granularity="block", budget=HALF, refit="none"),
-    "whole blocks, all matrices": pruned(granularity="block", budget=HALF),
+    "12 of 30 blocks, no fit": pruned(granularity="block", budget=HALF, refit="none"),
+    "12 of 30 blocks, all matrices": pruned(granularity="block", budget=HALF),
     "prune_, no fit": pruned(refit="none"),
     "prune_, writing matrix": pruned(refit="writing"),
     "prune_, all matrices, 1 epoch": pruned(epochs=1),

@@ -154,4 +154,4 @@ def test_several_texts_are_compared_in_windows_that_overlap(place, capsys):
     assert main(["compare", str(place / "model"), *files[:2], files[1]]) == 1
     assert "files of one name" in capsys.readouterr().err
     assert main(["compare", str(place / "model"), *files, "--context", "8", "--stride", "9"]) == 1
-    assert "stride is 9, needed 1 to the context, 8" in capsys.readouterr().err
+    assert "stride is 9, needed 1 to 7" in capsys.readouterr().err

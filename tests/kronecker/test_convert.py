@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,8 +32,9 @@ from kronecker import (
 )
 from kronecker.config import from_json, to_json
 from kronecker.data import batches
+from kronecker.fitting.block import blocks_with
 from kronecker.fitting.calls import calls_of, outputs_of
-from kronecker.fitting.stream import stream_kind, stream_of
+from kronecker.fitting.stream import stream_kind
 from kronecker.layers.weights import dense
 from kronecker.surgery.convert import permuted
 from kronecker.surgery.finding import blocks_of, find_mlps, resolve
@@ -706,10 +708,18 @@ def test_the_stream_is_found_and_read(kind, expected, dtype):
         assert kind == expected
         if kind is None:
             return
-        before = stream_of(kind, blocks[0][1], up, down, calls, states)[0]
+        block = blocks_with(model, [mlp], [], batches([ids()], model, "test"))[0]
+
+        def stream():
+            block.original(states)
+            out, seen = block._run(block.calls[0], states[0])
+            x, _, y = seen[mlp.down]
+            return block._stream(x, y, out, block.calls[0])
+
+        before = stream()
         for parameter in down.parameters():  # what the MLP says is no part of the stream it adds to
             parameter.mul_(-3)
-        after = stream_of(kind, blocks[0][1], up, down, calls, states)[0]
+        after = stream()
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.05}
     torch.testing.assert_close(before, after, **close)
 
@@ -889,3 +899,114 @@ def test_hooks_of_a_user_go_on_and_can_be_removed(config):
         revert_(model)
         output(model)
         assert calls[2:] == ["dense"]
+
+
+def _apart(kind, config, monkeypatch, **patched):
+    """How far a converted model is from the original, over some models, with parts of the fit replaced."""
+    distances = []
+    for seed in range(3):
+        model = tiny(kind, seed)
+        before = output(model, ids(64, seed=2))
+        with monkeypatch.context() as patch:
+            for name, value in patched.items():
+                patch.setattr(f"kronecker.fitting.{name}", value)
+            convert_(model, config, calibration=ids(256, seed=1).split(64), progress=False)
+        distances.append(float((output(model, ids(64, seed=2)) - before).norm()))
+    return sum(distances)
+
+
+@pytest.mark.parametrize("config", [LowRankConfig(epochs=0), KroneckerConfig(b_shape=(2, 1), epochs=0)])
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_a_fit_makes_up_for_what_the_stream_has_lost(kind, config, monkeypatch):
+    nothing = {"block.Block._stream": lambda self, x, y, out, call: torch.zeros_like(y)}
+    assert _apart(kind, config, monkeypatch) < _apart(kind, config, monkeypatch, **nothing)
+
+
+@pytest.mark.parametrize("config", [LowRankConfig(), KroneckerConfig(b_shape=(2, 2))])
+def test_descent_on_all_matrices_is_better_than_each_by_itself(config, monkeypatch):
+    assert _apart("llama", config, monkeypatch) < 0.98 * _apart("llama", replace(config, epochs=0), monkeypatch)
+
+
+def test_the_neurons_that_matter_come_first(monkeypatch):
+    config = KroneckerConfig(b_shape=(2, 1), epochs=0)
+    as_they_are = {"factors.neuron_order": lambda *given: None}
+    assert _apart("llama", config, monkeypatch) < 0.98 * _apart("llama", config, monkeypatch, **as_they_are)
+
+
+def test_padding_does_not_count_for_experts_either():
+    texts = ids(6, seed=1)
+    mask = torch.ones_like(texts)
+    mask[:, 8:] = 0
+    models = [tiny("mixtral"), tiny("mixtral")]
+    for model, filler in zip(models, (3, 50), strict=True):
+        batch = {"input_ids": torch.where(mask.bool(), texts, filler), "attention_mask": mask}
+        convert_(model, KroneckerConfig(b_shape=(2, 1), epochs=0), calibration=[batch], progress=False)
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_layers_by_their_weights_alone_leave_the_original_to_the_walk():
+    """What a fitted layer should give is what the original gave, whatever else is converted in the same call."""
+    maps = [{"*.mlp.*": KroneckerConfig(b_shape=(2, 1))}]
+    maps.append({"*.attn.c_attn": KroneckerConfig(b_shape=(1, 2), init="van_loan")} | maps[0])
+    reports = [convert_(tiny("gpt2"), m, calibration=[ids(8)], progress=False) for m in maps]
+    alone, both = ({r.name: r.error for r in report.layers} for report in reports)
+    assert {n: both[n] for n in alone} == pytest.approx(alone)
+
+
+def test_what_was_frozen_stays_so():
+    model = tiny("llama")
+    for layer in model.model.layers[:2]:
+        layer.requires_grad_(False)
+    convert_(model, LowRankConfig(), calibration=[ids()], progress=False)
+    for index, layer in enumerate(model.model.layers):
+        assert all(p.requires_grad == (index >= 2) for p in layer.parameters())
+
+
+def test_a_model_within_a_converted_one_is_saved_with_its_factors(tmp_path):
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config, self.inner = None, tiny("llama")
+
+        def forward(self, **named):
+            return self.inner(**named)
+
+    wrapper, model = Wrapper().eval(), tiny("bert")
+    convert_(wrapper, {"*.mlp.*": LowRankConfig()}, calibration=[ids()], progress=False)
+    wrapper.inner.save_pretrained(tmp_path / "inner")
+    assert torch.equal(output(from_pretrained(tmp_path / "inner")), output(wrapper.inner))
+    convert_(model, VAN_LOAN, progress=False)
+    assert (tmp_path / "inner" / "kronecker.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("config", "named", "message"),
+    [
+        ({}, {}, "the map from patterns to configs is empty"),
+        (PruneConfig(budget=9000), {}, "is not about one MLP"),
+        (PruneConfig(), {"fade_in": True}, "PruneConfig leaves nothing to fade in"),
+        ({"*.wte": PruneConfig()}, {}, "tied or not a linear layer; PruneConfig needs"),
+        ({"*.c_fc": PruneConfig(keep=0.25), "*.mlp.c_proj": PruneConfig(keep=0.75)}, {}, "PruneConfigs that differ"),
+    ],
+)
+def test_configs_that_make_no_sense_are_refused(config, named, message):
+    with pytest.raises(ValueError, match=message):
+        convert_(tiny("gpt2"), config, calibration=[ids()], progress=False, **named)
+
+
+def test_neurons_go_once_and_not_in_inference_mode():
+    model = tiny("llama")
+    convert_(model, PruneConfig(), calibration=[ids()], progress=False)
+    with pytest.raises(ValueError, match="has lost neurons already, needed all of a layer's changes in one call"):
+        convert_(model, LowRankConfig(), calibration=[ids()], progress=False)
+    with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode is on"):
+        convert_(tiny("llama"), LowRankConfig(), calibration=[ids()], progress=False)
+
+
+def test_blocks_that_give_tuples_are_passed_by():
+    config = transformers.DebertaV2Config(vocab_size=96, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                                          num_attention_heads=2, pad_token_id=0)  # fmt: skip
+    model = transformers.DebertaV2ForSequenceClassification(config).eval()
+    report = convert_(model, LowRankConfig(), calibration=[ids(), ids(seed=1)], progress=False)
+    assert len(report.layers) == 4

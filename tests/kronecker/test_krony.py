@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import GPT2LMHeadModel
 
 from kronecker import KroneckerConfig, convert_, fold, from_pretrained, load_krony, save_pretrained
 from tests.kronecker.test_convert import output
@@ -41,7 +42,21 @@ def test_a_checkpoint_is_the_model(scales, prefix, tmp_path):
     torch.testing.assert_close(output(loaded), output(model), rtol=1e-5, atol=1e-5)
     save_pretrained(loaded, tmp_path / "small")
     assert torch.equal(output(from_pretrained(tmp_path / "small")), output(loaded))
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    assert sum(p.numel() for p in loaded.parameters()) == sum(p.numel() for p in model.parameters())
     fold(loaded, tmp_path / "dense")
+    dense = GPT2LMHeadModel.from_pretrained(tmp_path / "dense").eval()
+    torch.testing.assert_close(output(dense), output(model), rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_of_its_own_stays_one(tmp_path):
+    _, state = checkpoint()
+    state["lm_head.weight"] = 2 * state["lm_head.weight"]
+    torch.save(state, tmp_path / "check.pt")
+    loaded = load_krony(tmp_path / "check.pt", n_head=2)
+    fold(loaded, tmp_path / "dense")
+    dense = GPT2LMHeadModel.from_pretrained(tmp_path / "dense").eval()
+    torch.testing.assert_close(output(dense), output(loaded), rtol=1e-4, atol=1e-5)
 
 
 def test_a_layer_is_what_krony_computes(tmp_path):
@@ -66,7 +81,25 @@ def test_other_files_are_refused(tmp_path):
     (tmp_path / "text.pt").write_text("no tensors")
     with pytest.raises(ValueError, match="cannot be read as tensors alone"):
         load_krony(tmp_path / "text.pt")
+    first, factor = "transformer.wte.weight", "transformer.h.1.mlp.c_fc_0"
+    for change, message in (
+        ({factor: None}, r"has no transformer\.h\.1\.mlp\.c_fc_0"),
+        ({factor: state[factor][0]}, "needed 3 dimensions of finite numbers"),
+        ({first: torch.full((4, 4), float("nan"))}, "needed 2 dimensions of finite numbers"),
+        ({first: torch.ones(4, 4, dtype=torch.int64)}, "needed 2 dimensions of finite numbers"),
+    ):
+        torch.save({n: t for n, t in (state | change).items() if t is not None}, tmp_path / "other.pt")
+        with pytest.raises(ValueError, match=message):
+            load_krony(tmp_path / "other.pt")
+    torch.save({"model": torch.ones(2)}, tmp_path / "tensor.pt")
+    with pytest.raises(ValueError, match="needed a state dict of Krony-PT"):
+        load_krony(tmp_path / "tensor.pt")
+    (tmp_path / "empty.pt").write_bytes(b"")
+    with pytest.raises(ValueError, match="cannot be read as tensors alone"):
+        load_krony(tmp_path / "empty.pt")
     torch.save(state, tmp_path / "check.pt")
+    with pytest.raises(ValueError, match="n_head is -1, needed 1 or more"):
+        load_krony(tmp_path / "check.pt", n_head=-1)
     with pytest.raises(ValueError, match="n_head is 5, needed a divisor of the width 16"):
         load_krony(tmp_path / "check.pt", n_head=5)
     for change in ({"transformer.ln_f.weight": None}, {"transformer.extra": torch.ones(2)}):

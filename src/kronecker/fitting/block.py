@@ -17,7 +17,7 @@ from ..data import Batch
 from ..layers.experts import is_experts
 from ..surgery.finding import blocks_of
 from ..surgery.mlps import Mlp
-from .calls import Call, Stop, WholeModel, calls_of, outputs_of, tokens, watched
+from .calls import Call, Stop, WholeModel, calls_of, tokens, watched
 from .mlp import Middle, Seen, middle_of
 from .stream import stream_kind
 
@@ -52,6 +52,8 @@ class Block:
             out, seen = self._run(call, hidden, self.singles)
             outputs.append(out)
             for mlp in self.mlps:
+                if mlp.down not in seen:
+                    raise ValueError(f"kronecker: {mlp.down} does not run on all batches of calibration, needed such")
                 x, _, y = seen[mlp.down]
                 self.wanted[mlp.down].append(y + self._stream(x, y, out, call))
             for name in self.singles:
@@ -102,14 +104,17 @@ class Block:
     def routed(self, name: str, states: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """For each batch the tokens that a stack of experts gets in the smaller model, and their experts."""
         seen: list[tuple[Tensor, Tensor]] = []
+        keep: list[Tensor | None] = [None]
 
         def see(module: nn.Module, given: tuple, named: dict) -> None:
-            tokens, experts = (*given, *named.values())[:2]
-            seen.append((tokens, experts))
+            hidden, experts = (*given, *named.values())[:2]
+            seen.append((tokens(hidden, keep[0]), tokens(experts, keep[0])))
 
         handle = self.model.get_submodule(name).register_forward_pre_hook(see, with_kwargs=True)
         try:
-            outputs_of(self.module, self.calls, states)
+            for call, hidden in zip(self.calls, states, strict=True):
+                call.hidden, keep[0] = hidden, call.keep
+                call.run(self.module)
         finally:
             handle.remove()
         return seen

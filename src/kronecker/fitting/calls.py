@@ -49,7 +49,8 @@ def calls_of(model: nn.Module, blocks: Sequence[nn.Module], data: Sequence[Batch
         handle.remove()
     rest = data[1:]
     if rest and outputs and _is_one_tensor(outputs[-1]):
-        with _passed_by(blocks, isinstance(outputs[-1], tuple)):
+        out = outputs[-1]
+        with _passed_by(blocks, len(out) if isinstance(out, tuple) else None):
             if _same(_captured(body, blocks, data[0]), calls):
                 return _joined([calls, *(_captured(body, blocks, batch) for batch in rest)])
     return _joined([calls, *(_captured(body, blocks, batch) for batch in rest)])
@@ -100,12 +101,12 @@ def _is_one_tensor(out: object) -> bool:
 
 
 @contextmanager
-def _passed_by(blocks: Sequence[nn.Module], as_tuple: bool) -> Iterator[None]:
-    """Within, blocks give back what they get."""
+def _passed_by(blocks: Sequence[nn.Module], size: int | None) -> Iterator[None]:
+    """Within, blocks give back what they get, alone or in a tuple of this size."""
 
     def same(*arguments: Any, **named: Any) -> Any:
         hidden = arguments[0] if arguments else named["hidden_states"]
-        return (hidden,) if as_tuple else hidden
+        return hidden if size is None else (hidden, *[None] * (size - 1))
 
     before = [vars(block).get("forward") for block in blocks]
     try:
@@ -176,8 +177,3 @@ class WholeModel(Call):
         """Nothing goes from one block to the next."""
         block(**self.batch)
         return self.hidden
-
-
-def ordered(x: Tensor, order: Tensor | None) -> Tensor:
-    """Columns in another order, or as they are."""
-    return x if order is None else x[:, order]

@@ -93,7 +93,7 @@ def _kronecker(configs: Mapping[str, KroneckerConfig | LowRankConfig], *, sorted
         if sorted_neurons and config.rank == 1 and b_shape[1] == 1:  # the neurons that matter, as they are
             factors = init.prune(weight, b_shape)
         else:
-            factors = start(weight, b_shape, config, moments)
+            factors = start(weight, b_shape, replace(config, keep="even"), moments)
         return factors.a, factors.b
 
     return begin

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor, nn
 
-from .calls import Call, WholeModel, outputs_of, tokens, watched
+from .calls import Call, WholeModel
 
 _NEAR = 0.02  # of the size: far above any dtype's rounding, far below another architecture's difference
 
@@ -56,25 +54,3 @@ def stream_kind(block: nn.Module, up: nn.Module, down: nn.Module, call: Call, st
         for handle in handles:
             handle.remove()
     return "read" if found[0] else None
-
-
-def stream_of(
-    kind: str,
-    block: nn.Module,
-    up: nn.Module,
-    down: nn.Module,
-    calls: Sequence[Call],
-    hidden: Sequence[Tensor],
-) -> list[Tensor]:
-    """The stream's tokens, (N, H) in float32, batch by batch."""
-    seen: dict[str, list[Tensor]] = {"up": [], "down": []}
-
-    def see(name: str, x: Tensor, y: Tensor) -> None:
-        seen[name].append(x if name == "up" else y)
-
-    with watched({"up": up, "down": down}, see):
-        outputs = outputs_of(block, calls, hidden)
-    if kind == "read":
-        return [tokens(x, c.keep).float() for x, c in zip(seen["up"], calls, strict=True)]
-    pairs = zip(outputs, seen["down"], calls, strict=True)
-    return [tokens(o, c.keep).float() - tokens(y, c.keep).float() for o, y, c in pairs]

@@ -103,7 +103,7 @@ def keep_blocks_(model: nn.Module, stack: Stack, stay: Sequence[int], config: Pr
     for place, index in enumerate(stay):
         for module in blocks[index].modules():
             if vars(module).get("layer_idx") == index:
-                module.layer_idx = place
+                vars(module)["layer_idx"] = place
     setattr(model.get_submodule(parent), last, nn.ModuleList(blocks[i] for i in stay))
     if isinstance(model, PreTrainedModel) and config is not None:
         for module, name, value in attribute_changes(model, config):

@@ -29,7 +29,7 @@ from ..layers.embedding import KroneckerEmbedding
 from ..layers.experts import KroneckerExperts, is_experts
 from ..layers.linear import KroneckerLinear, LowRankLinear, SmallerLinear
 from ..layers.weights import SmallerWeight, bias_of, dense
-from ..storage import own_saving_
+from ..storage import own_saving_, resized
 from .finding import COMPRESSED, HOOKS, convertible, is_linear, mlps_if_any, put, resolve, snapshot
 from .mlps import Mlp
 
@@ -129,13 +129,20 @@ def convert_(
     >>> model.transformer.h[0].mlp.c_proj
     KroneckerLinear(16 to 4, 1 x (4, 8) ⊗ (1, 2), 53.1% of the dense weight)
     """
+    if torch.is_inference_mode_enabled():
+        raise ValueError("convert_: torch.inference_mode is on, needed a place where weights can be made that train")
     data = None if calibration is None else batches(calibration, model, "convert_")
     configs = resolve(model, config, filter_fn, None if data is None else data[0])
     modules = {name: model.get_submodule(name) for name in configs}
     tied = _tied(model)
+    other_sizes = {n.rpartition(".")[0] for n in resized(model)}
     for name, module in modules.items():
         check_layer("convert_", name, module)
         _check_config(name, module, configs[name], name in tied)
+        if name in other_sizes:
+            raise ValueError(f"convert_: {name} has lost neurons already, needed all of a layer's changes in one call")
+        if fade_in and isinstance(configs[name], PruneConfig):
+            raise ValueError(f"convert_: fade_in of {name}, but PruneConfig leaves nothing to fade in")
     parts = _parts(model, {n: c for n, c in configs.items() if n not in tied and _is_fitted(modules[n], c)}, data)
     if parts and data is None:
         raise ValueError(
@@ -147,6 +154,7 @@ def convert_(
     put_back = snapshot(model, original)
     sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in original.items()}
     gradients = [(p, p.requires_grad) for p in model.parameters()]  # fading in freezes originals
+    frozen = {n for n, m in original.items() if not any(p.requires_grad for p in m.parameters())}
     errors: dict[str, float] = {}
     notes: list[str] = []
     fitted = {name for part in parts for name in part.configs}
@@ -158,10 +166,6 @@ def convert_(
 
     try:
         with evaluating(model):
-            for name in (n for n in configs if n not in fitted):
-                errors[name] = _convert_alone(model, name, configs[name], tied)
-                if fade_in and isinstance(layer := model.get_submodule(name), SmallerLinear) and name not in tied:
-                    layer.fade_in_(_beside(modules[name], name))
             if data is not None and parts:
                 settings = {n: to_dict(c) for n, c in configs.items()}
                 fits = FitCache(None if fade_in else cache, model, settings, data, "convert_")
@@ -169,8 +173,14 @@ def convert_(
                     done = fit_(model, parts, data, operation="convert_", cache=fits, progress=bar, placed=fade)
                 errors |= {n: done[p.name].error ** 0.5 for p in parts for n in p.configs}
                 notes = [f"{n}: {UNKNOWN}" for n, fit in done.items() if "unknown" in fit.notes]
+            for name in (n for n in configs if n not in fitted):  # after the walk, which begins with the original
+                errors[name] = _convert_alone(model, name, configs[name], tied)
+                if fade_in and isinstance(layer := model.get_submodule(name), SmallerLinear) and name not in tied:
+                    layer.fade_in_(_beside(modules[name], name))
         for name, module in original.items():
-            model.get_submodule(name).train(module.training)
+            layer = model.get_submodule(name).train(module.training)
+            if name in frozen:
+                layer.requires_grad_(False)
     except BaseException:
         put_back()
         for parameter, wanted in gradients:
@@ -200,6 +210,10 @@ def _parts(model: nn.Module, configs: Mapping[str, Config], data: Sequence[Batch
     for mlp in mlps_if_any(model, None if data is None else data[0]) if left else ():
         names = (*mlp.ups, mlp.down)
         if all(n in left for n in names) and len({type(left[n]) for n in names}) == 1:
+            if isinstance(left[mlp.down], PruneConfig) and len({left[n] for n in names}) > 1:
+                raise ValueError(
+                    f"convert_: {mlp.down} and its MLP's other layers have PruneConfigs that differ, needed one"
+                )
             own = {n: left.pop(n) for n in names}
             parts.append(Part(mlp.down, own, mlp, _neurons(own[mlp.down], model.get_submodule(mlp.down))))
     for name, config in left.items():
@@ -290,6 +304,8 @@ def _check_config(name: str, module: nn.Module, config: Config, tied: bool) -> N
     if isinstance(config, LowRankConfig) and (tied or not is_linear(module)):
         raise ValueError(f"convert_: {name} is tied or not a linear layer; LowRankConfig needs one of its own")
     if isinstance(config, PruneConfig):
+        if tied or not (is_linear(module) or is_experts(module)):
+            raise ValueError(f"convert_: {name} is tied or not a linear layer; PruneConfig needs all layers of an MLP")
         if config.granularity != "neuron" or config.budget is not None:
             raise ValueError(
                 f"convert_: {config} is not about one MLP, needed keep and granularity='neuron'; see prune_"

@@ -107,6 +107,8 @@ def resolve(
             raise ValueError(f"convert_: nothing to convert in {type(model).__name__}; layers that could be: {near}")
         return found
     unused = set(config)
+    if not unused:
+        raise ValueError("convert_: the map from patterns to configs is empty, needed some")
     for name, module in modules.items():
         pattern = next((p for p in config if fnmatchcase(name, p)), None)
         if pattern is None or (filter_fn is not None and not filter_fn(name, module)):

@@ -26,8 +26,9 @@ from .planning import Plan, plan
 from .presets import PRESETS, preset
 from .report import Comparison, compare, perplexity
 from .storage import fold, from_pretrained, save_pretrained
-from .surgery.convert import ConversionReport, LayerReport, convert_, num_parameters, revert_
+from .surgery.convert import ConversionReport, LayerReport, convert_, num_parameters
 from .surgery.prune import PruneReport, prune_
+from .surgery.revert import revert_
 from .training.groups import parameter_groups
 from .training.schedule import FadeIn, FreezePretrained
 from .training.trainer import KroneckerTrainer

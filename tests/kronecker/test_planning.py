@@ -13,10 +13,10 @@ from kronecker import (
     convert_,
     num_parameters,
     plan,
-    planning,
     prune_,
 )
 from kronecker.config import from_json, structure_of, to_json
+from kronecker.planning import measuring
 from kronecker.surgery.finding import find_mlps
 from tests.kronecker.test_convert import compressed, ids, output
 from tests.support.models import tiny
@@ -75,7 +75,7 @@ def test_a_plan_is_no_worse_than_one_shape_for_all():
 
 def test_one_structure_for_all_is_the_best_of_them_and_prune_takes_it(monkeypatch):
     model = tiny("llama")
-    monkeypatch.setattr(planning, "_SAMPLE", 2)
+    monkeypatch.setattr(measuring, "_SAMPLE", 2)
     found = plan(model, keep=0.505, calibration=[ids(16, seed=1)], uniform=True, progress=False)
     assert found.parameters < num_parameters(model)
     assert f"measured on 2 of {found.mlps} MLPs" in str(found)
@@ -107,14 +107,14 @@ def test_a_plan_of_one_structure_is_what_convert_makes(structure):
 
 @pytest.mark.parametrize("limits", [("time",), ("parameters", "time")])
 def test_a_budget_of_time_is_kept(limits, monkeypatch):
-    real = planning._run
+    real = measuring._run
 
     def run(block, states):
         """A clock that goes by what a block holds, low rank being slow."""
         slow = [m for m in block.module.modules() if isinstance(m, LowRankLinear)]
         return real(block, states)[0], num_parameters(block.module) * (3.0 if slow else 1.0)
 
-    monkeypatch.setattr(planning, "_run", run)
+    monkeypatch.setattr(measuring, "_run", run)
     model = tiny("gpt2")
     candidates = [PruneConfig(keep=0.25, refit="writing"), LowRankConfig(keep=0.3, epochs=0)]
     budget = num_parameters(model) - 3000 if "parameters" in limits else None

@@ -1,1 +1,1 @@
-"""Changing a model in place: which layers it has, and `convert_` and `revert_`."""
+"""Changing a model in place: which layers it has, `convert_`, `prune_` and `revert_`."""

@@ -1,4 +1,4 @@
-"""`convert_` and `revert_`: a model's layers become smaller ones, and dense layers again."""
+"""`convert_`: a model's layers become smaller ones."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from ..layers.experts import KroneckerExperts, is_experts
 from ..layers.linear import KroneckerLinear, LowRankLinear, SmallerLinear
 from ..layers.weights import SmallerWeight, bias_of, dense
 from ..storage import own_saving_, resized
+from .checks import check_config, check_layer, tied_modules
 from .finding import COMPRESSED, HOOKS, convertible, is_linear, mlps_if_any, put, resolve, snapshot
 from .mlps import Mlp
 
@@ -134,11 +135,11 @@ def convert_(
     data = None if calibration is None else batches(calibration, model, "convert_")
     configs = resolve(model, config, filter_fn, None if data is None else data[0])
     modules = {name: model.get_submodule(name) for name in configs}
-    tied = _tied(model)
+    tied = tied_modules(model)
     other_sizes = {n.rpartition(".")[0] for n in resized(model)}
     for name, module in modules.items():
         check_layer("convert_", name, module)
-        _check_config(name, module, configs[name], name in tied)
+        check_config(name, module, configs[name], name in tied)
         if name in other_sizes:
             raise ValueError(f"convert_: {name} has lost neurons already, needed all of a layer's changes in one call")
         if fade_in and isinstance(configs[name], PruneConfig):
@@ -265,60 +266,6 @@ def _structure(layer: nn.Module) -> str:
     return "experts"
 
 
-def _tied(model: nn.Module) -> dict[str, list[str]]:
-    """Modules that share a weight, by the name of the embedding among them."""
-    holders: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
-        if weight is not None:
-            holders.setdefault(id(weight), []).append(name)
-    made: dict[str, list[str]] = {}
-    for names in holders.values():
-        if len(names) > 1:
-            for name in names:
-                made[name] = [n for n in names if n != name]
-    return made
-
-
-def check_layer(operation: str, name: str, module: nn.Module) -> None:
-    """Refuse a layer that cannot be converted."""
-    if isinstance(module, COMPRESSED):
-        raise ValueError(f"{operation}: {name} is compressed already; revert_(model) first, or leave it out")
-    parameters = list(module.parameters())
-    if any(p.is_meta for p in parameters):
-        raise ValueError(f"{operation}: {name} is on the meta device, needed loaded weights")
-    if (
-        not all(p.is_floating_point() for p in parameters)
-        or hasattr(module, "quant_state")
-        or "quant" in type(module).__module__
-        or "bnb" in type(module).__module__
-    ):
-        raise ValueError(f"{operation}: {name} is a quantised {type(module).__name__}, needed float weights")
-    for p in parameters:
-        if not torch.isfinite(p).all() or (p.dim() > 1 and not p.any()):
-            raise ValueError(f"{operation}: {name} has a weight that is zero or not finite, needed numbers")
-
-
-def _check_config(name: str, module: nn.Module, config: Config, tied: bool) -> None:
-    """Refuse what a config cannot make of a layer."""
-    if isinstance(config, LowRankConfig) and (tied or not is_linear(module)):
-        raise ValueError(f"convert_: {name} is tied or not a linear layer; LowRankConfig needs one of its own")
-    if isinstance(config, PruneConfig):
-        if tied or not (is_linear(module) or is_experts(module)):
-            raise ValueError(f"convert_: {name} is tied or not a linear layer; PruneConfig needs all layers of an MLP")
-        if config.granularity != "neuron" or config.budget is not None:
-            raise ValueError(
-                f"convert_: {config} is not about one MLP, needed keep and granularity='neuron'; see prune_"
-            )
-        return
-    if isinstance(config, KroneckerConfig) and is_experts(module):
-        KroneckerExperts.like(module, config)
-    elif isinstance(config, KroneckerConfig):
-        config.shapes(*dense(module).shape, operation=f"convert_: {name}")
-    else:
-        config.rank_of(*dense(module).shape, operation=f"convert_: {name}")
-
-
 def _convert_alone(model: nn.Module, name: str, config: Config, tied: Mapping[str, list[str]]) -> float:
     """Convert one layer by its weights alone; whatever shares its weight shares its factors. Returns the error."""
     module = model.get_submodule(name)
@@ -356,38 +303,3 @@ def _convert_alone(model: nn.Module, name: str, config: Config, tied: Mapping[st
         put(model, other, shared)
     a, b = layer.a.detach(), scaled(layer.b, layer.scales).detach()
     return relative_error(weight, a, b)
-
-
-@torch.no_grad()
-def revert_(model: nn.Module) -> list[str]:
-    """Replace compressed layers by dense ones of the stock kind, with the same function, in place.
-
-    What compression lost stays lost: the originals are gone. Tied layers stay tied.
-
-    Returns:
-        The names of the layers.
-
-    Raises:
-        ValueError: There is nothing to revert.
-
-    >>> model = nn.Sequential(nn.Linear(4, 6))
-    >>> config = KroneckerConfig(b_shape=(2, 1), init="van_loan")
-    >>> _ = convert_(model, config, filter_fn=lambda name, module: True)
-    >>> revert_(model), model[0]
-    (['0'], Linear(in_features=4, out_features=6, bias=True))
-    """
-    found = {n: m for n, m in model.named_modules() if isinstance(m, COMPRESSED)}
-    if not found:
-        raise ValueError(f"revert_: {type(model).__name__} has no compressed layer")
-    if any(isinstance(m, SmallerLinear) and m.original is not None for m in found.values()):
-        raise ValueError("revert_: a layer still runs its original; train on, or end it with fade_in_(None)")
-    weights: dict[int, nn.Parameter] = {}
-    for name, module in found.items():
-        if isinstance(module, KroneckerExperts):
-            put(model, name, module.to_experts())
-            continue
-        made: Any = module.to_linear() if isinstance(module, SmallerLinear) else module.to_embedding()
-        made.weight = weights.setdefault(id(module.a), made.weight)
-        put(model, name, made)
-    own_saving_(model)
-    return list(found)

@@ -26,7 +26,8 @@ from ..fitting.fit import UNKNOWN, Part, fit_
 from ..layers.experts import is_experts
 from ..layers.weights import bias_of, dense
 from .blocks import Stack, block_influences, blocks_to_keep, config_with_blocks, keep_blocks_, least_influential
-from .convert import check_layer, num_parameters
+from .checks import check_layer
+from .convert import num_parameters
 from .finding import find_mlps, snapshot
 from .mlps import Mlp
 from .stock import attribute_changes, stock_config

@@ -1,10 +1,10 @@
-"""`plan`: what each MLP of a model becomes, within a budget of parameters or time, by what it costs where it counts."""
+"""`plan`: each candidate is fitted to each MLP and put in its place, to see what it costs where it counts."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,18 +12,20 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from model_components._modes import evaluating
-from model_components._report import Axes, Figure, Report, Table, bars
 
-from .config import STRUCTURES, Config, KroneckerConfig, LowRankConfig, PruneConfig, structure_of
-from .data import batches
-from .fitting.block import Block, blocks_with
-from .fitting.calls import outputs_of, tokens
-from .fitting.fit import Part, fit_part, place_
-from .layers.experts import is_experts
-from .layers.weights import bias_of, dense
-from .surgery.convert import check_layer, num_parameters
-from .surgery.finding import find_mlps, snapshot
-from .surgery.mlps import Mlp
+from ..config import STRUCTURES, Config, KroneckerConfig, LowRankConfig, PruneConfig
+from ..data import batches
+from ..fitting.block import Block, blocks_with
+from ..fitting.calls import outputs_of, tokens
+from ..fitting.fit import Part, fit_part, place_
+from ..layers.experts import is_experts
+from ..layers.weights import bias_of, dense
+from ..surgery.checks import check_layer
+from ..surgery.convert import num_parameters
+from ..surgery.finding import find_mlps, snapshot
+from ..surgery.mlps import Mlp
+from .choice import Choice, Plan
+from .solving import Limits, best_of_each, same_for_all
 
 SHARES = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 
@@ -41,94 +43,6 @@ CANDIDATES: dict[str, tuple[Config, ...]] = {
 _SAMPLE = 8  # MLPs that a structure for all is tried on
 _SLACK = 1e-3  # above a share of parameters: a small factor has some, too
 _KRONECKER_SHAPES = ((2, 1), (4, 1), (1, 2), (2, 2), (3, 3))  # tried where all MLPs have the same
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What one MLP could become."""
-
-    config: Config | None  # None: left dense
-    parameters: int
-    error: float  # of its block's output, squared, relative: what it changes in the residual stream
-    seconds: float  # that its block took for the calibration batches
-
-    @property
-    def structure(self) -> str:
-        """In words."""
-        if self.config is None:
-            return "dense"
-        if isinstance(self.config, KroneckerConfig):
-            return f"kronecker {self.config.rank} x B {self.config.b_shape}"
-        return f"{structure_of(self.config)} {self.config.keep:.0%}"
-
-
-@dataclass(frozen=True)
-class Plan(Report):
-    """A config for every MLP that becomes smaller, with what it was chosen by."""
-
-    chosen: dict[str, Choice]  # of the MLPs that were measured, by the name of the layer that writes the block's width
-    options: dict[str, tuple[Choice, ...]]
-    configs: dict[str, Config]  # by the names of all MLPs' layers: what `convert_` takes
-    parameters: int
-    budget: int | None
-    mlps: int
-
-    @property
-    def prune(self) -> PruneConfig | None:
-        """What `prune_` takes, where all MLPs lose the same share of their neurons: the result is a stock model."""
-        found = {c.config for c in self.chosen.values()}
-        config = found.pop()
-        return replace(config, refit="all") if isinstance(config, PruneConfig) and not found else None
-
-    @property
-    def seconds(self) -> float:
-        """Of the chosen blocks, for the calibration batches."""
-        return sum(c.seconds for c in self.chosen.values())
-
-    def summary(self) -> list[str]:
-        """Parameters, budget and time."""
-        dense = sum(held[0].seconds for held in self.options.values())
-        wanted = "" if self.budget is None else f" for a budget of {self.budget:,}"
-        return [
-            f"{self.parameters:,} parameters{wanted}; blocks take {self.seconds / max(dense, 1e-9):.0%} of the time"
-        ]
-
-    def table(self) -> Table:
-        """A row for each MLP, by the layer that writes the block's width."""
-        rows = [
-            (name, c.structure, f"{c.parameters:,}", f"{c.error**0.5:.3f}", f"{c.seconds / self._dense(name):.2f}")
-            for name, c in self.chosen.items()
-        ]
-        return Table(("MLP", "choice", "parameters", "error", "time"), rows)
-
-    def remarks(self) -> list[str]:
-        """What every structure would cost everywhere, where all MLPs can have it; and how many MLPs were measured."""
-        by_structure: dict[str, list[Choice]] = {}
-        for choices in self.options.values():
-            for choice in choices[1:]:
-                by_structure.setdefault(choice.structure, []).append(choice)
-        remarks = [
-            f"{name} everywhere: error {(sum(c.error for c in choices) / len(choices)) ** 0.5:.3f}, "
-            f"{sum(c.seconds for c in choices) / sum(map(self._dense, self.options)):.0%} of the time"
-            for name, choices in by_structure.items()
-            if len(choices) == len(self.options)
-        ]
-        return [*remarks, *([f"measured on {len(self.options)} of {self.mlps} MLPs"] if self._sampled else [])]
-
-    @property
-    def _sampled(self) -> bool:
-        return len(self.options) < self.mlps
-
-    def _dense(self, name: str) -> float:
-        return max(1e-9, self.options[name][0].seconds)
-
-    def plot(self, ax: Axes | None = None) -> Figure:
-        """The parameters that each MLP gets (extra ``plot``), on ``ax`` or in a new figure.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        return bars(ax, "Plan.plot", {n: c.parameters for n, c in self.chosen.items()}, "parameters")
 
 
 @torch.no_grad()
@@ -209,12 +123,12 @@ def plan(
     measured = _spread(mlps) if uniform else mlps
     with evaluating(model):
         options = _measured(model, mlps, data, {m.down: trying[m.down] for m in measured}, progress)
-    limits: list[tuple[Callable[[Choice], float], float]] = []
+    limits: Limits = []
     if budget is not None and not uniform:
         limits.append((lambda c: c.parameters, budget - (total - inside)))
     if time_budget is not None:
         limits.append((lambda c: c.seconds, time_budget * sum(held[0].seconds for held in options.values())))
-    chosen = _same_for_all(options, limits) if uniform else _choose(options, limits)
+    chosen = same_for_all(options, limits) if uniform else best_of_each(options, limits)
     configs: dict[str, Config] = {}
     parameters = total - inside
     for mlp in mlps:
@@ -344,67 +258,3 @@ def _run(block: Block, states: Sequence[Tensor]) -> tuple[list[Tensor], float]:
     begin = time.perf_counter()
     outputs = outputs_of(block.module, block.calls, states)
     return outputs, time.perf_counter() - begin
-
-
-Limits = Sequence[tuple[Callable[[Choice], float], float]]  # what is limited, and by what
-
-
-def _within(chosen: Mapping[str, Choice], limits: Limits) -> bool:
-    return all(sum(cost(c) for c in chosen.values()) <= limit for cost, limit in limits)
-
-
-def _same_for_all(options: Mapping[str, tuple[Choice, ...]], limits: Limits) -> dict[str, Choice]:
-    """The structure that costs least when all MLPs have it."""
-    shared = [c.config for c in next(iter(options.values()))[1:]]
-    by_config = [{n: next((c for c in held if c.config == s), None) for n, held in options.items()} for s in shared]
-    plans = [{n: c for n, c in p.items() if c is not None} for p in by_config if all(p.values())]
-    possible = [p for p in plans if _within(p, limits)]
-    if not possible:
-        raise ValueError("plan: no structure is within the budget for all MLPs; needed a larger one")
-    return min(possible, key=lambda p: sum(c.error for c in p.values()))
-
-
-def _choose(options: Mapping[str, tuple[Choice, ...]], limits: Limits) -> dict[str, Choice]:
-    """The least sum of errors within limits: by a price for each share of a limit, then by spending what is left."""
-    found: list[dict[str, Choice]] = []
-    for mix in [(1.0,)] if len(limits) == 1 else [(i / 10, 1 - i / 10) for i in range(11)]:
-        if (cheapest := _at_price(options, limits, mix)) is not None:
-            found.append(_spend(options, limits, cheapest))
-    if not found:
-        raise ValueError("plan: no choice for all MLPs is within the budget of time, needed a larger one")
-    return min(found, key=lambda p: sum(c.error for c in p.values()))
-
-
-def _at_price(
-    options: Mapping[str, tuple[Choice, ...]], limits: Limits, mix: Sequence[float]
-) -> dict[str, Choice] | None:
-    """The best choices at the lowest price at which they are within the limits."""
-
-    def price(choice: Choice) -> float:
-        return sum(m * cost(choice) / limit for m, (cost, limit) in zip(mix, limits, strict=True))
-
-    def at(rate: float) -> dict[str, Choice]:
-        return {n: min(held, key=lambda c: c.error + rate * price(c)) for n, held in options.items()}
-
-    low, high = 1e-12, 1e12
-    if not _within(at(high), limits):
-        return None
-    for _ in range(100):
-        middle = (low * high) ** 0.5
-        low, high = (low, middle) if _within(at(middle), limits) else (middle, high)
-    return at(high)
-
-
-def _spend(options: Mapping[str, tuple[Choice, ...]], limits: Limits, chosen: dict[str, Choice]) -> dict[str, Choice]:
-    """The same with what is left of the limits spent on whatever lowers the error most."""
-    while True:
-        steps = [
-            (chosen[n].error - c.error, n, c)
-            for n, held in options.items()
-            for c in held
-            if c.error < chosen[n].error and _within(chosen | {n: c}, limits)
-        ]
-        if not steps:
-            return chosen
-        _, name, choice = max(steps, key=lambda s: s[0])
-        chosen = chosen | {name: choice}

@@ -1,0 +1,97 @@
+"""What an MLP could become, and the plan that says what each does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from model_components._report import Axes, Figure, Report, Table, bars
+
+from ..config import Config, KroneckerConfig, PruneConfig, structure_of
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one MLP could become."""
+
+    config: Config | None  # None: left dense
+    parameters: int
+    error: float  # of its block's output, squared, relative: what it changes in the residual stream
+    seconds: float  # that its block took for the calibration batches
+
+    @property
+    def structure(self) -> str:
+        """In words."""
+        if self.config is None:
+            return "dense"
+        if isinstance(self.config, KroneckerConfig):
+            return f"kronecker {self.config.rank} x B {self.config.b_shape}"
+        return f"{structure_of(self.config)} {self.config.keep:.0%}"
+
+
+@dataclass(frozen=True)
+class Plan(Report):
+    """A config for every MLP that becomes smaller, with what it was chosen by."""
+
+    chosen: dict[str, Choice]  # of the MLPs that were measured, by the name of the layer that writes the block's width
+    options: dict[str, tuple[Choice, ...]]
+    configs: dict[str, Config]  # by the names of all MLPs' layers: what `convert_` takes
+    parameters: int
+    budget: int | None
+    mlps: int
+
+    @property
+    def prune(self) -> PruneConfig | None:
+        """What `prune_` takes, where all MLPs lose the same share of their neurons: the result is a stock model."""
+        found = {c.config for c in self.chosen.values()}
+        config = found.pop()
+        return replace(config, refit="all") if isinstance(config, PruneConfig) and not found else None
+
+    @property
+    def seconds(self) -> float:
+        """Of the chosen blocks, for the calibration batches."""
+        return sum(c.seconds for c in self.chosen.values())
+
+    def summary(self) -> list[str]:
+        """Parameters, budget and time."""
+        dense = sum(held[0].seconds for held in self.options.values())
+        wanted = "" if self.budget is None else f" for a budget of {self.budget:,}"
+        return [
+            f"{self.parameters:,} parameters{wanted}; blocks take {self.seconds / max(dense, 1e-9):.0%} of the time"
+        ]
+
+    def table(self) -> Table:
+        """A row for each MLP, by the layer that writes the block's width."""
+        rows = [
+            (name, c.structure, f"{c.parameters:,}", f"{c.error**0.5:.3f}", f"{c.seconds / self._dense(name):.2f}")
+            for name, c in self.chosen.items()
+        ]
+        return Table(("MLP", "choice", "parameters", "error", "time"), rows)
+
+    def remarks(self) -> list[str]:
+        """What every structure would cost everywhere, where all MLPs can have it; and how many MLPs were measured."""
+        by_structure: dict[str, list[Choice]] = {}
+        for choices in self.options.values():
+            for choice in choices[1:]:
+                by_structure.setdefault(choice.structure, []).append(choice)
+        remarks = [
+            f"{name} everywhere: error {(sum(c.error for c in choices) / len(choices)) ** 0.5:.3f}, "
+            f"{sum(c.seconds for c in choices) / sum(map(self._dense, self.options)):.0%} of the time"
+            for name, choices in by_structure.items()
+            if len(choices) == len(self.options)
+        ]
+        return [*remarks, *([f"measured on {len(self.options)} of {self.mlps} MLPs"] if self._sampled else [])]
+
+    @property
+    def _sampled(self) -> bool:
+        return len(self.options) < self.mlps
+
+    def _dense(self, name: str) -> float:
+        return max(1e-9, self.options[name][0].seconds)
+
+    def plot(self, ax: Axes | None = None) -> Figure:
+        """The parameters that each MLP gets (extra ``plot``), on ``ax`` or in a new figure.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        return bars(ax, "Plan.plot", {n: c.parameters for n, c in self.chosen.items()}, "parameters")

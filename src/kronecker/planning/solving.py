@@ -1,0 +1,70 @@
+"""What each MLP becomes, of what it could: the least sum of errors within limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from .choice import Choice
+
+Limits = list[tuple[Callable[[Choice], float], float]]  # what is limited, and by what
+
+
+def _within(chosen: Mapping[str, Choice], limits: Limits) -> bool:
+    return all(sum(cost(c) for c in chosen.values()) <= limit for cost, limit in limits)
+
+
+def same_for_all(options: Mapping[str, tuple[Choice, ...]], limits: Limits) -> dict[str, Choice]:
+    """The structure that costs least when all MLPs have it."""
+    shared = [c.config for c in next(iter(options.values()))[1:]]
+    by_config = [{n: next((c for c in held if c.config == s), None) for n, held in options.items()} for s in shared]
+    plans = [{n: c for n, c in p.items() if c is not None} for p in by_config if all(p.values())]
+    possible = [p for p in plans if _within(p, limits)]
+    if not possible:
+        raise ValueError("plan: no structure is within the budget for all MLPs; needed a larger one")
+    return min(possible, key=lambda p: sum(c.error for c in p.values()))
+
+
+def best_of_each(options: Mapping[str, tuple[Choice, ...]], limits: Limits) -> dict[str, Choice]:
+    """The least sum of errors within limits: by a price for each share of a limit, then by spending what is left."""
+    found: list[dict[str, Choice]] = []
+    for mix in [(1.0,)] if len(limits) == 1 else [(i / 10, 1 - i / 10) for i in range(11)]:
+        if (cheapest := _at_price(options, limits, mix)) is not None:
+            found.append(_spend(options, limits, cheapest))
+    if not found:
+        raise ValueError("plan: no choice for all MLPs is within the budget of time, needed a larger one")
+    return min(found, key=lambda p: sum(c.error for c in p.values()))
+
+
+def _at_price(
+    options: Mapping[str, tuple[Choice, ...]], limits: Limits, mix: Sequence[float]
+) -> dict[str, Choice] | None:
+    """The best choices at the lowest price at which they are within the limits."""
+
+    def price(choice: Choice) -> float:
+        return sum(m * cost(choice) / limit for m, (cost, limit) in zip(mix, limits, strict=True))
+
+    def at(rate: float) -> dict[str, Choice]:
+        return {n: min(held, key=lambda c: c.error + rate * price(c)) for n, held in options.items()}
+
+    low, high = 1e-12, 1e12
+    if not _within(at(high), limits):
+        return None
+    for _ in range(100):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if _within(at(middle), limits) else (middle, high)
+    return at(high)
+
+
+def _spend(options: Mapping[str, tuple[Choice, ...]], limits: Limits, chosen: dict[str, Choice]) -> dict[str, Choice]:
+    """The same with what is left of the limits spent on whatever lowers the error most."""
+    while True:
+        steps = [
+            (chosen[n].error - c.error, n, c)
+            for n, held in options.items()
+            for c in held
+            if c.error < chosen[n].error and _within(chosen | {n: c}, limits)
+        ]
+        if not steps:
+            return chosen
+        _, name, choice = max(steps, key=lambda s: s[0])
+        chosen = chosen | {name: choice}

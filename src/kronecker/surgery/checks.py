@@ -1,0 +1,65 @@
+"""What cannot be changed is refused before anything is."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig
+from ..layers.experts import KroneckerExperts, is_experts
+from ..layers.weights import dense
+from .finding import COMPRESSED, is_linear
+
+
+def tied_modules(model: nn.Module) -> dict[str, list[str]]:
+    """Modules that share a weight, by the name of the embedding among them."""
+    holders: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            holders.setdefault(id(weight), []).append(name)
+    made: dict[str, list[str]] = {}
+    for names in holders.values():
+        if len(names) > 1:
+            for name in names:
+                made[name] = [n for n in names if n != name]
+    return made
+
+
+def check_layer(operation: str, name: str, module: nn.Module) -> None:
+    """Refuse a layer that cannot be converted."""
+    if isinstance(module, COMPRESSED):
+        raise ValueError(f"{operation}: {name} is compressed already; revert_(model) first, or leave it out")
+    parameters = list(module.parameters())
+    if any(p.is_meta for p in parameters):
+        raise ValueError(f"{operation}: {name} is on the meta device, needed loaded weights")
+    if (
+        not all(p.is_floating_point() for p in parameters)
+        or hasattr(module, "quant_state")
+        or "quant" in type(module).__module__
+        or "bnb" in type(module).__module__
+    ):
+        raise ValueError(f"{operation}: {name} is a quantised {type(module).__name__}, needed float weights")
+    for p in parameters:
+        if not torch.isfinite(p).all() or (p.dim() > 1 and not p.any()):
+            raise ValueError(f"{operation}: {name} has a weight that is zero or not finite, needed numbers")
+
+
+def check_config(name: str, module: nn.Module, config: Config, tied: bool) -> None:
+    """Refuse what a config cannot make of a layer."""
+    if isinstance(config, LowRankConfig) and (tied or not is_linear(module)):
+        raise ValueError(f"convert_: {name} is tied or not a linear layer; LowRankConfig needs one of its own")
+    if isinstance(config, PruneConfig):
+        if tied or not (is_linear(module) or is_experts(module)):
+            raise ValueError(f"convert_: {name} is tied or not a linear layer; PruneConfig needs all layers of an MLP")
+        if config.granularity != "neuron" or config.budget is not None:
+            raise ValueError(
+                f"convert_: {config} is not about one MLP, needed keep and granularity='neuron'; see prune_"
+            )
+        return
+    if isinstance(config, KroneckerConfig) and is_experts(module):
+        KroneckerExperts.like(module, config)
+    elif isinstance(config, KroneckerConfig):
+        config.shapes(*dense(module).shape, operation=f"convert_: {name}")
+    else:
+        config.rank_of(*dense(module).shape, operation=f"convert_: {name}")

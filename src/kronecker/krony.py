@@ -94,7 +94,7 @@ def _state(path: Path) -> dict[str, Tensor]:
     """The file's tensors under nanoGPT's names."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
+    except Exception as error:  # an unpickler fails in as many ways as there are files
         first = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"{_OPERATION}: {path} cannot be read as tensors alone: {first}") from None
     found = found.get("model", found) if isinstance(found, Mapping) else {}

@@ -1010,3 +1010,32 @@ def test_blocks_that_give_tuples_are_passed_by():
     model = transformers.DebertaV2ForSequenceClassification(config).eval()
     report = convert_(model, LowRankConfig(), calibration=[ids(), ids(seed=1)], progress=False)
     assert len(report.layers) == 4
+
+
+@pytest.mark.parametrize("between", [1.0, 3.0])
+def test_blocks_that_are_no_chain_are_fitted_on_what_they_really_read(between):
+    """Something lies between the blocks: hidden states that are handed on from block to block would be wrong."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(6, 24), nn.Linear(24, 6)
+
+        def forward(self, hidden_states):
+            return hidden_states + self.fc2(torch.relu(self.fc1(hidden_states)))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Block(), Block()])
+
+        def forward(self, input_ids):
+            first, second = self.layers
+            return second(first(input_ids) * between)
+
+    torch.manual_seed(0)
+    model, x = Model(), made(400, 6)
+    names = [block.name for block in blocks_with(model, find_mlps(model, {"input_ids": x}), [], [{"input_ids": x}])]
+    assert names == ([""] if between != 1.0 else ["layers.0", "layers.1"])
+    report = convert_(model, PruneConfig(refit="writing"), calibration=[x], progress=False)
+    assert all(0 < r.error < 0.5 for r in report.layers)

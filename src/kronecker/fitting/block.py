@@ -169,10 +169,15 @@ class Block:
 
 
 def blocks_with(model: nn.Module, mlps: Sequence[Mlp], singles: Sequence[str], data: Sequence[Batch]) -> list[Block]:
-    """The model's blocks in order, each with its layers; the first one's calls have the hidden states to begin with."""
-    blocks = blocks_of(model, [*(m.down for m in mlps), *singles])
-    whole = len(blocks) == 1 and blocks[0][0] == ""
-    calls = [[WholeModel(b) for b in data]] if whole else calls_of(model, [b for _, b, _ in blocks], data)
+    """The model's blocks in order, each with its layers; the first one's calls have the hidden states to begin with.
+
+    Where a block reads something else than what the one before it gives, the whole model is one block.
+    """
+    names = [*(m.down for m in mlps), *singles]
+    blocks = blocks_of(model, names)
+    calls = None if not blocks[0][0] else calls_of(model, [b for _, b, _ in blocks], data)
+    if calls is None:  # not a chain of blocks: the whole model is one
+        blocks, calls = [("", model, names)], [[WholeModel(b) for b in data]]
     return [
         Block(model, name, [m for m in mlps if m.down in names], [n for n in singles if n in names], c)
         for (name, _, names), c in zip(blocks, calls, strict=True)

@@ -35,18 +35,30 @@ class Stop(Exception):
     """Ends a forward that has shown enough."""
 
 
-def calls_of(model: nn.Module, blocks: Sequence[nn.Module], data: Sequence[Batch]) -> list[list[Call]]:
+def calls_of(model: nn.Module, blocks: Sequence[nn.Module], data: Sequence[Batch]) -> list[list[Call]] | None:
     """For each block the arguments it gets in the original model; hidden states only for the first.
 
     Where those arguments do not depend on what blocks give, which the first batch shows (nearly always: they are masks
     and positions), the other batches pass the blocks by.
+
+    Returns:
+        The calls; None where a block does not read just what the one before it gives.
     """
-    body, outputs = _body(model, blocks, data[0]), []
-    handle = blocks[-1].register_forward_hook(lambda module, given, out: outputs.append(out))
+    body, outputs, inputs = _body(model, blocks, data[0]), [], []
+
+    def reads(module: nn.Module, given: tuple, named: dict[str, Any]) -> None:
+        inputs.append(given[0] if given else named["hidden_states"])
+
+    handles = [b.register_forward_pre_hook(reads, with_kwargs=True) for b in blocks]
+    handles += [b.register_forward_hook(lambda module, given, out: outputs.append(out)) for b in blocks]
     try:
         calls = _captured(body, blocks, data[0])
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
+    given = [out[0] if isinstance(out, tuple) else out for out in outputs]
+    if any(not torch.equal(read, before) for read, before in zip(inputs[1:], given, strict=False)):
+        return None
     rest = data[1:]
     if rest and outputs and _is_one_tensor(outputs[-1]):
         out = outputs[-1]

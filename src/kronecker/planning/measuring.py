@@ -34,7 +34,7 @@ CANDIDATES: dict[str, tuple[Config, ...]] = {
     "low_rank": tuple(LowRankConfig(keep=share, epochs=0) for share in SHARES),
     "kronecker": tuple(
         KroneckerConfig(b_shape=b, rank=r, epochs=0)
-        for b, ranks in (((4, 1), (1, 3)), ((8, 1), (1, 3)), ((2, 2), (1, 3)), ((3, 3), (2, 4)))
+        for b, ranks in (((2, 1), (1,)), ((4, 1), (1, 3)), ((8, 1), (1, 3)), ((2, 2), (1, 3)), ((3, 3), (2, 4)))
         for r in ranks
     ),
 }

@@ -351,7 +351,8 @@ def main(arguments: list[str] | None = None) -> None:
             print(row, flush=True)
             if options.steps == STEPS:
                 if FOUND.exists():  # another process may have added rows
-                    found["rows"] = json.loads(FOUND.read_text(encoding="utf-8"))["rows"]
+                    stored = json.loads(FOUND.read_text(encoding="utf-8"))
+                    found = {"originals": stored["originals"] | found["originals"], "rows": stored["rows"]}
                 found["rows"].append(row)
                 FOUND.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     except real.AbsentError as error:

@@ -270,9 +270,8 @@ def fold(model: nn.Module, out: str | Path, *, tokenizer: Any = None) -> None:
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"fold: model is {type(model).__name__}, needed a transformers model")
     if sizes := resized(model):
-        raise ValueError(
-            f"fold: {next(iter(sizes))} has the size {next(iter(sizes.values()))} that its config cannot hold"
-        )
+        name, size = next(iter(sizes.items()))
+        raise ValueError(f"fold: {name} lost neurons in convert_ and is {size}, needed prune_ for a stock model")
     layers = compressed(model)
     if not layers:
         raise ValueError("fold: the model has no compressed layer")

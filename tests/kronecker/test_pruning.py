@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from kronecker import PruneConfig, convert_, num_parameters, prune_
+from kronecker import LowRankConfig, PruneConfig, convert_, num_parameters, prune_
 from kronecker.fitting.calls import Call
 from kronecker.fitting.elimination import eliminate, refitted
 from kronecker.fitting.mlp import MlpWeights, Seen
@@ -535,6 +535,8 @@ def test_blocks_by_budget_and_what_is_refused(tmp_path, monkeypatch):
         prune_(tiny("gpt2"), PruneConfig(budget=10, granularity="block"), calibration=[ids()], progress=False)
     with pytest.raises(ValueError, match="granularity is 'head', needed one of neuron, block"):
         PruneConfig(granularity="head")
+    with pytest.raises(ValueError, match="config is a LowRankConfig, needed a PruneConfig"):
+        prune_(tiny("gpt2"), LowRankConfig(), calibration=[ids()], progress=False)
     with pytest.raises(ValueError, match="is not about one MLP"):
         convert_(tiny("gpt2"), PruneConfig(granularity="block"), calibration=[ids()], progress=False)
     model = tiny("gpt2")

@@ -15,9 +15,11 @@ from kronecker import (
     KroneckerConfig,
     KroneckerLinear,
     KroneckerTrainer,
+    PruneConfig,
     convert_,
     from_pretrained,
     parameter_groups,
+    prune_,
 )
 from kronecker.training.groups import factor_parameters
 from tests.support.models import tiny
@@ -334,3 +336,19 @@ def loss_of(model, teacher, out):
 def test_bad_input_is_refused(call, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         call(tmp_path)
+
+
+def test_what_a_pruned_model_cannot_learn_from_is_refused(tmp_path):
+    teacher, model = tiny("gpt2"), tiny("gpt2")
+    calibration = [torch.randint(3, 96, (2, 8))]
+    prune_(model, PruneConfig(keep=0.5, granularity="block"), calibration=calibration, progress=False)
+    for distill in (DistillConfig(hidden=1.0), DistillConfig(layers=1.0)):
+        with pytest.raises(ValueError, match=r"has \d blocks and its teacher \d, needed DistillConfig of logits"):
+            KroneckerTrainer(model, arguments(tmp_path), teacher=teacher, distill=distill)
+    with pytest.raises(ValueError, match="teacher is the model itself"):
+        KroneckerTrainer(model, arguments(tmp_path), teacher=model)
+    rows = [{"input_ids": row, "labels": row} for row in calibration[0]]
+    freeze = [FreezePretrained(1)]
+    trainer = KroneckerTrainer(model, arguments(tmp_path), teacher=teacher, train_dataset=rows, callbacks=freeze)
+    with pytest.raises(ValueError, match="FreezePretrained: GPT2LMHeadModel has no factors"):
+        trainer.train()

@@ -116,6 +116,8 @@ def prune_(
     (4, torch.Size([4, 4]))
     """
     config = config or PruneConfig()
+    if not isinstance(config, PruneConfig):
+        raise ValueError(f"prune_: config is a {type(config).__name__}, needed a PruneConfig; convert_ takes it")
     _refuse(model)
     data = batches(calibration, model, "prune_")
     parts = _parts(model, data)

@@ -35,6 +35,9 @@ class FreezePretrained(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remember what is frozen anyway."""
+        if not factor_parameters(kwargs["model"]):
+            kind = type(kwargs["model"]).__name__
+            raise ValueError(f"FreezePretrained: {kind} has no factors, so that nothing would learn; leave it out")
         self._kept = {id(p) for p in kwargs["model"].parameters() if not p.requires_grad}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

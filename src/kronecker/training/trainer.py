@@ -64,9 +64,13 @@ class KroneckerTrainer(StepTrainer):
             )
         if distill is not None and teacher is None:
             raise ValueError("KroneckerTrainer: distill needs a teacher, got None")
+        if teacher is model:
+            raise ValueError("KroneckerTrainer: teacher is the model itself, needed the original, loaded again")
         self.teacher = None if teacher is None else teacher.eval().requires_grad_(False)
         self.distill = (distill or DistillConfig()) if teacher is not None else None
         self.rates = {"pretrained_learning_rate": pretrained_learning_rate, "structure_aware": structure_aware}
+        if teacher is not None and self.distill and (self.distill.hidden or self.distill.layers):
+            _check_depth(model, teacher)
         self._mlps = (
             TeacherMlps(teacher, model) if teacher is not None and self.distill and self.distill.layers else None
         )
@@ -176,6 +180,16 @@ class KroneckerTrainer(StepTrainer):
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint or "")
+
+
+def _check_depth(model: nn.Module, teacher: nn.Module) -> None:
+    """Hidden states and layers are compared one by one."""
+    ours, theirs = (getattr(getattr(m, "config", None), "num_hidden_layers", None) for m in (model, teacher))
+    if ours != theirs:
+        raise ValueError(
+            f"KroneckerTrainer: the model has {ours} blocks and its teacher {theirs}, needed DistillConfig of logits "
+            f"and labels alone"
+        )
 
 
 class _GradientNorms(TrainerCallback):

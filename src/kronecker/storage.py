@@ -23,7 +23,9 @@ from .config import Config, KroneckerConfig, PruneConfig, from_dict, to_dict
 from .layers.embedding import KroneckerEmbedding
 from .layers.experts import KroneckerExperts
 from .layers.linear import SmallerLinear, smaller_linear
-from .surgery.finding import COMPRESSED, put, set_parameters_
+from .surgery.finding import COMPRESSED, mlps_if_any, put, set_parameters_
+from .surgery.stock import empty, parameter_shapes
+from .surgery.unread import smallest_stock
 
 MARK = "kronecker.json"
 WEIGHTS = "model.safetensors"
@@ -38,9 +40,7 @@ def resized(model: nn.Module) -> dict[str, list[int]]:
     """Shapes of stock layers' parameters that are not those of the model's config: neurons dropped layer by layer."""
     if not isinstance(model, PreTrainedModel):
         return {}  # it has no config to differ from
-    with torch.device("meta"):
-        stock = type(model)._from_config(copy.deepcopy(model.config))
-    shapes = {n: p.shape for n, p in stock.named_parameters(remove_duplicate=False)}
+    shapes = parameter_shapes(empty(type(model), copy.deepcopy(model.config)))
     own = model.named_parameters(remove_duplicate=False)
     return {n: list(p.shape) for n, p in own if n in shapes and p.shape != shapes[n]}
 
@@ -256,7 +256,10 @@ def _empty(module: nn.Module, config: Config) -> nn.Module:
 
 @torch.no_grad()
 def fold(model: nn.Module, out: str | Path, *, tokenizer: Any = None) -> None:
-    """Write a stock dense checkpoint with the same function, which plain transformers loads.
+    """Write the smallest stock dense checkpoint with the same function, which plain transformers loads.
+
+    Hidden neurons that nothing reads (a B of ``[1, 0]``) go, where all MLPs have such. Where MLPs lost neurons in
+    shares that differ, the others are filled up with zeros to the size of the largest.
 
     Args:
         model: A compressed transformers model, left as it is.
@@ -269,11 +272,8 @@ def fold(model: nn.Module, out: str | Path, *, tokenizer: Any = None) -> None:
     check_new(out, "fold")
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"fold: model is {type(model).__name__}, needed a transformers model")
-    if sizes := resized(model):
-        name, size = next(iter(sizes.items()))
-        raise ValueError(f"fold: {name} lost neurons in convert_ and is {size}, needed prune_ for a stock model")
     layers = compressed(model)
-    if not layers:
+    if not layers and not resized(model):
         raise ValueError("fold: the model has no compressed layer")
     refuse_fading(model, "fold")
     state: dict[str, Tensor] = {}
@@ -288,7 +288,8 @@ def fold(model: nn.Module, out: str | Path, *, tokenizer: Any = None) -> None:
             dense = layer.to_linear() if isinstance(layer, SmallerLinear) else layer.to_embedding()  # pyrefly: ignore
             dense.weight = shared.setdefault(id(layer.a), dense.weight)  # pyrefly: ignore
         state |= {f"{name}.{k}": v for k, v in dense.named_parameters(recurse=False)}
-    stock = _stock(type(model), model.config, next(model.parameters()).dtype)
+    state, config = smallest_stock(model, mlps_if_any(model), state)
+    stock = _stock(type(model), config, next(model.parameters()).dtype)
     stock.load_state_dict(state, assign=True)
     stock.tie_weights()
     if model.can_generate() and model.generation_config is not None:

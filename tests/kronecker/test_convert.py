@@ -212,7 +212,7 @@ def test_a_tied_embedding_and_head_stay_tied(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_save_load_fold_and_revert(kind, tmp_path):
     model = tiny(kind)
-    convert_(model, KroneckerConfig(b_shape=(2, 1), scales=True, init="prune"), progress=False)
+    convert_(model, KroneckerConfig(b_shape=(2, 1), scales=True, init="van_loan"), progress=False)
     after = output(model)
     save_pretrained(model, tmp_path / "small")
     assert torch.equal(output(from_pretrained(tmp_path / "small")), after)
@@ -811,10 +811,30 @@ def test_neurons_dropped_layer_by_layer_are_saved_with_their_sizes(kind, tmp_pat
     assert torch.equal(output(from_pretrained(tmp_path / "again")), after)
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         auto_class(kind).from_pretrained(tmp_path / "small")
-    with pytest.raises(ValueError, match=r"fold: .* lost neurons in convert_ and is .*, needed prune_"):
-        fold(model, tmp_path / "dense")
+    fold(model, tmp_path / "stock")  # all MLPs get the size of the largest
+    stock = auto_class(kind).from_pretrained(tmp_path / "stock").eval()
+    torch.testing.assert_close(output(stock), after)
+    assert {dense(stock.get_submodule(m.down)).shape[1] for m in mlps} == {max(sizes.values())}
     with pytest.raises(ValueError, match="is not an MLP by itself; PruneConfig needs all layers of one"):
         convert_(tiny(kind), {mlps[0].down: PruneConfig()}, calibration=[ids()], progress=False)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "mixtral"])
+def test_neurons_that_nothing_reads_are_gone_from_a_folded_model(kind, tmp_path):
+    model = tiny(kind)
+    convert_(model, VAN_LOAN, progress=False)
+    for name, factor in model.named_parameters():
+        if name.endswith((".b", "_b")):  # one entry is 1, the others are 0
+            factor.data.copy_(torch.eye(factor[0].numel())[-1].view(factor.shape[-2:]).expand_as(factor))
+    fold(model, tmp_path / "stock")
+    stock = auto_class(kind).from_pretrained(tmp_path / "stock").eval()
+    torch.testing.assert_close(output(stock), output(model))
+    assert num_parameters(stock) < num_parameters(tiny(kind))
+    next(p for n, p in model.named_parameters() if n.endswith("b") and p.shape[-1] == 2).data.fill_(0.5)
+    fold(model, tmp_path / "whole")  # one MLP reads all of its neurons
+    whole = auto_class(kind).from_pretrained(tmp_path / "whole").eval()
+    torch.testing.assert_close(output(whole), output(model))
+    assert num_parameters(whole) == num_parameters(tiny(kind))
 
 
 def test_an_error_puts_dropped_neurons_back(monkeypatch):

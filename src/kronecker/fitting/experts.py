@@ -20,7 +20,6 @@ from .mlp import Matrix, Middle, MlpWeights, Seen
 from .neurons import fit_neurons
 
 _EXPERT = Mlp(("gate_up_proj",), "down_proj", "halves")
-GROUPED = 8  # what sizes of experts are multiples of: transformers multiplies all of a stack in one grouped product
 _NAMES = ("gate_up_proj", "down_proj")
 
 Routed = Sequence[tuple[Tensor, Tensor]]  # for each batch the tokens (N, H) and the experts of each (N, k)

@@ -15,6 +15,8 @@ from ..config import KroneckerConfig
 from ..functional import kron_linear
 from .weights import start
 
+GROUPED = 8  # what sizes of experts are multiples of: transformers multiplies all of a stack in one grouped product
+
 
 def is_experts(module: nn.Module) -> bool:
     """Whether it is a stack of gated experts as transformers 5 holds them: (E, 2 I, H) and (E, H, I)."""

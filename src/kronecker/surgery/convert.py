@@ -22,11 +22,10 @@ from .._eager import scaled
 from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig, to_dict
 from ..data import Batch, batches
 from ..fitting.cache import FitCache
-from ..fitting.experts import GROUPED
 from ..fitting.fit import UNKNOWN, Fitted, Part, fit_
 from ..init import relative_error
 from ..layers.embedding import KroneckerEmbedding
-from ..layers.experts import KroneckerExperts, is_experts
+from ..layers.experts import GROUPED, KroneckerExperts, is_experts
 from ..layers.linear import KroneckerLinear, LowRankLinear, SmallerLinear
 from ..layers.weights import SmallerWeight, bias_of, dense
 from ..storage import own_saving_, resized

@@ -8,6 +8,7 @@ head), and so does an MLP with a norm between its matrices.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -91,11 +92,17 @@ def find_mlps(
             while trials:
                 trials, now = _apart(trials, taken=_names(found))
                 found += _confirmed(model, now, runs, rows)
-        if not found:  # square matrices are attention's nearly always, and what is done to those reaches far
-            for mlp in (mlp for run in runs for mlp in run.hypotheses if run.square):
-                found += _confirmed(model, [mlp], runs, rows) if _names(found).isdisjoint((*mlp.ups, mlp.down)) else []
+        kinds = {_kind(m) for m in found}  # square matrices are attention's nearly always, and what is done to those
+        for mlp in (mlp for run in runs for mlp in run.hypotheses if run.square):  # reaches far
+            if (_kind(mlp) in kinds or not kinds) and _names(found).isdisjoint((*mlp.ups, mlp.down)):
+                found += _confirmed(model, [mlp], runs, rows)
     order = {r.name: i for i, r in enumerate(runs)}
     return sorted(found, key=lambda m: order[m.down])
+
+
+def _kind(mlp: Mlp) -> tuple[str, ...]:
+    """Names that are the same in all blocks."""
+    return tuple(re.sub(r"\d+", "#", name) for name in (*mlp.ups, mlp.down))
 
 
 def _names(mlps: Sequence[Mlp]) -> set[str]:

@@ -21,9 +21,9 @@ from ..config import PruneConfig
 from ..data import Batch, batches
 from ..fitting.block import blocks_with
 from ..fitting.cache import FitCache
-from ..fitting.experts import GROUPED, experts_shapes
+from ..fitting.experts import experts_shapes
 from ..fitting.fit import UNKNOWN, Part, fit_
-from ..layers.experts import is_experts
+from ..layers.experts import GROUPED, is_experts
 from ..layers.weights import bias_of, dense
 from .blocks import Stack, block_influences, blocks_to_keep, config_with_blocks, keep_blocks_, least_influential
 from .checks import check_layer

@@ -41,10 +41,10 @@ def stock_config(
                 for step in path:
                     holder = getattr(holder, step)
                 setattr(holder, name, new)
-            if _shapes(cls, config) == wanted:
+            if parameter_shapes(empty(cls, config)) == wanted:
                 return config
     fields = ", ".join(name for _, name, _ in places) or "none"
-    shapes = _shapes(cls, before)
+    shapes = parameter_shapes(empty(cls, before))
     name, shape = next((n, s) for n, s in wanted.items() if shapes.get(n) != s)
     raise ValueError(
         f"prune_: {type(before).__name__} has no size that gives {name} the shape {list(shape)} (fields of that size: "
@@ -64,11 +64,13 @@ def _places(config: PretrainedConfig, sizes: Mapping[int, int], path: tuple[str,
             yield path, name, sizes[value]
 
 
-def _shapes(cls: type[PreTrainedModel], config: PretrainedConfig) -> Shapes:
-    return {n: p.shape for n, p in _empty(cls, config).named_parameters(remove_duplicate=False)}
+def parameter_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """By name; tied ones under each of their names."""
+    return {n: p.shape for n, p in model.named_parameters(remove_duplicate=False)}
 
 
-def _empty(cls: type[PreTrainedModel], config: PretrainedConfig) -> nn.Module:
+def empty(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """A model on the meta device."""
     with torch.device("meta"):
         return cls._from_config(config)
 
@@ -79,7 +81,7 @@ def attribute_changes(model: PreTrainedModel, config: PretrainedConfig) -> list[
     Plain attributes (sizes, counts) that differ between a model of the old config and one of the new, and the config
     itself; whatever a user has set stays.
     """
-    old, new = (dict(_empty(type(model), c).named_modules()) for c in (copy.deepcopy(model.config), config))
+    old, new = (dict(empty(type(model), c).named_modules()) for c in (copy.deepcopy(model.config), config))
     changes: list[tuple[nn.Module, str, object]] = []
     for name, module in model.named_modules():
         if name not in new or name not in old:

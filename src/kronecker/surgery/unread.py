@@ -1,0 +1,106 @@
+"""The smallest stock model of the same function: hidden neurons that nothing reads go, too short layers are filled up.
+
+A stock config has one size for all layers, so that the layer that needs most neurons says how many all of them have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ..layers.experts import GROUPED, KroneckerExperts, is_experts
+from .mlps import LAYOUTS, Mlp
+from .stock import empty, parameter_shapes, stock_config
+
+
+@dataclass(frozen=True)
+class _Hidden:
+    """The parameters that write and read an MLP's hidden neurons, and along which dimension."""
+
+    writes: tuple[tuple[str, int], ...]
+    reads: tuple[str, int]
+    layout: str
+    unit: int = 1  # what its size is a multiple of
+
+    def read_neurons(self, state: Mapping[str, Tensor]) -> Tensor:
+        """Those whose column is not zero within rounding, in their order."""
+        name, dim = self.reads
+        weight = state[name].movedim(dim, 0).flatten(1).float()
+        norms = weight.norm(dim=1)
+        return torch.nonzero(norms > torch.finfo(state[name].dtype).eps * norms.max()).flatten()
+
+    def count(self, tensors: Mapping[str, Tensor] | Mapping[str, torch.Size]) -> int:
+        """Of its hidden neurons."""
+        name, dim = self.reads
+        found = tensors[name]
+        return (found.shape if isinstance(found, Tensor) else found)[dim]
+
+    def resized(self, state: Mapping[str, Tensor], keep: int) -> dict[str, Tensor]:
+        """Its parameters with ``keep`` hidden neurons: those that are read, then others, then zeros."""
+        count, read = self.count(state), self.read_neurons(state)
+        unread = torch.ones(count, dtype=torch.bool, device=read.device)
+        unread[read] = False
+        spare = torch.nonzero(unread).flatten()[: max(0, keep - len(read))]
+        neurons = torch.cat([read, spare]).sort().values
+        filled = torch.cat([neurons, neurons.new_zeros(keep - len(neurons))])
+        zeros = torch.arange(len(neurons), keep, device=read.device)
+
+        def taken(name: str, dim: int, layout: str) -> Tensor:
+            rows, blank = LAYOUTS[layout](filled, count), LAYOUTS[layout](zeros, keep)
+            return state[name].index_select(dim, rows).index_fill(dim, blank, 0)
+
+        name, dim = self.reads
+        return {n: taken(n, d, self.layout) for n, d in self.writes} | {name: taken(name, dim, "plain")}
+
+
+def smallest_stock(
+    model: PreTrainedModel, mlps: Sequence[Mlp], state: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], PretrainedConfig]:
+    """A state and the config of a stock model of the same function, with as few hidden neurons as that allows.
+
+    Args:
+        model: Whose layers may be smaller than its config says.
+        mlps: Its MLPs.
+        state: Its weights, dense, by their stock names.
+    """
+    unsmaller = empty(type(model), model.config)
+    stock = parameter_shapes(unsmaller)
+    hidden = [*(_of_mlp(unsmaller, mlp) for mlp in mlps), *_of_experts(model)]
+    sizes: dict[int, int] = {}
+    for part in hidden:
+        needed = max(1, -(-len(part.read_neurons(state)) // part.unit)) * part.unit
+        before = part.count(stock)
+        sizes[before] = min(before, max(needed, sizes.get(before, 0)))
+    smaller = {before: keep for before, keep in sizes.items() if keep < before}
+    config = model.config
+    if smaller:
+        new = {n: t for part in hidden for n, t in part.resized(state, sizes[part.count(stock)]).items()}
+        try:
+            config = stock_config(type(model), model.config, stock | {n: t.shape for n, t in new.items()}, smaller)
+        except ValueError:  # its config has no field for this size
+            sizes = {before: before for before in sizes}
+    for part in hidden:
+        state = {**state, **part.resized(state, sizes[part.count(stock)])}
+    return dict(state), config
+
+
+def _of_mlp(model: nn.Module, mlp: Mlp) -> _Hidden:
+    def rows(name: str) -> int:
+        return 1 if isinstance(model.get_submodule(name), Conv1D) else 0
+
+    writes = []
+    for name in mlp.ups:
+        writes.append((f"{name}.weight", rows(name)))
+        if getattr(model.get_submodule(name), "bias", None) is not None:
+            writes.append((f"{name}.bias", 0))
+    return _Hidden(tuple(writes), (f"{mlp.down}.weight", 1 - rows(mlp.down)), mlp.layout)
+
+
+def _of_experts(model: nn.Module) -> list[_Hidden]:
+    names = [n for n, m in model.named_modules() if is_experts(m) or isinstance(m, KroneckerExperts)]
+    return [_Hidden(((f"{n}.gate_up_proj", 1),), (f"{n}.down_proj", 2), "halves", GROUPED) for n in names]

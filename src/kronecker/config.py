@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 INITS = ("sequential", "van_loan", "van_loan_normalized", "prune", "random")
 LOW_RANK_INITS = ("sequential", "svd")
-GRANULARITIES = ("neuron", "block")
+GRANULARITIES = ("neuron", "head", "block")
 REFITS = ("all", "writing", "none")
 
 
@@ -189,9 +189,10 @@ class PruneConfig:
     """What is dropped, and how what stays makes up for it.
 
     Args:
-        keep: Share of the hidden neurons, or of the blocks, that stays; in `prune_` all layers keep the same number, so
-            that the result is a stock model.
-        granularity: What goes: ``"neuron"`` of the MLPs, or ``"block"``: whole blocks.
+        keep: Share of the hidden neurons, of the heads or of the blocks, that stays; in `prune_` all layers keep the
+            same number, so that the result is a stock model.
+        granularity: What goes: ``"neuron"`` of the MLPs, ``"head"`` of the attentions (those that share a key and a
+            value go together), or ``"block"``: whole blocks.
         budget: Parameters of the whole model instead of ``keep``.
         refit: What is fitted towards the original's outputs: ``"writing"``: the matrix that writes the block's width,
             by least squares in closed form; ``"all"``: then also those that feed it, by descent on the same error,

@@ -714,7 +714,7 @@ def test_the_stream_is_found_and_read(kind, expected, dtype):
             block.original(states)
             out, seen = block._run(block.calls[0], states[0])
             x, _, y = seen[mlp.down]
-            return block._stream(x, y, out, block.calls[0])
+            return block._stream(mlp, x, y, out, block.calls[0])
 
         before = stream()
         for parameter in down.parameters():  # what the MLP says is no part of the stream it adds to
@@ -938,7 +938,7 @@ def _apart(kind, config, monkeypatch, **patched):
 @pytest.mark.parametrize("config", [LowRankConfig(epochs=0), KroneckerConfig(b_shape=(2, 1), epochs=0)])
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_a_fit_makes_up_for_what_the_stream_has_lost(kind, config, monkeypatch):
-    nothing = {"block.Block._stream": lambda self, x, y, out, call: torch.zeros_like(y)}
+    nothing = {"block.Block._stream": lambda self, writer, x, y, out, call: torch.zeros_like(y)}
     assert _apart(kind, config, monkeypatch) < _apart(kind, config, monkeypatch, **nothing)
 
 

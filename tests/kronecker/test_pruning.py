@@ -398,7 +398,7 @@ def test_what_the_stream_has_lost_is_made_up_for(kind, monkeypatch):
             distances.append(float((output(model, ids(64, seed=2)) - before).norm()))
         return sum(distances)
 
-    assert apart() < apart(**{"fitting.block.Block._stream": lambda self, x, y, out, call: torch.zeros_like(y)})
+    assert apart() < apart(**{"fitting.block.Block._stream": lambda self, writer, x, y, out, call: torch.zeros_like(y)})
 
 
 def test_what_a_user_has_set_stays():
@@ -533,8 +533,8 @@ def test_blocks_by_budget_and_what_is_refused(tmp_path, monkeypatch):
     assert report.after == budget
     with pytest.raises(ValueError, match=r"budget is 10, needed .* or more with one block left"):
         prune_(tiny("gpt2"), PruneConfig(budget=10, granularity="block"), calibration=[ids()], progress=False)
-    with pytest.raises(ValueError, match="granularity is 'head', needed one of neuron, block"):
-        PruneConfig(granularity="head")
+    with pytest.raises(ValueError, match="granularity is 'layer', needed one of neuron, head, block"):
+        PruneConfig(granularity="layer")
     with pytest.raises(ValueError, match="config is a LowRankConfig, needed a PruneConfig"):
         prune_(tiny("gpt2"), LowRankConfig(), calibration=[ids()], progress=False)
     with pytest.raises(ValueError, match="is not about one MLP"):

@@ -33,12 +33,15 @@ def normal_equations(weights: MlpWeights, seen: Seen, ridge: float) -> tuple[Ten
     return moment, cross + ridge * weights.down_weight.double()
 
 
-def most_important(weights: MlpWeights, seen: Seen, keep: int, ridge: float) -> Tensor:
-    """The ``keep`` hidden neurons, in their order, without which the others could not make up for what is lost."""
+def most_important(weights: MlpWeights, seen: Seen, keep: int, ridge: float, *, size: int = 1) -> Tensor:
+    """The ``keep`` hidden neurons, in their order, without which the others could not make up for what is lost.
+
+    With ``size``, of that many groups of so many neurons next to each other, which go together.
+    """
     moment, cross = normal_equations(weights, seen, ridge)
     count = len(moment)
     everything = refitted(cross, moment, torch.arange(count, device=moment.device))
-    return eliminate(everything, moment, keep, step=max(1, count // 48)).kept
+    return eliminate(everything, moment, keep, size=size, step=max(1, count // size // 48)).kept
 
 
 def fit_neurons(mlp: Mlp, weights: MlpWeights, seen: Seen, keep: int, config: PruneConfig) -> tuple[MlpWeights, float]:
@@ -52,14 +55,37 @@ def fit_neurons(mlp: Mlp, weights: MlpWeights, seen: Seen, keep: int, config: Pr
         config: ``refit``, ``epochs`` and ``ridge``.
     """
     kept = most_important(weights, seen, keep, config.ridge)
-    small = weights.on(mlp, kept)
-    if config.refit != "none":
-        moment, cross = normal_equations(weights, seen, config.ridge)
-        down = refitted(cross, moment, kept).float()
-        bias, n = small.down_bias, max(1, seen.count)
-        if bias is not None:
-            bias = ((seen.sum_t - down.double() @ seen.sum_h[kept]) / n).float()
-        small = replace(small, down=(down,), down_bias=bias)
+    small = _with_writing_matrix(weights.on(mlp, kept), weights, seen, kept, config)
     if config.refit == "all" and seen.count and small.middle is not None:
         return descended(small, torch.cat(seen.inputs), torch.cat(seen.targets), config.epochs)
     return small, seen.in_order(kept).error(small)
+
+
+def fit_heads(
+    weights: MlpWeights, seen: Seen, groups: int, keep: int, config: PruneConfig
+) -> tuple[Tensor, Tensor | None, float]:
+    """The writing matrix and bias of an attention that reads ``keep`` groups of heads; and the relative error, squared.
+
+    The matrix is as wide as it was, with zeros where a group is not read.
+    """
+    size = len(seen.moment) // groups
+    kept = most_important(weights, seen, keep, config.ridge, size=size)
+    small = replace(weights, down=(weights.down_weight[:, kept],))
+    small = _with_writing_matrix(small, weights, seen, kept, config)
+    wide = torch.zeros_like(weights.down_weight)
+    wide[:, kept] = small.down_weight
+    return wide, small.down_bias, seen.in_order(kept).error(small)
+
+
+def _with_writing_matrix(
+    small: MlpWeights, weights: MlpWeights, seen: Seen, kept: Tensor, config: PruneConfig
+) -> MlpWeights:
+    """Those of the kept neurons with the best matrix and bias that read them, in closed form."""
+    if config.refit == "none":
+        return small
+    moment, cross = normal_equations(weights, seen, config.ridge)
+    down = refitted(cross, moment, kept).float()
+    bias = small.down_bias
+    if bias is not None:
+        bias = ((seen.sum_t - down.double() @ seen.sum_h[kept]) / max(1, seen.count)).float()
+    return replace(small, down=(down,), down_bias=bias)

@@ -10,7 +10,7 @@ _NEAR = 0.02  # of the size: far above any dtype's rounding, far below another a
 
 
 def stream_kind(block: nn.Module, up: nn.Module, down: nn.Module, call: Call, states: Tensor) -> str | None:
-    """Where the stream can be read, found out by running the block.
+    """Where the stream that an MLP adds to can be read, found out by running the block.
 
     ``"output"``: the block's output is the stream plus what the MLP says (pre-norm). ``"read"``: the stream is what the
     MLP reads, and a norm takes the sum of both (post-norm). None: neither, or the whole model is one block.
@@ -25,6 +25,23 @@ def stream_kind(block: nn.Module, up: nn.Module, down: nn.Module, call: Call, st
     if isinstance(call, WholeModel):
         return None
     call.hidden = states
+    if _adds_to_output(block, down, call):
+        return "output"
+    return "read" if _norm_takes_sum(block, up, down, call) else None
+
+
+def attention_stream_kind(block: nn.Module, down: nn.Module, call: Call, states: Tensor) -> str | None:
+    """The same for an attention: ``"input"`` where a norm takes the sum of the block's input and what it says."""
+    if isinstance(call, WholeModel):
+        return None
+    call.hidden = states
+    if _norm_takes_sum(block, None, down, call):
+        return "input"
+    return "output" if _adds_to_output(block, down, call) else None
+
+
+def _adds_to_output(block: nn.Module, down: nn.Module, call: Call) -> bool:
+    """Whether what a layer says is added to the block's output and changes nothing else."""
     plain = call.run(block).float()
     step = float(plain.square().mean().sqrt()) or 1.0
     handle = down.register_forward_hook(lambda module, given, out: out + step)
@@ -32,8 +49,11 @@ def stream_kind(block: nn.Module, up: nn.Module, down: nn.Module, call: Call, st
         moved = call.run(block).float()
     finally:
         handle.remove()
-    if plain.shape == moved.shape and float((moved - plain - step).abs().mean()) < _NEAR * step:
-        return "output"
+    return plain.shape == moved.shape and float((moved - plain - step).abs().mean()) < _NEAR * step
+
+
+def _norm_takes_sum(block: nn.Module, up: nn.Module | None, down: nn.Module, call: Call) -> bool:
+    """Whether a norm reads the sum of what one layer reads (or of the block's input) and what another says."""
     seen: dict[str, Tensor] = {}
     found = [False]
 
@@ -43,8 +63,12 @@ def stream_kind(block: nn.Module, up: nn.Module, down: nn.Module, call: Call, st
             apart = given[0].float() - sum(t.float() for t in both if t is not None)
             found[0] |= bool(apart.abs().mean() < _NEAR * given[0].float().abs().mean())
 
-    handles = [
-        up.register_forward_hook(lambda m, given, out: seen.update(read=given[0])),
+    if up is None:
+        seen["read"] = call.hidden
+        handles = []
+    else:
+        handles = [up.register_forward_hook(lambda m, given, out: seen.update(read=given[0]))]
+    handles += [
         down.register_forward_hook(lambda m, given, out: seen.update(said=out)),
         *(m.register_forward_pre_hook(norm) for m in block.modules() if "Norm" in type(m).__name__),
     ]
@@ -53,4 +77,4 @@ def stream_kind(block: nn.Module, up: nn.Module, down: nn.Module, call: Call, st
     finally:
         for handle in handles:
             handle.remove()
-    return "read" if found[0] else None
+    return found[0]

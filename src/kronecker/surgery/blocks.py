@@ -14,7 +14,7 @@ from ..config import PruneConfig
 from ..fitting.block import Block
 from ..fitting.calls import tokens
 from .finding import blocks_of
-from .stock import Shapes, attribute_changes, stock_config
+from .stock import Shapes, attribute_changes, set_attributes_, stock_config
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,7 @@ def keep_blocks_(model: nn.Module, stack: Stack, stay: Sequence[int], config: Pr
                 vars(module)["layer_idx"] = place
     setattr(model.get_submodule(parent), last, nn.ModuleList(blocks[i] for i in stay))
     if isinstance(model, PreTrainedModel) and config is not None:
-        for module, name, value in attribute_changes(model, config):
-            vars(module)[name] = value
+        set_attributes_(attribute_changes(model, config))
 
 
 def least_influential(influences: Sequence[float], keep: int) -> Mapping[int, float]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -182,3 +183,14 @@ def snapshot(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
             put(model, name, module)
 
     return put_back
+
+
+@contextmanager
+def all_or_nothing(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """On any error within, these submodules are as they were."""
+    put_back = snapshot(model, names)
+    try:
+        yield
+    except BaseException:
+        put_back()
+        raise

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from model_components._modes import evaluating
 from model_components._report import Axes, Figure, Report, Table, bars
@@ -21,16 +19,14 @@ from ..config import PruneConfig
 from ..data import Batch, batches
 from ..fitting.block import blocks_with
 from ..fitting.cache import FitCache
-from ..fitting.experts import experts_shapes
-from ..fitting.fit import UNKNOWN, Part, fit_
-from ..layers.experts import GROUPED, is_experts
-from ..layers.weights import bias_of, dense
+from ..fitting.fit import UNKNOWN, Fitted, Part, fit_
 from .blocks import Stack, block_influences, blocks_to_keep, config_with_blocks, keep_blocks_, least_influential
 from .checks import check_layer
 from .convert import num_parameters
-from .finding import find_mlps, snapshot
-from .mlps import Mlp
-from .stock import attribute_changes, stock_config
+from .finding import all_or_nothing
+from .heads import config_with_heads, cut_heads_, find_attentions, groups_to_keep
+from .neurons import PrunablePart, neurons_to_keep, prunable_parts
+from .stock import Changes, attribute_changes, parameter_shapes, set_attributes_, stock_config
 
 
 @dataclass(frozen=True)
@@ -119,74 +115,108 @@ def prune_(
     if not isinstance(config, PruneConfig):
         raise ValueError(f"prune_: config is a {type(config).__name__}, needed a PruneConfig; convert_ takes it")
     _refuse(model)
-    data = batches(calibration, model, "prune_")
-    parts = _parts(model, data)
-    if config.granularity == "block":
-        return _without_blocks(model, parts, config, data, cache, progress)
-    keep = _keep(model, parts, config)
-    changes: list[tuple[nn.Module, str, object]] = []
-    if isinstance(model, PreTrainedModel):
-        shapes = {n: s for p in parts for n, s in p.shapes(keep[p.name]).items()}
-        every = {n: shapes.get(n, p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
-        new_config = stock_config(type(model), model.config, every, {p.count: keep[p.name] for p in parts})
-        changes = attribute_changes(model, new_config)
+    walk = _Walk(model, config, batches(calibration, model, "prune_"), cache, progress)
+    prune = {"neuron": _drop_neurons, "head": _drop_heads, "block": _drop_blocks}[config.granularity]
     before = num_parameters(model)
-    put_back = snapshot(model, (n for p in parts for n in p.modules))
-    try:
-        with evaluating(model):
-            fits = FitCache(cache, model, [config.to_dict(), keep], data, "prune_")
-            fitting = [Part(p.name, dict.fromkeys(p.modules, config), p.mlp, keep[p.name]) for p in parts]
-            with tqdm(total=len(parts), desc="pruning", unit="MLP", disable=not progress) as bar:
-                done = fit_(model, fitting, data, operation="prune_", cache=fits, progress=bar)
-    except BaseException:
-        put_back()
-        raise
-    for module, name, value in changes:
-        vars(module)[name] = value
+    rows, notes = prune(walk, prunable_parts(model, walk.data))
+    return PruneReport(tuple(rows), before, num_parameters(model), (*walk.notes, *notes))
+
+
+@dataclass
+class _Walk:
+    """One call of `prune_`."""
+
+    model: nn.Module
+    config: PruneConfig
+    data: Sequence[Batch]
+    cache: str | Path | None
+    progress: bool
+    notes: tuple[str, ...] = ()
+
+    def fit(self, parts: Sequence[Part], settings: object, dropped: Collection[str] = ()) -> dict[str, Fitted]:
+        """Fit parts in place."""
+        cache = FitCache(self.cache, self.model, [self.config.to_dict(), settings], self.data, "prune_")
+        with evaluating(self.model), tqdm(total=len(parts), desc="pruning", disable=not self.progress) as bar:
+            done = fit_(self.model, parts, self.data, operation="prune_", cache=cache, progress=bar, dropped=dropped)
+        self.notes = tuple(f"{n}: {UNKNOWN}" for n, fitted in done.items() if "unknown" in fitted.notes)
+        return done
+
+    def refits(self, parts: Sequence[PrunablePart]) -> list[Part]:
+        """MLPs that keep their neurons and make up for what goes elsewhere."""
+        if self.config.refit == "none":
+            return []
+        return [Part(p.name, dict.fromkeys(p.modules, self.config), p.mlp, p.count) for p in parts]
+
+
+Outcome = tuple[list[PrunedLayer], list[str]]  # a row for each layer, and remarks
+
+
+def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
+    """Drop hidden neurons of every MLP."""
+    model, keep = walk.model, neurons_to_keep(walk.model, parts, walk.config)
+    changes: Changes = []
+    if isinstance(model, PreTrainedModel):
+        shapes = parameter_shapes(model) | {n: s for p in parts for n, s in p.shapes(keep[p.name]).items()}
+        new_config = stock_config(type(model), model.config, shapes, {p.count: keep[p.name] for p in parts})
+        changes = attribute_changes(model, new_config)
+    fitting = [Part(p.name, dict.fromkeys(p.modules, walk.config), p.mlp, keep[p.name]) for p in parts]
+    with all_or_nothing(model, (n for p in parts for n in p.modules)):
+        done = walk.fit(fitting, keep)
+    set_attributes_(changes)
     sizes = {p.name: p.count for p in parts}
-    rows = [PrunedLayer(n, sizes[n], keep[n], fitted.error**0.5) for n, fitted in done.items()]
-    notes = [f"{n}: {UNKNOWN}" for n, fitted in done.items() if "unknown" in fitted.notes]
-    return PruneReport(tuple(rows), before, num_parameters(model), tuple(notes))
+    return [PrunedLayer(n, sizes[n], keep[n], fitted.error**0.5) for n, fitted in done.items()], []
 
 
-def _without_blocks(
-    model: nn.Module,
-    parts: Sequence[_Part],
-    config: PruneConfig,
-    data: Sequence[Batch],
-    cache: str | Path | None,
-    progress: bool,
-) -> PruneReport:
+def _drop_heads(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
+    """Drop the groups of heads that cost least; the MLPs make up for them."""
+    model = walk.model
+    if not isinstance(model, PreTrainedModel) or not (attentions := find_attentions(model)):
+        raise ValueError(
+            f"prune_: {type(model).__name__} has no attention whose queries, keys and values are layers of their own, "
+            f"needed such to drop heads"
+        )
+    groups, keep = attentions[0].groups, groups_to_keep(model, attentions, walk.config)
+    new_config = config_with_heads(model, attentions, keep)
+    for attention in attentions:
+        check_layer("prune_", attention.down, model.get_submodule(attention.down))
+    heads = [Part(a.down, dict.fromkeys((*a.ups, a.down), walk.config), None, keep, a) for a in attentions]
+    refits = walk.refits(parts)
+    names = [n for part in (*heads, *refits) for n in part.configs]
+    with all_or_nothing(model, names), evaluating(model):
+        done = walk.fit([*heads, *refits], keep)
+        cut_heads_(model, attentions, keep, new_config, walk.data[0])
+    counts = {p.name: (p.count, p.count) for p in parts} | {a.down: (groups, keep) for a in attentions}
+    rows = [PrunedLayer(n, *counts[n], fitted.error**0.5) for n, fitted in done.items()]
+    return rows, _rounded(walk.config, groups, keep, "groups of heads")
+
+
+def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     """Drop the blocks that change hidden states least; the MLPs of the others make up for them."""
-    stack = Stack.of(model, [p.name for p in parts])
-    keep = blocks_to_keep(model, stack, config)
+    model, names = walk.model, [p.name for p in parts]
+    stack = Stack.of(model, names)
+    keep = blocks_to_keep(model, stack, walk.config)
     with evaluating(model):
-        names = [p.name for p in parts]
-        gone = least_influential(block_influences(blocks_with(model, [], names, data)), keep)
+        gone = least_influential(block_influences(blocks_with(model, [], names, walk.data)), keep)
     stay = [i for i in range(stack.count) if i not in gone]
     new_config = config_with_blocks(model, stack, stay) if isinstance(model, PreTrainedModel) and gone else None
-    before, rows = num_parameters(model), []
+    rows = []
     for index, influence in gone.items():
         name = f"{stack.name}.{index}"
-        rows.append(PrunedLayer(name, sum(p.numel() for p in model.get_submodule(name).parameters()), 0, influence))
-    left = [p for p in parts if config.refit != "none" and stack.index(p.name) in stay]
-    put_back = snapshot(model, (n for p in left for n in p.modules))
-    try:
-        with evaluating(model):
-            fits = FitCache(cache, model, [config.to_dict(), stay], data, "prune_")
-            fitting = [Part(p.name, dict.fromkeys(p.modules, config), p.mlp, p.count) for p in left]
-            with tqdm(total=len(left), desc="fitting", unit="MLP", disable=not progress) as bar:
-                dropped = {f"{stack.name}.{i}" for i in gone}
-                done = fit_(model, fitting, data, operation="prune_", cache=fits, progress=bar, dropped=dropped)
-    except BaseException:
-        put_back()
-        raise
+        rows.append(PrunedLayer(name, num_parameters(model.get_submodule(name)), 0, influence))
+    left = [p for p in parts if stack.index(p.name) in stay]
+    with all_or_nothing(model, (n for p in left for n in p.modules)):
+        done = walk.fit(walk.refits(left), stay, dropped={f"{stack.name}.{i}" for i in gone})
     if gone:
         keep_blocks_(model, stack, stay, new_config)
     counts = {p.name: p.count for p in left}
     rows += [PrunedLayer(n, counts[n], counts[n], fitted.error**0.5) for n, fitted in done.items()]
-    notes = [f"{n}: {UNKNOWN}" for n, fitted in done.items() if "unknown" in fitted.notes]
-    return PruneReport(tuple(rows), before, num_parameters(model), tuple(notes))
+    return rows, _rounded(walk.config, stack.count, keep, "blocks")
+
+
+def _rounded(config: PruneConfig, count: int, keep: int, what: str) -> list[str]:
+    """A remark where a share of few is not what was asked for."""
+    exact = config.budget is not None or abs(config.keep * count - keep) < 1e-9
+    return [] if exact else [f"{keep} of {count} {what} stay, {keep / count:.0%}, asked for {config.keep:.0%}"]
 
 
 def _refuse(model: nn.Module) -> None:
@@ -198,83 +228,3 @@ def _refuse(model: nn.Module) -> None:
             raise ValueError(f"prune_: {name or type(module).__name__} is an adapter's; merge adapters first")
         if name and isinstance(module, PreTrainedModel) and not isinstance(model, PreTrainedModel):
             raise ValueError(f"prune_: {name} within {type(model).__name__} has a config of its own; prune_ that model")
-
-
-@dataclass(frozen=True)
-class _Part:
-    """An MLP, or a stack of experts, whose hidden neurons are dropped."""
-
-    name: str  # of the layer that writes the block's width, or of the stack
-    modules: tuple[str, ...]
-    count: int  # hidden neurons
-    shapes: Callable[[int], dict[str, torch.Size]]  # of its parameters, with so many
-    mlp: Mlp | None  # None: experts
-
-    def parameters(self, keep: int) -> int:
-        """How many it has with so many hidden neurons."""
-        return sum(shape.numel() for shape in self.shapes(keep).values())
-
-
-def _parts(model: nn.Module, data: Sequence[Batch]) -> list[_Part]:
-    parts = [_mlp_part(model, mlp) for mlp in find_mlps(model, data[0])]
-    for name, module in model.named_modules():
-        if is_experts(module):
-            parts.append(_experts_part(name, module))
-    if not parts:
-        raise ValueError(f"prune_: no MLP is found in {type(model).__name__}")
-    members = {n for p in parts for n in p.modules}
-    holders: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = holders.setdefault(id(parameter), name)
-        if first != name and not members.isdisjoint((name.rpartition(".")[0], first.rpartition(".")[0])):
-            raise ValueError(f"prune_: {name} is {first}, too; needed MLPs that share no weight")
-    for name in members:
-        check_layer("prune_", name, model.get_submodule(name))
-    return parts
-
-
-def _mlp_part(model: nn.Module, mlp: Mlp) -> _Part:
-    count = dense(model.get_submodule(mlp.down)).shape[1]
-    return _Part(mlp.down, (*mlp.ups, mlp.down), count, lambda keep: _shapes(model, mlp, keep), mlp)
-
-
-def _experts_part(name: str, module: nn.Module) -> _Part:
-    def shapes(keep: int) -> dict[str, torch.Size]:
-        return {f"{name}.{n}": shape for n, shape in experts_shapes(module, keep).items()}
-
-    return _Part(name, (name,), module.get_parameter("down_proj").shape[2], shapes, None)
-
-
-def _keep(model: nn.Module, parts: Sequence[_Part], config: PruneConfig) -> dict[str, int]:
-    """How many hidden neurons each part keeps."""
-    grouped = {p.count for p in parts if p.mlp is None}  # layers of one size have one field in a config
-    units = {p.name: math.lcm(config.multiple_of, GROUPED if p.count in grouped else 1) for p in parts}
-    if config.budget is None:
-        return {p.name: config.neurons(p.count, units[p.name]) for p in parts}
-    total = num_parameters(model)
-    per_neuron = {p.name: p.parameters(2) - p.parameters(1) for p in parts}
-    neurons = sum(per_neuron[p.name] * p.count for p in parts)
-    least = total - neurons + sum(per_neuron.values())
-    if not least <= config.budget <= total:
-        kind = type(model).__name__
-        raise ValueError(f"prune_: budget is {config.budget:,}, needed {least:,} to {total:,} for {kind}")
-    share = 1 - (total - config.budget) / neurons
-    fewest = {p.name: min(p.count, units[p.name]) for p in parts}
-    keep = {p.name: max(fewest[p.name], int(share * p.count / u + 1e-9) * u) for p in parts for u in [units[p.name]]}
-    if (size := total - sum(per_neuron[p.name] * (p.count - keep[p.name]) for p in parts)) > config.budget:
-        raise ValueError(f"prune_: budget is {config.budget:,}, needed {size:,} or more with sizes rounded as they are")
-    return {p.name: p.count if config.budget == total else keep[p.name] for p in parts}
-
-
-def _shapes(model: nn.Module, mlp: Mlp, keep: int) -> dict[str, torch.Size]:
-    """The shapes of an MLP's parameters with ``keep`` hidden neurons."""
-    shapes: dict[str, torch.Size] = {}
-    rows = len(mlp.rows(torch.arange(keep), keep))
-    for name in (*mlp.ups, mlp.down):
-        module = model.get_submodule(name)
-        outputs, inputs = dense(module).shape
-        matrix = (outputs, keep) if name == mlp.down else (rows, inputs)
-        shapes[f"{name}.weight"] = torch.Size(matrix[::-1] if isinstance(module, Conv1D) else matrix)
-        if bias_of(module) is not None:
-            shapes[f"{name}.bias"] = torch.Size(matrix[:1])
-    return shapes

@@ -75,14 +75,25 @@ def empty(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedMod
         return cls._from_config(config)
 
 
-def attribute_changes(model: PreTrainedModel, config: PretrainedConfig) -> list[tuple[nn.Module, str, object]]:
-    """What to set on a model's modules so that they are those of this config: (module, attribute, value).
+Changes = list[tuple[nn.Module, str, object]]  # modules, their attributes, and values for those
+
+
+def set_attributes_(changes: Changes) -> Changes:
+    """Make them; returns those that take them back."""
+    before = [(module, name, vars(module).get(name)) for module, name, _ in changes]
+    for module, name, value in changes:
+        vars(module)[name] = value
+    return before
+
+
+def attribute_changes(model: PreTrainedModel, config: PretrainedConfig) -> Changes:
+    """What to set on a model's modules so that they are those of this config.
 
     Plain attributes (sizes, counts) that differ between a model of the old config and one of the new, and the config
     itself; whatever a user has set stays.
     """
     old, new = (dict(empty(type(model), c).named_modules()) for c in (copy.deepcopy(model.config), config))
-    changes: list[tuple[nn.Module, str, object]] = []
+    changes: Changes = []
     for name, module in model.named_modules():
         if name not in new or name not in old:
             continue

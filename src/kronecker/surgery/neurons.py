@@ -1,0 +1,106 @@
+"""Hidden neurons that can go: the MLPs and stacks of experts of a model, and how many of theirs stay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from ..config import PruneConfig
+from ..data import Batch
+from ..fitting.experts import experts_shapes
+from ..layers.experts import GROUPED, is_experts
+from ..layers.weights import bias_of, dense
+from .checks import check_layer
+from .convert import num_parameters
+from .finding import find_mlps
+from .mlps import Mlp
+
+
+@dataclass(frozen=True)
+class PrunablePart:
+    """An MLP, or a stack of experts, whose hidden neurons are dropped."""
+
+    name: str  # of the layer that writes the block's width, or of the stack
+    modules: tuple[str, ...]
+    count: int  # hidden neurons
+    shapes: Callable[[int], dict[str, torch.Size]]  # of its parameters, with so many
+    mlp: Mlp | None  # None: experts
+
+    def parameters(self, keep: int) -> int:
+        """How many it has with so many hidden neurons."""
+        return sum(shape.numel() for shape in self.shapes(keep).values())
+
+
+def prunable_parts(model: nn.Module, data: Sequence[Batch]) -> list[PrunablePart]:
+    """The MLPs and stacks of experts of a model.
+
+    Raises:
+        ValueError: There are none, or they share weights, or have such as cannot be changed.
+    """
+    parts = [_mlp_part(model, mlp) for mlp in find_mlps(model, data[0])]
+    for name, module in model.named_modules():
+        if is_experts(module):
+            parts.append(_experts_part(name, module))
+    if not parts:
+        raise ValueError(f"prune_: no MLP is found in {type(model).__name__}")
+    members = {n for p in parts for n in p.modules}
+    holders: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = holders.setdefault(id(parameter), name)
+        if first != name and not members.isdisjoint((name.rpartition(".")[0], first.rpartition(".")[0])):
+            raise ValueError(f"prune_: {name} is {first}, too; needed MLPs that share no weight")
+    for name in members:
+        check_layer("prune_", name, model.get_submodule(name))
+    return parts
+
+
+def _mlp_part(model: nn.Module, mlp: Mlp) -> PrunablePart:
+    count = dense(model.get_submodule(mlp.down)).shape[1]
+    return PrunablePart(mlp.down, (*mlp.ups, mlp.down), count, lambda keep: _shapes(model, mlp, keep), mlp)
+
+
+def _experts_part(name: str, module: nn.Module) -> PrunablePart:
+    def shapes(keep: int) -> dict[str, torch.Size]:
+        return {f"{name}.{n}": shape for n, shape in experts_shapes(module, keep).items()}
+
+    return PrunablePart(name, (name,), module.get_parameter("down_proj").shape[2], shapes, None)
+
+
+def neurons_to_keep(model: nn.Module, parts: Sequence[PrunablePart], config: PruneConfig) -> dict[str, int]:
+    """How many hidden neurons each part keeps."""
+    grouped = {p.count for p in parts if p.mlp is None}  # layers of one size have one field in a config
+    units = {p.name: math.lcm(config.multiple_of, GROUPED if p.count in grouped else 1) for p in parts}
+    if config.budget is None:
+        return {p.name: config.neurons(p.count, units[p.name]) for p in parts}
+    total = num_parameters(model)
+    per_neuron = {p.name: p.parameters(2) - p.parameters(1) for p in parts}
+    neurons = sum(per_neuron[p.name] * p.count for p in parts)
+    least = total - neurons + sum(per_neuron.values())
+    if not least <= config.budget <= total:
+        kind = type(model).__name__
+        raise ValueError(f"prune_: budget is {config.budget:,}, needed {least:,} to {total:,} for {kind}")
+    share = 1 - (total - config.budget) / neurons
+    fewest = {p.name: min(p.count, units[p.name]) for p in parts}
+    keep = {p.name: max(fewest[p.name], int(share * p.count / u + 1e-9) * u) for p in parts for u in [units[p.name]]}
+    if (size := total - sum(per_neuron[p.name] * (p.count - keep[p.name]) for p in parts)) > config.budget:
+        raise ValueError(f"prune_: budget is {config.budget:,}, needed {size:,} or more with sizes rounded as they are")
+    return {p.name: p.count if config.budget == total else keep[p.name] for p in parts}
+
+
+def _shapes(model: nn.Module, mlp: Mlp, keep: int) -> dict[str, torch.Size]:
+    """The shapes of an MLP's parameters with ``keep`` hidden neurons."""
+    shapes: dict[str, torch.Size] = {}
+    rows = len(mlp.rows(torch.arange(keep), keep))
+    for name in (*mlp.ups, mlp.down):
+        module = model.get_submodule(name)
+        outputs, inputs = dense(module).shape
+        matrix = (outputs, keep) if name == mlp.down else (rows, inputs)
+        shapes[f"{name}.weight"] = torch.Size(matrix[::-1] if isinstance(module, Conv1D) else matrix)
+        if bias_of(module) is not None:
+            shapes[f"{name}.bias"] = torch.Size(matrix[:1])
+    return shapes

@@ -15,13 +15,11 @@ from model_components import __version__ as __version__
 
 from .config import KroneckerConfig, LowRankConfig, PruneConfig
 from .functional import kron_embedding, kron_linear
-from .init import Factors, als, low_rank, prune, random, van_loan
 from .krony import load_krony
 from .layers.embedding import KroneckerEmbedding
 from .layers.experts import KroneckerExperts
 from .layers.linear import KroneckerLinear, LowRankLinear
 from .losses import DistillConfig
-from .moments import Moments
 from .planning import Plan, plan
 from .presets import PRESETS, preset
 from .report import Comparison, compare, perplexity
@@ -38,7 +36,6 @@ __all__ = [
     "Comparison",
     "ConversionReport",
     "DistillConfig",
-    "Factors",
     "FadeIn",
     "FreezePretrained",
     "KroneckerConfig",
@@ -49,11 +46,9 @@ __all__ = [
     "LayerReport",
     "LowRankConfig",
     "LowRankLinear",
-    "Moments",
     "Plan",
     "PruneConfig",
     "PruneReport",
-    "als",
     "compare",
     "convert_",
     "fold",
@@ -61,16 +56,12 @@ __all__ = [
     "kron_embedding",
     "kron_linear",
     "load_krony",
-    "low_rank",
     "num_parameters",
     "parameter_groups",
     "perplexity",
     "plan",
     "preset",
-    "prune",
     "prune_",
-    "random",
     "revert_",
     "save_pretrained",
-    "van_loan",
 ]

@@ -15,12 +15,12 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from model_components._folders import NewFolder, check_new, new_file
 
-from .config import GRANULARITIES, INITS, STRUCTURES, KroneckerConfig, PruneConfig, from_json, to_json
+from .config import GRANULARITIES, INITS, STRUCTURES, KroneckerConfig, LowRankConfig, PruneConfig, from_json, to_json
 from .data import strided, text_batches, text_of
 from .planning import plan
 from .presets import PRESETS, preset
 from .report import compare
-from .storage import fold, from_pretrained, is_compressed, model_class, write_files
+from .storage import fold, from_pretrained, is_compressed, is_hub_id, model_class, write_files
 from .surgery.convert import convert_
 from .surgery.prune import prune_
 
@@ -29,29 +29,34 @@ def parser() -> argparse.ArgumentParser:
     """The arguments."""
     top = argparse.ArgumentParser(prog="python -m kronecker", description="Make models smaller.")
     commands = top.add_subparsers(dest="command", required=True)
-    pruning = commands.add_parser("prune", help="drop hidden neurons or blocks and write a smaller stock model")
+    pruning = commands.add_parser("prune", help="drop hidden neurons, heads or blocks and write a smaller stock model")
     pruning.add_argument("model", help="folder or hub id of a transformers model")
     pruning.add_argument("out", help="folder to write; must not exist or be empty")
-    pruning.add_argument("--keep", type=float, default=0.5, help="share that stays (default: 0.5)")
+    share = pruning.add_mutually_exclusive_group()
+    share.add_argument("--keep", type=float, help="share that stays (default: 0.5)")
+    share.add_argument("--budget", type=int, help="parameters of the whole model, instead of --keep")
     pruning.add_argument("--granularity", choices=GRANULARITIES, default="neuron", help="what goes (default: neuron)")
-    pruning.add_argument("--budget", type=int, help="parameters of the whole model, instead of --keep")
     pruning.add_argument("--multiple-of", type=int, default=1, help="round sizes to this (default: 1)")
-    convert = commands.add_parser("convert", help="compress a model by Kronecker sums and write it")
+    convert = commands.add_parser("convert", help="compress a model by low rank or Kronecker sums and write it")
     convert.add_argument("model", help="folder or hub id of a transformers model")
     convert.add_argument("out", help="folder to write; must not exist or be empty")
     what = convert.add_mutually_exclusive_group(required=True)
     what.add_argument("--preset", choices=PRESETS, help="for GPT-2 124M")
     what.add_argument("--plan", help="JSON file that `plan` wrote")
-    what.add_argument("--b-shape", type=int, nargs=2, metavar=("O2", "I2"), help="for all MLPs")
+    what.add_argument("--b-shape", type=int, nargs=2, metavar=("O2", "I2"), help="Kronecker sums for all MLPs")
+    what.add_argument("--low-rank", type=float, metavar="KEEP", help="two thin matrices of this share for all MLPs")
     convert.add_argument("--rank", type=int, default=1, help="terms, with --b-shape (default: 1)")
     convert.add_argument("--init", choices=INITS, default="sequential", help="where it starts (default: sequential)")
     planning = commands.add_parser("plan", help="choose what each MLP becomes within a budget of parameters")
     planning.add_argument("model", help="folder or hub id of a transformers model")
-    planning.add_argument("--budget", type=int, required=True, help="parameters of the whole model")
+    size = planning.add_mutually_exclusive_group()
+    size.add_argument("--budget", type=int, help="parameters of the whole model")
+    size.add_argument("--keep", type=float, help="share of the MLPs' parameters, instead of --budget")
+    planning.add_argument("--time-budget", type=float, help="share of the blocks' own time, instead or besides")
     planning.add_argument("--structures", nargs="+", choices=STRUCTURES, default=[*STRUCTURES], help="to choose from")
     planning.add_argument("--uniform", action="store_true", help="one structure of one size for all MLPs")
     planning.add_argument("--out", help="JSON file to write, for convert --plan")
-    folding = commands.add_parser("fold", help="write a stock dense checkpoint of a compressed model")
+    folding = commands.add_parser("fold", help="write the smallest stock checkpoint of a compressed model")
     folding.add_argument("model", help="folder that convert wrote")
     folding.add_argument("out", help="folder to write; must not exist or be empty")
     comparing = commands.add_parser("compare", help="parameters, perplexity and speed of models")
@@ -76,6 +81,8 @@ def parser() -> argparse.ArgumentParser:
 
 def load(name: str) -> PreTrainedModel:
     """A model, compressed or not, in evaluation mode and its own dtype."""
+    if not Path(name).exists() and not is_hub_id(name):
+        raise ValueError(f"kronecker: {name} is no folder")
     if is_compressed(name):
         return from_pretrained(name)
     config = AutoConfig.from_pretrained(name)
@@ -88,7 +95,11 @@ def load(name: str) -> PreTrainedModel:
 def tokens(options: argparse.Namespace, file: str, tokenizer: str, *models: PreTrainedModel) -> list[Tensor]:
     """Batches of token ids from the beginning of a text, in rows that the models have positions for."""
     context = _context(options, models)
-    encode = AutoTokenizer.from_pretrained(tokenizer)
+    try:
+        encode = AutoTokenizer.from_pretrained(tokenizer)
+    except (OSError, ValueError) as error:
+        first = str(error).splitlines()[0]
+        raise ValueError(f"kronecker: {tokenizer} has no tokenizer, needed --tokenizer ({first})") from None
     return text_batches(
         text_of(file),
         lambda text: encode(text, verbose=False)["input_ids"],  # pyrefly: ignore
@@ -142,6 +153,8 @@ def _convert(options: argparse.Namespace) -> None:
         config: object = preset(options.preset, init=options.init)
     elif options.plan:
         config = from_json(Path(options.plan).read_text(encoding="utf-8"))
+    elif options.low_rank is not None:
+        config = LowRankConfig(keep=options.low_rank)
     else:
         config = KroneckerConfig(b_shape=tuple(options.b_shape), rank=options.rank, init=options.init)
     new = NewFolder(options.out, "convert", resumable=True)
@@ -170,8 +183,8 @@ def _plan(options: argparse.Namespace) -> None:
     model = load(options.model)
     data = tokens(options, options.calibration, options.tokenizer or options.model, model)
     found = plan(
-        model, budget=options.budget, calibration=data, structures=options.structures, uniform=options.uniform,
-        progress=not options.no_progress,
+        model, budget=options.budget, keep=options.keep, time_budget=options.time_budget, calibration=data,
+        structures=options.structures, uniform=options.uniform, progress=not options.no_progress,
     )  # fmt: skip
     print(found)
     if options.out:

@@ -60,15 +60,15 @@ class KroneckerConfig:
                 f"KroneckerConfig: a_shape is {self.a_shape} and b_shape is {self.b_shape}, needed one of them"
             )
         shape = self.a_shape or self.b_shape
-        if shape is None or len(shape) != 2 or any(not isinstance(n, int) or n < 1 for n in shape):
+        if shape is None or len(shape) != 2 or not all(_is_whole(n, 1) for n in shape):
             raise ValueError(f"KroneckerConfig: shape is {shape}, needed two whole numbers, 1 or more")
-        if not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"KroneckerConfig: rank is {self.rank}, needed 1 or more")
+        if not _is_whole(self.rank, 1):
+            raise ValueError(f"KroneckerConfig: rank is {self.rank}, needed a whole number, 1 or more")
         if self.share_a and self.init not in ("van_loan", "sequential"):
             raise ValueError(f"KroneckerConfig: share_a with init {self.init!r}; one A for all experts needs van_loan")
-        if self.rounds < 1:
-            raise ValueError(f"KroneckerConfig: rounds is {self.rounds}, needed 1 or more")
-        if not isinstance(self.epochs, int) or self.epochs < 0:
+        if not _is_whole(self.rounds, 1):
+            raise ValueError(f"KroneckerConfig: rounds is {self.rounds}, needed a whole number, 1 or more")
+        if not _is_whole(self.epochs, 0):
             raise ValueError(f"KroneckerConfig: epochs is {self.epochs}, needed a whole number, 0 or more")
         if self.init not in INITS:
             raise ValueError(f"KroneckerConfig: init is {self.init!r}, needed one of {', '.join(INITS)}")
@@ -127,7 +127,7 @@ class LowRankConfig:
     """How a weight (O, I) becomes the product of two thin ones, (O, r) and (r, I).
 
     Args:
-        keep: Share of a weight's parameters that stays; r is what that leaves.
+        keep: Share of a weight's parameters that stays (default: half); r is what that leaves.
         rank: r instead of ``keep``.
         init: ``"sequential"``: the best on calibration data, by the singular values of the weight times the root of
             its inputs' second moments (SVD-LLM, arXiv 2403.07378), block by block on what the smaller model feeds it;
@@ -141,24 +141,31 @@ class LowRankConfig:
     (307, 30720)
     """
 
-    keep: float = 0.5
+    keep: float | None = None
     rank: int | None = None
     init: str = "sequential"
     epochs: int = 3
 
     def __post_init__(self) -> None:
-        if not isinstance(self.keep, (int, float)) or not 0 < self.keep < 1:
+        if self.keep is not None and (not _is_number(self.keep) or not 0 < self.keep < 1):
             raise ValueError(f"LowRankConfig: keep is {self.keep}, needed a share between 0 and 1")
-        if self.rank is not None and (not isinstance(self.rank, int) or self.rank < 1):
+        if self.rank is not None and not _is_whole(self.rank, 1):
             raise ValueError(f"LowRankConfig: rank is {self.rank}, needed a whole number, 1 or more")
+        if self.keep is not None and self.rank is not None:
+            raise ValueError(f"LowRankConfig: keep is {self.keep} and rank {self.rank}, needed one of them")
         if self.init not in LOW_RANK_INITS:
             raise ValueError(f"LowRankConfig: init is {self.init!r}, needed one of {', '.join(LOW_RANK_INITS)}")
-        if not isinstance(self.epochs, int) or self.epochs < 0:
+        if not _is_whole(self.epochs, 0):
             raise ValueError(f"LowRankConfig: epochs is {self.epochs}, needed a whole number, 0 or more")
+
+    @property
+    def share(self) -> float:
+        """Of a weight's parameters that stays, where no rank says it."""
+        return 0.5 if self.keep is None else self.keep
 
     def rank_of(self, out_features: int, in_features: int, *, operation: str = "LowRankConfig") -> int:
         """R for a weight of (out_features, in_features)."""
-        rank = self.rank or max(1, int(self.keep * out_features * in_features / (out_features + in_features)))
+        rank = self.rank or max(1, int(self.share * out_features * in_features / (out_features + in_features)))
         if rank > min(out_features, in_features):
             raise ValueError(
                 f"{operation}: rank is {rank}, but a weight of {(out_features, in_features)} has at most "
@@ -189,8 +196,8 @@ class PruneConfig:
     """What is dropped, and how what stays makes up for it.
 
     Args:
-        keep: Share of the hidden neurons, of the heads or of the blocks, that stays; in `prune_` all layers keep the
-            same number, so that the result is a stock model.
+        keep: Share of the hidden neurons, of the heads or of the blocks, that stays (default: half); in `prune_` all
+            layers keep the same number, so that the result is a stock model.
         granularity: What goes: ``"neuron"`` of the MLPs, ``"head"`` of the attentions (those that share a key and a
             value go together), or ``"block"``: whole blocks.
         budget: Parameters of the whole model instead of ``keep``.
@@ -199,7 +206,8 @@ class PruneConfig:
             layer by layer; ``"none"``: nothing.
         epochs: Of that descent, over the calibration tokens.
         multiple_of: Sizes are rounded to a multiple of this (and those of experts to one of 8).
-        ridge: What least squares add to the inputs' second moments, as a share of their mean.
+        ridge: What the fit in closed form adds to the inputs' second moments, as a share of their mean; it pulls
+            towards the matrix as it was.
 
     Raises:
         ValueError: A value out of range.
@@ -208,16 +216,16 @@ class PruneConfig:
     {'keep': 0.3, 'multiple_of': 64}
     """
 
-    keep: float = 0.5
+    keep: float | None = None
     granularity: str = "neuron"
     budget: int | None = None
     refit: str = "all"
     epochs: int = 3
     multiple_of: int = 1
-    ridge: float = 1e-3
+    ridge: float = 3e-2
 
     def __post_init__(self) -> None:
-        if not isinstance(self.keep, (int, float)) or not 0 < self.keep <= 1:
+        if self.keep is not None and (not _is_number(self.keep) or not 0 < self.keep <= 1):
             raise ValueError(f"PruneConfig: keep is {self.keep}, needed a share above 0, at most 1")
         if self.granularity not in GRANULARITIES:
             raise ValueError(
@@ -226,14 +234,21 @@ class PruneConfig:
         if self.refit not in REFITS:
             raise ValueError(f"PruneConfig: refit is {self.refit!r}, needed one of {', '.join(REFITS)}")
         for name, least in (("epochs", 1), ("multiple_of", 1)):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
+            if not _is_whole(getattr(self, name), least):
                 raise ValueError(
                     f"PruneConfig: {name} is {getattr(self, name)}, needed a whole number, {least} or more"
                 )
-        if self.budget is not None and (not isinstance(self.budget, int) or self.budget < 1):
+        if self.budget is not None and not _is_whole(self.budget, 1):
             raise ValueError(f"PruneConfig: budget is {self.budget}, needed a number of parameters")
-        if not 0 < self.ridge < 1:
+        if self.budget is not None and self.keep is not None:
+            raise ValueError(f"PruneConfig: keep is {self.keep} and budget {self.budget:,}, needed one of them")
+        if not _is_number(self.ridge) or not 0 < self.ridge < 1:
             raise ValueError(f"PruneConfig: ridge is {self.ridge}, needed a share between 0 and 1")
+
+    @property
+    def share(self) -> float:
+        """That stays, where no budget says it."""
+        return 0.5 if self.keep is None else self.keep
 
     @property
     def init(self) -> str:
@@ -247,7 +262,7 @@ class PruneConfig:
         512
         """
         unit = multiple_of or self.multiple_of
-        return min(count, max(1, round(self.keep * count / unit)) * unit)
+        return min(count, max(1, round(self.share * count / unit)) * unit)
 
     def opposite(self) -> PruneConfig:
         """The same for an MLP's other matrix: itself."""
@@ -261,6 +276,14 @@ class PruneConfig:
     def from_dict(cls, values: Mapping) -> PruneConfig:
         """From `to_dict`; unknown names are refused."""
         return cls(**_known(cls, values))
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _near(total: int, wanted: int) -> str:

@@ -230,9 +230,14 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
     return model.to(device)
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether a name can be that of a model on the hub, and not only a folder's."""
+    return name.count("/") <= 1 and not name.startswith((".", "/", "~"))
+
+
 def _local(folder: str | Path) -> Path:
     """A folder, or the snapshot of a hub id."""
-    if Path(folder).exists() or str(folder).count("/") != 1 or str(folder).startswith((".", "/")):
+    if Path(folder).exists() or "/" not in str(folder) or not is_hub_id(str(folder)):
         return Path(folder)
     from huggingface_hub import snapshot_download
 

@@ -100,6 +100,25 @@ def test_pruning_in_the_command_writes_a_stock_model(place, capsys):
     assert not (place / "new").exists()
 
 
+def test_a_plan_of_neurons_for_all_ends_as_a_stock_model(place, capsys):
+    model, text = str(place / "model"), ["--calibration", str(place / "text.txt"), *COMMON, "--no-progress"]
+    command = ["plan", model, "--keep", "0.5", "--structures", "prune", "--uniform", "--out", str(place / "plan.json")]
+    assert main([*command, *text]) == 0
+    assert main(["convert", model, str(place / "small"), "--plan", str(place / "plan.json"), *text]) == 0
+    assert main(["fold", str(place / "small"), str(place / "stock")]) == 0
+    small, stock = from_pretrained(place / "small"), GPT2LMHeadModel.from_pretrained(place / "stock").eval()
+    assert num_parameters(stock) == num_parameters(small) < num_parameters(tiny("gpt2"))
+    ids = torch.arange(3, 19)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(small(ids).logits, stock(ids).logits)
+    assert main(["convert", model, str(place / "thin"), "--low-rank", "0.5", *text]) == 0
+    assert "LowRankLinear" in str(from_pretrained(place / "thin"))
+    assert main(["convert", str(place / "absent"), str(place / "new"), "--low-rank", "0.5", *text]) == 1
+    assert "absent is no folder" in capsys.readouterr().err
+    assert main(["prune", model, str(place / "new"), "--tokenizer", "no/such", *text]) == 1
+    assert "no/such has no tokenizer, needed --tokenizer" in capsys.readouterr().err
+
+
 def test_comparing_measures_what_it_says():
     model = tiny("gpt2")
     ids = torch.randint(3, 96, (4, 20), generator=torch.Generator().manual_seed(1))

@@ -473,15 +473,41 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
         ({}, "needed one of them"),
         ({"a_shape": (1, 1), "b_shape": (1, 1)}, "needed one of them"),
         ({"b_shape": (0, 1)}, "needed two whole numbers"),
-        ({"b_shape": (2, 1), "rank": 0}, "rank is 0, needed 1 or more"),
+        ({"b_shape": (2, 1), "rank": 0}, "rank is 0, needed a whole number, 1 or more"),
         ({"b_shape": (2, 1), "init": "svd"}, "needed one of sequential"),
         ({"b_shape": (2, 1), "keep": "all"}, "needed even, odd, energy"),
         ({"b_shape": (2, 1), "rounds": 0}, "rounds is 0"),
+        ({"b_shape": (2, True)}, "needed two whole numbers"),
     ],
 )
 def test_bad_configs_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         KroneckerConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PruneConfig(keep=0.5, budget=100), "keep is 0.5 and budget 100, needed one of them"),
+        (lambda: PruneConfig(keep=True), "keep is True, needed a share"),
+        (lambda: PruneConfig(budget=True), "budget is True, needed a number of parameters"),
+        (lambda: LowRankConfig(keep=0.5, rank=3), "keep is 0.5 and rank 3, needed one of them"),
+        (lambda: LowRankConfig(rank=True), "rank is True, needed a whole number"),
+    ],
+)
+def test_two_sizes_and_no_numbers_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_patterns_that_earlier_ones_hide_and_experts_converted_twice_are_said():
+    config = KroneckerConfig(b_shape=(2, 1), init="van_loan")
+    with pytest.raises(ValueError, match=r"'\*\.mlp\.c_fc' fits only layers that an earlier pattern takes"):
+        convert_(tiny("gpt2"), {"*.mlp.*": config, "*.mlp.c_fc": config}, progress=False)
+    model = tiny("mixtral")
+    convert_(model, config, progress=False)
+    with pytest.raises(ValueError, match=r"experts is compressed already; revert_\(model\) first"):
+        convert_(model, config, progress=False)
 
 
 def test_configs_round_trip_and_presets_have_names():

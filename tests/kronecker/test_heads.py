@@ -100,7 +100,7 @@ def test_heads_by_budget_and_what_the_report_says():
     assert report.after == budget
     assert not report.notes
     report = prune_(tiny("llama"), PruneConfig(keep=0.8, granularity="head"), calibration=[ids()], progress=False)
-    assert report.notes == ("2 of 2 groups of heads stay, 100%, asked for 80%",)
+    assert report.notes == ("2 of 2 groups of heads stay, 100.0%, asked for 80.0%",)
     with pytest.raises(ValueError, match=r"budget is 10, needed .* or more with one group of heads left"):
         prune_(tiny("llama"), PruneConfig(budget=10, granularity="head"), calibration=[ids()], progress=False)
 

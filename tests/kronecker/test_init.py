@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from kronecker import Moments, als, prune, random, reference, van_loan
-from kronecker.init import Factors, correct_bias
+from kronecker import reference
+from kronecker.init import Factors, als, correct_bias, prune, random, van_loan
 from kronecker.layers.weights import start
+from kronecker.moments import Moments
 from tests.kronecker.test_functional import made
 from tests.support.equivalence import judge
 

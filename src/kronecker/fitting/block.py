@@ -183,7 +183,9 @@ class Block:
         kind = self.kinds[writer.down]
         if kind == "output":
             return tokens(out, call.keep) - y
-        return {"read": x, "input": tokens(call.hidden, call.keep), None: torch.zeros_like(y)}[kind]
+        if kind == "input":
+            return tokens(call.hidden, call.keep)
+        return x if kind == "read" else torch.zeros_like(y)
 
 
 def blocks_with(

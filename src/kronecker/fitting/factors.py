@@ -23,8 +23,6 @@ from .descent import descended
 from .mlp import Matrix, MlpWeights, Seen
 from .neurons import most_important
 
-_RIDGE = 1e-3  # as `PruneConfig`'s
-
 Start = Callable[[str, Tensor, Moments], Matrix]  # (layer, its weight, what it sees) to factors
 
 
@@ -119,7 +117,7 @@ def neuron_order(
     if group == 1:
         return None
     count = weights.down_weight.shape[1]
-    kept = most_important(weights, seen, count // group, _RIDGE)
+    kept = most_important(weights, seen, count // group)
     others = torch.ones(count, dtype=torch.bool, device=kept.device)
     others[kept] = False
     rest = torch.arange(count, device=kept.device)[others].view(-1, group - 1)

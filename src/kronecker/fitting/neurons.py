@@ -16,6 +16,8 @@ from .descent import descended
 from .elimination import eliminate, refitted
 from .mlp import MlpWeights, Seen
 
+_RIDGE = 1e-3  # for the choice of neurons: with the fit's own, neurons that others can stand for look worth keeping
+
 
 def normal_equations(weights: MlpWeights, seen: Seen, ridge: float) -> tuple[Tensor, Tensor]:
     """E[h hᵀ] and E[t hᵀ] of hidden neurons and wanted outputs, around means where there is a bias.
@@ -33,12 +35,12 @@ def normal_equations(weights: MlpWeights, seen: Seen, ridge: float) -> tuple[Ten
     return moment, cross + ridge * weights.down_weight.double()
 
 
-def most_important(weights: MlpWeights, seen: Seen, keep: int, ridge: float, *, size: int = 1) -> Tensor:
+def most_important(weights: MlpWeights, seen: Seen, keep: int, *, size: int = 1) -> Tensor:
     """The ``keep`` hidden neurons, in their order, without which the others could not make up for what is lost.
 
     With ``size``, of that many groups of so many neurons next to each other, which go together.
     """
-    moment, cross = normal_equations(weights, seen, ridge)
+    moment, cross = normal_equations(weights, seen, _RIDGE)
     count = len(moment)
     everything = refitted(cross, moment, torch.arange(count, device=moment.device))
     return eliminate(everything, moment, keep, size=size, step=max(1, count // size // 48)).kept
@@ -54,7 +56,7 @@ def fit_neurons(mlp: Mlp, weights: MlpWeights, seen: Seen, keep: int, config: Pr
         keep: Number of hidden neurons that stay.
         config: ``refit``, ``epochs`` and ``ridge``.
     """
-    kept = most_important(weights, seen, keep, config.ridge)
+    kept = most_important(weights, seen, keep)
     small = _with_writing_matrix(weights.on(mlp, kept), weights, seen, kept, config)
     if config.refit == "all" and seen.count and small.middle is not None:
         return descended(small, torch.cat(seen.inputs), torch.cat(seen.targets), config.epochs)
@@ -69,7 +71,7 @@ def fit_heads(
     The matrix is as wide as it was, with zeros where a group is not read.
     """
     size = len(seen.moment) // groups
-    kept = most_important(weights, seen, keep, config.ridge, size=size)
+    kept = most_important(weights, seen, keep, size=size)
     small = replace(weights, down=(weights.down_weight[:, kept],))
     small = _with_writing_matrix(small, weights, seen, kept, config)
     wide = torch.zeros_like(weights.down_weight)

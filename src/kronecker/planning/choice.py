@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from model_components._report import Axes, Figure, Report, Table, bars
 
-from ..config import Config, KroneckerConfig, PruneConfig, structure_of
+from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig, structure_of
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Choice:
 
     config: Config | None  # None: left dense
     parameters: int
-    error: float  # of its block's output, squared, relative: what it changes in the residual stream
+    error: float  # relative, of its block's output: what it changes in the residual stream
     seconds: float  # that its block took for the calibration batches
 
     @property
@@ -25,7 +25,9 @@ class Choice:
             return "dense"
         if isinstance(self.config, KroneckerConfig):
             return f"kronecker {self.config.rank} x B {self.config.b_shape}"
-        return f"{structure_of(self.config)} {self.config.keep:.0%}"
+        if isinstance(self.config, LowRankConfig) and self.config.rank is not None:
+            return f"low_rank of rank {self.config.rank}"
+        return f"{structure_of(self.config)} {self.config.share:.1%}"
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Plan(Report):
     def table(self) -> Table:
         """A row for each MLP, by the layer that writes the block's width."""
         rows = [
-            (name, c.structure, f"{c.parameters:,}", f"{c.error**0.5:.3f}", f"{c.seconds / self._dense(name):.2f}")
+            (name, c.structure, f"{c.parameters:,}", f"{c.error:.3f}", f"{c.seconds / self._dense(name):.2f}")
             for name, c in self.chosen.items()
         ]
         return Table(("MLP", "choice", "parameters", "error", "time"), rows)
@@ -74,7 +76,7 @@ class Plan(Report):
             for choice in choices[1:]:
                 by_structure.setdefault(choice.structure, []).append(choice)
         remarks = [
-            f"{name} everywhere: error {(sum(c.error for c in choices) / len(choices)) ** 0.5:.3f}, "
+            f"{name} everywhere: error {(sum(c.error**2 for c in choices) / len(choices)) ** 0.5:.3f}, "
             f"{sum(c.seconds for c in choices) / sum(map(self._dense, self.options)):.0%} of the time"
             for name, choices in by_structure.items()
             if len(choices) == len(self.options)

@@ -34,15 +34,18 @@ CANDIDATES: dict[str, tuple[Config, ...]] = {
     "low_rank": tuple(LowRankConfig(keep=share, epochs=0) for share in SHARES),
     "kronecker": tuple(
         KroneckerConfig(b_shape=b, rank=r, epochs=0)
-        for b, ranks in (((2, 1), (1,)), ((4, 1), (1, 3)), ((8, 1), (1, 3)), ((2, 2), (1, 3)), ((3, 3), (2, 4)))
+        for b, ranks in (((4, 1), (2, 3)), ((8, 1), (2, 3)), ((2, 2), (1, 3)), ((3, 3), (2, 4)))
         for r in ranks
     ),
 }
-"""What is tried where each MLP has its own; B's shape is of the layers that read the block's width."""
+"""What is tried where each MLP has its own; B's shape is of the layers that read the block's width.
+
+One term with a B of (n, 1) is not: it is dropped neurons with another activation.
+"""
 
 _SAMPLE = 8  # MLPs that a structure for all is tried on
 _SLACK = 1e-3  # above a share of parameters: a small factor has some, too
-_KRONECKER_SHAPES = ((2, 1), (4, 1), (1, 2), (2, 2), (3, 3))  # tried where all MLPs have the same
+_KRONECKER_SHAPES = ((4, 1), (1, 2), (2, 2), (3, 3))  # tried where all MLPs have the same
 
 
 @torch.no_grad()
@@ -92,6 +95,8 @@ def plan(
         raise ValueError(f"plan: structures have {unknown[0]!r}, needed some of {', '.join(STRUCTURES)}")
     if budget is None and keep is None and time_budget is None:
         raise ValueError("plan: budget is None, needed a number of parameters, keep or time_budget")
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int)):
+        raise ValueError(f"plan: budget is {budget}, needed a whole number of parameters; a share is keep={budget}")
     for name, value in (("keep", keep), ("time_budget", time_budget)):
         if value is not None and not 0 < value < 1:
             raise ValueError(f"plan: {name} is {value}, needed a share between 0 and 1")
@@ -115,8 +120,9 @@ def plan(
         raise ValueError(
             f"plan: budget is {budget:,}, needed {total - inside:,} to {total - 1:,} for {type(model).__name__}"
         )
-    share = None if budget is None or not uniform else keep or (budget - (total - inside)) / inside
-    trying = {m.down: _candidates(model, m, structures, candidates, share, _SLACK if keep else 0.0) for m in mlps}
+    share = None if budget is None else keep or (budget - (total - inside)) / inside
+    share = None if share is None else share + (_SLACK if keep else 0.0)
+    trying = {m.down: _candidates(model, m, structures, candidates, share, uniform=uniform) for m in mlps}
     least = total - inside + sum(min(_count(model, m, c) for c in (*trying[m.down], None)) for m in mlps)
     if budget is not None and budget < least:
         raise ValueError(f"plan: budget is {budget:,}, needed {least:,} to {total - 1:,} for {type(model).__name__}")
@@ -159,27 +165,33 @@ def _candidates(
     structures: Sequence[str],
     candidates: Sequence[Config] | None,
     share: float | None,
-    slack: float,
+    *,
+    uniform: bool,
 ) -> list[Config]:
-    """What an MLP could become; with ``share`` only the largest of each structure that keeps about that share."""
-    if candidates is None and share is None:
-        candidates = [c for s in structures for c in CANDIDATES.get(s, ())]
-    if candidates is not None:
-        return [c for c in candidates if _fits(model, mlp, c, 1.0 if share is None else share + slack)]
-    assert share is not None
-    dense_count, trying = _count(model, mlp, None), []
+    """What an MLP could become: what is given, or some sizes of each structure and the largest within ``share``."""
+    if candidates is None:
+        largest = [] if share is None else _largest(model, mlp, structures, share)
+        sizes = [] if uniform and share is not None else [c for s in structures for c in CANDIDATES.get(s, ())]
+        candidates = [*dict.fromkeys([*largest, *sizes])]
+    return [c for c in candidates if _fits(model, mlp, c, share if uniform and share is not None else 1.0)]
+
+
+def _largest(model: nn.Module, mlp: Mlp, structures: Sequence[str], share: float) -> list[Config]:
+    """The largest of each structure that keeps at most a share of an MLP's parameters, and of each Kronecker shape."""
+    trying: list[Config] = []
     if "prune" in structures:
         neurons = dense(model.get_submodule(mlp.down)).shape[1]
-        most = range(int(neurons * share + 1e-9), 0, -1)
-        sizes = (PruneConfig(keep=stay / neurons, refit="writing") for stay in most)
-        trying += [next((c for c in sizes if _fits(model, mlp, c, share + slack)), PruneConfig(keep=1 / neurons))]
+        sizes = (PruneConfig(keep=stay / neurons, refit="writing") for stay in range(int(neurons * share), 0, -1))
+        trying += [c for c in [next((c for c in sizes if _fits(model, mlp, c, share)), None)] if c is not None]
     if "low_rank" in structures:
         trying.append(LowRankConfig(keep=min(share, 0.999), epochs=0))
     if "kronecker" in structures:
         for b in _KRONECKER_SHAPES:
-            ranks = [KroneckerConfig(b_shape=b, rank=r, epochs=0) for r in range(1, b[0] * b[1])]
-            within = [c for c in ranks if _fits(model, mlp, c, share + slack)]
-            trying += [c for c in within[-1:] if _count(model, mlp, c) > 0.8 * share * dense_count]
+            least_rank = 2 if b[1] == 1 else 1  # see `CANDIDATES`
+            ranks = [KroneckerConfig(b_shape=b, rank=r, epochs=0) for r in range(least_rank, b[0] * b[1])]
+            within = [c for c in ranks if _fits(model, mlp, c, share)]
+            least = 0.8 * share * _count(model, mlp, None)
+            trying += [c for c in within[-1:] if _count(model, mlp, c) > least]
     return trying
 
 
@@ -251,7 +263,7 @@ def _tried(
     pairs = [(tokens(o, c.keep), tokens(a, c.keep)) for o, a, c in zip(outputs, after, block.calls, strict=True)]
     apart = sum(float((o.float() - a.float()).double().square().sum()) for o, a in pairs)
     energy = sum(float(a.double().square().sum()) for _, a in pairs)
-    return Choice(config, _count(model, mlp, config), apart / max(energy, 1e-30), seconds)
+    return Choice(config, _count(model, mlp, config), (apart / max(energy, 1e-30)) ** 0.5, seconds)
 
 
 def _run(block: Block, states: Sequence[Tensor]) -> tuple[list[Tensor], float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from .choice import Choice
 
@@ -21,18 +22,28 @@ def same_for_all(options: Mapping[str, tuple[Choice, ...]], limits: Limits) -> d
     possible = [p for p in plans if _within(p, limits)]
     if not possible:
         raise ValueError("plan: no structure is within the budget for all MLPs; needed a larger one")
-    return min(possible, key=lambda p: sum(c.error for c in p.values()))
+    return min(possible, key=squared_error)
+
+
+def squared_error(chosen: Mapping[str, Choice]) -> float:
+    """The sum over MLPs."""
+    return sum(c.error**2 for c in chosen.values())
 
 
 def best_of_each(options: Mapping[str, tuple[Choice, ...]], limits: Limits) -> dict[str, Choice]:
-    """The least sum of errors within limits: by a price for each share of a limit, then by spending what is left."""
+    """The least sum of errors within limits: by a price for each share of a limit, then by spending what is left.
+
+    Never worse than the same for all.
+    """
     found: list[dict[str, Choice]] = []
+    with suppress(ValueError):
+        found.append(_spend(options, limits, same_for_all(options, limits)))
     for mix in [(1.0,)] if len(limits) == 1 else [(i / 10, 1 - i / 10) for i in range(11)]:
         if (cheapest := _at_price(options, limits, mix)) is not None:
             found.append(_spend(options, limits, cheapest))
     if not found:
         raise ValueError("plan: no choice for all MLPs is within the budget of time, needed a larger one")
-    return min(found, key=lambda p: sum(c.error for c in p.values()))
+    return min(found, key=squared_error)
 
 
 def _at_price(
@@ -44,7 +55,7 @@ def _at_price(
         return sum(m * cost(choice) / limit for m, (cost, limit) in zip(mix, limits, strict=True))
 
     def at(rate: float) -> dict[str, Choice]:
-        return {n: min(held, key=lambda c: c.error + rate * price(c)) for n, held in options.items()}
+        return {n: min(held, key=lambda c: c.error**2 + rate * price(c)) for n, held in options.items()}
 
     low, high = 1e-12, 1e12
     if not _within(at(high), limits):
@@ -59,7 +70,7 @@ def _spend(options: Mapping[str, tuple[Choice, ...]], limits: Limits, chosen: di
     """The same with what is left of the limits spent on whatever lowers the error most."""
     while True:
         steps = [
-            (chosen[n].error - c.error, n, c)
+            (chosen[n].error ** 2 - c.error**2, n, c)
             for n, held in options.items()
             for c in held
             if c.error < chosen[n].error and _within(chosen | {n: c}, limits)

@@ -53,7 +53,7 @@ class Stack:
 def blocks_to_keep(model: nn.Module, stack: Stack, config: PruneConfig) -> int:
     """How many blocks stay."""
     if config.budget is None:
-        return max(1, round(config.keep * stack.count))
+        return max(1, round(config.share * stack.count))
     sizes = [sum(p.numel() for p in block.parameters()) for block in model.get_submodule(stack.name).children()]
     total = sum(p.numel() for p in model.parameters())
     room = config.budget - (total - sum(sizes))

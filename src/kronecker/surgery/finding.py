@@ -96,7 +96,8 @@ def resolve(
         held = find_mlps(model, batch) if filter_fn is None else mlps_if_any(model, batch)
         downs, members = {m.down for m in held}, {n for m in held for n in (*m.ups, m.down)}
         for name, module in modules.items():
-            wanted = (name in members or is_experts(module)) if filter_fn is None else filter_fn(name, module)
+            experts = is_experts(module) or isinstance(module, KroneckerExperts)
+            wanted = (name in members or experts) if filter_fn is None else filter_fn(name, module)
             if wanted:
                 _refuse_own_forward(name, module)
             if wanted and (convertible(module) or isinstance(module, COMPRESSED)):
@@ -107,17 +108,23 @@ def resolve(
             near = ", ".join([n for n, m in modules.items() if convertible(m)][:6])
             raise ValueError(f"convert_: nothing to convert in {type(model).__name__}; layers that could be: {near}")
         return found
-    unused = set(config)
+    unused, shadowed = set(config), set[str]()
     if not unused:
         raise ValueError("convert_: the map from patterns to configs is empty, needed some")
     for name, module in modules.items():
-        pattern = next((p for p in config if fnmatchcase(name, p)), None)
+        fitting = [p for p in config if fnmatchcase(name, p)]
+        pattern = fitting[0] if fitting else None
+        if convertible(module):
+            shadowed.update(fitting[1:])
         if pattern is None or (filter_fn is not None and not filter_fn(name, module)):
             continue
         _refuse_own_forward(name, module)
         if convertible(module) or isinstance(module, COMPRESSED):
             unused.discard(pattern)
             found[name] = config[pattern]
+    if unused & shadowed:
+        first = sorted(unused & shadowed)[0]
+        raise ValueError(f"convert_: {first!r} fits only layers that an earlier pattern takes; put it before that one")
     if unused:
         names = [n for n, m in modules.items() if convertible(m)]
         raise ValueError(f"convert_: {_no_match(sorted(unused)[0], names)}")

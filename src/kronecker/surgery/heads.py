@@ -57,7 +57,7 @@ def groups_to_keep(model: nn.Module, attentions: Sequence[Attention], config: Pr
     """How many groups of heads stay in each attention."""
     groups = attentions[0].groups
     if config.budget is None:
-        return max(1, round(config.keep * groups))
+        return max(1, round(config.share * groups))
     total = sum(p.numel() for p in model.parameters())
     shapes = parameter_shapes(model)
     inside = {n: s for a in attentions for n, s in head_shapes(model, a, a.groups).items()}

@@ -164,7 +164,9 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
         done = walk.fit(fitting, keep)
     set_attributes_(changes)
     sizes = {p.name: p.count for p in parts}
-    return [PrunedLayer(n, sizes[n], keep[n], fitted.error**0.5) for n, fitted in done.items()], []
+    first = parts[0]
+    remarks = _rounded(walk.config, first.count, keep[first.name], f"neurons of {first.name}", near=1.0)
+    return [PrunedLayer(n, sizes[n], keep[n], fitted.error**0.5) for n, fitted in done.items()], remarks
 
 
 def _drop_heads(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
@@ -213,10 +215,10 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     return rows, _rounded(walk.config, stack.count, keep, "blocks")
 
 
-def _rounded(config: PruneConfig, count: int, keep: int, what: str) -> list[str]:
-    """A remark where a share of few is not what was asked for."""
-    exact = config.budget is not None or abs(config.keep * count - keep) < 1e-9
-    return [] if exact else [f"{keep} of {count} {what} stay, {keep / count:.0%}, asked for {config.keep:.0%}"]
+def _rounded(config: PruneConfig, count: int, keep: int, what: str, *, near: float = 1e-9) -> list[str]:
+    """A remark where the share that stays is not what was asked for."""
+    exact = config.budget is not None or abs(config.share * count - keep) < near
+    return [] if exact else [f"{keep} of {count} {what} stay, {keep / count:.1%}, asked for {config.share:.1%}"]
 
 
 def _refuse(model: nn.Module) -> None:

@@ -1,9 +1,10 @@
 """Which structure makes the smallest model that works: neurons, low rank, Kronecker sums, at equal parameters and time.
 
 SmolLM2-135M and MiniLM with 75 %, 50 % and 25 % of their MLPs' parameters, all fitted by the same walk on the same
-tokens (12,288), before training and after 300 distilled steps of three orders of data; beside them a model of that size
-trained from nothing on the same tokens. Rows that are there already are not made again; ``--only`` makes some of them.
-Fits are kept in ``work``. Skipped where the models' packages or the data are absent.
+tokens (12,288), before training and after 300 distilled steps; beside them a model of that size trained from nothing on
+the same tokens, and half of the table of embeddings beside as many parameters less in neurons. At half the best of each
+structure is trained on three orders of data. Rows that are there already are not made again; ``--only`` makes some of
+them. Fits are kept in ``work``. Skipped where the models' packages or the data are absent.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ from tests.support import real
 FOUND, WORK = RESULTS / "smaller_study.json", Path(__file__).parent / "work" / "smaller_study"
 PLOT = ROOT / "docs" / "smaller_models.svg"
 STEPS, SEEDS, BATCH, CONTEXT = 300, (0, 1, 2), 2, 128
-BUDGETS = (0.75, 0.5, 0.25)
+BUDGETS, TABLE = (0.75, 0.5, 0.25), "table"  # shares of MLPs; half of the embeddings
+SEVERAL = ("neurons", "low rank", "2 x (4, 1)")  # whose spread over orders of data is measured, at half
 RATES = {"smollm2": 2e-4, "minilm": 2e-4}
 
 
@@ -53,7 +55,7 @@ def kronecker(b_shape: tuple[int, int], rank: int) -> KroneckerConfig:
     return KroneckerConfig(b_shape=b_shape, rank=rank)
 
 
-STRUCTURES: dict[float, dict[str, Config | None]] = {
+STRUCTURES: dict[float | str, dict[str, Config | None]] = {
     0.75: {
         "neurons": PruneConfig(keep=0.75),
         "low rank": LowRankConfig(keep=0.75),
@@ -78,13 +80,18 @@ STRUCTURES: dict[float, dict[str, Config | None]] = {
         "(2, 2)": kronecker((2, 2), 1),
         "2 x (3, 3)": kronecker((3, 3), 2),
     },
+    TABLE: {
+        "neurons instead": PruneConfig(),
+        "table as (1, 2)": KroneckerConfig(b_shape=(1, 2), init="van_loan"),
+        "table as 2 x (1, 4)": KroneckerConfig(b_shape=(1, 4), rank=2, init="van_loan"),
+    },
 }
 
 
 class Language:
     """SmolLM2, judged by its loss on held-out text."""
 
-    unit = "loss"
+    unit, table = "loss", "model.embed_tokens"
 
     def __init__(self) -> None:
         self.folder, rows = real.smollm2(), real.alpaca(5000)
@@ -117,7 +124,7 @@ class Language:
 class Encoder:
     """MiniLM, judged by how near its sentence embeddings are to the original's on held-out texts."""
 
-    unit = "cosine"
+    unit, table = "cosine", "embeddings.word_embeddings"
 
     def __init__(self) -> None:
         self.folder, rows = real.minilm(), real.alpaca(5000)
@@ -162,14 +169,22 @@ class Encoder:
 TASKS: dict[str, Callable[[], Any]] = {"smollm2": Language, "minilm": Encoder}
 
 
-def make_smaller(task: Any, name: str, structure: str, config: Config | None, keep: float) -> nn.Module:
-    """The original with its MLPs as the config says; its fit is kept."""
+def make_smaller(task: Any, name: str, budget: float | str, structure: str) -> nn.Module:
+    """The original with its MLPs, or its embeddings, as the structure says; its fit is kept."""
+    config = STRUCTURES[budget][structure]
     if config is None:
         set_seed(0)
-        return task.from_nothing(keep)
-    model, place = task.original(), WORK / name / f"{keep} {structure}"
-    change: Callable = prune_ if isinstance(config, PruneConfig) else convert_
-    change(model, config, calibration=task.calibration, cache=place, progress=False)
+        return task.from_nothing(budget)
+    model, place = task.original(), WORK / name / f"{budget} {structure}"
+    if isinstance(config, PruneConfig):
+        if budget == TABLE:  # as many parameters as half of the table
+            left = num_parameters(model) - num_parameters(model.get_submodule(task.table)) // 2
+            config = PruneConfig(budget=left)
+        prune_(model, config, calibration=task.calibration, cache=place, progress=False)
+    elif budget == TABLE:
+        convert_(model, {task.table: config}, progress=False)
+    else:
+        convert_(model, config, calibration=task.calibration, cache=place, progress=False)
     return model
 
 
@@ -210,23 +225,24 @@ def mlp_share(task: Any, model: nn.Module) -> float:
     )
 
 
-def cells(found: Mapping[str, Any]) -> list[tuple[str, float, str, int]]:
+def cells(found: Mapping[str, Any]) -> list[tuple[str, float | str, str, int]]:
     """What is missing, half of the parameters and the first order of data first: (model, budget, structure, seed)."""
     done = {(r["model"], r["budget"], r["structure"], r["seed"]) for r in found["rows"]}
     every = [
         (name, budget, structure, seed)
         for seed in SEEDS
-        for budget in (0.5, 0.25, 0.75)
+        for budget in (0.5, 0.25, 0.75, TABLE)
         for name in TASKS
         for structure in STRUCTURES[budget]
+        if seed == SEEDS[0] or (budget == 0.5 and structure in SEVERAL)
     ]
     return [cell for cell in every if cell not in done]
 
 
-def run_cell(task: Any, name: str, budget: float, structure: str, seed: int, steps: int) -> dict[str, Any]:
+def run_cell(task: Any, name: str, budget: float | str, structure: str, seed: int, steps: int) -> dict[str, Any]:
     """One row."""
     begin = time.process_time()
-    model = make_smaller(task, name, structure, STRUCTURES[budget][structure], budget)
+    model = make_smaller(task, name, budget, structure)
     fitted = time.process_time() - begin
     row: dict[str, Any] = {"model": name, "budget": budget, "structure": structure, "seed": seed, "steps": steps}
     row |= {"share": round(mlp_share(task, model), 4), "time": round(time_ratio(task, model), 3)}
@@ -253,16 +269,17 @@ def write_table() -> None:
         ]
         original = f", the original's {found['originals'][name]:.3f}" if unit == "loss" else ""
         lines += ["", f"**{title}**{original}", ""]
-        lines += ["| MLPs' parameters | structure | time | before training | after 300 steps | at equal time |"]
+        lines += ["| parameters | structure | time | before training | after 300 steps | at equal time |"]
         lines += ["|---" * 6 + "|"]
-        for budget in BUDGETS:
+        for budget in (*BUDGETS, TABLE):
             for structure in STRUCTURES[budget]:
                 same = [r for r in rows if (r["budget"], r["structure"]) == (budget, structure)]
                 if same:
                     lines.append(_line(rows, budget, structure, same))
     rows = found["rows"]
     text = (
-        f"Fitted on 12,288 tokens by the same walk, then distilled in bfloat16 autocast, {BATCH} x {CONTEXT} tokens a "
+        f"Parameters: of the MLPs, or half of the table of embeddings. Fitted on 12,288 tokens by the same walk (the "
+        f"table: nearest to its weight), then distilled in bfloat16 autocast, {BATCH} x {CONTEXT} tokens a "
         "step (MiniLM: 8 x 128); mean, range and number of orders of data. Time: forward of 512 tokens against the "
         "original's. At equal time: what dropped neurons give at the row's time, between the budgets measured. "
         f"Measured to {max(r['date'] for r in rows)} at {rows[-1]['commit']}."
@@ -270,13 +287,14 @@ def write_table() -> None:
     put(KRONECKER_GUIDE, [*lines[1:], "", text], "study")
 
 
-def _line(rows: list[dict], budget: float, structure: str, same: list[dict]) -> str:
+def _line(rows: list[dict], budget: float | str, structure: str, same: list[dict]) -> str:
     after = [r["after"] for r in same]
     spread = f" ({min(after):.3f} to {max(after):.3f}, {len(after)})" if len(after) > 1 else " (1)"
     seconds = statistics.median(r["time"] for r in same)
+    share = "half a table" if budget == TABLE else f"{same[0]['share']:.0%}"
     rival = "" if structure.startswith("neurons") else _at_time(rows, seconds)
     return (
-        f"| {same[0]['share']:.0%} | {structure} | {seconds:.2f} | {same[0]['before']:.3f} "
+        f"| {share} | {structure} | {seconds:.2f} | {same[0]['before']:.3f} "
         f"| {statistics.mean(after):.3f}{spread} | {rival} |"
     )
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from model_components._folders import NewFolder, check_new, new_file
 
 from .config import GRANULARITIES, INITS, STRUCTURES, KroneckerConfig, LowRankConfig, PruneConfig, from_json, to_json
-from .data import strided, text_batches, text_of
+from .data import positions_of, strided, text_batches, text_of
 from .planning import plan
 from .presets import PRESETS, preset
 from .report import compare
@@ -109,8 +109,7 @@ def tokens(options: argparse.Namespace, file: str, tokenizer: str, *models: PreT
 
 
 def _context(options: argparse.Namespace, models: Sequence[PreTrainedModel]) -> int:
-    positions = [getattr(m.config, "max_position_embeddings", None) for m in models]
-    return min([options.context, *(p for p in positions if p)])
+    return min([options.context, *(p for m in models if (p := positions_of(m)))])
 
 
 def _compare(options: argparse.Namespace) -> None:

@@ -13,6 +13,8 @@ from transformers import PretrainedConfig
 
 Batch = Mapping[str, Any]
 
+_SPEAKERS = ("role", "from")  # of a chat's turns: no text
+
 
 def batches(calibration: Iterable[Any], model: nn.Module, operation: str) -> list[dict[str, Any]]:
     """Calibration data as keyword arguments of the model, on its device: from dicts, or from tensors of token ids.
@@ -42,7 +44,7 @@ def batches(calibration: Iterable[Any], model: nn.Module, operation: str) -> lis
                 batch[name] = value[None]
         config = getattr(model, "config", None)
         for name in ("input_ids", "decoder_input_ids"):
-            _check_ids(operation, batch.get(name), config)
+            _check_ids(operation, batch.get(name), model)
         if isinstance(config, PretrainedConfig) and config.is_encoder_decoder:
             _check_two_sides(operation, batch)
         checked.append({k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()})
@@ -65,22 +67,36 @@ def _check_two_sides(operation: str, batch: Batch) -> None:
         raise ValueError(f"{operation}: padding of an encoder-decoder is not told apart, needed batches without any")
 
 
-def _check_ids(operation: str, ids: object, config: Any) -> None:
+def positions_of(model: nn.Module) -> int | None:
+    """How many tokens a row may have; None: no limit that is known."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, PretrainedConfig):
+        return None
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    tables = [m for n, m in model.named_modules() if n.endswith("position_embeddings") and isinstance(m, nn.Embedding)]
+    if isinstance(positions, int) and tables and tables[0].padding_idx is not None:
+        positions -= tables[0].padding_idx + 1  # RoBERTa counts from behind the padding's
+    return positions if isinstance(positions, int) and positions > 0 else None
+
+
+def _check_ids(operation: str, ids: object, model: nn.Module) -> None:
+    config = getattr(model, "config", None)
     if not isinstance(ids, Tensor) or not isinstance(config, PretrainedConfig):
         return
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(f"{operation}: token ids are {ids.dtype}, needed integers")
-    text = config.get_text_config()
-    count, positions = getattr(text, "vocab_size", None), getattr(text, "max_position_embeddings", None)
+    count, positions = getattr(config.get_text_config(), "vocab_size", None), positions_of(model)
     least, most = int(ids.min()), int(ids.max())
     if isinstance(count, int) and not 0 <= least <= most < count:
         raise ValueError(f"{operation}: token ids go from {least} to {most}, needed 0 to {count - 1}")
-    if isinstance(positions, int) and 0 < positions < ids.shape[-1]:
+    if positions is not None and positions < ids.shape[-1]:
         raise ValueError(f"{operation}: rows have {ids.shape[-1]} tokens, needed at most the model's {positions}")
 
 
 def text_of(path: str | Path) -> str:
     """A text file's text; of a JSON list or JSON lines of records their strings, records apart by a blank line.
+
+    Of records that are chats the turns' texts.
 
     Raises:
         ValueError: No such file, or one that holds no text.
@@ -101,8 +117,11 @@ def text_of(path: str | Path) -> str:
 
 
 def _strings(record: object) -> list[str]:
-    values = record.values() if isinstance(record, Mapping) else [record]
-    return [v for v in values if isinstance(v, str) and v]
+    if isinstance(record, str):
+        return [record] if record else []
+    if isinstance(record, Mapping):
+        record = [value for name, value in record.items() if name not in _SPEAKERS]
+    return [text for value in record for text in _strings(value)] if isinstance(record, list) else []
 
 
 def text_batches(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from model_components._report import Axes, Figure, Report, Table, axes_for
 
+from .data import positions_of
 from .surgery.convert import num_parameters
 
 _PROMPT = 8  # tokens that generation starts from
@@ -120,7 +121,7 @@ def compare(
         runs: Times that each is timed, after one that is not counted.
         new: Tokens to generate, or as many as the models have positions for.
     """
-    positions = [getattr(m.config, "max_position_embeddings", None) for m in models.values()]
+    positions = [positions_of(m) for m in models.values()]
     new = min([new, *(p - _PROMPT for p in positions if p)])
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     named = texts if isinstance(texts, Mapping) else {"": texts}

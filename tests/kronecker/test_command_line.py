@@ -9,9 +9,18 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
-from kronecker import KroneckerConfig, compare, convert_, from_pretrained, num_parameters, perplexity
+from kronecker import (
+    KroneckerConfig,
+    PruneConfig,
+    compare,
+    convert_,
+    from_pretrained,
+    num_parameters,
+    perplexity,
+    prune_,
+)
 from kronecker.__main__ import main
-from kronecker.data import strided, text_batches
+from kronecker.data import positions_of, strided, text_batches, text_of
 from tests.support.models import save, save_tokenizer, tiny
 
 WORDS = ["<unk>", *(f"w{i}" for i in range(95))]
@@ -82,6 +91,21 @@ def test_text_becomes_rows():
         text_batches("abcd", lambda t: [1] * len(t), tokens=5, skip=3)
     with pytest.raises(ValueError, match="the tokenizer makes no tokens of the text"):
         text_batches("abcd", lambda t: [], tokens=5)
+
+
+def test_chats_are_read_turn_by_turn(tmp_path):
+    chats = [{"messages": [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Yes?"}], "n": 3}]
+    (tmp_path / "chats.json").write_text(json.dumps([*chats, "plain", {"tags": ["a", "b"]}]))
+    assert text_of(tmp_path / "chats.json") == "Hello.\nYes?\n\nplain\n\na\nb"
+
+
+@pytest.mark.parametrize(("kind", "positions"), [("gpt2", 32), ("roberta", 62), ("bert", 32), ("llama", 64)])
+def test_rows_are_as_long_as_a_model_has_positions_for(kind, positions):
+    model = tiny(kind)
+    assert positions_of(model) == positions
+    prune_(model, PruneConfig(), calibration=[torch.full((2, positions), 5)], progress=False)
+    with pytest.raises(ValueError, match=f"rows have {positions + 1} tokens, needed at most the model's {positions}"):
+        prune_(tiny(kind), PruneConfig(), calibration=[torch.full((2, positions + 1), 5)], progress=False)
 
 
 def test_pruning_in_the_command_writes_a_stock_model(place, capsys):

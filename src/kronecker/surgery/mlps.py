@@ -21,6 +21,8 @@ from transformers import PreTrainedModel
 
 from model_components._modes import evaluating
 
+from ..data import positions_of
+
 _TOKENS, _ROWS = 8, 4  # of what a model is tried with: that many tokens of our own, or rows of a batch, twice
 _NEAR = 1e-2  # of a layer's input: far above the rounding of two equal rows, far below what is added to one of them
 
@@ -140,8 +142,9 @@ def _simple_arguments(model: PreTrainedModel, device: torch.device) -> dict[str,
     config: Any = model.config
     if model.main_input_name == "input_ids":
         text = config.get_text_config()
-        positions = getattr(text, "max_position_embeddings", None) or _TOKENS
-        ids = (torch.arange(3, 3 + min(_TOKENS, positions), device=device) % text.vocab_size).expand(2, -1)
+        ids = (
+            torch.arange(3, 3 + min(_TOKENS, positions_of(model) or _TOKENS), device=device) % text.vocab_size
+        ).expand(2, -1)
         return {"input_ids": ids} | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
     if model.main_input_name == "pixel_values" and hasattr(config, "image_size"):
         height, width = config.image_size if isinstance(config.image_size, (tuple, list)) else [config.image_size] * 2

@@ -65,7 +65,7 @@ def load_krony(path: str | Path, *, n_head: int | None = None) -> GPT2LMHeadMode
             a, b = (state.pop(f"{place}_{k}").transpose(1, 2) for k in (0, 1))
             config = KroneckerConfig(b_shape=(b.shape[1], b.shape[2]), rank=rank, scales=scales is not None)
             put(model, place, KroneckerLinear.like(model.get_submodule(place), config))
-            ours |= {f"{place}.a": a, f"{place}.b": b, f"{place}.bias": state.pop(f"{place}_bias")}
+            ours |= {f"{place}.weight": a, f"{place}.b": b, f"{place}.bias": state.pop(f"{place}_bias")}
             ours |= {} if scales is None else {f"{place}.scales": scales}
     linear = re.compile(r"attn\.(c_attn|c_proj)\.weight$")
     masks = (".attn.bias", ".attn.masked_bias")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from .config import Config, KroneckerConfig, PruneConfig, from_dict, to_dict
 from .layers.embedding import KroneckerEmbedding
 from .layers.experts import KroneckerExperts
 from .layers.linear import SmallerLinear, smaller_linear
+from .layers.weights import StockNames
 from .surgery.finding import COMPRESSED, mlps_if_any, put, set_parameters_
 from .surgery.stock import empty, parameter_shapes
 from .surgery.unread import smallest_stock
@@ -116,14 +117,12 @@ def write_files(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor
     layers = compressed(model)
     tensors, aliases = {}, {}
     first: dict[int, str] = {}
-    stored = {ours: stock for n, layer in layers.items() for ours, stock in _stored_names(n, layer).items()}
-    for own, tensor in model.state_dict(keep_vars=True).items():
-        name = stored.get(own, own)
+    for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in first:
             aliases[name] = first[id(tensor)]
         else:
             first[id(tensor)] = name
-            tensors[name] = (tensor if state is None else state[own]).detach().contiguous()
+            tensors[name] = (tensor if state is None else state[name]).detach().contiguous()
     configs = {name: to_dict(layer.config) for name, layer in layers.items()}  # pyrefly: ignore
     mark = {"format": 1, "class": type(model).__name__, "layers": configs, "shapes": resized(model), "aliases": aliases}
     model.config.save_pretrained(folder)
@@ -131,29 +130,6 @@ def write_files(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor
         model.generation_config.save_pretrained(folder)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / MARK).write_text(json.dumps(mark, indent=1) + "\n", encoding="utf-8")
-
-
-def _stored_names(name: str, layer: nn.Module) -> dict[str, str]:
-    """Large factors are stored under the names of the weights they stand for.
-
-    Their shapes are not those of the weights, so that transformers refuses the folder, where it would make up random
-    weights for names that it does not find.
-    """
-    if isinstance(layer, KroneckerExperts):
-        return {f"{name}.{part}_a": f"{name}.{part}_proj" for part in ("gate_up", "down")}
-    return {f"{name}.a": f"{name}.weight"}
-
-
-def _names_in_model(mark: dict, stored: Iterable[str]) -> dict[str, str]:
-    """From the names of `_stored_names` to those in the model."""
-    names = set(stored)
-    made = {}
-    for layer in mark["layers"]:
-        if f"{layer}.gate_up_proj" in names:
-            made |= {f"{layer}.{part}_proj": f"{layer}.{part}_a" for part in ("gate_up", "down")}
-        else:
-            made[f"{layer}.weight"] = f"{layer}.a"
-    return made
 
 
 def read_files(folder: Path) -> tuple[dict, dict[str, Tensor]]:
@@ -165,9 +141,6 @@ def read_files(folder: Path) -> tuple[dict, dict[str, Tensor]]:
         tensors = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"from_pretrained: {folder / WEIGHTS} cannot be read: {error}") from None
-    names = _names_in_model(mark, [*tensors, *mark["aliases"]])
-    tensors = {names.get(n, n): t for n, t in tensors.items()}
-    mark["aliases"] = {names.get(n, n): names.get(kept, kept) for n, kept in mark["aliases"].items()}
     return mark, tensors | {name: tensors[kept] for name, kept in mark["aliases"].items()}
 
 
@@ -223,7 +196,8 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
         raise ValueError(f"from_pretrained: {folder} has tensors the model has no place for: {', '.join(unknown[:3])}")
     model.load_state_dict(tensors, assign=True)
     for name, kept in mark["aliases"].items():
-        _parent(model, name)._parameters[name.rpartition(".")[2]] = model.get_parameter(kept)
+        (owner, own), (first, key) = _owner(model, name), _owner(model, kept)
+        owner._parameters[own] = first._parameters[key]
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     own_saving_(model)
@@ -244,8 +218,12 @@ def _local(folder: str | Path) -> Path:
     return Path(snapshot_download(str(folder)))
 
 
-def _parent(model: nn.Module, name: str) -> nn.Module:
-    return model.get_submodule(name.rpartition(".")[0])
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that a name in a state belongs to, and its parameter's own name."""
+    place, _, key = name.rpartition(".")
+    module = model.get_submodule(place)
+    names = module.stock_names if isinstance(module, StockNames) else {}
+    return module, next((own for own, stock in names.items() if stock == key), key)
 
 
 def _empty(module: nn.Module, config: Config) -> nn.Module:

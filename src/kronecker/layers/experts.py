@@ -13,7 +13,7 @@ from .. import init
 from .._eager import build, scaled
 from ..config import KroneckerConfig
 from ..functional import kron_linear
-from .weights import start
+from .weights import StockNames, start
 
 GROUPED = 8  # what sizes of experts are multiples of: transformers multiplies all of a stack in one grouped product
 
@@ -27,11 +27,12 @@ def is_experts(module: nn.Module) -> bool:
     return len(up) == len(down) == 3 and tuple(up[1:]) == (2 * down[2], down[1])
 
 
-class KroneckerExperts(nn.Module):
+class KroneckerExperts(StockNames):
     """Gated experts with compressed matrices; routing is the model's own.
 
-    State: ``gate_up_a`` (E or 1, r, O1, I1), ``gate_up_b`` (E, r, O2, I2), ``down_a``, ``down_b`` and, when asked for,
-    ``gate_up_scales``, ``down_scales`` (E, r). One A for all experts with ``share_a``.
+    Parameters: ``gate_up_a`` (E or 1, r, O1, I1), ``gate_up_b`` (E, r, O2, I2), ``down_a``, ``down_b`` and, when asked
+    for, ``gate_up_scales``, ``down_scales`` (E, r). One A for all experts with ``share_a``. In its state every A has
+    the name of the weights that it stands for.
 
     Args:
         sizes: (E, 2 I, H) and (E, H, I) by name, ``gate_up_proj`` and ``down_proj``.
@@ -46,6 +47,7 @@ class KroneckerExperts(nn.Module):
     (torch.Size([1, 1, 8, 6]), torch.Size([4, 1, 2, 1]))
     """
 
+    stock_names: Mapping[str, str] = {"gate_up_a": "gate_up_proj", "down_a": "down_proj"}
     stock: nn.Module
 
     def __init__(
@@ -70,13 +72,6 @@ class KroneckerExperts(nn.Module):
             self.register_parameter(f"{name}_b", nn.Parameter(torch.zeros(self.num_experts, own.rank, *b, **place)))
             made = nn.Parameter(torch.ones(self.num_experts, own.rank, **place)) if config.scales else None
             self.register_parameter(f"{name}_scales", made)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:  # pyrefly: ignore
-        """Files have every A under the name of the weights it stands for (see `kronecker.storage`)."""
-        for name in self._configs():
-            if f"{prefix}{name}_a" not in state_dict and f"{prefix}{name}_proj" in state_dict:
-                state_dict[f"{prefix}{name}_a"] = state_dict.pop(f"{prefix}{name}_proj")
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _configs(self) -> dict[str, KroneckerConfig]:
         return {"gate_up": self.config, "down": self.config.opposite()}

@@ -5,6 +5,7 @@ Letters: r terms; A is (r, O1, I1), B is (r, O2, I2), for a weight (O, I) = (O1 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,9 +18,31 @@ from ..config import KroneckerConfig
 from ..moments import Moments
 
 
-class SmallerWeight(nn.Module):
-    """A weight that is made of smaller parameters, of which ``a`` is the largest."""
+class StockNames(nn.Module):
+    """A layer whose state holds its large parameters under the names of the weights that they stand for.
 
+    Their shapes are not those of the weights, so that transformers refuses files of theirs, whoever wrote them; under
+    other names it would make up random weights.
+    """
+
+    stock_names: Mapping[str, str]  # from parameters to names in its state
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for own, stock in self.stock_names.items():
+            destination[prefix + stock] = destination.pop(prefix + own)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:  # pyrefly: ignore
+        for own, stock in self.stock_names.items():
+            if prefix + stock in state_dict:
+                state_dict[prefix + own] = state_dict.pop(prefix + stock)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class SmallerWeight(StockNames):
+    """A weight that is made of smaller parameters, of which ``a`` is the largest, and ``weight`` in its state."""
+
+    stock_names: Mapping[str, str] = {"a": "weight"}
     a: nn.Parameter
     b: nn.Parameter
 
@@ -49,12 +72,6 @@ class SmallerWeight(nn.Module):
     def extra_repr(self) -> str:
         """Structure and compression."""
         return f"{self.structure}, {self.compression:.1%} of the dense weight"
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:  # pyrefly: ignore
-        """Files have A under the name of the weight it stands for (see `kronecker.storage`)."""
-        if f"{prefix}a" not in state_dict and f"{prefix}weight" in state_dict:
-            state_dict[f"{prefix}a"] = state_dict.pop(f"{prefix}weight")
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 class KroneckerLayer(SmallerWeight):

@@ -181,14 +181,14 @@ def _tokenizer(name: str) -> Any:
 def _plan(options: argparse.Namespace) -> None:
     model = load(options.model)
     data = tokens(options, options.calibration, options.tokenizer or options.model, model)
-    found = plan(
+    chosen = plan(
         model, budget=options.budget, keep=options.keep, time_budget=options.time_budget, calibration=data,
         structures=options.structures, uniform=options.uniform, progress=not options.no_progress,
     )  # fmt: skip
-    print(found)
+    print(chosen)
     if options.out:
         with new_file(options.out, "plan") as part:
-            part.write_text(to_json(found.configs) + "\n", encoding="utf-8")
+            part.write_text(to_json(chosen.configs) + "\n", encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -58,8 +58,8 @@ def inward(x: Tensor, b: Tensor) -> Tensor:
     n, u, v = x.shape
     r, q, _ = b.shape
     rows = x.permute(2, 0, 1).reshape(v, n * u)
-    made = torch.mm(b.transpose(0, 1).reshape(q * r, v), rows).view(q, r, n, u)
-    return made.transpose(1, 2)
+    sums = torch.mm(b.transpose(0, 1).reshape(q * r, v), rows).view(q, r, n, u)
+    return sums.transpose(1, 2)
 
 
 def outward(t: Tensor, b: Tensor) -> Tensor:

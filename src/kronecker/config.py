@@ -79,17 +79,17 @@ class KroneckerConfig:
         self, out_features: int, in_features: int, *, operation: str = "KroneckerConfig"
     ) -> tuple[tuple[int, int], tuple[int, int]]:
         """The shapes of A and B for a weight of (out_features, in_features)."""
-        given = self.a_shape or self.b_shape
-        assert given is not None
+        known = self.a_shape or self.b_shape
+        assert known is not None
         weight = (out_features, in_features)
-        if any(n % g for n, g in zip(weight, given, strict=True)):
-            near = " and ".join(f"{_near(n, g)} of {n}" for n, g in zip(weight, given, strict=True))
+        if any(n % g for n, g in zip(weight, known, strict=True)):
+            near = " and ".join(f"{_near(n, g)} of {n}" for n, g in zip(weight, known, strict=True))
             name = "a_shape" if self.a_shape else "b_shape"
             raise ValueError(
-                f"{operation}: {name} {given} does not divide a weight of {weight}; the nearest that do: {near}"
+                f"{operation}: {name} {known} does not divide a weight of {weight}; the nearest that do: {near}"
             )
-        other = (out_features // given[0], in_features // given[1])
-        a, b = (given, other) if self.a_shape else (other, given)
+        other = (out_features // known[0], in_features // known[1])
+        a, b = (known, other) if self.a_shape else (other, known)
         most = min(a[0] * a[1], b[0] * b[1])
         if self.rank > most:
             raise ValueError(

@@ -100,19 +100,19 @@ def kron_linear(
         if _uses_fused(impl, x, a, b, order):
             from . import _triton
 
-            made = _triton.kron_matmul(flat, a, b, scales)
+            y = _triton.kron_matmul(flat, a, b, scales)
         elif traced:
             chosen = order_of((o1, i1), (o2, i2), r, _TRACED_TOKENS) if order == "auto" else order
-            made = plain(flat, a, b, scales, chosen)
+            y = plain(flat, a, b, scales, chosen)
         else:
             chosen = order_of((o1, i1), (o2, i2), r, flat.shape[0]) if order == "auto" else order
-            made = CONTRACTIONS[chosen].apply(flat, a, b, scales)
+            y = CONTRACTIONS[chosen].apply(flat, a, b, scales)
         if traced:
-            made = made if bias is None else made + bias
-            return made.reshape(*x.shape[:-1], o1 * o2)
+            y = y if bias is None else y + bias
+            return y.reshape(*x.shape[:-1], o1 * o2)
         if bias is not None:
-            made = made + bias if torch.is_grad_enabled() else made.add_(bias)
-        return torch.ops.aten._unsafe_view(made, (*x.shape[:-1], o1 * o2))  # no view: `relu_` may write into it
+            y = y + bias if torch.is_grad_enabled() else y.add_(bias)
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], o1 * o2))  # no view: `relu_` may write into it
 
 
 def _uses_fused(impl: str, x: Tensor, a: Tensor, b: Tensor, order: str) -> bool:
@@ -175,8 +175,8 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, ids: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:
         ctx.save_for_backward(ids, a, b, scales)
         p, q = _rows(ids, b)
-        made = torch.einsum("rnu,rnv->nuv", a.index_select(1, p), scaled(b, scales).index_select(1, q))
-        return made.reshape(*ids.shape, a.shape[2] * b.shape[2])
+        products = torch.einsum("rnu,rnv->nuv", a.index_select(1, p), scaled(b, scales).index_select(1, q))
+        return products.reshape(*ids.shape, a.shape[2] * b.shape[2])
 
     @staticmethod
     @once_differentiable

@@ -93,12 +93,12 @@ def load_krony(path: str | Path, *, n_head: int | None = None) -> GPT2LMHeadMode
 def _state(path: Path) -> dict[str, Tensor]:
     """The file's tensors under nanoGPT's names."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        stored = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # an unpickler fails in as many ways as there are files
         first = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"{_OPERATION}: {path} cannot be read as tensors alone: {first}") from None
-    found = found.get("model", found) if isinstance(found, Mapping) else {}
-    named = found.items() if isinstance(found, Mapping) else ()
+    stored = stored.get("model", stored) if isinstance(stored, Mapping) else {}
+    named = stored.items() if isinstance(stored, Mapping) else ()
     state = {n: t for n, t in named if isinstance(n, str) and isinstance(t, Tensor)}
     for prefix in _PREFIXES:
         state = {n.removeprefix(prefix): t for n, t in state.items()}

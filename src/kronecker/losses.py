@@ -129,27 +129,27 @@ class TeacherMlps:
     @contextmanager
     def watched(self) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
         """Each MLP's input and what its last layer says, by that layer's name, while the teacher runs."""
-        found: dict[str, tuple[Tensor, Tensor]] = {}
+        seen: dict[str, tuple[Tensor, Tensor]] = {}
         inputs: dict[str, Tensor] = {}
         handles = []
         for mlp in self.mlps:
             up, down = self.teacher.get_submodule(mlp.ups[0]), self.teacher.get_submodule(mlp.down)
             handles.append(up.register_forward_hook(lambda m, x, y, n=mlp.down: inputs.update({n: x[0]})))
-            handles.append(down.register_forward_hook(lambda m, x, y, n=mlp.down: found.update({n: (inputs[n], y)})))
+            handles.append(down.register_forward_hook(lambda m, x, y, n=mlp.down: seen.update({n: (inputs[n], y)})))
         try:
-            yield found
+            yield seen
         finally:
             for handle in handles:
                 handle.remove()
 
-    def loss(self, found: Mapping[str, tuple[Tensor, Tensor]], keep: Tensor) -> Tensor:
+    def loss(self, seen: Mapping[str, tuple[Tensor, Tensor]], keep: Tensor) -> Tensor:
         """Mean over MLPs of the student's error on the teacher's inputs."""
-        pairs = [(self._run(mlp, found[mlp.down][0]), found[mlp.down][1]) for mlp in self.mlps]
+        pairs = [(self._run(mlp, seen[mlp.down][0]), seen[mlp.down][1]) for mlp in self.mlps]
         return torch.stack([token_errors(ours, theirs, keep) for ours, theirs in pairs]).mean()
 
     def _run(self, mlp: Mlp, x: Tensor) -> Tensor:
-        made = self.student.get_submodule(mlp.ups[0].rpartition(".")[0])(x)
-        return self.student.get_submodule(mlp.down)(made) if _two_modules(mlp) else made
+        said = self.student.get_submodule(mlp.ups[0].rpartition(".")[0])(x)
+        return self.student.get_submodule(mlp.down)(said) if _two_modules(mlp) else said
 
 
 def _two_modules(mlp: Mlp) -> bool:

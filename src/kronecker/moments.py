@@ -52,9 +52,9 @@ class Moments:
     @classmethod
     def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Moments:
         """Of inputs (N, I), where the layer should go on saying what it says."""
-        made = cls.zeros(*weight.shape, device=weight.device)
-        made.add(x, torch.nn.functional.linear(x, weight, bias))
-        return made
+        moments = cls.zeros(*weight.shape, device=weight.device)
+        moments.add(x, torch.nn.functional.linear(x, weight, bias))
+        return moments
 
     def centred(self) -> Moments:
         """Around the means: what is left for a weight when a bias takes care of them."""

@@ -42,16 +42,16 @@ def van_loan(weight: Tensor, b_shape: tuple[int, int], rank: int, normalize: boo
     (o2, i2), (o, i) = b_shape, weight.shape
     u, s, v = torch.linalg.svd(rearranged(weight, b_shape), full_matrices=False)
     a = (u[:, :rank] * s[:rank]).T.reshape(rank, o // o2, i // i2)
-    made = kron_weight(a, v[:rank].reshape(rank, o2, i2))
-    return made * (weight.norm() / made.norm()) if normalize else made
+    nearest = kron_weight(a, v[:rank].reshape(rank, o2, i2))
+    return nearest * (weight.norm() / nearest.norm()) if normalize else nearest
 
 
 def prune(weight: Tensor, b_shape: tuple[int, int], keep: tuple[int, int]) -> Tensor:
     """Zero all but one row in ``b_shape[0]`` and one column in ``b_shape[1]``: those at position ``keep``."""
-    made = torch.zeros_like(weight)
+    pruned = torch.zeros_like(weight)
     rows, columns = (slice(k, None, step) for k, step in zip(keep, b_shape, strict=True))
-    made[rows, columns] = weight[rows, columns]
-    return made
+    pruned[rows, columns] = weight[rows, columns]
+    return pruned
 
 
 def als(cross: Tensor, moment: Tensor, a: Tensor, b: Tensor, rounds: int) -> Tensor:

@@ -42,8 +42,8 @@ def resized(model: nn.Module) -> dict[str, list[int]]:
     if not isinstance(model, PreTrainedModel):
         return {}  # it has no config to differ from
     shapes = parameter_shapes(empty(type(model), copy.deepcopy(model.config)))
-    own = model.named_parameters(remove_duplicate=False)
-    return {n: list(p.shape) for n, p in own if n in shapes and p.shape != shapes[n]}
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {n: list(p.shape) for n, p in parameters if n in shapes and p.shape != shapes[n]}
 
 
 def has_smaller_layers(model: nn.Module) -> bool:
@@ -141,15 +141,15 @@ def read_files(folder: Path) -> tuple[dict, dict[str, Tensor]]:
         tensors = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"from_pretrained: {folder / WEIGHTS} cannot be read: {error}") from None
-    return mark, tensors | {name: tensors[kept] for name, kept in mark["aliases"].items()}
+    return mark, tensors | {name: tensors[first] for name, first in mark["aliases"].items()}
 
 
 def model_class(name: str, operation: str) -> type[PreTrainedModel]:
     """A class of transformers by its name."""
-    found = getattr(transformers, name, None)
-    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+    cls = getattr(transformers, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         raise ValueError(f"{operation}: {name!r} is not a model class of transformers")
-    return found
+    return cls
 
 
 def _stock(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -187,17 +187,17 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
         put(model, name, _empty(module, from_dict(values)))
     shapes = {name: torch.Size(shape) for name, shape in mark["shapes"].items()}
     set_parameters_(model, {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()})
-    own = model.state_dict()
-    for name, tensor in own.items():
+    state = model.state_dict()
+    for name, tensor in state.items():
         if name not in tensors or tensors[name].shape != tensor.shape:
-            found = list(tensors[name].shape) if name in tensors else "nothing"
-            raise ValueError(f"from_pretrained: {name} is {found} in {folder}, needed {list(tensor.shape)}")
-    if unknown := sorted(set(tensors) - set(own)):
+            stored = list(tensors[name].shape) if name in tensors else "nothing"
+            raise ValueError(f"from_pretrained: {name} is {stored} in {folder}, needed {list(tensor.shape)}")
+    if unknown := sorted(set(tensors) - set(state)):
         raise ValueError(f"from_pretrained: {folder} has tensors the model has no place for: {', '.join(unknown[:3])}")
     model.load_state_dict(tensors, assign=True)
-    for name, kept in mark["aliases"].items():
-        (owner, own), (first, key) = _owner(model, name), _owner(model, kept)
-        owner._parameters[own] = first._parameters[key]
+    for name, first in mark["aliases"].items():
+        (module, key), (holder, shared) = _owner(model, name), _owner(model, first)
+        module._parameters[key] = holder._parameters[shared]
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     own_saving_(model)

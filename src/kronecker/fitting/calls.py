@@ -56,8 +56,8 @@ def calls_of(model: nn.Module, blocks: Sequence[nn.Module], data: Sequence[Batch
     finally:
         for handle in handles:
             handle.remove()
-    given = [out[0] if isinstance(out, tuple) else out for out in outputs]
-    if any(not torch.equal(read, before) for read, before in zip(inputs[1:], given, strict=False)):
+    states = [out[0] if isinstance(out, tuple) else out for out in outputs]
+    if any(not torch.equal(read, before) for read, before in zip(inputs[1:], states, strict=False)):
         return None
     rest = data[1:]
     if rest and outputs and _is_one_tensor(outputs[-1]):
@@ -170,11 +170,11 @@ def tokens(x: Tensor, keep: Tensor | None) -> Tensor:
 
 def outputs_of(block: nn.Module, calls: Sequence[Call], hidden: Sequence[Tensor]) -> list[Tensor]:
     """What a block makes of hidden states, batch by batch."""
-    made = []
+    outputs = []
     for call, states in zip(calls, hidden, strict=True):
         call.hidden = states
-        made.append(call.run(block))
-    return made
+        outputs.append(call.run(block))
+    return outputs
 
 
 class WholeModel(Call):

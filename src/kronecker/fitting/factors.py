@@ -50,13 +50,13 @@ def fit_factors(
     if order is not None:
         weights, seen = weights.on(mlp, order), seen.in_order(order)
     if any(isinstance(c, KroneckerConfig) for c in configs.values()):
-        made = _started(mlp, weights, seen, x, target, _kronecker(configs, sorted_neurons=order is not None), build)
+        started = _started(mlp, weights, seen, x, target, _kronecker(configs, sorted_neurons=order is not None), build)
     else:
-        made = _started(mlp, weights, seen, x, target, _low_rank(configs), lambda a, b: b @ a)
+        started = _started(mlp, weights, seen, x, target, _low_rank(configs), lambda a, b: b @ a)
     epochs = max(c.epochs for c in configs.values())
-    if made.middle is None:
-        return FactorFit(made, seen.error(made), order)
-    return FactorFit(*descended(made, x, target, epochs), order)
+    if started.middle is None:
+        return FactorFit(started, seen.error(started), order)
+    return FactorFit(*descended(started, x, target, epochs), order)
 
 
 def _started(

@@ -55,13 +55,13 @@ def _adds_to_output(block: nn.Module, down: nn.Module, call: Call) -> bool:
 def _norm_takes_sum(block: nn.Module, up: nn.Module | None, down: nn.Module, call: Call) -> bool:
     """Whether a norm reads the sum of what one layer reads (or of the block's input) and what another says."""
     seen: dict[str, Tensor] = {}
-    found = [False]
+    takes = [False]
 
     def norm(module: nn.Module, given: tuple) -> None:
         both = seen.get("read"), seen.get("said")
         if given and all(isinstance(t, Tensor) and t.shape == given[0].shape for t in both):
             apart = given[0].float() - sum(t.float() for t in both if t is not None)
-            found[0] |= bool(apart.abs().mean() < _NEAR * given[0].float().abs().mean())
+            takes[0] |= bool(apart.abs().mean() < _NEAR * given[0].float().abs().mean())
 
     if up is None:
         seen["read"] = call.hidden
@@ -77,4 +77,4 @@ def _norm_takes_sum(block: nn.Module, up: nn.Module | None, down: nn.Module, cal
     finally:
         for handle in handles:
             handle.remove()
-    return found[0]
+    return takes[0]

@@ -46,22 +46,22 @@ class KroneckerEmbedding(KroneckerLayer):
         """An empty table of a dense one's sizes, dtype and device."""
         weight, padding = embedding.weight, embedding.padding_idx
         rows, columns = weight.shape
-        made = cls(rows, columns, config, padding_idx=padding, dtype=weight.dtype, device="meta")
-        return made.to_empty(device=weight.device)
+        layer = cls(rows, columns, config, padding_idx=padding, dtype=weight.dtype, device="meta")
+        return layer.to_empty(device=weight.device)
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, config: KroneckerConfig) -> Self:
         """A compressed `nn.Embedding`, by the config's start where that looks at weights alone, else by Van Loan."""
-        made = cls.like(embedding, config)
-        made.set_factors_(start(embedding.weight.detach(), made.b_shape, config, None, alone=True))
-        return made
+        layer = cls.like(embedding, config)
+        layer.set_factors_(start(embedding.weight.detach(), layer.b_shape, config, None, alone=True))
+        return layer
 
     @torch.no_grad()
     def to_embedding(self) -> nn.Embedding:
         """The dense `nn.Embedding` with the same rows."""
-        made = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
-        made.weight = nn.Parameter(self.dense_weight())
-        return made
+        table = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
+        table.weight = nn.Parameter(self.dense_weight())
+        return table
 
     def forward(self, ids: Tensor) -> Tensor:
         """Ids (*B,) to rows (*B, embedding_dim)."""

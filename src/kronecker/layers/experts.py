@@ -89,11 +89,11 @@ class KroneckerExperts(StockNames):
         act_fn = experts.act_fn
         assert isinstance(act_fn, nn.Module)
         sizes = {name: tuple(w.shape) for name, w in weights.items()}
-        made = cls(sizes, config, act_fn, dtype=first.dtype, device=first.device)  # pyrefly: ignore
+        layer = cls(sizes, config, act_fn, dtype=first.dtype, device=first.device)  # pyrefly: ignore
         shell = copy.copy(experts)
         shell._parameters = {name: nn.Parameter(w.detach().to("meta")) for name, w in weights.items()}
-        object.__setattr__(made, "stock", shell)  # not a child: only what `to_experts` fills
-        return made.train(experts.training)
+        object.__setattr__(layer, "stock", shell)  # not a child: only what `to_experts` fills
+        return layer.train(experts.training)
 
     @classmethod
     @torch.no_grad()
@@ -102,18 +102,18 @@ class KroneckerExperts(StockNames):
 
         With ``share_a`` the experts' matrices are one tall matrix: its A is shared, and each expert has its own B.
         """
-        made = cls.like(experts, config)
-        for name, own in made._configs().items():
-            weight, (o2, i2) = getattr(experts, f"{name}_proj").detach(), made.b_shapes[name]
+        layer = cls.like(experts, config)
+        for name, part in layer._configs().items():
+            weight, (o2, i2) = getattr(experts, f"{name}_proj").detach(), layer.b_shapes[name]
             if config.share_a:
                 count, o, i = weight.shape
                 tall = weight.view(count, o // o2, o2, i).transpose(0, 1).reshape(o * count, i)
-                factors = init.van_loan(tall, (count * o2, i2), own.rank)  # B of all experts, one above the other
-                made._set(name, factors.a[None], factors.b.view(own.rank, count, o2, i2).transpose(0, 1))
+                factors = init.van_loan(tall, (count * o2, i2), part.rank)  # B of all experts, one above the other
+                layer._set(name, factors.a[None], factors.b.view(part.rank, count, o2, i2).transpose(0, 1))
                 continue
-            pairs = [start(w, (o2, i2), own, None, alone=True) for w in weight]
-            made._set(name, torch.stack([f.a for f in pairs]), torch.stack([f.b for f in pairs]))
-        return made
+            pairs = [start(w, (o2, i2), part, None, alone=True) for w in weight]
+            layer._set(name, torch.stack([f.a for f in pairs]), torch.stack([f.b for f in pairs]))
+        return layer
 
     def _set(self, name: str, a: Tensor, b: Tensor) -> None:
         getattr(self, f"{name}_a").copy_(a)
@@ -122,17 +122,17 @@ class KroneckerExperts(StockNames):
     @torch.no_grad()
     def dense_weights(self) -> dict[str, Tensor]:
         """``gate_up_proj`` (E, 2 I, H) and ``down_proj`` (E, H, I)."""
-        made = {}
+        weights = {}
         for name in self._configs():
-            held = [self._factors(name, e) for e in range(self.num_experts)]
-            made[f"{name}_proj"] = torch.stack([build(a, scaled(b, s)) for a, b, s in held])
-        return made
+            factors = [self._factors(name, e) for e in range(self.num_experts)]
+            weights[f"{name}_proj"] = torch.stack([build(a, scaled(b, s)) for a, b, s in factors])
+        return weights
 
     def to_experts(self) -> nn.Module:
         """The stock stack with the same function."""
-        made = copy.copy(self.stock)
-        made._parameters = {name: nn.Parameter(w) for name, w in self.dense_weights().items()}
-        return made.train(self.training)
+        stack = copy.copy(self.stock)
+        stack._parameters = {name: nn.Parameter(w) for name, w in self.dense_weights().items()}
+        return stack.train(self.training)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Tokens (N, H), their experts (N, k) and weights (N, k) to (N, H)."""
@@ -144,8 +144,8 @@ class KroneckerExperts(StockNames):
             a, b, scales = self._factors("gate_up", expert)
             gate, up = kron_linear(hidden_states[token], a, b, None, scales).chunk(2, dim=-1)
             a, b, scales = self._factors("down", expert)
-            made = kron_linear(self.act_fn(gate) * up, a, b, None, scales) * top_k_weights[token, place, None]
-            out.index_add_(0, token, made.to(out.dtype))
+            said = kron_linear(self.act_fn(gate) * up, a, b, None, scales) * top_k_weights[token, place, None]
+            out.index_add_(0, token, said.to(out.dtype))
         return out
 
     def extra_repr(self) -> str:

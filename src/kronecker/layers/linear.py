@@ -41,26 +41,26 @@ class SmallerLinear(SmallerWeight):
         bias = getattr(linear, "bias", None)
         weight = linear.weight
         assert isinstance(weight, Tensor)
-        made = cls(in_features, out_features, config, bias=bias is not None, dtype=weight.dtype, device="meta")  # pyrefly: ignore
-        made.to_empty(device=weight.device)
-        made.conv1d = isinstance(linear, Conv1D)
-        if bias is not None and made.bias is not None and not bias.is_meta:
-            made.bias.data.copy_(bias.data)
-        return made.train(linear.training)
+        smaller = cls(in_features, out_features, config, bias=bias is not None, dtype=weight.dtype, device="meta")  # pyrefly: ignore
+        smaller.to_empty(device=weight.device)
+        smaller.conv1d = isinstance(linear, Conv1D)
+        if bias is not None and smaller.bias is not None and not bias.is_meta:
+            smaller.bias.data.copy_(bias.data)
+        return smaller.train(linear.training)
 
     @torch.no_grad()
     def to_linear(self) -> nn.Module:
         """The dense layer of the same kind (`nn.Linear` or `Conv1D`) with the same function."""
         weight = self.dense_weight()
         if self.conv1d:
-            made: nn.Module = Conv1D(self.out_features, self.in_features)
-            made.weight = nn.Parameter(weight.T.contiguous())
+            linear: nn.Module = Conv1D(self.out_features, self.in_features)
+            linear.weight = nn.Parameter(weight.T.contiguous())
         else:
-            made = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
-            made.weight = nn.Parameter(weight)
+            linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
+            linear.weight = nn.Parameter(weight)
         if self.bias is not None:
-            made.bias = nn.Parameter(self.bias.detach().clone())
-        return made.train(self.training)
+            linear.bias = nn.Parameter(self.bias.detach().clone())
+        return linear.train(self.training)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         if self.original is not None:
@@ -143,12 +143,12 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
         >>> KroneckerLinear.from_linear(nn.Linear(4, 6), config).a.shape
         torch.Size([1, 3, 4])
         """
-        made = cls.like(linear, config)
-        factors = start(dense(linear), made.b_shape, config, moments, centred=made.bias is not None)
-        made.set_factors_(factors)
-        if moments is not None and made.bias is not None:
-            made.bias.data.copy_(init.correct_bias(moments, factors.weight()))
-        return made
+        layer = cls.like(linear, config)
+        factors = start(dense(linear), layer.b_shape, config, moments, centred=layer.bias is not None)
+        layer.set_factors_(factors)
+        if moments is not None and layer.bias is not None:
+            layer.bias.data.copy_(init.correct_bias(moments, factors.weight()))
+        return layer
 
     def product(self, x: Tensor) -> Tensor:
         """(*B, in_features) to (*B, out_features), never building the weight where that costs more."""
@@ -205,15 +205,15 @@ class LowRankLinear(SmallerLinear):
         """
         if config.init != "svd" and moments is None:
             raise ValueError(f"kronecker: init {config.init!r} looks at a layer's inputs, needed calibration data")
-        made = cls.like(linear, config)
+        layer = cls.like(linear, config)
         seen = None if moments is None or config.init == "svd" else moments
-        centred = seen.centred() if seen is not None and made.bias is not None else seen
-        a, b = init.low_rank(dense(linear), len(made.a), centred)
-        made.a.data.copy_(a)
-        made.b.data.copy_(b)
-        if moments is not None and made.bias is not None:
-            made.bias.data.copy_(init.correct_bias(moments, b @ a))
-        return made
+        centred = seen.centred() if seen is not None and layer.bias is not None else seen
+        a, b = init.low_rank(dense(linear), len(layer.a), centred)
+        layer.a.data.copy_(a)
+        layer.b.data.copy_(b)
+        if moments is not None and layer.bias is not None:
+            layer.bias.data.copy_(init.correct_bias(moments, b @ a))
+        return layer
 
     def _sizes(self) -> tuple[int, int]:
         return self.out_features, self.in_features

@@ -44,9 +44,9 @@ class Plan(Report):
     @property
     def prune(self) -> PruneConfig | None:
         """What `prune_` takes, where all MLPs lose the same share of their neurons: the result is a stock model."""
-        found = {c.config for c in self.chosen.values()}
-        config = found.pop()
-        return replace(config, refit="all") if isinstance(config, PruneConfig) and not found else None
+        configs = {c.config for c in self.chosen.values()}
+        config = configs.pop()
+        return replace(config, refit="all") if isinstance(config, PruneConfig) and not configs else None
 
     @property
     def seconds(self) -> float:
@@ -55,7 +55,7 @@ class Plan(Report):
 
     def summary(self) -> list[str]:
         """Parameters, budget and time."""
-        dense = sum(held[0].seconds for held in self.options.values())
+        dense = sum(choices[0].seconds for choices in self.options.values())
         wanted = "" if self.budget is None else f" for a budget of {self.budget:,}"
         return [
             f"{self.parameters:,} parameters{wanted}; blocks take {self.seconds / max(dense, 1e-9):.0%} of the time"

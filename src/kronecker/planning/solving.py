@@ -17,7 +17,9 @@ def _within(chosen: Mapping[str, Choice], limits: Limits) -> bool:
 def same_for_all(options: Mapping[str, tuple[Choice, ...]], limits: Limits) -> dict[str, Choice]:
     """The structure that costs least when all MLPs have it."""
     shared = [c.config for c in next(iter(options.values()))[1:]]
-    by_config = [{n: next((c for c in held if c.config == s), None) for n, held in options.items()} for s in shared]
+    by_config = [
+        {n: next((c for c in choices if c.config == s), None) for n, choices in options.items()} for s in shared
+    ]
     plans = [{n: c for n, c in p.items() if c is not None} for p in by_config if all(p.values())]
     possible = [p for p in plans if _within(p, limits)]
     if not possible:
@@ -35,15 +37,15 @@ def best_of_each(options: Mapping[str, tuple[Choice, ...]], limits: Limits) -> d
 
     Never worse than the same for all.
     """
-    found: list[dict[str, Choice]] = []
+    solutions: list[dict[str, Choice]] = []
     with suppress(ValueError):
-        found.append(_spend(options, limits, same_for_all(options, limits)))
+        solutions.append(_spend(options, limits, same_for_all(options, limits)))
     for mix in [(1.0,)] if len(limits) == 1 else [(i / 10, 1 - i / 10) for i in range(11)]:
         if (cheapest := _at_price(options, limits, mix)) is not None:
-            found.append(_spend(options, limits, cheapest))
-    if not found:
+            solutions.append(_spend(options, limits, cheapest))
+    if not solutions:
         raise ValueError("plan: no choice for all MLPs is within the budget of time, needed a larger one")
-    return min(found, key=squared_error)
+    return min(solutions, key=squared_error)
 
 
 def _at_price(
@@ -55,7 +57,7 @@ def _at_price(
         return sum(m * cost(choice) / limit for m, (cost, limit) in zip(mix, limits, strict=True))
 
     def at(rate: float) -> dict[str, Choice]:
-        return {n: min(held, key=lambda c: c.error**2 + rate * price(c)) for n, held in options.items()}
+        return {n: min(choices, key=lambda c: c.error**2 + rate * price(c)) for n, choices in options.items()}
 
     low, high = 1e-12, 1e12
     if not _within(at(high), limits):
@@ -71,8 +73,8 @@ def _spend(options: Mapping[str, tuple[Choice, ...]], limits: Limits, chosen: di
     while True:
         steps = [
             (chosen[n].error ** 2 - c.error**2, n, c)
-            for n, held in options.items()
-            for c in held
+            for n, choices in options.items()
+            for c in choices
             if c.error < chosen[n].error and _within(chosen | {n: c}, limits)
         ]
         if not steps:

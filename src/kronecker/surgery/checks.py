@@ -18,12 +18,12 @@ def tied_modules(model: nn.Module) -> dict[str, list[str]]:
         weight = module._parameters.get("weight")
         if weight is not None:
             holders.setdefault(id(weight), []).append(name)
-    made: dict[str, list[str]] = {}
+    tied: dict[str, list[str]] = {}
     for names in holders.values():
         if len(names) > 1:
             for name in names:
-                made[name] = [n for n in names if n != name]
-    return made
+                tied[name] = [n for n in names if n != name]
+    return tied
 
 
 def check_layer(operation: str, name: str, module: nn.Module) -> None:

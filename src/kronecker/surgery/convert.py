@@ -214,8 +214,8 @@ def _parts(model: nn.Module, configs: Mapping[str, Config], data: Sequence[Batch
                 raise ValueError(
                     f"convert_: {mlp.down} and its MLP's other layers have PruneConfigs that differ, needed one"
                 )
-            own = {n: left.pop(n) for n in names}
-            parts.append(Part(mlp.down, own, mlp, _neurons(own[mlp.down], model.get_submodule(mlp.down))))
+            chosen = {n: left.pop(n) for n in names}
+            parts.append(Part(mlp.down, chosen, mlp, _neurons(chosen[mlp.down], model.get_submodule(mlp.down))))
     for name, config in left.items():
         module = model.get_submodule(name)
         if isinstance(config, PruneConfig) and not is_experts(module):
@@ -276,10 +276,10 @@ def _convert_alone(model: nn.Module, name: str, config: Config, tied: Mapping[st
     if isinstance(module, COMPRESSED):
         return float("nan")  # came along with the one it is tied to
     if is_experts(module):
-        made = KroneckerExperts.from_experts(module, config)
+        stack = KroneckerExperts.from_experts(module, config)
         weights = dict(module.named_parameters(recurse=False))
-        parts = [(w - made.dense_weights()[n]).square().sum() for n, w in weights.items()]
-        put(model, name, made)
+        parts = [(w - stack.dense_weights()[n]).square().sum() for n, w in weights.items()]
+        put(model, name, stack)
         energies = [w.square().sum() for w in weights.values()]
         return float((torch.stack(parts).sum() / torch.stack(energies).sum()).detach().sqrt())
     weight = dense(module)

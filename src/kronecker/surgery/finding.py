@@ -91,23 +91,23 @@ def resolve(
     ``batch`` a model is run to find its MLPs that reads neither tokens nor images.
     """
     modules = dict(model.named_modules())
-    found: dict[str, Config] = {}
+    resolved: dict[str, Config] = {}
     if isinstance(config, Config):
-        held = find_mlps(model, batch) if filter_fn is None else mlps_if_any(model, batch)
-        downs, members = {m.down for m in held}, {n for m in held for n in (*m.ups, m.down)}
+        theirs = find_mlps(model, batch) if filter_fn is None else mlps_if_any(model, batch)
+        downs, members = {m.down for m in theirs}, {n for m in theirs for n in (*m.ups, m.down)}
         for name, module in modules.items():
             experts = is_experts(module) or isinstance(module, KroneckerExperts)
             wanted = (name in members or experts) if filter_fn is None else filter_fn(name, module)
             if wanted:
                 _refuse_own_forward(name, module)
             if wanted and (convertible(module) or isinstance(module, COMPRESSED)):
-                found[name] = config.opposite() if name in downs else config
-        if not found:
+                resolved[name] = config.opposite() if name in downs else config
+        if not resolved:
             for name, module in modules.items():
                 _refuse_own_forward(name, module)
             near = ", ".join([n for n, m in modules.items() if convertible(m)][:6])
             raise ValueError(f"convert_: nothing to convert in {type(model).__name__}; layers that could be: {near}")
-        return found
+        return resolved
     unused, shadowed = set(config), set[str]()
     if not unused:
         raise ValueError("convert_: the map from patterns to configs is empty, needed some")
@@ -121,14 +121,14 @@ def resolve(
         _refuse_own_forward(name, module)
         if convertible(module) or isinstance(module, COMPRESSED):
             unused.discard(pattern)
-            found[name] = config[pattern]
+            resolved[name] = config[pattern]
     if unused & shadowed:
         first = sorted(unused & shadowed)[0]
         raise ValueError(f"convert_: {first!r} fits only layers that an earlier pattern takes; put it before that one")
     if unused:
         names = [n for n, m in modules.items() if convertible(m)]
         raise ValueError(f"convert_: {_no_match(sorted(unused)[0], names)}")
-    return found
+    return resolved
 
 
 def _no_match(pattern: str, names: Iterable[str]) -> str:
@@ -148,8 +148,8 @@ def blocks_of(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Modu
         if all(n.startswith(f"{name}.") for n in names):
             blocks = model.get_submodule(name)
             assert isinstance(blocks, nn.ModuleList)
-            made = [(f"{name}.{i}", block) for i, block in enumerate(blocks)]
-            return [(n, block, [t for t in names if t.startswith(f"{n}.")]) for n, block in made]
+            numbered = [(f"{name}.{i}", block) for i, block in enumerate(blocks)]
+            return [(n, block, [t for t in names if t.startswith(f"{n}.")]) for n, block in numbered]
     return [("", model, names)]
 
 

@@ -41,16 +41,16 @@ def find_attentions(model: PreTrainedModel) -> list[Attention]:
     config: Any = model.config.get_text_config()
     heads: int = getattr(config, "num_attention_heads", None) or 0
     groups: int = getattr(config, "num_key_value_heads", None) or heads
-    found = []
+    attentions = []
     for name, module in model.named_modules() if heads else ():
         linears = {f"{name}.{n}": dense(m).shape for n, m in module.named_children() if is_linear(m)}
         for down, (_, width) in reversed(linears.items()):
             ups = [n for n in linears if n != down]
             rows = sorted(linears[n][0] for n in ups)
             if width % heads == 0 and rows == sorted([width, *[width // heads * groups] * 2]):
-                found.append(Attention(tuple(ups), down, groups))
+                attentions.append(Attention(tuple(ups), down, groups))
                 break
-    return found
+    return attentions
 
 
 def groups_to_keep(model: nn.Module, attentions: Sequence[Attention], config: PruneConfig) -> int:

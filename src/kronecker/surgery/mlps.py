@@ -88,18 +88,20 @@ def find_mlps(
         runs = _runs(model, layers, rows)
         for index, run in enumerate(runs):
             run.hypotheses = _hypotheses(runs[:index], run)
-        found: list[Mlp] = []
+        confirmed: list[Mlp] = []
         for place in range(max((len(r.hypotheses) for r in runs), default=0)):
             trials = [r.hypotheses[place] for r in runs if len(r.hypotheses) > place and not r.square]
             while trials:
-                trials, now = _apart(trials, taken=_names(found))
-                found += _confirmed(model, now, runs, rows)
-        kinds = {_kind(m) for m in found}  # square matrices are attention's nearly always, and what is done to those
+                trials, now = _apart(trials, taken=_names(confirmed))
+                confirmed += _confirmed(model, now, runs, rows)
+        kinds = {
+            _kind(m) for m in confirmed
+        }  # square matrices are attention's nearly always, and what is done to those
         for mlp in (mlp for run in runs for mlp in run.hypotheses if run.square):  # reaches far
-            if (_kind(mlp) in kinds or not kinds) and _names(found).isdisjoint((*mlp.ups, mlp.down)):
-                found += _confirmed(model, [mlp], runs, rows)
+            if (_kind(mlp) in kinds or not kinds) and _names(confirmed).isdisjoint((*mlp.ups, mlp.down)):
+                confirmed += _confirmed(model, [mlp], runs, rows)
     order = {r.name: i for i, r in enumerate(runs)}
-    return sorted(found, key=lambda m: order[m.down])
+    return sorted(confirmed, key=lambda m: order[m.down])
 
 
 def _kind(mlp: Mlp) -> tuple[str, ...]:

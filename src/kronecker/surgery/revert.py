@@ -32,18 +32,18 @@ def revert_(model: nn.Module) -> list[str]:
     >>> revert_(model), model[0]
     (['0'], Linear(in_features=4, out_features=6, bias=True))
     """
-    found = {n: m for n, m in model.named_modules() if isinstance(m, COMPRESSED)}
-    if not found:
+    compressed = {n: m for n, m in model.named_modules() if isinstance(m, COMPRESSED)}
+    if not compressed:
         raise ValueError(f"revert_: {type(model).__name__} has no compressed layer")
-    if any(isinstance(m, SmallerLinear) and m.original is not None for m in found.values()):
+    if any(isinstance(m, SmallerLinear) and m.original is not None for m in compressed.values()):
         raise ValueError("revert_: a layer still runs its original; train on, or end it with fade_in_(None)")
     weights: dict[int, nn.Parameter] = {}
-    for name, module in found.items():
+    for name, module in compressed.items():
         if isinstance(module, KroneckerExperts):
             put(model, name, module.to_experts())
             continue
-        made: Any = module.to_linear() if isinstance(module, SmallerLinear) else module.to_embedding()
-        made.weight = weights.setdefault(id(module.a), made.weight)
-        put(model, name, made)
+        dense_layer: Any = module.to_linear() if isinstance(module, SmallerLinear) else module.to_embedding()
+        dense_layer.weight = weights.setdefault(id(module.a), dense_layer.weight)
+        put(model, name, dense_layer)
     own_saving_(model)
-    return list(found)
+    return list(compressed)

@@ -37,8 +37,8 @@ class _Hidden:
     def count(self, tensors: Mapping[str, Tensor] | Mapping[str, torch.Size]) -> int:
         """Of its hidden neurons."""
         name, dim = self.reads
-        found = tensors[name]
-        return (found.shape if isinstance(found, Tensor) else found)[dim]
+        weight = tensors[name]
+        return (weight.shape if isinstance(weight, Tensor) else weight)[dim]
 
     def resized(self, state: Mapping[str, Tensor], keep: int) -> dict[str, Tensor]:
         """Its parameters with ``keep`` hidden neurons: those that are read, then others, then zeros."""

@@ -66,12 +66,12 @@ def parameter_groups(
             group = groups.setdefault(key, {"name": key, "params": [], "lr": rate, "weight_decay": decay})
             if not any(parameter is p for p in group["params"]):
                 group["params"].append(parameter)
-    made = list(groups.values())
+    filled = list(groups.values())
     rate = learning_rate if pretrained_learning_rate is None else pretrained_learning_rate
     rest = [p for p in model.parameters() if id(p) not in factors]
     if rate > 0 and rest:
-        made.append({"name": "pretrained", "params": rest, "lr": rate, "weight_decay": 0.0})
-    return made
+        filled.append({"name": "pretrained", "params": rest, "lr": rate, "weight_decay": 0.0})
+    return filled
 
 
 def group_kind(group: Mapping[str, Any]) -> str:

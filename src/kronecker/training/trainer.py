@@ -104,10 +104,10 @@ class KroneckerTrainer(StepTrainer):
             return self._own_loss(model, inputs, return_outputs, num_items_in_batch)
         config, watch = self.distill, self._mlps.watched() if self._mlps else nullcontext({})
         named = {"output_hidden_states": config.hidden > 0}
-        given = {k: v for k, v in inputs.items() if k not in ("labels", "label")}
-        with torch.no_grad(), watch as found:
-            theirs = self.teacher(**given, **named)
-        ours = model(**given, **named)
+        unlabelled = {k: v for k, v in inputs.items() if k not in ("labels", "label")}
+        with torch.no_grad(), watch as seen:
+            theirs = self.teacher(**unlabelled, **named)
+        ours = model(**unlabelled, **named)
         states = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
         keep, labels = targets_of(
             (states.shape[0], states.shape[1]),
@@ -116,21 +116,21 @@ class KroneckerTrainer(StepTrainer):
             shifted=self.unwrapped().can_generate() and not self.unwrapped().config.is_encoder_decoder,
             device=states.device,
         )
-        loss, own = torch.zeros((), device=self.args.device), keep.sum()
+        loss, answers = torch.zeros((), device=self.args.device), keep.sum()
         if config.logits or config.labels:
             student, teacher = (self._logits(o) for o in (ours, theirs))
             if student.dim() == 3:
                 student, teacher = student[keep], teacher[keep]
             else:
-                own = len(student)  # one answer a row
+                answers = len(student)  # one a row
             loss = loss + token_loss(config, student, teacher, labels)
         if config.hidden:
             pairs = zip(ours.hidden_states, theirs.hidden_states, strict=True)
             loss = loss + config.hidden * torch.stack([token_errors(s, t, keep) for s, t in pairs]).mean()
         if self._mlps:
             everything = 0.0 * ours[0].float().sum()  # DDP waits for every parameter that the forward used
-            loss = loss + config.layers * self._mlps.loss(found, keep) + everything
-        loss = self.share_of_step(loss, own, num_items_in_batch)
+            loss = loss + config.layers * self._mlps.loss(seen, keep) + everything
+        loss = self.share_of_step(loss, answers, num_items_in_batch)
         return (loss, ours) if return_outputs else loss
 
     def _logits(self, outputs: Any) -> Tensor:
@@ -144,11 +144,11 @@ class KroneckerTrainer(StepTrainer):
 
     def _own_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, items: Any) -> Any:
         """The stock trainer's loss, with the stock flag."""
-        held, self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs, self._accepts
+        before, self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs, self._accepts
         try:
             return super().compute_loss(model, inputs, return_outputs, items if self._accepts else None)
         finally:
-            self.model_accepts_loss_kwargs = held
+            self.model_accepts_loss_kwargs = before
 
     def log(self, logs: dict[str, float], *rest: Any, **named: Any) -> None:
         """The logs, with norms of each group's parameters and gradients while it trains."""
@@ -156,8 +156,8 @@ class KroneckerTrainer(StepTrainer):
             groups = getattr(self.optimizer, "optimizer", self.optimizer).param_groups
             for group in groups:
                 kind = group_kind(group)
-                held = [p.detach() for p in group["params"]]
-                logs[f"norm/{kind}"] = _norm(held, logs.get(f"norm/{kind}"))
+                parameters = [p.detach() for p in group["params"]]
+                logs[f"norm/{kind}"] = _norm(parameters, logs.get(f"norm/{kind}"))
             logs |= self._gradients
         super().log(logs, *rest, **named)
 
@@ -195,19 +195,19 @@ def _check_depth(model: nn.Module, teacher: nn.Module) -> None:
 class _GradientNorms(TrainerCallback):
     """Norms of each group's gradients in the step that is logged, as the optimizer gets them: clipped."""
 
-    def __init__(self, found: dict[str, float]):
-        self.found = found
+    def __init__(self, norms: dict[str, float]):
+        self.norms = norms
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         every = max(1, int(state.logging_steps or 1))
         if (state.global_step + 1) % every and state.global_step:
             return
-        self.found.clear()
+        self.norms.clear()
         optimizer = kwargs["optimizer"]
         for group in getattr(optimizer, "optimizer", optimizer).param_groups:
-            held = [p.grad for p in group["params"] if p.grad is not None]
+            gradients = [p.grad for p in group["params"] if p.grad is not None]
             name = f"gradient/{group_kind(group)}"
-            self.found[name] = _norm(held, self.found.get(name))
+            self.norms[name] = _norm(gradients, self.norms.get(name))
 
 
 def _norm(tensors: list[Tensor], before: float | None) -> float:

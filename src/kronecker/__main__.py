@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--b-shape", type=int, nargs=2, metavar=("O2", "I2"), help="Kronecker sums for all MLPs")
     what.add_argument("--low-rank", type=float, metavar="KEEP", help="two thin matrices of this share for all MLPs")
     convert.add_argument("--rank", type=int, default=1, help="terms, with --b-shape (default: 1)")
-    convert.add_argument("--init", choices=INITS, default="sequential", help="where it starts (default: sequential)")
+    convert.add_argument("--init", choices=INITS, help="where Kronecker factors start (default: sequential)")
     planning = commands.add_parser("plan", help="choose what each MLP becomes within a budget of parameters")
     planning.add_argument("model", help="folder or hub id of a transformers model")
     size = planning.add_mutually_exclusive_group()
@@ -155,7 +155,8 @@ def _convert(options: argparse.Namespace) -> None:
     elif options.low_rank is not None:
         config = LowRankConfig(keep=options.low_rank)
     else:
-        config = KroneckerConfig(b_shape=tuple(options.b_shape), rank=options.rank, init=options.init)
+        init = options.init or "sequential"
+        config = KroneckerConfig(b_shape=tuple(options.b_shape), rank=options.rank, init=init)
     new = NewFolder(options.out, "convert", resumable=True)
     name = options.tokenizer or options.model
     model = load(options.model)

@@ -9,21 +9,22 @@ from collections.abc import Callable
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from kronecker import KroneckerLinear, convert_, preset
+from kronecker import KroneckerConfig, KroneckerLinear, convert_, preset
 from tests.benchmarks.measure import interleave
 from tests.benchmarks.results import Row, append
 
-PRESETS = ("gpt2-96m", "gpt2-96m-model-dim", "gpt2-82m", "gpt2-80m")
+HALF = "B (2, 1)"
+NAMES = (HALF, "gpt2-96m-model-dim", "gpt2-82m", "gpt2-80m")
 CONTEXT, NEW = 512, 32
 
 
 def model(name: str, device: str) -> GPT2LMHeadModel:
-    """Dense, or compressed by a preset; random weights."""
+    """Dense, or compressed by a preset, or with half of the hidden neurons; random weights."""
     torch.manual_seed(0)
     config = GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
     made = GPT2LMHeadModel(config)
     if name != "dense":
-        convert_(made, preset(name, init="prune"))
+        convert_(made, KroneckerConfig(b_shape=(2, 1), init="prune") if name == HALF else preset(name, init="prune"))
     return made.to(device)
 
 
@@ -60,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=5)
     options = parser.parse_args(arguments)
     device, rows = options.device, []
-    models = {name: model(name, device) for name in ("dense", *PRESETS)}
+    models = {name: model(name, device) for name in ("dense", *NAMES)}
     jobs = (("training step", training, f"1 x {CONTEXT} tokens"), ("generate", generating, f"{NEW} tokens, batch 1"))
     for mode, prepare, shape in jobs:
         steps = {name: prepare(made, device) for name, made in models.items()}
@@ -76,10 +77,10 @@ def main(arguments: list[str] | None = None) -> None:
     dense = models["dense"]
     calibration = torch.randint(0, 50257, (24, CONTEXT), generator=torch.Generator().manual_seed(1)).to(device).split(4)
     cpu, wall = time.process_time(), time.perf_counter()
-    convert_(dense, preset("gpt2-96m"), calibration=calibration)
+    convert_(dense, KroneckerConfig(b_shape=(2, 1)), calibration=calibration)
     times = [(time.process_time() - cpu, time.perf_counter() - wall)]
     assert isinstance(dense.transformer.h[0].mlp.c_fc, KroneckerLinear)
-    rows.append(Row.of("GPT-2 124M", "gpt2-96m", "sequential start", "float32", f"{24 * CONTEXT} tokens", times, 0,
+    rows.append(Row.of("GPT-2 124M", HALF, "sequential start", "float32", f"{24 * CONTEXT} tokens", times, 0,
                        device=device, packages=("torch", "transformers")))  # fmt: skip
     print("sequential start", round(times[0][1]), "s", flush=True)
     append("kron_model.csv", rows)

@@ -133,7 +133,6 @@ def test_padding_does_not_count():
 
 
 GOLDEN = {
-    "gpt2-96m": 96_128_304,
     "gpt2-96m-model-dim": 96_128_304,
     "gpt2-93m": 92_983_392,
     "gpt2-87m": 86_691_720,
@@ -147,8 +146,21 @@ GOLDEN = {
 }
 
 
+def test_presets_that_drop_neurons():
+    dense = 124_439_808
+    for name, neurons, size in (("gpt2-96m", 1536, 96_109_824), ("gpt2-85m", 933, 84_988_092)):
+        (config,) = preset(name).values()
+        assert config.neurons(3072) == neurons
+        assert dense - 12 * (3072 - neurons) * (2 * 768 + 1) == size
+    with pytest.raises(ValueError, match="preset gpt2-85m drops neurons, which have no init 'van_loan'"):
+        preset("gpt2-85m", init="van_loan")
+    model = tiny("gpt2")
+    convert_(model, preset("gpt2-96m"), calibration=[ids()], progress=False)
+    assert model.transformer.h[0].mlp.c_fc.weight.shape == (16, 32)
+
+
 @pytest.mark.parametrize("scales", [False, True])
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", GOLDEN)
 def test_golden_counts_of_the_presets(name, scales):
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config())

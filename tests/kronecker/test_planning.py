@@ -173,7 +173,7 @@ def test_one_structure_for_all_is_within_the_budget(kind, share):
         assert convert_(small, found.configs, calibration=[ids()], progress=False).after == found.parameters
 
 
-def test_a_users_candidates_are_what_comes_back_and_mixtures_are_refused():
+def test_a_users_candidates_are_what_comes_back():
     model = tiny("gpt2")
     candidates = [PruneConfig(keep=0.5, refit="none"), LowRankConfig(keep=0.3, epochs=1)]
     budget = num_parameters(model) - 2000
@@ -181,8 +181,21 @@ def test_a_users_candidates_are_what_comes_back_and_mixtures_are_refused():
     assert set(found.configs.values()) <= set(candidates)
     with pytest.raises(ValueError, match="is not fitted to calibration data"):
         plan(model, budget=budget, calibration=[ids()], candidates=[LowRankConfig(init="svd")], progress=False)
-    with pytest.raises(ValueError, match="has stacks of experts"):
-        plan(tiny("mixtral"), budget=9000, calibration=[ids()], progress=False)
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_a_plan_for_a_mixture_is_what_convert_makes(uniform):
+    model = tiny("mixtral")
+    found = plan(model, keep=0.6, calibration=[ids(8)], uniform=uniform, progress=False)
+    assert set(found.chosen) == {f"model.layers.{i}.mlp.experts" for i in range(2)}
+    structures = {structure_of(c.config) for choices in found.options.values() for c in choices if c.config}
+    assert structures == {"prune", "kronecker"}
+    before = output(model, ids(8))
+    small = copy.deepcopy(model)
+    assert convert_(small, found.configs, calibration=[ids(8)], progress=False).after == found.parameters
+    assert torch.equal(output(model, ids(8)), before)
+    if found.prune is not None:
+        assert prune_(model, found.prune, calibration=[ids(8)], progress=False).after == found.parameters
 
 
 def test_padding_does_not_count_in_a_plan():

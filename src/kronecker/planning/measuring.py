@@ -1,4 +1,4 @@
-"""`plan`: each candidate is fitted to each MLP and put in its place, to see what it costs where it counts."""
+"""`plan`: each candidate is fitted to each MLP (or stack of experts) and put in its place, to see what it costs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,13 @@ from tqdm.auto import tqdm
 from model_components._modes import evaluating
 
 from ..config import STRUCTURES, Config, KroneckerConfig, LowRankConfig, PruneConfig
-from ..data import batches
+from ..data import Batch, batches
 from ..fitting.block import Block, blocks_with
 from ..fitting.calls import outputs_of, tokens
 from ..fitting.fit import Part, fit_part, place_
-from ..layers.experts import is_experts
-from ..layers.weights import bias_of, dense
-from ..surgery.checks import check_layer
 from ..surgery.convert import num_parameters
-from ..surgery.finding import find_mlps, snapshot
-from ..surgery.mlps import Mlp
+from ..surgery.finding import snapshot
+from ..surgery.neurons import PrunablePart, prunable_parts
 from .choice import Choice, Plan
 from .solving import Limits, best_of_each, same_for_all
 
@@ -61,7 +58,7 @@ def plan(
     candidates: Sequence[Config] | None = None,
     progress: bool = True,
 ) -> Plan:
-    """Choose what each MLP becomes, so that the model has at most ``budget`` parameters.
+    """Choose what each MLP (or stack of experts) becomes, so that the model has at most ``budget`` parameters.
 
     Each candidate is fitted to each MLP in closed form, on what the original model feeds it, and put in its place: its
     error is what the block's output then changes, as a share of it; its time is what the block then takes. The sum of
@@ -103,17 +100,10 @@ def plan(
     if budget is not None and keep is not None:
         raise ValueError(f"plan: budget is {budget:,} and keep {keep}, needed one of them")
     data = batches(calibration, model, "plan")
-    if any(is_experts(m) for m in model.modules()):
-        raise ValueError(f"plan: {type(model).__name__} has stacks of experts, which no plan is made for; see prune_")
     if wrong := [c for c in candidates or () if c.init != "sequential"]:
         raise ValueError(f"plan: {wrong[0]} is not fitted to calibration data, needed init='sequential'")
-    mlps = find_mlps(model, data[0])
-    if not mlps:
-        raise ValueError(f"plan: no MLP is found in {type(model).__name__}")
-    for mlp in mlps:
-        for name in (*mlp.ups, mlp.down):
-            check_layer("plan", name, model.get_submodule(name))
-    total, inside = num_parameters(model), sum(_count(model, m, None) for m in mlps)
+    parts = prunable_parts(model, data, "plan")
+    total, inside = num_parameters(model), sum(p.parameters_as(None) for p in parts)
     if keep is not None:
         budget = min(total - 1, total - inside + int(inside * (keep + _SLACK)))
     if budget is not None and not total - inside < budget < total:
@@ -122,34 +112,35 @@ def plan(
         )
     share = None if budget is None else keep or (budget - (total - inside)) / inside
     share = None if share is None else share + (_SLACK if keep else 0.0)
-    trying = {m.down: _candidates(model, m, structures, candidates, share, uniform=uniform) for m in mlps}
-    least = total - inside + sum(min(_count(model, m, c) for c in (*trying[m.down], None)) for m in mlps)
+    trying = {
+        p.name: _candidates(p, parts if uniform else [p], structures, candidates, share, uniform=uniform) for p in parts
+    }
+    least = total - inside + sum(min(p.parameters_as(c) for c in (*trying[p.name], None)) for p in parts)
     if budget is not None and budget < least:
         raise ValueError(f"plan: budget is {budget:,}, needed {least:,} to {total - 1:,} for {type(model).__name__}")
-    measured = _spread(mlps) if uniform else mlps
+    measured = _spread(parts) if uniform else parts
     with evaluating(model):
-        options = _measured(model, mlps, data, {m.down: trying[m.down] for m in measured}, progress)
+        options = _measured(model, parts, data, {p.name: trying[p.name] for p in measured}, progress)
     limits: Limits = []
     if budget is not None and not uniform:
         limits.append((lambda c: c.parameters, budget - (total - inside)))
     if time_budget is not None:
-        limits.append((lambda c: c.seconds, time_budget * sum(held[0].seconds for held in options.values())))
+        limits.append((lambda c: c.seconds, time_budget * sum(choices[0].seconds for choices in options.values())))
     chosen = same_for_all(options, limits) if uniform else best_of_each(options, limits)
     configs: dict[str, Config] = {}
     parameters = total - inside
-    for mlp in mlps:
-        config = next(iter(chosen.values())).config if uniform else chosen[mlp.down].config
-        parameters += _count(model, mlp, config)
+    for part in parts:
+        config = next(iter(chosen.values())).config if uniform else chosen[part.name].config
+        parameters += part.parameters_as(config)
         if config is not None:
-            config = config if candidates is not None else _trained(config)
-            configs |= dict.fromkeys(mlp.ups, config) | {mlp.down: config.opposite()}
-    return Plan(chosen, options, configs, parameters, None if keep is not None else budget, len(mlps))
+            configs |= part.configs(config if candidates is not None else _trained(config))
+    return Plan(chosen, options, configs, parameters, None if keep is not None else budget, len(parts))
 
 
-def _spread(mlps: Sequence[Mlp]) -> list[Mlp]:
-    """Some of the MLPs, from the first to the last."""
-    count = min(_SAMPLE, len(mlps))
-    return [mlps[round(i * (len(mlps) - 1) / max(1, count - 1))] for i in range(count)]
+def _spread(parts: Sequence[PrunablePart]) -> list[PrunablePart]:
+    """Some of the parts, from the first to the last."""
+    count = min(_SAMPLE, len(parts))
+    return [parts[round(i * (len(parts) - 1) / max(1, count - 1))] for i in range(count)]
 
 
 def _trained(config: Config) -> Config:
@@ -160,110 +151,98 @@ def _trained(config: Config) -> Config:
 
 
 def _candidates(
-    model: nn.Module,
-    mlp: Mlp,
+    part: PrunablePart,
+    together: Sequence[PrunablePart],
     structures: Sequence[str],
     candidates: Sequence[Config] | None,
     share: float | None,
     *,
     uniform: bool,
 ) -> list[Config]:
-    """What an MLP could become: what is given, or some sizes of each structure and the largest within ``share``."""
+    """What a part could become: what is given, or some sizes of each structure and the largest within ``share``."""
     if candidates is None:
-        largest = [] if share is None else _largest(model, mlp, structures, share)
+        largest = [] if share is None else _largest(together, structures, share)
         sizes = [] if uniform and share is not None else [c for s in structures for c in CANDIDATES.get(s, ())]
         candidates = [*dict.fromkeys([*largest, *sizes])]
-    return [c for c in candidates if _fits(model, mlp, c, share if uniform and share is not None else 1.0)]
+    return [c for c in candidates if _fits(part, c, share if uniform and share is not None else 1.0)]
 
 
-def _largest(model: nn.Module, mlp: Mlp, structures: Sequence[str], share: float) -> list[Config]:
-    """The largest of each structure that keeps at most a share of an MLP's parameters, and of each Kronecker shape."""
-    trying: list[Config] = []
+def _largest(together: Sequence[PrunablePart], structures: Sequence[str], share: float) -> list[Config]:
+    """The largest of each structure that keeps at most a share of the parameters of each of these parts."""
+    first, largest = together[0], list[Config]()
+
+    def fit(config: Config) -> bool:
+        return all(_fits(p, config, share) for p in together)
+
     if "prune" in structures:
-        neurons = dense(model.get_submodule(mlp.down)).shape[1]
-        sizes = (PruneConfig(keep=stay / neurons, refit="writing") for stay in range(int(neurons * share), 0, -1))
-        trying += [c for c in [next((c for c in sizes if _fits(model, mlp, c, share)), None)] if c is not None]
+        sizes = (PruneConfig(keep=n / first.count, refit="writing") for n in range(int(first.count * share), 0, -1))
+        largest += [c for c in [next((c for c in sizes if fit(c)), None)] if c is not None]
     if "low_rank" in structures:
-        trying.append(LowRankConfig(keep=min(share, 0.999), epochs=0))
+        largest.append(LowRankConfig(keep=min(share, 0.999), epochs=0))
     if "kronecker" in structures:
         for b in _KRONECKER_SHAPES:
             least_rank = 2 if b[1] == 1 else 1  # see `CANDIDATES`
             ranks = [KroneckerConfig(b_shape=b, rank=r, epochs=0) for r in range(least_rank, b[0] * b[1])]
-            within = [c for c in ranks if _fits(model, mlp, c, share)]
-            least = 0.8 * share * _count(model, mlp, None)
-            trying += [c for c in within[-1:] if _count(model, mlp, c) > least]
-    return trying
+            within = [c for c in ranks if fit(c)][-1:]
+            largest += [c for c in within if first.parameters_as(c) > 0.8 * share * first.parameters_as(None)]
+    return largest
 
 
-def _count(model: nn.Module, mlp: Mlp, config: Config | None) -> int:
-    """Parameters of an MLP, biases included."""
-    total = 0
-    for name in (*mlp.ups, mlp.down):
-        module = model.get_submodule(name)
-        rows, columns = dense(module).shape
-        bias = 0 if bias_of(module) is None else rows
-        if isinstance(config, PruneConfig):
-            neurons = dense(model.get_submodule(mlp.down)).shape[1]
-            stays = config.neurons(neurons)
-            total += rows * columns * stays // neurons + (bias if name == mlp.down else bias * stays // neurons)
-        elif config is not None:
-            total += (config.opposite() if name == mlp.down else config).count(rows, columns) + bias
-        else:
-            total += rows * columns + bias
-    return total
-
-
-def _fits(model: nn.Module, mlp: Mlp, config: Config, share: float) -> bool:
+def _fits(part: PrunablePart, config: Config, share: float) -> bool:
     try:
-        size = _count(model, mlp, config)
+        size = part.parameters_as(config)
     except ValueError:
         return False
-    dense_size = _count(model, mlp, None)
-    return size < dense_size and size <= share * dense_size
+    whole = part.parameters_as(None)
+    return size < whole and size <= share * whole
 
 
 def _measured(
     model: nn.Module,
-    mlps: Sequence[Mlp],
-    data: Sequence[Mapping[str, Any]],
+    parts: Sequence[PrunablePart],
+    data: Sequence[Batch],
     trying: Mapping[str, Sequence[Config]],
     progress: bool,
 ) -> dict[str, tuple[Choice, ...]]:
     options: dict[str, tuple[Choice, ...]] = {}
-    blocks = blocks_with(model, mlps, [], data)
+    by_name = {p.name: p for p in parts}
+    blocks = blocks_with(model, [p.mlp for p in parts if p.mlp], [p.name for p in parts if not p.mlp], data)
     states = [c.hidden for c in blocks[0].calls]
     with tqdm(total=sum(map(len, trying.values())), desc="measuring", unit="fit", disable=not progress) as bar:
         for block in blocks:
             after = block.original(states)
-            for mlp in (m for m in block.mlps if m.down in trying):
+            for part in (by_name[n] for n in block.ran if n in trying):
                 _, seconds = _run(block, states)
-                choices = [Choice(None, _count(model, mlp, None), 0.0, seconds)]
-                for config in trying[mlp.down]:
-                    choices.append(_tried(model, block, mlp, config, states, after))
+                choices = [Choice(None, part.parameters_as(None), 0.0, seconds)]
+                for config in trying[part.name]:
+                    choices.append(_tried(model, block, part, config, states, after))
                     bar.update(1)
-                options[mlp.down] = tuple(choices)
+                options[part.name] = tuple(choices)
             states = after
     return options
 
 
 def _tried(
-    model: nn.Module, block: Block, mlp: Mlp, config: Config, states: Sequence[Tensor], after: Sequence[Tensor]
+    model: nn.Module,
+    block: Block,
+    part: PrunablePart,
+    config: Config,
+    states: Sequence[Tensor],
+    after: Sequence[Tensor],
 ) -> Choice:
-    """Fit a candidate, put it in the MLP's place, look at the block's output, and put the MLP back."""
-    names = (*mlp.ups, mlp.down)
-    configs = dict.fromkeys(mlp.ups, config) | {mlp.down: config.opposite()}
-    neurons = dense(model.get_submodule(mlp.down)).shape[1]
-    part = Part(mlp.down, configs, mlp, config.neurons(neurons) if isinstance(config, PruneConfig) else 0)
-    put_back = snapshot(model, names)
+    """Fit a candidate, put it in the part's place, look at the block's output, and put the part back."""
+    neurons = part.neurons(config) if isinstance(config, PruneConfig) else 0
+    fitting = Part(part.name, part.configs(config), part.mlp, neurons)
+    put_back = snapshot(model, part.modules)
     try:
-        place_(model, part, fit_part(model, block, part, states, "plan").tensors)
+        place_(model, fitting, fit_part(model, block, fitting, states, "plan").tensors)
         outputs, seconds = _run(block, states)
     finally:
         put_back()
     pairs = [(tokens(o, c.keep), tokens(a, c.keep)) for o, a, c in zip(outputs, after, block.calls, strict=True)]
     apart = sum(float((o.float() - a.float()).double().square().sum()) for o, a in pairs)
     energy = sum(float(a.double().square().sum()) for _, a in pairs)
-    return Choice(config, _count(model, mlp, config), (apart / max(energy, 1e-30)) ** 0.5, seconds)
+    return Choice(config, part.parameters_as(config), (apart / max(energy, 1e-30)) ** 0.5, seconds)
 
 
 def _run(block: Block, states: Sequence[Tensor]) -> tuple[list[Tensor], float]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..config import PruneConfig
+from ..config import Config, KroneckerConfig, PruneConfig
 from ..data import Batch
 from ..fitting.experts import experts_shapes
 from ..layers.experts import GROUPED, is_experts
@@ -29,14 +29,43 @@ class PrunablePart:
     modules: tuple[str, ...]
     count: int  # hidden neurons
     shapes: Callable[[int], dict[str, torch.Size]]  # of its parameters, with so many
+    matrices: tuple[tuple[int, int], ...]  # (rows, columns) of its weights; of a stack each expert's
     mlp: Mlp | None  # None: experts
 
     def parameters(self, keep: int) -> int:
         """How many it has with so many hidden neurons."""
         return sum(shape.numel() for shape in self.shapes(keep).values())
 
+    def neurons(self, config: PruneConfig) -> int:
+        """How many a config keeps."""
+        unit = math.lcm(config.multiple_of, 1 if self.mlp else GROUPED)
+        return config.neurons(self.count, unit)
 
-def prunable_parts(model: nn.Module, data: Sequence[Batch]) -> list[PrunablePart]:
+    def parameters_as(self, config: Config | None) -> int:
+        """How many it has as a config says; None: as it is.
+
+        Raises:
+            ValueError: A config that does not fit.
+        """
+        if config is None:
+            return self.parameters(self.count)
+        if isinstance(config, PruneConfig):
+            return self.parameters(self.neurons(config))
+        if self.mlp is None and not isinstance(config, KroneckerConfig):
+            raise ValueError(f"kronecker: {self.name} is a stack of experts, which {config} is not for")
+        *ups, down = self.matrices
+        factors = sum(config.count(*shape) for shape in ups) + config.opposite().count(*down)
+        weights, total = sum(rows * columns for rows, columns in self.matrices), self.parameters(self.count)
+        return factors + total - weights if self.mlp else total // weights * factors  # with biases, or of each expert
+
+    def configs(self, config: Config) -> dict[str, Config]:
+        """By the names of its layers."""
+        if self.mlp is None:
+            return {self.name: config}
+        return dict.fromkeys(self.mlp.ups, config) | {self.mlp.down: config.opposite()}
+
+
+def prunable_parts(model: nn.Module, data: Sequence[Batch], operation: str = "prune_") -> list[PrunablePart]:
     """The MLPs and stacks of experts of a model.
 
     Raises:
@@ -47,28 +76,31 @@ def prunable_parts(model: nn.Module, data: Sequence[Batch]) -> list[PrunablePart
         if is_experts(module):
             parts.append(_experts_part(name, module))
     if not parts:
-        raise ValueError(f"prune_: no MLP is found in {type(model).__name__}")
+        raise ValueError(f"{operation}: no MLP is found in {type(model).__name__}")
     members = {n for p in parts for n in p.modules}
     holders: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = holders.setdefault(id(parameter), name)
         if first != name and not members.isdisjoint((name.rpartition(".")[0], first.rpartition(".")[0])):
-            raise ValueError(f"prune_: {name} is {first}, too; needed MLPs that share no weight")
+            raise ValueError(f"{operation}: {name} is {first}, too; needed MLPs that share no weight")
     for name in members:
-        check_layer("prune_", name, model.get_submodule(name))
+        check_layer(operation, name, model.get_submodule(name))
     return parts
 
 
 def _mlp_part(model: nn.Module, mlp: Mlp) -> PrunablePart:
-    count = dense(model.get_submodule(mlp.down)).shape[1]
-    return PrunablePart(mlp.down, (*mlp.ups, mlp.down), count, lambda keep: _shapes(model, mlp, keep), mlp)
+    names = (*mlp.ups, mlp.down)
+    matrices = tuple((rows, columns) for n in names for rows, columns in [dense(model.get_submodule(n)).shape])
+    return PrunablePart(mlp.down, names, matrices[-1][1], lambda keep: _shapes(model, mlp, keep), matrices, mlp)
 
 
 def _experts_part(name: str, module: nn.Module) -> PrunablePart:
     def shapes(keep: int) -> dict[str, torch.Size]:
         return {f"{name}.{n}": shape for n, shape in experts_shapes(module, keep).items()}
 
-    return PrunablePart(name, (name,), module.get_parameter("down_proj").shape[2], shapes, None)
+    count = module.get_parameter("down_proj").shape[2]
+    matrices = tuple((shape[1], shape[2]) for shape in experts_shapes(module, count).values())
+    return PrunablePart(name, (name,), count, shapes, matrices, None)
 
 
 def neurons_to_keep(model: nn.Module, parts: Sequence[PrunablePart], config: PruneConfig) -> dict[str, int]:

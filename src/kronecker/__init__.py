@@ -27,8 +27,8 @@ from .storage import fold, from_pretrained, save_pretrained
 from .surgery.convert import ConversionReport, LayerReport, convert_, num_parameters
 from .surgery.prune import PruneReport, prune_
 from .surgery.revert import revert_
-from .training.groups import parameter_groups
-from .training.schedule import FadeIn, FreezePretrained
+from .training.callbacks import FadeIn, FreezePretrained
+from .training.parameters import parameter_groups
 from .training.trainer import KroneckerTrainer
 
 __all__ = [

@@ -21,7 +21,7 @@ from kronecker import (
     parameter_groups,
     prune_,
 )
-from kronecker.training.groups import factor_parameters
+from kronecker.training.parameters import factor_parameters
 from tests.support.models import tiny
 from tests.support.ranks import in_two_processes
 

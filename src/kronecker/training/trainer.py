@@ -16,8 +16,8 @@ from model_components._trainer import StepTrainer, TrainerOptions
 from ..losses import DistillConfig, TeacherMlps, targets_of, token_errors, token_loss
 from ..storage import has_smaller_layers, is_compressed, read_files, write_files
 from ..surgery.finding import COMPRESSED
-from .groups import group_kind, parameter_groups
-from .schedule import FadeIn, FreezePretrained
+from .callbacks import FadeIn, FreezePretrained
+from .parameters import group_kind, parameter_groups
 
 
 class KroneckerTrainer(StepTrainer):

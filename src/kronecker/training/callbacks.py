@@ -8,7 +8,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ..layers.linear import SmallerLinear
-from .groups import factor_parameters
+from .parameters import factor_parameters
 
 
 class FreezePretrained(TrainerCallback):

@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kronecker import kron_embedding, kron_linear, reference
@@ -281,3 +282,15 @@ def test_meta_tensors_have_shapes_even_under_autocast():
     assert kron_linear(torch.empty(2, 3, width, device="meta"), a, b, bias).shape == (2, 3, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert kron_linear(torch.empty(2, 3, width, device="meta"), a, b, bias).shape == (2, 3, 8)
+
+
+def test_one_term_of_n_1_is_fewer_neurons_with_another_activation():
+    """What the guide says of B of (n, 1): kept neurons, each through Σ_j d_j act(b_j g) c_j u instead of act(g) u."""
+    generator = torch.Generator().manual_seed(0)
+    x, gate, up, down = (torch.randn(*s, generator=generator).double() for s in ((5, 6), (4, 6), (4, 6), (3, 4)))
+    b, c, d = (torch.randn(3, generator=generator).double() for _ in range(3))
+    wide = [kron_linear(x, a[None], small.view(1, 3, 1)) for a, small in ((gate, b), (up, c))]
+    said = kron_linear(nn.functional.silu(wide[0]) * wide[1], down[None], d.view(1, 1, 3))
+    g, u = x @ gate.T, x @ up.T
+    hidden = sum(d[j] * nn.functional.silu(b[j] * g) * c[j] * u for j in range(3))
+    torch.testing.assert_close(said, hidden @ down.T)

@@ -6,7 +6,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from model_components._modes import evaluating
 from model_components._report import Axes, Figure, Report, Table, bars
 
 from .._eager import scaled
-from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig, to_dict
+from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig, structure_of
 from ..data import Batch, batches
 from ..fitting.cache import FitCache
 from ..fitting.fit import UNKNOWN, Fitted, Part, fit_
@@ -167,7 +167,7 @@ def convert_(
     try:
         with evaluating(model):
             if data is not None and parts:
-                settings = {n: to_dict(c) for n, c in configs.items()}
+                settings = {n: [structure_of(c), asdict(c)] for n, c in configs.items()}
                 fits = FitCache(None if fade_in else cache, model, settings, data, "convert_")
                 with tqdm(total=len(parts), desc="fitting", unit="part", disable=not progress) as bar:
                     done = fit_(model, parts, data, operation="convert_", cache=fits, progress=bar, placed=fade)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ class _Walk:
 
     def fit(self, parts: Sequence[Part], settings: object, dropped: Collection[str] = ()) -> dict[str, Fitted]:
         """Fit parts in place."""
-        cache = FitCache(self.cache, self.model, [self.config.to_dict(), settings], self.data, "prune_")
+        cache = FitCache(self.cache, self.model, [asdict(self.config), settings], self.data, "prune_")
         with evaluating(self.model), tqdm(total=len(parts), desc="pruning", disable=not self.progress) as bar:
             done = fit_(self.model, parts, self.data, operation="prune_", cache=cache, progress=bar, dropped=dropped)
         self.notes = tuple(f"{n}: {UNKNOWN}" for n, fitted in done.items() if "unknown" in fitted.notes)

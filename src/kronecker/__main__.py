@@ -153,6 +153,8 @@ def _convert(options: argparse.Namespace) -> None:
     elif options.plan:
         config = from_json(Path(options.plan).read_text(encoding="utf-8"))
     elif options.low_rank is not None:
+        if options.rank != 1 or options.init is not None:
+            raise ValueError("convert: --rank and --init are of Kronecker sums, needed --low-rank alone")
         config = LowRankConfig(keep=options.low_rank)
     else:
         init = options.init or "sequential"

@@ -60,15 +60,18 @@ class KroneckerConfig:
                 f"KroneckerConfig: a_shape is {self.a_shape} and b_shape is {self.b_shape}, needed one of them"
             )
         shape = self.a_shape or self.b_shape
-        if shape is None or len(shape) != 2 or not all(_is_whole(n, 1) for n in shape):
+        if not isinstance(shape, tuple) or len(shape) != 2 or not all(is_whole(n, 1) for n in shape):
             raise ValueError(f"KroneckerConfig: shape is {shape}, needed two whole numbers, 1 or more")
-        if not _is_whole(self.rank, 1):
+        if not is_whole(self.rank, 1):
             raise ValueError(f"KroneckerConfig: rank is {self.rank}, needed a whole number, 1 or more")
+        for name in ("scales", "share_a"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"KroneckerConfig: {name} is {getattr(self, name)!r}, needed True or False")
         if self.share_a and self.init not in ("van_loan", "sequential"):
             raise ValueError(f"KroneckerConfig: share_a with init {self.init!r}; one A for all experts needs van_loan")
-        if not _is_whole(self.rounds, 1):
+        if not is_whole(self.rounds, 1):
             raise ValueError(f"KroneckerConfig: rounds is {self.rounds}, needed a whole number, 1 or more")
-        if not _is_whole(self.epochs, 0):
+        if not is_whole(self.epochs, 0):
             raise ValueError(f"KroneckerConfig: epochs is {self.epochs}, needed a whole number, 0 or more")
         if self.init not in INITS:
             raise ValueError(f"KroneckerConfig: init is {self.init!r}, needed one of {', '.join(INITS)}")
@@ -147,15 +150,15 @@ class LowRankConfig:
     epochs: int = 3
 
     def __post_init__(self) -> None:
-        if self.keep is not None and (not _is_number(self.keep) or not 0 < self.keep < 1):
+        if self.keep is not None and (not is_number(self.keep) or not 0 < self.keep < 1):
             raise ValueError(f"LowRankConfig: keep is {self.keep}, needed a share between 0 and 1")
-        if self.rank is not None and not _is_whole(self.rank, 1):
+        if self.rank is not None and not is_whole(self.rank, 1):
             raise ValueError(f"LowRankConfig: rank is {self.rank}, needed a whole number, 1 or more")
         if self.keep is not None and self.rank is not None:
             raise ValueError(f"LowRankConfig: keep is {self.keep} and rank {self.rank}, needed one of them")
         if self.init not in LOW_RANK_INITS:
             raise ValueError(f"LowRankConfig: init is {self.init!r}, needed one of {', '.join(LOW_RANK_INITS)}")
-        if not _is_whole(self.epochs, 0):
+        if not is_whole(self.epochs, 0):
             raise ValueError(f"LowRankConfig: epochs is {self.epochs}, needed a whole number, 0 or more")
 
     @property
@@ -225,7 +228,7 @@ class PruneConfig:
     ridge: float = 3e-2
 
     def __post_init__(self) -> None:
-        if self.keep is not None and (not _is_number(self.keep) or not 0 < self.keep <= 1):
+        if self.keep is not None and (not is_number(self.keep) or not 0 < self.keep <= 1):
             raise ValueError(f"PruneConfig: keep is {self.keep}, needed a share above 0, at most 1")
         if self.granularity not in GRANULARITIES:
             raise ValueError(
@@ -234,15 +237,15 @@ class PruneConfig:
         if self.refit not in REFITS:
             raise ValueError(f"PruneConfig: refit is {self.refit!r}, needed one of {', '.join(REFITS)}")
         for name, least in (("epochs", 1), ("multiple_of", 1)):
-            if not _is_whole(getattr(self, name), least):
+            if not is_whole(getattr(self, name), least):
                 raise ValueError(
                     f"PruneConfig: {name} is {getattr(self, name)}, needed a whole number, {least} or more"
                 )
-        if self.budget is not None and not _is_whole(self.budget, 1):
+        if self.budget is not None and not is_whole(self.budget, 1):
             raise ValueError(f"PruneConfig: budget is {self.budget}, needed a number of parameters")
         if self.budget is not None and self.keep is not None:
             raise ValueError(f"PruneConfig: keep is {self.keep} and budget {self.budget:,}, needed one of them")
-        if not _is_number(self.ridge) or not 0 < self.ridge < 1:
+        if not is_number(self.ridge) or not 0 < self.ridge < 1:
             raise ValueError(f"PruneConfig: ridge is {self.ridge}, needed a share between 0 and 1")
 
     @property
@@ -278,11 +281,13 @@ class PruneConfig:
         return cls(**_known(cls, values))
 
 
-def _is_whole(value: object, least: int) -> bool:
+def is_whole(value: object, least: int) -> bool:
+    """Whether it is a whole number, at least so large."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether it is a number; True is none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -335,4 +340,7 @@ def to_json(configs: Mapping[str, Config]) -> str:
 
 def from_json(text: str) -> dict[str, Config]:
     """The map of `to_json`."""
-    return {name: from_dict(values) for name, values in json.loads(text).items()}
+    stored = json.loads(text)
+    if not isinstance(stored, dict) or not all(isinstance(values, dict) for values in stored.values()):
+        raise ValueError("kronecker: a plan's file is no map from names of layers to configs")
+    return {name: from_dict(values) for name, values in stored.items()}

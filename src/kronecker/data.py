@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 Batch = Mapping[str, Any]
 
-_SPEAKERS = ("role", "from")  # of a chat's turns: no text
+_LABELS = ("role", "from", "type")  # of a chat's turns and their parts: no text
 
 
 def batches(calibration: Iterable[Any], model: nn.Module, operation: str) -> list[dict[str, Any]]:
@@ -51,6 +51,14 @@ def batches(calibration: Iterable[Any], model: nn.Module, operation: str) -> lis
     if not checked:
         raise ValueError(f"{operation}: calibration is empty, needed batches of token ids")
     return checked
+
+
+@torch.no_grad()
+def first_output(model: nn.Module, batch: Batch) -> Tensor:
+    """What a model says first, in float32: logits or hidden states."""
+    out = model(**without_labels(batch))
+    values = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple) else (out,)
+    return next(v for v in values if isinstance(v, Tensor) and v.dim()).float()
 
 
 def without_labels(batch: Batch) -> dict[str, Any]:
@@ -104,12 +112,15 @@ def text_of(path: str | Path) -> str:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"calibration: {path} is not a file, needed one of text, or of JSON records with texts")
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
     if path.suffix in (".json", ".jsonl"):
+        lines = [text] if path.suffix == ".json" else [line for line in text.split("\n") if line.strip()]
         try:
-            records = json.loads(text) if path.suffix == ".json" else [json.loads(r) for r in text.splitlines() if r]
+            records = [json.loads(line) for line in lines]
         except json.JSONDecodeError as error:
             raise ValueError(f"calibration: {path} is no JSON: {error}") from None
+        while len(records) == 1 and isinstance(records[0], list):
+            records = records[0]
         text = "\n\n".join("\n".join(_strings(record)) for record in records)
     if not text.strip():
         raise ValueError(f"calibration: {path} has no text, needed some")
@@ -120,7 +131,7 @@ def _strings(record: object) -> list[str]:
     if isinstance(record, str):
         return [record] if record else []
     if isinstance(record, Mapping):
-        record = [value for name, value in record.items() if name not in _SPEAKERS]
+        record = [value for name, value in record.items() if name not in _LABELS]
     return [text for value in record for text in _strings(value)] if isinstance(record, list) else []
 
 
@@ -138,11 +149,15 @@ def text_batches(
         skip: Tokens to leave out before, such as those that something was fitted on.
 
     Raises:
-        ValueError: Fewer than two tokens.
+        ValueError: Fewer than two tokens, or sizes below 1.
 
     >>> [b.shape for b in text_batches("abcdefghij", lambda t: [ord(c) for c in t], tokens=8, context=2, rows=3)]
     [torch.Size([3, 2]), torch.Size([1, 2])]
     """
+    if min(tokens, context, rows) < 1 or skip < 0:
+        raise ValueError(
+            f"calibration: tokens is {tokens}, context {context}, rows {rows}, skip {skip}, needed 1 or more"
+        )
     encoded = encode(text[: 20 * (tokens + skip)])
     if text and not encoded:
         raise ValueError("calibration: the tokenizer makes no tokens of the text; needed the tokenizer of the model")

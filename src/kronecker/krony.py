@@ -65,7 +65,7 @@ def load_krony(path: str | Path, *, n_head: int | None = None) -> GPT2LMHeadMode
             a, b = (state.pop(f"{place}_{k}").transpose(1, 2) for k in (0, 1))
             config = KroneckerConfig(b_shape=(b.shape[1], b.shape[2]), rank=rank, scales=scales is not None)
             put(model, place, KroneckerLinear.like(model.get_submodule(place), config))
-            ours |= {f"{place}.weight": a, f"{place}.b": b, f"{place}.bias": state.pop(f"{place}_bias")}
+            ours |= {f"{place}.a": a, f"{place}.b": b, f"{place}.bias": state.pop(f"{place}_bias")}
             ours |= {} if scales is None else {f"{place}.scales": scales}
     linear = re.compile(r"attn\.(c_attn|c_proj)\.weight$")
     masks = (".attn.bias", ".attn.masked_bias")
@@ -78,7 +78,8 @@ def load_krony(path: str | Path, *, n_head: int | None = None) -> GPT2LMHeadMode
     for name, parameter in model.named_parameters():
         if name.endswith("bias") and name not in ours:
             ours[name] = torch.zeros_like(parameter)  # a model without biases
-    missing, unknown = sorted(set(model.state_dict()) - set(ours)), sorted(set(ours) - set(model.state_dict()))
+    names = {n for n, t in model.state_dict().items() if t.numel()}
+    missing, unknown = sorted(names - set(ours)), sorted(set(ours) - names)
     if missing or unknown:
         raise ValueError(f"{_OPERATION}: {path} lacks {missing[:3]} and has {unknown[:3]}, needed a Krony-PT model")
     try:

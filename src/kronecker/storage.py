@@ -23,7 +23,6 @@ from .config import Config, KroneckerConfig, PruneConfig, from_dict, to_dict
 from .layers.embedding import KroneckerEmbedding
 from .layers.experts import KroneckerExperts
 from .layers.linear import SmallerLinear, smaller_linear
-from .layers.weights import StockNames
 from .surgery.finding import COMPRESSED, mlps_if_any, put, set_parameters_
 from .surgery.stock import empty, parameter_shapes
 from .surgery.unread import smallest_stock
@@ -196,8 +195,8 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
         raise ValueError(f"from_pretrained: {folder} has tensors the model has no place for: {', '.join(unknown[:3])}")
     model.load_state_dict(tensors, assign=True)
     for name, first in mark["aliases"].items():
-        (module, key), (holder, shared) = _owner(model, name), _owner(model, first)
-        module._parameters[key] = holder._parameters[shared]
+        place, _, key = name.rpartition(".")
+        model.get_submodule(place)._parameters[key] = model.get_parameter(first)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     own_saving_(model)
@@ -218,14 +217,6 @@ def _local(folder: str | Path) -> Path:
     return Path(snapshot_download(str(folder)))
 
 
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that a name in a state belongs to, and its parameter's own name."""
-    place, _, key = name.rpartition(".")
-    module = model.get_submodule(place)
-    names = module.stock_names if isinstance(module, StockNames) else {}
-    return module, next((own for own, stock in names.items() if stock == key), key)
-
-
 def _empty(module: nn.Module, config: Config) -> nn.Module:
     """A smaller layer in the place of a stock one."""
     if isinstance(config, KroneckerConfig) and isinstance(module, nn.Embedding):
@@ -238,7 +229,7 @@ def _empty(module: nn.Module, config: Config) -> nn.Module:
 
 
 @torch.no_grad()
-def fold(model: nn.Module, out: str | Path, *, tokenizer: Any = None) -> None:
+def fold(model: nn.Module, out: str | Path, *, tokenizer: Any = None, batch: Mapping[str, Any] | None = None) -> None:
     """Write the smallest stock dense checkpoint with the same function, which plain transformers loads.
 
     Hidden neurons that nothing reads (a B of ``[1, 0]``) go, where all MLPs have such. Where MLPs lost neurons in
@@ -248,9 +239,10 @@ def fold(model: nn.Module, out: str | Path, *, tokenizer: Any = None) -> None:
         model: A compressed transformers model, left as it is.
         out: A folder that does not exist or is empty.
         tokenizer: Written beside the weights.
+        batch: Arguments to run the model with, where neurons went and it reads neither tokens nor images.
 
     Raises:
-        ValueError: As `save_pretrained`.
+        ValueError: As `save_pretrained`; neurons that went where MLPs are not found without ``batch``.
     """
     check_new(out, "fold")
     if not isinstance(model, PreTrainedModel):
@@ -271,7 +263,7 @@ def fold(model: nn.Module, out: str | Path, *, tokenizer: Any = None) -> None:
             dense = layer.to_linear() if isinstance(layer, SmallerLinear) else layer.to_embedding()  # pyrefly: ignore
             dense.weight = shared.setdefault(id(layer.a), dense.weight)  # pyrefly: ignore
         state |= {f"{name}.{k}": v for k, v in dense.named_parameters(recurse=False)}
-    state, config = smallest_stock(model, mlps_if_any(model), state)
+    state, config = smallest_stock(model, mlps_if_any(model, batch), state)
     stock = _stock(type(model), config, next(model.parameters()).dtype)
     stock.load_state_dict(state, assign=True)
     stock.tie_weights()

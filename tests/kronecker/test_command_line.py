@@ -99,6 +99,30 @@ def test_chats_are_read_turn_by_turn(tmp_path):
     assert text_of(tmp_path / "chats.json") == "Hello.\nYes?\n\nplain\n\na\nb"
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("a.json", '{"data": [{"text": "hello world"}]}', "hello world"),
+        ("a.json", '"hello"', "hello"),
+        ("a.json", '[{"content": [{"type": "text", "text": "hi there"}]}]', "hi there"),
+        ("a.jsonl", '{"t": "a\u2028b"}\n  \n{"t": "c"}\n', "a\u2028b\n\nc"),
+        ("a.jsonl", '\ufeff{"t": "a"}', "a"),
+    ],
+)
+def test_records_are_read_as_they_stand(name, content, text, tmp_path):
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    assert text_of(tmp_path / name) == text
+
+
+def test_numbers_are_no_text_and_sizes_are_positive(tmp_path):
+    (tmp_path / "a.json").write_text("3")
+    with pytest.raises(ValueError, match="has no text, needed some"):
+        text_of(tmp_path / "a.json")
+    for size in ({"tokens": -5}, {"tokens": 5, "context": 0}):
+        with pytest.raises(ValueError, match=r"tokens is .*, context .*, needed 1 or more"):
+            text_batches("abc", lambda t: [1] * len(t), **size)
+
+
 @pytest.mark.parametrize(("kind", "positions"), [("gpt2", 32), ("roberta", 62), ("bert", 32), ("llama", 64)])
 def test_rows_are_as_long_as_a_model_has_positions_for(kind, positions):
     model = tiny(kind)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from accelerate import cpu_offload
 from torch import nn
 
 import kronecker.fitting.fit
@@ -279,7 +280,7 @@ def test_a_weight_can_be_read_and_follows_its_factors():
             torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
             layer.a.data.mul_(2)  # torch does not count such a change
     assert layer.weight.dtype == torch.float32
-    assert layer.state_dict()["weight"].shape == layer.a.shape
+    assert not layer.state_dict()["weight"].numel()
 
 
 @pytest.mark.parametrize("kind", ["llama-tied", "mixtral", "bert"])
@@ -361,8 +362,8 @@ def test_scales_take_the_size_and_leave_the_function():
     scaled = KroneckerLinear.from_linear(linear, KroneckerConfig(b_shape=(2, 2), rank=2, init="van_loan", scales=True))
     torch.testing.assert_close(plain.dense_weight(), scaled.dense_weight())
     assert scaled.scales[0] > scaled.scales[1] > 0
-    assert set(scaled.state_dict()) == {"weight", "b", "scales", "bias"}
-    assert set(plain.state_dict()) == {"weight", "b", "bias"}
+    assert set(scaled.state_dict()) == {"a", "b", "scales", "bias", "weight"}
+    assert set(plain.state_dict()) == {"a", "b", "bias", "weight"}
 
 
 BAD = [
@@ -457,7 +458,7 @@ def test_bad_files_are_refused(tmp_path):
     mark = json.loads((tmp_path / "out" / "kronecker.json").read_text())
     mark["layers"] = {n: c | {"b_shape": [4, 1]} for n, c in mark["layers"].items()}
     (tmp_path / "out" / "kronecker.json").write_text(json.dumps(mark))
-    with pytest.raises(ValueError, match=r"mlp\.c_fc\.\w+ is .*needed"):
+    with pytest.raises(ValueError, match=r"mlp\.c_fc\.a is .*needed"):
         from_pretrained(tmp_path / "out")
     weights = tmp_path / "out" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
@@ -504,6 +505,10 @@ def test_bad_configs_are_refused(fields, message):
         (lambda: PruneConfig(keep=True), "keep is True, needed a share"),
         (lambda: PruneConfig(budget=True), "budget is True, needed a number of parameters"),
         (lambda: LowRankConfig(keep=0.5, rank=3), "keep is 0.5 and rank 3, needed one of them"),
+        (lambda: KroneckerConfig(b_shape=3), "shape is 3, needed two whole numbers"),
+        (lambda: KroneckerConfig(b_shape=(2, 1), scales=3), "scales is 3, needed True or False"),
+        (lambda: from_json("[]"), "is no map from names of layers to configs"),
+        (lambda: from_json('{"*": 3}'), "is no map from names of layers to configs"),
         (lambda: LowRankConfig(rank=True), "rank is True, needed a whole number"),
     ],
 )
@@ -512,13 +517,23 @@ def test_two_sizes_and_no_numbers_are_refused(make, message):
         make()
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama-tied", "mixtral"])
-def test_a_model_around_a_converted_one_writes_what_stock_loading_refuses(kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("gpt2", KroneckerConfig(b_shape=(2, 2), rank=2, init="van_loan")),
+        ("llama-tied", {"*.down_proj": LowRankConfig(rank=16, init="svd")}),  # A has the shape of the weight
+        ("mixtral", KroneckerConfig(b_shape=(2, 2), rank=2, init="van_loan")),
+    ],
+)
+def test_a_model_around_a_converted_one_writes_what_stock_loading_refuses(kind, config, tmp_path):
     model = tiny(kind)
-    convert_(model.base_model, KroneckerConfig(b_shape=(2, 2), rank=2, init="van_loan"), progress=False)
+    convert_(model.base_model, config, progress=False)
     model.save_pretrained(tmp_path)
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         auto_class(kind).from_pretrained(tmp_path)
+    before = output(model)
+    cpu_offload(model, execution_device=torch.device("cpu"))  # finds the names of a state among parameters
+    assert torch.equal(output(model), before)
 
 
 def test_patterns_that_earlier_ones_hide_and_experts_converted_twice_are_said():
@@ -864,6 +879,67 @@ def test_neurons_dropped_layer_by_layer_are_saved_with_their_sizes(kind, tmp_pat
     assert {dense(stock.get_submodule(m.down)).shape[1] for m in mlps} == {max(sizes.values())}
     with pytest.raises(ValueError, match="is not an MLP by itself; PruneConfig needs all layers of one"):
         convert_(tiny(kind), {mlps[0].down: PruneConfig()}, calibration=[ids()], progress=False)
+
+
+def test_only_neurons_that_nothing_reads_go_in_low_precision(tmp_path):
+    model = tiny("llama")
+    with torch.no_grad():
+        for block in model.model.layers:  # the same function, one column much larger than the others
+            block.mlp.down_proj.weight[:, 0] *= 1000
+            block.mlp.up_proj.weight[0] /= 1000
+    model = model.to(torch.bfloat16)
+    convert_(model, {"*.q_proj": LowRankConfig(rank=8, init="svd")}, progress=False)
+    fold(model, tmp_path / "stock")
+    assert auto_class("llama").from_pretrained(tmp_path / "stock").config.intermediate_size == 24
+    assert model.config.architectures is None  # the model is as it was
+
+
+def test_gate_and_up_in_one_matrix_are_filled_up(tmp_path):
+    config = transformers.Phi3Config(
+        vocab_size=96, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0
+    )
+    model = transformers.Phi3ForCausalLM(config).eval()
+    mlps = find_mlps(model)
+    shares = dict(zip((m.down for m in mlps), (0.25, 0.75), strict=True))
+    configs = {n: PruneConfig(keep=shares[m.down]) for m in mlps for n in (*m.ups, m.down)}
+    convert_(model, configs, calibration=[ids()], progress=False)
+    fold(model, tmp_path)
+    stock = transformers.Phi3ForCausalLM.from_pretrained(tmp_path).eval()
+    assert stock.config.intermediate_size == 18
+    torch.testing.assert_close(output(stock), output(model))
+
+
+def test_a_stack_of_experts_beside_an_mlp_of_its_size_is_filled_up_to_what_runs(tmp_path):
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=96, hidden_size=16, intermediate_size=24, moe_intermediate_size=24, num_hidden_layers=2,
+        shared_expert_intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, num_experts=4,
+        num_experts_per_tok=2, mlp_only_layers=[0],
+    )  # fmt: skip
+    model = transformers.Qwen2MoeForCausalLM(config).eval()
+    configs = {n: PruneConfig(keep=15 / 24) for m in find_mlps(model) for n in (*m.ups, m.down)}
+    configs["model.layers.1.mlp.experts"] = PruneConfig(keep=8 / 24)
+    convert_(model, configs, calibration=[ids()], progress=False)
+    fold(model, tmp_path)
+    stock = transformers.Qwen2MoeForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(output(stock), output(model))
+
+
+def test_folding_says_when_it_needs_a_batch(tmp_path):
+    config = transformers.HubertConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        conv_dim=(8, 8), conv_stride=(2, 2), conv_kernel=(3, 3), num_feat_extract_layers=2, num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=2,
+    )  # fmt: skip
+    model, batch = transformers.HubertModel(config).eval(), {"input_values": torch.randn(4, 400)}
+    place = "encoder.layers.{}.feed_forward.{}_dense"
+    configs = {place.format(i, n): PruneConfig(keep=(0.3, 0.7)[i]) for i in (0, 1) for n in ("intermediate", "output")}
+    convert_(model, configs, calibration=[batch], progress=False)
+    with pytest.raises(ValueError, match="has lost neurons, and its MLP is not found without data, needed batch="):
+        fold(model, tmp_path / "stock")
+    fold(model, tmp_path / "stock", batch=batch)
+    stock = transformers.HubertModel.from_pretrained(tmp_path / "stock").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(stock(**batch)[0], model(**batch)[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "mixtral"])

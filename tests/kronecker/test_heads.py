@@ -81,6 +81,84 @@ def test_what_stays_makes_up_for_the_heads_that_went():
     assert errors["all"] < 0.95 * errors["none"]
 
 
+def test_heads_and_mlps_make_up_for_what_the_stream_has_lost(monkeypatch):
+    batch = ids(16, seed=5)
+    before = output(tiny("llama"), batch)
+
+    def apart(**changes):
+        model = tiny("llama")
+        with monkeypatch.context() as patch:
+            for name, value in changes.items():
+                patch.setattr(f"kronecker.fitting.block.{name}", value)
+            config = PruneConfig(keep=0.5, granularity="head", refit="writing")
+            report = prune_(model, config, calibration=ids(64, seed=1).split(8), progress=False)
+        return float((output(model, batch) - before).norm()), report
+
+    error, report = apart()
+    assert error < apart(attention_stream_kind=lambda *given: None)[0]
+    mlps = {r.name for r in report.layers if r.before == r.after}
+    assert mlps == {f"model.layers.{i}.mlp.down_proj" for i in range(4)}
+
+
+def test_biases_of_the_writing_layer_take_care_of_means():
+    model = tiny("llama", attention_bias=True)
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.self_attn.v_proj.bias.fill_(3.0)
+    batch, errors = ids(16, seed=5), []
+    before = output(model, batch)
+    prune_(model, PruneConfig(granularity="head", refit="writing"), calibration=[ids(32)], progress=False)
+    errors.append(float((output(model, batch) - before).norm()))
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.self_attn.o_proj.bias.add_(0.1)
+    errors.append(float((output(model, batch) - before).norm()))
+    assert errors[0] < 0.2 * float(before.norm())
+    assert errors[0] < errors[1]
+
+
+def test_a_width_of_heads_that_the_config_does_not_say_is_written_there(tmp_path):
+    config = transformers.Qwen2Config(
+        vocab_size=96, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.Qwen2ForCausalLM(config).eval()
+    assert getattr(config, "head_dim", None) is None
+    prune_(model, HALF, calibration=[ids()], progress=False)
+    assert model.config.head_dim == 4
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(output(transformers.Qwen2ForCausalLM.from_pretrained(tmp_path).eval()), output(model))
+
+
+def test_numbers_of_heads_that_a_family_refuses_are_refused_first():
+    model = tiny("llama", num_key_value_heads=4)
+    before = output(model)
+    with pytest.raises(ValueError, match=r"LlamaConfig cannot say that 3 of 4 groups .* not a multiple .*"):
+        prune_(model, PruneConfig(keep=0.75, granularity="head"), calibration=[ids()], progress=False)
+    assert torch.equal(output(model), before)
+
+
+def test_training_mode_changes_nothing():
+    models = [tiny("llama", attention_dropout=0.5), tiny("llama", attention_dropout=0.5).train()]
+    for model in models:
+        prune_(model, HALF, calibration=[ids()], progress=False)
+    assert models[1].training
+    assert torch.equal(output(models[0]), output(models[1].eval()))
+
+
+def test_heads_that_share_weights_are_refused():
+    model = tiny("llama")
+    model.model.layers[1].self_attn.q_proj.weight = model.model.layers[0].self_attn.q_proj.weight
+    with pytest.raises(ValueError, match="needed layers that share no weight"):
+        prune_(model, HALF, calibration=[ids()], progress=False)
+
+
+def test_nothing_but_padding_is_refused():
+    batch = {"input_ids": ids(), "attention_mask": torch.zeros(8, 16, dtype=torch.long)}
+    with pytest.raises(ValueError, match="saw no calibration token"):
+        prune_(tiny("llama"), PruneConfig(granularity="head", refit="none"), calibration=[batch], progress=False)
+
+
 def test_padding_is_not_fitted_to():
     rows = ids(16, seed=1)
     padded = torch.cat([rows, torch.full((16, 5), 7)], 1)
@@ -101,8 +179,14 @@ def test_heads_by_budget_and_what_the_report_says():
     assert not report.notes
     report = prune_(tiny("llama"), PruneConfig(keep=0.8, granularity="head"), calibration=[ids()], progress=False)
     assert report.notes == ("2 of 2 groups of heads stay, 100.0%, asked for 80.0%",)
-    with pytest.raises(ValueError, match=r"budget is 10, needed .* or more with one group of heads left"):
-        prune_(tiny("llama"), PruneConfig(budget=10, granularity="head"), calibration=[ids()], progress=False)
+    model = tiny("llama")
+    report = prune_(
+        model, PruneConfig(budget=budget + group - 1, granularity="head"), calibration=[ids()], progress=False
+    )
+    assert report.after == budget  # never above it
+    for wrong in (10, 10**9):
+        with pytest.raises(ValueError, match=rf"budget is {wrong:,}, needed .* one group of heads to all of them"):
+            prune_(tiny("llama"), PruneConfig(budget=wrong, granularity="head"), calibration=[ids()], progress=False)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
@@ -120,7 +204,7 @@ def test_heads_that_share_a_bias_by_position_are_refused():
         vocab_size=96, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, pad_token_id=0, decoder_start_token_id=0
     )
     batch = {"input_ids": ids(), "decoder_input_ids": ids()}
-    with pytest.raises(ValueError, match="T5Config cannot say that there are fewer heads of the same width"):
+    with pytest.raises(ValueError, match="T5Config cannot say that 2 of 4 groups of heads are left"):
         prune_(transformers.T5ForConditionalGeneration(config), HALF, calibration=[batch], progress=False)
 
 
@@ -142,11 +226,13 @@ def test_an_error_puts_heads_back(monkeypatch):
     def fail(*given):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kronecker.surgery.prune.cut_heads_", fail)
-    with pytest.raises(KeyboardInterrupt):
-        prune_(model, HALF, calibration=[ids()], progress=False)
-    assert torch.equal(output(model), before)
-    assert model.config.to_dict() == config
+    for place in ("prune.cut_heads_", "heads._check_same"):
+        monkeypatch.setattr(f"kronecker.surgery.{place}", fail)
+        with pytest.raises(KeyboardInterrupt):
+            prune_(model, HALF, calibration=[ids()], progress=False)
+        assert torch.equal(output(model), before)
+        assert model.config.to_dict() == config
+        monkeypatch.undo()
 
 
 def test_an_interrupted_fit_of_heads_goes_on(monkeypatch, tmp_path):

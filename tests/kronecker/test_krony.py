@@ -17,16 +17,16 @@ def checkpoint(scales=True, prefix=""):
     model = tiny("gpt2")
     convert_(model, KroneckerConfig(b_shape=(2, 2), rank=2, init="van_loan", scales=scales), progress=False)
     state = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in ((n, t) for n, t in model.state_dict().items() if t.numel()):
         tensor = tensor.clone()
         if ".mlp." in name:
             layer, _, kind = name.rpartition(".")
-            other = {"weight": "_0", "b": "_1", "bias": "_bias"}.get(kind)
+            other = {"a": "_0", "b": "_1", "bias": "_bias"}.get(kind)
             if kind == "scales":
                 block, _, last = layer.rpartition(".")
                 state[f"{block}.{'scalers_fc' if last == 'c_fc' else 'scalers_proj'}"] = tensor
             else:
-                state[layer + other] = tensor.transpose(-1, -2) if kind in ("weight", "b") else tensor
+                state[layer + other] = tensor.transpose(-1, -2) if kind in "ab" else tensor
         else:
             state[name] = tensor.T if name.endswith(("c_attn.weight", "c_proj.weight")) else tensor
     state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32)  # nanoGPT's mask

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 
 from kronecker import (
     KroneckerConfig,
@@ -16,7 +17,8 @@ from kronecker import (
     prune_,
 )
 from kronecker.config import from_json, structure_of, to_json
-from kronecker.planning import measuring
+from kronecker.planning import Choice, measuring
+from kronecker.planning.solving import best_of_each
 from kronecker.surgery.finding import find_mlps
 from tests.kronecker.test_convert import compressed, ids, output
 from tests.support.models import tiny
@@ -196,6 +198,36 @@ def test_a_plan_for_a_mixture_is_what_convert_makes(uniform):
     assert torch.equal(output(model, ids(8)), before)
     if found.prune is not None:
         assert prune_(model, found.prune, calibration=[ids(8)], progress=False).after == found.parameters
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_a_plan_for_a_model_that_is_one_block(uniform):
+    config = transformers.T5Config(
+        vocab_size=96, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, pad_token_id=0, decoder_start_token_id=0
+    )
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    batch = {"input_ids": ids(), "decoder_input_ids": ids(seed=1)}
+    found = plan(model, keep=0.5, calibration=[batch], uniform=uniform, progress=False)
+    assert all(c.error > 0 for choices in found.options.values() for c in choices[1:])
+    assert convert_(model, found.configs, calibration=[batch], progress=False).after == found.parameters
+
+
+def test_a_price_can_miss_what_is_the_same_for_all():
+    """No price chooses b, above the line from a to c; the same for all does, or what is left is spent on it."""
+    a, b, c = (PruneConfig(keep=k) for k in (0.2, 0.5, 0.9))
+    choices = [Choice(config, size, error, 0.0) for config, size, error in ((a, 10, 10.0), (b, 50, 6.0), (c, 90, 1.0))]
+    options = {name: (Choice(None, 100, 0.0, 0.0), *choices) for name in ("first", "second")}
+    limits = [(lambda choice: choice.parameters, 100)]
+    best = best_of_each(options, limits)
+    assert {n: x.config for n, x in best.items()} == {"first": b, "second": b}
+    tight = [(lambda choice: choice.parameters, 70)]
+    assert sorted(x.parameters for x in best_of_each(options, tight).values()) == [10, 50]
+
+
+def test_candidates_that_are_not_about_one_mlp_are_refused():
+    for candidate in (PruneConfig(keep=0.4, granularity="head"), PruneConfig(budget=10_000)):
+        with pytest.raises(ValueError, match="is not about one MLP"):
+            plan(tiny("llama"), keep=0.5, calibration=[ids()], candidates=[candidate], progress=False)
 
 
 def test_padding_does_not_count_in_a_plan():

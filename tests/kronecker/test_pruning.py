@@ -347,7 +347,7 @@ def test_models_that_cannot_be_pruned_are_refused():
     attempt(tiny("gpt2"), "budget is 10, needed", budget=10)
     shared = tiny("llama")
     shared.model.layers[1].mlp.up_proj.weight = shared.model.layers[0].mlp.up_proj.weight
-    attempt(shared, "needed MLPs that share no weight")
+    attempt(shared, "needed layers that share no weight")
     broken = tiny("llama")
     broken.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("inf")
     attempt(broken, "zero or not finite")

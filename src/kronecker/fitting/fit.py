@@ -26,7 +26,7 @@ from .cache import FitCache
 from .calls import outputs_of
 from .experts import fit_expert_factors, fit_expert_neurons
 from .factors import fit_factors
-from .mlp import MlpWeights
+from .mlp import MlpWeights, Seen
 from .neurons import fit_heads, fit_neurons
 
 UNKNOWN = "fitted in closed form alone; its function between matrices is not known"
@@ -135,7 +135,7 @@ def fit_part(model: nn.Module, block: Block, part: Part, states: Sequence[Tensor
             tensors, error = fit_expert_factors(module, routed, config)
         return Fitted({f"{part.name}.{n}": t for n, t in tensors.items()}, error)
     if part.attention is not None:
-        return _fitted_attention(module, block, part, part.attention, states)
+        return _fitted_attention(module, block, part, part.attention, states, operation)
     if part.mlp is None:
         return _fitted_alone(module, part, block.inputs(part.name, states), block.said[part.name])
     return _fitted_mlp(model, block, part, part.mlp, states, operation)
@@ -156,12 +156,13 @@ def _fitted_alone(module: nn.Module, part: Part, inputs: Sequence[Tensor], said:
 
 
 def _fitted_attention(
-    module: nn.Module, block: Block, part: Part, attention: Attention, states: Sequence[Tensor]
+    module: nn.Module, block: Block, part: Part, attention: Attention, states: Sequence[Tensor], operation: str
 ) -> Fitted:
     """An attention's writing layer, which no longer reads the groups of heads that go."""
     assert part.prune is not None
     weights = MlpWeights.of([module], None)
     seen = block.smaller(attention, states, keep_inputs=False)
+    _check_seen(seen, part, operation)
     matrix, bias, error = fit_heads(weights, seen, attention.groups, part.neurons, part.prune)
     state = {f"{part.name}.weight": (matrix.T if isinstance(module, Conv1D) else matrix).to(dense(module).dtype)}
     if bias is not None:
@@ -176,8 +177,7 @@ def _fitted_mlp(
     weights = MlpWeights.of(modules, block.middle(mlp, states[0], getattr(model, "config", None)))
     prune = part.prune
     seen = block.smaller(mlp, states, keep_inputs=prune is None or prune.refit == "all")
-    if not seen.count:
-        raise ValueError(f"{operation}: {part.name} saw no calibration token, needed data that is not all padding")
+    _check_seen(seen, part, operation)
     descends = prune.refit == "all" if prune is not None else any(c.epochs for c in _factored(part).values())
     notes = ("unknown",) if weights.middle is None and descends else ()
     if prune is not None:
@@ -197,6 +197,11 @@ def _fitted_mlp(
             layer.bias.copy_(bias)
         tensors |= {f"{name}.{n}": t for n, t in layer.state_dict().items()}
     return Fitted(tensors, error, order, notes)
+
+
+def _check_seen(seen: Seen, part: Part, operation: str) -> None:
+    if not seen.count:
+        raise ValueError(f"{operation}: {part.name} saw no calibration token, needed data that is not all padding")
 
 
 def _factored(part: Part) -> dict[str, KroneckerConfig | LowRankConfig]:

@@ -13,7 +13,7 @@ from .. import init
 from .._eager import build, scaled
 from ..config import KroneckerConfig
 from ..functional import kron_linear
-from .weights import StockNames, start
+from .weights import StandsFor, start
 
 GROUPED = 8  # what sizes of experts are multiples of: transformers multiplies all of a stack in one grouped product
 
@@ -27,12 +27,11 @@ def is_experts(module: nn.Module) -> bool:
     return len(up) == len(down) == 3 and tuple(up[1:]) == (2 * down[2], down[1])
 
 
-class KroneckerExperts(StockNames):
+class KroneckerExperts(StandsFor):
     """Gated experts with compressed matrices; routing is the model's own.
 
     Parameters: ``gate_up_a`` (E or 1, r, O1, I1), ``gate_up_b`` (E, r, O2, I2), ``down_a``, ``down_b`` and, when asked
-    for, ``gate_up_scales``, ``down_scales`` (E, r). One A for all experts with ``share_a``. In its state every A has
-    the name of the weights that it stands for.
+    for, ``gate_up_scales``, ``down_scales`` (E, r). One A for all experts with ``share_a``.
 
     Args:
         sizes: (E, 2 I, H) and (E, H, I) by name, ``gate_up_proj`` and ``down_proj``.
@@ -47,7 +46,7 @@ class KroneckerExperts(StockNames):
     (torch.Size([1, 1, 8, 6]), torch.Size([4, 1, 2, 1]))
     """
 
-    stock_names: Mapping[str, str] = {"gate_up_a": "gate_up_proj", "down_a": "down_proj"}
+    stands_for = ("gate_up_proj", "down_proj")
     stock: nn.Module
 
     def __init__(
@@ -62,6 +61,7 @@ class KroneckerExperts(StockNames):
         super().__init__()
         self.config, self.act_fn, self.sizes = config, act_fn, dict(sizes)
         self.num_experts = sizes["gate_up_proj"][0]
+        self.empty_shape = (self.num_experts, 2, 0)  # transformers takes stacks apart when it saves them
         place = {"dtype": dtype or torch.get_default_dtype(), "device": device}
         self.b_shapes: dict[str, tuple[int, int]] = {}
         for name, own in self._configs().items():

@@ -94,7 +94,7 @@ class SmallerLinear(SmallerWeight):
 class KroneckerLinear(SmallerLinear, KroneckerLayer):
     """A linear layer ``x @ (Σ_r s_r A_r ⊗ B_r).T + bias``.
 
-    Its parameters are ``a``, ``b``, ``scales`` (when asked for) and ``bias``; in its state ``a`` is called ``weight``.
+    Its parameters are ``a``, ``b``, ``scales`` (when asked for) and ``bias``, stored as they stand.
 
     Args:
         in_features: I.
@@ -158,7 +158,7 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
 class LowRankLinear(SmallerLinear):
     """A linear layer ``x @ A.T @ B.T + bias`` of two thin matrices, A (r, in_features) and B (out_features, r).
 
-    Its parameters are ``a``, ``b`` and ``bias``; in its state ``a`` is called ``weight``.
+    Its parameters are ``a``, ``b`` and ``bias``.
 
     Args:
         in_features: I.

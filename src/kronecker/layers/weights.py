@@ -5,7 +5,6 @@ Letters: r terms; A is (r, O1, I1), B is (r, O2, I2), for a weight (O, I) = (O1 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,31 +17,31 @@ from ..config import KroneckerConfig
 from ..moments import Moments
 
 
-class StockNames(nn.Module):
-    """A layer whose state holds its large parameters under the names of the weights that they stand for.
+class StandsFor(nn.Module):
+    """A layer whose state has, beside its parameters, an empty tensor under the name of each weight it stands for.
 
-    Their shapes are not those of the weights, so that transformers refuses files of theirs, whoever wrote them; under
-    other names it would make up random weights.
+    transformers then refuses files with that state, whoever wrote them: without such names it would make up random
+    weights.
     """
 
-    stock_names: Mapping[str, str]  # from parameters to names in its state
+    stands_for: tuple[str, ...]
+    empty_shape: tuple[int, ...] = (0,)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for own, stock in self.stock_names.items():
-            destination[prefix + stock] = destination.pop(prefix + own)
+        for name in self.stands_for:
+            destination[prefix + name] = next(self.parameters()).detach().new_empty(self.empty_shape)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:  # pyrefly: ignore
-        for own, stock in self.stock_names.items():
-            if prefix + stock in state_dict:
-                state_dict[prefix + own] = state_dict.pop(prefix + stock)
+        for name in self.stands_for:
+            state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-class SmallerWeight(StockNames):
-    """A weight that is made of smaller parameters, of which ``a`` is the largest, and ``weight`` in its state."""
+class SmallerWeight(StandsFor):
+    """A weight that is made of smaller parameters, of which ``a`` is the largest."""
 
-    stock_names: Mapping[str, str] = {"a": "weight"}
+    stands_for = ("weight",)
     a: nn.Parameter
     b: nn.Parameter
 

@@ -13,10 +13,10 @@ from tqdm.auto import tqdm
 
 from model_components._modes import evaluating
 
-from ..config import STRUCTURES, Config, KroneckerConfig, LowRankConfig, PruneConfig
-from ..data import Batch, batches
+from ..config import STRUCTURES, Config, KroneckerConfig, LowRankConfig, PruneConfig, is_number, is_whole
+from ..data import Batch, batches, first_output
 from ..fitting.block import Block, blocks_with
-from ..fitting.calls import outputs_of, tokens
+from ..fitting.calls import WholeModel, outputs_of, tokens
 from ..fitting.fit import Part, fit_part, place_
 from ..surgery.convert import num_parameters
 from ..surgery.finding import snapshot
@@ -92,14 +92,17 @@ def plan(
         raise ValueError(f"plan: structures have {unknown[0]!r}, needed some of {', '.join(STRUCTURES)}")
     if budget is None and keep is None and time_budget is None:
         raise ValueError("plan: budget is None, needed a number of parameters, keep or time_budget")
-    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int)):
+    if budget is not None and not is_whole(budget, 0):
         raise ValueError(f"plan: budget is {budget}, needed a whole number of parameters; a share is keep={budget}")
     for name, value in (("keep", keep), ("time_budget", time_budget)):
-        if value is not None and not 0 < value < 1:
+        if value is not None and not (is_number(value) and 0 < value < 1):
             raise ValueError(f"plan: {name} is {value}, needed a share between 0 and 1")
     if budget is not None and keep is not None:
         raise ValueError(f"plan: budget is {budget:,} and keep {keep}, needed one of them")
     data = batches(calibration, model, "plan")
+    for candidate in candidates or ():
+        if isinstance(candidate, PruneConfig) and (candidate.granularity != "neuron" or candidate.budget is not None):
+            raise ValueError(f"plan: {candidate} is not about one MLP, needed keep and granularity='neuron'")
     if wrong := [c for c in candidates or () if c.init != "sequential"]:
         raise ValueError(f"plan: {wrong[0]} is not fitted to calibration data, needed init='sequential'")
     parts = prunable_parts(model, data, "plan")
@@ -210,15 +213,15 @@ def _measured(
     states = [c.hidden for c in blocks[0].calls]
     with tqdm(total=sum(map(len, trying.values())), desc="measuring", unit="fit", disable=not progress) as bar:
         for block in blocks:
-            after = block.original(states)
+            next_states = block.original(states)
             for part in (by_name[n] for n in block.ran if n in trying):
-                _, seconds = _run(block, states)
+                after, seconds = _run(block, states)
                 choices = [Choice(None, part.parameters_as(None), 0.0, seconds)]
                 for config in trying[part.name]:
                     choices.append(_tried(model, block, part, config, states, after))
                     bar.update(1)
                 options[part.name] = tuple(choices)
-            states = after
+            states = next_states
     return options
 
 
@@ -246,6 +249,10 @@ def _tried(
 
 
 def _run(block: Block, states: Sequence[Tensor]) -> tuple[list[Tensor], float]:
+    """What a block says, or the model where that is one block, and the seconds it took."""
     begin = time.perf_counter()
-    outputs = outputs_of(block.module, block.calls, states)
+    if all(isinstance(call, WholeModel) for call in block.calls):
+        outputs = [first_output(block.module, call.batch) for call in block.calls if isinstance(call, WholeModel)]
+    else:
+        outputs = outputs_of(block.module, block.calls, states)
     return outputs, time.perf_counter() - begin

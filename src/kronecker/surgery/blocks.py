@@ -57,6 +57,8 @@ def blocks_to_keep(model: nn.Module, stack: Stack, config: PruneConfig) -> int:
     sizes = [sum(p.numel() for p in block.parameters()) for block in model.get_submodule(stack.name).children()]
     total = sum(p.numel() for p in model.parameters())
     room = config.budget - (total - sum(sizes))
+    if config.budget > total:
+        raise ValueError(f"prune_: budget is {config.budget:,}, needed at most the model's {total:,}")
     keep = min(stack.count, room // max(sizes))
     if keep < 1:
         least = total - sum(sizes) + max(sizes)

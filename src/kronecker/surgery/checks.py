@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
@@ -43,6 +45,17 @@ def check_layer(operation: str, name: str, module: nn.Module) -> None:
     for p in parameters:
         if not torch.isfinite(p).all() or (p.dim() > 1 and not p.any()):
             raise ValueError(f"{operation}: {name} has a weight that is zero or not finite, needed numbers")
+
+
+def check_own(operation: str, model: nn.Module, names: Collection[str]) -> None:
+    """Refuse layers that cannot be converted, or that share a weight."""
+    holders: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = holders.setdefault(id(parameter), name)
+        if first != name and any(n.rpartition(".")[0] in names for n in (name, first)):
+            raise ValueError(f"{operation}: {name} is {first}, too; needed layers that share no weight")
+    for name in names:
+        check_layer(operation, name, model.get_submodule(name))
 
 
 def check_config(name: str, module: nn.Module, config: Config, tied: bool) -> None:

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..config import PruneConfig
+from ..data import first_output
 from ..layers.weights import bias_of, dense
 from .finding import is_linear, set_parameters_
 from .stock import attribute_changes, empty, parameter_shapes, set_attributes_
@@ -60,12 +62,12 @@ def groups_to_keep(model: nn.Module, attentions: Sequence[Attention], config: Pr
         return max(1, round(config.share * groups))
     total = sum(p.numel() for p in model.parameters())
     shapes = parameter_shapes(model)
-    inside = {n: s for a in attentions for n, s in head_shapes(model, a, a.groups).items()}
     one = sum(shapes[n].numel() - s.numel() for a in attentions for n, s in head_shapes(model, a, groups - 1).items())
-    keep = min(groups, groups - -(-(total - config.budget) // one))
-    if keep < 1 or not inside:
-        least = total - (groups - 1) * one
-        raise ValueError(f"prune_: budget is {config.budget:,}, needed {least:,} or more with one group of heads left")
+    keep, least = groups - -(-(total - config.budget) // one), total - (groups - 1) * one
+    if not least <= config.budget <= total:
+        raise ValueError(
+            f"prune_: budget is {config.budget:,}, needed {least:,} to {total:,}, one group of heads to all of them"
+        )
     return keep
 
 
@@ -112,14 +114,17 @@ def config_with_heads(model: PreTrainedModel, attentions: Sequence[Attention], k
     for attention in attentions:
         wanted |= head_shapes(model, attention, keep)
     try:
+        for part in (config, text):
+            part.validate()
         shapes = parameter_shapes(empty(type(model), config))
-    except ValueError:  # a number of heads that the family does not take
-        shapes = {}
-    if shapes != wanted:
-        name = next(n for n, s in wanted.items() if shapes.get(n) != s)
+        name = next((n for n, s in wanted.items() if shapes.get(n) != s), None)
+        problem = f"{name} would be {list(shapes.get(name, ()))}, needed {list(wanted[name])}" if name else ""
+    except (ValueError, StrictDataclassError) as error:
+        problem = str(error).strip().splitlines()[-1].strip()
+    if problem:
         raise ValueError(
-            f"prune_: {type(config).__name__} cannot say that there are fewer heads of the same width ({name} would be "
-            f"{list(shapes.get(name, ()))}, needed {list(wanted[name])}); drop neurons or blocks"
+            f"prune_: {type(config).__name__} cannot say that {keep} of {groups} groups of heads are left, as wide as "
+            f"they were ({problem}); needed another share, or neurons or blocks to drop"
         )
     return config
 
@@ -132,25 +137,23 @@ def cut_heads_(
     Raises:
         ValueError: It does not: heads of this family differ by their place (ALiBi).
     """
-    before = _said(model, batch)
+    before, changes = first_output(model, batch), attribute_changes(model, config)
     for attention in attentions:
         weight = dense(model.get_submodule(attention.down)).unflatten(1, (attention.groups, -1))
         kept = weight.float().square().sum((0, 2)).topk(keep).indices.sort().values
         set_parameters_(model, _cut(model, attention, kept))
-    before_those = set_attributes_(attribute_changes(model, config))
-    after = _said(model, batch)
+    undo = set_attributes_(changes)
+    try:
+        _check_same(model, before, first_output(model, batch))
+    except BaseException:
+        set_attributes_(undo)
+        raise
+
+
+def _check_same(model: PreTrainedModel, before: Tensor, after: Tensor) -> None:
     near = max(_NEAR, 5 * torch.finfo(model.dtype).eps) * float(before.abs().mean())
     if not float((after - before).abs().mean()) <= near:
-        set_attributes_(before_those)
         raise ValueError(
             f"prune_: {type(model).__name__} says something else without heads that nothing reads, needed a family "
             f"whose heads do not depend on their place"
         )
-
-
-@torch.no_grad()
-def _said(model: nn.Module, batch: Mapping) -> Tensor:
-    """What a model says first: logits or hidden states."""
-    out = model(**batch)
-    first = out[0] if isinstance(out, tuple) else next(v for v in out.values() if isinstance(v, Tensor) and v.dim())
-    return first.float()

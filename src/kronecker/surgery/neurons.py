@@ -15,7 +15,7 @@ from ..data import Batch
 from ..fitting.experts import experts_shapes
 from ..layers.experts import GROUPED, is_experts
 from ..layers.weights import bias_of, dense
-from .checks import check_layer
+from .checks import check_own
 from .convert import num_parameters
 from .finding import find_mlps
 from .mlps import Mlp
@@ -78,13 +78,7 @@ def prunable_parts(model: nn.Module, data: Sequence[Batch], operation: str = "pr
     if not parts:
         raise ValueError(f"{operation}: no MLP is found in {type(model).__name__}")
     members = {n for p in parts for n in p.modules}
-    holders: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = holders.setdefault(id(parameter), name)
-        if first != name and not members.isdisjoint((name.rpartition(".")[0], first.rpartition(".")[0])):
-            raise ValueError(f"{operation}: {name} is {first}, too; needed MLPs that share no weight")
-    for name in members:
-        check_layer(operation, name, model.get_submodule(name))
+    check_own(operation, model, members)
     return parts
 
 

@@ -21,7 +21,7 @@ from ..fitting.block import blocks_with
 from ..fitting.cache import FitCache
 from ..fitting.fit import UNKNOWN, Fitted, Part, fit_
 from .blocks import Stack, block_influences, blocks_to_keep, config_with_blocks, keep_blocks_, least_influential
-from .checks import check_layer
+from .checks import check_own
 from .convert import num_parameters
 from .finding import all_or_nothing
 from .heads import config_with_heads, cut_heads_, find_attentions, groups_to_keep
@@ -179,8 +179,7 @@ def _drop_heads(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
         )
     groups, keep = attentions[0].groups, groups_to_keep(model, attentions, walk.config)
     new_config = config_with_heads(model, attentions, keep)
-    for attention in attentions:
-        check_layer("prune_", attention.down, model.get_submodule(attention.down))
+    check_own("prune_", model, {n for a in attentions for n in (*a.ups, a.down)})
     heads = [Part(a.down, dict.fromkeys((*a.ups, a.down), walk.config), None, keep, a) for a in attentions]
     refits = walk.refits(parts)
     names = [n for part in (*heads, *refits) for n in part.configs]

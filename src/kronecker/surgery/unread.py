@@ -5,6 +5,8 @@ A stock config has one size for all layers, so that the layer that needs most ne
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,11 +30,9 @@ class _Hidden:
     unit: int = 1  # what its size is a multiple of
 
     def read_neurons(self, state: Mapping[str, Tensor]) -> Tensor:
-        """Those whose column is not zero within rounding, in their order."""
+        """Those whose column is not zero, in their order."""
         name, dim = self.reads
-        weight = state[name].movedim(dim, 0).flatten(1).float()
-        norms = weight.norm(dim=1)
-        return torch.nonzero(norms > torch.finfo(state[name].dtype).eps * norms.max()).flatten()
+        return torch.nonzero(state[name].movedim(dim, 0).flatten(1).any(1)).flatten()
 
     def count(self, tensors: Mapping[str, Tensor] | Mapping[str, torch.Size]) -> int:
         """Of its hidden neurons."""
@@ -67,17 +67,21 @@ def smallest_stock(
         model: Whose layers may be smaller than its config says.
         mlps: Its MLPs.
         state: Its weights, dense, by their stock names.
+
+    Raises:
+        ValueError: A layer is smaller that is in none of the MLPs.
     """
     unsmaller = empty(type(model), model.config)
     stock = parameter_shapes(unsmaller)
     hidden = [*(_of_mlp(unsmaller, mlp) for mlp in mlps), *_of_experts(model)]
     sizes: dict[int, int] = {}
-    for part in hidden:
-        needed = max(1, -(-len(part.read_neurons(state)) // part.unit)) * part.unit
-        before = part.count(stock)
-        sizes[before] = min(before, max(needed, sizes.get(before, 0)))
+    for before in {part.count(stock) for part in hidden}:  # one field of the config
+        alike = [part for part in hidden if part.count(stock) == before]
+        unit = math.lcm(*(part.unit for part in alike))
+        needed = max(1, *(len(part.read_neurons(state)) for part in alike))
+        sizes[before] = min(before, -(-needed // unit) * unit)
     smaller = {before: keep for before, keep in sizes.items() if keep < before}
-    config = model.config
+    config = copy.deepcopy(model.config)
     if smaller:
         new = {n: t for part in hidden for n, t in part.resized(state, sizes[part.count(stock)]).items()}
         try:
@@ -86,6 +90,12 @@ def smallest_stock(
             sizes = {before: before for before in sizes}
     for part in hidden:
         state = {**state, **part.resized(state, sizes[part.count(stock)])}
+    shapes = stock if config.to_dict() == model.config.to_dict() else parameter_shapes(empty(type(model), config))
+    if wrong := next((n for n, s in shapes.items() if n in state and state[n].shape != s), None):
+        raise ValueError(
+            f"fold: {wrong} has lost neurons, and its MLP is not found without data, needed batch=, arguments to run "
+            f"{type(model).__name__} with"
+        )
     return dict(state), config
 
 

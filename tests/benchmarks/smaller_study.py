@@ -281,7 +281,8 @@ def write_table() -> None:
         f"Parameters: of the MLPs, or half of the table of embeddings. Fitted on 12,288 tokens by the same walk (the "
         f"table: nearest to its weight), then distilled in bfloat16 autocast, {BATCH} x {CONTEXT} tokens a "
         "step (MiniLM: 8 x 128); mean, range and number of orders of data. Time: forward of 512 tokens against the "
-        "original's, in turns on one thread, beside other work. At equal time: what dropped neurons give at the row's time, between the budgets measured. "
+        "original's, in turns on one thread, beside other work. At equal time: what dropped neurons give at the row's "
+        "time, between the budgets measured. "
         f"Measured to {max(r['date'] for r in rows)} at {rows[-1]['commit']}."
     )
     put(KRONECKER_GUIDE, [*lines[1:], "", text], "study")

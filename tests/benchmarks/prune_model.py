@@ -120,7 +120,8 @@ def write_table() -> None:
             )
     text = (
         f"SmolLM2-135M-Instruct, {found['held_out']:,} held-out tokens of Alpaca, the original's loss "
-        f"{found['original']:.3f}; 2 cores beside other work, float32. Measured {found['date']} at {found['commit']}."
+        f"{found['original']:.3f}; 2 cores beside other work, float32. Measured to {found['date']} at "
+        f"{', '.join(dict.fromkeys(r['commit'] for r in found['rows']))} (the first table before the ridge of 3e-2)."
     )
     put(KRONECKER_GUIDE, [*lines[1:], "", text], "pruning")
 
@@ -165,9 +166,9 @@ def main(arguments: list[str] | None = None) -> None:
         seconds = time.process_time() - begin
         loss = float(torch.tensor(perplexity(model, held_out)).log())
         row = {"method": method, "tokens": tokens, "part": part, "loss": round(loss, 4)}
-        row |= {"cpu_seconds": round(seconds, 1), "parameters": num_parameters(model)}
+        row |= {"cpu_seconds": round(seconds, 1), "parameters": num_parameters(model), "commit": commit()}
         found["rows"].append(row)
-        found |= {"date": today(), "commit": commit()}
+        found |= {"date": today()}
         print(row, flush=True)
         FOUND.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     write_table()

@@ -3,7 +3,7 @@
     python examples/shrink_model.py --model FOLDER --calibration texts.json --keep .5 --out small
 
 Tries neurons, low rank and Kronecker sums of that size on some MLPs (``--method auto``), takes what costs least, fits
-it towards the original on 40,000 tokens of your text, writes a checkpoint, and prints loss, parameters, bytes and
+it towards the original on 32,000 tokens of your text, writes a checkpoint, and prints loss, parameters, bytes and
 tokens a second beside the original's, on text that nothing was fitted on. Where it is neurons that go, as on every
 model that was measured, plain transformers loads the checkpoint. SmolLM2-135M takes 9 minutes on 2 cores; expect a loss
 about 0.7 above the original's at half, from a text of the kind that it is measured on.
@@ -17,8 +17,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kronecker import compare, convert_, from_pretrained, plan, prune_
-from kronecker.config import STRUCTURES
 from kronecker.data import text_batches, text_of
+from kronecker.structures import STRUCTURES
 
 
 def options() -> argparse.Namespace:
@@ -28,7 +28,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--held-out", help="the same, to measure on (default: what follows in --calibration)")
     parser.add_argument("--keep", type=float, default=0.5, help="share of the MLPs' parameters that stays")
     parser.add_argument("--method", choices=("auto", *STRUCTURES), default="auto", help="default: what measures best")
-    parser.add_argument("--tokens", type=int, default=40_000, help="to calibrate on")
+    parser.add_argument("--tokens", type=int, default=32_000, help="to calibrate on")
     parser.add_argument("--measured-tokens", type=int, default=10_000, help="to measure the loss on")
     parser.add_argument("--out", type=Path, default=Path("smaller"), help="folder for the checkpoint")
     parser.add_argument("--smoke", action="store_true", help="few tokens of everything")

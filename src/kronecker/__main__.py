@@ -15,12 +15,13 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from model_components._folders import NewFolder, check_new, new_file
 
-from .config import GRANULARITIES, INITS, STRUCTURES, KroneckerConfig, LowRankConfig, PruneConfig, from_json, to_json
+from .config import GRANULARITIES, INITS, KroneckerConfig, LowRankConfig, PruneConfig
 from .data import positions_of, strided, text_batches, text_of
 from .planning import plan
 from .presets import PRESETS, preset
 from .report import compare
 from .storage import fold, from_pretrained, is_compressed, is_hub_id, model_class, write_files
+from .structures import STRUCTURES, from_json, to_json
 from .surgery.convert import convert_
 from .surgery.prune import prune_
 

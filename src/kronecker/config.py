@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
@@ -291,19 +290,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _near(total: int, wanted: int) -> str:
-    """Divisors of ``total`` nearest to ``wanted``."""
-    divisors = [d for d in range(1, total + 1) if total % d == 0]
-    return ", ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:5])))
-
-
-Config = KroneckerConfig | LowRankConfig | PruneConfig
-"""What an MLP's layers can become; experts and single layers take the first two."""
-
-STRUCTURES: dict[str, type[Config]] = {"kronecker": KroneckerConfig, "low_rank": LowRankConfig, "prune": PruneConfig}
-
-
-def _changed(config: Config) -> dict:
+def _changed(config: KroneckerConfig | LowRankConfig | PruneConfig) -> dict:
     values = {f.name: (getattr(config, f.name), f.default) for f in fields(config)}
     return {n: list(v) if isinstance(v, tuple) else v for n, (v, default) in values.items() if v != default}
 
@@ -314,33 +301,11 @@ def _known(cls: type, values: Mapping) -> Mapping:
     return values
 
 
-def structure_of(config: Config) -> str:
-    """``"kronecker"``, ``"low_rank"`` or ``"prune"``."""
-    return next(name for name, cls in STRUCTURES.items() if isinstance(config, cls))
+def _near(total: int, wanted: int) -> str:
+    """Divisors of ``total`` nearest to ``wanted``."""
+    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    return ", ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:5])))
 
 
-def to_dict(config: Config) -> dict:
-    """A config and its structure, as JSON has them."""
-    return {"structure": structure_of(config)} | config.to_dict()
-
-
-def from_dict(values: Mapping) -> Config:
-    """The config of `to_dict`."""
-    rest = dict(values)
-    name = rest.pop("structure", "kronecker")
-    if name not in STRUCTURES:
-        raise ValueError(f"kronecker: structure is {name!r}, needed one of {', '.join(STRUCTURES)}")
-    return STRUCTURES[name].from_dict(rest)
-
-
-def to_json(configs: Mapping[str, Config]) -> str:
-    """A map from names to configs as text."""
-    return json.dumps({name: to_dict(config) for name, config in configs.items()}, indent=1)
-
-
-def from_json(text: str) -> dict[str, Config]:
-    """The map of `to_json`."""
-    stored = json.loads(text)
-    if not isinstance(stored, dict) or not all(isinstance(values, dict) for values in stored.values()):
-        raise ValueError("kronecker: a plan's file is no map from names of layers to configs")
-    return {name: from_dict(values) for name, values in stored.items()}
+Config = KroneckerConfig | LowRankConfig | PruneConfig
+"""What an MLP's layers can become; experts and single layers take the first two."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from transformers.initialization import no_init_weights
 
 from model_components._folders import NewFolder, check_new, make_folder
 
-from .config import Config, KroneckerConfig, PruneConfig, from_dict, to_dict
+from .config import Config, KroneckerConfig, PruneConfig
 from .layers.embedding import KroneckerEmbedding
 from .layers.experts import KroneckerExperts
 from .layers.linear import SmallerLinear, smaller_linear
+from .structures import from_dict, to_dict
 from .surgery.finding import COMPRESSED, mlps_if_any, put, set_parameters_
 from .surgery.stock import empty, parameter_shapes
 from .surgery.unread import smallest_stock
@@ -229,6 +230,19 @@ def _empty(module: nn.Module, config: Config) -> nn.Module:
 
 
 @torch.no_grad()
+def dense_again(layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """For compressed layers, one after the other, stock ones of the same function; tied ones share their weight."""
+    weights: dict[int, nn.Parameter] = {}
+    for name, layer in layers.items():
+        if isinstance(layer, KroneckerExperts):
+            yield name, layer.to_experts()
+            continue
+        dense: Any = layer.to_linear() if isinstance(layer, SmallerLinear) else layer.to_embedding()  # pyrefly: ignore
+        dense.weight = weights.setdefault(id(layer.a), dense.weight)
+        yield name, dense
+
+
+@torch.no_grad()
 def fold(model: nn.Module, out: str | Path, *, tokenizer: Any = None, batch: Mapping[str, Any] | None = None) -> None:
     """Write the smallest stock dense checkpoint with the same function, which plain transformers loads.
 
@@ -252,17 +266,11 @@ def fold(model: nn.Module, out: str | Path, *, tokenizer: Any = None, batch: Map
         raise ValueError("fold: the model has no compressed layer")
     refuse_fading(model, "fold")
     state: dict[str, Tensor] = {}
-    shared: dict[int, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name.rpartition(".")[0] not in layers:
             state[name] = tensor.detach()
-    for name, layer in layers.items():
-        if isinstance(layer, KroneckerExperts):
-            dense = layer.to_experts()
-        else:
-            dense = layer.to_linear() if isinstance(layer, SmallerLinear) else layer.to_embedding()  # pyrefly: ignore
-            dense.weight = shared.setdefault(id(layer.a), dense.weight)  # pyrefly: ignore
-        state |= {f"{name}.{k}": v for k, v in dense.named_parameters(recurse=False)}
+    for name, layer in dense_again(layers):
+        state |= {f"{name}.{k}": v for k, v in layer.named_parameters(recurse=False)}
     state, config = smallest_stock(model, mlps_if_any(model, batch), state)
     stock = _stock(type(model), config, next(model.parameters()).dtype)
     stock.load_state_dict(state, assign=True)

@@ -31,13 +31,13 @@ from kronecker import (
     revert_,
     save_pretrained,
 )
-from kronecker.config import from_json, to_json
 from kronecker.data import batches
 from kronecker.fitting.block import blocks_with
 from kronecker.fitting.calls import calls_of, outputs_of
 from kronecker.fitting.stream import stream_kind
 from kronecker.layers.weights import dense
-from kronecker.surgery.convert import permuted
+from kronecker.structures import from_json, to_json
+from kronecker.surgery.beside import permuted
 from kronecker.surgery.finding import blocks_of, find_mlps, resolve
 from tests.kronecker.test_functional import made
 from tests.support.equivalence import judge

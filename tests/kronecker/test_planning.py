@@ -16,9 +16,9 @@ from kronecker import (
     plan,
     prune_,
 )
-from kronecker.config import from_json, structure_of, to_json
 from kronecker.planning import Choice, measuring
 from kronecker.planning.solving import best_of_each
+from kronecker.structures import from_json, structure_of, to_json
 from kronecker.surgery.finding import find_mlps
 from tests.kronecker.test_convert import compressed, ids, output
 from tests.support.models import tiny
@@ -94,6 +94,13 @@ def test_one_structure_for_all_is_the_best_of_them_and_prune_takes_it(monkeypatc
     report = prune_(model, only.prune, calibration=[ids(16, seed=1)], progress=False)
     assert report.after == only.parameters <= budget
     assert "everywhere: error" in str(found)
+
+
+def test_half_of_the_neurons_is_half_of_them():
+    model, batch = tiny("llama"), [ids(16, seed=1)]
+    found = plan(model, keep=0.5, calibration=batch, structures=["prune"], uniform=True, progress=False)
+    assert found.prune is not None
+    assert found.prune.keep == 0.5
 
 
 @pytest.mark.parametrize("structure", ["prune", "low_rank", "kronecker"])

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from model_components._report import Axes, Figure, Report, Table, bars
 
-from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig, structure_of
+from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig
+from ..structures import structure_of
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ from tqdm.auto import tqdm
 
 from model_components._modes import evaluating
 
-from ..config import STRUCTURES, Config, KroneckerConfig, LowRankConfig, PruneConfig, is_number, is_whole
+from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig, is_number, is_whole
 from ..data import Batch, batches, first_output
 from ..fitting.block import Block, blocks_with
 from ..fitting.calls import WholeModel, outputs_of, tokens
 from ..fitting.fit import Part, fit_part, place_
+from ..structures import STRUCTURES
 from ..surgery.convert import num_parameters
 from ..surgery.finding import snapshot
 from ..surgery.neurons import PrunablePart, prunable_parts
@@ -40,7 +41,7 @@ CANDIDATES: dict[str, tuple[Config, ...]] = {
 One term with a B of (n, 1) is not: it is dropped neurons with another activation.
 """
 
-_SAMPLE = 8  # MLPs that a structure for all is tried on
+_SAMPLE = 5  # MLPs that a structure for all is tried on
 _SLACK = 1e-3  # above a share of parameters: a small factor has some, too
 _KRONECKER_SHAPES = ((4, 1), (1, 2), (2, 2), (3, 3))  # tried where all MLPs have the same
 
@@ -114,9 +115,10 @@ def plan(
             f"plan: budget is {budget:,}, needed {total - inside:,} to {total - 1:,} for {type(model).__name__}"
         )
     share = None if budget is None else keep or (budget - (total - inside)) / inside
-    share = None if share is None else share + (_SLACK if keep else 0.0)
+    slack = _SLACK if keep is not None else 0.0
     trying = {
-        p.name: _candidates(p, parts if uniform else [p], structures, candidates, share, uniform=uniform) for p in parts
+        p.name: _candidates(p, parts if uniform else [p], structures, candidates, share, slack, uniform=uniform)
+        for p in parts
     }
     least = total - inside + sum(min(p.parameters_as(c) for c in (*trying[p.name], None)) for p in parts)
     if budget is not None and budget < least:
@@ -159,23 +161,24 @@ def _candidates(
     structures: Sequence[str],
     candidates: Sequence[Config] | None,
     share: float | None,
+    slack: float,
     *,
     uniform: bool,
 ) -> list[Config]:
     """What a part could become: what is given, or some sizes of each structure and the largest within ``share``."""
     if candidates is None:
-        largest = [] if share is None else _largest(together, structures, share)
+        largest = [] if share is None else _largest(together, structures, share, slack)
         sizes = [] if uniform and share is not None else [c for s in structures for c in CANDIDATES.get(s, ())]
         candidates = [*dict.fromkeys([*largest, *sizes])]
-    return [c for c in candidates if _fits(part, c, share if uniform and share is not None else 1.0)]
+    return [c for c in candidates if _fits(part, c, share + slack if uniform and share is not None else 1.0)]
 
 
-def _largest(together: Sequence[PrunablePart], structures: Sequence[str], share: float) -> list[Config]:
-    """The largest of each structure that keeps at most a share of the parameters of each of these parts."""
+def _largest(together: Sequence[PrunablePart], structures: Sequence[str], share: float, slack: float) -> list[Config]:
+    """The largest of each structure that keeps at most a share, and the slack, of the parameters of each of these."""
     first, largest = together[0], list[Config]()
 
     def fit(config: Config) -> bool:
-        return all(_fits(p, config, share) for p in together)
+        return all(_fits(p, config, share + slack) for p in together)
 
     if "prune" in structures:
         sizes = (PruneConfig(keep=n / first.count, refit="writing") for n in range(int(first.count * share), 0, -1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm.auto import tqdm
-from transformers.pytorch_utils import Conv1D
 
 from model_components._modes import evaluating
 from model_components._report import Axes, Figure, Report, Table, bars
 
 from .._eager import scaled
-from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig, structure_of
+from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig
 from ..data import Batch, batches
 from ..fitting.cache import FitCache
 from ..fitting.fit import UNKNOWN, Fitted, Part, fit_
@@ -27,11 +25,12 @@ from ..init import relative_error
 from ..layers.embedding import KroneckerEmbedding
 from ..layers.experts import GROUPED, KroneckerExperts, is_experts
 from ..layers.linear import KroneckerLinear, LowRankLinear, SmallerLinear
-from ..layers.weights import SmallerWeight, bias_of, dense
+from ..layers.weights import SmallerWeight, dense
 from ..storage import own_saving_, resized
+from ..structures import structure_of
+from .beside import beside
 from .checks import check_config, check_layer, tied_modules
-from .finding import COMPRESSED, HOOKS, convertible, is_linear, mlps_if_any, put, resolve, snapshot
-from .mlps import Mlp
+from .finding import COMPRESSED, convertible, is_linear, mlps_if_any, put, resolve, snapshot
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ def convert_(
     def fade(part: Part, done: Fitted) -> None:
         for name in part.configs if fade_in and part.prune is None else ():
             if isinstance(layer := model.get_submodule(name), SmallerLinear):
-                layer.fade_in_(_beside(modules[name], name, part.mlp, done.order))
+                layer.fade_in_(beside(modules[name], name, part.mlp, done.order))
 
     try:
         with evaluating(model):
@@ -176,7 +175,7 @@ def convert_(
             for name in (n for n in configs if n not in fitted):  # after the walk, which begins with the original
                 errors[name] = _convert_alone(model, name, configs[name], tied)
                 if fade_in and isinstance(layer := model.get_submodule(name), SmallerLinear) and name not in tied:
-                    layer.fade_in_(_beside(modules[name], name))
+                    layer.fade_in_(beside(modules[name], name))
         for name, module in original.items():
             layer = model.get_submodule(name).train(module.training)
             if name in frozen:
@@ -231,29 +230,6 @@ def _neurons(config: Config, module: nn.Module) -> int:
     if is_experts(module):
         return config.neurons(module.get_parameter("down_proj").shape[2], math.lcm(config.multiple_of, GROUPED))
     return config.neurons(dense(module).shape[1])
-
-
-def _beside(linear: nn.Module, name: str, mlp: Mlp | None = None, order: Tensor | None = None) -> nn.Module:
-    """A linear layer to run beside its smaller twin: its MLP's hidden neurons in the twin's order, without hooks."""
-    alone = copy.copy(linear)
-    if mlp is not None and order is not None:
-        rows = name != mlp.down
-        alone = permuted(linear, mlp.rows(order, len(order)) if rows else order, rows=rows)
-    for hooks in HOOKS:  # those are the twin's
-        setattr(alone, hooks, type(getattr(linear, hooks))())
-    return alone
-
-
-def permuted(linear: nn.Module, order: Tensor, *, rows: bool) -> nn.Module:
-    """A copy of a linear layer with its outputs (and bias) or its inputs in another order."""
-    weight, bias = dense(linear), bias_of(linear)
-    weight = weight[order] if rows else weight[:, order]
-    other = copy.copy(linear)
-    other._parameters = dict(linear._parameters)
-    other.weight = nn.Parameter((weight.T if isinstance(linear, Conv1D) else weight).contiguous())
-    if bias is not None and rows:
-        other.bias = nn.Parameter(bias[order])
-    return other
 
 
 def _structure(layer: nn.Module) -> str:

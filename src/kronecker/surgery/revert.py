@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
-from ..layers.experts import KroneckerExperts
-from ..layers.linear import SmallerLinear
-from ..storage import own_saving_
-from .finding import COMPRESSED, put
+from ..storage import compressed, dense_again, own_saving_, refuse_fading
+from .finding import put
 
 
 @torch.no_grad()
@@ -32,18 +28,11 @@ def revert_(model: nn.Module) -> list[str]:
     >>> revert_(model), model[0]
     (['0'], Linear(in_features=4, out_features=6, bias=True))
     """
-    compressed = {n: m for n, m in model.named_modules() if isinstance(m, COMPRESSED)}
-    if not compressed:
+    layers = compressed(model)
+    if not layers:
         raise ValueError(f"revert_: {type(model).__name__} has no compressed layer")
-    if any(isinstance(m, SmallerLinear) and m.original is not None for m in compressed.values()):
-        raise ValueError("revert_: a layer still runs its original; train on, or end it with fade_in_(None)")
-    weights: dict[int, nn.Parameter] = {}
-    for name, module in compressed.items():
-        if isinstance(module, KroneckerExperts):
-            put(model, name, module.to_experts())
-            continue
-        dense_layer: Any = module.to_linear() if isinstance(module, SmallerLinear) else module.to_embedding()
-        dense_layer.weight = weights.setdefault(id(module.a), dense_layer.weight)
-        put(model, name, dense_layer)
+    refuse_fading(model, "revert_")
+    for name, layer in dense_again(layers):
+        put(model, name, layer)
     own_saving_(model)
-    return list(compressed)
+    return list(layers)

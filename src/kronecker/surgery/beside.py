@@ -1,0 +1,35 @@
+"""An original linear layer that runs beside its smaller twin while it fades out."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..layers.weights import bias_of, dense
+from .finding import HOOKS
+from .mlps import Mlp
+
+
+def beside(linear: nn.Module, name: str, mlp: Mlp | None = None, order: Tensor | None = None) -> nn.Module:
+    """A linear layer to run beside its smaller twin: its MLP's hidden neurons in the twin's order, without hooks."""
+    alone = copy.copy(linear)
+    if mlp is not None and order is not None:
+        rows = name != mlp.down
+        alone = permuted(linear, mlp.rows(order, len(order)) if rows else order, rows=rows)
+    for hooks in HOOKS:  # those are the twin's
+        setattr(alone, hooks, type(getattr(linear, hooks))())
+    return alone
+
+
+def permuted(linear: nn.Module, order: Tensor, *, rows: bool) -> nn.Module:
+    """A copy of a linear layer with its outputs (and bias) or its inputs in another order."""
+    weight, bias = dense(linear), bias_of(linear)
+    weight = weight[order] if rows else weight[:, order]
+    other = copy.copy(linear)
+    other._parameters = dict(linear._parameters)
+    other.weight = nn.Parameter((weight.T if isinstance(linear, Conv1D) else weight).contiguous())
+    if bias is not None and rows:
+        other.bias = nn.Parameter(bias[order])
+    return other

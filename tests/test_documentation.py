@@ -197,8 +197,6 @@ LORA_ROWS = [
     for impl, dtypes in (("eager", ("float32", "bfloat16", "float16")), ("fused", ("float32", "float16")))
     for dtype in dtypes
 ]
-LORA_ROWS += [("lora_linears", impl, "float32") for impl in ("eager", "fused")]
-LORA_ROWS += [(f"lora_linear, {order} order", "eager", "float32") for order in ("merged", "auto", "factored")]
 LORA_ROWS += [("accelerate_lora_", "eager", dtype) for dtype in ("float32", "bfloat16")]
 
 

@@ -1,13 +1,16 @@
-"""lora_linear and accelerated layers against peft's own forward; the floor is a frozen `nn.Linear`.
+"""A LoRA layer with our forward against peft's own, in turn in one process: shapes, tokens, ranks, dtypes.
 
-peft is timed twice: with its default, adapters in float32 under a half-precision model, and with adapters in the
-model's dtype. On CUDA Unsloth's function is timed too where its package is installed.
+peft is timed twice, with adapters in the model's dtype and with its default, adapters in float32 under a half-precision
+model; ours, too. On CUDA our kernels and Unsloth's function are timed as well, the latter where its package is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import statistics
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,73 +18,50 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.benchmarks.measure import interleave, run_alone, saved_bytes
-from tests.benchmarks.results import README, ROOT, Row, append, latest, put
+from tests.benchmarks.measure import interleave, saved_bytes
+from tests.benchmarks.results import README, RESULTS, ROOT, commit, hardware, put, today, versions
 
-IMPLS = (
-    "frozen nn.Linear",
-    "lora_linear",
-    "lora_linear, factored",
-    "lora_linear, fused",
-    "peft",
-    "peft, float32 adapters",
-    "unsloth",
-)
+FOUND = RESULTS / "lora_linear.json"
 GUIDE = ROOT / "docs" / "lora.md"
-PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+SHAPES = ((768, 768), (768, 3072), (1024, 4096), (2048, 5632))
+TOKENS, RANKS = (1, 32, 256, 2048), (8, 16, 128)
+MODES = ("inference", "training")
+IMPLS = ("ours", "ours, float32 adapters", "peft", "peft, float32 adapters", "ours, fused", "unsloth")
 
 
-class Layers(nn.Module):
-    """One Linear, or three that read the same x."""
-
-    def __init__(self, count: int, ins: int, outs: int):
-        super().__init__()
-        self.names = PROJECTIONS[:count]
-        for name in self.names:
-            self.add_module(name, nn.Linear(ins, outs))
-
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return [getattr(self, name)(x) for name in self.names]
-
-
-def unsloth(model: nn.Module) -> Callable[[torch.Tensor], list[torch.Tensor]]:
+def unsloth(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """The peer's autograd function on the same parameters."""
     from unsloth.kernels.fast_lora import LoRA_W
 
-    layers = [m for m in model.modules() if hasattr(m, "lora_A")]
-
-    def forward(x: torch.Tensor) -> list[torch.Tensor]:
-        return [
-            LoRA_W.apply(x, m.base_layer.weight, None, m.lora_A["default"].weight, m.lora_B["default"].weight,
-                         m.scaling["default"])
-            for m in layers
-        ]  # fmt: skip
-
-    return forward
+    m = next(m for m in model.modules() if hasattr(m, "lora_A"))
+    a, b = m.lora_A["default"].weight, m.lora_B["default"].weight
+    return lambda x: LoRA_W.apply(x, m.base_layer.weight, None, a, b, m.scaling["default"])
 
 
 def prepare(
-    impl: str, count: int, ins: int, outs: int, tokens: int, rank: int, dropout: float, dtype: torch.dtype, device: str
+    impl: str, ins: int, outs: int, tokens: int, rank: int, dropout: float, dtype: torch.dtype, mode: str, device: str
 ) -> Callable[[], object]:
-    """A step, forward and backward; ``step.forward`` and ``step.parameters`` serve `saved_bytes`."""
+    """A forward, or a forward and backward; ``step.forward`` and ``step.parameters`` serve `saved_bytes`."""
     from peft import LoraConfig, get_peft_model
 
     from heads.lora import accelerate_lora_
 
     torch.manual_seed(0)
-    model: Any = Layers(count, ins, outs).to(device, dtype).requires_grad_(False)
-    if impl != "frozen nn.Linear":
-        config = LoraConfig(r=rank, lora_alpha=rank, target_modules=list(PROJECTIONS[:count]), lora_dropout=dropout)
-        model = get_peft_model(model, config, autocast_adapter_dtype=impl != "peft")
-        if "lora_linear" in impl:
-            order, path = "factored" if "factored" in impl else "auto", "fused" if "fused" in impl else "auto"
-            accelerate_lora_(model, order=order, impl=path)
-    run = unsloth(model) if impl == "unsloth" else model
-    x = torch.randn(tokens, ins, device=device, dtype=dtype, requires_grad=True)
-    grads = [torch.randn(tokens, outs, device=device, dtype=dtype) for _ in range(count)]
+    base = nn.Sequential(nn.Linear(ins, outs)).to(device, dtype).requires_grad_(False)
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=["0"], lora_dropout=dropout)
+    model: Any = get_peft_model(base, config, autocast_adapter_dtype="float32" in impl).train(mode == "training")
+    if impl.startswith("ours"):
+        accelerate_lora_(model, impl="fused" if "fused" in impl else "auto")
+    run = unsloth(model) if impl == "unsloth" else model.base_model.model
+    x = torch.randn(1, tokens, ins, device=device, dtype=dtype, requires_grad=mode == "training")
+    grad = torch.randn(1, tokens, outs, device=device, dtype=dtype)
 
     def step() -> None:
-        torch.autograd.backward(run(x), grads)
+        if mode == "inference":
+            with torch.no_grad():
+                run(x)
+            return
+        run(x).backward(grad)
         x.grad = None
         for parameter in model.parameters():
             parameter.grad = None
@@ -90,86 +70,107 @@ def prepare(
     return step
 
 
-def measure(place: tuple, runs: int, peak: bool) -> list[Row]:
-    """Rows of all implementations of one case, in turn."""
-    count, ins, outs, tokens, rank, dropout, dtype, device = place
+def measure(
+    shape: tuple[int, int], tokens: int, rank: int, dropout: float, dtype: torch.dtype, mode: str, device: str
+) -> dict[str, Any]:
+    """A row: microseconds of all implementations of one case, medians, and the bytes that training keeps."""
     impls = [i for i in IMPLS if "float32" not in i or dtype != torch.float32]
-    impls = [i for i in impls if "factored" not in i or (dtype == torch.float32 and not dropout)]
-    impls = [i for i in impls if "fused" not in i or device == "cuda"]
-    if device != "cuda" or dropout or importlib.util.find_spec("unsloth") is None:
+    if device != "cuda":
+        impls = [i for i in impls if i not in ("ours, fused", "unsloth")]
+    elif mode == "inference" or dropout or importlib.util.find_spec("unsloth") is None:
         impls.remove("unsloth")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        steps = {impl: prepare(impl, *place) for impl in impls}
-    layers = f"{count} x " if count > 1 else ""
-    shape = f"{layers}{ins} to {outs}, {tokens} tokens, r {rank}" + (f", dropout {dropout}" if dropout else "")
-    rows = []
-    for impl, results in interleave(steps, runs, device).items():
-        saved = saved_bytes(steps[impl].forward, resident=steps[impl].parameters)
-        top = run_alone(prepare, impl, *place, device=device)[0] if peak else 0
-        rows.append(Row.of("lora_linear", impl, "forward + backward", str(dtype), shape, results, top,
-                           saved=saved, device=device, packages=("torch", "peft")))  # fmt: skip
-    clock = "wall_p50" if device == "cuda" else "cpu_p50"
-    base = getattr(rows[0], clock)
-    print(shape, dtype, {r.impl: round(getattr(r, clock) / base, 3) for r in rows}, flush=True)
-    return rows
+        steps = {i: prepare(i, *shape, tokens, rank, dropout, dtype, mode, device) for i in impls}
+    for step in steps.values():
+        step()
+    begin = time.perf_counter()
+    interleave(steps, 1, device)
+    seconds = (time.perf_counter() - begin) / 2
+    runs = int(min(300, max(7, 0.25 * len(impls) / seconds)))
+    clock = 1 if device == "cuda" else 0
+    times = {
+        i: round(1e6 * statistics.median(t[clock] for t in held), 1)
+        for i, held in interleave(steps, runs, device).items()
+    }
+    row: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape), "tokens": tokens}
+    row |= {"rank": rank, "dropout": dropout, "mode": mode, "device": device, "runs": runs, "us": times}
+    if mode == "training":
+        row["kept"] = {i: saved_bytes(s.forward, resident=s.parameters) for i, s in steps.items()}  # pyrefly: ignore
+    return row
 
 
 def write_table() -> None:
-    """The guide's and the README's tables, from the newest rows on CPU."""
-    found = {(r["dtype"], r["shape"], r["impl"]): r for r in latest("lora_linear.csv") if "CPU" in r["hardware"]}
-    if not found:
+    """The guide's and the README's tables: our time against peft's, the middle and the worst of shapes and ranks."""
+    if not FOUND.exists():
         return
-    impls = ["lora_linear", "peft", "peft, float32 adapters"]
-    lines = [
-        f"| CPU seconds ÷ the frozen layer's own | {' | '.join(impls)} | ours keeps | peft keeps | peak ÷ peft's |"
-    ]
+    found = json.loads(FOUND.read_text(encoding="utf-8"))
+    rows = [r for r in found["rows"] if r["device"] == "cpu"]
+    lines = ["| time ÷ peft's | tokens | dtype | ours | worst of all | peft, float32 adapters | bytes kept ÷ peft's |"]
     lines.append("|---" * 7 + "|")
-    for dtype, shape in dict.fromkeys(key[:2] for key in found):
-        base = float(found[dtype, shape, IMPLS[0]]["cpu_p50"])
-        rows = [found.get((dtype, shape, impl)) for impl in impls]
-        cells = [f"{float(r['cpu_p50']) / base:.2f}" if r else "" for r in rows]
-        ours, theirs = rows[0], rows[2] or rows[1]
-        assert ours is not None
-        assert theirs is not None
-        cells += [f"{int(r['saved_bytes']) / 2**20:.2f} MB" for r in (ours, theirs)]
-        peaks = int(ours["peak_bytes"]), int(theirs["peak_bytes"])
-        cells.append(f"{peaks[0] / peaks[1]:.2f}" if all(peaks) else "")
-        lines.append(f"| {shape}, {dtype} | {' | '.join(cells)} |")
-    some = next(iter(found.values()))
+    for mode in MODES:
+        for dropout in (0.0, 0.05):
+            for tokens in TOKENS:
+                for dtype in ("bfloat16", "float32"):
+                    key = (mode, dropout, tokens, dtype)
+                    same = [r for r in rows if (r["mode"], r["dropout"], r["tokens"], r["dtype"]) == key]
+                    if same:
+                        lines.append(_line(same, mode + (f", dropout {dropout}" if dropout else ""), tokens, dtype))
     lines += [
         "",
-        "Forward and backward, one thread, medians, all in turn in one process. What is kept, and the peak, are "
-        f"compared with peft's default, float32 adapters. {some['hardware']}; {some['versions']}; {some['date']} at "
-        f"{', '.join(dict.fromkeys(r['commit'] for r in found.values()))}.",
-    ]  # fmt: skip
+        f"Medians over layers of {', '.join(f'{i} to {o}' for i, o in SHAPES)} and ranks {', '.join(map(str, RANKS))}; "
+        "time against peft with adapters in the model's dtype, what is kept against peft's default, float32 adapters. "
+        f"One thread, CPU seconds, all in turn in one process. {found['hardware']}; {found['versions']}; "
+        f"{found['date']} at {found['commit']}.",
+    ]
     put(GUIDE, lines, "speed")
-    put(README, [line for line in lines if "dropout" not in line and not line.startswith("| 3 x")], "lora")
+    put(README, [line for line in lines if "dropout" not in line], "lora")
+
+
+def _line(same: list[dict[str, Any]], what: str, tokens: int, dtype: str) -> str:
+    ours = "ours, float32 adapters" if dtype == "bfloat16" else "ours"
+    theirs = "peft, float32 adapters" if dtype == "bfloat16" else "peft"
+    ratios = [r["us"][ours] / r["us"]["peft"] for r in same]
+    every = [r["us"][i] / r["us"]["peft"] for r in same for i in ("ours", ours)]
+    default = [r["us"][theirs] / r["us"]["peft"] for r in same]
+    kept = [r["kept"][ours] / r["kept"][theirs] for r in same if "kept" in r]
+    cells = [f"{statistics.median(ratios):.2f}", f"{max(every):.2f}"]
+    cells.append(f"{statistics.median(default):.2f}" if dtype == "bfloat16" else "")
+    cells.append(f"{statistics.median(kept):.2f}" if kept else "")
+    return f"| {what} | {tokens} | {dtype} | {' | '.join(cells)} |"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure and append rows."""
+    """Measure the grid anew."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--runs", type=int, default=9)
     options = parser.parse_args(arguments)
-    cuda = options.device == "cuda"
-    wide, tokens, outs = (4096, 8192, 4096) if cuda else (1024, 2048, 4096)
-    dtypes = (torch.bfloat16,) if cuda else (torch.bfloat16, torch.float32)
+    device = options.device
+    dtypes = (torch.bfloat16,) if device == "cuda" else (torch.bfloat16, torch.float32)
+    found: dict[str, Any] = {"rows": []}
+    if FOUND.exists():
+        found = json.loads(FOUND.read_text(encoding="utf-8"))
+    rows = [r for r in found["rows"] if r["device"] != device]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for dtype in dtypes:
-            for rank in (16, 64):
-                for dropout in (0.0, 0.05):
-                    place = (1, wide, outs, tokens, rank, dropout, dtype, options.device)
-                    append("lora_linear.csv", measure(place, options.runs, peak=not dropout))
-                append(
-                    "lora_linear.csv",
-                    measure((3, wide, wide, tokens, rank, 0.0, dtype, options.device), options.runs, peak=False),
-                )
+            for shape in SHAPES:
+                for tokens in TOKENS:
+                    for rank in RANKS:
+                        for mode in MODES:
+                            rows.append(measure(shape, tokens, rank, 0.0, dtype, mode, device))
+                        if rank == 16 and tokens >= 256:
+                            rows.append(measure(shape, tokens, rank, 0.05, dtype, "training", device))
+                    us = rows[-1]["us"]
+                    print(dtype, shape, tokens, {i: round(t / us["peft"], 3) for i, t in us.items()}, flush=True)
     finally:
         torch.set_num_threads(threads)
+    found = {"date": today(), "commit": commit(), "hardware": hardware(device), "versions": versions("torch", "peft")}
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    text = json.dumps(found | {"rows": []}, indent=1).replace('"rows": []', f'"rows": [\n{lines}\n]')
+    FOUND.write_text(text + "\n", encoding="utf-8")
+    write_table()
 
 
 if __name__ == "__main__":

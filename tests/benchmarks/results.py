@@ -59,9 +59,10 @@ class Row:
     ) -> Row:
         """From (CPU, wall) seconds of every run."""
         cpus, walls = zip(*times, strict=True)
-        versions = ", ".join([f"Python {platform.python_version()}", *(f"{p} {version(p)}" for p in packages)])
         place = (today(), commit(), op, impl, mode, dtype.removeprefix("torch."), shape, len(times))
-        return cls(*place, *percentiles(cpus), *percentiles(walls), peak, str(saved), hardware(device), versions)
+        return cls(
+            *place, *percentiles(cpus), *percentiles(walls), peak, str(saved), hardware(device), versions(*packages)
+        )
 
 
 def commit() -> str:
@@ -72,6 +73,11 @@ def commit() -> str:
 
     changed = git("status", "--porcelain", "--", "src")
     return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+
+
+def versions(*packages: str) -> str:
+    """Python's and those of packages."""
+    return ", ".join([f"Python {platform.python_version()}", *(f"{p} {version(p)}" for p in packages)])
 
 
 def hardware(device: str = "cpu") -> str:
@@ -173,19 +179,6 @@ TABLES = {
         "GPT-2 124M, dense and compressed", ("dense", ""), "wall",
         "Wall seconds; in turn in one process. A training step is forward, backward and fused AdamW; generation is "
         "greedy, with a cache. The sequential start is one run.",
-    ),
-    "lora_linear": Table(
-        "lora_linear", ("frozen nn.Linear", ""), "cpu",
-        "CPU seconds, one thread; in turn in one process, forward and backward. `ratio` is against the frozen "
-        "`nn.Linear` alone, which is the floor. `lora_linear` is a peft layer after `accelerate_lora_`, with peft's "
-        "default of float32 adapters; `saved` is what autograd "
-        "keeps beyond the parameters, x included; peaks are of processes of their own.",
-    ),
-    "pairwise": Table(
-        "Which of two answers is better: a batch of real pairs", ("PairwiseModel", ""), "cpu",
-        "CPU seconds, one thread; in turn in one process. Forward is from texts to verdicts, forward and backward one "
-        "pass in training mode. `ratio` is against ours; peaks are of one training step of a batch, in processes of "
-        "their own.",
     ),
     "lora_step": Table(
         "One training step of GPT-2 medium with LoRA", ("peft", ""), "cpu",

@@ -1,7 +1,7 @@
 """LoRA with peft's configs, layers and files: a lean forward, exact interchange, stable instruction tuning."""
 
 from .accelerate import AccelerationReport, accelerate_lora_, restore_lora_
-from .functional import lora_linear, lora_linears
+from .functional import lora_linear
 from .instruct import (
     InstructionCollator,
     InstructionDataset,
@@ -57,7 +57,6 @@ __all__ = [
     "judge_answers",
     "load_lora",
     "lora_linear",
-    "lora_linears",
     "lora_report",
     "merge_lora",
     "plot_runs",

@@ -13,8 +13,6 @@ Imported only when chosen. With TRITON_INTERPRET=1 the kernels run on CPU tensor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -190,35 +188,30 @@ def _(h: Tensor, x: Tensor, scale: float, rows: Tensor | None, columns: Tensor |
 _NOTHING = (None, None, 0)
 
 
-def add_(ys: Sequence[Tensor], x: Tensor, a: Tensor, bs: Sequence[Tensor], scales: Sequence[float],
-         drop: Dropout | None) -> None:  # fmt: skip
+def add_(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, drop: Dropout | None) -> None:
     """`narrow.add_` by kernels."""
-    h = down(x, a, 1.0, *(drop or _NOTHING))
-    for y, part, b, scale in zip(ys, h.split([b.shape[1] for b in bs], 1), bs, scales, strict=True):
-        up_(y, part, b, scale, *_NOTHING)
+    up_(y, down(x, a, 1.0, *(drop or _NOTHING)), b, scale, *_NOTHING)
 
 
 def gradients(
-    grads: Sequence[Tensor],
+    grad: Tensor,
     x: Tensor,
     a: Tensor,
-    bs: Sequence[Tensor],
-    scales: Sequence[float],
+    b: Tensor,
+    scale: float,
     drop: Dropout | None,
     dx: Tensor | None,
     need_a: bool,
     need_b: bool,
-) -> tuple[Tensor | None, list[Tensor] | None]:
+) -> tuple[Tensor | None, Tensor | None]:
     """`narrow.gradients` by kernels."""
-    da = dbs = None
+    da = db = None
     if dx is not None or need_a:
-        parts = [down(grad, b.T, scale, *_NOTHING) for grad, b, scale in zip(grads, bs, scales, strict=True)]
-        g = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        g = down(grad, b.T, scale, *_NOTHING)
         if need_a:
             da = outer(g, x, 1.0, *(drop or _NOTHING))
         if dx is not None:
             up_(dx, g, a.T, 1.0, *(drop or _NOTHING))
     if need_b:
-        h = down(x, a, 1.0, *(drop or _NOTHING)).split([b.shape[1] for b in bs], 1)
-        dbs = [outer(part, grad, scale, *_NOTHING).T for part, grad, scale in zip(h, grads, scales, strict=True)]
-    return da, dbs
+        db = outer(down(x, a, 1.0, *(drop or _NOTHING)), grad, scale, *_NOTHING).T
+    return da, db

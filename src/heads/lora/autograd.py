@@ -1,4 +1,4 @@
-"""The autograd of LoRA layers that share an input: products in place, and x alone kept for backward.
+"""The autograd of a layer with LoRA adapters: products in place, and x alone kept for backward.
 
 y = x Wᵀ + b, then y += s (x Aᵀ) Bᵀ in place. Backward computes x Aᵀ again, and a dropout's mask from its seed.
 Floor: the frozen layer's own two products, 4 T I O flops, and 2 T r (3 O + 4 I) for an adapter.
@@ -8,7 +8,6 @@ Letters: T tokens, I in_features, O out_features, r rank.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -17,97 +16,126 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import narrow
+from . import narrow, reference
 
-_MERGE_ABOVE = 2  # times the tokens at which both orders take as many flops: a merged weight also has to be written
+_FEW = 8  # tokens of half precision that are cheaper to cast than float32 factors are
+
+Spans = tuple[tuple[int, int], ...]
+"""Ranges of tokens."""
 
 
 class Adapter(NamedTuple):
-    """One low-rank update: of which layer, how large, for which tokens."""
+    """One low-rank update: how large, and for which tokens (None: all)."""
 
-    layer: int
     scaling: float
     dropout_p: float = 0.0
-    spans: tuple[tuple[int, int], ...] | None = None  # ranges of tokens; None: all
+    spans: Spans | None = None
 
 
-class Plan(NamedTuple):
+class _Plan(NamedTuple):
     """What `_Lora` is to do, tensors aside."""
 
-    layers: int
     adapters: tuple[Adapter, ...]
     transposed: bool
-    merged: bool
     fused: bool
 
-    def groups(self) -> list[list[int]]:
-        """Adapters that share one down-projection: those that see all of x. Others are alone."""
-        shared = [k for k, one in enumerate(self.adapters) if not one.dropout_p and one.spans is None]
-        alone = [[k] for k in range(len(self.adapters)) if k not in shared]
-        return [shared, *alone] if shared else alone
 
-
-class _Tensors(NamedTuple):
-    """`_Lora`'s tensors by role, in x's dtype, which is autocast's where that is on."""
-
-    weights: list[Tensor]
-    biases: list[Tensor | None]
-    a: list[Tensor]
-    b: list[Tensor]
-
-    @classmethod
-    def of(cls, plan: Plan, dtype: torch.dtype, tensors: Sequence[Tensor | None]) -> _Tensors:
-        cast: list[Any] = [None if t is None else t.to(dtype) for t in tensors]
-        j, k = plan.layers, len(plan.adapters)
-        return cls(cast[:j], cast[j : 2 * j], cast[2 * j : 2 * j + k], cast[2 * j + k :])
-
-    def merged(self, plan: Plan, layer: int) -> Tensor:
-        """W + Σ s B A of one layer."""
-        weight = self.weights[layer]
-        for k, one in enumerate(plan.adapters):
-            if one.layer == layer:
-                left, right = (self.a[k].T, self.b[k].T) if plan.transposed else (self.b[k], self.a[k])
-                weight = torch.addmm(weight, left, right, alpha=one.scaling)
-        return weight
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """The stock layers' own products, `nn.Linear`'s and transformers' `Conv1D`'s."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """The stock layers' own products of x (T, I), `nn.Linear`'s and transformers' `Conv1D`'s."""
     if not transposed:
         return F.linear(x, weight, bias)
     return x @ weight if bias is None else torch.addmm(bias, x, weight)
 
 
-class _Piece(NamedTuple):
-    """What one call of a backend needs: adapters that share their rows of x."""
+def add_adapters(
+    y: Tensor,  # (T, O)
+    x: Tensor,  # (T, I)
+    factors: Sequence[Tensor],  # A (r, I) and B (O, r) of each adapter in turn
+    adapters: Sequence[Adapter],
+    *,
+    in_place: bool = False,
+    masks: Sequence[Tensor | None] | None = None,
+) -> Tensor:
+    """Y with the updates, by plain products that autograd, functorch and autocast know.
 
-    which: list[int]
+    Args:
+        y: The layer's own output.
+        x: Its input.
+        factors: The adapters' matrices.
+        adapters: What else they are.
+        in_place: Y may be changed.
+        masks: What each adapter multiplies x with, (T, I); torch's dropout where None.
+    """
+    autocast = autocast_dtype(x) is not None
+    in_place = in_place and not autocast
+    for k, one in enumerate(adapters):
+        a, b = factors[2 * k], factors[2 * k + 1]
+        seen, mask = x, None if masks is None else masks[k]
+        if mask is not None:
+            seen = x * mask
+        elif one.dropout_p and masks is None:
+            seen = F.dropout(x, one.dropout_p)
+        if one.spans is None:
+            y = _added(y, seen, a, b, one.scaling, in_place, autocast)
+            continue
+        for start, stop in one.spans:
+            part = _added(y[start:stop], seen[start:stop], a, b, one.scaling, False, autocast)
+            if in_place and not torch.is_grad_enabled():
+                y[start:stop] = part
+            else:
+                y = torch.cat([y[:start], part, y[stop:]])
+    return y
+
+
+def _added(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float, in_place: bool, autocast: bool) -> Tensor:
+    """One update. Factors of another dtype than y are cast, or few tokens are."""
+    dtype = y.dtype
+    if a.dtype != dtype and not autocast:
+        if x.shape[0] < _FEW:
+            return torch.addmm(y.to(a.dtype), F.linear(x.to(a.dtype), a), b.T, alpha=scaling).to(dtype)
+        a, b = a.to(dtype), b.to(dtype)
+    h = F.linear(x if autocast else x.to(dtype), a)
+    return y.addmm_(h, b.T, alpha=scaling) if in_place else torch.addmm(y, h, b.T, alpha=scaling).to(dtype)
+
+
+class _Tensors(NamedTuple):
+    """`_Lora`'s tensors by role, in x's dtype, which is autocast's where that is on."""
+
+    weight: Tensor
+    bias: Tensor | None
+    factors: list[Tensor]  # A, B, A, B, ...
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, tensors: Sequence[Tensor | None]) -> _Tensors:
+        cast: list[Any] = [None if t is None else t.to(dtype) for t in tensors]
+        return cls(cast[0], cast[1], cast[2:])
+
+
+class _Piece(NamedTuple):
+    """What one call of a backend needs: an adapter and its rows of x."""
+
+    adapter: int
     rows: slice
-    outputs: list[int]
-    a: Tensor  # stacked
-    bs: list[Tensor]
-    scales: list[float]
+    a: Tensor
+    b: Tensor
+    scale: float
     drop: narrow.Dropout | None
 
 
-def _pieces(plan: Plan, t: _Tensors, seeds: Tensor | None, x: Tensor) -> Iterator[_Piece]:
-    for which in plan.groups():
-        adapters = [plan.adapters[k] for k in which]
-        first = adapters[0]
+def _pieces(plan: _Plan, t: _Tensors, seeds: Tensor | None, x: Tensor) -> Iterator[_Piece]:
+    for k, one in enumerate(plan.adapters):
         drop = None
-        if first.dropout_p:
+        if one.dropout_p:
             assert seeds is not None
-            drop = narrow.dropout(seeds[which[0]], x.shape[0], x.shape[1], first.dropout_p)
-        scales = [one.scaling / (1 - one.dropout_p) for one in adapters]
-        stacked = t.a[which[0]] if len(which) == 1 else torch.cat([t.a[k] for k in which])
-        for start, stop in first.spans or ((None, None),):
+            drop = narrow.dropout(seeds[k], x.shape[0], x.shape[1], one.dropout_p)
+        for start, stop in one.spans or ((None, None),):
             rows, held = slice(start, stop), drop
-            if drop is not None and first.spans is not None:
+            if drop is not None and one.spans is not None:
                 held = drop._replace(rows=drop.rows[rows])
-            yield _Piece(which, rows, [one.layer for one in adapters], stacked, [t.b[k] for k in which], scales, held)
+            yield _Piece(k, rows, t.factors[2 * k], t.factors[2 * k + 1], one.scaling / (1 - one.dropout_p), held)
 
 
-def _backend(plan: Plan) -> Any:
+def _backend(plan: _Plan) -> Any:
     if not plan.fused:
         return narrow
     from . import _triton
@@ -116,114 +144,103 @@ def _backend(plan: Plan) -> Any:
 
 
 class _Lora(torch.autograd.Function):
-    """Layers that share x (T, I), each with its adapters. Saves x, the parameters and 8 bytes a dropout.
+    """A layer of x (T, I) and its adapters. Saves x, the parameters and 8 bytes a dropout.
 
-    Tensors after the seeds: the layers' weights, their biases or None, the adapters' A, the adapters' B.
+    Tensors after the seeds: the weight, the bias or None, then A and B of each adapter.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: Plan, seeds: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, plan: _Plan, seeds: Tensor | None, *tensors: Tensor | None) -> Tensor:
         ctx.plan = plan
         ctx.save_for_backward(x, seeds, *tensors)
-        t = _Tensors.of(plan, x.dtype, tensors)
-        weights = [t.merged(plan, j) for j in range(plan.layers)] if plan.merged else t.weights
-        ys = tuple(_linear(x, w, b, plan.transposed) for w, b in zip(weights, t.biases, strict=True))
-        for piece in () if plan.merged else _pieces(plan, t, seeds, x):
-            outputs = [ys[j][piece.rows] for j in piece.outputs]
-            _backend(plan).add_(outputs, x[piece.rows], piece.a, piece.bs, piece.scales, piece.drop)
-        return ys
+        t = _Tensors.of(x.dtype, tensors)
+        y = linear(x, t.weight, t.bias, plan.transposed)
+        for piece in _pieces(plan, t, seeds, x):
+            _backend(plan).add_(y[piece.rows], x[piece.rows], piece.a, piece.b, piece.scale, piece.drop)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyrefly: ignore
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            raise RuntimeError(
-                "lora_linear: second derivatives were asked for, and it has none; needed impl='reference', or "
-                "restore_lora_(model)"
-            )
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
         plan = ctx.plan
         x, seeds, *tensors = ctx.saved_tensors
-        need_x, _, _, *needs = ctx.needs_input_grad
-        t = _Tensors.of(plan, x.dtype, tensors)
-        merged_dx = plan.merged and x.shape[0] > grads[0].shape[1]  # fewer flops than adding g A
-        first_a = 2 * plan.layers
-        first_b = first_a + len(plan.adapters)
-        dx: Tensor | None = None
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            return _differentiable(plan, ctx.needs_input_grad, grad, x, seeds, tensors)
+        need_x, _, _, need_weight, need_bias, *needs = ctx.needs_input_grad
+        t = _Tensors.of(x.dtype, tensors)
         found: list[Tensor | None] = [None] * len(tensors)
-
-        def found_(at: int, part: Tensor) -> None:
-            held = found[at]
-            found[at] = part if held is None else held + part
-
-        for j, grad in enumerate(grads):
-            if need_x:
-                weight = t.merged(plan, j) if merged_dx else t.weights[j]
-                weight = weight.T if plan.transposed else weight
-                dx = grad @ weight if dx is None else dx.addmm_(grad, weight)
-            if needs[j]:
-                found_(j, x.T @ grad if plan.transposed else grad.T @ x)
-            if needs[plan.layers + j]:
-                found_(plan.layers + j, grad.sum(0))
+        dx = None
+        if need_x:
+            dx = grad @ (t.weight.T if plan.transposed else t.weight)
+        if need_weight:
+            found[0] = x.T @ grad if plan.transposed else grad.T @ x
+        if need_bias:
+            found[1] = grad.sum(0)
         for piece in _pieces(plan, t, seeds, x):
-            part_of_dx = None if dx is None or merged_dx else dx[piece.rows]
-            da, dbs = _backend(plan).gradients(
-                [grads[j][piece.rows] for j in piece.outputs], x[piece.rows], piece.a, piece.bs, piece.scales,
-                piece.drop, part_of_dx, any(needs[first_a + k] for k in piece.which),
-                any(needs[first_b + k] for k in piece.which),
+            at = 2 * piece.adapter
+            own = _backend(plan).gradients(
+                grad[piece.rows], x[piece.rows], piece.a, piece.b, piece.scale, piece.drop,
+                None if dx is None else dx[piece.rows], needs[at], needs[at + 1],
             )  # fmt: skip
-            if da is not None:
-                for k, part in zip(piece.which, da.split([b.shape[1] for b in piece.bs]), strict=True):
-                    found_(first_a + k, part)
-            for k, part in zip(piece.which, dbs or (), strict=dbs is not None):
-                found_(first_b + k, part)
-        own = [
-            f.to(tensor.dtype) if need and f is not None else None
-            for f, tensor, need in zip(found, tensors, needs, strict=True)
-        ]
-        return dx, None, None, *own
+            for place, part in enumerate(own, 2 + at):
+                before = found[place]
+                found[place] = part if before is None else before + part
+        cast = [None if f is None or t is None else f.to(t.dtype) for f, t in zip(found, tensors, strict=True)]
+        return dx, None, None, *cast
+
+
+def _differentiable(
+    plan: _Plan, needs: Sequence[bool], grad: Tensor, x: Tensor, seeds: Tensor | None, tensors: Sequence[Tensor | None]
+) -> Any:
+    """Backward that can be differentiated once more: of plain products, with everything that they keep."""
+    masks: list[Tensor | None] = [None] * len(plan.adapters)
+    for k, p in enumerate(one.dropout_p for one in plan.adapters):
+        if p:
+            assert seeds is not None
+            masks[k] = (reference.keep_mask(seeds[k], x.shape[0], x.shape[1], p) / (1 - p)).to(x.dtype)
+    inputs = [x, *tensors]
+    wanted = [t for t, need in zip(inputs, (needs[0], *needs[3:]), strict=True) if need and t is not None]
+    t = _Tensors.of(x.dtype, tensors)
+    y = add_adapters(linear(x, t.weight, t.bias, plan.transposed), x, t.factors, plan.adapters, masks=masks)
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
+    dx, *rest = [next(found) if need else None for need in (needs[0], *needs[3:])]
+    return dx, None, None, *rest
 
 
 def run(
     x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    lora_as: Sequence[Tensor],
-    lora_bs: Sequence[Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    factors: Sequence[Tensor],
     adapters: Sequence[Adapter],
     *,
     transposed: bool = False,
-    order: str = "auto",
     impl: str = "auto",
     seeds: Tensor | None = None,
-) -> list[Tensor]:
-    """Layers that share x, each with any adapters: `lora_linears` without its checks. Used by `LoraLinear`."""
+) -> Tensor:
+    """A layer and its adapters, without checks; x (T, I) is not copied where it has the right dtype."""
     adapters, autocast = tuple(adapters), autocast_dtype(x)
     if autocast is not None:
         x = x.to(autocast)
-    flat = x.reshape(-1, x.shape[-1])
-    merged = order == "merged" or (order == "auto" and _merges(flat, weights, adapters))
     if seeds is None and any(one.dropout_p for one in adapters):
         seeds = torch.randint(-(2**63), 2**63 - 1, (len(adapters),), device=x.device, dtype=torch.int64)
-    fused = _uses_fused(impl, x)
-    plan = Plan(len(weights), adapters, transposed, merged, fused)
+    plan = _Plan(adapters, transposed, _uses_fused(impl, x))
     with nullcontext() if autocast is None else torch.autocast(x.device.type, enabled=False):
-        ys = _Lora.apply(flat, plan, seeds, *weights, *biases, *lora_as, *lora_bs)
-    return [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
+        return _Lora.apply(x, plan, seeds, weight, bias, *factors)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast asks for; None where it is off. It leaves float64 alone, and does not know the meta device."""
     device = x.device.type
-    if x.dtype == torch.float64:
+    if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
         return None
-    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+    return torch.get_autocast_dtype(device)
 
 
-def _merges(x: Tensor, weights: Sequence[Tensor], adapters: Sequence[Adapter]) -> bool:
-    """Whether the merged order loses nothing and is the cheaper one: half precision would round the update away."""
-    if x.dtype.itemsize < 4 or x.is_cuda or any(one.dropout_p or one.spans is not None for one in adapters):
+def transforming() -> bool:
+    """Whether vmap, jvp and the like are at work, which see through plain products only."""
+    if torch.compiler.is_compiling():
         return False
-    elements, sides = (sum(f(weights[one.layer].shape) for one in adapters) for f in (math.prod, sum))
-    return x.shape[0] * sides > _MERGE_ABOVE * elements
+    return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 def _uses_fused(impl: str, x: Tensor) -> bool:

@@ -1,20 +1,17 @@
-"""`lora_linear` and `lora_linears`: a linear layer plus a low-rank update, that keep x and nothing else for backward.
+"""`lora_linear`: a linear layer plus a low-rank update, that keeps x and nothing else for backward.
 
 Letters: I in_features, O out_features, r rank, *B any leading shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from . import reference
-from .autograd import Adapter, autocast_dtype, run
+from .autograd import Adapter, autocast_dtype, run, transforming
 
 IMPLS = ("reference", "eager", "fused", "auto")
-ORDERS = ("factored", "merged", "auto")
 
 
 def check(operation: str, x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor, bias: Tensor | None,
@@ -39,86 +36,13 @@ def check(operation: str, x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Ten
         raise ValueError(f"{operation}: x is {x.dtype} and the weight is {weight.dtype}, needed one dtype")
 
 
-def lora_linears(
-    x: Tensor,  # (*B, I)
-    weights: Sequence[Tensor],  # J of (O_j, I), or (I, O_j) when transposed
-    lora_as: Sequence[Tensor],  # J of (r_j, I)
-    lora_bs: Sequence[Tensor],  # J of (O_j, r_j)
-    biases: Sequence[Tensor | None] | None = None,  # J of (O_j,)
-    *,
-    scalings: Sequence[float],
-    dropout_p: float = 0.0,
-    seeds: Tensor | None = None,  # (J,), int64
-    transposed: bool = False,
-    order: str = "auto",
-    impl: str = "auto",
-) -> list[Tensor]:
-    """`lora_linear` for several layers that read the same x, as q, k and v do: one down-projection, x saved once.
-
-    Args:
-        x: Input, (*B, I).
-        weights: The layers' weights.
-        lora_as: Their adapters' down-projections, which become one product where nothing is dropped.
-        lora_bs: Their adapters' up-projections.
-        biases: Their biases, or None.
-        scalings: One number a layer.
-        dropout_p: Each layer's adapter drops elements of x of its own.
-        seeds: (J,), 64-bit numbers that name the dropout; None draws them from torch's state.
-        transposed: Weights are stored (I, O), as GPT-2's `Conv1D` does.
-        order: As in `lora_linear`.
-        impl: As in `lora_linear`.
-
-    Returns:
-        J outputs, (*B, O_j) each, in x's dtype.
-
-    Raises:
-        ValueError: Shapes or dtypes that do not fit; an option that is not one; fused where it cannot run.
-
-    >>> x, eye = torch.tensor([[1.0, 2.0]]), torch.eye(2)
-    >>> a, b = torch.tensor([[1.0, 1.0]]), torch.tensor([[1.0], [0.0]])
-    >>> lora_linears(x, [eye, 2 * eye], [a, a], [b, b], scalings=[1.0, 10.0])
-    [tensor([[4., 2.]]), tensor([[32.,  4.]])]
-    """
-    operation, count = "lora_linears", len(weights)
-    biases = [None] * count if biases is None else list(biases)
-    sizes = (len(lora_as), len(lora_bs), len(biases), len(scalings))
-    if not count or set(sizes) != {count}:
-        raise ValueError(f"{operation}: {count} weights with {sizes} factors a, b, biases and scalings; needed as many")
-    for weight, a, b, bias in zip(weights, lora_as, lora_bs, biases, strict=True):
-        check(operation, x, weight, a, b, bias, transposed)
-    _check_options(operation, x, dropout_p, seeds, count, order, impl)
-    if impl == "reference":
-        given = [None] * count if seeds is None else list(seeds)
-        if dropout_p and seeds is None:
-            given = list(torch.randint(-(2**63), 2**63 - 1, (count,), device=x.device))
-        parts = zip(weights, lora_as, lora_bs, biases, scalings, given, strict=True)
-        return [
-            reference.lora_linear(x, w, a, b, c, scaling=s, dropout_p=dropout_p, seed=one, transposed=transposed)
-            for w, a, b, c, s, one in parts
-        ]
-    adapters = [Adapter(j, float(s), float(dropout_p)) for j, s in enumerate(scalings)]
-    return run(
-        x, weights, biases, lora_as, lora_bs, adapters, transposed=transposed, order=order, impl=impl, seeds=seeds
-    )
-
-
-def _check_options(
-    operation: str, x: Tensor, dropout_p: float, seeds: Tensor | None, count: int, order: str, impl: str
-) -> None:
+def _check_options(operation: str, dropout_p: float, seed: Tensor | None, impl: str) -> None:
     if impl not in IMPLS:
         raise ValueError(f"{operation}: impl is {impl!r}, needed one of {', '.join(IMPLS)}")
-    if order not in ORDERS:
-        raise ValueError(f"{operation}: order is {order!r}, needed one of {', '.join(ORDERS)}")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"{operation}: dropout_p is {dropout_p}, needed at least 0 and below 1")
-    if seeds is not None and (seeds.dtype != torch.int64 or seeds.numel() != count):
-        raise ValueError(f"{operation}: {seeds.numel()} seeds of {seeds.dtype}, needed {count} of torch.int64")
-    working = autocast_dtype(x) or x.dtype
-    if order == "merged" and (dropout_p or working.itemsize < 4):
-        raise ValueError(
-            f"{operation}: order 'merged' with dropout_p {dropout_p} in {working}; it needs no dropout and float32, "
-            "since half precision rounds W + s B A to W where the update is small"
-        )
+    if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1):
+        raise ValueError(f"{operation}: {seed.numel()} seeds of {seed.dtype}, needed 1 of torch.int64")
 
 
 def lora_linear(
@@ -132,7 +56,6 @@ def lora_linear(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,  # (), int64
     transposed: bool = False,
-    order: str = "auto",
     impl: str = "auto",
 ) -> Tensor:
     """A linear layer with a low-rank update: ``x Wᵀ + b + scaling · (drop(x) Aᵀ) Bᵀ``.
@@ -150,19 +73,14 @@ def lora_linear(
         dropout_p: Share of x's elements that the update does not see; pass 0 in evaluation.
         seed: A 64-bit number that names the dropout, as a tensor on x's device; None draws one from torch's state.
         transposed: The weight is stored (I, O), as GPT-2's `Conv1D` does.
-        order: ``"factored"``, ``"merged"`` or ``"auto"``. Merged is ``x (W + s B A)ᵀ``: fewer flops above I O / (I + O)
-            tokens at the price of one more weight in memory. It is for float32 and without dropout only, since bfloat16
-            loses most of an update of a thousandth of W. Auto takes it there from twice those tokens on, on CPU.
-        impl: ``"reference"``, ``"eager"``, ``"fused"`` (Triton for all narrow products) or ``"auto"``: eager, as
-            no row measured on a GPU says yet that the kernels are faster.
+        impl: ``"reference"`` (also taken within vmap, jvp and the like), ``"eager"``, ``"fused"`` (Triton for all
+            narrow products) or ``"auto"``: eager, as no row measured on a GPU says yet that the kernels are faster.
 
     Returns:
         (*B, O), in x's dtype, or autocast's.
 
     Raises:
         ValueError: Shapes or dtypes that do not fit; an option that is not one; fused where it cannot run.
-
-    Second derivatives are refused; ``impl="reference"`` has them.
 
     Source: Hu et al., "LoRA", 2021. Order of products and what to save: "RunLoRA", arXiv 2312.03415.
 
@@ -172,9 +90,17 @@ def lora_linear(
     """
     operation = "lora_linear"
     check(operation, x, weight, lora_a, lora_b, bias, transposed)
-    seeds = None if seed is None else seed.reshape(1)
-    _check_options(operation, x, dropout_p, seeds, 1, order, impl)
-    return lora_linears(
-        x, [weight], [lora_a], [lora_b], [bias], scalings=[scaling], dropout_p=dropout_p, seeds=seeds,
-        transposed=transposed, order=order, impl=impl,
-    )[0]  # fmt: skip
+    _check_options(operation, dropout_p, seed, impl)
+    if impl == "reference" or transforming():
+        if dropout_p and seed is None:
+            seed = torch.randint(-(2**63), 2**63 - 1, (), device=x.device)
+        if autocast_dtype(x) is None:
+            lora_a, lora_b = lora_a.to(x.dtype), lora_b.to(x.dtype)
+        return reference.lora_linear(
+            x, weight, lora_a, lora_b, bias, scaling=scaling, dropout_p=dropout_p, seed=seed, transposed=transposed
+        )
+    y = run(
+        x.reshape(-1, x.shape[-1]), weight, bias, (lora_a, lora_b), (Adapter(float(scaling), float(dropout_p)),),
+        transposed=transposed, impl=impl, seeds=None if seed is None else seed.reshape(1),
+    )  # fmt: skip
+    return y.view(*x.shape[:-1], y.shape[-1])

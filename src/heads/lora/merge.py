@@ -1,29 +1,29 @@
-"""`merge_lora`: a full checkpoint of a model with its adapters, one shard in memory, and what rounding lost."""
+"""`merge_lora`: a full checkpoint of a model with its adapters, and what rounding lost."""
 
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from peft import PeftModel
 from peft.tuners import lora
 from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from model_components._folders import NewFolder, check_new
 from model_components._report import Axes, Figure, Report, Table, bars
 
-from .linear import LoraLinear
 from .split import PARTS, SplitQKV
 
 _SHOWN = 5  # layers of a printed report
@@ -80,7 +80,7 @@ def merge_lora(
     dtype: str | torch.dtype | None = None,
     max_lost: float | None = 0.25,
     tokenizer: Any = None,
-    max_shard_bytes: int = 1 << 30,
+    max_shard_size: int | str = "5GB",
     progress: bool = True,
 ) -> MergeReport:
     """Write the model with its adapters as an ordinary checkpoint; the model itself stays as it is.
@@ -88,6 +88,7 @@ def merge_lora(
     Every update is added in float32 and rounded once. A weight of bfloat16 has 8 bits, so that an update of a
     thousandth of it is mostly lost: that share, ``|stored - W - dW| / |dW|``, is reported for every layer, and refused
     above ``max_lost``. Layers that were split are joined; a head adapted apart from its tied embedding is untied.
+    The weights of adapted layers are in memory twice meanwhile.
 
     Args:
         model: A peft model with LoRA adapters of any kind that peft can merge.
@@ -96,12 +97,13 @@ def merge_lora(
         dtype: Of the floating tensors written; the model's own by default.
         max_lost: The largest share of a layer's update that may be lost; None for any.
         tokenizer: Written beside the weights.
-        max_shard_bytes: Shards are about so large; one is in memory at a time.
+        max_shard_size: Of a file, bytes or ``"5GB"``.
         progress: Show a bar.
 
     Raises:
-        ValueError: An adapter that the model does not have, a quantised base, numbers that are not finite, a folder
-            with something in it, or more lost than allowed. Nothing has been written then.
+        ValueError: An adapter that the model does not have, a quantised base, another tuner's layer beneath, numbers
+            that are not finite (in ``dtype``, too), a folder with something in it, or more lost than allowed. Nothing
+            has been written then.
 
     >>> import tempfile
     >>> from peft import LoraConfig, get_peft_model
@@ -124,20 +126,18 @@ def merge_lora(
     check_new(out, operation)
     base: Any = model.get_base_model()
     stored = dtype or next(base.parameters()).dtype
-    merged = {name: layer for name, layer in base.named_modules() if isinstance(layer, LoraLayer)}
+    adapted = {name: layer for name, layer in base.named_modules() if isinstance(layer, LoraLayer)}
     for name, wrapper in base.named_modules():
         if isinstance(wrapper, AuxiliaryTrainingWrapper) and not isinstance(wrapper, ModulesToSaveWrapper):
             raise ValueError(f"{operation}: {name} is a {type(wrapper).__name__}; needed peft's own merge_and_unload")
-    layers = []
-    for name, layer in tqdm(merged.items(), "measuring", disable=not progress, leave=False):
-        weight: Any = getattr(layer.get_base_layer(), "weight", None)
-        if isinstance(layer, lora.layer.ParamWrapper) or weight is None:
-            raise ValueError(f"{operation}: {name} is a lora.{type(layer).__name__}, whose merge peft alone can do")
-        if layer.merged:
-            raise ValueError(f"{operation}: {name} is merged already; needed unmerge_adapter() before")
-        if not weight.is_floating_point():
-            raise ValueError(f"{operation}: {name} is quantised ({weight.dtype}); needed a float base model")
-        layers.append(_measured(operation, name, layer, names, dtype or weight.dtype))
+    for name, layer in adapted.items():
+        _check_layer(operation, name, layer)
+    layers, merged = [], {}
+    for name, layer in tqdm(adapted.items(), "merging", disable=not progress, leave=False):
+        parts = {which: _part_of(layer, names, which) for which, _ in layer.base_layer.named_parameters(recurse=False)}
+        layers.append(_measured(operation, name, layer, parts["weight"], dtype))
+        own = layer.base_layer
+        merged |= {f"{name}.{w}": part.to(dtype or own.get_parameter(w).dtype) for w, part in parts.items()}
     lossy = [one for one in layers if max_lost is not None and one.lost > max_lost]
     if lossy:
         worst = max(lossy, key=lambda one: one.lost)
@@ -146,136 +146,121 @@ def merge_lora(
             f"{len(lossy)} of {len(layers)} layers, {worst.lost:.0%} of {worst.name}'s; needed dtype=torch.float32, or "
             "max_lost=None to have it so"
         )
-    makers = _makers(base, names)
+    state = _state(base, merged, names, dtype)
     with NewFolder(out, operation) as new:
-        _write(new.folder, makers, dtype, max_shard_bytes, progress)
-        _write_configs(new.folder, base, makers, dtype, tokenizer)
+        _write(new.folder, base, state, max_shard_size, tokenizer)
     return MergeReport(new.out, str(stored).removeprefix("torch."), tuple(layers))
+
+
+def _check_layer(operation: str, name: str, layer: Any) -> None:
+    """Refuse what only peft can merge."""
+    if isinstance(layer.base_layer, BaseTunerLayer):
+        kind = type(layer.base_layer).__name__
+        raise ValueError(f"{operation}: {name} stands on another adapter, a {kind}; needed peft's own merge of both")
+    weight: Any = getattr(layer.base_layer, "weight", None)
+    if isinstance(layer, lora.layer.ParamWrapper) or weight is None:
+        raise ValueError(f"{operation}: {name} is a lora.{type(layer).__name__}, whose merge peft alone can do")
+    if layer.merged:
+        raise ValueError(f"{operation}: {name} is merged already; needed unmerge_adapter() before")
+    if not weight.is_floating_point() or weight.dtype.itemsize < 2:
+        raise ValueError(f"{operation}: {name} is quantised ({weight.dtype}); needed a float base model")
 
 
 def _part_of(layer: Any, names: Sequence[str], which: str) -> Tensor:
     """Weight or bias of one layer with its adapters, in float32."""
     own = [name for name in names if name in layer.r]
-    plain = type(layer) in (lora.Linear, LoraLinear)
-    if plain and not any(name in layer.lora_variant or layer.lora_bias.get(name) for name in own):
-        total = getattr(layer.get_base_layer(), which).detach().float()
+    if isinstance(layer, lora.Linear) and not any(
+        name in layer.lora_variant or layer.lora_bias.get(name) for name in own
+    ):
+        total = layer.base_layer.get_parameter(which).detach().float()
         if which == "bias":
             return total
         for name in own:
-            update = layer.lora_B[name].weight.detach().float() @ layer.lora_A[name].weight.detach().float()
-            update = update.T if isinstance(layer.get_base_layer(), Conv1D) else update
+            b, a = (layer.get_submodule(f"{k}.{name}").get_parameter("weight").detach() for k in ("lora_B", "lora_A"))
+            update = b.float() @ a.float()
+            update = update.T if isinstance(layer.base_layer, Conv1D) else update
             total = total + layer.scaling[name] * update
         return total
-    shared = layer.__dict__.pop("shared", None)  # a copy of one layer is not to be a copy of all
     copied = copy.deepcopy(layer).float()
-    if shared is not None:
-        layer.shared = shared
     copied.merge(adapter_names=own)
-    return getattr(copied.get_base_layer(), which).detach()
+    return copied.base_layer.get_parameter(which).detach()
 
 
-def _measured(operation: str, name: str, layer: Any, names: Sequence[str], dtype: torch.dtype) -> MergedLayer:
-    weight = layer.get_base_layer().weight.detach()
-    exact = _part_of(layer, names, "weight")
-    if not torch.isfinite(exact).all():
-        raise ValueError(f"{operation}: the merged weight of {name} has numbers that are not finite")
+def _measured(operation: str, name: str, layer: Any, exact: Tensor, dtype: torch.dtype | None) -> MergedLayer:
+    weight = layer.base_layer.weight.detach()
+    rounded = exact.to(dtype or weight.dtype)
+    for found, where in ((exact, ""), (rounded, f" in {rounded.dtype}")):
+        if not torch.isfinite(found).all():
+            raise ValueError(f"{operation}: the merged weight of {name} has numbers that are not finite{where}")
     update = exact - weight.float()
     size = float(update.norm())
-    lost = exact.to(dtype).float() - weight.to(dtype).float() - update
+    lost = rounded.float() - weight.to(rounded.dtype).float() - update
     share = float(lost.norm()) / size if size else 0.0
     return MergedLayer(name, size / float(weight.float().norm()) if size else 0.0, share)
 
 
-class _Maker(NamedTuple):
-    """A tensor of the checkpoint that is made when it is written."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    make: Callable[[], Tensor]
-    parameter: int  # id of what it is made of, equal for tied tensors; 0 where it is made of several
-
-
-def _makers(base: nn.Module, names: Sequence[str]) -> dict[str, _Maker]:
-    """What the checkpoint will hold, under the base model's own names, tied tensors once."""
-    layers = {n: m for n, m in base.named_modules() if isinstance(m, LoraLayer)}
+def _state(
+    base: nn.Module, merged: dict[str, Tensor], names: Sequence[str], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """All that the checkpoint will hold, under the base model's own names."""
     wrappers = {n: m for n, m in base.named_modules() if isinstance(m, ModulesToSaveWrapper)}
-    found: dict[str, _Maker] = {}
+    found: dict[str, Tensor] = {}
     for key, tensor in base.state_dict(keep_vars=True).items():
         name, _, last = key.rpartition(".")
-        layer = layers.get(name.removesuffix(".base_layer"))
+        place, held = key, tensor.detach()
         wrapper = next((w for w in wrappers if key.startswith(f"{w}.")), None)
-        if layer is not None and name.endswith(".base_layer"):
-            make = partial(_part_of, layer, names, last)
-            found[f"{name.removesuffix('.base_layer')}.{last}"] = _Maker(tensor.shape, tensor.dtype, make, 0)
+        if f"{name.removesuffix('.base_layer')}.{last}" in merged:
+            place = f"{name.removesuffix('.base_layer')}.{last}"
+            held = merged[place]
         elif wrapper is not None:
             saved: Any = wrappers[wrapper].modules_to_save
             active = next((n for n in names if n in saved), None)
             inside = "original_module." if active is None else f"modules_to_save.{active}."
             rest = key.removeprefix(f"{wrapper}.")
-            if rest.startswith(inside):
-                place = f"{wrapper}.{rest.removeprefix(inside)}"
-                found[place] = _Maker(tensor.shape, tensor.dtype, tensor.detach, id(tensor))
-        elif ".lora_" not in key:
-            found[key] = _Maker(tensor.shape, tensor.dtype, tensor.detach, id(tensor))
+            if not rest.startswith(inside):
+                continue
+            place = f"{wrapper}.{rest.removeprefix(inside)}"
+        elif ".lora_" in key:
+            continue
+        found[place] = held.to(dtype) if dtype is not None and held.is_floating_point() else held
     for name, module in base.named_modules():
         if isinstance(module, SplitQKV):
             for last, dim in (("weight", 1), ("bias", 0)):
-                if f"{name}.{last}" in found:  # no part carries an adapter: they are fused already
-                    continue
-                parts = [found.pop(f"{name}.{part}.{last}") for part in PARTS]
-                shape = list(parts[0].shape)
-                shape[dim] = sum(p.shape[dim] for p in parts)
-                make = partial(_joined, parts, dim)
-                found[f"{name}.{last}"] = _Maker(torch.Size(shape), parts[0].dtype, make, 0)
-    first: dict[int, str] = {}
-    for name, maker in found.items():
-        if maker.parameter:
-            first.setdefault(maker.parameter, name)
-    return {n: m for n, m in found.items() if not m.parameter or first[m.parameter] == n}
+                if f"{name}.{last}" not in found:  # else no part carries an adapter: they are fused already
+                    found[f"{name}.{last}"] = torch.cat([found.pop(f"{name}.{p}.{last}") for p in PARTS], dim)
+    return found
 
 
-def _joined(parts: Sequence[_Maker], dim: int) -> Tensor:
-    return torch.cat([part.make() for part in parts], dim)
-
-
-def _write(folder: Path, makers: dict[str, _Maker], dtype: torch.dtype | None, limit: int, progress: bool) -> None:
-    """Shards of about ``limit`` bytes and, of several, their index."""
-
-    def dtype_of(maker: _Maker) -> torch.dtype:
-        return dtype if dtype is not None and maker.dtype.is_floating_point else maker.dtype
-
-    sizes = {name: m.shape.numel() * dtype_of(m).itemsize for name, m in makers.items()}
-    shards: list[list[str]] = [[]]
-    for name, size in sizes.items():
-        if shards[-1] and sum(sizes[n] for n in shards[-1]) + size > limit:
-            shards.append([])
-        shards[-1].append(name)
-    index = {}
-    with tqdm(total=len(makers), desc="merging", disable=not progress, leave=False) as bar:
-        for number, names in enumerate(shards, 1):
-            file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            made = {}
-            for name in names:
-                made[name] = makers[name].make().to("cpu", dtype_of(makers[name])).contiguous()
-                index[name] = file
-                bar.update()
-            save_file(made, folder / file, {"format": "pt"})
-    if len(shards) > 1:
-        text = json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}, indent=2)
-        (folder / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
-
-
-def _write_configs(folder: Path, base: Any, names: Collection[str], dtype: torch.dtype | None, tokenizer: Any) -> None:
-    config = copy.deepcopy(getattr(base, "config", None))
-    if config is not None and hasattr(config, "save_pretrained"):
-        head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
-        head_name = next((n for n, m in base.named_modules() if m is head), None)
-        if getattr(config, "tie_word_embeddings", False) and f"{head_name}.weight" in names:
-            config.tie_word_embeddings = False  # the head has weights of its own now
-        config.architectures = [type(base).__name__]
-        config.dtype = dtype or next(base.parameters()).dtype
-        config.save_pretrained(folder)
-        if getattr(base, "generation_config", None) is not None and base.can_generate():
-            base.generation_config.save_pretrained(folder)
+def _write(folder: Path, base: Any, state: dict[str, Tensor], max_shard_size: int | str, tokenizer: Any) -> None:
+    """A checkpoint by transformers' own saving, or the hub's for other models."""
+    if isinstance(base, PreTrainedModel):
+        stock = _stock(base, state)
+        stock.save_pretrained(folder, max_shard_size=max_shard_size)
+    else:
+        alone = {name: tensor.cpu().clone() for name, tensor in state.items()}
+        save_torch_state_dict(alone, folder, max_shard_size=max_shard_size)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def _stock(base: PreTrainedModel, state: dict[str, Tensor]) -> PreTrainedModel:
+    """A model of the base's class that holds the state, tied where its tensors are one."""
+    config = copy.deepcopy(base.config)
+    parts: list[Any] = [base.get_input_embeddings(), base.get_output_embeddings()]
+    places = [next((n for n, m in base.named_modules() if m is part), None) for part in parts]
+    ends = [state[f"{place}.weight"].data_ptr() for place in places if f"{place}.weight" in state]
+    if getattr(config, "tie_word_embeddings", False) and len(ends) == 2:
+        config.tie_word_embeddings = ends[0] == ends[1]
+    with no_init_weights(), torch.device("meta"):
+        stock = type(base)._from_config(config)
+    seen: set[int] = set()
+    for name, tensor in state.items():  # shared without a declared tie: each name gets its own
+        if tensor.data_ptr() in seen:
+            state[name] = tensor.clone()
+        seen.add(tensor.data_ptr())
+    stock.load_state_dict(state, assign=True)
+    stock.tie_weights()
+    stock.config.dtype = next(stock.parameters()).dtype
+    if base.can_generate() and base.generation_config is not None:
+        stock.generation_config = base.generation_config
+    return stock

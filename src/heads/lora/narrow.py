@@ -1,11 +1,11 @@
 """The eager products with low-rank factors: in place, in blocks where there is dropout, nothing (tokens, O) beside y.
 
-Letters: T tokens, I in_features, O out_features, r rank; R the ranks of several adapters that share x, stacked.
+Letters: T tokens, I in_features, O out_features, r rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -63,36 +63,29 @@ def _blocks(x: Tensor, drop: Dropout | None) -> Iterator[tuple[slice, Tensor, Te
         yield rows, x[rows] * keep, keep
 
 
-def add_(ys: Sequence[Tensor], x: Tensor, a: Tensor, bs: Sequence[Tensor], scales: Sequence[float],
-         drop: Dropout | None) -> None:  # fmt: skip
-    """``y_k += s_k (drop(x) A_kᵀ) B_kᵀ`` for adapters that share x; A is theirs stacked, (R, I)."""
-    ranks = [b.shape[1] for b in bs]
+def add_(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, drop: Dropout | None) -> None:
+    """``y += s (drop(x) Aᵀ) Bᵀ``."""
     for rows, seen, _ in _blocks(x, drop):
-        for y, h, b, scale in zip(ys, (a @ seen.T).split(ranks), bs, scales, strict=True):
-            y[rows].addmm_(h.T, b.T, alpha=scale)
+        y[rows].addmm_((a @ seen.T).T, b.T, alpha=scale)
 
 
 def gradients(
-    grads: Sequence[Tensor],  # (T, O_k)
+    grad: Tensor,  # (T, O)
     x: Tensor,  # (T, I)
-    a: Tensor,  # (R, I)
-    bs: Sequence[Tensor],  # (O_k, r_k)
-    scales: Sequence[float],
+    a: Tensor,  # (r, I)
+    b: Tensor,  # (O, r)
+    scale: float,
     drop: Dropout | None,
     dx: Tensor | None,  # (T, I), added to
     need_a: bool,
     need_b: bool,
-) -> tuple[Tensor | None, list[Tensor] | None]:
-    """Gradients of the stacked A and of each B; x's is added to ``dx``.
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of A and of B; x's is added to ``dx``.
 
-    ``g_k = s_k dy_k B_k``, ``dA = gᵀ drop(x)``, ``dB_k = s_k dy_kᵀ (drop(x) A_kᵀ)``, ``dx += drop(g A)``. Here g and
-    h = drop(x) Aᵀ are (R, T): narrow products are faster that way round.
+    ``g = s dy B``, ``dA = gᵀ drop(x)``, ``dB = s dyᵀ (drop(x) Aᵀ)``, ``dx += drop(g A)``. Here g and h = drop(x) Aᵀ are
+    (r, T): narrow products are faster that way round.
     """
-    ranks = [b.shape[1] for b in bs]
-    g = x.new_empty(0)
-    if dx is not None or need_a:
-        parts = [(b.T.contiguous() @ dy.T).mul_(scale) for dy, b, scale in zip(grads, bs, scales, strict=True)]
-        g = parts[0] if len(parts) == 1 else torch.cat(parts)
+    g = (b.T.contiguous() @ grad.T).mul_(scale) if dx is not None or need_a else x.new_empty(0)
     das, hs = [], []
     for rows, seen, keep in _blocks(x, drop):
         if need_a:
@@ -103,10 +96,10 @@ def gradients(
             dx[rows] += (g[:, rows].T @ a).mul_(keep)
         elif dx is not None:
             dx.addmm_(g.T, a)
-    da = dbs = None
+    da = db = None
     if need_a:
         da = das[0] if len(das) == 1 else torch.stack(das).sum(0)
     if need_b:
         h = hs[0] if len(hs) == 1 else torch.cat(hs, 1)
-        dbs = [(part @ dy).mul_(scale).T for dy, part, scale in zip(grads, h.split(ranks), scales, strict=True)]
-    return da, dbs
+        db = (h @ grad).mul_(scale).T
+    return da, db

@@ -1,4 +1,4 @@
-"""`lora_linear` and `lora_linears` against the dense definition, eager and fused."""
+"""`lora_linear` against the dense definition, eager and fused."""
 
 import gc
 import itertools
@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from heads.lora import lora_linear, lora_linears, narrow, reference
+from heads.lora import lora_linear, narrow, reference
 from tests.benchmarks.measure import saved_bytes
 from tests.support.equivalence import judge, place
 
@@ -52,39 +52,6 @@ def test_it_is_the_definition(impl, dtype, bias, transposed, dropout):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("order", "tokens"), [("merged", 3), ("merged", 50), ("auto", 50), ("factored", 50)])
-def test_every_order_is_the_definition(transposed, order, tokens):
-    """With few tokens dx is made by the factors, with many by the merged weight."""
-    given = inputs_of((tokens, 12, 9, 3), True, transposed)
-    judge(f"lora_linear, {order} order", "eager", op("eager", transposed=transposed, order=order),
-          op("reference", transposed=transposed), given, dtype=torch.float32, case=f"{tokens} tokens")  # fmt: skip
-
-
-@pytest.mark.parametrize("impl", ["eager", "fused"])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_layers_that_share_x_are_each_the_definition(impl, dropout):
-    if impl == "fused":
-        pytest.importorskip("triton")
-    generator = torch.Generator().manual_seed(1)
-    shapes = {f"w{j}": (o, 6) for j, o in enumerate((8, 4, 5))} | {f"a{j}": (r, 6) for j, r in enumerate((3, 2, 1))}
-    shapes |= {"b0": (8, 3), "b1": (4, 2), "b2": (5, 1), "c0": (8,), "x": (2, 5, 6)}
-    given = {k: torch.randn(shape, generator=generator) for k, shape in shapes.items()}
-    seeds = torch.tensor([5, -6, 7])
-
-    def call(chosen):
-        def function(x, c0, **t):
-            made = lora_linears(
-                x, *([t[f"{k}{j}"] for j in range(3)] for k in "wab"), [c0, None, None], scalings=[0.5, 2.0, 1.0],
-                dropout_p=dropout, seeds=seeds.to(x.device), impl=chosen,
-            )  # fmt: skip
-            return torch.cat(made, -1)
-
-        return function
-
-    judge("lora_linears", impl, call(impl), call("reference"), given, dtype=torch.float32, case=f"dropout {dropout}")
-
-
 def test_adapters_of_another_dtype_than_the_model():
     """peft's default under bfloat16: adapters in float32; x is not copied to theirs."""
     given = inputs_of((33, 40, 70, 24), True, False)
@@ -106,11 +73,12 @@ def test_adapters_of_another_dtype_than_the_model():
 def test_finite_differences():
     given = {k: v.double().requires_grad_() for k, v in inputs_of((4, 5, 3, 2), True, False).items()}
     names = list(given)
-    for options in ({}, {"dropout_p": 0.4, "seed": SEED}, {"order": "merged"}):
-        assert torch.autograd.gradcheck(
-            lambda *t, options=options: lora_linear(**dict(zip(names, t, strict=True)), scaling=0.7, **options),
-            tuple(given.values()),
-        )
+    for options in ({}, {"dropout_p": 0.4, "seed": SEED}):
+        for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+            assert check(
+                lambda *t, options=options: lora_linear(**dict(zip(names, t, strict=True)), scaling=0.7, **options),
+                tuple(given.values()),
+            )
 
 
 def test_the_mask_is_the_same_everywhere_and_drops_the_share_that_it_should():
@@ -152,9 +120,6 @@ def test_x_alone_is_kept_for_backward(dtype, dropout):
     x = given["x"]
     kept = saved_bytes(lambda: lora_linear(**given, scaling=1.0, dropout_p=dropout), resident=own[1:])
     assert kept == x.nbytes + (8 if dropout else 0)
-    triple = [[given[k]] * 3 for k in ("weight", "lora_a", "lora_b")]
-    kept = saved_bytes(lambda: lora_linears(x, *triple, scalings=[1.0] * 3), resident=own[1:])
-    assert kept == x.nbytes
 
 
 def test_nothing_of_the_outputs_size_is_made_beside_it():
@@ -234,10 +199,8 @@ BAD = {
     "dtype": ({"x": torch.ones(2, 6).double()}, "x is torch.float64 and the weight is torch.float32"),
     "dims": ({"lora_a": torch.ones(6)}, "needed (*B, I), (O, I), (r, I) and (O, r)"),
     "impl": ({"impl": "fast"}, "impl is 'fast'"),
-    "order": ({"order": "other"}, "order is 'other'"),
     "dropout": ({"dropout_p": 1.0}, "dropout_p is 1.0, needed at least 0 and below 1"),
     "seed": ({"seed": torch.tensor(1.0)}, "1 seeds of torch.float32"),
-    "merged dropout": ({"order": "merged", "dropout_p": 0.1}, "needs no dropout and float32"),
 }
 
 
@@ -250,31 +213,11 @@ def test_bad_input_is_refused(case):
     assert message in str(caught.value)
 
 
-def test_auto_merges_where_it_saves_flops_and_nothing_is_lost(monkeypatch):
-    from heads.lora import autograd
-
-    orders = []
-    apply = autograd._Lora.apply
-    monkeypatch.setattr(
-        autograd._Lora, "apply", lambda x, plan, *rest: orders.append(plan.merged) or apply(x, plan, *rest)
-    )
-    for tokens, dtype, dropout in ((100, "float32", 0), (4, "float32", 0), (100, "bfloat16", 0), (100, "float32", 0.1)):
-        given = {k: v.to(getattr(torch, dtype)) for k, v in inputs_of((tokens, 12, 9, 3), True, False).items()}
-        lora_linear(**given, scaling=1.0, dropout_p=dropout)
-    assert orders == [True, False, False, False]
-
-
-def test_half_precision_has_no_merged_order():
-    given = {k: v.bfloat16() for k, v in inputs_of((3, 6, 4, 2), True, False).items()}
-    with pytest.raises(ValueError, match="rounds W"):
-        lora_linear(**given, scaling=1.0, order="merged")
-
-
 def test_the_gradient_of_a_is_not_summed_in_half_precision(monkeypatch):
     monkeypatch.setattr(narrow, "_BLOCK", 8)
     tokens = 4096  # a running sum in bfloat16 would stand still after 256 of 1024 like parts
     x, grad = torch.ones(tokens, 2, dtype=torch.bfloat16), torch.ones(tokens, 3, dtype=torch.bfloat16)
     a, b = torch.ones(1, 2, dtype=torch.bfloat16), torch.ones(3, 1, dtype=torch.bfloat16)
     drop = narrow.dropout(torch.tensor(0), tokens, 2, 1e-6)
-    da, _ = narrow.gradients([grad], x, a, [b], [1.0], drop, None, True, False)
+    da, _ = narrow.gradients(grad, x, a, b, 1.0, drop, None, True, False)
     torch.testing.assert_close(da.float(), torch.full((1, 2), 3.0 * tokens), rtol=0.01, atol=0)

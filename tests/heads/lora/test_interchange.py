@@ -120,7 +120,7 @@ def test_a_merged_checkpoint_says_what_the_model_says(name, tmp_path):
     before = {k: v.clone() for k, v in model.state_dict().items()}
     with torch.no_grad():
         expected = model(input_ids=IDS)[0]
-    report = merge_lora(model, tmp_path / "out", max_shard_bytes=10_000, progress=False)
+    report = merge_lora(model, tmp_path / "out", max_shard_size=10_000, progress=False)
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(layer.lost < 1e-5 and layer.update > 1e-3 for layer in report.layers)
@@ -213,7 +213,7 @@ def test_merging_refuses_a_folder_with_something_in_it_and_leaves_nothing_when_i
     (tmp_path / "full" / "file").write_text("")
     with pytest.raises(ValueError, match="is not empty"):
         merge_lora(model, tmp_path / "full")
-    monkeypatch.setattr("heads.lora.merge._write_configs", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("heads.lora.merge._write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         merge_lora(model, tmp_path / "out", progress=False)
     assert [p.name for p in tmp_path.iterdir()] == ["full"]

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from kronecker import compare, convert_, from_pretrained, plan, prune_
-from kronecker.data import text_batches, text_of
+from kronecker import compare, convert_, from_pretrained, plan, prune_, text_batches, text_of
 from kronecker.structures import STRUCTURES
 
 
@@ -30,9 +29,13 @@ def options() -> argparse.Namespace:
     parser.add_argument("--method", choices=("auto", *STRUCTURES), default="auto", help="default: what measures best")
     parser.add_argument("--tokens", type=int, default=32_000, help="to calibrate on")
     parser.add_argument("--measured-tokens", type=int, default=10_000, help="to measure the loss on")
-    parser.add_argument("--out", type=Path, default=Path("smaller"), help="folder for the checkpoint")
+    parser.add_argument(
+        "--out", type=Path, default=Path("smaller"), help="folder to make for the checkpoint (default: smaller)"
+    )
     parser.add_argument("--smoke", action="store_true", help="few tokens of everything")
     given = parser.parse_args()
+    if not 0 < given.keep < 1:
+        parser.error(f"--keep is {given.keep}, needed a share between 0 and 1")
     if given.smoke:
         given.tokens, given.measured_tokens = 512, 256
     return given
@@ -75,4 +78,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:
+        raise SystemExit(f"shrink_model: {error}") from None

@@ -185,6 +185,29 @@ def test_the_guide_to_kronecker_has_every_preset_start_and_public_name():
     assert len(re.findall(r"^\| (half|quarter),", guide, re.M)) == 4  # the starts that were measured
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_snippets_about_smaller_models_run(tmp_path, monkeypatch):
+    """The guide's in order in one namespace, on a small model with a text made for it, with few tokens and steps."""
+    monkeypatch.chdir(tmp_path)
+    words = [f"w{i}" for i in range(96)]
+    tiny("llama").save_pretrained("models/llama")
+    save_tokenizer(Path("models/llama"), words)
+    generator = torch.Generator().manual_seed(0)
+    picked = torch.randint(0, 96, (3000,), generator=generator).tolist()
+    Path("texts.json").write_text(json.dumps([" ".join(words[i] for i in picked)]))
+    guide = (ROOT / "docs" / "kronecker.md").read_text(encoding="utf-8")
+    snippets, namespace = re.findall(r"```python\n(.*?)```", guide, re.S), {}
+    assert len(snippets) == 6
+    for code in snippets:
+        code = code.replace("50_000", "1_000").replace("5_000", "300").replace("context=256", "context=32")
+        code = re.sub(r"max_steps=\d+", 'max_steps=2, report_to="none", use_cpu=True', code).replace(
+            "bf16=True", "bf16=False"
+        )
+        exec(code, namespace)
+    assert namespace["report"].after > 0
+    assert Path("models/trained/config.json").exists()
+
+
 THINKER_ROWS = [("think", impl, d) for impl in ("eager", "plan") for d in ("float32", "bfloat16")]
 THINKER_ROWS += [("think", "early exit", "float32"), ("think", "carry", "float32")]
 THINKER_ROWS += [("ThinkerTrainer", "resumed", "float32")]

@@ -27,6 +27,7 @@ from .storage import fold, from_pretrained, save_pretrained
 from .surgery.convert import ConversionReport, LayerReport, convert_, num_parameters
 from .surgery.prune import PruneReport, prune_
 from .surgery.revert import revert_
+from .text import strided, text_batches, text_of
 from .training.callbacks import FadeIn, FreezePretrained
 from .training.parameters import parameter_groups
 from .training.trainer import KroneckerTrainer
@@ -64,4 +65,7 @@ __all__ = [
     "prune_",
     "revert_",
     "save_pretrained",
+    "strided",
+    "text_batches",
+    "text_of",
 ]

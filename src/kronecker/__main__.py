@@ -16,14 +16,15 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from model_components._folders import NewFolder, check_new, new_file
 
 from .config import GRANULARITIES, INITS, KroneckerConfig, LowRankConfig, PruneConfig
-from .data import positions_of, strided, text_batches, text_of
+from .data import positions_of
 from .planning import plan
 from .presets import PRESETS, preset
 from .report import compare
 from .storage import fold, from_pretrained, is_compressed, is_hub_id, model_class, write_files
 from .structures import STRUCTURES, from_json, to_json
-from .surgery.convert import convert_
+from .surgery.convert import convert_, num_parameters
 from .surgery.prune import prune_
+from .text import strided, text_batches, text_of
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,7 +87,11 @@ def load(name: str) -> PreTrainedModel:
         raise ValueError(f"kronecker: {name} is no folder")
     if is_compressed(name):
         return from_pretrained(name)
-    config = AutoConfig.from_pretrained(name)
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except OSError as error:
+        first = str(error).splitlines()[0]
+        raise ValueError(f"kronecker: {name} is no model's folder, nor found on the hub ({first})") from None
     architectures = config.architectures or []
     if not architectures:
         raise ValueError(f"kronecker: {name} does not say its architecture in config.json")
@@ -99,14 +104,21 @@ def tokens(options: argparse.Namespace, file: str, tokenizer: str, *models: PreT
     try:
         encode = AutoTokenizer.from_pretrained(tokenizer)
     except (OSError, ValueError) as error:
-        first = str(error).splitlines()[0]
-        raise ValueError(f"kronecker: {tokenizer} has no tokenizer, needed --tokenizer ({first})") from None
+        raise ValueError(f"kronecker: {tokenizer} has no tokenizer, needed --tokenizer FOLDER") from error
     return text_batches(
         text_of(file),
         lambda text: encode(text, verbose=False)["input_ids"],  # pyrefly: ignore
         tokens=options.tokens,
         context=context,
     )
+
+
+def calibration(options: argparse.Namespace, tokenizer: str, model: PreTrainedModel) -> list[Any]:
+    """Batches of what layers are fitted on; an encoder-decoder reads the text on both sides."""
+    rows = tokens(options, options.calibration, tokenizer, model)
+    if model.config.is_encoder_decoder:
+        return [{"input_ids": ids, "decoder_input_ids": ids} for ids in rows]
+    return list(rows)
 
 
 def _context(options: argparse.Namespace, models: Sequence[PreTrainedModel]) -> int:
@@ -136,7 +148,7 @@ def _prune(options: argparse.Namespace) -> None:
         raise ValueError(f"prune: {options.model} holds a compressed model, needed a stock one")
     model = load(options.model)
     stored = model.dtype
-    data = tokens(options, options.calibration, name, model)
+    data = calibration(options, name, model)
     with new:
         fitted, quiet = new.place / "fitted", options.no_progress
         report = prune_(model.float(), config, calibration=data, cache=fitted, progress=not quiet)
@@ -146,6 +158,8 @@ def _prune(options: argparse.Namespace) -> None:
         if (tokenizer := _tokenizer(name)) is not None:
             tokenizer.save_pretrained(new.folder)
     print(report)
+    asked = f"python -m kronecker compare {options.model} {options.out} --text FILE"
+    print(f"{options.out} is a stock model; what it cost: {asked}")
 
 
 def _convert(options: argparse.Namespace) -> None:
@@ -163,7 +177,7 @@ def _convert(options: argparse.Namespace) -> None:
     new = NewFolder(options.out, "convert", resumable=True)
     name = options.tokenizer or options.model
     model = load(options.model)
-    data = tokens(options, options.calibration, name, model) if options.calibration else None
+    data = calibration(options, name, model) if options.calibration else None
     with new:
         fitted, quiet = new.place / "fitted", options.no_progress
         report = convert_(model, config, calibration=data, cache=fitted, progress=not quiet)  # pyrefly: ignore
@@ -172,6 +186,7 @@ def _convert(options: argparse.Namespace) -> None:
         if (tokenizer := _tokenizer(name)) is not None:
             tokenizer.save_pretrained(new.folder)
     print(report)
+    print(f"{options.out} holds factors: kronecker.from_pretrained loads them, fold makes a stock model of them")
 
 
 def _tokenizer(name: str) -> Any:
@@ -184,7 +199,7 @@ def _tokenizer(name: str) -> Any:
 
 def _plan(options: argparse.Namespace) -> None:
     model = load(options.model)
-    data = tokens(options, options.calibration, options.tokenizer or options.model, model)
+    data = calibration(options, options.tokenizer or options.model, model)
     chosen = plan(
         model, budget=options.budget, keep=options.keep, time_budget=options.time_budget, calibration=data,
         structures=options.structures, uniform=options.uniform, progress=not options.no_progress,
@@ -193,6 +208,7 @@ def _plan(options: argparse.Namespace) -> None:
     if options.out:
         with new_file(options.out, "plan") as part:
             part.write_text(to_json(chosen.configs) + "\n", encoding="utf-8")
+        print(f"{options.out} is what convert --plan takes")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -207,7 +223,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _plan(options)
         elif options.command == "fold":
             check_new(options.out, "fold")
-            fold(load(options.model), options.out, tokenizer=_tokenizer(options.model))
+            model = load(options.model)
+            fold(model, options.out, tokenizer=_tokenizer(options.model))
+            print(f"{options.out} is a stock model of {num_parameters(load(options.out)):,} parameters, "
+                  f"{num_parameters(model):,} in {options.model}")  # fmt: skip
         else:
             _compare(options)
     except (ValueError, OSError, json.JSONDecodeError) as error:

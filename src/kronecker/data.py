@@ -1,10 +1,8 @@
-"""What calibration reads: batches of a model's arguments, checked before any work starts, and batches from text."""
+"""What calibration reads: batches of a model's arguments, checked before any work starts."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +10,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 Batch = Mapping[str, Any]
-
-_LABELS = ("role", "from", "type")  # of a chat's turns and their parts: no text
 
 
 def batches(calibration: Iterable[Any], model: nn.Module, operation: str) -> list[dict[str, Any]]:
@@ -24,6 +20,7 @@ def batches(calibration: Iterable[Any], model: nn.Module, operation: str) -> lis
             vocabulary, rows that are longer than the model has positions for, nothing but labels; padding for an
             encoder-decoder, whose two masks are not told apart.
     """
+    check_model(operation, model)
     if not isinstance(calibration, Iterable):
         raise ValueError(f"{operation}: calibration is {calibration!r}, needed batches of token ids")
     device = next(model.parameters()).device
@@ -42,7 +39,12 @@ def batches(calibration: Iterable[Any], model: nn.Module, operation: str) -> lis
         for name, value in batch.items():
             if isinstance(value, Tensor) and name in ("input_ids", "attention_mask") and value.dim() == 1:
                 batch[name] = value[None]
-        config = getattr(model, "config", None)
+        config, main = getattr(model, "config", None), getattr(model, "main_input_name", "input_ids")
+        if main != "input_ids" and main not in batch:
+            raise ValueError(
+                f"{operation}: a batch of calibration has {sorted(batch)}, needed dicts with {main!r} for "
+                f"{type(model).__name__}"
+            )
         for name in ("input_ids", "decoder_input_ids"):
             _check_ids(operation, batch.get(name), model)
         if isinstance(config, PretrainedConfig) and config.is_encoder_decoder:
@@ -51,6 +53,24 @@ def batches(calibration: Iterable[Any], model: nn.Module, operation: str) -> lis
     if not checked:
         raise ValueError(f"{operation}: calibration is empty, needed batches of token ids")
     return checked
+
+
+def check_model(operation: str, model: object) -> None:
+    """Refuse what is no model, such as its folder's name."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{operation}: model is a {type(model).__name__}, needed a loaded model")
+
+
+def tokens_seen(data: Sequence[Batch], least: int) -> list[str]:
+    """A remark on how many tokens errors were measured on, and whether that is less than a fit of this size needs."""
+    count = 0
+    for batch in data:
+        ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+        if not isinstance(ids, Tensor):
+            return []  # images, say
+        count += int(mask.sum()) if isinstance(mask, Tensor) and mask.shape == ids.shape else ids.numel()
+    few = f", fewer than the {least:,} numbers that are fitted on them: needed thousands" if count < least else ""
+    return [f"errors are those on the {count:,} calibration tokens{few}"]
 
 
 @torch.no_grad()
@@ -99,103 +119,3 @@ def _check_ids(operation: str, ids: object, model: nn.Module) -> None:
         raise ValueError(f"{operation}: token ids go from {least} to {most}, needed 0 to {count - 1}")
     if positions is not None and positions < ids.shape[-1]:
         raise ValueError(f"{operation}: rows have {ids.shape[-1]} tokens, needed at most the model's {positions}")
-
-
-def text_of(path: str | Path) -> str:
-    """A text file's text; of a JSON list or JSON lines of records their strings, records apart by a blank line.
-
-    Of records that are chats the turns' texts.
-
-    Raises:
-        ValueError: No such file, or one that holds no text.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"calibration: {path} is not a file, needed one of text, or of JSON records with texts")
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
-    if path.suffix in (".json", ".jsonl"):
-        lines = [text] if path.suffix == ".json" else [line for line in text.split("\n") if line.strip()]
-        try:
-            records = [json.loads(line) for line in lines]
-        except json.JSONDecodeError as error:
-            raise ValueError(f"calibration: {path} is no JSON: {error}") from None
-        while len(records) == 1 and isinstance(records[0], list):
-            records = records[0]
-        text = "\n\n".join("\n".join(_strings(record)) for record in records)
-    if not text.strip():
-        raise ValueError(f"calibration: {path} has no text, needed some")
-    return text
-
-
-def _strings(record: object) -> list[str]:
-    if isinstance(record, str):
-        return [record] if record else []
-    if isinstance(record, Mapping):
-        record = [value for name, value in record.items() if name not in _LABELS]
-    return [text for value in record for text in _strings(value)] if isinstance(record, list) else []
-
-
-def text_batches(
-    text: str, encode: Callable[[str], list[int]], *, tokens: int, context: int = 512, rows: int = 4, skip: int = 0
-) -> list[Tensor]:
-    """Batches of token ids, (rows, context), from running text.
-
-    Args:
-        text: Of which as much is encoded as is needed.
-        encode: A tokenizer's ``encode``, or any function from text to token ids.
-        tokens: How many to take.
-        context: Tokens in a row; whole rows only, or one shorter row where there is no more.
-        rows: In a batch.
-        skip: Tokens to leave out before, such as those that something was fitted on.
-
-    Raises:
-        ValueError: Fewer than two tokens, or sizes below 1.
-
-    >>> [b.shape for b in text_batches("abcdefghij", lambda t: [ord(c) for c in t], tokens=8, context=2, rows=3)]
-    [torch.Size([3, 2]), torch.Size([1, 2])]
-    """
-    if min(tokens, context, rows) < 1 or skip < 0:
-        raise ValueError(
-            f"calibration: tokens is {tokens}, context {context}, rows {rows}, skip {skip}, needed 1 or more"
-        )
-    encoded = encode(text[: 20 * (tokens + skip)])
-    if text and not encoded:
-        raise ValueError("calibration: the tokenizer makes no tokens of the text; needed the tokenizer of the model")
-    ids = torch.tensor(encoded[skip : skip + tokens])
-    if len(ids) < 2:
-        after = f" after the first {skip:,}" if skip else ""
-        raise ValueError(f"calibration: the text has {len(encoded):,} tokens, needed two or more{after}")
-    context = min(context, len(ids))
-    return list(ids[: len(ids) // context * context].view(-1, context).split(rows))
-
-
-def strided(batches: Iterable[Tensor], *, context: int, stride: int) -> list[dict[str, Tensor]]:
-    """Windows that overlap, for `perplexity`: every token counts once, all but the first with a context before it.
-
-    Args:
-        batches: As `text_batches` gives them: one text's rows in order.
-        context: Tokens in a window.
-        stride: From one window to the next; the tokens of a window that count, but for the first one's.
-
-    Raises:
-        ValueError: A stride below 1, or not below the context: a window's first token is predicted by none of its own.
-
-    >>> [w["labels"].tolist() for w in strided([torch.arange(6)[None]], context=4, stride=2)]
-    [[[0, 1, 2, 3]], [[-100, -100, 4, 5]]]
-    """
-    if not 1 <= stride < context:
-        raise ValueError(f"calibration: stride is {stride}, needed 1 to {context - 1}, below the context")
-    rows = [batch.reshape(-1) for batch in batches]
-    if not rows:
-        raise ValueError("calibration: there is no batch of tokens to make windows of, needed some")
-    ids = torch.cat(rows)
-    windows, done = [], 0
-    for begin in range(0, len(ids), stride):
-        row = ids[begin : begin + context]
-        if begin + len(row) <= done or len(row) < 2:
-            break
-        labels = row.clone()
-        labels[: max(0, done - begin)] = -100
-        windows.append({"input_ids": row[None], "labels": labels[None]})
-        done = begin + len(row)
-    return windows

@@ -90,7 +90,7 @@ def perplexity(model: nn.Module, batches: Batches) -> float:
     Args:
         model: A causal language model in evaluation mode.
         batches: Token ids (B, T), or dicts of ``input_ids`` and ``labels``, -100 where a token does not count, as
-            `kronecker.data.strided` makes them.
+            `strided` makes them.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1)).eval()
@@ -120,7 +120,13 @@ def compare(
         texts: Batches as for `perplexity`, or several texts' by name. Speed is over the first batch of the first.
         runs: Times that each is timed, after one that is not counted.
         new: Tokens to generate, or as many as the models have positions for.
+
+    Raises:
+        ValueError: A model that is no language model.
     """
+    for name, model in models.items():
+        if not getattr(model, "can_generate", lambda: False)():
+            raise ValueError(f"compare: {name} is a {type(model).__name__}, needed a language model that generates")
     positions = [positions_of(m) for m in models.values()]
     new = min([new, *(p - _PROMPT for p in positions if p)])
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}

@@ -214,8 +214,13 @@ def _local(folder: str | Path) -> Path:
     if Path(folder).exists() or "/" not in str(folder) or not is_hub_id(str(folder)):
         return Path(folder)
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
-    return Path(snapshot_download(str(folder)))
+    try:
+        return Path(snapshot_download(str(folder)))
+    except (LocalEntryNotFoundError, RepositoryNotFoundError) as error:
+        first = str(error).splitlines()[0]
+        raise ValueError(f"from_pretrained: {folder} is no folder here, nor found on the hub ({first})") from None
 
 
 def _empty(module: nn.Module, config: Config) -> nn.Module:

@@ -16,10 +16,16 @@ import torch
 def interleave(
     functions: Mapping[Any, Callable[[], object]], runs: int, device: str = "cpu"
 ) -> dict[Any, list[tuple[float, float]]]:
-    """CPU and wall seconds of each function, called in turn ``runs`` times, after one turn that is not counted."""
+    """CPU and wall seconds of each function, called in turn ``runs`` times, after one turn that is not counted.
+
+    Every turn begins with another one: what ran before leaves the caches and the allocator in its state.
+    """
     held: dict[Any, list[tuple[float, float]]] = {key: [] for key in functions}
+    keys = list(functions)
     for run in range(runs + 1):
-        for key, function in functions.items():
+        first = run % len(functions)
+        for key in (*keys[first:], *keys[:first]):
+            function = functions[key]
             if device == "cuda":
                 torch.cuda.synchronize()
             cpu, wall = time.process_time(), time.perf_counter()

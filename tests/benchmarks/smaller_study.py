@@ -37,8 +37,8 @@ from kronecker import (
     prune_,
 )
 from kronecker.config import Config
-from kronecker.data import text_batches
 from kronecker.surgery.finding import find_mlps
+from kronecker.text import text_batches
 from tests.benchmarks.results import KRONECKER_GUIDE, RESULTS, ROOT, commit, put, today
 from tests.support import real
 

@@ -20,7 +20,8 @@ from kronecker import (
     prune_,
 )
 from kronecker.__main__ import main
-from kronecker.data import positions_of, strided, text_batches, text_of
+from kronecker.data import positions_of
+from kronecker.text import strided, text_batches, text_of
 from tests.support.models import save, save_tokenizer, tiny
 
 WORDS = ["<unk>", *(f"w{i}" for i in range(95))]

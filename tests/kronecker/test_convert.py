@@ -542,7 +542,7 @@ def test_patterns_that_earlier_ones_hide_and_experts_converted_twice_are_said():
         convert_(tiny("gpt2"), {"*.mlp.*": config, "*.mlp.c_fc": config}, progress=False)
     model = tiny("mixtral")
     convert_(model, config, progress=False)
-    with pytest.raises(ValueError, match=r"experts is compressed already; revert_\(model\) first"):
+    with pytest.raises(ValueError, match=r"experts is compressed already; needed the original"):
         convert_(model, config, progress=False)
 
 

@@ -48,7 +48,8 @@ def load_lora(
 
     Raises:
         ValueError: A folder or id that does not exist, another method's adapter, a pickle, a truncated file, modules
-            that the model does not have, shapes that do not fit, numbers that are not finite, a name that is taken.
+            that the model does not have, tensors that the config does not name, shapes that do not fit, numbers that
+            are not finite or not floating, a name that is taken.
 
     >>> from peft import get_peft_model
     >>> model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), LoraConfig(target_modules=["0"]))
@@ -68,7 +69,7 @@ def load_lora(
     shapes = _shapes(operation, path)
     try:
         config = PeftConfig.from_pretrained(str(path))
-    except ValueError as error:  # what a JSON decoder raises, too
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # what a JSON decoder raises, too, or a list
         raise ValueError(f"{operation}: {path / 'adapter_config.json'} cannot be read: {error}") from error
     if not isinstance(config, LoraConfig):
         raise ValueError(f"{operation}: {path} holds an adapter of {config.peft_type}, needed LoRA")
@@ -116,6 +117,8 @@ def _shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(path / WEIGHTS, "pt") as file:
             for name in file.keys():  # noqa: SIM118, not a mapping
                 tensor = file.get_tensor(name)
+                if not tensor.is_floating_point():
+                    raise ValueError(f"{operation}: {name} in {path} is {tensor.dtype}, needed floating numbers")
                 if not torch.isfinite(tensor).all():
                     raise ValueError(f"{operation}: {name} in {path} has numbers that are not finite")
                 shapes[name] = tuple(tensor.shape)
@@ -139,13 +142,20 @@ def _compare(operation: str, path: Path, shapes: dict[str, tuple[int, ...]], bas
     expected = {name: tuple(p.shape) for name, p in base.named_parameters()}
     trial = copy.deepcopy(config)
     trial.init_lora_weights, trial.inference_mode = False, False
-    own = get_peft_model_state_dict(inject(base, trial, "default"), save_embedding_layers=False)
+    injected = inject(base, trial, "default")
+    own = get_peft_model_state_dict(injected, save_embedding_layers=False)
     needed = {name: tuple(t.shape) for name, t in own.items()}
-    expected = {PREFIX + name: shape for name, shape in expected.items()} | needed
+    parameters = injected.named_parameters(remove_duplicate=False)  # base layers that peft saves, too
+    adapted = {name: tuple(p.shape) for name, p in parameters}
+    expected = {PREFIX + name: shape for name, shape in expected.items()} | adapted | needed
     wrong = [f"{n} is {list(s)}, needed {list(expected[n])}" for n, s in shapes.items() if expected.get(n, s) != s]
     if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise ValueError(f"{of} does not fit: {wrong[0]}{more}")
+    left = sorted(set(shapes) - set(expected))
+    if left:
+        named = config.target_modules if isinstance(config.target_modules, str) else sorted(config.target_modules or ())
+        raise ValueError(f"{of} holds {left[0]} and {len(left) - 1} more that its config does not name ({named})")
     absent = sorted(set(needed) - set(shapes))
     if absent:
         raise ValueError(f"{of} lacks {absent[0]} and {len(absent) - 1} more of what its config names")

@@ -58,8 +58,10 @@ class Plan(Report):
         """Parameters, budget and time."""
         dense = sum(choices[0].seconds for choices in self.options.values())
         wanted = "" if self.budget is None else f" for a budget of {self.budget:,}"
+        error = (sum(c.error**2 for c in self.chosen.values()) / max(1, len(self.chosen))) ** 0.5
         return [
-            f"{self.parameters:,} parameters{wanted}; blocks take {self.seconds / max(dense, 1e-9):.0%} of the time"
+            f"{self.parameters:,} parameters{wanted}, error {error:.3f}; blocks take "
+            f"{self.seconds / max(dense, 1e-9):.0%} of the time"
         ]
 
     def table(self) -> Table:

@@ -31,7 +31,7 @@ def tied_modules(model: nn.Module) -> dict[str, list[str]]:
 def check_layer(operation: str, name: str, module: nn.Module) -> None:
     """Refuse a layer that cannot be converted."""
     if isinstance(module, COMPRESSED):
-        raise ValueError(f"{operation}: {name} is compressed already; revert_(model) first, or leave it out")
+        raise ValueError(f"{operation}: {name} is compressed already; needed the original model, loaded again")
     parameters = list(module.parameters())
     if any(p.is_meta for p in parameters):
         raise ValueError(f"{operation}: {name} is on the meta device, needed loaded weights")

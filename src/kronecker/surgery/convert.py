@@ -18,7 +18,7 @@ from model_components._report import Axes, Figure, Report, Table, bars
 
 from .._eager import scaled
 from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig
-from ..data import Batch, batches
+from ..data import Batch, batches, check_model, tokens_seen
 from ..fitting.cache import FitCache
 from ..fitting.fit import UNKNOWN, Fitted, Part, fit_
 from ..init import relative_error
@@ -67,7 +67,9 @@ class ConversionReport(Report):
 
     def remarks(self) -> list[str]:
         """What was left alone, and what was not as asked for."""
-        return [*self.notes, *(f"left alone, {why}: {n}" for why, n in Counter(self.skipped.values()).items())]
+        larger = [r.name for r in self.layers if r.after > r.before]
+        lines = [f"{len(larger)} layers are larger than they were: {larger[0]}, ..."] if larger else []
+        return [*self.notes, *lines, *(f"left alone, {why}: {n}" for why, n in Counter(self.skipped.values()).items())]
 
     def plot(self, ax: Axes | None = None) -> Figure:
         """Each layer's relative error as a bar (extra ``plot``), on ``ax`` or in a new figure.
@@ -130,6 +132,7 @@ def convert_(
     """
     if torch.is_inference_mode_enabled():
         raise ValueError("convert_: torch.inference_mode is on, needed a place where weights can be made that train")
+    check_model("convert_", model)
     data = None if calibration is None else batches(calibration, model, "convert_")
     configs = resolve(model, config, filter_fn, None if data is None else data[0])
     modules = {name: model.get_submodule(name) for name in configs}
@@ -171,7 +174,9 @@ def convert_(
                 with tqdm(total=len(parts), desc="fitting", unit="part", disable=not progress) as bar:
                     done = fit_(model, parts, data, operation="convert_", cache=fits, progress=bar, placed=fade)
                 errors |= {n: done[p.name].error ** 0.5 for p in parts for n in p.configs}
-                notes = [f"{n}: {UNKNOWN}" for n, fit in done.items() if "unknown" in fit.notes]
+                widest = max((dense(m).shape[1] for n, m in modules.items() if n in fitted and is_linear(m)), default=0)
+                notes = tokens_seen(data, widest)
+                notes += [f"{n}: {UNKNOWN}" for n, fit in done.items() if "unknown" in fit.notes]
             for name in (n for n in configs if n not in fitted):  # after the walk, which begins with the original
                 errors[name] = _convert_alone(model, name, configs[name], tied)
                 if fade_in and isinstance(layer := model.get_submodule(name), SmallerLinear) and name not in tied:

@@ -132,8 +132,10 @@ def resolve(
 
 
 def _no_match(pattern: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(pattern.replace("*", ""), list(names), n=3, cutoff=0.3)
-    return f"{pattern!r} fits no layer that can be converted; near it: {', '.join(near) or 'nothing'}"
+    names = list(names)
+    near = difflib.get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.3)
+    told = f"near it: {', '.join(near)}" if near else f"there are {', '.join(names[:4])}, ..."
+    return f"{pattern!r} fits no layer that can be converted; {told}"
 
 
 def blocks_of(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Module, list[str]]]:

@@ -128,15 +128,19 @@ def _equal_halves(model: nn.Module, batch: Mapping[str, Any] | None) -> dict[str
     device = next(model.parameters()).device
     simple = _simple_arguments(model, device) if isinstance(model, PreTrainedModel) else {}
     from_batch = {} if batch is None else {k: _doubled(v, device) for k, v in batch.items()}
+    why = ""
     for arguments in (simple, from_batch):
         if arguments:
             try:
                 model(**arguments)
-            except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
+            except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
+                why = f" ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
                 continue
             return arguments
-    needed = "a first batch of calibration that it can be run on, or a map from names of layers to configs"
-    raise ValueError(f"kronecker: {type(model).__name__} could not be run to find its MLPs; needed {needed}")
+    needed = (
+        "a first batch of calibration that it can be run on (convert_ also takes a map from names of layers to configs)"
+    )
+    raise ValueError(f"kronecker: {type(model).__name__} could not be run to find its MLPs{why}; needed {needed}")
 
 
 def _simple_arguments(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:

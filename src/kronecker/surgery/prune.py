@@ -16,7 +16,7 @@ from model_components._modes import evaluating
 from model_components._report import Axes, Figure, Report, Table, bars
 
 from ..config import PruneConfig
-from ..data import Batch, batches
+from ..data import Batch, batches, check_model, tokens_seen
 from ..fitting.block import blocks_with
 from ..fitting.cache import FitCache
 from ..fitting.fit import UNKNOWN, Fitted, Part, fit_
@@ -114,6 +114,7 @@ def prune_(
     config = config or PruneConfig()
     if not isinstance(config, PruneConfig):
         raise ValueError(f"prune_: config is a {type(config).__name__}, needed a PruneConfig; convert_ takes it")
+    check_model("prune_", model)
     _refuse(model)
     walk = _Walk(model, config, batches(calibration, model, "prune_"), cache, progress)
     prune = {"neuron": _drop_neurons, "head": _drop_heads, "block": _drop_blocks}[config.granularity]
@@ -138,7 +139,9 @@ class _Walk:
         cache = FitCache(self.cache, self.model, [asdict(self.config), settings], self.data, "prune_")
         with evaluating(self.model), tqdm(total=len(parts), desc="pruning", disable=not self.progress) as bar:
             done = fit_(self.model, parts, self.data, operation="prune_", cache=cache, progress=bar, dropped=dropped)
-        self.notes = tuple(f"{n}: {UNKNOWN}" for n, fitted in done.items() if "unknown" in fitted.notes)
+        unknown = [f"{n}: {UNKNOWN}" for n, fitted in done.items() if "unknown" in fitted.notes]
+        fits = [] if self.config.refit == "none" else tokens_seen(self.data, max((p.neurons for p in parts), default=0))
+        self.notes = (*fits, *unknown)
         return done
 
     def refits(self, parts: Sequence[PrunablePart]) -> list[Part]:
@@ -153,7 +156,9 @@ Outcome = tuple[list[PrunedLayer], list[str]]  # a row for each layer, and remar
 
 def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     """Drop hidden neurons of every MLP."""
-    model, keep = walk.model, neurons_to_keep(walk.model, parts, walk.config)
+    model, keep, first = walk.model, neurons_to_keep(walk.model, parts, walk.config), parts[0]
+    if all(keep[p.name] == p.count for p in parts):
+        _refuse_nothing(walk.config, first.count, f"neurons of {first.name}")
     changes: Changes = []
     if isinstance(model, PreTrainedModel):
         shapes = parameter_shapes(model) | {n: s for p in parts for n, s in p.shapes(keep[p.name]).items()}
@@ -164,7 +169,6 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
         done = walk.fit(fitting, keep)
     set_attributes_(changes)
     sizes = {p.name: p.count for p in parts}
-    first = parts[0]
     remarks = _rounded(walk.config, first.count, keep[first.name], f"neurons of {first.name}", near=1.0)
     return [PrunedLayer(n, sizes[n], keep[n], fitted.error**0.5) for n, fitted in done.items()], remarks
 
@@ -178,6 +182,8 @@ def _drop_heads(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
             f"needed such to drop heads"
         )
     groups, keep = attentions[0].groups, groups_to_keep(model, attentions, walk.config)
+    if keep == groups:
+        _refuse_nothing(walk.config, groups, "groups of heads")
     new_config = config_with_heads(model, attentions, keep)
     check_own("prune_", model, {n for a in attentions for n in (*a.ups, a.down)})
     heads = [Part(a.down, dict.fromkeys((*a.ups, a.down), walk.config), None, keep, a) for a in attentions]
@@ -196,6 +202,8 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     model, names = walk.model, [p.name for p in parts]
     stack = Stack.of(model, names)
     keep = blocks_to_keep(model, stack, walk.config)
+    if keep == stack.count:
+        _refuse_nothing(walk.config, keep, "blocks")
     with evaluating(model):
         gone = least_influential(block_influences(blocks_with(model, [], names, walk.data)), keep)
     stay = [i for i in range(stack.count) if i not in gone]
@@ -212,6 +220,13 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     counts = {p.name: p.count for p in left}
     rows += [PrunedLayer(n, counts[n], counts[n], fitted.error**0.5) for n, fitted in done.items()]
     return rows, _rounded(walk.config, stack.count, keep, "blocks")
+
+
+def _refuse_nothing(config: PruneConfig, count: int, what: str) -> None:
+    """Where all stays after rounding, and that was not asked for."""
+    if config.budget is None and config.share < 1:
+        sizes = f" or multiple_of below {config.multiple_of}" if config.multiple_of > 1 else ""
+        raise ValueError(f"prune_: all {count} {what} would stay of {config.share:.1%}; needed a smaller keep{sizes}")
 
 
 def _rounded(config: PruneConfig, count: int, keep: int, what: str, *, near: float = 1e-9) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners import lora
 from safetensors.torch import load_file, save_file
 
 from heads.lora import (
@@ -219,6 +220,48 @@ def test_merging_refuses_a_folder_with_something_in_it_and_leaves_nothing_when_i
     assert [p.name for p in tmp_path.iterdir()] == ["full"]
 
 
+def replicated():
+    model = tiny("llama")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    config = LoraConfig(target_modules=["q_proj"], layer_replication=[[0, 2], [1, 2]])
+    return spoken(get_peft_model(model, config))
+
+
+def sharing():
+    model = tiny("llama")
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    return spoken(get_peft_model(model, LoraConfig(target_modules=["q_proj"])))
+
+
+@pytest.mark.parametrize("make", [replicated, sharing])
+def test_what_layers_share_without_a_declared_tie_is_written_for_each(make, tmp_path):
+    model = make().eval()
+    with torch.no_grad():
+        expected = model(input_ids=IDS)[0]
+        merge_lora(model, tmp_path / "out", max_lost=None, progress=False)
+        merged, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+        torch.testing.assert_close(merged.eval()(input_ids=IDS)[0], expected)
+    assert not any(told.values()), told
+
+
+def test_numbers_that_the_dtype_cannot_hold_and_other_tuners_beneath_are_refused(tmp_path):
+    model = spoken(get_peft_model(tiny("llama"), LoraConfig(target_modules=["q_proj"])))
+    layer = next(m for m in model.modules() if isinstance(m, lora.Linear))
+    layer.base_layer.weight.data.fill_(1e5)
+    with pytest.raises(ValueError, match="numbers that are not finite in"):
+        merge_lora(model, tmp_path / "out", dtype="float16", max_lost=None)
+    layer.base_layer.weight.data = layer.base_layer.weight.data.to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"is quantised \(torch.float8_e4m3fn\)"):
+        merge_lora(model, tmp_path / "out", max_lost=None)
+    inner = get_peft_model(tiny("llama"), peft.LoHaConfig(target_modules=["q_proj"]))
+    outer = get_peft_model(inner.base_model.model, LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="stands on another adapter, a Linear"):
+        merge_lora(outer, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 SPLIT = {"target_modules": ["c_attn", "c_proj", "c_fc"], "r": 4, "lora_alpha": 8}
 
 
@@ -422,6 +465,15 @@ def test_bad_checkpoints_are_refused_before_the_model_is_touched(tmp_path):
             r"q_proj.lora_A.weight is \[2, 16\], needed \[4, 16\]",
         ),
         "lacking": (lambda t: t.pop(KEY), f"lacks {KEY} and 0 more"),
+        "left over": (
+            lambda t: t.update({f"{KEY.replace('q_proj', 'rotary')}": t[KEY].clone()}),
+            "is of another base model",
+        ),
+        "not named": (
+            lambda t: t.update({KEY.replace("layers.1.self_attn.q_proj", "embed_tokens"): t[KEY].clone()}),
+            "holds base_model.model.model.embed_tokens.lora_A.weight and 0 more that its config does not name",
+        ),
+        "whole numbers": (lambda t: t.update({KEY: t[KEY].to(torch.int8)}), "is torch.int8, needed floating numbers"),
     }
     for name, (change, message) in cases.items():
         stock(config_of("llama")[1], "llama").save_pretrained(tmp_path / name)
@@ -450,8 +502,9 @@ def test_bad_checkpoints_are_refused_before_the_model_is_touched(tmp_path):
             load_lora(model, tmp_path / "other", adapter_name="third")
         assert list(model.state_dict()) == names
         assert model.peft_config.keys() == {"default", "second"}
-    (good / "adapter_config.json").write_text("{")
-    refused("adapter_config.json cannot be read", good)
+    for text in ("{", "[1]", '{"r": 4}'):
+        (good / "adapter_config.json").write_text(text)
+        refused("adapter_config.json cannot be read|holds an adapter of", good)
 
 
 def test_split_adapters_are_refused_by_a_model_that_is_not_split(tmp_path):

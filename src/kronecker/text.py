@@ -1,0 +1,118 @@
+"""Batches of token ids from text files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_LABELS = ("role", "from", "type")  # of a chat's turns and their parts: no text
+
+
+def text_of(path: str | Path) -> str:
+    """A text file's text; of a JSON list or JSON lines of records their strings, records apart by a blank line.
+
+    Of records that are chats the turns' texts.
+
+    Raises:
+        ValueError: No such file, or one that holds no text.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"text_of: {path} is not a file, needed one of text, or of JSON records with texts")
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    if path.suffix in (".json", ".jsonl"):
+        lines = [text] if path.suffix == ".json" else [line for line in text.split("\n") if line.strip()]
+        try:
+            records = [json.loads(line) for line in lines]
+        except json.JSONDecodeError as error:
+            raise ValueError(f"text_of: {path} is no JSON: {error}") from None
+        while len(records) == 1 and isinstance(records[0], list):
+            records = records[0]
+        text = "\n\n".join("\n".join(_strings(record)) for record in records)
+    if not text.strip():
+        raise ValueError(f"text_of: {path} has no text, needed some")
+    return text
+
+
+def _strings(record: object) -> list[str]:
+    if isinstance(record, str):
+        return [record] if record else []
+    if isinstance(record, Mapping):
+        record = [value for name, value in record.items() if name not in _LABELS]
+    return [text for value in record for text in _strings(value)] if isinstance(record, list) else []
+
+
+def text_batches(
+    text: str, encode: Callable[[str], list[int]], *, tokens: int, context: int = 512, rows: int = 4, skip: int = 0
+) -> list[Tensor]:
+    """Batches of token ids, (rows, context), from running text.
+
+    Args:
+        text: Of which as much is encoded as is needed.
+        encode: A tokenizer's ``encode``, or any function from text to token ids.
+        tokens: How many to take.
+        context: Tokens in a row; whole rows only, or one shorter row where there is no more.
+        rows: In a batch.
+        skip: Tokens to leave out before, such as those that something was fitted on.
+
+    Raises:
+        ValueError: Fewer than two tokens, or sizes below 1.
+
+    >>> [b.shape for b in text_batches("abcdefghij", lambda t: [ord(c) for c in t], tokens=8, context=2, rows=3)]
+    [torch.Size([3, 2]), torch.Size([1, 2])]
+    """
+    if len(text) < 200 and "\n" not in text and Path(text).is_file():
+        raise ValueError(f"text_batches: text is the name of a file, {text!r}; needed its text: text_of({text!r})")
+    if min(tokens, context, rows) < 1 or skip < 0:
+        raise ValueError(
+            f"text_batches: tokens is {tokens}, context {context}, rows {rows}, skip {skip}, needed 1 or more"
+        )
+    encoded = encode(text[: 20 * (tokens + skip)])
+    if not isinstance(encoded, list):
+        raise ValueError(
+            f"text_batches: encode made a {type(encoded).__name__}, needed a list of token ids: tokenizer.encode"
+        )
+    if text and not encoded:
+        raise ValueError("text_batches: the tokenizer makes no tokens of the text; needed the tokenizer of the model")
+    ids = torch.tensor(encoded[skip : skip + tokens])
+    if len(ids) < 2:
+        after = f" after the first {skip:,}" if skip else ""
+        raise ValueError(f"text_batches: the text has {len(encoded):,} tokens, needed two or more{after}")
+    context = min(context, len(ids))
+    return list(ids[: len(ids) // context * context].view(-1, context).split(rows))
+
+
+def strided(batches: Iterable[Tensor], *, context: int, stride: int) -> list[dict[str, Tensor]]:
+    """Windows that overlap, for `perplexity`: every token counts once, all but the first with a context before it.
+
+    Args:
+        batches: As `text_batches` gives them: one text's rows in order.
+        context: Tokens in a window.
+        stride: From one window to the next; the tokens of a window that count, but for the first one's.
+
+    Raises:
+        ValueError: A stride below 1, or not below the context: a window's first token is predicted by none of its own.
+
+    >>> [w["labels"].tolist() for w in strided([torch.arange(6)[None]], context=4, stride=2)]
+    [[[0, 1, 2, 3]], [[-100, -100, 4, 5]]]
+    """
+    if not 1 <= stride < context:
+        raise ValueError(f"strided: stride is {stride}, needed 1 to {context - 1}, below the context of {context}")
+    rows = [batch.reshape(-1) for batch in batches]
+    if not rows:
+        raise ValueError("strided: there is no batch of tokens to make windows of, needed some")
+    ids = torch.cat(rows)
+    windows, done = [], 0
+    for begin in range(0, len(ids), stride):
+        row = ids[begin : begin + context]
+        if begin + len(row) <= done or len(row) < 2:
+            break
+        labels = row.clone()
+        labels[: max(0, done - begin)] = -100
+        windows.append({"input_ids": row[None], "labels": labels[None]})
+        done = begin + len(row)
+    return windows

@@ -1,0 +1,59 @@
+"""Texts as users have them: what is taken, and what is refused with a word on what was meant."""
+
+import pytest
+import torch
+
+from kronecker import PruneConfig, convert_, plan, prune_, text_batches
+from kronecker.data import tokens_seen
+from tests.support.models import tiny
+
+
+def test_a_name_of_a_file_is_not_its_text(tmp_path):
+    (tmp_path / "text.txt").write_text("words")
+    with pytest.raises(ValueError, match="text is the name of a file"):
+        text_batches(str(tmp_path / "text.txt"), lambda t: [1] * len(t), tokens=8)
+
+
+@pytest.mark.parametrize("encode", [lambda t: {"input_ids": [1, 2]}, lambda t: torch.ones(4)])
+def test_a_tokenizer_itself_is_not_its_encode(encode):
+    with pytest.raises(ValueError, match="needed a list of token ids"):
+        text_batches("some words", encode, tokens=8)
+
+
+@pytest.mark.parametrize("call", [prune_, convert_, plan])
+def test_a_folder_is_not_a_model(call):
+    given = {"config": PruneConfig()} if call is not plan else {"keep": 0.5}
+    with pytest.raises(ValueError, match="model is a str, needed a loaded model"):
+        call("models/llama", **given, calibration=[torch.ones(1, 4, dtype=torch.long)])
+
+
+def test_a_vision_model_says_what_it_reads():
+    from transformers import ViTConfig, ViTModel
+
+    sizes = {"image_size": 8, "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = ViTModel(ViTConfig(**sizes, intermediate_size=16))
+    with pytest.raises(ValueError, match=r"has \['input_ids'\], needed dicts with 'pixel_values' for ViTModel"):
+        prune_(model, PruneConfig(), calibration=[torch.ones(1, 4, dtype=torch.long)])
+
+
+@pytest.mark.parametrize("change", [prune_, convert_])
+def test_reports_say_on_how_many_tokens_errors_are_measured_and_whether_that_is_few(change):
+    for tokens, few in ((8, True), (200, False)):
+        ids = torch.randint(0, 96, (1, tokens), generator=torch.Generator().manual_seed(0))
+        report = change(
+            tiny("llama"), PruneConfig(keep=0.5), calibration=[ids[:, :64]] * (tokens // 64 or 1), progress=False
+        )
+        count = min(tokens, 64) * (tokens // 64 or 1)
+        assert f"errors are those on the {count} calibration tokens" in str(report)
+        assert ("needed thousands" in str(report)) == few
+    mask = torch.tensor([[1, 1, 0]])
+    assert "the 2 calibration" in tokens_seen([{"input_ids": mask, "attention_mask": mask}], 1)[0]
+    assert tokens_seen([{"pixel_values": mask}], 1) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"), [({"granularity": "block", "keep": 0.9}, "blocks"), ({"multiple_of": 512}, "neurons")]
+)
+def test_what_would_leave_all_as_it_is_is_refused(fields, what):
+    with pytest.raises(ValueError, match=rf"prune_: all \d+ {what} .*would stay"):
+        prune_(tiny("llama"), PruneConfig(**fields), calibration=[torch.ones(1, 8, dtype=torch.long)], progress=False)

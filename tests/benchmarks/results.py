@@ -94,7 +94,7 @@ def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
     if len(values) == 1:
         return values[0], values[0], values[0]
     cuts = statistics.quantiles(values, n=10, method="inclusive")
-    return round(cuts[1], 4), round(statistics.median(values), 4), round(cuts[7], 4)
+    return round(cuts[1], 6), round(statistics.median(values), 6), round(cuts[7], 6)
 
 
 def today() -> str:
@@ -181,9 +181,10 @@ TABLES = {
         "greedy, with a cache. The sequential start is one run.",
     ),
     "lora_step": Table(
-        "One training step of GPT-2 medium with LoRA", ("peft", ""), "cpu",
-        "CPU seconds, one thread; in turn in one process: forward, loss, backward, AdamW. `ratio` is against peft with "
-        "adapters in the model's dtype. Peaks are what a step adds to the resident model, in processes of their own.",
+        "Whole models with LoRA", ("peft", ""), "cpu",
+        "CPU seconds, one thread; in turn in one process; a step is forward, loss, backward, AdamW. `ratio` is against "
+        "peft with adapters in the model's dtype. Peaks are what a step adds to the resident model, in processes of "
+        "their own.",
     ),
     "thinker": Table(
         "thinker", ("nn.TransformerDecoderLayer", ""), "cpu",

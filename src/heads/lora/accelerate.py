@@ -13,7 +13,7 @@ from torch import nn
 from model_components._report import Report, Table
 
 from .functional import IMPLS
-from .linear import KINDS, LeanForward, lean, route
+from .linear import LeanForward, can_be_lean, lean, route
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def accelerate_lora_(model: nn.Module, *, impl: str = "auto") -> AccelerationRep
     for name, layer in layers.items():
         kind = type(layer)
         if not issubclass(kind, LeanForward):
-            if kind.__name__ not in KINDS:
+            if not can_be_lean(kind):
                 skipped[name] = f"lora.{kind.__name__}"
                 continue
             layer.__class__ = lean(kind)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from . import narrow, reference
 
-_FEW = 8  # tokens of half precision that are cheaper to cast than float32 factors are
+_SMALL = 1 << 20  # multiplications up to which float32 products are cheaper than casting float32 factors
+_FEW = 1 << 15  # outputs up to which half precision adds a product faster than it accumulates one
 
 Spans = tuple[tuple[int, int], ...]
 """Ranges of tokens."""
@@ -91,10 +92,12 @@ def _added(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float, in_place:
     """One update. Factors of another dtype than y are cast, or few tokens are."""
     dtype = y.dtype
     if a.dtype != dtype and not autocast:
-        if x.shape[0] < _FEW:
+        if x.shape[0] * (a.numel() + b.numel()) <= _SMALL:
             return torch.addmm(y.to(a.dtype), F.linear(x.to(a.dtype), a), b.T, alpha=scaling).to(dtype)
         a, b = a.to(dtype), b.to(dtype)
     h = F.linear(x if autocast else x.to(dtype), a)
+    if in_place and dtype.itemsize == 2 and y.numel() <= _FEW:
+        return y.add_(F.linear(h, b), alpha=scaling)
     return y.addmm_(h, b.T, alpha=scaling) if in_place else torch.addmm(y, h, b.T, alpha=scaling).to(dtype)
 
 

@@ -52,9 +52,18 @@ class LeanForward:
             return super().forward(x, *args, **kwargs)  # pyrefly: ignore
         return compute(found, x, self.impl)
 
+    def _get_name(self) -> str:
+        """In a printed model: peft's name, with a mark."""
+        return f"{lean(type(self)).__name__} accelerated"
+
 
 class LoraLinear(LeanForward, lora.Linear):
     """peft's `lora.Linear` whose forward is `lora_linear`. `accelerate_lora_` makes them of a model's own layers."""
+
+
+def can_be_lean(kind: type) -> bool:
+    """Whether a class is one of peft's whose forward ours can stand for; a user's own of the same name is not."""
+    return kind.__name__ in KINDS and kind.__module__.startswith("peft.tuners.lora")
 
 
 @cache

@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners import lora
 from torch import nn
 
+import heads.lora.autograd
 import heads.lora.linear
 from heads.lora import LoraLinear, accelerate_lora_, restore_lora_
 from tests.support.equivalence import judge
@@ -405,7 +406,7 @@ def test_an_adapter_added_later_that_is_not_supported_goes_through_pefts_forward
     assert_same(run(model), found)
 
 
-def test_float32_adapters_under_bfloat16_lose_little():
+def test_float32_adapters_under_bfloat16_lose_little(monkeypatch):
     """What casting the factors costs, by the mean relative error of all gradients, against both of peft's ways."""
 
     def gradients(model, ids):
@@ -413,6 +414,7 @@ def test_float32_adapters_under_bfloat16_lose_little():
         model(input_ids=ids)[0].double().square().mean().backward()
         return {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
 
+    monkeypatch.setattr(heads.lora.autograd, "_SMALL", 0)  # so few tokens would not be cast
     errors = dict.fromkeys(("ours", "peft", "peft, bfloat16 adapters"), 0.0)
     for seed, way in itertools.product(range(4), errors):
         generator = torch.Generator().manual_seed(seed)
@@ -436,6 +438,22 @@ def test_float32_adapters_under_bfloat16_lose_little():
 def test_options_that_are_none_are_refused(options):
     with pytest.raises(ValueError, match="accelerate_lora_: "):
         accelerate_lora_(peft_model("llama"), **options)
+
+
+def test_a_users_own_layer_keeps_its_forward_and_a_printed_model_shows_ours():
+    class Linear(lora.Linear):
+        def forward(self, x, *args, **kwargs):
+            return super().forward(x, *args, **kwargs) * 2
+
+    config = LoraConfig(target_modules=["0"])
+    config._register_custom_module({nn.Linear: Linear})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), config)
+    assert list(accelerate_lora_(model).skipped.values()) == ["lora.Linear"]
+    model = peft_model("llama")
+    accelerate_lora_(model)
+    assert "lora.Linear accelerated(" in str(model)
 
 
 def test_a_model_without_adapters_is_refused():

@@ -92,7 +92,7 @@ def _added(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float, in_place:
     """One update. Factors of another dtype than y are cast, or few tokens are."""
     dtype = y.dtype
     if a.dtype != dtype and not autocast:
-        if x.shape[0] * (a.numel() + b.numel()) <= _SMALL:
+        if a.dtype.itemsize > dtype.itemsize and x.shape[0] * (a.numel() + b.numel()) <= _SMALL:
             return torch.addmm(y.to(a.dtype), F.linear(x.to(a.dtype), a), b.T, alpha=scaling).to(dtype)
         a, b = a.to(dtype), b.to(dtype)
     h = F.linear(x if autocast else x.to(dtype), a)
@@ -200,13 +200,29 @@ def _differentiable(
         if p:
             assert seeds is not None
             masks[k] = (reference.keep_mask(seeds[k], x.shape[0], x.shape[1], p) / (1 - p)).to(x.dtype)
-    inputs = [x, *tensors]
-    wanted = [t for t, need in zip(inputs, (needs[0], *needs[3:]), strict=True) if need and t is not None]
+    need_x, _, _, need_weight, need_bias, *_ = needs
     t = _Tensors.of(x.dtype, tensors)
-    y = add_adapters(linear(x, t.weight, t.bias, plan.transposed), x, t.factors, plan.adapters, masks=masks)
-    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
-    dx, *rest = [next(found) if need else None for need in (needs[0], *needs[3:])]
-    return dx, None, None, *rest
+    found: list[Tensor | None] = [None] * len(tensors)
+    dx = grad @ (t.weight.T if plan.transposed else t.weight) if need_x else None
+    if need_weight:
+        found[0] = x.T @ grad if plan.transposed else grad.T @ x
+    if need_bias:
+        found[1] = grad.sum(0)
+    for k, one in enumerate(plan.adapters):
+        a, b = t.factors[2 * k], t.factors[2 * k + 1]
+        for start, stop in one.spans or ((0, x.shape[0]),):
+            rows = slice(start, stop)
+            mask = masks[k]
+            keep = torch.ones_like(x[rows]) if mask is None else mask[rows]
+            seen, g = x[rows] * keep, one.scaling * (grad[rows] @ b)
+            da, db = g.T @ seen, one.scaling * grad[rows].T @ (seen @ a.T)
+            for place, part in enumerate((da, db), 2 + 2 * k):
+                before = found[place]
+                found[place] = part if before is None else before + part
+            if dx is not None:
+                dx = dx + F.pad((g @ a) * keep, (0, 0, start, x.shape[0] - stop))
+    cast = [None if f is None or t is None else f.to(t.dtype) for f, t in zip(found, tensors, strict=True)]
+    return dx, None, None, *cast
 
 
 def run(

@@ -111,13 +111,13 @@ def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
                 return f"a factor is a {type(part).__name__}"
             if _is_touched(part):
                 return "a factor has hooks, or a forward that was replaced"
-            weight = part._parameters["weight"]
+            weight = part._parameters.get("weight")
             if not _is_plain(weight):
                 return "a factor's weight is sharded" if _is_sharded(weight) else f"a factor is a {type(weight)}"
             factors.append(weight)
         p = drop.p if drop.training and type(drop) is nn.Dropout else 0.0
         adapters.append(Adapter(layer.scaling[name], p, None if spans is None else spans[name]))
-    weight = base._parameters["weight"] if type(base) in STOCK and not _is_touched(base) else None
+    weight = base._parameters.get("weight") if type(base) in STOCK and not _is_touched(base) else None
     return Route(base, weight if _is_plain(weight) else None, factors, adapters)
 
 
@@ -145,7 +145,7 @@ def compute(found: Route, x: Tensor, impl: str) -> Tensor:
     if weight is None or (weight.dtype != x.dtype and autocast_dtype(x) is None):  # which raises as a stock layer does
         y = base(x)
         return add_adapters(y.reshape(-1, y.shape[-1]), flat, factors, adapters).view(y.shape)
-    transposed, bias = type(base) is Conv1D, base._parameters["bias"]
+    transposed, bias = type(base) is Conv1D, base._parameters.get("bias")
     watched = transforming()
     if not watched and (impl == "fused" or (flat.shape[0] > _FEW and any(one.dropout_p for one in adapters))):
         y = run(flat, weight, bias, factors, adapters, transposed=transposed, impl=impl)

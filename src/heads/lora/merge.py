@@ -205,6 +205,7 @@ def _state(
     """All that the checkpoint will hold, under the base model's own names."""
     wrappers = {n: m for n, m in base.named_modules() if isinstance(m, ModulesToSaveWrapper)}
     found: dict[str, Tensor] = {}
+    cast: dict[tuple, Tensor] = {}
     for key, tensor in base.state_dict(keep_vars=True).items():
         name, _, last = key.rpartition(".")
         place, held = key, tensor.detach()
@@ -222,7 +223,9 @@ def _state(
             place = f"{wrapper}.{rest.removeprefix(inside)}"
         elif ".lora_" in key:
             continue
-        found[place] = held.to(dtype) if dtype is not None and held.is_floating_point() else held
+        if dtype is not None and held.is_floating_point():
+            held = cast.setdefault((held.data_ptr(), held.shape), held.to(dtype))  # what was one tensor stays one
+        found[place] = held
     for name, module in base.named_modules():
         if isinstance(module, SplitQKV):
             for last, dim in (("weight", 1), ("bias", 0)):
@@ -249,8 +252,8 @@ def _stock(base: PreTrainedModel, state: dict[str, Tensor]) -> PreTrainedModel:
     parts: list[Any] = [base.get_input_embeddings(), base.get_output_embeddings()]
     places = [next((n for n, m in base.named_modules() if m is part), None) for part in parts]
     ends = [state[f"{place}.weight"].data_ptr() for place in places if f"{place}.weight" in state]
-    if getattr(config, "tie_word_embeddings", False) and len(ends) == 2:
-        config.tie_word_embeddings = ends[0] == ends[1]
+    if getattr(config, "tie_word_embeddings", False) and None not in places:
+        config.tie_word_embeddings = len(ends) == 2 and ends[0] == ends[1]  # a head that was saved whole has its own
     with no_init_weights(), torch.device("meta"):
         stock = type(base)._from_config(config)
     seen: set[int] = set()

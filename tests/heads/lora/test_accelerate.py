@@ -440,6 +440,19 @@ def test_options_that_are_none_are_refused(options):
         accelerate_lora_(peft_model("llama"), **options)
 
 
+@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16])
+def test_adapters_of_a_lower_dtype_do_not_round_the_layers_own_output(lower):
+    model = get_peft_model(nn.Sequential(nn.Linear(16, 16)), LoraConfig(target_modules=["0"], r=2))
+    x = torch.randn(4, 16)
+    with torch.no_grad():
+        expected = model(x)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.to(lower)
+        accelerate_lora_(model)
+        assert torch.equal(model(x), expected)
+
+
 def test_a_users_own_layer_keeps_its_forward_and_a_printed_model_shows_ours():
     class Linear(lora.Linear):
         def forward(self, x, *args, **kwargs):

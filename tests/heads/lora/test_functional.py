@@ -81,6 +81,19 @@ def test_finite_differences():
             )
 
 
+def test_a_layer_that_is_used_twice_has_the_right_gradients_in_a_graph_of_them():
+    """What is saved has a history: paths through it count once."""
+    given = {k: v.double().requires_grad_() for k, v in inputs_of((4, 5, 5, 2), True, False).items() if k != "x"}
+    x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+
+    def gradients(create_graph):
+        y = lora_linear(torch.tanh(lora_linear(x, **given, scaling=0.7)), **given, scaling=0.7)
+        return torch.autograd.grad(y.square().sum(), [x, *given.values()], create_graph=create_graph)
+
+    for found, expected in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_the_mask_is_the_same_everywhere_and_drops_the_share_that_it_should():
     for seed in (SEED, torch.tensor(0), torch.tensor(2**62)):
         for p in (0.05, 0.5, 0.9):

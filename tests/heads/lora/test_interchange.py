@@ -246,6 +246,27 @@ def test_what_layers_share_without_a_declared_tie_is_written_for_each(make, tmp_
     assert not any(told.values()), told
 
 
+@pytest.mark.parametrize("kind", ["llama-tied", "bert"])
+def test_ties_stay_in_another_dtype_and_a_head_that_was_trained_whole_is_its_own(kind, tmp_path):
+    targets = ["q_proj"] if kind != "bert" else ["query"]
+    if kind == "bert":
+        config = transformers.BertConfig(
+            vocab_size=96, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+        )
+        base, cls, head = transformers.BertForMaskedLM(config), transformers.BertForMaskedLM, ["cls"]
+    else:
+        base, cls, head = tiny(kind), transformers.AutoModelForCausalLM, None
+    model = get_peft_model(base, LoraConfig(target_modules=targets, modules_to_save=head)).eval()
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name:
+            parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    merge_lora(model, tmp_path / "out", dtype="float64", max_lost=None, progress=False)
+    merged = cls.from_pretrained(tmp_path / "out", dtype=torch.float64).eval()
+    assert merged.config.tie_word_embeddings == (kind != "bert")
+    with torch.no_grad():
+        torch.testing.assert_close(merged(IDS).logits, model.double()(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
 def test_numbers_that_the_dtype_cannot_hold_and_other_tuners_beneath_are_refused(tmp_path):
     model = spoken(get_peft_model(tiny("llama"), LoraConfig(target_modules=["q_proj"])))
     layer = next(m for m in model.modules() if isinstance(m, lora.Linear))

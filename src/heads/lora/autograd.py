@@ -90,15 +90,18 @@ def add_adapters(
 
 def _added(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float, in_place: bool, autocast: bool) -> Tensor:
     """One update. Factors of another dtype than y are cast, or few tokens are."""
-    dtype = y.dtype
-    if a.dtype != dtype and not autocast:
-        if a.dtype.itemsize > dtype.itemsize and x.shape[0] * (a.numel() + b.numel()) <= _SMALL:
+    dtype, dynamic = y.dtype, torch.compiler.is_compiling()  # then no way may depend on how many tokens there are
+    if autocast:  # which would round y, too, in one product with it
+        return (y + F.linear(F.linear(x, a), b) * scaling).to(dtype)
+    if a.dtype != dtype:
+        small = not dynamic and x.shape[0] * (a.numel() + b.numel()) <= _SMALL
+        if small and a.dtype.itemsize > dtype.itemsize:
             return torch.addmm(y.to(a.dtype), F.linear(x.to(a.dtype), a), b.T, alpha=scaling).to(dtype)
         a, b = a.to(dtype), b.to(dtype)
-    h = F.linear(x if autocast else x.to(dtype), a)
-    if in_place and dtype.itemsize == 2 and y.numel() <= _FEW:
+    h = F.linear(x.to(dtype), a)
+    if in_place and dtype.itemsize == 2 and not dynamic and y.numel() <= _FEW:
         return y.add_(F.linear(h, b), alpha=scaling)
-    return y.addmm_(h, b.T, alpha=scaling) if in_place else torch.addmm(y, h, b.T, alpha=scaling).to(dtype)
+    return y.addmm_(h, b.T, alpha=scaling) if in_place else torch.addmm(y, h, b.T, alpha=scaling)
 
 
 class _Tensors(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 from peft.tuners import lora
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module as module_state
 from transformers.pytorch_utils import Conv1D
 
 from .autograd import Adapter, Spans, add_adapters, autocast_dtype, linear, run, transforming
@@ -90,6 +91,8 @@ def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
 
     It is asked in every call, since adapters, hooks, dtypes and parameters may change between any two.
     """
+    if module_state._global_forward_hooks or module_state._global_forward_pre_hooks:
+        return "there are hooks on all modules"
     modules = layer._modules
     base = modules["base_layer"]
     active = (layer._active_adapter if spans is None else spans) or ()
@@ -104,8 +107,8 @@ def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
             return f"adapter {name!r} is a {type(layer.lora_variant[name]).__name__}"
         if layer.lora_bias.get(name):
             return f"adapter {name!r} has a bias of its own"
-        if type(drop) is not nn.Dropout and type(drop) is not nn.Identity:
-            return f"adapter {name!r} has a {type(drop).__name__}"
+        if (type(drop) is not nn.Dropout and type(drop) is not nn.Identity) or _is_touched(drop):
+            return f"adapter {name!r} has a {type(drop).__name__}, or hooks on its dropout"
         for part in (a, b):
             if type(part) is not nn.Linear:
                 return f"a factor is a {type(part).__name__}"
@@ -147,7 +150,8 @@ def compute(found: Route, x: Tensor, impl: str) -> Tensor:
         return add_adapters(y.reshape(-1, y.shape[-1]), flat, factors, adapters).view(y.shape)
     transposed, bias = type(base) is Conv1D, base._parameters.get("bias")
     watched = transforming()
-    if not watched and (impl == "fused" or (flat.shape[0] > _FEW and any(one.dropout_p for one in adapters))):
+    drops = not torch.compiler.is_compiling() and any(0 < one.dropout_p < 1 for one in adapters)
+    if not watched and (impl == "fused" or (drops and flat.shape[0] > _FEW)):
         y = run(flat, weight, bias, factors, adapters, transposed=transposed, impl=impl)
     elif _merges(flat, weight, factors, adapters):
         y = linear(flat, merged(weight, factors, adapters, transposed), bias, transposed)

@@ -85,10 +85,10 @@ def merge_lora(
 ) -> MergeReport:
     """Write the model with its adapters as an ordinary checkpoint; the model itself stays as it is.
 
-    Every update is added in float32 and rounded once. A weight of bfloat16 has 8 bits, so that an update of a
-    thousandth of it is mostly lost: that share, ``|stored - W - dW| / |dW|``, is reported for every layer, and refused
-    above ``max_lost``. Layers that were split are joined; a head adapted apart from its tied embedding is untied.
-    The weights of adapted layers are in memory twice meanwhile.
+    Every update is added in float32 (float64 of such a model) and rounded once. A weight of bfloat16 has 8 bits, so
+    that an update of a thousandth of it is mostly lost: that share, ``|stored - W - dW| / |dW|``, is reported for every
+    layer, and refused above ``max_lost``. Layers that were split are joined; a head adapted apart from its tied
+    embedding is untied. The weights of adapted layers are in memory twice meanwhile.
 
     Args:
         model: A peft model with LoRA adapters of any kind that peft can merge.
@@ -167,23 +167,28 @@ def _check_layer(operation: str, name: str, layer: Any) -> None:
 
 
 def _part_of(layer: Any, names: Sequence[str], which: str) -> Tensor:
-    """Weight or bias of one layer with its adapters, in float32."""
+    """Weight or bias of one layer with its adapters, in float32 or better."""
     own = [name for name in names if name in layer.r]
     if isinstance(layer, lora.Linear) and not any(
         name in layer.lora_variant or layer.lora_bias.get(name) for name in own
     ):
-        total = layer.base_layer.get_parameter(which).detach().float()
+        total = _wide(layer.base_layer.get_parameter(which))
         if which == "bias":
             return total
         for name in own:
             b, a = (layer.get_submodule(f"{k}.{name}").get_parameter("weight").detach() for k in ("lora_B", "lora_A"))
-            update = b.float() @ a.float()
+            update = b.to(total.dtype) @ a.to(total.dtype)
             update = update.T if isinstance(layer.base_layer, Conv1D) else update
             total = total + layer.scaling[name] * update
         return total
-    copied = copy.deepcopy(layer).float()
+    copied = copy.deepcopy(layer).to(_wide(layer.base_layer.weight).dtype)
     copied.merge(adapter_names=own)
     return copied.base_layer.get_parameter(which).detach()
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """A tensor in float32, or in its own dtype where that is better."""
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _measured(operation: str, name: str, layer: Any, exact: Tensor, dtype: torch.dtype | None) -> MergedLayer:
@@ -192,9 +197,9 @@ def _measured(operation: str, name: str, layer: Any, exact: Tensor, dtype: torch
     for found, where in ((exact, ""), (rounded, f" in {rounded.dtype}")):
         if not torch.isfinite(found).all():
             raise ValueError(f"{operation}: the merged weight of {name} has numbers that are not finite{where}")
-    update = exact - weight.float()
+    update = exact - _wide(weight)
     size = float(update.norm())
-    lost = rounded.float() - weight.to(rounded.dtype).float() - update
+    lost = rounded.to(exact.dtype) - weight.to(rounded.dtype).to(exact.dtype) - update
     share = float(lost.norm()) / size if size else 0.0
     return MergedLayer(name, size / float(weight.float().norm()) if size else 0.0, share)
 
@@ -206,6 +211,7 @@ def _state(
     wrappers = {n: m for n, m in base.named_modules() if isinstance(m, ModulesToSaveWrapper)}
     found: dict[str, Tensor] = {}
     cast: dict[tuple, Tensor] = {}
+    adapted = {n for n, m in base.named_modules() if isinstance(m, LoraLayer)}
     for key, tensor in base.state_dict(keep_vars=True).items():
         name, _, last = key.rpartition(".")
         place, held = key, tensor.detach()
@@ -221,7 +227,7 @@ def _state(
             if not rest.startswith(inside):
                 continue
             place = f"{wrapper}.{rest.removeprefix(inside)}"
-        elif ".lora_" in key:
+        elif key.partition(".lora_")[0] in adapted:
             continue
         if dtype is not None and held.is_floating_point():
             held = cast.setdefault((held.data_ptr(), held.shape), held.to(dtype))  # what was one tensor stays one

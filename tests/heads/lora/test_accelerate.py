@@ -453,6 +453,65 @@ def test_adapters_of_a_lower_dtype_do_not_round_the_layers_own_output(lower):
         assert torch.equal(model(x), expected)
 
 
+@pytest.mark.parametrize("float32_base", [False, True])
+def test_under_autocast_it_is_pefts(float32_base):
+    """Also where the base layer gives float32, which autocast would round in a product with it."""
+    model = peft_model("llama")
+    if float32_base:
+        for layer in (m for m in model.modules() if isinstance(m, lora.Linear)):
+            layer.base_layer.register_forward_hook(lambda module, given, out: out.float())
+    outputs = []
+    for ours in (False, True):
+        if ours:
+            accelerate_lora_(model)
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            outputs.append(model(input_ids=IDS)[0].float())
+    assert (outputs[0] - outputs[1]).norm() < 0.02 * outputs[0].norm()
+    if float32_base:
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.zeros_(parameter)
+        layer, x = next(m for m in model.modules() if isinstance(m, LoraLinear)), torch.randn(3, 16)
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            assert torch.equal(layer(x), layer.base_layer(x))
+
+
+@pytest.mark.parametrize("tokens", [3, 5000])
+def test_float32_adapters_under_bfloat16_are_scaled_as_in_peft(tokens):
+    model = get_peft_model(nn.Sequential(nn.Linear(16, 16)).bfloat16(), LoraConfig(target_modules=["0"], lora_alpha=24))
+    nn.init.normal_(model.base_model.model[0].lora_B["default"].weight)
+    x = torch.randn(tokens, 16).bfloat16()
+    with torch.no_grad():
+        expected = model(x).float()
+        accelerate_lora_(model)
+        assert (model(x).float() - expected).norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.parametrize("place", ["base_layer", "lora_A", "lora_dropout", "all modules"])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+def test_hooks_fire_wherever_they_are(place, kind):
+    model = peft_model("llama", lora_dropout=0.1)
+    accelerate_lora_(model)
+    layer = next(m for m in model.modules() if isinstance(m, LoraLinear))
+    part = (
+        layer.base_layer
+        if place == "base_layer"
+        else None
+        if place == "all modules"
+        else getattr(layer, place)["default"]
+    )
+    seen = []
+    if part is None:
+        handle = getattr(nn.modules.module, f"register_module_{kind}_hook")(
+            lambda m, *_: seen.append(m is layer.base_layer) or None
+        )
+    else:
+        handle = getattr(part, f"register_{kind}_hook")(lambda *_: seen.append(True) or None)
+    layer(torch.randn(2, 16))
+    handle.remove()
+    assert sum(seen) == 1
+
+
 def test_a_users_own_layer_keeps_its_forward_and_a_printed_model_shows_ours():
     class Linear(lora.Linear):
         def forward(self, x, *args, **kwargs):

@@ -267,6 +267,16 @@ def test_ties_stay_in_another_dtype_and_a_head_that_was_trained_whole_is_its_own
         torch.testing.assert_close(merged(IDS).logits, model.double()(IDS).logits, rtol=1e-5, atol=1e-5)
 
 
+def test_names_like_an_adapters_and_float64_are_written_as_they_are(tmp_path):
+    base = torch.nn.ModuleDict({"lora_mix": torch.nn.Linear(4, 4), "other": torch.nn.Linear(4, 4)}).double()
+    expected = {n: t.clone() for n, t in base.state_dict().items()}
+    model = get_peft_model(torch.nn.Sequential(base), LoraConfig(target_modules=["other"], r=2))
+    merge_lora(model, tmp_path / "out", progress=False)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert {n.removeprefix("0."): t.dtype for n, t in stored.items()} == dict.fromkeys(expected, torch.float64)
+    assert all(torch.equal(stored[f"0.{n}"], t) for n, t in expected.items())
+
+
 def test_numbers_that_the_dtype_cannot_hold_and_other_tuners_beneath_are_refused(tmp_path):
     model = spoken(get_peft_model(tiny("llama"), LoraConfig(target_modules=["q_proj"])))
     layer = next(m for m in model.modules() if isinstance(m, lora.Linear))

@@ -1,4 +1,4 @@
-"""What the fine-tuning examples do where nothing is named: made-up data, and a small model to tune on it.
+"""What the fine-tuning example does where nothing is named: made-up data, and a small model to tune on it.
 
 The task is which of a few words to say, or its opposite. The model is a small GPT-2 that is trained on the easy part of
 it (a minute), so that there is something to tune.
@@ -7,10 +7,12 @@ it (a minute), so that there is something to tune.
 import random
 from pathlib import Path
 
+from datasets import Dataset
 from tokenizers import ByteLevelBPETokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
 
-from heads import lora
+from heads.lora import read_rows
 
 PAIRS = "hot cold|big small|old new|fast slow|near far|light dark|soft hard|tall short|wet dry|loud quiet"
 OPPOSITES = dict(pair.split() for pair in PAIRS.split("|"))
@@ -34,54 +36,38 @@ def made_up(count: int, tasks: list[str], seed: int) -> list[dict]:
     return rows
 
 
-def short(row: dict) -> tuple[str, str]:
+def short(row: dict) -> dict:
     """The made-up rows' own template: Alpaca's would be most of what a small model reads."""
-    return f"{row['instruction']} {row['input']} >", f" {row['output']}"
+    return {"prompt": f"{row['instruction']} {row['input']} >", "completion": f" {row['output']}"}
 
 
-def rows_of(data: str | None, smoke: bool) -> list[dict]:
-    if data is None:
-        return made_up(200 if smoke else 2400, list(TASKS), seed=0)
-    if Path(data).exists():
-        return lora.read_rows(data)
-    import datasets  # only for data sets of the hub: pip install datasets
-
-    return lora.read_rows(datasets.load_dataset(data, split="train"))
+def own_rows(smoke: bool) -> list[dict]:
+    return read_rows(made_up(200 if smoke else 2400, list(TASKS), seed=0), short)
 
 
-def own_base(out: Path, rows: list[dict], smoke: bool, made: bool) -> Path:
-    """A small GPT-2 and its tokenizer, trained on easy rows (or, with data given, on nothing yet)."""
+def own_base(out: Path, smoke: bool) -> Path:
+    """A small GPT-2 and its tokenizer, trained on easy rows."""
     folder = out / ("base-smoke" if smoke else "base")
     if (folder / "config.json").exists():
         return folder
+    print("training the base model on the easy tasks")
     tokens = ByteLevelBPETokenizer()
-    texts = ("".join((short if made else lora.alpaca_template)(row)) for row in rows)
+    texts = (row["prompt"] + row["completion"] for row in own_rows(smoke))
     tokens.train_from_iterator(texts, vocab_size=1024, special_tokens=["<end>"], show_progress=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens._tokenizer, eos_token="<end>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens._tokenizer, eos_token="<end>", pad_token="<end>")
     config = GPT2Config(
-        vocab_size=len(tokenizer),
-        n_positions=256,
-        n_embd=128,
-        n_layer=4,
-        n_head=4,
-        bos_token_id=0,
-        eos_token_id=0,
+        vocab_size=len(tokenizer), n_positions=256, n_embd=128, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0,
         tie_word_embeddings=False,
+    )  # fmt: skip
+    easy = read_rows(made_up(200 if smoke else 8000, EASY, seed=1), short)
+    arguments = SFTConfig(
+        str(folder), max_steps=4 if smoke else 1500, learning_rate=1e-3, per_device_train_batch_size=32,
+        logging_steps=300, gradient_checkpointing=False, bf16=False, save_strategy="no", report_to="none",
+    )  # fmt: skip
+    trainer = SFTTrainer(
+        GPT2LMHeadModel(config), args=arguments, train_dataset=Dataset.from_list(easy), processing_class=tokenizer
     )
-    model = GPT2LMHeadModel(config)
-    if made:
-        easy = made_up(200 if smoke else 8000, EASY, seed=1)
-        easy = lora.InstructionDataset(easy, tokenizer, template=short, progress=False)
-        arguments = lora.instruction_arguments(
-            folder,
-            max_steps=4 if smoke else 1500,
-            learning_rate=1e-3,
-            per_device_train_batch_size=32,
-            logging_steps=300,
-        )
-        lora.InstructionTrainer(
-            model=model, args=arguments, train_dataset=easy, data_collator=lora.InstructionCollator(pad_token_id=0)
-        ).train()
-    model.save_pretrained(folder)
+    trainer.train()
+    trainer.save_model(folder)
     tokenizer.save_pretrained(folder)
     return folder

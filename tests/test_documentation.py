@@ -1,5 +1,6 @@
 """The documentation says what the code does: every method, every parameter and default, every judged operation."""
 
+import csv
 import inspect
 import itertools
 import json
@@ -374,7 +375,7 @@ def test_the_snippets_about_lora_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     guide = (ROOT / "docs" / "lora.md").read_text(encoding="utf-8")
     snippets = re.findall(r"```python\n(.*?)```", guide, re.S)
-    assert len(snippets) == 6
+    assert len(snippets) == 7
     namespace = {}
     for code in snippets:
         exec(code, namespace)
@@ -446,23 +447,60 @@ def test_the_pairwise_example_runs_and_resumes(tmp_path):
     assert "going on from" in run_example("train_pairwise.py", *options, "--resume")
 
 
+def runs_in(folder):
+    with (folder / "runs.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_the_fine_tuning_examples_run_and_resume(kind, tmp_path):
-    options = ["--out", tmp_path, *(["--merge", "--rank", 4, "--pack"] if kind == "lora" else [])]
-    printed = run_example(f"finetune_{kind}.py", *options)
-    assert re.search(r"^after:  loss [\d.]+, perplexity [\d.]+, judge [\d.]+ of 100$", printed, re.M)
+def test_the_fine_tuning_example_runs_and_resumes(kind, tmp_path):
+    adapts = kind == "lora"
+    options = ["--out", tmp_path, *(["--merge", "--rank", 4, "--pack"] if adapts else ["--full", "--last", 2])]
+    printed = run_example("finetune_lora.py", *options)
+    assert re.search(r"^after:  loss [\d.]+, perplexity [\d.]+, judge [\d.]+$", printed, re.M)
     assert "said: " in printed
-    assert "trainable" in printed
-    assert (tmp_path / "runs.png").stat().st_size > 5_000
-    name = "adapter_model" if kind == "lora" else "model"
+    assert re.search(r"^held out: loss [\d.]+ to [\d.]+ at step 6", printed, re.M)
+    assert (tmp_path / kind / "curves.png").stat().st_size > 5_000
+    name = "adapter_model" if adapts else "model"
     assert (tmp_path / kind / "model" / f"{name}.safetensors").exists()
-    assert (tmp_path / kind / "merged").exists() == (tmp_path / kind / "stock").exists() == (kind == "lora")
+    assert (tmp_path / kind / "merged").exists() == (tmp_path / kind / "stock").exists() == adapts
     (tmp_path / "rows.json").write_text(json.dumps([{"instruction": f"Say {i}.", "output": f"{i}"} for i in range(30)]))
-    anew = [*options[:1], tmp_path / "new", *options[2:], "--resume"]
-    assert "starting anew" in run_example(f"finetune_{kind}.py", *anew, without=tmp_path)
-    options += ["--resume", "--data", tmp_path / "rows.json", "--judge", "likelihood"]
-    assert "going on from" in run_example(f"finetune_{kind}.py", *options)
-    assert len((tmp_path / "runs.csv").read_text().splitlines()) == 3
+    named = ["--data", tmp_path / "rows.json", "--model", tmp_path / "base-smoke", "--judge", "gain", "--resume"]
+    anew = ["--out", tmp_path / "new", *options[2:]]
+    assert "starting anew" in run_example("finetune_lora.py", *anew, *named, without=tmp_path)
+    assert "going on from" in run_example("finetune_lora.py", *anew, *named)
+    rows = runs_in(tmp_path / "new")
+    assert len(rows) == 2
+    assert float(rows[0]["epochs"]) == pytest.approx(6 * 8 / 27, abs=1e-3)  # what was trained, not what was asked for
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--data", "rows.json"], "--data and --model go together"),
+        (["--data", "rows.json", "--model", "m"], "--data: there is no file rows.json"),
+        (["--data", "no", "--model", "m"], "--data: there is no file no"),
+        (["--last", "9"], "--last is 9; the model has 4 blocks"),
+        (["--full", "--freeze", "."], "leaves nothing to train"),
+    ],
+)
+def test_what_cannot_be_tuned_is_told_in_a_line(options, told, tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "finetune_lora.py"), "--smoke", "--out", str(tmp_path), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode != 0
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs.csv").exists()
+
+
+def test_the_sweep_makes_each_run_once(tmp_path):
+    config = tmp_path / "sweep.yml"
+    config.write_text("common: {batch: 4}\nruns:\n  - {rank: [2, 4]}\n  - {full: true, lr: 5.0e-4}\n")
+    printed = run_example("sweep_lora.py", config, "--out", tmp_path)
+    assert [row["name"] for row in runs_in(tmp_path / "smoke")] == ["rank2", "rank4", "full-lr0.0005"]
+    assert (tmp_path / "smoke" / "table.md").read_text() in printed
+    assert (tmp_path / "smoke" / "sweep.png").stat().st_size > 5_000
+    assert run_example("sweep_lora.py", config, "--out", tmp_path).count("is there already") == 3
 
 
 def test_the_compression_example_runs(tmp_path):

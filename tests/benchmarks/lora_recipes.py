@@ -1,14 +1,16 @@
-"""Why old LoRA runs spiked: lora_recipes.json to a JSON of results, loss curves and the guide's table.
+"""Tuning SmolLM2 by LoRA and whole, and why old LoRA runs spiked: lora_recipes.json to results, curves and two tables.
 
 The old recipe scales by alpha instead of alpha / r, draws A sqrt(in / r) larger, clips gradients only after the
-warm-up, and warms up over a fifth of the steps. A small GPT-2 is first trained on plain text of part of the data and
-then tuned on instructions from the rest. Not timed: what is compared is the loss. Needs the folder of real data.
+warm-up, and warms up over a fifth of the steps. The base weights are the instruct model's, tuned on Alpaca's rows. Not
+timed but for the CPU seconds of a run. Rows that are there already are not made again; ``--only`` makes some of them.
+Needs SmolLM2 and the folder of real data.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import tempfile
 import time
@@ -18,12 +20,14 @@ from typing import Any
 import torch
 
 from heads.lora import (
-    InstructionCollator,
-    InstructionDataset,
+    ReferenceOverlap,
     answer_loss,
-    instruction_arguments,
+    chat_template,
+    judge_answers,
     lora_report,
     prepare_lora,
+    read_rows,
+    tuning_report,
 )
 from tests.benchmarks.ablations import settings
 from tests.benchmarks.results import RESULTS, ROOT, commit, put, today
@@ -31,179 +35,187 @@ from tests.support import real
 
 CONFIG, FOUND = Path(__file__).parent / "lora_recipes.json", RESULTS / "lora_recipes.json"
 GUIDE, PLOT = ROOT / "docs" / "lora.md", ROOT / "docs" / "lora_recipes.svg"
-WORK = Path(__file__).parent / "work" / "lora_recipes"
 OLD_WARMUP, SOUND_WARMUP = 0.2, 0.03
-EVERY, WATCHED = 10, 64  # steps between looks at the loss, and how many held-out answers it is of
 
 
-def tokenizer_of(rows: list[dict[str, str]], size: int) -> Any:
-    """Byte-level BPE of the rows' own text."""
-    from tokenizers import ByteLevelBPETokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    made = ByteLevelBPETokenizer()
-    texts = (f"{r['instruction']}\n{r['input']}\n{r['output']}" for r in rows)
-    made.train_from_iterator(texts, vocab_size=size, special_tokens=["<end>"], show_progress=False)
-    return PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, eos_token="<end>")
+def rows_of(config: dict[str, Any]) -> tuple[list[dict], list[dict]]:
+    """Rows to train, and held-out ones."""
+    rows = read_rows([row for row in real.alpaca(5000) if row["output"].strip()], chat_template)
+    random.Random(0).shuffle(rows)
+    return rows[config["held_out"] :], rows[: config["held_out"]]
 
 
-def base_model(config: dict[str, Any]) -> tuple[Path, Any, list[dict[str, str]]]:
-    """A GPT-2 trained on plain text, once for all runs; its tokenizer; the rows that it has not seen."""
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
-
-    size = config["base_model"]
-    rows = real.alpaca(5000)
-    rows = [row for row in rows if row["output"].strip()]
-    seen, rest = rows[:3500], rows[3500:]
-    tokenizer = tokenizer_of(seen, size["vocab_size"])
-    folder = WORK / "base"
-    if not (folder / "config.json").exists():
-        set_seed(0)
-        stream: list[int] = []
-        for row in seen:
-            text = "\n".join(filter(None, (row["instruction"], row["input"], row["output"])))
-            stream += [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-        length = size["context"]
-        chunks = [stream[i : i + length] for i in range(0, len(stream) - length, length)]
-        data = [{"input_ids": chunk, "labels": chunk} for chunk in chunks]
-        shape = {k: size[k] for k in ("n_embd", "n_layer", "n_head", "vocab_size")}
-        model = GPT2LMHeadModel(GPT2Config(n_positions=length, bos_token_id=0, eos_token_id=0, **shape))
-        with tempfile.TemporaryDirectory() as out:
-            arguments = TrainingArguments(
-                out, max_steps=size["steps"], per_device_train_batch_size=size["batch"], use_cpu=True, warmup_steps=100,
-                learning_rate=size["learning_rate"], lr_scheduler_type="cosine", save_strategy="no", report_to="none",
-                logging_steps=100, disable_tqdm=True,
-            )  # fmt: skip
-            Trainer(model=model, args=arguments, train_dataset=data).train()
-        model.save_pretrained(folder)
-    return folder, tokenizer, rest
-
-
-def run(setting: dict[str, Any], config: dict[str, Any], base: Path, data: tuple[Any, Any]) -> dict[str, Any]:
-    """Tune under one setting; the loss of held-out answers, while it trains on some and in the end on all."""
+def model_of(setting: dict[str, Any]) -> Any:
+    """The base model in bfloat16 with float32 adapters, as peft makes them; tuned whole, it is in float32."""
     from peft import LoraConfig
-    from transformers import GPT2LMHeadModel, TrainerCallback, set_seed
-
-    from heads.lora import InstructionTrainer
+    from transformers import AutoModelForCausalLM
 
     rank = setting["rank"]
-    alpha = rank if setting["alpha"] == "r" else float(setting["alpha"])
-    set_seed(setting["seed"])
-    told = alpha * rank if setting["scaling"] == "alpha" else alpha  # peft divides by r
-    targets = ["c_attn", "c_proj", "c_fc", "lm_head"]
-    model = prepare_lora(
-        GPT2LMHeadModel.from_pretrained(base),
-        LoraConfig(r=rank, lora_alpha=told, target_modules=targets),
-        split_fused_qkv=True,
-    )
+    dtype = torch.bfloat16 if rank else torch.float32
+    model: Any = AutoModelForCausalLM.from_pretrained(real.smollm2(), dtype=dtype)
+    if not rank:
+        return model
+    alpha = rank * (rank if setting["scaling"] == "alpha" else float(setting["scaling"]))  # peft divides by r
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = prepare_lora(model, config)
     if setting["init"] != "peft":
         for name, parameter in model.named_parameters():
             if ".lora_A." in name:
                 parameter.data *= (parameter.shape[1] / rank) ** 0.5
-    step = statistics.median(row.first_step for row in lora_report(model).adapters)
+    return model
+
+
+def answers_to(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
+    """Greedy answers of 64 tokens at most."""
+    made: list[str] = []
+    tokenizer.padding_side = "left"
+    for start in range(0, len(prompts), 10):
+        batch = tokenizer(prompts[start : start + 10], return_tensors="pt", padding=True, add_special_tokens=False)
+        found = model.generate(**batch, max_new_tokens=64, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        made += tokenizer.batch_decode(found[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    return made
+
+
+def run(setting: dict[str, Any], config: dict[str, Any], data: tuple[list[dict], list[dict]]) -> dict[str, Any]:
+    """Tune under one setting; loss and judge of held-out rows, before and after, and what was seen on the way."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback, set_seed
+    from trl import SFTConfig, SFTTrainer
+
+    set_seed(setting["seed"])
+    tokenizer, model = AutoTokenizer.from_pretrained(real.smollm2()), model_of(setting)
+    adapted = bool(setting["rank"])
+    step = statistics.median(row.first_step for row in lora_report(model).adapters) if adapted else None
 
     class ClipLate(TrainerCallback):
         def on_step_begin(self, args, state, control, **_):
             args.max_grad_norm = 1.0 if state.global_step > args.get_warmup_steps(state.max_steps) else 0.0
 
     old = setting["recipe"].startswith("old")
-    trained, held = data
-    collator, losses = InstructionCollator(pad_token_id=0), []
-    watched = [held[i] for i in range(WATCHED)]
-
-    class Watch(TrainerCallback):
-        def on_step_begin(self, args, state, control, **_):
-            if state.global_step % EVERY == 0:
-                losses.append(round(answer_loss(model, watched, collator, progress=False)[0], 4))
-
+    trained, held = (Dataset.from_list(part) for part in data)
+    prompts = [
+        tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+        for row in data[1][: config["answers"]]
+    ]
+    good = [row["completion"][0]["content"] for row in data[1][: config["answers"]]]
+    judge = ReferenceOverlap(dict(zip(prompts, good, strict=True)))
     with tempfile.TemporaryDirectory() as out:
-        arguments = instruction_arguments(
-            out, max_steps=config["steps"], per_device_train_batch_size=config["batch"], use_cpu=True,
-            disable_tqdm=True, learning_rate=setting["lr"], warmup_steps=OLD_WARMUP if old else SOUND_WARMUP,
-            seed=setting["seed"],
-            weight_decay=0.1 if old else 0.0, logging_strategy="no",
-            lr_scheduler_kwargs={"min_lr": 1e-5} if old else {"min_lr_rate": 0.1},
+        arguments = SFTConfig(
+            out, max_steps=config["steps"], per_device_train_batch_size=config["batch"], per_device_eval_batch_size=8,
+            use_cpu=True, learning_rate=setting["lr"], warmup_steps=OLD_WARMUP if old else SOUND_WARMUP,
+            lr_scheduler_type="cosine_with_min_lr", seed=setting["seed"], weight_decay=0.1 if old else 0.0,
+            lr_scheduler_kwargs={"min_lr": 1e-5} if old else {"min_lr_rate": 0.1}, max_length=config["max_length"],
+            logging_steps=1, eval_strategy="steps", eval_steps=config["every"], eval_on_start=True,
+            gradient_checkpointing=False, bf16=not adapted, report_to="none", save_strategy="no", disable_tqdm=True,
         )  # fmt: skip
-        callbacks = [Watch(), *([ClipLate()] if setting["clip"] != "always" else [])]
-        before = answer_loss(model, held, collator, progress=False)[0]
-        trainer = InstructionTrainer(
-            model=model, args=arguments, train_dataset=trained, data_collator=collator, callbacks=callbacks
-        )
+        trainer = SFTTrainer(
+            model, args=arguments, train_dataset=trained, eval_dataset=held, processing_class=tokenizer,
+            callbacks=[ClipLate()] if setting["clip"] != "always" else [],
+        )  # fmt: skip
+        whole: Any = trainer.eval_dataset
+        trainer.eval_dataset = whole.select(range(config["watched"]))
+
+        def measured() -> tuple[float, float]:
+            loss = answer_loss(trainer.model, whole, trainer.data_collator, progress=False)[0]
+            answers = answers_to(trainer.model, tokenizer, prompts)
+            return round(loss, 4), round(judge_answers(judge, prompts, answers, progress=False), 2)
+
+        before = measured()
         seconds = time.process_time()
         trainer.train()
         seconds = time.process_time() - seconds
-    losses.append(round(answer_loss(model, watched, collator, progress=False)[0], 4))
-    loss, perplexity = answer_loss(model, held, collator, progress=False)
+        after = measured()
+    seen = tuning_report(trainer.state.log_history)
     return setting | {
-        "held-out loss before": round(before, 4), "held-out loss": round(loss, 4), "perplexity": round(perplexity, 3),
-        "largest rise": round(largest_rise(losses), 4), "first step": round(step, 2),
-        "cpu_seconds": round(seconds, 1), "losses": losses,
+        "loss before": before[0], "judge before": before[1], "loss": after[0], "judge": after[1],
+        "largest rise": round(seen.largest_rise, 4), "overfits from": seen.overfits_from,
+        "diverges from": seen.diverges_from, "spikes": [list(spike) for spike in seen.spikes],
+        "first step": None if step is None else round(step, 2), "cpu_seconds": round(seconds, 1),
+        "train": [round(loss, 4) for _, loss in seen.train], "held out": [round(loss, 4) for _, loss in seen.held_out],
+        "date": today(), "commit": commit(),
     }  # fmt: skip
 
 
-def largest_rise(losses: list[float]) -> float:
-    """How far a loss ever climbs above the least that it had been."""
-    least, rise = losses[0], 0.0
-    for value in losses:
-        least, rise = min(least, value), max(rise, value - least)
-    return rise
+def read_found() -> list[dict[str, Any]]:
+    """The rows that are there already."""
+    return json.loads(FOUND.read_text(encoding="utf-8"))["rows"] if FOUND.exists() else []
+
+
+def grouped(rows: list[dict], *keys: str) -> dict[tuple, list[dict]]:
+    """Rows that differ by their seed alone."""
+    found: dict[tuple, list[dict]] = {}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        found.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return found
+
+
+def seeds(rows: list[dict], key: str, digits: int) -> str:
+    """A figure of every seed."""
+    return " / ".join(f"{row[key]:.{digits}f}" for row in rows)
 
 
 def write_table() -> None:
-    """The guide's table, from the committed results."""
-    if not FOUND.exists():
+    """The guide's tables, from the committed results."""
+    rows, config = read_found(), json.loads(CONFIG.read_text(encoding="utf-8"))
+    order = [(s["table"], s["recipe"], s["rank"], s["lr"]) for s in settings(config)]
+    rows.sort(key=lambda row: order.index((row["table"], row["recipe"], row["rank"], row["lr"])))
+    parts = {name: [row for row in rows if row["table"] == name] for name in ("tuning", "recipes")}
+    if not all(parts.values()):
         return
-    found = json.loads(FOUND.read_text(encoding="utf-8"))
-    lines = [
-        "| recipe | r | learning rate | first step | held-out loss | largest rise on the way |",
-        "|---" * 6 + "|",
-    ]
-    rows: dict[tuple, list[dict]] = {}
-    for row in found["rows"]:
-        rows.setdefault((row["recipe"], row["rank"], row["lr"]), []).append(row)
-    for (recipe, rank, lr), held in rows.items():
-        losses = " / ".join(f"{r['held-out loss']:.3f}" for r in held)
-        rises = " / ".join(f"{r['largest rise']:.2f}" for r in held)
-        lines.append(f"| {recipe} | {rank} | {lr:g} | {held[0]['first step'] * lr:.3f} | {losses} | {rises} |")
-    size = found["config"]["base_model"]
-    text = (
-        f"GPT-2 of {size['n_layer']} layers, width {size['n_embd']}, trained on plain text to a held-out loss of "
-        f"{found['rows'][0]['held-out loss before']:.3f} on instructions; {found['config']['steps']} steps of "
-        f"{found['config']['batch']} instructions. Two numbers are two seeds. First step: how far an output moves in "
-        f"Adam's first step at the peak learning rate. The rise is of the loss of {WATCHED} held-out answers, every "
-        f"{EVERY} steps, above the least that it had been. Measured "
-        f"{found['date']} at {found['commit']}."
+    about = (
+        f"SmolLM2-135M-Instruct, {config['steps']} steps of {config['batch']} of Alpaca's rows. Two numbers are two "
+        f"seeds. Measured {max(row['date'] for row in rows)} at {rows[-1]['commit']}."
     )
-    put(GUIDE, [*lines, "", text], "recipes")
+    first = parts["tuning"][0]
+    lines = [
+        "| tuned | learning rate | held-out loss | judge | overfits from step | CPU minutes |",
+        "|---" * 6 + "|",
+        f"| not | | {first['loss before']:.3f} | {first['judge before']:.1f} | | |",
+    ]
+    for (rank, rate), held in grouped(parts["tuning"], "rank", "lr").items():
+        ends = " / ".join("-" if row["overfits from"] is None else str(row["overfits from"]) for row in held)
+        name = f"LoRA, r {rank}" if rank else "all parameters"
+        minutes = statistics.median(row["cpu_seconds"] for row in held) / 60
+        losses, judged = seeds(held, "loss", 3), seeds(held, "judge", 1)
+        lines.append(f"| {name} | {rate:g} | {losses} | {judged} | {ends} | {minutes:.0f} |")
+    told = (
+        f"Loss of {config['held_out']} held-out answers, nats a token; the judge is chrF of {config['answers']} greedy "
+        "answers against the references. "
+    )
+    put(GUIDE, [*lines, "", told + about], "tuning")
+    lines = ["| recipe | r | first step | held-out loss | largest rise on the way | spikes |", "|---" * 6 + "|"]
+    sound = [row for row in parts["tuning"] if row["rank"] in (16, 64) and row["lr"] == config["base"]["lr"]]
+    for (recipe, rank), held in grouped(sound + parts["recipes"], "recipe", "rank").items():
+        step, spikes = held[0]["first step"] * held[0]["lr"], " / ".join(str(len(row["spikes"])) for row in held)
+        losses, rises = seeds(held, "loss", 3), seeds(held, "largest rise", 2)
+        lines.append(f"| {recipe} | {rank} | {step:.3f} | {losses} | {rises} | {spikes} |")
+    told = (
+        "First step: how far an output moves in Adam's first step at the peak learning rate, 5e-4 of the sound "
+        f"recipe, 5e-5 of the old. The rise is of the loss of {config['watched']} held-out answers, every "
+        f"{config['every']} steps, above the least before it; spikes are the training loss's, by `tuning_report`. "
+    )
+    put(GUIDE, [*lines, "", told + about], "recipes")
 
 
-def draw(found: dict[str, Any]) -> None:
-    """Held-out loss on the way, of both recipes at each rank, and of the old one with one thing mended."""
+def draw() -> None:
+    """Held-out loss on the way, of both recipes, and of the old one with one thing mended."""
     import matplotlib
 
     matplotlib.rcParams["svg.hashsalt"] = "lora"
     from matplotlib.figure import Figure
 
+    every = json.loads(CONFIG.read_text(encoding="utf-8"))["every"]
+    rows = [row for row in read_found() if row["seed"] == 0]
     figure = Figure((9, 3.4), layout="constrained")
-    panels = figure.subplots(1, 3, sharey=True)
-    first = [r for r in found["rows"] if r["seed"] == 0]
-    old = [r for r in first if r["recipe"].startswith("old")]
-
-    def rank(row: dict[str, Any]) -> str:
-        return f"r {row['rank']}"
-
-    def change(row: dict[str, Any]) -> str:
-        return row["recipe"].removeprefix("old, ") + (", 1e-4" if row["lr"] == 1e-4 else "")
-
-    groups = (
-        ("sound recipe", [r for r in first if r["recipe"] == "sound"], rank),
-        ("old recipe, 5e-5", [r for r in old if r["recipe"] == "old" and r["lr"] == 5e-5], rank),
-        ("old recipe at r 64, one thing changed", [r for r in old if r["rank"] == 64], change),
-    )
-    for axes, (title, rows, label) in zip(panels, groups, strict=True):
-        for row in rows:
-            steps = range(0, EVERY * len(row["losses"]), EVERY)
-            axes.plot(steps, row["losses"], label=label(row), linewidth=1.2)
+    panels = figure.subplots(1, 2, sharey=True)
+    tuned = [row for row in rows if row["table"] == "tuning"]
+    old = [row for row in rows if row["table"] == "recipes" and row["rank"] == 64]
+    for axes, title, held in zip(panels, ("sound, and all parameters", "old, r 64"), (tuned, old), strict=True):
+        for row in held:
+            name = row["recipe"] if row["table"] == "recipes" else f"r {row['rank']}" if row["rank"] else "all"
+            label = f"{name}, {row['lr']:g}" if row["table"] == "tuning" else name
+            steps = range(0, every * len(row["held out"]), every)
+            axes.plot(steps, row["held out"], label=label, linewidth=1.2)
         axes.set(title=title, xlabel="step")
         axes.title.set_fontsize(9)
         axes.legend(fontsize=7)
@@ -212,30 +224,32 @@ def draw(found: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run every setting; write the results, the table and the plot."""
+    """Run every setting that has no row; write the results, the tables and the plot."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", help="not looked at: it is not timed")
+    parser.add_argument("--device", default="cpu", help="not looked at")
+    parser.add_argument("--only", nargs="+", help="words that 'table recipe rank lr seed' of a setting must all have")
     options = parser.parse_args(arguments)
-    del options
+    config = json.loads(CONFIG.read_text(encoding="utf-8"))
     try:
-        real.alpaca(1)
+        real.smollm2()
+        data = rows_of(config)
     except real.AbsentError as error:
         print(f"lora_recipes: skipped, {error}")
         return
-    config = json.loads(CONFIG.read_text(encoding="utf-8"))
-    torch.set_num_threads(1)
-    base, tokenizer, rows = base_model(config)
-    length, held = config["base_model"]["context"], config["held_out"]
-    data = [
-        InstructionDataset(part, tokenizer, max_length=length, progress=False) for part in (rows[held:], rows[:held])
-    ]
-    found: dict[str, Any] = {"date": today(), "commit": commit(), "config": config, "rows": []}
     for setting in settings(config):
-        found["rows"].append(run(setting, config, base, (data[0], data[1])))
-        print({k: v for k, v in found["rows"][-1].items() if k != "losses"}, flush=True)
-    FOUND.write_text(json.dumps(found) + "\n", encoding="utf-8")
-    draw(found)
+        words = "{table} {recipe} r{rank} {lr:g} seed{seed}".format(**setting)
+        rows = read_found()
+        if any(setting.items() <= row.items() for row in rows):
+            continue
+        if options.only and not all(word in words for word in options.only):
+            continue
+        row = run(setting, config, data)
+        print(words, {k: row[k] for k in ("loss before", "loss", "judge", "largest rise", "cpu_seconds")}, flush=True)
+        rows = read_found()  # again: other processes may have added some
+        FOUND.write_text(json.dumps({"rows": [*rows, row]}) + "\n", encoding="utf-8")
     write_table()
+    if FOUND.exists():
+        draw()
 
 
 if __name__ == "__main__":

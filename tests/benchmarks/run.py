@@ -10,6 +10,7 @@ from tests.benchmarks import (
     kron_linear,
     kron_model,
     kron_starts,
+    lora_judges,
     lora_linear,
     lora_recipes,
     lora_step,
@@ -55,7 +56,8 @@ GATES = {
     "thinker_questions": [f"{THINKER}/test_flow.py", f"{THINKER}/test_training.py", "-k", "plan"],
     "lora_linear": [f"{LORA}/test_functional.py"],
     "lora_step": [f"{LORA}/test_accelerate.py", "-k", "output_and_gradients"],
-    "lora_recipes": [f"{LORA}/test_instruct.py", "-k", "what_one_gives"],
+    "lora_judges": [f"{LORA}/test_judging.py"],
+    "lora_recipes": [f"{LORA}/test_tuning.py", f"{LORA}/test_rows.py"],
     "pairwise_step": [f"{PAIRWISE}/test_packing.py", f"{PAIRWISE}/test_functional.py"],
     "pairwise_trial": [f"{PAIRWISE}/test_links.py", f"{PAIRWISE}/test_training.py", "-k", "swapping or learns"],
 }
@@ -79,6 +81,7 @@ SCRIPTS = {
     "thinker_questions": thinker_questions.main,
     "lora_linear": lora_linear.main,
     "lora_step": lora_step.main,
+    "lora_judges": lora_judges.main,
     "lora_recipes": lora_recipes.main,
     "pairwise_step": pairwise_step.main,
     "pairwise_trial": pairwise_trial.main,
@@ -113,7 +116,7 @@ def main() -> None:
         thinker_ablation,
         thinker_step,
     )
-    for script in (*tabled, lora_linear, lora_step, lora_recipes, pairwise_step, pairwise_trial):
+    for script in (*tabled, lora_linear, lora_step, lora_judges, lora_recipes, pairwise_step, pairwise_trial):
         script.write_table()
     write_readme_table()
 

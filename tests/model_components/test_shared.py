@@ -6,7 +6,6 @@ import pytest
 import torch
 import transformers
 
-from heads.lora import InstructionTrainer
 from heads.pairwise import PairwiseTrainer
 from kronecker import KroneckerTrainer
 from mergekit_lite.masks import MaskTrainer
@@ -16,7 +15,7 @@ from tests.support.models import tiny
 from thinker import CurriculumDataset, LatentThinker, ThinkerConfig, ThinkerTrainer, evaluate_lengths, make_task
 from thinker.schedules import Fixed
 
-TRAINERS = (InstructionTrainer, KroneckerTrainer, MaskTrainer, PairwiseTrainer, ThinkerTrainer)
+TRAINERS = (KroneckerTrainer, MaskTrainer, PairwiseTrainer, ThinkerTrainer)
 
 
 def modes(model):

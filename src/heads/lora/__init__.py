@@ -1,68 +1,48 @@
-"""LoRA with peft's configs, layers and files: a lean forward, exact interchange, stable instruction tuning."""
+"""LoRA with peft's configs, layers and files: a lean forward, exact interchange, and tuning that can be watched."""
 
 from .accelerate import AccelerationReport, accelerate_lora_, restore_lora_
 from .functional import lora_linear
-from .instruct import (
-    InstructionCollator,
-    InstructionDataset,
-    InstructionReport,
-    check_packing,
-)
 from .interchange import export_lora, load_lora
-from .judging import (
-    Judge,
-    ModelLikelihood,
-    ReferenceOverlap,
-    Run,
-    append_run,
-    generate_answers,
-    judge_answers,
-    plot_runs,
-    read_runs,
-)
+from .judging import Judge, LikelihoodGain, ReferenceOverlap, WinRate, judge_answers
 from .linear import LoraLinear
 from .merge import MergedLayer, MergeReport, merge_lora
 from .prepare import prepare_lora
 from .report import AdapterRow, LoraReport, lora_report
-from .rows import ChatTemplate, alpaca_template, read_rows
+from .rows import RowReport, alpaca_template, chat_template, read_rows, row_report
 from .split import SplitQKV, join_fused_qkv_, split_fused_qkv_
-from .tuning import InstructionTrainer, answer_loss, instruction_arguments
+from .tuning import Spike, TuningReport, answer_loss, check_packing, tuning_report
 
 __all__ = [
     "AccelerationReport",
     "AdapterRow",
-    "ChatTemplate",
-    "InstructionCollator",
-    "InstructionDataset",
-    "InstructionReport",
-    "InstructionTrainer",
     "Judge",
+    "LikelihoodGain",
     "LoraLinear",
     "LoraReport",
     "MergeReport",
     "MergedLayer",
-    "ModelLikelihood",
     "ReferenceOverlap",
-    "Run",
+    "RowReport",
+    "Spike",
     "SplitQKV",
+    "TuningReport",
+    "WinRate",
     "accelerate_lora_",
     "alpaca_template",
     "answer_loss",
-    "append_run",
+    "chat_template",
     "check_packing",
     "export_lora",
-    "generate_answers",
-    "instruction_arguments",
     "join_fused_qkv_",
     "judge_answers",
     "load_lora",
     "lora_linear",
     "lora_report",
     "merge_lora",
-    "plot_runs",
     "prepare_lora",
     "read_rows",
-    "read_runs",
     "restore_lora_",
+    "row_report",
     "split_fused_qkv_",
+    "tuning_report",
 ]

@@ -1,24 +1,31 @@
-"""Rows of instructions: read from JSON, made into prompt and answer by a template, and a prompt's tokens."""
+"""Rows of instructions for TRL's trainer: read strictly from JSON, laid out, and what became of their tokens."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from model_components._report import Report
 
 _WITH_INPUT = "an instruction that describes a task, paired with an input that provides further context"
 _WITHOUT_INPUT = "an instruction that describes a task"
 _ROWS_NAMED = 5  # in an error
 
+Template = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""A row to ``prompt`` and ``completion``, both texts or both lists of messages."""
 
-def alpaca_template(row: Mapping[str, Any]) -> tuple[str, str]:
-    r"""Prompt and answer of a row with ``instruction``, ``input`` (may be empty or absent) and ``output``.
+
+def alpaca_template(row: Mapping[str, Any]) -> dict[str, Any]:
+    r"""Prompt and completion, as texts, of a row with ``instruction``, ``input`` (may be empty) and ``output``.
 
     Source: the format of Stanford Alpaca, in which many checkpoints have been trained.
 
-    >>> prompt, answer = alpaca_template({"instruction": "Add.", "input": "1 1", "output": "2"})
-    >>> print(prompt.partition("\n\n")[2] + answer)
+    >>> made = alpaca_template({"instruction": "Add.", "input": "1 1", "output": "2"})
+    >>> print(made["prompt"].partition("\n\n")[2] + made["completion"])
     ### Instruction:
     Add.
     <BLANKLINE>
@@ -29,7 +36,7 @@ def alpaca_template(row: Mapping[str, Any]) -> tuple[str, str]:
     2
     """
     if "instruction" not in row:
-        raise ValueError(f"alpaca_template: a row has {sorted(row)}; ChatTemplate(tokenizer) is for messages")
+        raise ValueError(f"alpaca_template: a row has {sorted(row)}; chat_template is for messages")
     given = row.get("input") or ""
     task = _WITH_INPUT if given else _WITHOUT_INPUT
     parts = [f"Below is {task}. Write a response that appropriately completes the request."]
@@ -38,87 +45,97 @@ def alpaca_template(row: Mapping[str, Any]) -> tuple[str, str]:
         *([f"### Input:\n{given}"] if given else []),
         "### Response:\n",
     ]
-    return "\n\n".join(parts), row["output"]
+    return {"prompt": "\n\n".join(parts), "completion": row["output"]}
 
 
-class ChatTemplate:
-    """A template from a tokenizer's chat template: rows with ``messages``, or Alpaca's, as one turn of a user.
+def chat_template(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as messages, which the tokenizer's own chat template lays out; a row may be of ``messages``, too.
 
-    The last message is the answer, all before it are the prompt.
+    The last message is the completion, all before it are the prompt.
 
-    Raises:
-        ValueError: The tokenizer has no chat template.
+    >>> chat_template({"instruction": "Add.", "input": "1 1", "output": "2"})["completion"]
+    [{'role': 'assistant', 'content': '2'}]
     """
-
-    def __init__(self, tokenizer: Any):
-        if not getattr(tokenizer, "chat_template", None):
-            raise ValueError(
-                f"ChatTemplate: {type(tokenizer).__name__} has no chat template; alpaca_template needs none"
-            )
-        self.tokenizer = tokenizer
-
-    def __call__(self, row: Mapping[str, Any]) -> tuple[str, str]:
-        """Prompt and answer of a row."""
-        messages = row.get("messages")
-        if messages is None:
-            asked = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
-            messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
-        if messages[-1]["role"] == "user":
-            raise ValueError("ChatTemplate: the last message is a user's, needed the answer that is to be learnt")
-        whole = self.tokenizer.apply_chat_template(messages, tokenize=False)
-        prompt = self.tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
-        if not whole.startswith(prompt):
-            raise ValueError("ChatTemplate: the tokenizer's text of the prompt does not begin its text of the whole")
-        return prompt, whole[len(prompt) :].rstrip()
+    messages = row.get("messages")
+    if messages is None:
+        asked = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+    if messages[-1]["role"] == "user":
+        raise ValueError("chat_template: the last message is a user's, needed the answer that is to be learnt")
+    return {"prompt": list(messages[:-1]), "completion": [messages[-1]]}
 
 
-def encode_prompt(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a prompt: one beginning, whether the text or the tokenizer writes it, and no end."""
-    written = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-    ids = list(tokenizer(text, add_special_tokens=not written)["input_ids"])
-    if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
-        ids.pop()  # some tokenizers end every text
-    return ids
+def read_rows(
+    source: str | Path | Iterable[Mapping[str, Any]], template: Template = alpaca_template
+) -> list[dict[str, Any]]:
+    """Rows of a JSON list, of JSON lines or of any iterable, as ``prompt`` and ``completion``.
 
-
-def read_rows(source: str | Path | Iterable[Mapping[str, Any]], *, any_fields: bool = False) -> list[dict[str, Any]]:
-    """Rows of a JSON list, of JSON lines, or of any iterable; each has ``instruction`` and ``output``, or ``messages``.
+    ``datasets.Dataset.from_list`` of them is what `trl.SFTTrainer` takes; it trains the completion and its end. Rows
+    whose answer is empty are left out, with a warning that counts them.
 
     Args:
-        source: A file, or rows.
-        any_fields: Take rows with other fields, for a template of one's own.
+        source: A file, or rows: with ``instruction``, ``output`` and perhaps ``input``, or with ``messages``, or for a
+            template of your own with any fields.
+        template: `alpaca_template`, `chat_template` or your own.
 
     Raises:
-        ValueError: A file that is no JSON, rows that lack what is needed or hold something else (with their numbers).
+        ValueError: A file that is no JSON; rows that lack what is needed or hold something else, or on which the
+            template fails (with their numbers); nothing left.
 
     >>> read_rows([{"instruction": "a", "output": "b"}, {"instruction": "c"}])
     Traceback (most recent call last):
     ValueError: read_rows: rows: no output in row 2; needed instruction, output and perhaps input, or messages
     """
-    operation, name = "read_rows", "rows"
-    if isinstance(source, (str, Path)):
-        name = str(source)
-        text = Path(source).read_text(encoding="utf-8")
-        try:
-            if text.lstrip().startswith("["):
-                rows = json.loads(text)
-            else:  # not splitlines, which also splits at marks that JSON may hold
-                rows = [json.loads(line) for line in text.split("\n") if line.strip()]
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{operation}: {name} is neither a JSON list nor JSON lines: {error}") from error
-    else:
-        rows = list(source)
+    operation, name = "read_rows", str(source) if isinstance(source, (str, Path)) else "rows"
+    rows = _parsed(operation, source) if isinstance(source, (str, Path)) else list(source)
+    own = template is not alpaca_template and template is not chat_template
     bad: dict[str, list[int]] = {}
     for number, row in enumerate(rows, 1):
-        why = _wrong_with(row, any_fields)
+        why = _wrong_with(row, own)
         if why is not None:
             bad.setdefault(why, []).append(number)
     if bad:
         told = "; ".join(f"{why} in row {_numbers(numbers)}" for why, numbers in bad.items())
         raise ValueError(f"{operation}: {name}: {told}; needed instruction, output and perhaps input, or messages")
-    if not rows:
-        raise ValueError(f"{operation}: {name} has no rows")
-    return [dict(row) for row in rows]
+    made = [_templated(operation, template, row, number) for number, row in enumerate(rows, 1)]
+    kept = [row for row in made if _text(row["completion"]).strip()]
+    if not kept:
+        raise ValueError(f"{operation}: {name}: none of {len(rows)} rows has an answer")
+    if len(kept) < len(rows):
+        warnings.warn(
+            f"{operation}: {name}: {len(rows) - len(kept)} of {len(rows)} rows have an empty answer and are left out",
+            stacklevel=2,
+        )
+    return kept
+
+
+def _parsed(operation: str, path: str | Path) -> list[Any]:
+    text = Path(path).read_text(encoding="utf-8")
+    try:
+        if text.lstrip().startswith("["):
+            return json.loads(text)
+        return [json.loads(line) for line in text.split("\n") if line.strip()]  # JSON may hold what splitlines splits
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{operation}: {path} is neither a JSON list nor JSON lines: {error}") from error
+
+
+def _templated(operation: str, template: Template, row: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """What a template makes of a row; what goes wrong in it is told with the row's number."""
+    try:
+        made = template(row)
+    except Exception as error:  # a template is the user's own code: anything can come out of it
+        raise ValueError(f"{operation}: the template failed on row {number}: {error}") from error
+    parts = [made.get(k) for k in ("prompt", "completion")] if isinstance(made, Mapping) else [None]
+    if not (all(isinstance(p, str) for p in parts) or all(isinstance(p, list) and p for p in parts)):
+        raise ValueError(
+            f"{operation}: the template made {made!r:.60} of row {number}, needed prompt and completion, both texts or "
+            "both messages"
+        )
+    return dict(made)
+
+
+def _text(part: str | Sequence[Mapping[str, str]]) -> str:
+    return part if isinstance(part, str) else "".join(message["content"] for message in part)
 
 
 def _numbers(numbers: Sequence[int]) -> str:
@@ -150,3 +167,52 @@ def _are_messages(messages: Any) -> bool:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or len(messages) < 2:
         return False
     return all(isinstance(m, Mapping) and isinstance(m.get("content"), str) and "role" in m for m in messages)
+
+
+@dataclass(frozen=True)
+class RowReport(Report):
+    """What a trainer made of rows."""
+
+    rows: int
+    kept: int
+    full: int
+    tokens: int
+    trained_tokens: int
+
+    def summary(self) -> list[str]:
+        """Rows and tokens."""
+        return [f"{self.kept} of {self.rows} rows, {self.tokens} tokens, {self.trained_tokens} of them trained"]
+
+    def remarks(self) -> list[str]:
+        """What was left out or cut."""
+        lines = []
+        if self.kept < self.rows:
+            lines.append(f"{self.rows - self.kept} rows were left out: max_length leaves nothing of their answers")
+        if self.full:
+            lines.append(f"{self.full} rows are as long as max_length: their answers are cut, or just fit")
+        return lines
+
+
+def row_report(rows: Sequence[Any], trainer: Any) -> RowReport:
+    """What `trl.SFTTrainer` made of rows: it leaves some out, and cuts some, without a word.
+
+    Args:
+        rows: What the trainer was given as ``train_dataset``.
+        trainer: The trainer.
+
+    Raises:
+        ValueError: The trainer's data has no tokens yet (its data set is read while it trains, or is packed: then the
+            report is of a trainer without packing).
+    """
+    data = trainer.train_dataset
+    columns = getattr(data, "column_names", None) or ()
+    if not {"input_ids", "labels"} <= set(columns) or "seq_lengths" in columns:
+        raise ValueError(
+            f"row_report: the trainer's rows have the columns {list(columns)}; needed input_ids and labels, not packed"
+        )
+    ids, labels = data["input_ids"], data["labels"]
+    limit = trainer.args.max_length
+    return RowReport(
+        len(rows), len(data), sum(len(row) == limit for row in ids), sum(map(len, ids)),
+        sum(label != -100 for row in labels for label in row),
+    )  # fmt: skip

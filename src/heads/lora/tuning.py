@@ -1,118 +1,198 @@
-"""Training on instructions: a sound recipe as arguments, LoRA+ as a trainer's option, a loss exact by tokens."""
+"""Watching a model while it is tuned: what a trainer's log says, a loss exact by tokens, a proof of packing."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Unpack
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import TrainingArguments
 
 from model_components._modes import evaluating
-from model_components._trainer import StepTrainer, TrainerOptions
+from model_components._report import Axes, Figure, Report, axes_for
 
-from .instruct import IGNORED, InstructionCollator
+_IGNORED = -100  # a label that is not trained
+_WINDOW = 20  # logs that say what is usual
+_FEWEST = 5  # of them
 
 
-def instruction_arguments(output_dir: str | Path, **changes: Any) -> TrainingArguments:
-    """`TrainingArguments` of a recipe that does not spike.
+class Spike(NamedTuple):
+    """A training loss far above the usual; ``grad_norm`` is the gradient's norm before clipping, if it was logged."""
 
-    AdamW at 2e-4, the usual rate of LoRA at alpha / r of 1 or 2, whatever the rank; warm-up over 3 % of the steps,
-    cosine to 10 %; gradients clipped at 1 from the first step on; no weight decay.
+    step: int
+    loss: float
+    usual: float
+    grad_norm: float | None
 
-    Args:
-        output_dir: Of checkpoints.
-        **changes: Other fields, or other values.
 
-    >>> instruction_arguments("runs/x", learning_rate=1e-3).max_grad_norm
-    1.0
+@dataclass(frozen=True)
+class TuningReport(Report):
+    """What happened in a run.
+
+    Attributes:
+        train: (step, loss) of the training rows, as logged.
+        held_out: (step, loss) of the held-out rows.
+        spikes: Training losses far above the usual.
+        overfits_from: The step of the least held-out loss, if it rose afterwards while the training loss went on
+            falling.
+        diverges_from: The same, if the training loss rose, too: the rate is too high.
+        largest_rise: How far the held-out loss ever was above the least before it.
     """
-    recipe: dict[str, Any] = {
-        "learning_rate": 2e-4,
-        "lr_scheduler_type": "cosine_with_min_lr",
-        "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
-        "warmup_steps": 0.03,
-        "max_grad_norm": 1.0,
-        "weight_decay": 0.0,
-        "optim": "adamw_torch",
-        "logging_steps": 10,
-        "save_strategy": "no",
-        "report_to": "none",
-        "remove_unused_columns": False,
-        "dataloader_pin_memory": torch.cuda.is_available(),
-    }
-    if "save_steps" in changes:
-        recipe["save_strategy"] = "steps"
-    if "lr_scheduler_type" in changes:
-        del recipe["lr_scheduler_kwargs"]  # they are of the recipe's own schedule
-    return TrainingArguments(output_dir=str(output_dir), **(recipe | changes))
+
+    train: tuple[tuple[int, float], ...]
+    held_out: tuple[tuple[int, float], ...]
+    spikes: tuple[Spike, ...]
+    overfits_from: int | None
+    diverges_from: int | None
+    largest_rise: float
+
+    def summary(self) -> list[str]:
+        """First, last and least losses."""
+        lines = []
+        for name, looks in (("training", self.train), ("held out", self.held_out)):
+            if looks:
+                step, least = min(looks, key=lambda look: look[1])
+                (_, first), (last_step, last) = looks[0], looks[-1]
+                lines.append(
+                    f"{name}: loss {first:.3f} to {last:.3f} at step {last_step} (perplexity {_perplexity(last):.2f}), "
+                    f"least {least:.3f} at step {step}"
+                )
+        return lines
+
+    def remarks(self) -> list[str]:
+        """Where it overfits, diverges and spikes."""
+        lines = []
+        if self.overfits_from is not None:
+            lines.append(f"overfits from step {self.overfits_from}: the held-out loss rises, the training loss falls")
+        if self.diverges_from is not None:
+            lines.append(f"diverges from step {self.diverges_from}: both losses rise; the learning rate is too high")
+        for step, loss, usual, norm in self.spikes:
+            told = "" if norm is None else f", the gradient's norm {norm:.3g}"
+            lines.append(f"spike at step {step}: loss {loss:.3f}, usual {usual:.3f}{told}")
+        return lines
+
+    def plot(self, ax: Axes | None = None) -> Figure:
+        """Losses by step, perplexity at the right, spikes and the beginning of overfitting marked (extra ``plot``).
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        figure, axes = axes_for(ax, "TuningReport.plot")
+        for looks, label, style in ((self.train, "training rows", "-"), (self.held_out, "held-out rows", "o-")):
+            if looks:
+                axes.plot(*zip(*looks, strict=True), style, label=label, linewidth=1.2, markersize=3)
+        if self.spikes:
+            axes.plot(
+                [s.step for s in self.spikes], [s.loss for s in self.spikes], "v", color="tab:red", label="spikes"
+            )
+        for step, label in ((self.overfits_from, "overfits"), (self.diverges_from, "diverges")):
+            if step is not None:
+                axes.axvline(step, color="grey", linestyle=":", label=f"{label} from step {step}")
+        axes.set(xlabel="step", ylabel="loss, nats a token")
+        if self.train or self.held_out:
+            right = axes.secondary_yaxis("right", functions=(_exponential, _logarithm))
+            right.set_ylabel("perplexity")
+            axes.legend(fontsize=8)
+        return figure
 
 
-class InstructionTrainer(StepTrainer):
-    """`transformers.Trainer` with LoRA+ as an option, and `InstructionCollator` where no collator is given.
+def _exponential(losses: Any) -> Any:
+    return torch.as_tensor(losses).double().clamp(max=700.0).exp().numpy()
+
+
+def _logarithm(perplexities: Any) -> Any:
+    return torch.as_tensor(perplexities).double().clamp(min=1e-300).log().numpy()
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))
+
+
+def tuning_report(log: Sequence[Mapping[str, Any]], *, spike: float = 5.0, tolerance: float = 0.01) -> TuningReport:
+    """What the log of a trainer says: `transformers.Trainer`, `trl.SFTTrainer` or any on top of them.
+
+    Log every step (``logging_steps=1``) to see spikes, and evaluate on the way (``eval_strategy="steps"``) to see
+    where overfitting begins.
 
     Args:
-        model: A causal language model, usually a peft one.
-        args: `TrainingArguments`; `instruction_arguments` makes sound ones.
-        loraplus_lr_ratio: B's learning rate over A's (Hayou et al., "LoRA+", 2024: about 16); None for one rate.
-        **options: Of `Trainer`: ``eval_dataset``, ``data_collator``, ...
+        log: ``trainer.state.log_history``.
+        spike: How many standard deviations above the usual a training loss must be; both are of the 20 logs before
+            it, by median and median deviation, which earlier spikes do not move.
+        tolerance: How far the held-out loss must end above its least to have risen, in nats.
 
     Raises:
-        ValueError: Nothing to train, a ratio below 1, or one for a model without LoRA.
+        ValueError: There is no loss in the log.
+
+    >>> log = [{"step": i, "loss": 2 - i / 40, "grad_norm": 1.0} for i in range(1, 31)]
+    >>> log[24] |= {"loss": 9.0, "grad_norm": 70.0}
+    >>> log += [{"step": i, "eval_loss": 2 + (i - 20) ** 2 / 900} for i in (0, 10, 20, 30)]
+    >>> print(tuning_report(log))
+    training: loss 1.975 to 1.250 at step 30 (perplexity 3.49), least 1.250 at step 30
+    held out: loss 2.444 to 2.111 at step 30 (perplexity 8.26), least 2.000 at step 20
+    overfits from step 20: the held-out loss rises, the training loss falls
+    spike at step 25: loss 9.000, usual 1.637, the gradient's norm 70
     """
+    steps = [entry for entry in log if "loss" in entry]
+    train = tuple((int(entry["step"]), float(entry["loss"])) for entry in steps)
+    held = tuple((int(entry["step"]), float(entry["eval_loss"])) for entry in log if "eval_loss" in entry)
+    if not train and not held:
+        raise ValueError("tuning_report: the log has neither loss nor eval_loss; needed trainer.state.log_history")
+    norms = [entry.get("grad_norm") for entry in steps]
+    low, rise = math.inf, 0.0
+    for _, loss in held:
+        low = min(low, loss)
+        rise = max(rise, loss - low)
+    overfits = diverges = None
+    if held and not held[-1][1] - low <= tolerance:  # also where it is not a number
+        turn = next(step for step, loss in held if loss == low)
+        before = [loss for step, loss in train if step <= turn]
+        after = [loss for step, loss in train if step > turn]
+        span = min(len(before), len(after))
+        if span and not statistics.median(after[-span:]) <= statistics.median(before[-span:]):
+            diverges = turn
+        else:
+            overfits = turn
+    return TuningReport(train, held, tuple(_spikes(train, norms, spike)), overfits, diverges, rise)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        args: TrainingArguments,
-        *,
-        train_dataset: Any = None,
-        loraplus_lr_ratio: float | None = None,
-        **options: Unpack[TrainerOptions],
-    ):
-        if options.get("data_collator") is None:
-            options["data_collator"] = InstructionCollator(pad_token_id=0)  # any id: padding is masked by place
-        super().__init__(model=model, args=args, train_dataset=train_dataset, **options)
-        held: Any = self.model
-        if not any(p.requires_grad for p in held.parameters()):
-            raise ValueError("InstructionTrainer: nothing is trainable; load_lora(..., is_trainable=True) makes it so")
-        if loraplus_lr_ratio is not None:
-            if loraplus_lr_ratio < 1:
-                raise ValueError(f"InstructionTrainer: loraplus_lr_ratio is {loraplus_lr_ratio}, needed at least 1")
-            if not any(".lora_B." in name for name, _ in held.named_parameters()):
-                raise ValueError("InstructionTrainer: loraplus_lr_ratio is given, but the model has no lora_B")
-        self.loraplus_lr_ratio = loraplus_lr_ratio
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Peft's LoRA+ optimizer where a ratio was given, else the trainer's own."""
-        if self.loraplus_lr_ratio is None:
-            return super().create_optimizer(model)
-        if self.optimizer is None:
-            held: Any = self.model
-            kind, options = self.get_optimizer_cls_and_kwargs(self.args)
-            self.optimizer = create_loraplus_optimizer(
-                held, kind, loraplus_lr_ratio=self.loraplus_lr_ratio,
-                loraplus_weight_decay=self.args.weight_decay, loraplus_lr_embedding=self.args.learning_rate, **options,
-            )  # fmt: skip
-        return self.optimizer
+def _spikes(train: Sequence[tuple[int, float]], norms: Sequence[Any], threshold: float) -> list[Spike]:
+    """The highest of each run of losses above the threshold."""
+    found: list[Spike] = []
+    last = -2
+    for place, (step, loss) in enumerate(train):
+        usual = [value for _, value in train[max(0, place - _WINDOW) : place]]
+        if len(usual) < _FEWEST:
+            continue
+        middle = statistics.median(usual)
+        deviation = 1.4826 * statistics.median(abs(value - middle) for value in usual)  # of a normal distribution
+        if loss <= middle + threshold * max(deviation, 0.01 * abs(middle)):
+            continue
+        one = Spike(step, loss, middle, None if norms[place] is None else float(norms[place]))
+        if place == last + 1:
+            found[-1] = max(found[-1], one, key=lambda s: s.loss)
+        else:
+            found.append(one)
+        last = place
+    return found
 
 
 @torch.no_grad()
 def answer_loss(
-    model: nn.Module, dataset: Any, collator: Callable[[Sequence[Any]], dict[str, Any]], *, batch_size: int = 8,
+    model: nn.Module, dataset: Any, collator: Callable[[Sequence[Any]], Mapping[str, Any]], *, batch_size: int = 8,
     progress: bool = True,
 ) -> tuple[float, float]:  # fmt: skip
     """Mean loss of all trained tokens, and its perplexity; the batch size changes neither.
 
+    A trainer's own ``eval_loss`` is a mean of the batches' means, which depends on the batch size.
+
     Args:
         model: A causal language model.
-        dataset: Examples with ``labels``.
-        collator: Examples to a batch of tensors.
+        dataset: Examples with ``input_ids`` and ``labels``, such as ``trainer.eval_dataset``.
+        collator: Examples to a batch of tensors, such as ``trainer.data_collator``.
         batch_size: Examples at once.
         progress: Show a bar.
 
@@ -127,12 +207,47 @@ def answer_loss(
     with evaluating(model):
         for start in tqdm(range(0, len(dataset), batch_size), "evaluating", disable=not progress, leave=False):
             batch = collator([dataset[i] for i in range(start, min(start + batch_size, len(dataset)))])
-            batch = {k: v.to(device) for k, v in batch.items()}
+            batch = {k: v.to(device) for k, v in batch.items() if isinstance(v, torch.Tensor)}
             labels = batch.pop("labels")[:, 1:].flatten()
             logits = model(**batch, use_cache=False).logits[:, :-1].flatten(0, 1).float()
-            total += float(nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"))
-            count += int((labels != IGNORED).sum())
+            total += float(nn.functional.cross_entropy(logits, labels, ignore_index=_IGNORED, reduction="sum"))
+            count += int((labels != _IGNORED).sum())
     if not count:
         raise ValueError("answer_loss: no token of the data set is trained")
     loss = total / count
-    return loss, math.exp(min(loss, 700.0))
+    return loss, _perplexity(loss)
+
+
+@torch.no_grad()
+def check_packing(model: nn.Module, *, length: int = 8) -> None:
+    """Refuse a model in which packed examples see each other.
+
+    Two examples are packed, the first is exchanged, and the second's logits must not move by a bit. TRL warns of every
+    attention but flash attention; transformers' decoders keep examples apart by their positions in others, too.
+
+    Raises:
+        ValueError: They did; the model gives no logits of every token.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> check_packing(GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=4, n_layer=1, n_head=1)))
+    """
+    device = next(model.parameters()).device
+    held: Any = model
+    vocabulary = held.get_input_embeddings().weight.shape[0]
+    first = torch.arange(2 * length, device=device).remainder(vocabulary)[None]
+    other = first.clone()
+    other[:, :length] = (other[:, :length] + vocabulary // 2).remainder(vocabulary)
+    positions = torch.arange(length, device=device).repeat(2)[None]
+    with evaluating(model):
+        runs = [model(input_ids=ids, position_ids=positions, use_cache=False)[0] for ids in (first, other)]
+    if runs[0].dim() != 3 or runs[0].shape[1] != 2 * length:
+        raise ValueError(
+            f"check_packing: {type(model).__name__} gives {list(runs[0].shape)} for {2 * length} tokens; needed "
+            "logits of every token, as of a causal language model"
+        )
+    logits = [run[:, length:] for run in runs]
+    if not torch.equal(*logits):
+        raise ValueError(
+            f"check_packing: in {type(model).__name__} packed examples see each other (logits move by "
+            f"{float((logits[0] - logits[1]).abs().max()):.2g}); needed packing=False"
+        )

@@ -5,7 +5,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 
-from heads.lora import ChatTemplate, accelerate_lora_, generate_answers, merge_lora, prepare_lora
+from heads.lora import LikelihoodGain, accelerate_lora_, merge_lora, prepare_lora
 from tests.support import real
 
 pytestmark = pytest.mark.real
@@ -69,6 +69,17 @@ def test_a_chat_is_answered_after_tuning_and_merging(smollm2, tmp_path):
     assert len(report.layers) == 60
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt, _ = ChatTemplate(tokenizer)({"messages": [*question, {"role": "assistant", "content": "?"}]})
-    (answer,) = generate_answers(merged, tokenizer, [prompt], max_new_tokens=12, progress=False)
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    said = merged.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    answer = tokenizer.decode(said, skip_special_tokens=True)
     assert "Paris" in answer
+
+
+def test_a_gain_in_likelihood_knows_an_answer_from_noise(smollm2):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
+    judge = LikelihoodGain(transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32), tokenizer)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    good = judge(prompt, "The capital of France is Paris.")
+    for bad in ("The capital of France is Rome.", "the the the the the the", "Paris is of France capital the."):
+        assert judge(prompt, bad) < good, bad

@@ -1,0 +1,186 @@
+"""Tuning under TRL's trainer: what a log says, exact losses, packing, resuming, LoRA+, and peft's own forward."""
+
+import math
+
+import pytest
+import torch
+from peft import LoraConfig
+from peft.optimizers import create_loraplus_optimizer
+
+from heads.lora import answer_loss, check_packing, prepare_lora, tuning_report
+from tests.heads.lora.test_rows import trainer_of
+from tests.support.models import tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+WORDS = ["<unk>", "<end>", "<pad>", *"abcdefghijklmnopqrstuvwxyz", "<user>", "<bot>"]
+ROWS = [
+    {"prompt": f"{a} {b} {a} ", "completion": " ".join([b, a, b][: 1 + i % 3])}
+    for i, (a, b) in enumerate(zip("abcdefghijkl", "lkjihgfedcba", strict=True))
+]
+
+
+def trained(folder, *, accelerate=True, resume=None, ratio=None, **changes):
+    """A tiny model after a few steps, under a seed."""
+    torch.manual_seed(0)
+    dropout = changes.pop("dropout", 0)
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=dropout)
+    model = prepare_lora(tiny("llama"), config, accelerate=accelerate)
+    options = {"max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1, "seed": 3}
+    trainer = trainer_of(folder, ROWS, model=model, **options | changes)
+    if ratio is not None:
+        trainer.optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=ratio)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def state_of(trainer):
+    return {n: p.detach() for n, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def losses_of(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}, {"dropout": 0.2}], ids=str
+)
+def test_a_run_is_what_it_is_with_pefts_own_forward(options, tmp_path):
+    """Few tokens: dropout is torch's in both."""
+    ours = losses_of(trained(tmp_path / "ours", **options))
+    theirs = losses_of(trained(tmp_path / "theirs", accelerate=False, **options))
+    assert len(ours) == 6
+    assert ours[-1] < ours[0]
+    assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_a_resumed_run_is_as_if_it_had_not_stopped(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 3, "dropout": 0.1}
+    whole = trained(tmp_path / "a", ratio=4.0, **saving)
+    again = trained(tmp_path / "b", ratio=4.0, resume=str(tmp_path / "a" / "out" / "checkpoint-3"), **saving)
+    assert again.state.global_step == 6
+    for name, value in state_of(whole).items():
+        assert torch.equal(state_of(again)[name], value), name
+
+
+def test_lora_plus_gives_b_its_own_rate(tmp_path):
+    trainer = trained(tmp_path, ratio=16.0, lr_scheduler_type="constant")
+    names = {id(p): n for n, p in trainer.model.named_parameters()}
+    rates = {
+        ("B" if "lora_B" in names[id(p)] else "A"): g["lr"] for g in trainer.optimizer.param_groups for p in g["params"]
+    }
+    assert rates == {"A": 1e-2, "B": pytest.approx(0.16)}
+
+
+def test_the_loss_is_of_tokens_whatever_the_batch(tmp_path):
+    trainer = trained(tmp_path)
+    total = count = 0.0
+    for example in trainer.train_dataset:
+        ids, labels = torch.tensor([example["input_ids"]]), torch.tensor(example["labels"][1:])
+        logs = torch.log_softmax(trainer.model.eval()(input_ids=ids).logits[0, :-1].double(), -1)
+        kept = labels != -100
+        total -= float(logs[kept].gather(1, labels[kept, None]).sum().detach())
+        count += int(kept.sum())
+    for size in (1, 5, 12):
+        loss, perplexity = answer_loss(
+            trainer.model, trainer.train_dataset, trainer.data_collator, batch_size=size, progress=False
+        )
+        assert loss == pytest.approx(total / count, rel=1e-5)
+        assert perplexity == pytest.approx(math.exp(loss), rel=1e-9)
+    bare = [{"input_ids": [3, 4], "labels": [-100, -100]}]
+    with pytest.raises(ValueError, match="no token of the data set is trained"):
+        answer_loss(trainer.model, bare, trainer.data_collator, progress=False)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2", "qwen3"])
+def test_rows_that_trl_packs_are_as_if_alone(kind, tmp_path):
+    model = tiny(kind).double()
+    check_packing(model)
+    found = []
+    for packing in (False, True):
+        trainer = trainer_of(tmp_path / str(packing), ROWS, model=model, packing=packing, max_length=48)
+        data = trainer.train_dataset
+        batch = trainer.data_collator([data[i] for i in range(len(data))])
+        assert batch["input_ids"].shape[0] == (1 if packing else 12)
+        model.zero_grad()
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        found.append((loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    for name, value in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], value, msg=name)
+
+
+def test_a_model_in_which_packed_examples_see_each_other_is_refused():
+    class Forgetful(torch.nn.Module):
+        """Ignores positions, as a recurrent model does."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner = tiny("llama")
+
+        def get_input_embeddings(self):
+            return self.inner.get_input_embeddings()
+
+        def forward(self, input_ids, position_ids, use_cache):
+            return self.inner(input_ids=input_ids, use_cache=use_cache)
+
+    with pytest.raises(ValueError, match="in Forgetful packed examples see each other"):
+        check_packing(Forgetful())
+    with pytest.raises(ValueError, match=r"BertForSequenceClassification gives \[1, 3\] for 16 tokens"):
+        check_packing(tiny("classifier"))
+
+
+def log_of(train, held=(), norms=None):
+    """A trainer's log of losses from step 1 on, and of (step, loss) of held-out rows."""
+    log = [{"step": i, "loss": float(loss)} for i, loss in enumerate(train, 1)]
+    for entry, norm in zip(log, norms or (), strict=False):
+        entry["grad_norm"] = norm
+    return log + [{"step": step, "eval_loss": loss} for step, loss in held]
+
+
+def test_a_run_that_overfits_and_one_that_does_not():
+    falling = [3 - i / 50 for i in range(100)]
+    report = tuning_report(log_of(falling, [(0, 3.0), (25, 2.4), (50, 2.2), (75, 2.3), (100, 2.5)]))
+    assert (report.overfits_from, report.diverges_from) == (50, None)
+    assert report.largest_rise == pytest.approx(0.3)
+    for held in ([(0, 3.0), (50, 2.2), (100, 2.1)], [(0, 3.0), (50, 2.2), (100, 2.205)], []):
+        report = tuning_report(log_of(falling, held))
+        assert report.overfits_from is report.diverges_from is None
+
+
+@pytest.mark.parametrize("end", [9.0, math.nan, math.inf])
+def test_a_run_that_diverges(end):
+    train = [3 - i / 50 for i in range(50)] + [2 + i / 5 for i in range(50)]
+    report = tuning_report(log_of(train, [(0, 3.0), (50, 2.2), (100, end)]))
+    assert (report.overfits_from, report.diverges_from) == (None, 50)
+    assert "the learning rate is too high" in str(report)
+
+
+def test_spikes_are_told_with_step_and_norm_and_noise_is_not():
+    generator = torch.Generator().manual_seed(0)
+    noisy = (2 + 0.1 * torch.randn(400, generator=generator)).tolist()
+    assert tuning_report(log_of(noisy)).spikes == ()
+    for place, size in ((99, 4.0), (100, 6.0), (101, 5.0), (300, 3.5)):
+        noisy[place] = size
+    spikes = tuning_report(log_of(noisy, norms=[float(i) for i in range(400)])).spikes
+    assert [(s.step, s.loss, s.grad_norm) for s in spikes] == [(101, 6.0, 100.0), (301, 3.5, 300.0)]
+    assert all(abs(s.usual - 2) < 0.1 for s in spikes)
+    assert tuning_report(log_of([2.0] * 20 + [2.001] * 20)).spikes == ()  # no noise at all
+
+
+def test_a_log_without_losses_is_refused_and_a_run_is_drawn(tmp_path):
+    with pytest.raises(ValueError, match="neither loss nor eval_loss"):
+        tuning_report([{"step": 1, "train_runtime": 3.0}])
+    report = tuning_report(trained(tmp_path).state.log_history)
+    assert "training: loss" in str(report)
+    assert report.to_dict()["overfits_from"] is None
+    drawn = tuning_report(log_of([3.0] * 30 + [9.0], [(0, 2.0), (15, 1.0), (31, 2.0)])).plot()
+    drawn.savefig(tmp_path / "curves.png")
+    assert {"perplexity"} <= {axes.get_ylabel() for a in drawn.axes for axes in (a, *a.child_axes)}
+
+
+def test_an_adapter_on_the_head_is_refused_by_trl_and_not_lost(tmp_path):
+    """TRL multiplies by the head's weight itself: it must say so, or the guide is wrong."""
+    model = prepare_lora(tiny("llama"), LoraConfig(r=2, target_modules=["lm_head", "q_proj"], task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="lm_head"):
+        trainer_of(tmp_path, ROWS, model=model)

@@ -69,7 +69,7 @@ def accelerate_lora_(model: nn.Module, *, impl: str = "auto") -> AccelerationRep
                 continue
             layer.__class__ = lean(kind)
         layer.impl = impl
-        found = route(layer)
+        found = "its forward was replaced, by an accelerate hook, say" if "forward" in vars(layer) else route(layer)
         if isinstance(found, str):
             skipped[name] = found
         else:
@@ -80,14 +80,23 @@ def accelerate_lora_(model: nn.Module, *, impl: str = "auto") -> AccelerationRep
 def restore_lora_(model: nn.Module) -> int:
     """Undo `accelerate_lora_`: peft's own forward everywhere. Returns how many layers were changed.
 
+    Raises:
+        ValueError: A layer was changed once more since, sharded by FSDP2 or wrapped by a hook: that has to go first.
+
     >>> from peft import LoraConfig, get_peft_model
     >>> model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), LoraConfig(target_modules=["0"]))
     >>> _ = accelerate_lora_(model)
     >>> restore_lora_(model), restore_lora_(model)
     (1, 0)
     """
-    layers: list[Any] = [m for m in model.modules() if isinstance(m, LeanForward)]
-    for layer in layers:
+    layers: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, LeanForward)}
+    for name, layer in layers.items():
+        if LeanForward not in type(layer).__bases__ or "forward" in vars(layer):
+            raise ValueError(
+                f"restore_lora_: {name} is a {type(layer).__name__}, whose class or forward was changed since; needed "
+                "that undone before"
+            )
+    for layer in layers.values():
         layer.__class__ = lean(type(layer))
         layer.__dict__.pop("impl", None)
     return len(layers)

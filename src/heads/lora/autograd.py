@@ -79,12 +79,10 @@ def add_adapters(
         if one.spans is None:
             y = _added(y, seen, a, b, one.scaling, in_place, autocast)
             continue
-        for start, stop in one.spans:
-            part = _added(y[start:stop], seen[start:stop], a, b, one.scaling, False, autocast)
-            if in_place and not torch.is_grad_enabled():
-                y[start:stop] = part
-            else:
-                y = torch.cat([y[:start], part, y[stop:]])
+        rows = torch.cat([torch.arange(*span, device=y.device) for span in one.spans])
+        part = y.index_select(0, rows)
+        part = _added(part, seen.index_select(0, rows), a, b, one.scaling, in_place, autocast)
+        y = y.index_copy_(0, rows, part) if in_place else y.index_copy(0, rows, part)
     return y
 
 

@@ -117,7 +117,7 @@ def _shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(path / WEIGHTS, "pt") as file:
             for name in file.keys():  # noqa: SIM118, not a mapping
                 tensor = file.get_tensor(name)
-                if not tensor.is_floating_point():
+                if ".lora_" in name and not tensor.is_floating_point():  # others may be counters of a whole module
                     raise ValueError(f"{operation}: {name} in {path} is {tensor.dtype}, needed floating numbers")
                 if not torch.isfinite(tensor).all():
                     raise ValueError(f"{operation}: {name} in {path} has numbers that are not finite")
@@ -131,7 +131,7 @@ def _compare(operation: str, path: Path, shapes: dict[str, tuple[int, ...]], bas
     """Refuse a checkpoint of another base model; ``base`` has no memory."""
     of = f"{operation}: {path}, trained on {config.base_model_name_or_path},"
     modules = {name for name, _ in base.named_modules()}
-    places = {re.sub(r"(\.lora_.*|\.base_layer.*|\.token_adapter.*|\.weight|\.bias)$", "", n) for n in shapes}
+    places = {re.sub(r"\.(lora_.*|base_layer.*|token_adapter.*|[^.]*)$", "", name) for name in shapes}
     places = {place.removeprefix(PREFIX) for place in places}
     strange = sorted(places - modules)
     if strange:

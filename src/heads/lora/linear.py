@@ -72,8 +72,8 @@ def lean(kind: type) -> type:
     """The class that gives a class of peft's our forward, and for that class peft's again."""
     if kind is lora.Linear:
         return LoraLinear
-    if issubclass(kind, LeanForward):
-        return kind.__mro__[2]
+    if LeanForward in kind.__bases__:
+        return kind.__bases__[1]
     return type(f"Lean{kind.__name__}", (LeanForward, kind), {"__doc__": LeanForward.__doc__})
 
 

@@ -134,7 +134,7 @@ def merge_lora(
         _check_layer(operation, name, layer)
     layers, merged = [], {}
     for name, layer in tqdm(adapted.items(), "merging", disable=not progress, leave=False):
-        parts = {which: _part_of(layer, names, which) for which, _ in layer.base_layer.named_parameters(recurse=False)}
+        parts = _parts_of(layer, names)
         layers.append(_measured(operation, name, layer, parts["weight"], dtype))
         own = layer.base_layer
         merged |= {f"{name}.{w}": part.to(dtype or own.get_parameter(w).dtype) for w, part in parts.items()}
@@ -160,30 +160,31 @@ def _check_layer(operation: str, name: str, layer: Any) -> None:
     weight: Any = getattr(layer.base_layer, "weight", None)
     if isinstance(layer, lora.layer.ParamWrapper) or weight is None:
         raise ValueError(f"{operation}: {name} is a lora.{type(layer).__name__}, whose merge peft alone can do")
+    if "weight" not in layer.base_layer._parameters:
+        raise ValueError(
+            f"{operation}: {name}'s weight is no parameter of its own but made of others; needed it removed"
+        )
+    if layer.base_layer._parameters.get("bias") is None and any(layer.lora_bias.values()):
+        raise ValueError(f"{operation}: {name} has an adapter with a bias, and the layer itself has none to add it to")
     if layer.merged:
         raise ValueError(f"{operation}: {name} is merged already; needed unmerge_adapter() before")
     if not weight.is_floating_point() or weight.dtype.itemsize < 2:
         raise ValueError(f"{operation}: {name} is quantised ({weight.dtype}); needed a float base model")
 
 
-def _part_of(layer: Any, names: Sequence[str], which: str) -> Tensor:
-    """Weight or bias of one layer with its adapters, in float32 or better."""
+def _parts_of(layer: Any, names: Sequence[str]) -> dict[str, Tensor]:
+    """Weight and bias of one layer with its adapters, in float32 or better."""
     own = [name for name in names if name in layer.r]
-    if isinstance(layer, lora.Linear) and not any(
-        name in layer.lora_variant or layer.lora_bias.get(name) for name in own
-    ):
-        total = _wide(layer.base_layer.get_parameter(which))
-        if which == "bias":
-            return total
-        for name in own:
-            b, a = (layer.get_submodule(f"{k}.{name}").get_parameter("weight").detach() for k in ("lora_B", "lora_A"))
-            update = b.to(total.dtype) @ a.to(total.dtype)
-            update = update.T if isinstance(layer.base_layer, Conv1D) else update
-            total = total + layer.scaling[name] * update
-        return total
-    copied = copy.deepcopy(layer).to(_wide(layer.base_layer.weight).dtype)
-    copied.merge(adapter_names=own)
-    return copied.base_layer.get_parameter(which).detach()
+    if not isinstance(layer, lora.Linear) or any(n in layer.lora_variant or layer.lora_bias.get(n) for n in own):
+        copied = copy.deepcopy(layer).to(_wide(layer.base_layer.weight).dtype)
+        copied.merge(adapter_names=own)
+        return {which: held.detach() for which, held in copied.base_layer.named_parameters(recurse=False)}
+    parts = {which: _wide(held) for which, held in layer.base_layer.named_parameters(recurse=False)}
+    for name in own:
+        a, b = (_wide(held[name].weight).to(parts["weight"].dtype) for held in (layer.lora_A, layer.lora_B))
+        update = (b @ a).T if isinstance(layer.base_layer, Conv1D) else b @ a
+        parts["weight"] = parts["weight"] + layer.scaling[name] * update
+    return parts
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -255,11 +256,9 @@ def _write(folder: Path, base: Any, state: dict[str, Tensor], max_shard_size: in
 def _stock(base: PreTrainedModel, state: dict[str, Tensor]) -> PreTrainedModel:
     """A model of the base's class that holds the state, tied where its tensors are one."""
     config = copy.deepcopy(base.config)
-    parts: list[Any] = [base.get_input_embeddings(), base.get_output_embeddings()]
-    places = [next((n for n, m in base.named_modules() if m is part), None) for part in parts]
-    ends = [state[f"{place}.weight"].data_ptr() for place in places if f"{place}.weight" in state]
-    if getattr(config, "tie_word_embeddings", False) and None not in places:
-        config.tie_word_embeddings = len(ends) == 2 and ends[0] == ends[1]  # a head that was saved whole has its own
+    if getattr(config, "tie_word_embeddings", False):  # a head that was saved whole has its own
+        pairs = [(state.get(one), state.get(other)) for one, other in base.all_tied_weights_keys.items()]
+        config.tie_word_embeddings = all(a is None or b is None or a.data_ptr() == b.data_ptr() for a, b in pairs)
     with no_init_weights(), torch.device("meta"):
         stock = type(base)._from_config(config)
     seen: set[int] = set()

@@ -229,7 +229,11 @@ def test_several_active_adapters_and_switching_and_disabling():
     assert_same(run(model), run(twin))
 
 
-@pytest.mark.parametrize("names", [["a", "b", "a"], ["a", "a", "__base__"], ["b", "b", "b"], ["__base__"] * 3], ids=str)
+@pytest.mark.parametrize(
+    "names",
+    [["a", "b", "a"], ["b", "__base__", "b"], ["a", "a", "__base__"], ["b", "b", "b"], ["__base__"] * 3],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_an_adapter_for_each_sample(kind, names):
     model = peft_model(kind, torch.float64, adapters=("a", "b"))
@@ -510,6 +514,60 @@ def test_hooks_fire_wherever_they_are(place, kind):
     layer(torch.randn(2, 16))
     handle.remove()
     assert sum(seen) == 1
+
+
+def test_adapters_of_samples_keep_apart_under_dropout():
+    """More tokens than masks are kept for: each sample is dropped by its own adapter's seed, and by no other's."""
+    base = nn.Sequential(nn.Linear(16, 16))
+    model = peft_model("llama", model=base, adapters=("a", "b"), target_modules=["0"], lora_dropout=0.5)
+    model.base_model.set_adapter(["a", "b"])
+    accelerate_lora_(model)
+    layer = model.base_model.model[0]
+    for name in "ab":
+        for part in (layer.lora_A, layer.lora_B):
+            part[name].weight.data = torch.eye(4, 16) if part is layer.lora_A else torch.eye(16, 4)
+    x = torch.ones(4, 200, 16)
+    made = layer.train()(x, adapter_names=["a", "b", "__base__", "a"]) - layer.base_layer(x)
+    kept = made[..., :4].detach() / (2 * layer.scaling["a"])
+    assert set(kept.round(decimals=4).unique().tolist()) == {0.0, 1.0}
+    shares = kept.flatten(1).mean(1).tolist()
+    assert shares[2] == 0
+    assert all(0.4 < share < 0.6 for share in (shares[0], shares[1], shares[3]))
+    both = (layer(x[:1]) - layer.base_layer(x[:1]))[..., :4].detach() / (2 * layer.scaling["a"])
+    assert set(both.round(decimals=4).unique().tolist()) == {0.0, 1.0, 2.0}  # active together: masks of their own
+
+
+def test_what_a_base_layer_takes_besides_x_reaches_it():
+    class Scaled(nn.Linear):
+        def forward(self, x, by=1.0, *, plus=0.0):
+            return super().forward(x) * by + plus
+
+    base = nn.Sequential(Scaled(4, 4))
+    model = peft_model("llama", model=base, target_modules=["0"])
+    layer, x = model.base_model.model[0], torch.randn(3, 4)
+    expected = [layer(x, 3.0), layer(x, plus=2.0), layer(x)]
+    accelerate_lora_(model)
+    for found, wanted in zip([layer(x, 3.0), layer(x, plus=2.0), layer(x)], expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_layers_that_others_changed_are_told_and_not_half_restored():
+    model = peft_model("llama")
+    layers = [m for m in model.modules() if isinstance(m, lora.Linear)]
+    layers[0].forward = layers[0].forward
+    report = accelerate_lora_(model)
+    assert "its forward was replaced, by an accelerate hook, say" in report.skipped.values()
+    assert len(report.accelerated) == len(layers) - 1
+    with pytest.raises(ValueError, match="class or forward was changed since"):
+        restore_lora_(model)
+    assert isinstance(layers[1], LoraLinear)
+    del layers[0].forward
+    layers[1].__class__ = type("FSDPLoraLinear", (LoraLinear,), {})
+    with pytest.raises(ValueError, match="is a FSDPLoraLinear, whose class"):
+        restore_lora_(model)
+    layers[1].__class__ = LoraLinear
+    assert restore_lora_(model) == len(layers)
+    assert all(type(layer) is lora.Linear for layer in layers)
 
 
 def test_a_users_own_layer_keeps_its_forward_and_a_printed_model_shows_ours():

@@ -277,6 +277,63 @@ def test_names_like_an_adapters_and_float64_are_written_as_they_are(tmp_path):
     assert all(torch.equal(stored[f"0.{n}"], t) for n, t in expected.items())
 
 
+def test_a_merged_model_keeps_how_it_generates_and_takes_no_other_adapters_head(tmp_path):
+    base = tiny("llama")
+    base.generation_config.max_new_tokens = 7
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = get_peft_model(base, config, adapter_name="a")
+    model.add_adapter("b", config)
+    for name, parameter in model.named_parameters():
+        if "lm_head.modules_to_save.b" in name:
+            parameter.data.fill_(3.0)
+    merge_lora(model, tmp_path / "a", adapters="a", progress=False)
+    merge_lora(model, tmp_path / "b", adapters="b", progress=False)
+    heads = [load_file(tmp_path / name / "model.safetensors")["lm_head.weight"] for name in "ab"]
+    assert not (heads[0] == 3).any()
+    assert (heads[1] == 3).all()
+    assert type(base).from_pretrained(tmp_path / "a").generation_config.max_new_tokens == 7
+
+
+def test_a_model_without_token_embeddings_is_merged(tmp_path):
+    config = transformers.ResNetConfig(num_labels=2, embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
+    model = get_peft_model(
+        transformers.ResNetForImageClassification(config), LoraConfig(target_modules=["classifier.1"])
+    )
+    spoken(model)
+    merge_lora(model, tmp_path / "out", max_lost=None, progress=False)
+    pixels = torch.randn(1, 3, 32, 32)
+    merged = transformers.ResNetForImageClassification.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(merged(pixels).logits, model(pixels).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_made_of_others_and_biases_without_a_place_are_refused(tmp_path):
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), LoraConfig(target_modules=["0"]))
+    torch.nn.utils.parametrizations.weight_norm(model.base_model.model[0].base_layer)
+    with pytest.raises(ValueError, match="merge_lora: 0's weight is no parameter of its own"):
+        merge_lora(model, tmp_path / "out")
+    bare = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(bare, LoraConfig(target_modules=["0"], lora_bias=True))
+    with pytest.raises(ValueError, match="has an adapter with a bias, and the layer itself has none"):
+        merge_lora(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_counters_of_a_module_that_is_saved_whole_load(tmp_path):
+    def base():
+        return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.LSTM(4, 4))
+
+    model = get_peft_model(base(), LoraConfig(target_modules=["0"], modules_to_save=["1", "2"]))
+    spoken(model).train()
+    model.base_model.model[1](torch.randn(5, 4))
+    model.save_pretrained(tmp_path / "a")
+    loaded = load_lora(base(), tmp_path / "a")
+    for name, tensor in model.state_dict().items():
+        if "modules_to_save" in name:
+            assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
 def test_numbers_that_the_dtype_cannot_hold_and_other_tuners_beneath_are_refused(tmp_path):
     model = spoken(get_peft_model(tiny("llama"), LoraConfig(target_modules=["q_proj"])))
     layer = next(m for m in model.modules() if isinstance(m, lora.Linear))

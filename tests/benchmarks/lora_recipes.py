@@ -77,7 +77,7 @@ def answers_to(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
 
 
 def run(setting: dict[str, Any], config: dict[str, Any], data: tuple[list[dict], list[dict]]) -> dict[str, Any]:
-    """Tune under one setting; loss and judge of held-out rows, before and after, and what was seen on the way."""
+    """Tune under one setting: loss and judge of held-out rows, and what was seen on the way."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback, set_seed
     from trl import SFTConfig, SFTTrainer
@@ -115,24 +115,21 @@ def run(setting: dict[str, Any], config: dict[str, Any], data: tuple[list[dict],
         whole: Any = trainer.eval_dataset
         trainer.eval_dataset = whole.select(range(config["watched"]))
 
-        def measured() -> tuple[float, float]:
-            loss = answer_loss(trainer.model, whole, trainer.data_collator, progress=False)[0]
-            answers = answers_to(trainer.model, tokenizer, prompts)
-            return round(loss, 4), round(judge_answers(judge, prompts, answers, progress=False), 2)
-
-        before = measured()
         seconds = time.process_time()
-        trainer.train()
+        if setting["recipe"] != "not tuned":
+            trainer.train()
         seconds = time.process_time() - seconds
-        after = measured()
+        loss = answer_loss(trainer.model, whole, trainer.data_collator, progress=False)[0]
+        judged = judge_answers(judge, prompts, answers_to(trainer.model, tokenizer, prompts), progress=False)
+    row = setting | {"loss": round(loss, 4), "judge": round(judged, 2), "date": today(), "commit": commit()}
+    if setting["recipe"] == "not tuned":
+        return row
     seen = tuning_report(trainer.state.log_history)
-    return setting | {
-        "loss before": before[0], "judge before": before[1], "loss": after[0], "judge": after[1],
+    return row | {
         "largest rise": round(seen.largest_rise, 4), "overfits from": seen.overfits_from,
         "diverges from": seen.diverges_from, "spikes": [list(spike) for spike in seen.spikes],
         "first step": None if step is None else round(step, 2), "cpu_seconds": round(seconds, 1),
         "train": [round(loss, 4) for _, loss in seen.train], "held out": [round(loss, 4) for _, loss in seen.held_out],
-        "date": today(), "commit": commit(),
     }  # fmt: skip
 
 
@@ -160,19 +157,20 @@ def write_table() -> None:
     order = [(s["table"], s["recipe"], s["rank"], s["lr"]) for s in settings(config)]
     rows.sort(key=lambda row: order.index((row["table"], row["recipe"], row["rank"], row["lr"])))
     parts = {name: [row for row in rows if row["table"] == name] for name in ("tuning", "recipes")}
-    if not all(parts.values()):
+    if not all(parts.values()):  # as long as the first of a kind is not there
         return
     about = (
         f"SmolLM2-135M-Instruct, {config['steps']} steps of {config['batch']} of Alpaca's rows. Two numbers are two "
         f"seeds. Measured {max(row['date'] for row in rows)} at {rows[-1]['commit']}."
     )
-    first = parts["tuning"][0]
+    bare = next(row for row in parts["tuning"] if row["recipe"] == "not tuned")
+    tuned = [row for row in parts["tuning"] if row is not bare]
     lines = [
         "| tuned | learning rate | held-out loss | judge | overfits from step | CPU minutes |",
         "|---" * 6 + "|",
-        f"| not | | {first['loss before']:.3f} | {first['judge before']:.1f} | | |",
+        f"| nothing | | {bare['loss']:.3f} | {bare['judge']:.1f} | | |",
     ]
-    for (rank, rate), held in grouped(parts["tuning"], "rank", "lr").items():
+    for (rank, rate), held in grouped(tuned, "rank", "lr").items():
         ends = " / ".join("-" if row["overfits from"] is None else str(row["overfits from"]) for row in held)
         name = f"LoRA, r {rank}" if rank else "all parameters"
         minutes = statistics.median(row["cpu_seconds"] for row in held) / 60
@@ -184,7 +182,7 @@ def write_table() -> None:
     )
     put(GUIDE, [*lines, "", told + about], "tuning")
     lines = ["| recipe | r | first step | held-out loss | largest rise on the way | spikes |", "|---" * 6 + "|"]
-    sound = [row for row in parts["tuning"] if row["rank"] in (16, 64) and row["lr"] == config["base"]["lr"]]
+    sound = [row for row in tuned if row["rank"] in (16, 64) and row["lr"] == config["base"]["lr"]]
     for (recipe, rank), held in grouped(sound + parts["recipes"], "recipe", "rank").items():
         step, spikes = held[0]["first step"] * held[0]["lr"], " / ".join(str(len(row["spikes"])) for row in held)
         losses, rises = seeds(held, "loss", 3), seeds(held, "largest rise", 2)
@@ -205,7 +203,7 @@ def draw() -> None:
     from matplotlib.figure import Figure
 
     every = json.loads(CONFIG.read_text(encoding="utf-8"))["every"]
-    rows = [row for row in read_found() if row["seed"] == 0]
+    rows = [row for row in read_found() if row["seed"] == 0 and "held out" in row]
     figure = Figure((9, 3.4), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     tuned = [row for row in rows if row["table"] == "tuning"]
@@ -244,7 +242,7 @@ def main(arguments: list[str] | None = None) -> None:
         if options.only and not all(word in words for word in options.only):
             continue
         row = run(setting, config, data)
-        print(words, {k: row[k] for k in ("loss before", "loss", "judge", "largest rise", "cpu_seconds")}, flush=True)
+        print(words, {k: row[k] for k in ("loss", "judge", "largest rise", "cpu_seconds") if k in row}, flush=True)
         rows = read_found()  # again: other processes may have added some
         FOUND.write_text(json.dumps({"rows": [*rows, row]}) + "\n", encoding="utf-8")
     write_table()

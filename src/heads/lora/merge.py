@@ -181,7 +181,8 @@ def _parts_of(layer: Any, names: Sequence[str]) -> dict[str, Tensor]:
         return {which: held.detach() for which, held in copied.base_layer.named_parameters(recurse=False)}
     parts = {which: _wide(held) for which, held in layer.base_layer.named_parameters(recurse=False)}
     for name in own:
-        a, b = (_wide(held[name].weight).to(parts["weight"].dtype) for held in (layer.lora_A, layer.lora_B))
+        factors = (layer.get_submodule(f"{k}.{name}").get_parameter("weight") for k in ("lora_A", "lora_B"))
+        a, b = (factor.detach().to(parts["weight"].dtype) for factor in factors)
         update = (b @ a).T if isinstance(layer.base_layer, Conv1D) else b @ a
         parts["weight"] = parts["weight"] + layer.scaling[name] * update
     return parts

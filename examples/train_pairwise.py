@@ -4,8 +4,8 @@
     python examples/train_pairwise.py --data arena.csv --encoder distilbert/distilbert-base-uncased --freeze bottom:4
     torchrun --nproc_per_node=2 examples/train_pairwise.py --data arena.jsonl --encoder answerdotai/ModernBERT-base
 
---data is CSV, JSON or JSON lines in the Chatbot Arena's format (prompt, response_a, response_b, winner_model_a,
-winner_model_b, winner_tie), or with prompt, a, b, label; or a data set's hub id. On the made-up pairs nearly all
+--data is CSV, JSON, JSON lines or parquet in the Chatbot Arena's formats, with chosen and rejected, output_1 and
+output_2, or prompt, a, b, label; or a data set's hub id (see `read_pairs`). On the made-up pairs nearly all
 verdicts are right in the end. OUT/model loads with `PairwiseModel.from_pretrained`; OUT/report.png (matplotlib, extra
 `plot`) shows calibration. Nothing is downloaded unless it is named.
 """
@@ -63,15 +63,10 @@ def pairs_of(given: argparse.Namespace, main: bool) -> tuple[list, list]:
     """Pairs to train on, and pairs of other prompts; where there are too few prompts for that, other pairs."""
     if given.data is None:
         return made_up(400 if given.smoke else 4000, seed=0), made_up(200 if given.smoke else 1000, seed=1)
-    source = given.data
-    if not Path(source).exists() and Path(source).suffix not in (".csv", ".json", ".jsonl"):
-        import datasets  # only for data sets of the hub: pip install datasets
-
-        source = datasets.load_dataset(source, split="train")
-    pairs, report = read_pairs(source)
+    pairs, report = read_pairs(given.data)
     if main:
         print(f"{given.data}: {report}")
-    prompts = sorted({pair.prompt for pair in pairs})
+    prompts = sorted({pair.prompt for pair in pairs}, key=str)
     random.Random(given.seed).shuffle(prompts)
     held = set(prompts[: len(prompts) // 5])
     test = [k for k, pair in enumerate(pairs) if pair.prompt in held] if held else range(0, len(pairs), 5)

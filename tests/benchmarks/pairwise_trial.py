@@ -8,7 +8,6 @@ encoder of the extra `bench`.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import math
 import random
@@ -32,6 +31,7 @@ from heads.pairwise import (
     pairwise_loss,
     pairwise_metrics,
     pairwise_report,
+    read_pairs,
     swapped,
 )
 from tests.benchmarks.ablations import settings
@@ -46,15 +46,11 @@ DATA = "alpaca_eval_pairs.jsonl.gz"
 def real_pairs() -> list[Pair]:
     """All pairs with two answers, in a drawn order, each with A and B in a drawn order."""
     draw, found = random.Random(0), []
-    with gzip.open(real.data(DATA), "rt", encoding="utf-8") as file:
-        for line in file:
-            row = json.loads(line)
-            label = {1: 0, 2: 1}.get(row["preference"], 2)
-            a, b = row["a"], row["b"]
-            if draw.random() < 0.5:
-                a, b, label = b, a, (1, 0, 2)[label]
-            if a.strip() and b.strip():
-                found.append(Pair(row["prompt"], a, b, label))
+    for pair in read_pairs(real.data(DATA))[0]:
+        if draw.random() < 0.5:
+            pair = Pair(pair.prompt, pair.b, pair.a, (1, 0, 2)[pair.label], pair.writers[::-1])
+        if pair.a.strip() and pair.b.strip():
+            found.append(pair)
     draw.shuffle(found)
     return found
 

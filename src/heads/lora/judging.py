@@ -102,14 +102,12 @@ class WinRate:
         self.model, self.references = model, dict(references)
 
     def __call__(self, prompt: str, answer: str) -> float:
-        """A score, 0 to 100; an empty answer scores 0.
+        """A score, 0 to 100.
 
         Raises:
             ValueError: There is no reference for the prompt.
         """
         other = _reference("WinRate", self.references, prompt)
-        if not answer.strip():
-            return 0.0
         shares = self.model.predict([prompt], [answer], [other], progress=False).probabilities[0].tolist()
         return 100.0 * (shares[0] + (shares[2] / 2 if len(shares) == 3 else 0.0))
 

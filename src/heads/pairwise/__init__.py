@@ -18,8 +18,9 @@ from .links import PairwiseHead, Pool
 from .metrics import PairwiseMetrics, fit_temperature, pairwise_metrics
 from .model import PairwiseModel, PairwiseOutput
 from .packing import PackingReport, check_packing
+from .pairs import Pair, Turn
 from .report import CalibrationReport, PairwiseReport, calibrate_, pairwise_report
-from .rows import Pair, ReadReport, read_pairs
+from .rows import ReadReport, read_pairs
 from .training import PairwiseTrainer
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Predictions",
     "Ranking",
     "ReadReport",
+    "Turn",
     "bradley_terry",
     "calibrate_",
     "check_packing",

@@ -1,14 +1,15 @@
-"""Pairs as token ids: a truncation that knows the pair, and batches in which no token is padding and none comes twice.
+"""Pairs as token ids, cut each for itself, and batches in which no token is padding and none comes twice.
 
 Shapes: T tokens of all sequences, S sequences, P pairs, C classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -17,7 +18,7 @@ from tqdm.auto import tqdm
 from model_components._report import Report
 
 from .config import CLASSES, PairwiseConfig
-from .rows import Pair, check_label, count_labels, sound
+from .pairs import Pair, Words, check_label, check_words, count_labels, turns_of
 
 _CHUNK = 256  # pairs that are tokenised at once
 
@@ -43,9 +44,17 @@ class CutReport(Report):
         if not self.tokens_cut:
             return []
         return [
-            f"{self.prompts_cut} prompts and {self.answers_cut} answers were too long: "
-            f"{self.tokens_cut} tokens were cut from their middles"
+            f"{self.prompts_cut} prompts and {self.answers_cut} answers were too long: {self.tokens_cut} tokens were "
+            "cut, from the beginnings of prompts and the middles of answers"
         ]
+
+
+class Tokens(NamedTuple):
+    """One sequence: token ids, their types, and how many tokens its answer had before it was cut."""
+
+    ids: np.ndarray
+    types: np.ndarray
+    answer_tokens: int
 
 
 class Template:
@@ -67,7 +76,7 @@ class Template:
         owners = made.sequence_ids(0)
         kinds = made.get("token_type_ids") if (getattr(config.encoder, "type_vocab_size", 0) or 0) > 1 else None
         kinds = [0] * len(owners) if kinds is None else kinds
-        self.with_prompt = config.append_prompt
+        self.tokenizer, self.with_prompt = tokenizer, config.append_prompt
         last = len(texts) - 1  # the answer
         first = [i for i, owner in enumerate(owners) if owner == last]
         prompt = [i for i, owner in enumerate(owners) if owner == 0 and last]
@@ -86,36 +95,45 @@ class Template:
             raise ValueError(f"PairwiseDataset: max_tokens is {limit}, which special tokens fill; needed more")
         self.prompt_room = min(config.max_prompt_tokens or limit // 4, self.room - 1)
 
-    def sequences(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> tuple[list[Tokens], int, list[int]]:
-        """Answers to one prompt as sequences, and how many tokens the prompt and each answer had to give up.
+    def sequences(self, groups: Sequence[tuple[Words, Sequence[Words]]]) -> Iterator[list[tuple[Tokens, int, int]]]:
+        """Of each group, a prompt and its answers: sequences, and how many tokens prompt and answer had to give up.
 
-        The prompt gives way to the longest answer down to its budget; what is left is every answer's.
+        What follows an answer's first turn in a conversation belongs to its own sequence's prompt, turns parted by what
+        parts prompt and answer. A prompt keeps what its answer leaves, and at least its own budget.
         """
-        prompt = prompt if self.with_prompt else []
-        kept = min(len(prompt), max(self.prompt_room, self.room - max(map(len, answers))))
-        made = []
-        for answer in answers:
-            cut = cut_middle(prompt, kept), cut_middle(answer, self.room - kept)
-            parts = (self.before, cut[0], self.between, cut[1], self.after)
-            ids = [token for part in parts for token in part]
-            kinds = [kind for part, kind in zip(parts, self.kinds, strict=True) for _ in part]
-            made.append(
-                Tokens(torch.tensor(ids, dtype=torch.int32), torch.tensor(kinds, dtype=torch.int8), len(answer))
-            )
-        return made, len(prompt) - kept, [max(0, len(answer) - self.room + kept) for answer in answers]
+        told = [
+            (turns_of("user", prompt), [turns_of("assistant", answer) for answer in answers])
+            for prompt, answers in groups
+        ]
+        texts = [turn.text for shared, rest in told for part in (shared, *rest) for turn in part]
+        ids = iter(token_ids(self.tokenizer, texts))
+        for shared, rest in told:
+            before = [next(ids) for _ in shared]
+            made = []
+            for turns in rest:
+                own = [next(ids) for _ in turns]
+                said = sum(len(part) for turn, part in zip(turns, own, strict=True) if turn.role == "assistant")
+                made.append(self._sequence([*before, *own[:-1]], own[-1], said))
+            yield made
+
+    def _sequence(self, parts: Sequence[Sequence[int]], answer: Sequence[int], said: int) -> tuple[Tokens, int, int]:
+        prompt: list[int] = []
+        for k, part in enumerate(parts if self.with_prompt else ()):
+            prompt += [*(self.between if k else ()), *part]
+        kept = min(len(prompt), max(self.prompt_room, self.room - len(answer)))
+        cut = prompt[len(prompt) - kept :], cut_middle(answer, self.room - kept)
+        pieces = (self.before, cut[0], self.between, cut[1], self.after)
+        ids = [token for piece in pieces for token in piece]
+        kinds = [kind for piece, kind in zip(pieces, self.kinds, strict=True) for _ in piece]
+        tokens = Tokens(np.array(ids, dtype=np.int32), np.array(kinds, dtype=np.int8), said)
+        return tokens, len(prompt) - kept, len(answer) - len(cut[1])
 
 
 def token_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of texts, in which the names of special tokens are text as any other."""
+    if not texts:
+        return []
     return tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-
-
-class Tokens(NamedTuple):
-    """One sequence: token ids, their types, and how many tokens its answer had before it was cut."""
-
-    ids: Tensor
-    types: Tensor
-    answer_tokens: int
 
 
 def cut_middle(tokens: Sequence[int], room: int) -> Sequence[int]:
@@ -131,14 +149,14 @@ def cut_middle(tokens: Sequence[int], room: int) -> Sequence[int]:
 
 
 class PairwiseDataset(Dataset):
-    """Pairs as token ids, cut so that both answers keep the same budget.
+    """Pairs as token ids, each sequence cut for itself, so that no answer changes what is read of another.
 
-    A prompt keeps what the longer answer leaves, and at least its own budget; both answers then may have what is left.
-    Of what is too long the middle goes.
+    A prompt loses its beginning first, down to its own budget; then the middle of the answer goes. An empty answer is
+    a sequence without one. Tokens lie in two flat arrays, five bytes each.
 
     Args:
-        pairs: `Pair`s, tuples like them (prompt, a, b, label), or mappings. A label is 0 where A is better, 1 where
-            B is, 2 for a tie, or the shares of judges; of all pairs or of none.
+        pairs: `Pair`s, tuples like them (prompt, a, b, label), or mappings of those names. A label is 0 where A is
+            better, 1 where B is, 2 for a tie, or the shares of judges; of all pairs or of none.
         tokenizer: The encoder's, a fast one.
         config: A `PairwiseConfig`; of a model, ``model.config``.
         progress: Show a bar.
@@ -150,7 +168,7 @@ class PairwiseDataset(Dataset):
         labels: Of each pair, or None.
 
     Raises:
-        ValueError: With pair numbers: texts that are not text, empty answers, labels outside the classes.
+        ValueError: With pair numbers: what is neither text nor turns, labels outside the classes.
     """
 
     def __init__(self, pairs: Sequence[Any], tokenizer: Any, config: PairwiseConfig, *, progress: bool = True):
@@ -164,30 +182,39 @@ class PairwiseDataset(Dataset):
         self.soft = any(isinstance(label, tuple) for label in self.labels)
         self.num_classes = config.num_classes
         template = Template(tokenizer, config)
-        self._items: list[list[Tokens]] = []
+        kept: list[Tokens] = []
+        flat: list[Tokens] = []  # one for each chunk, which is what the list above costs least as
+        sizes: list[int] = []
+        answers: list[int] = []
         prompts_cut = answers_cut = tokens_cut = 0
         for start in tqdm(range(0, len(self.pairs), _CHUNK), "tokenising", disable=not progress, leave=False, delay=1):
-            chunk = self.pairs[start : start + _CHUNK]
-            texts = [text for pair in chunk for text in pair[:3]]
-            made = token_ids(tokenizer, texts)
-            for number, (prompt, a, b) in enumerate(zip(made[::3], made[1::3], made[2::3], strict=True), start):
-                if not a or not b:
-                    raise ValueError(f"PairwiseDataset: pair {number}: an answer has no token that the tokenizer knows")
-                sequences, of_prompt, of_answers = template.sequences(prompt, (a, b))
-                prompts_cut += of_prompt > 0
-                answers_cut += sum(cut > 0 for cut in of_answers)
-                tokens_cut += of_prompt + sum(of_answers)
-                self._items.append(sequences)
-        self.lengths = [len(one.ids) + len(other.ids) for one, other in self._items]
+            kept.clear()
+            for made in template.sequences([(p.prompt, (p.a, p.b)) for p in self.pairs[start : start + _CHUNK]]):
+                kept += [tokens for tokens, _, _ in made]
+                prompts_cut += any(of_prompt for _, of_prompt, _ in made)
+                answers_cut += sum(of_answer > 0 for _, _, of_answer in made)
+                tokens_cut += sum(of_prompt + of_answer for _, of_prompt, of_answer in made)
+            sizes += [len(one.ids) for one in kept]
+            answers += [one.answer_tokens for one in kept]
+            flat.append(Tokens(np.concatenate([t.ids for t in kept]), np.concatenate([t.types for t in kept]), 0))
+        self._ids = np.concatenate([np.zeros(0, np.int32), *(one.ids for one in flat)])
+        self._types = np.concatenate([np.zeros(0, np.int8), *(one.types for one in flat)])
+        self._starts, self._answers = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64), answers
+        self.lengths = np.add(sizes[::2], sizes[1::2]).tolist()
         self.report = CutReport(
-            len(self.pairs), count_labels(self.pairs), sum(self.lengths), prompts_cut, answers_cut, tokens_cut
+            len(self.pairs), count_labels(self.pairs), sum(sizes), prompts_cut, answers_cut, tokens_cut
         )
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self.pairs)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"sequences": self._items[index], "label": self._label(self.labels[index])}
+        index = range(len(self))[index]
+        return {"sequences": [self._tokens(2 * index + k) for k in (0, 1)], "label": self._label(self.labels[index])}
+
+    def _tokens(self, number: int) -> Tokens:
+        part = slice(self._starts[number], self._starts[number + 1])
+        return Tokens(self._ids[part], self._types[part], self._answers[number])
 
     def _label(self, label: Any) -> Any:
         """A class, or shares where any label of the set is."""
@@ -197,39 +224,28 @@ class PairwiseDataset(Dataset):
 
 
 def _checked(number: int, pair: Any, classes: int) -> Pair:
+    operation = f"PairwiseDataset: pair {number}"
     if isinstance(pair, Mapping) and {"prompt", "a", "b"} <= set(pair):
         pair = (pair["prompt"], pair["a"], pair["b"], pair.get("label"))
-    if not isinstance(pair, (tuple, list)) or len(pair) not in (3, 4):
-        raise ValueError(
-            f"PairwiseDataset: pair {number} is {pair!r:.60}; needed (prompt, a, b) or (prompt, a, b, label)"
-        )
-    check_texts(f"PairwiseDataset: pair {number}", dict(zip(("prompt", "a", "b"), pair, strict=False)))
+    if not isinstance(pair, (tuple, list)) or not 3 <= len(pair) <= len(Pair._fields):
+        raise ValueError(f"{operation} is {pair!r:.60}; needed (prompt, a, b) or (prompt, a, b, label)")
     try:
-        return Pair(pair[0], pair[1], pair[2], check_label(pair[3], classes) if len(pair) == 4 else None)
+        words = [check_words(name, part) for name, part in zip(("prompt", "a", "b"), pair, strict=False)]
+        label = check_label(pair[3], classes) if len(pair) > 3 else None
     except ValueError as error:
-        raise ValueError(f"PairwiseDataset: pair {number}: {error}") from error
+        raise ValueError(f"{operation}: {error}") from error
+    return Pair(words[0], words[1], words[2], label, *pair[4:])
 
 
-def check_texts(operation: str, texts: Mapping[str, Any]) -> None:
-    """Refuse what is not text, and answers, which are all but the prompt, that are empty."""
-    for name, text in texts.items():
-        if not isinstance(text, str):
-            raise ValueError(f"{operation}: {name} is {text!r:.60}, needed text")
-        if name != "prompt" and not text.strip():
-            raise ValueError(f"{operation}: {name} is empty, needed an answer")
-        try:
-            sound(name, text)
-        except ValueError as error:
-            raise ValueError(f"{operation}: {error}") from error
-
-
-def answers_to(prompt: str, answers: Sequence[str], tokenizer: Any, config: PairwiseConfig) -> list[Tokens]:
-    """Several answers to one prompt as sequences, cut alike; refuses what is not text or has no tokens."""
-    check_texts("rank", {"prompt": prompt} | {f"answer {k}": answer for k, answer in enumerate(answers)})
-    ids = token_ids(tokenizer, [prompt, *answers])
-    if not all(ids[1:]):
-        raise ValueError("rank: an answer has no token that the tokenizer knows")
-    return Template(tokenizer, config).sequences(ids[0], ids[1:])[0]
+def answers_to(prompt: Words, answers: Sequence[Words], tokenizer: Any, config: PairwiseConfig) -> list[Tokens]:
+    """Several answers to one prompt as sequences; refuses what is neither text nor turns."""
+    try:
+        asked = check_words("prompt", prompt)
+        checked = [check_words(f"answer {k}", answer) for k, answer in enumerate(answers)]
+    except ValueError as error:
+        raise ValueError(f"rank: {error}") from error
+    (made,) = Template(tokenizer, config).sequences([(asked, checked)])
+    return [tokens for tokens, _, _ in made]
 
 
 def flat_batch(groups: Iterable[tuple[Sequence[Tokens], Sequence[tuple[int, int]]]]) -> dict[str, Tensor]:
@@ -238,7 +254,7 @@ def flat_batch(groups: Iterable[tuple[Sequence[Tokens], Sequence[tuple[int, int]
     Sequences that are equal are encoded once. A group's come in an order of their own, not in the one they were given
     in, so that exchanging A and B changes nothing in the encoder, not even by rounding.
 
-    >>> one, other = (Tokens(torch.tensor(ids), torch.zeros(len(ids)), 1) for ids in ([5, 6], [4]))
+    >>> one, other = (Tokens(np.array(ids), np.zeros(len(ids)), 1) for ids in ([5, 6], [4]))
     >>> batch = flat_batch([([one, other, one], [(0, 1), (0, 2)])])
     >>> batch["input_ids"].tolist(), batch["lengths"].tolist(), batch["pairs"].tolist()
     ([4, 5, 6], [1, 2], [[1, 0], [1, 1]])
@@ -247,7 +263,7 @@ def flat_batch(groups: Iterable[tuple[Sequence[Tokens], Sequence[tuple[int, int]
     kept: list[Tokens] = []
     compared: list[list[int]] = []
     for sequences, pairs in groups:
-        keys = [(s.ids.numpy().tobytes(), s.types.numpy().tobytes(), s.answer_tokens) for s in sequences]
+        keys = [(s.ids.tobytes(), s.types.tobytes(), s.answer_tokens) for s in sequences]
         for k in sorted(range(len(keys)), key=keys.__getitem__):
             if keys[k] not in places:
                 places[keys[k]] = len(kept)
@@ -255,8 +271,8 @@ def flat_batch(groups: Iterable[tuple[Sequence[Tokens], Sequence[tuple[int, int]
         compared += [[places[keys[i]], places[keys[j]]] for i, j in pairs]
     return {
         "pairs": torch.tensor(compared),  # first: the trainer takes its length for the batch's
-        "input_ids": torch.cat([sequence.ids for sequence in kept]).long(),
-        "token_type_ids": torch.cat([sequence.types for sequence in kept]).long(),
+        "input_ids": torch.from_numpy(np.concatenate([sequence.ids for sequence in kept])).long(),
+        "token_type_ids": torch.from_numpy(np.concatenate([sequence.types for sequence in kept])).long(),
         "lengths": torch.tensor([len(sequence.ids) for sequence in kept]),
         "answer_tokens": torch.tensor([sequence.answer_tokens for sequence in kept]),
     }
@@ -265,7 +281,7 @@ def flat_batch(groups: Iterable[tuple[Sequence[Tokens], Sequence[tuple[int, int]
 class PairwiseCollator:
     """Items of a `PairwiseDataset` to what `PairwiseModel` takes: see `flat_batch`.
 
-    >>> item = {"sequences": [Tokens(torch.tensor([n]), torch.tensor([0]), 1) for n in (5, 4)], "label": 0}
+    >>> item = {"sequences": [Tokens(np.array([n]), np.array([0]), 1) for n in (5, 4)], "label": 0}
     >>> batch = PairwiseCollator()([item])
     >>> list(batch), batch["pairs"], batch["labels"]
     (['pairs', 'input_ids', 'token_type_ids', 'lengths', 'answer_tokens', 'labels'], tensor([[1, 0]]), tensor([0]))

@@ -11,6 +11,7 @@ from .collate import CutReport, PairwiseDataset
 from .inference import Predictions, predict_pairs, verdicts_of
 from .metrics import LEAST, MOST, PairwiseMetrics, calibration_bins, fit_temperature, pairwise_metrics, shares_of
 from .packing import PackingReport
+from .pairs import said_by
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def pairwise_report(
     found, labels = predict_pairs(model, data, batch_size=batch_size, progress=progress), _labels(data)
     metrics = pairwise_metrics(
         found.log_probabilities, labels, swapped_log_probabilities=found.swapped_log_probabilities,
-        length_difference=[len(pair.a) - len(pair.b) for pair in data.pairs],
+        length_difference=[len(said_by("assistant", p.a)) - len(said_by("assistant", p.b)) for p in data.pairs],
     )  # fmt: skip
     return PairwiseReport(metrics, model.packing, data.report, found, tuple(labels))
 

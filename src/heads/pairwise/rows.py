@@ -1,30 +1,23 @@
-"""Pairs of answers from files and rows: the Arena's format, and plain ones."""
+"""`read_pairs`: pairs of answers from files, data sets and rows, and what became of them."""
 
 from __future__ import annotations
 
 import csv
+import gzip
+import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from model_components._report import Report
 
 from .config import CLASSES
+from .formats import COLUMNS, pair_of
+from .pairs import Pair, count_labels, said_by
 
-ARENA = ("response_a", "response_b", "winner_model_a", "winner_model_b", "winner_tie")
-_SHOWN = 5  # row numbers in a message
-_TRUE, _FALSE = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no", "", "none", "nan")
-
-
-class Pair(NamedTuple):
-    """A prompt, two answers, and which is better: 0 for A, 1 for B, 2 for a tie, shares of the three, or None."""
-
-    prompt: str
-    a: str
-    b: str
-    label: int | tuple[float, ...] | None = None
+_SHOWN = 5  # line numbers in a message
 
 
 @dataclass(frozen=True)
@@ -33,16 +26,18 @@ class ReadReport(Report):
 
     Attributes:
         rows: How many there were.
-        kept: How many have two answers.
-        missing: The numbers, from 0, of the others.
+        kept: How many are pairs.
+        empty: How many of these have an empty answer.
         labels: How many kept ones each class has, shared labels by their largest share.
+        bad: What was wrong with the others, and their lines, from 1.
         ignored: Columns that were not read.
     """
 
     rows: int
     kept: int
-    missing: tuple[int, ...]
+    empty: int
     labels: tuple[int, ...]
+    bad: Mapping[str, tuple[int, ...]]
     ignored: tuple[str, ...]
 
     def summary(self) -> list[str]:
@@ -54,179 +49,139 @@ class ReadReport(Report):
     def remarks(self) -> list[str]:
         """What was not read, or left out."""
         lines = [f"not read: {', '.join(self.ignored)}"] if self.ignored else []
-        if self.missing:
-            lines.append(f"{_listed(self.missing)} had a missing or empty answer and were left out")
-        return lines
+        lines += [f"{self.empty} have an empty answer"] if self.empty else []
+        return lines + [f"left out: {_told(self.bad)}"] * bool(self.bad)
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:_SHOWN])) + (", ..." if len(numbers) > _SHOWN else "")
-    return f"{len(numbers)} (row{'s' if len(numbers) > 1 else ''} {shown})"
+def _told(bad: Mapping[str, Sequence[int]]) -> str:
+    return "; ".join(f"{what}: {_listed(lines)}" for what, lines in bad.items())
 
 
-def read_pairs(source: str | Path | Iterable[Mapping[str, Any]]) -> tuple[list[Pair], ReadReport]:
-    """Pairs from a CSV, JSON or JSON-lines file, or from rows such as a `datasets` data set's.
+def _listed(lines: Sequence[int]) -> str:
+    shown = ", ".join(map(str, lines[:_SHOWN])) + (", ..." if len(lines) > _SHOWN else "")
+    return f"{len(lines)} (line{'s' if len(lines) > 1 else ''} {shown})"
 
-    Rows have ``prompt``, then either the Arena's ``response_a``, ``response_b``, ``winner_model_a``,
-    ``winner_model_b``, ``winner_tie``, or ``a``, ``b`` and ``label``: 0, 1, 2 or A, B, tie, or three shares. Texts may
-    be lists of turns, also as JSON inside a string, as the Arena has them; turns are joined with an empty line.
+
+def read_pairs(
+    source: str | Path | Iterable[Mapping[str, Any]], *, max_bad: float = 0.01
+) -> tuple[list[Pair], ReadReport]:
+    """Pairs from a file, a data set of the hub, or from rows such as a `datasets` data set's.
+
+    The answers' columns say what a row is:
+
+    - ``response_a``, ``response_b`` beside ``prompt``, as in Kaggle's Chatbot Arena, where all three may be JSON lists
+      of turns; or ``a``, ``b``.
+    - ``conversation_a``, ``conversation_b``: messages of role and content, as the Arena records them.
+    - ``chosen``, ``rejected``: texts or messages, beside ``prompt`` or with it inside. The chosen one is A.
+    - ``output_1``, ``output_2`` beside ``instruction`` or ``prompt``.
+
+    The verdict is in ``winner_model_a``, ``winner_model_b``, ``winner_tie``; in ``winner``: model_a, model_b, tie and
+    other spellings; in ``preference``: 1, 2, 1.5 for a tie, or between; or in ``label``: 0, 1, 2, a spelling, or three
+    shares. Without any of them a pair has no label. Who wrote the answers is in ``model_a`` and ``model_b``,
+    ``generator_1`` and ``generator_2``, or ``gen_a`` and ``gen_b``. A missing answer is an empty one.
 
     Args:
-        source: A file, rows, or a pandas data frame.
+        source: A ``.csv``, ``.json``, ``.jsonl`` or ``.parquet`` file, also with ``.gz``; a hub id such as
+            ``owner/name`` (``datasets`` reads both); rows; or a pandas data frame.
+        max_bad: Share of the rows that may be bad; they are left out and reported.
 
     Returns:
-        Pairs, without those whose answers are missing, null or empty, and the report that counts them.
+        Pairs, and the report.
 
     Raises:
-        ValueError: With row numbers: columns that are missing, texts that are not text, two winners or none, labels
-            outside the classes; nothing left.
+        ValueError: A file that cannot be read, more bad rows than allowed (with their lines), no pair at all.
 
-    >>> row = {"prompt": '["2 + 2?"]', "response_a": '["4"]', "response_b": '["5"]'}
-    >>> row |= {"winner_model_a": 1, "winner_model_b": 0, "winner_tie": 0}
-    >>> pairs, report = read_pairs([row, row | {"response_b": "[null]"}])
-    >>> pairs
-    [Pair(prompt='2 + 2?', a='4', b='5', label=0)]
+    >>> row = {"prompt": "2 + 2?", "response_a": "4", "response_b": "5", "winner": "model_a", "model_a": "x"}
+    >>> pairs, report = read_pairs([row, row | {"winner": "tie (bothbad)"}])
+    >>> pairs[0]
+    Pair(prompt='2 + 2?', a='4', b='5', label=0, writers=('x', None))
     >>> print(report)
-    1 of 2 rows (A 1, B 0, tie 0)
-      1 (row 1) had a missing or empty answer and were left out
+    2 of 2 rows (A 1, B 0, tie 1)
     """
-    if isinstance(source, (str, Path)):
-        rows = _rows(Path(source))
-    else:
-        frame: Any = source
-        rows = list(frame.to_dict("records") if hasattr(frame, "iterrows") else source)
-    pairs, missing, wrong = [], [], {}
-    for number, row in enumerate(rows):
+    pairs: list[Pair] = []
+    bad: dict[str, list[int]] = {}
+    columns: dict[str, None] = {}
+    count = 0
+    for line, row in _rows(source):
+        count += 1
+        if isinstance(row, Mapping):
+            columns |= dict.fromkeys(map(str, row))
         try:
-            pair = _pair(row)
+            if isinstance(row, ValueError):
+                raise row
+            pairs.append(pair_of(row))
         except ValueError as error:
-            wrong.setdefault(str(error), []).append(number)
-            continue
-        if pair is None:
-            missing.append(number)
-        else:
-            pairs.append(pair)
-    if wrong:
-        raise ValueError("read_pairs: " + "; ".join(f"{what}: {_listed(numbers)}" for what, numbers in wrong.items()))
+            bad.setdefault(str(error), []).append(line)
+    wrong = sum(map(len, bad.values()))
+    if wrong > max_bad * count:
+        raise ValueError(f"read_pairs: {wrong} of {count} rows are bad, {max_bad:.0%} may be (max_bad): {_told(bad)}")
     if not pairs:
-        raise ValueError(f"read_pairs: none of {len(rows)} rows has two answers")
-    columns = dict.fromkeys(str(name) for row in rows for name in row)
-    ignored = tuple(name for name in columns if name not in ("prompt", *ARENA, "a", "b", "label"))
-    return pairs, ReadReport(len(rows), len(pairs), tuple(missing), count_labels(pairs), ignored)
+        raise ValueError("read_pairs: there are no rows")
+    ignored = tuple(name for name in columns if name not in COLUMNS)
+    empty = sum(not said_by("assistant", pair.a).strip() or not said_by("assistant", pair.b).strip() for pair in pairs)
+    lines = {what: tuple(numbers) for what, numbers in bad.items()}
+    return pairs, ReadReport(count, len(pairs), empty, count_labels(pairs), lines, ignored)
 
 
-def count_labels(pairs: Iterable[Pair]) -> tuple[int, ...]:
-    """How many pairs each class has; shares count for the largest."""
-    counts = [0, 0, 0]
-    for pair in pairs:
-        if pair.label is not None:
-            counts[pair.label if isinstance(pair.label, int) else pair.label.index(max(pair.label))] += 1
-    return tuple(counts)
-
-
-def _rows(path: Path) -> list[Mapping[str, Any]]:
+def _rows(source: Any) -> Iterator[tuple[int, Any]]:
+    """Line numbers, from 1, and rows; of JSON lines and CSV those of the file."""
+    if hasattr(source, "iterrows"):  # pandas
+        source = source.to_dict("records")
+    if not isinstance(source, (str, Path)):
+        yield from enumerate(source, 1)
+        return
+    path = Path(source)
     if not path.is_file():
-        raise ValueError(f"read_pairs: there is no file {path}")
-    kind = path.suffix.lower()
-    try:
-        if kind == ".csv":
-            csv.field_size_limit(1 << 30)
-            with path.open(newline="", encoding="utf-8-sig") as file:
-                return list(csv.DictReader(file))
-        text = path.read_text(encoding="utf-8-sig")
-        lines = [text] if kind == ".json" else text.split("\n")  # splitlines() also splits inside of texts
-        found = [json.loads(line) for line in lines if line.strip()]
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        if path.suffix or str(source).count("/") != 1:
+            raise ValueError(f"read_pairs: there is no file {path}")
+        yield from enumerate(_of_datasets(str(source), split="train"), 1)
+        return
+    kind = Path(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
+    if kind == ".parquet":
+        yield from enumerate(_of_datasets("parquet", data_files=str(path), split="train"), 1)
+        return
+    reader = {".csv": _csv, ".json": _json, ".jsonl": _json_lines}.get(kind)
+    if reader is None:
         raise ValueError(
-            f"read_pairs: {path} cannot be read: {error}; needed .csv, .json or .jsonl in UTF-8"
-        ) from error
-    found = found[0] if kind == ".json" and found else found
+            f"read_pairs: {path} is a {kind or 'file without a suffix'}; needed .csv, .json, .jsonl or .parquet"
+        )
+    try:
+        with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as raw:
+            yield from reader(io.TextIOWrapper(raw, encoding="utf-8-sig", newline=""), path)
+    except (UnicodeDecodeError, json.JSONDecodeError, gzip.BadGzipFile, EOFError, csv.Error) as error:
+        raise ValueError(f"read_pairs: {path} cannot be read: {error}") from error
+
+
+def _csv(file: Any, path: Path) -> Iterator[tuple[int, Any]]:
+    csv.field_size_limit(1 << 30)
+    reader = csv.DictReader(file)
+    for row in reader:
+        more = row.pop(None, None)  # pyrefly: ignore
+        yield reader.line_num, ValueError(f"{len(more)} more fields than the header") if more else row
+
+
+def _json(file: Any, path: Path) -> Iterator[tuple[int, Any]]:
+    found = json.load(file)
     if not isinstance(found, list):
         raise ValueError(f"read_pairs: {path} holds a {type(found).__name__}, needed a list of rows")
-    return found
+    yield from enumerate(found, 1)
 
 
-def _pair(row: Any) -> Pair | None:
-    """A row's pair, or None where an answer is missing."""
-    if not isinstance(row, Mapping):
-        raise ValueError(f"a row is a {type(row).__name__}, not a mapping")
-    arena = "response_a" in row or "response_b" in row
-    names = ("prompt", *ARENA[:-1]) if arena else ("prompt", "a", "b")  # data without ties need no winner_tie
-    absent = [name for name in names if name not in row]
-    if absent:
-        raise ValueError(f"no {', '.join(absent)} (there are {', '.join(map(str, row))})")
-    prompt, a, b = (_text(name, row[name]) for name in names[:3])
-    label = _winner(row) if arena else check_label(row.get("label"))
-    return Pair(prompt, a, b, label) if a.strip() and b.strip() else None
+def _json_lines(file: Any, path: Path) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except json.JSONDecodeError as error:
+                yield number, ValueError(f"no JSON ({error.msg})")
 
 
-def _text(name: str, value: Any) -> str:
-    """A text, or the turns of one; nothing where it is missing or where a turn is null."""
-    if hasattr(value, "tolist"):  # of numpy, as parquet files have it
-        value = value.tolist()
-    if value is None or (isinstance(value, float) and value != value):
-        return ""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            found = json.loads(value)
-        except json.JSONDecodeError:
-            found = None  # a text that begins with a bracket
-        if isinstance(found, list) and all(turn is None or isinstance(turn, str) for turn in found):
-            value = found
-    if isinstance(value, str):
-        return sound(name, value)
-    if not isinstance(value, (list, tuple)) or not all(turn is None or isinstance(turn, str) for turn in value):
-        raise ValueError(f"{name} is a {type(value).__name__}, needed text or a list of turns")
-    if name == "prompt":  # an answer with a turn missing is missing, a prompt is what there is of it
-        value = [turn for turn in value if turn is not None]
-    return "" if any(turn is None for turn in value) else sound(name, "\n\n".join(value))
-
-
-def sound(name: str, text: str) -> str:
-    """The text; refused where it cannot be written as UTF-8, which tokenizers need."""
+def _of_datasets(name: str, **options: Any) -> Any:
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name} has half of a surrogate pair, needed Unicode text") from error
-    return text
-
-
-def _winner(row: Mapping[str, Any]) -> int:
-    won = []
-    for name in ARENA[2:]:
-        text = str(row.get(name, 0)).strip().lower()
-        if text not in _TRUE + _FALSE:
-            raise ValueError(f"{name} is {row[name]!r}, needed 0 or 1")
-        won.append(text in _TRUE)
-    if sum(won) != 1:
-        raise ValueError("two winners" if sum(won) else "no winner")
-    return won.index(True)
-
-
-def check_label(label: Any, classes: int = 3) -> int | tuple[float, ...] | None:
-    """A label as a class, as shares that sum to 1, or None.
-
-    Raises:
-        ValueError: Anything else.
-    """
-    if hasattr(label, "tolist"):  # of numpy, pandas or torch
-        label = label.tolist()
-    if isinstance(label, str) and label.strip():
-        text = label.strip().lower()
-        known = {name.lower(): k for k, name in enumerate(CLASSES)}
-        known |= {form: k for k in range(len(CLASSES)) for form in (str(k), f"{k}.0")}
-        label = known.get(text, label)
-    if label is None or label != label or (isinstance(label, str) and not label.strip()):
-        return None
-    if isinstance(label, (list, tuple)):
-        try:
-            shares = tuple(float(share) for share in label)
-        except (TypeError, ValueError):
-            shares = ()
-        if len(shares) != classes or not min(shares) >= 0 or not abs(sum(shares) - 1) < 1e-3:
-            raise ValueError(f"a label is {label!r}, needed {classes} shares that sum to 1")
-        return shares
-    if isinstance(label, bool) or not isinstance(label, (int, float)) or label not in range(classes):
-        known = ", ".join(f"{k} ({name})" for k, name in enumerate(CLASSES[:classes]))
-        raise ValueError(f"a label is {label!r}, needed {known}")
-    return int(label)
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ImportError("read_pairs: this source needs datasets; pip install 'model-components[trl]'") from error
+    try:
+        return load_dataset(name, **options)
+    except Exception as error:  # of the network, the hub or the data: all are told the same way
+        raise ValueError(f"read_pairs: {name} is neither a file nor a data set that can be had: {error}") from error

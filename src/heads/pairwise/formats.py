@@ -1,0 +1,205 @@
+"""Rows as the Arena, preference data and others have them, each to a `Pair`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .pairs import Pair, Turn, Words, check_label, plain, sound, turns_of
+
+_ROLES = {"user": "user", "human": "user", "prompter": "user", "assistant": "assistant", "gpt": "assistant",
+          "bot": "assistant", "model": "assistant", "system": "system"}  # fmt: skip
+_TRUE, _FALSE = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no", "", "none", "nan")
+
+
+def pair_of(row: Any) -> Pair:
+    """A row, of whichever format, as a pair.
+
+    Raises:
+        ValueError: It is of none, or its parts are not what the format has.
+
+    >>> pair_of({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"})
+    Pair(prompt='2 + 2?', a='4', b='5', label=0, writers=(None, None))
+    """
+    if not isinstance(row, Mapping):
+        raise ValueError(f"a row is a {type(row).__name__}, not a mapping")
+    for names, read in _ANSWERS.items():
+        if all(name in row for name in names):
+            prompt, a, b = read(row, *names)
+            return Pair(prompt, a, b, _verdict(row), _writers(row))
+    known = "; ".join(", ".join(names) for names in _ANSWERS)
+    raise ValueError(f"no two answers ({known}) among {', '.join(map(str, row))}")
+
+
+def _writers(row: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    for names in _WRITERS:
+        if any(name in row for name in names):
+            one, other = (plain(row.get(name)) for name in names)
+            return (None if one is None else str(one), None if other is None else str(other))
+    return None, None
+
+
+def _texts(row: Mapping[str, Any], one: str, other: str) -> tuple[Words, Words, Words]:
+    """Prompt and answers beside each other, as texts or, all three, as lists of turns."""
+    asked = next((name for name in ("prompt", "instruction") if name in row), None)
+    if asked is None:
+        raise ValueError(f"no prompt beside {one} and {other}")
+    values = [plain(row[name]) for name in (asked, one, other)]
+    parsed = [_list(value) for value in values]
+    if all(turns is not None for turns in parsed):
+        prompts, a, b = (turns or [] for turns in parsed)
+        if not len(prompts) == len(a) == len(b) > 0:
+            return _text(asked, prompts), _text(one, a), _text(other, b)
+        sides = [
+            [Turn(role, sound(one, text or "")) for both in zip(prompts, side, strict=True)
+             for role, text in zip(("user", "assistant"), both, strict=True)]
+            for side in (a, b)
+        ]  # fmt: skip
+        return _parted(*sides)
+    if isinstance(values[0], list) and all(isinstance(turn, Mapping) for turn in values[0]):
+        shared: Words = _messages(asked, values[0])
+    else:
+        shared = _text(asked, values[0])
+    return shared, _text(one, values[1]), _text(other, values[2])
+
+
+def _conversations(row: Mapping[str, Any], one: str, other: str) -> tuple[Words, Words, Words]:
+    a, b = (_messages(name, plain(row[name])) for name in (one, other))
+    return _parted(a, b)
+
+
+def _preferred(row: Mapping[str, Any], one: str, other: str) -> tuple[Words, Words, Words]:
+    """Chosen and rejected, with the prompt beside them or inside."""
+    values = [plain(row[name]) for name in (one, other)]
+    before = plain(row.get("prompt"))
+    if all(isinstance(value, list) for value in values):
+        a, b = (_messages(name, value) for name, value in zip((one, other), values, strict=True))
+        if before and a[:1] and a[0].role == "assistant":  # the answers alone
+            asked = (
+                _messages("prompt", before) if isinstance(before, list) else turns_of("user", _text("prompt", before))
+            )
+            a, b = asked + a, asked + b
+        return _parted(a, b)
+    texts = [_text(name, value) for name, value in zip((one, other), values, strict=True)]
+    dialogues = [_dialogue(text) for text in texts]
+    if before in (None, "") and all(dialogues):
+        return _parted(*dialogues)
+    asked = _messages("prompt", before) if isinstance(before, list) else _text("prompt", before)
+    return asked, texts[0], texts[1]
+
+
+def _dialogue(text: str) -> list[Turn]:
+    """The turns of a text in which ``Human:`` and ``Assistant:`` begin paragraphs; none where they do not."""
+    found: list[Turn] = []
+    for part in ("\n\n" + text.lstrip()).split("\n\n"):
+        role = next((r for mark, r in (("Human:", "user"), ("Assistant:", "assistant")) if part.startswith(mark)), None)
+        if role is not None:
+            found.append(Turn(role, part.partition(":")[2].strip()))
+        elif found:
+            found[-1] = Turn(found[-1].role, f"{found[-1].text}\n\n{part}")
+        elif part.strip():
+            return []
+    return found
+
+
+def _parted(a: Sequence[Turn], b: Sequence[Turn]) -> tuple[Words, Words, Words]:
+    """Two conversations as what they share and what each goes on with, as plain texts where one turn is all."""
+    for side in (a, b):
+        if not side or side[-1].role != "assistant":
+            raise ValueError("a conversation that does not end with an answer")
+    shared = 0
+    while shared < min(len(a), len(b)) - 1 and a[shared] == b[shared]:
+        shared += 1
+    while shared and a[shared].role != "assistant":  # both go on with an answer
+        shared -= 1
+    prompt: Words = a[0].text if shared == 1 and a[0].role == "user" else tuple(a[:shared])
+    rest = [side[shared].text if len(side) == shared + 1 else tuple(side[shared:]) for side in (a, b)]
+    return "" if prompt == () else prompt, rest[0], rest[1]
+
+
+def _list(value: Any) -> list[str | None] | None:
+    """The turns of a list, or of the JSON of one; None where it is something else."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError:
+            return None
+    found = isinstance(value, list) and all(turn is None or isinstance(turn, str) for turn in value)
+    return value if found else None
+
+
+def _text(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, list) and all(turn is None or isinstance(turn, str) for turn in value):
+        value = "\n\n".join(filter(None, value))
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is a {type(value).__name__}, needed text or turns")
+    return sound(name, value)
+
+
+def _messages(name: str, value: Any) -> tuple[Turn, ...]:
+    """Messages of role and content, or of from and value, as turns."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError:
+            raise ValueError(f"{name} is a text, needed messages") from None
+    found = []
+    for message in value if isinstance(value, list) else [value]:
+        role = message.get("role", message.get("from")) if isinstance(message, Mapping) else None
+        text = message.get("content", message.get("value")) if isinstance(message, Mapping) else None
+        if str(role).lower() not in _ROLES or not (text is None or isinstance(text, str)):
+            raise ValueError(f"{name} has a message that is {message!r:.60}, needed role and content")
+        found.append(Turn(_ROLES[str(role).lower()], sound(name, text or "")))
+    return tuple(found)
+
+
+def _verdict(row: Mapping[str, Any]) -> int | tuple[float, ...] | None:
+    if _ONE_HOT[0] in row and _ONE_HOT[1] in row:
+        won = []
+        for name in _ONE_HOT:
+            text = str(row.get(name, 0)).strip().lower()
+            if text not in _TRUE + _FALSE:
+                raise ValueError(f"{name} is {row[name]!r}, needed 0 or 1")
+            won.append(text in _TRUE)
+        if sum(won) != 1:
+            raise ValueError("two winners" if sum(won) else "no winner")
+        return won.index(True)
+    if "winner" in row:
+        return check_label(row["winner"])
+    if "preference" in row:
+        return _preference(plain(row["preference"]))
+    if "label" not in row and "chosen" in row:
+        return 0
+    return check_label(row.get("label"))
+
+
+def _preference(value: Any) -> int | tuple[float, ...] | None:
+    """1 for A, 2 for B, 0 or 1.5 for a tie, between them the share of B."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return check_label(value)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value == 0 or 1 <= value <= 2):
+        raise ValueError(f"preference is {value!r}, needed 1, 2, 1.5 or between")
+    fixed = {0: 2, 1: 0, 1.5: 2, 2: 1}
+    return fixed[value] if value in fixed else (2.0 - value, value - 1.0, 0.0)
+
+
+_ANSWERS: dict[tuple[str, str], Callable[[Mapping[str, Any], str, str], tuple[Words, Words, Words]]] = {
+    ("conversation_a", "conversation_b"): _conversations,
+    ("response_a", "response_b"): _texts,
+    ("chosen", "rejected"): _preferred,
+    ("output_1", "output_2"): _texts,
+    ("a", "b"): _texts,
+}
+_WRITERS = (("model_a", "model_b"), ("generator_1", "generator_2"), ("gen_a", "gen_b"))
+_ONE_HOT = ("winner_model_a", "winner_model_b", "winner_tie")
+COLUMNS = {"prompt", "instruction", "winner", "preference", "label", *_ONE_HOT} | {
+    name for names in (*_ANSWERS, *_WRITERS) for name in names
+}

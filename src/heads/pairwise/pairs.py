@@ -1,0 +1,148 @@
+"""`Pair`: a prompt, two answers, texts or turns of conversations, and which is better."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from .config import CLASSES
+
+_WINNERS = {
+    "a": 0, "model_a": 0, "response_a": 0, "answer_a": 0, "output_1": 0, "left": 0,
+    "b": 1, "model_b": 1, "response_b": 1, "answer_b": 1, "output_2": 1, "right": 1,
+    "tie": 2, "tie (bothbad)": 2, "bothbad": 2, "both_bad": 2, "both bad": 2, "both": 2, "equal": 2, "same": 2,
+    "draw": 2, "neither": 2,
+}  # fmt: skip
+
+
+ROLES = ("system", "user", "assistant")
+
+
+class Turn(NamedTuple):
+    """What one side of a conversation said: ``role`` is user, assistant or system."""
+
+    role: str
+    text: str
+
+
+Words = str | tuple[Turn, ...]
+"""A text, or turns of a conversation."""
+
+
+class Pair(NamedTuple):
+    """A prompt, two answers, which is better, and who wrote them.
+
+    Attributes:
+        prompt: What both answers follow: a text, or the turns of a conversation so far.
+        a: An answer: a text, or the turns from where both conversations differ, which end with the assistant's.
+        b: The other.
+        label: 0 for A, 1 for B, 2 for a tie, shares of the three, or None.
+        writers: Names of the models that answered, where they are known.
+    """
+
+    prompt: Words
+    a: Words
+    b: Words
+    label: int | tuple[float, ...] | None = None
+    writers: tuple[str | None, str | None] = (None, None)
+
+
+def turns_of(role: str, words: Words) -> tuple[Turn, ...]:
+    """Turns, of which a text is one; an empty prompt is none.
+
+    >>> turns_of("user", "Hello"), turns_of("user", "")
+    ((Turn(role='user', text='Hello'),), ())
+    """
+    if not isinstance(words, str):
+        return words
+    return (Turn(role, words),) if words or role == "assistant" else ()
+
+
+def said_by(role: str, words: Words) -> str:
+    r"""What one role says in it, turns parted by an empty line; of a plain text all.
+
+    >>> said_by("assistant", (Turn("assistant", "One."), Turn("user", "And?"), Turn("assistant", "Two.")))
+    'One.\n\nTwo.'
+    """
+    return words if isinstance(words, str) else "\n\n".join(turn.text for turn in words if turn.role == role)
+
+
+def plain(value: Any) -> Any:
+    """Lists and None as Python has them, whether numpy, pandas or parquet had them otherwise."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return None if isinstance(value, float) and value != value else list(value) if isinstance(value, tuple) else value
+
+
+def sound(name: str, text: str) -> str:
+    """The text; refused where it cannot be written as UTF-8, which tokenizers need."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} has half of a surrogate pair, needed Unicode text") from error
+    return text
+
+
+def check_words(name: str, value: Any) -> Words:
+    """A text, or turns; an answer's end with the assistant's.
+
+    Raises:
+        ValueError: Anything else.
+
+    >>> check_words("a", [{"role": "assistant", "content": "Yes."}])
+    (Turn(role='assistant', text='Yes.'),)
+    """
+    if isinstance(value, str):
+        return sound(name, value)
+    found = []
+    for part in value if isinstance(value, (tuple, list)) else [None]:
+        turn = (part.get("role"), part.get("content")) if isinstance(part, Mapping) else part
+        if (
+            not isinstance(turn, (tuple, list))
+            or len(turn) != 2
+            or turn[0] not in ROLES
+            or not isinstance(turn[1], str)
+        ):
+            raise ValueError(f"{name} is {value!r:.60}, needed text or turns of {', '.join(ROLES)}")
+        found.append(Turn(turn[0], sound(name, turn[1])))
+    if name != "prompt" and (not found or found[-1].role != "assistant"):
+        raise ValueError(f"{name} does not end with a turn of the assistant's, {value!r:.60}")
+    return tuple(found)
+
+
+def count_labels(pairs: Iterable[Pair]) -> tuple[int, ...]:
+    """How many pairs each class has; shares count for the largest."""
+    counts = [0, 0, 0]
+    for pair in pairs:
+        if pair.label is not None:
+            counts[pair.label if isinstance(pair.label, int) else pair.label.index(max(pair.label))] += 1
+    return tuple(counts)
+
+
+def check_label(label: Any, classes: int = 3) -> int | tuple[float, ...] | None:
+    """A label as a class, as shares that sum to 1, or None.
+
+    Raises:
+        ValueError: Anything else.
+
+    >>> check_label("model_b"), check_label("Tie (bothbad)"), check_label([0.5, 0.5, 0.0])
+    (1, 2, (0.5, 0.5, 0.0))
+    """
+    label = plain(label)
+    if isinstance(label, str) and label.strip():
+        text = label.strip().lower()
+        known = _WINNERS | {form: k for k in range(len(CLASSES)) for form in (str(k), f"{k}.0")}
+        label = known.get(text, label)
+    if label is None or (isinstance(label, str) and not label.strip()):
+        return None
+    if isinstance(label, list):
+        try:
+            shares = tuple(float(share) for share in label)
+        except (TypeError, ValueError):
+            shares = ()
+        if len(shares) != classes or not min(shares) >= 0 or not abs(sum(shares) - 1) < 1e-3:
+            raise ValueError(f"a label is {label!r}, needed {classes} shares that sum to 1")
+        return shares
+    if isinstance(label, bool) or not isinstance(label, (int, float)) or label not in range(classes):
+        known = ", ".join(f"{k} ({name})" for k, name in enumerate(CLASSES[:classes]))
+        raise ValueError(f"a label is {label!r}, needed {known}")
+    return int(label)

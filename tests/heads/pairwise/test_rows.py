@@ -1,0 +1,208 @@
+"""Rows of every format to pairs: files, turns, verdicts in every spelling, and what is left out or refused."""
+
+import csv
+import gzip
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from heads.pairwise import Pair, Turn, read_pairs
+
+ARENA = {"prompt": "p", "response_a": "x", "response_b": "y", "winner_model_a": 0, "winner_model_b": 1, "winner_tie": 0}
+PLAIN = {"prompt": "p", "a": "x", "b": "y"}
+
+
+def one(row, **options):
+    (pair,), _ = read_pairs([row], **options)
+    return pair
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+def test_files_of_every_kind_hold_the_same(tmp_path):
+    rows = [ARENA, ARENA | {"prompt": "q, \n2", "winner_model_b": 0, "winner_tie": 1}]
+    texts = {"json": json.dumps(rows), "jsonl": "".join(json.dumps(row) + "\n" for row in rows)}
+    with (tmp_path / "a.csv").open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, list(ARENA))
+        writer.writeheader()
+        writer.writerows(rows)
+    texts["csv"] = (tmp_path / "a.csv").read_bytes().decode()
+    pandas = pytest.importorskip("pandas")
+    pandas.DataFrame(rows).to_parquet(tmp_path / "a.parquet")
+    sources = [rows, tmp_path / "a.csv", tmp_path / "a.parquet", pandas.DataFrame(rows)]
+    for kind, text in texts.items():
+        (tmp_path / f"a.{kind}").write_bytes(text.encode())
+        (tmp_path / f"a.{kind}.gz").write_bytes(gzip.compress(text.encode()))
+        sources += [tmp_path / f"a.{kind}", str(tmp_path / f"a.{kind}.gz")]
+    for source in sources:
+        pairs, report = read_pairs(source)
+        assert pairs == [Pair("p", "x", "y", 1), Pair("q, \n2", "x", "y", 2)], source
+        assert str(report) == "2 of 2 rows (A 0, B 1, tie 1)"
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (ARENA | {"model_a": "m", "model_b": "n"}, Pair("p", "x", "y", 1, ("m", "n"))),
+        ({"id": 3, "prompt": '["p"]', "response_a": '["x"]', "response_b": '["y"]'}, Pair("p", "x", "y")),
+        ({"prompt": "p", "response_a": "x", "response_b": "y", "winner": "model_b"}, Pair("p", "x", "y", 1)),
+        (
+            {"conversation_a": [user("p"), assistant("x")], "conversation_b": [user("p"), assistant("y")],
+             "winner": "tie (bothbad)", "model_a": "m", "model_b": "n"},
+            Pair("p", "x", "y", 2, ("m", "n")),
+        ),
+        ({"prompt": "p", "chosen": "x", "rejected": "y"}, Pair("p", "x", "y", 0)),
+        ({"chosen": [user("p"), assistant("x")], "rejected": [user("p"), assistant("y")]}, Pair("p", "x", "y", 0)),
+        ({"prompt": "p", "chosen": [assistant("x")], "rejected": [assistant("y")]}, Pair("p", "x", "y", 0)),
+        ({"prompt": [user("p")], "chosen": [assistant("x")], "rejected": [assistant("y")]}, Pair("p", "x", "y", 0)),
+        (
+            {"chosen": "\n\nHuman: p\n\nAssistant: x", "rejected": "\n\nHuman: p\n\nAssistant: y\n\nz"},
+            Pair("p", "x", "y\n\nz", 0),
+        ),
+        (
+            {"instruction": "p", "output_1": "x", "output_2": "y", "generator_1": "m", "generator_2": "n"}
+            | {"preference": 2},
+            Pair("p", "x", "y", 1, ("m", "n")),
+        ),
+        ({"prompt": "p", "a": "x", "b": "y", "gen_a": "m", "gen_b": None, "preference": 1.25},
+         Pair("p", "x", "y", (0.75, 0.25, 0.0), ("m", None))),
+        (PLAIN | {"label": "model_a"}, Pair("p", "x", "y", 0)),
+        (PLAIN, Pair("p", "x", "y")),
+    ],
+)  # fmt: skip
+def test_formats(row, expected):
+    assert one(row) == expected
+
+
+@pytest.mark.parametrize("word", ["tie", "Tie", "tie (bothbad)", "both_bad", "equal", "draw", "neither", "2", 2, 2.0])
+def test_ties_are_spelt_in_many_ways(word):
+    assert one(PLAIN | {"label": word}).label == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "label"), [(1, 0), (2, 1), (0, 2), (1.5, 2), ("1.0", 0), ("model_b", 1), (None, None)]
+)
+def test_preferences(value, label):
+    assert one(PLAIN | {"preference": value}).label == label
+
+
+def test_turns_of_the_arena_stay_turns():
+    row = ARENA | {"prompt": '["p", "q"]', "response_a": '["x", "same"]', "response_b": '["x", null]'}
+    pair = one(row)
+    assert pair.prompt == (Turn("user", "p"), Turn("assistant", "x"), Turn("user", "q"))
+    assert (pair.a, pair.b) == ("same", "")
+    pair = one(row | {"response_b": ["y", "z"]})
+    assert pair.prompt == "p"
+    assert pair.a == (Turn("assistant", "x"), Turn("user", "q"), Turn("assistant", "same"))
+    assert pair.b == (Turn("assistant", "y"), Turn("user", "q"), Turn("assistant", "z"))
+    assert one(row | {"prompt": np.array(["p", "q"], dtype=object)}) == one(row)
+    system = [{"role": "system", "content": "s"}, {"from": "human", "value": "p"}]
+    pair = one(
+        {"conversation_a": [*system, assistant("x")], "conversation_b": [*system, {"from": "gpt", "value": "y"}]}
+    )
+    assert pair.prompt == (Turn("system", "s"), Turn("user", "p"))
+    with pytest.raises(ValueError, match="does not end with an answer"):
+        one({"conversation_a": [user("p")], "conversation_b": [user("p")]})
+
+
+def test_an_answer_that_is_a_json_list_is_an_answer():
+    """Only where prompt and answers all are lists are they turns."""
+    assert one({"prompt": "List two.", "a": '["x", "y"]', "b": "[not json"})[1:3] == ('["x", "y"]', "[not json")
+    uneven = one({"prompt": '["p", "q"]', "response_a": '["x"]', "response_b": '["y"]'})
+    assert uneven[:3] == ("p\n\nq", "x", "y")
+
+
+def test_empty_answers_are_answers_and_counted():
+    lost = [None, "", "  ", float("nan")]
+    pairs, report = read_pairs([ARENA] + [ARENA | {"response_b": value} for value in lost])
+    assert len(pairs) == 5
+    assert report.empty == 4
+    assert "4 have an empty answer" in str(report)
+
+
+BAD = [
+    (ARENA | {"winner_model_a": 1}, "two winners"),
+    (ARENA | {"winner_model_b": 0}, "no winner"),
+    (ARENA | {"winner_tie": "maybe"}, "winner_tie is 'maybe', needed 0 or 1"),
+    (ARENA | {"prompt": 7}, "prompt is a int, needed text or turns"),
+    (ARENA | {"response_a": ["x", 3]}, "response_a is a list, needed text or turns"),
+    ({"prompt": "p", "response_a": "x"}, r"no two answers \(.*response_a, response_b; .*\) among prompt, response_a"),
+    ({"a": "x", "b": "y"}, "no prompt beside a and b"),
+    (PLAIN | {"label": 3}, r"a label is 3, needed 0 \(A\), 1 \(B\), 2 \(tie\)"),
+    (PLAIN | {"label": [0.5, 0.6, 0]}, "needed 3 shares that sum to 1"),
+    (PLAIN | {"label": [float("nan"), 0.5, 0.5]}, "needed 3 shares that sum to 1"),
+    (PLAIN | {"label": [None, 1, 0]}, "needed 3 shares that sum to 1"),
+    (PLAIN | {"preference": 3}, "preference is 3, needed 1, 2, 1.5 or between"),
+    ("text", "a row is a str, not a mapping"),
+    (ARENA | {"prompt": "\ud83d"}, "prompt has half of a surrogate pair, needed Unicode text"),
+    ({"conversation_a": "x", "conversation_b": "y"}, "conversation_a is a text, needed messages"),
+    ({"conversation_a": [{"role": "judge", "content": "x"}], "conversation_b": []}, "needed role and content"),
+]
+
+
+@pytest.mark.parametrize(("row", "said"), BAD)
+def test_bad_rows_are_left_out_up_to_a_limit_and_told_with_their_lines(row, said):
+    with pytest.raises(ValueError, match=rf"1 of 2 rows are bad, 1% may be \(max_bad\): .*{said}.*: 1 \(line 2\)"):
+        read_pairs([PLAIN, row])
+    pairs, report = read_pairs([PLAIN, row, PLAIN], max_bad=0.4)
+    assert len(pairs) == report.kept == 2
+    assert list(report.bad.values()) == [(2,)]
+    assert str(report).splitlines()[0].startswith("2 of 3 rows")
+    assert "left out: " in str(report)
+
+
+def test_lines_of_files_are_told(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(PLAIN), "", "{", json.dumps(PLAIN)]))
+    assert read_pairs(tmp_path / "a.jsonl", max_bad=0.5)[1].bad == {
+        "no JSON (Expecting property name enclosed in double quotes)": (3,)
+    }
+    (tmp_path / "a.csv").write_text('prompt,a,b\n"p\nq",x,y\np,x,y,more\n')
+    pairs, report = read_pairs(tmp_path / "a.csv", max_bad=0.5)
+    assert pairs == [Pair("p\nq", "x", "y")]
+    assert report.bad == {"1 more fields than the header": (4,)}
+
+
+def test_bad_files_are_refused(tmp_path):
+    for name in ("no.csv", "folder/no.json", "nothing"):
+        with pytest.raises(ValueError, match="there is no file"):
+            read_pairs(tmp_path / name)
+    for name, held, said in (
+        ("a.json", b"{", "cannot be read"), ("b.json", b"{}", "holds a dict, needed a list of rows"),
+        ("a.csv", b"\xff\xfe", "cannot be read"), ("a.jsonl.gz", b"no", "cannot be read"),
+        ("a.txt", b"x", r"is a \.txt; needed \.csv"), ("e.jsonl", b"", "there are no rows"),
+    ):  # fmt: skip
+        (tmp_path / name).write_bytes(held)
+        with pytest.raises(ValueError, match=said):
+            read_pairs(tmp_path / name)
+
+
+def test_line_separators_inside_texts_are_text(tmp_path):
+    texts = ["p\u2028q", "x\x0cy", "z\x85 \x1e"]
+    row = dict(zip(("prompt", "a", "b"), texts, strict=True))
+    (tmp_path / "a.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    (tmp_path / "a.CSV").write_text("prompt,a,b,label\n" + ",".join([*texts, "1.0"]) + "\n", encoding="utf-8")
+    assert read_pairs(tmp_path / "a.jsonl")[0] == [Pair(*texts)]
+    assert read_pairs(tmp_path / "a.CSV")[0] == [Pair(*texts, 1)]
+
+
+def test_labels_of_numpy_and_torch_and_what_was_not_read():
+    labels = (np.int64(1), np.float64(1.0), torch.tensor(1))
+    pairs, report = read_pairs([PLAIN | {"label": label, "judge": "me"} for label in labels])
+    assert [pair.label for pair in pairs] == [1, 1, 1]
+    assert report.ignored == ("judge",)
+    assert "not read: judge" in str(report)
+    for label in (float("nan"), "  ", None):
+        assert one(PLAIN | {"label": label}).label is None
+    assert "without a label 1" in str(read_pairs([PLAIN])[1])
+
+
+def test_data_without_ties_need_no_column_for_them():
+    assert one({name: value for name, value in ARENA.items() if name != "winner_tie"}).label == 1

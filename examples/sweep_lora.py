@@ -9,30 +9,34 @@ and one that was interrupted goes on. Writes OUT/table.md and OUT/sweep.png (ext
 """
 
 import argparse
-import csv
 import itertools
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
 
 import yaml
 from common import can_draw
+from finetune_lora import read_runs
 
-SHOWN = ("name", "batch", "epochs", "optimizer", "lr", "min_lr", "warmup", "weight_decay", "rank", "alpha", "loss",
-         "perplexity", "judge", "overfits_from", "spikes", "seconds", "peak_mb")  # fmt: skip
+WRONG_OPTIONS = 2  # as argparse ends
+SHOWN = (
+    "name", "batch", "steps", "epochs", "optimizer", "lr", "min_lr", "warmup", "weight_decay", "rank", "alpha", "loss",
+    "perplexity", "judge", "overfits_from", "spikes", "seconds", "peak_mb",
+)  # fmt: skip
 
 
 def settings(config: dict) -> list[dict]:
     """The options of each run."""
     if not isinstance(config, dict) or not isinstance(config.get("runs"), list):
         sys.exit("the file has no list of runs; see examples/sweeps/which_word.yml")
-    found = []
+    common, found = config.get("common") or {}, []
     for grid in config["runs"]:
+        if not isinstance(grid, dict) or not isinstance(common, dict):
+            sys.exit(f"common and each of the runs are options with values; one is {grid!r:.60}")
         spread = {key: value if isinstance(value, list) else [value] for key, value in grid.items()}
         for values in itertools.product(*spread.values()):
-            found.append(config.get("common", {}) | dict(zip(spread, values, strict=True)))
+            found.append(common | dict(zip(spread, values, strict=True)))
     return found
 
 
@@ -42,19 +46,13 @@ def name_of(setting: dict, varied: list[str]) -> str:
 
 
 def words_of(setting: dict) -> list[str]:
-    """Options as a command line has them."""
+    """Options as a command line has them; a list, which only common options can be, is several words."""
     words = []
     for key, value in setting.items():
         if value is not None and value is not False:
-            words += [f"--{key.replace('_', '-')}", *([] if value is True else [str(value)])]
+            several = value if isinstance(value, list) else [] if value is True else [value]
+            words += [f"--{key.replace('_', '-')}", *map(str, several)]
     return words
-
-
-def read_runs(path: Path) -> list[dict]:
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def write_table(out: Path, names: list[str]) -> str:
@@ -72,15 +70,15 @@ def draw(out: Path, names: list[str]) -> None:
     ended = {row["name"]: float(row["loss"]) for row in read_runs(out / "runs.csv") if row["name"] in names}
     figure = Figure((11, max(3.6, 0.3 * len(ended))), layout="constrained", dpi=150)
     way, end = figure.subplots(1, 2)
-    for name in ended:
+    for place, (name, loss) in enumerate(ended.items()):
         log = json.loads((out / name / "log.json").read_text(encoding="utf-8"))
         looks = [(entry["step"], entry["eval_loss"]) for entry in log if "eval_loss" in entry]
-        way.plot(*zip(*looks, strict=True), linewidth=1)
+        (line,) = way.plot(*zip(*looks, strict=True), linewidth=1)
+        end.plot(loss, place, "o", color=line.get_color())
     way.set(xlabel="step", ylabel="loss of held-out rows")
-    end.barh(list(ended), list(ended.values()))
+    end.set_yticks(range(len(ended)), list(ended))
     end.invert_yaxis()
-    finite = [loss for loss in ended.values() if math.isfinite(loss)]
-    end.set(xlabel="held-out loss in the end", xlim=(0.95 * min(finite), None) if finite else None)
+    end.set(xlabel="held-out loss in the end")
     end.tick_params(axis="y", labelsize=7)
     figure.savefig(out / "sweep.png")
 
@@ -97,26 +95,33 @@ def main() -> None:
         config = yaml.safe_load(given.config.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         sys.exit(f"{given.config}: {error}")
-    runs = settings(config)
+    named = {key: getattr(given, key) for key in ("model", "data") if getattr(given, key)}
+    runs = [run | named for run in settings(config)]
     given.out = given.out / "smoke" if given.smoke else given.out  # these are not the runs that are asked for
     varied = [key for key in dict.fromkeys(k for run in runs for k in run) if len({str(r.get(key)) for r in runs}) > 1]
     names = [name_of(run, varied) for run in runs]
     if len(set(names)) < len(names):
         sys.exit(f"two runs are the same: {sorted(name for name in names if names.count(name) > 1)[0]}")
-    common = {"model": given.model, "data": given.data, "smoke": given.smoke, "out": given.out}
     plots, script = can_draw(), Path(__file__).with_name("finetune_lora.py")
     for number, (name, run) in enumerate(zip(names, runs, strict=True), 1):
         if name in {row["name"] for row in read_runs(given.out / "runs.csv")}:
             print(f"{number} of {len(runs)}: {name} is there already")
+            if run != json.loads((given.out / name / "sweep.json").read_text(encoding="utf-8")):
+                sys.exit(f"{name} was made with other options; needed another --out")
             continue
         print(f"{number} of {len(runs)}: {name}", flush=True)
-        words = words_of(run | {k: v for k, v in common.items() if v} | {"name": name, "resume": True})
-        if subprocess.run([sys.executable, str(script), *words], check=False).returncode:
-            sys.exit(f"{name} stopped; the same command goes on from there")
+        words = words_of(run | {"out": given.out, "smoke": given.smoke, "name": name, "resume": True})
+        code = subprocess.run([sys.executable, str(script), *words], check=False).returncode
+        if code:
+            sys.exit(f"{name} stopped" + ("; the same command goes on from there" if code != WRONG_OPTIONS else ""))
+        (given.out / name / "sweep.json").write_text(json.dumps(run) + "\n", encoding="utf-8")
         print(write_table(given.out, names))
         if plots:
             draw(given.out, names)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\nstopped; the same command goes on from there")

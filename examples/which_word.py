@@ -42,7 +42,8 @@ def short(row: dict) -> dict:
 
 
 def own_rows(smoke: bool) -> list[dict]:
-    return read_rows(made_up(200 if smoke else 2400, list(TASKS), seed=0), short)
+    rows = {str(row): row for row in made_up(200 if smoke else 2400, list(TASKS), seed=0)}  # each once
+    return read_rows(rows.values(), short)
 
 
 def own_base(out: Path, smoke: bool) -> Path:
@@ -59,7 +60,9 @@ def own_base(out: Path, smoke: bool) -> Path:
         vocab_size=len(tokenizer), n_positions=256, n_embd=128, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0,
         tie_word_embeddings=False,
     )  # fmt: skip
+    tuned = {row["prompt"] for row in own_rows(smoke)}
     easy = read_rows(made_up(200 if smoke else 8000, EASY, seed=1), short)
+    easy = [row for row in easy if row["prompt"] not in tuned]  # nothing that is held out later
     arguments = SFTConfig(
         str(folder), max_steps=4 if smoke else 1500, learning_rate=1e-3, per_device_train_batch_size=32,
         logging_steps=300, gradient_checkpointing=False, bf16=False, save_strategy="no", report_to="none",

@@ -468,10 +468,15 @@ def test_the_fine_tuning_example_runs_and_resumes(kind, tmp_path):
     named = ["--data", tmp_path / "rows.json", "--model", tmp_path / "base-smoke", "--judge", "gain", "--resume"]
     anew = ["--out", tmp_path / "new", *options[2:]]
     assert "starting anew" in run_example("finetune_lora.py", *anew, *named, without=tmp_path)
+    assert "is finished" in run_example("finetune_lora.py", *anew, *named)
+    (row,) = runs_in(tmp_path / "new")
+    assert row["steps"] == "6"
+    state = tmp_path / "new" / kind / "checkpoints" / "checkpoint-6" / "trainer_state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"global_step": 4}))  # as if it had been stopped there
     assert "going on from" in run_example("finetune_lora.py", *anew, *named)
-    rows = runs_in(tmp_path / "new")
-    assert len(rows) == 2
-    assert float(rows[0]["epochs"]) == pytest.approx(6 * 8 / 27, abs=1e-3)  # what was trained, not what was asked for
+    assert [row["tokens_per_second"] for row in runs_in(tmp_path / "new")][1] == ""  # of a part of a run
+    with pytest.raises(AssertionError, match=r"--resume: the run in .* has lr"):
+        run_example("finetune_lora.py", *anew, *named, "--lr", "1")
 
 
 @pytest.mark.parametrize(

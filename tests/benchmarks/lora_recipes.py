@@ -121,7 +121,12 @@ def run(setting: dict[str, Any], config: dict[str, Any], data: tuple[list[dict],
         seconds = time.process_time() - seconds
         loss = answer_loss(trainer.model, whole, trainer.data_collator, progress=False)[0]
         judged = judge_answers(judge, prompts, answers_to(trainer.model, tokenizer, prompts), progress=False)
-    row = setting | {"loss": round(loss, 4), "judge": round(judged, 2), "date": today(), "commit": commit()}
+    row = _made(setting, config) | {
+        "loss": round(loss, 4),
+        "judge": round(judged, 2),
+        "date": today(),
+        "commit": commit(),
+    }
     if setting["recipe"] == "not tuned":
         return row
     seen = tuning_report(trainer.state.log_history)
@@ -131,6 +136,11 @@ def run(setting: dict[str, Any], config: dict[str, Any], data: tuple[list[dict],
         "first step": None if step is None else round(step, 2), "cpu_seconds": round(seconds, 1),
         "train": [round(loss, 4) for _, loss in seen.train], "held out": [round(loss, 4) for _, loss in seen.held_out],
     }  # fmt: skip
+
+
+def _made(setting: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """What a row is found by."""
+    return setting | {key: config[key] for key in ("steps", "batch")}
 
 
 def read_found() -> list[dict[str, Any]]:
@@ -149,6 +159,11 @@ def grouped(rows: list[dict], *keys: str) -> dict[tuple, list[dict]]:
 def seeds(rows: list[dict], key: str, digits: int) -> str:
     """A figure of every seed."""
     return " / ".join(f"{row[key]:.{digits}f}" for row in rows)
+
+
+def _end(row: dict[str, Any]) -> str:
+    told = (("", row["overfits from"]), ("diverges ", row["diverges from"]))
+    return next((f"{what}{step}" for what, step in told if step is not None), "-")
 
 
 def write_table() -> None:
@@ -171,7 +186,7 @@ def write_table() -> None:
         f"| nothing | | {bare['loss']:.3f} | {bare['judge']:.1f} | | |",
     ]
     for (rank, rate), held in grouped(tuned, "rank", "lr").items():
-        ends = " / ".join("-" if row["overfits from"] is None else str(row["overfits from"]) for row in held)
+        ends = " / ".join(_end(row) for row in held)
         name = f"LoRA, r {rank}" if rank else "all parameters"
         minutes = statistics.median(row["cpu_seconds"] for row in held) / 60
         losses, judged = seeds(held, "loss", 3), seeds(held, "judge", 1)
@@ -237,7 +252,7 @@ def main(arguments: list[str] | None = None) -> None:
     for setting in settings(config):
         words = "{table} {recipe} r{rank} {lr:g} seed{seed}".format(**setting)
         rows = read_found()
-        if any(setting.items() <= row.items() for row in rows):
+        if any(_made(setting, config).items() <= row.items() for row in rows):
             continue
         if options.only and not all(word in words for word in options.only):
             continue

@@ -63,6 +63,7 @@ def accelerate_lora_(model: nn.Module, *, impl: str = "auto") -> AccelerationRep
     done, skipped = [], {}
     for name, layer in layers.items():
         kind = type(layer)
+        _forget_own_forward(layer)
         if not issubclass(kind, LeanForward):
             if not can_be_lean(kind):
                 skipped[name] = f"lora.{kind.__name__}"
@@ -91,6 +92,7 @@ def restore_lora_(model: nn.Module) -> int:
     """
     layers: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, LeanForward)}
     for name, layer in layers.items():
+        _forget_own_forward(layer)
         if LeanForward not in type(layer).__bases__ or "forward" in vars(layer):
             raise ValueError(
                 f"restore_lora_: {name} is a {type(layer).__name__}, whose class or forward was changed since; needed "
@@ -100,3 +102,10 @@ def restore_lora_(model: nn.Module) -> int:
         layer.__class__ = lean(type(layer))
         layer.__dict__.pop("impl", None)
     return len(layers)
+
+
+def _forget_own_forward(layer: Any) -> None:
+    """A forward that an instance has, though it is but its class's own: what accelerate's hooks leave behind."""
+    held = vars(layer).get("forward")
+    if held is not None and getattr(held, "__func__", None) is type(layer).forward:
+        del layer.forward

@@ -54,10 +54,10 @@ class ReferenceOverlap:
 
 
 class LikelihoodGain:
-    """A judge that is a language model: how much likelier a prompt makes an answer, in nats a token of it.
+    """A judge that is a language model: how much likelier a prompt makes an answer, in nats.
 
-    ``(log p(answer | prompt) - log p(answer)) / tokens``. What is likely anywhere, such as one word again and again,
-    gains nothing, and short answers have no advantage of their own.
+    ``log p(answer | prompt) - log p(answer)``. What is likely anywhere, such as one word again and again, gains little,
+    and no answer gains 0. Not a mean over tokens, which prefers half an answer to the whole.
 
     Args:
         model: A causal language model, better than the one that is judged.
@@ -75,19 +75,30 @@ class LikelihoodGain:
 
     @torch.no_grad()
     def log_likelihood(self, before: Sequence[int], answer: Sequence[int]) -> float:
-        """Of an answer's tokens after those before it, in nats."""
+        """Of an answer's tokens after those before it, in nats.
+
+        Raises:
+            ValueError: They are more than the model has positions.
+        """
+        held: Any = self.model
+        most = getattr(held.config, "max_position_embeddings", None)
+        if most is not None and len(before) + len(answer) > most:
+            raise ValueError(
+                f"LikelihoodGain: {len(before)} tokens of prompt and {len(answer)} of answer; the model has {most} "
+                "positions"
+            )
         ids = torch.tensor([[*before, *answer]], device=next(self.model.parameters()).device)
         with evaluating(self.model):
             logits = self.model(input_ids=ids).logits[0, len(before) - 1 : -1].float()
         return float(torch.log_softmax(logits, -1).gather(1, ids[0, len(before) :, None]).sum())
 
     def __call__(self, prompt: str, answer: str) -> float:
-        """A score in nats a token; an empty answer scores 0."""
-        said = list(self.tokenizer(answer, add_special_tokens=False)["input_ids"])
+        """A score in nats; an empty answer scores 0."""
+        asked, said = (list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (prompt, answer))
         if not said:
             return 0.0
-        asked = [self._start, *self.tokenizer(prompt, add_special_tokens=False)["input_ids"]]
-        return (self.log_likelihood(asked, said) - self.log_likelihood([self._start], said)) / len(said)
+        asked = asked if asked[:1] == [self._start] else [self._start, *asked]  # as chat templates write it
+        return self.log_likelihood(asked, said) - self.log_likelihood([self._start], said)
 
 
 class WinRate:
@@ -96,9 +107,14 @@ class WinRate:
     Args:
         model: A trained `heads.pairwise.PairwiseModel`.
         references: Answers to beat, by prompt.
+
+    Raises:
+        ValueError: The model is another.
     """
 
     def __init__(self, model: Any, references: Mapping[str, str]):
+        if not hasattr(model, "predict"):
+            raise ValueError(f"WinRate: the model is a {type(model).__name__}, needed a heads.pairwise.PairwiseModel")
         self.model, self.references = model, dict(references)
 
     def __call__(self, prompt: str, answer: str) -> float:

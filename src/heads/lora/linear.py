@@ -91,7 +91,10 @@ def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
 
     It is asked in every call, since adapters, hooks, dtypes and parameters may change between any two.
     """
-    if module_state._global_forward_hooks or module_state._global_forward_pre_hooks:
+    if (
+        module_state._global_forward_hooks or module_state._global_forward_pre_hooks
+        or module_state._global_backward_hooks or module_state._global_backward_pre_hooks
+    ):  # fmt: skip
         return "there are hooks on all modules"
     modules = layer._modules
     base = modules["base_layer"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -259,7 +260,13 @@ def _stock(base: PreTrainedModel, state: dict[str, Tensor]) -> PreTrainedModel:
     config = copy.deepcopy(base.config)
     if getattr(config, "tie_word_embeddings", False):  # a head that was saved whole has its own
         pairs = [(state.get(one), state.get(other)) for one, other in base.all_tied_weights_keys.items()]
-        config.tie_word_embeddings = all(a is None or b is None or a.data_ptr() == b.data_ptr() for a, b in pairs)
+        tied = all(a is None or b is None or a.data_ptr() == b.data_ptr() for a, b in pairs)
+        if not tied and "tie_word_embeddings" in inspect.getsource(type(base).forward):
+            raise ValueError(
+                f"merge_lora: a {type(base).__name__} whose head is no longer its embedding computes otherwise (its "
+                "forward reads tie_word_embeddings); needed an adapter of other layers alone"
+            )
+        config.tie_word_embeddings = tied
     with no_init_weights(), torch.device("meta"):
         stock = type(base)._from_config(config)
     seen: set[int] = set()

@@ -14,6 +14,7 @@ from model_components._report import Report
 _WITH_INPUT = "an instruction that describes a task, paired with an input that provides further context"
 _WITHOUT_INPUT = "an instruction that describes a task"
 _ROWS_NAMED = 5  # in an error
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Template = Callable[[Mapping[str, Any]], dict[str, Any]]
 """A row to ``prompt`` and ``completion``, both texts or both lists of messages."""
@@ -51,7 +52,8 @@ def alpaca_template(row: Mapping[str, Any]) -> dict[str, Any]:
 def chat_template(row: Mapping[str, Any]) -> dict[str, Any]:
     """The same as messages, which the tokenizer's own chat template lays out; a row may be of ``messages``, too.
 
-    The last message is the completion, all before it are the prompt.
+    The last message, the assistant's, is the completion, and all before it are the prompt: of several answers in a
+    conversation the last one is trained. Tools that a row has are kept beside them.
 
     >>> chat_template({"instruction": "Add.", "input": "1 1", "output": "2"})["completion"]
     [{'role': 'assistant', 'content': '2'}]
@@ -60,9 +62,10 @@ def chat_template(row: Mapping[str, Any]) -> dict[str, Any]:
     if messages is None:
         asked = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
         messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
-    if messages[-1]["role"] == "user":
-        raise ValueError("chat_template: the last message is a user's, needed the answer that is to be learnt")
-    return {"prompt": list(messages[:-1]), "completion": [messages[-1]]}
+    if messages[-1]["role"] != "assistant":
+        raise ValueError(f"chat_template: the last message is of role {messages[-1]['role']!r}, needed the assistant's")
+    tools = {"tools": row["tools"]} if row.get("tools") else {}
+    return {"prompt": list(messages[:-1]), "completion": [messages[-1]]} | tools
 
 
 def read_rows(
@@ -98,7 +101,7 @@ def read_rows(
         told = "; ".join(f"{why} in row {_numbers(numbers)}" for why, numbers in bad.items())
         raise ValueError(f"{operation}: {name}: {told}; needed instruction, output and perhaps input, or messages")
     made = [_templated(operation, template, row, number) for number, row in enumerate(rows, 1)]
-    kept = [row for row in made if _text(row["completion"]).strip()]
+    kept = [row for row in made if _says_something(row["completion"])]
     if not kept:
         raise ValueError(f"{operation}: {name}: none of {len(rows)} rows has an answer")
     if len(kept) < len(rows):
@@ -110,13 +113,19 @@ def read_rows(
 
 
 def _parsed(operation: str, path: str | Path) -> list[Any]:
-    text = Path(path).read_text(encoding="utf-8")
     try:
-        if text.lstrip().startswith("["):
-            return json.loads(text)
-        return [json.loads(line) for line in text.split("\n") if line.strip()]  # JSON may hold what splitlines splits
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{operation}: {path} is neither a JSON list nor JSON lines: {error}") from error
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{operation}: {path} is not in UTF-8: {error}") from error
+    whole = text.lstrip().startswith("[")
+    rows = []
+    for number, part in enumerate([text] if whole else text.split("\n"), 1):  # JSON may hold what splitlines splits
+        try:
+            rows += [json.loads(part)] if part.strip() else []
+        except (json.JSONDecodeError, RecursionError) as error:
+            where = "" if whole else f"line {number}: "
+            raise ValueError(f"{operation}: {path} is neither a JSON list nor JSON lines: {where}{error}") from error
+    return rows[0] if whole else rows
 
 
 def _templated(operation: str, template: Template, row: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -124,18 +133,25 @@ def _templated(operation: str, template: Template, row: Mapping[str, Any], numbe
     try:
         made = template(row)
     except Exception as error:  # a template is the user's own code: anything can come out of it
-        raise ValueError(f"{operation}: the template failed on row {number}: {error}") from error
+        told = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
+        raise ValueError(f"{operation}: the template failed on row {number}: {told}") from error
     parts = [made.get(k) for k in ("prompt", "completion")] if isinstance(made, Mapping) else [None]
-    if not (all(isinstance(p, str) for p in parts) or all(isinstance(p, list) and p for p in parts)):
+    if not (all(isinstance(p, str) for p in parts) or all(p and _are_messages(p) for p in parts)):
         raise ValueError(
             f"{operation}: the template made {made!r:.60} of row {number}, needed prompt and completion, both texts or "
             "both messages"
         )
+    try:
+        json.dumps(made, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{operation}: row {number} has half of a surrogate pair, needed Unicode text") from error
     return dict(made)
 
 
-def _text(part: str | Sequence[Mapping[str, str]]) -> str:
-    return part if isinstance(part, str) else "".join(message["content"] for message in part)
+def _says_something(part: str | Sequence[Mapping[str, Any]]) -> bool:
+    if isinstance(part, str):
+        return bool(part.strip())
+    return any(message.get("tool_calls") or (message.get("content") or "").strip() for message in part)
 
 
 def _numbers(numbers: Sequence[int]) -> str:
@@ -148,8 +164,10 @@ def _wrong_with(row: Any, any_fields: bool) -> str | None:
         return f"a {type(row).__name__}"
     if any_fields:
         return None
-    if "messages" in row:
-        return None if _are_messages(row["messages"]) else "messages that are not a list of two or more roles and texts"
+    messages = row.get("messages")
+    if messages is not None:
+        sound = _are_messages(messages) and len(messages) > 1
+        return None if sound else "messages that are not a list of two or more roles and texts"
     for field in ("instruction", "output"):
         if field not in row:
             return f"no {field}"
@@ -164,14 +182,20 @@ def _wrong_with(row: Any, any_fields: bool) -> str | None:
 
 
 def _are_messages(messages: Any) -> bool:
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or len(messages) < 2:
+    """Whether they are of roles that chat templates know, each with a text or with calls of tools."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
         return False
-    return all(isinstance(m, Mapping) and isinstance(m.get("content"), str) and "role" in m for m in messages)
+    return all(
+        isinstance(m, Mapping)
+        and m.get("role") in _ROLES
+        and (isinstance(m.get("content"), str) or (m.get("content") is None and m.get("tool_calls")))
+        for m in messages
+    )
 
 
 @dataclass(frozen=True)
 class RowReport(Report):
-    """What a trainer made of rows."""
+    """What a trainer made of rows: how many it kept, how many are as long as its limit, and their tokens."""
 
     rows: int
     kept: int
@@ -187,9 +211,9 @@ class RowReport(Report):
         """What was left out or cut."""
         lines = []
         if self.kept < self.rows:
-            lines.append(f"{self.rows - self.kept} rows were left out: max_length leaves nothing of their answers")
+            lines.append(f"left out, since max_length leaves nothing of their answers: {self.rows - self.kept}")
         if self.full:
-            lines.append(f"{self.full} rows are as long as max_length: their answers are cut, or just fit")
+            lines.append(f"as long as max_length, so that they are cut or just fit: {self.full}")
         return lines
 
 
@@ -201,18 +225,19 @@ def row_report(rows: Sequence[Any], trainer: Any) -> RowReport:
         trainer: The trainer.
 
     Raises:
-        ValueError: The trainer's data has no tokens yet (its data set is read while it trains, or is packed: then the
-            report is of a trainer without packing).
+        ValueError: No such trainer; its data are read while it trains, or are packed (then the report is of a trainer
+            without packing).
     """
-    data = trainer.train_dataset
+    data: Any = getattr(trainer, "train_dataset", None)
     columns = getattr(data, "column_names", None) or ()
-    if not {"input_ids", "labels"} <= set(columns) or "seq_lengths" in columns:
+    if not hasattr(data, "__len__") or not {"input_ids", "labels"} <= set(columns) or trainer.args.packing:
         raise ValueError(
-            f"row_report: the trainer's rows have the columns {list(columns)}; needed input_ids and labels, not packed"
+            f"row_report: a {type(trainer).__name__} with the columns {list(columns)}; needed a trainer whose rows lie "
+            "in memory as input_ids and labels, not packed"
         )
-    ids, labels = data["input_ids"], data["labels"]
-    limit = trainer.args.max_length
-    return RowReport(
-        len(rows), len(data), sum(len(row) == limit for row in ids), sum(map(len, ids)),
-        sum(label != -100 for row in labels for label in row),
-    )  # fmt: skip
+    full = tokens = trained = 0
+    for row in data.with_format(None):
+        full += len(row["input_ids"]) == trainer.args.max_length
+        tokens += len(row["input_ids"])
+        trained += sum(label != -100 for label in row["labels"][1:])  # nothing comes before the first
+    return RowReport(len(rows), len(data), full, tokens, trained)

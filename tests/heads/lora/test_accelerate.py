@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import peft
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners import lora
 from torch import nn
@@ -492,7 +493,7 @@ def test_float32_adapters_under_bfloat16_are_scaled_as_in_peft(tokens):
 
 
 @pytest.mark.parametrize("place", ["base_layer", "lora_A", "lora_dropout", "all modules"])
-@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
 def test_hooks_fire_wherever_they_are(place, kind):
     model = peft_model("llama", lora_dropout=0.1)
     accelerate_lora_(model)
@@ -511,7 +512,7 @@ def test_hooks_fire_wherever_they_are(place, kind):
         )
     else:
         handle = getattr(part, f"register_{kind}_hook")(lambda *_: seen.append(True) or None)
-    layer(torch.randn(2, 16))
+    layer(torch.randn(2, 16, requires_grad=True)).sum().backward()
     handle.remove()
     assert sum(seen) == 1
 
@@ -554,7 +555,7 @@ def test_what_a_base_layer_takes_besides_x_reaches_it():
 def test_layers_that_others_changed_are_told_and_not_half_restored():
     model = peft_model("llama")
     layers = [m for m in model.modules() if isinstance(m, lora.Linear)]
-    layers[0].forward = layers[0].forward
+    layers[0].forward = lambda *args, **kwargs: None
     report = accelerate_lora_(model)
     assert "its forward was replaced, by an accelerate hook, say" in report.skipped.values()
     assert len(report.accelerated) == len(layers) - 1
@@ -568,6 +569,15 @@ def test_layers_that_others_changed_are_told_and_not_half_restored():
     layers[1].__class__ = LoraLinear
     assert restore_lora_(model) == len(layers)
     assert all(type(layer) is lora.Linear for layer in layers)
+    for when in ("before", "after"):  # what accelerate's hooks leave behind is the class's own forward
+        if when == "after":
+            accelerate_lora_(model)
+        add_hook_to_module(layers[2], ModelHook())
+        remove_hook_from_module(layers[2])
+        if when == "before":
+            assert not accelerate_lora_(model).skipped
+        assert restore_lora_(model) == len(layers)
+        assert "forward" not in vars(layers[2])
 
 
 def test_a_users_own_layer_keeps_its_forward_and_a_printed_model_shows_ours():

@@ -294,6 +294,17 @@ def test_a_merged_model_keeps_how_it_generates_and_takes_no_other_adapters_head(
     assert type(base).from_pretrained(tmp_path / "a").generation_config.max_new_tokens == 7
 
 
+def test_a_head_that_its_models_forward_needs_tied_is_refused(tmp_path):
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "num_experts": 2, "vocab_size": 32}
+    base = transformers.SwitchTransformersForConditionalGeneration(
+        transformers.SwitchTransformersConfig(**sizes, num_sparse_encoder_layers=0, num_sparse_decoder_layers=0)
+    )
+    model = spoken(get_peft_model(base, LoraConfig(target_modules=["q"], modules_to_save=["lm_head"])))
+    with pytest.raises(ValueError, match="whose head is no longer its embedding computes otherwise"):
+        merge_lora(model, tmp_path / "out", max_lost=None, progress=False)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_model_without_token_embeddings_is_merged(tmp_path):
     config = transformers.ResNetConfig(num_labels=2, embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
     model = get_peft_model(

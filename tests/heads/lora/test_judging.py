@@ -46,12 +46,18 @@ def test_the_gain_is_what_the_prompt_adds(speaker):
         torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0].detach().double(), -1)
         for ids in ([1, 3, 4, 5], [1, 4, 5])
     )
-    expected = float((logs[1, 4] + logs[2, 5] - bare[0, 4] - bare[1, 5]) / 2)
+    expected = float(logs[1, 4] + logs[2, 5] - bare[0, 4] - bare[1, 5])
     judge = LikelihoodGain(model.train(), tokenizer)
     assert judge("a", "b c") == pytest.approx(expected, rel=1e-4)
+    assert judge("<end> a", "b c") == pytest.approx(expected, rel=1e-4)  # it begins there already
     assert model.training
     assert judge("a", "") == 0
     assert judge("", "b c") == pytest.approx(0, abs=1e-6)
+    with pytest.raises(ValueError, match="1 tokens of prompt and 70 of answer; the model has 64 positions"):
+        judge("", "a " * 70)
+    with_start = LikelihoodGain(model, AutoTokenizer.from_pretrained(tokenizer.name_or_path, bos_token="<pad>"))
+    assert with_start("a", "b c") != judge("a", "b c")
+    assert isinstance(LikelihoodGain(model.bfloat16(), tokenizer)("a", "b"), float)
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="neither a beginning nor an end token"):
         LikelihoodGain(model, tokenizer)
@@ -69,6 +75,10 @@ def test_a_pairwise_model_judges_against_references(tmp_path):
     assert judge("a", "d e f") == pytest.approx(100 * float(shares[0] + shares[2] / 2), rel=1e-5)
     assert judge("a", "b c") == pytest.approx(50, abs=1e-3)  # against itself, by fairness
     assert judge("a", "") != 50
+    with pytest.raises(ValueError, match="WinRate: the model is a BertModel"):
+        WinRate(encoder, {})
+    two = PairwiseModel.from_encoder(encoder, tokenizer=tokenizer, ties=False)
+    assert WinRate(two, {"a": "b c"})("a", "b c") == pytest.approx(50)
     with pytest.raises(ValueError, match="WinRate: there is no reference for the prompt 'q'"):
         judge("q", "a")
 

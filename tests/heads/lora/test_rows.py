@@ -49,8 +49,13 @@ def test_messages_layout():
     assert chat_template({"messages": messages}) == {"prompt": messages[:3], "completion": messages[3:]}
     made = chat_template({"instruction": "a", "input": "b", "output": "c"})
     assert made["prompt"] == [{"role": "user", "content": "a\n\nb"}]
-    with pytest.raises(ValueError, match="the last message is a user's"):
-        chat_template({"messages": messages[:3]})
+    for last in (messages[:3], [*messages, {"role": "tool", "content": "e"}]):
+        with pytest.raises(ValueError, match=r"the last message is of role '(user|tool)', needed the assistant's"):
+            chat_template({"messages": last})
+    assert chat_template({"messages": None, "instruction": "a", "output": "b", "tools": [1]})["tools"] == [1]
+    given = {"instruction": "a", "input": None, "output": "b"}
+    assert chat_template(given)["prompt"][0]["content"] == "a"
+    assert "Input" not in alpaca_template(given)["prompt"]
 
 
 def test_bad_rows_are_refused_with_their_numbers(tmp_path):
@@ -75,6 +80,22 @@ def test_bad_rows_are_refused_with_their_numbers(tmp_path):
     for wrong in ("b", {"prompt": "a"}, mixed, {"prompt": [], "completion": []}):
         with pytest.raises(ValueError, match="of row 1, needed prompt and completion, both texts or both messages"):
             read_rows([GOOD], lambda row, wrong=wrong: wrong)
+    for wrong in (KeyError("text"), IndexError("out")):
+
+        def failing(row, wrong=wrong):
+            raise wrong
+
+        with pytest.raises(ValueError, match=r"the template failed on row 1: (KeyError: 'text'|IndexError: out)"):
+            read_rows([GOOD], failing)
+    for bad in ({"role": "human", "content": "a"}, {"role": "user", "content": None}, {"content": "a"}, "a"):
+        with pytest.raises(ValueError, match="messages that are not a list of two or more roles and texts in row 1"):
+            read_rows([{"messages": [bad, {"role": "assistant", "content": "b"}]}], chat_template)
+    with pytest.raises(ValueError, match="two or more roles"):
+        read_rows([{"messages": [{"role": "assistant", "content": "b"}]}], chat_template)
+    with pytest.raises(ValueError, match="row 2 has half of a surrogate pair"):
+        read_rows([GOOD, {"instruction": "a", "output": "\ud83d"}])
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    assert len(read_rows([{"messages": [{"role": "user", "content": "a"}, called]}], chat_template)) == 1
     assert read_rows([{"question": "a"}], lambda row: {"prompt": row["question"], "completion": "b"}) == [
         {"prompt": "a", "completion": "b"}
     ]
@@ -87,6 +108,17 @@ def test_files_of_both_kinds_and_empty_answers(tmp_path):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert read_rows(path, plain) == [{"prompt": "a", "completion": " b"}] * 2
+    path.write_text(json.dumps(GOOD) + "\n{\n")
+    with pytest.raises(ValueError, match="neither a JSON list nor JSON lines: line 2: "):
+        read_rows(path)
+    path.write_text("[" * 10**5)
+    with pytest.raises(ValueError, match="neither a JSON list nor JSON lines"):
+        read_rows(path)
+    path.write_bytes(json.dumps([GOOD]).encode("utf-16"))
+    with pytest.raises(ValueError, match="is not in UTF-8"):
+        read_rows(path)
+    path.write_text(json.dumps([GOOD]), encoding="utf-8-sig")
+    assert len(read_rows(path)) == 1
     path.write_text("[{]")
     with pytest.raises(ValueError, match=r"rows\.json is neither a JSON list nor JSON lines"):
         read_rows(path)
@@ -118,7 +150,14 @@ def test_what_trl_cuts_and_leaves_out_is_counted(tmp_path):
     report = row_report(rows, trainer)
     assert (report.rows, report.kept, report.full) == (3, 2, 1)
     assert (report.tokens, report.trained_tokens) == (8 + 3, 7 + 2)
-    assert "1 rows were left out: max_length leaves nothing of their answers" in str(report)
-    assert "1 rows are as long as max_length" in str(report)
-    with pytest.raises(ValueError, match="needed input_ids and labels, not packed"):
-        row_report(rows, trainer_of(tmp_path, rows, packing=True))
+    assert "left out, since max_length leaves nothing of their answers: 1" in str(report)
+    assert "as long as max_length, so that they are cut or just fit: 1" in str(report)
+    trainer.train_dataset.set_format("torch")
+    assert row_report(rows, trainer) == report
+    bare = read_rows([{"instruction": "", "output": "a b c"}], plain)
+    assert row_report(bare, trainer_of(tmp_path, bare)).trained_tokens == 3  # nothing predicts a first token
+    for changes in ({"packing": True}, {"packing": True, "packing_strategy": "wrapped"}):
+        with pytest.raises(ValueError, match="needed a trainer whose rows lie in memory as input_ids and labels"):
+            row_report(rows, trainer_of(tmp_path, rows, **changes))
+    with pytest.raises(ValueError, match="row_report: a list with the columns"):
+        row_report(rows, rows)

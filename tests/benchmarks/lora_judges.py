@@ -115,9 +115,9 @@ def write_table() -> None:
         lines.append(f"| {judge} | " + " | ".join(cells) + " |")
     count = max(found["cases"].values())
     text = (
-        f"How often a judge puts the better of two answers first; equal scores count half. {count} cases of each kind, so "
-        f"that one standard error is {0.5 / count**0.5:.0%} at most; the model is SmolLM2-135M-Instruct, its likelihood "
-        f"gain `LikelihoodGain`, the overlap `ReferenceOverlap`. Measured {found['date']} at {found['commit']}."
+        f"How often a judge puts the better of two answers first; equal scores count half. {count} cases of each kind, "
+        f"so that one standard error is {0.5 / count**0.5:.0%} at most; the model is SmolLM2-135M-Instruct, its gain "
+        f"`LikelihoodGain`, the overlap `ReferenceOverlap`. Measured {found['date']} at {found['commit']}."
     )
     put(GUIDE, [*lines, "", text], "judges")
 

@@ -115,7 +115,7 @@ def train(given: argparse.Namespace) -> None:
     half = len(held) // 2  # probabilities are fitted on one half and reported on the other
     fitted = calibrate_(model, model.dataset(held.pairs[:half], progress=False))
     model.save_pretrained(given.out / "model")
-    report = pairwise_report(model, model.dataset(held.pairs[half:], progress=False))
+    report = pairwise_report(model, model.dataset(held.pairs[half:], progress=False), train=data.pairs)
     (given.out / "metrics.json").write_text(json.dumps(report.metrics.to_dict(), indent=2) + "\n")
     drawn = save_plot(plots, given.out / "report.png", report.plot)
     print(f"\n{report}\n{fitted}\n{given.out / 'model'}, {given.out / 'metrics.json'}, {drawn}")

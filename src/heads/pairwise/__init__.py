@@ -1,5 +1,6 @@
 """Which of two answers is better: a head on a BERT-like encoder, exactly fair to both, without a wasted token."""
 
+from .baselines import Rival, baseline_verdicts
 from .collate import CutReport, PairwiseCollator, PairwiseDataset
 from .config import PairwiseConfig
 from .freeze import FreezeReport, freeze_, parameter_groups
@@ -44,7 +45,9 @@ __all__ = [
     "Predictions",
     "Ranking",
     "ReadReport",
+    "Rival",
     "Turn",
+    "baseline_verdicts",
     "bradley_terry",
     "calibrate_",
     "check_packing",

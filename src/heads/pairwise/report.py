@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from model_components._report import Axes, Figure, Report, Table, axes_for
 
+from .baselines import Rival, near_accuracy, near_in_length, needs_scikit_learn, rivals_of
 from .collate import CutReport, PairwiseDataset
 from .inference import Predictions, predict_pairs, verdicts_of
 from .metrics import LEAST, MOST, PairwiseMetrics, calibration_bins, fit_temperature, pairwise_metrics, shares_of
 from .packing import PackingReport
-from .pairs import said_by
+from .pairs import Pair, said_by
 
 
 @dataclass(frozen=True)
 class PairwiseReport(Report):
-    """Metrics, how the encoder ran, what was cut of the texts, and the verdicts themselves with their labels."""
+    """Metrics, how the encoder ran, what was cut of the texts, the verdicts with their labels, and baselines beside."""
 
     metrics: PairwiseMetrics
     packing: PackingReport
     cut: CutReport
     predictions: Predictions
     labels: tuple[Any, ...]
+    near_accuracy: float
+    rivals: tuple[Rival, ...] = ()
 
     def summary(self) -> list[str]:
         """The metrics but for the confusion matrix."""
         return self.metrics.summary()
 
     def table(self) -> Table:
-        """The confusion matrix."""
-        return self.metrics.table()
+        """The baselines beside the model where they were asked for, else the confusion matrix."""
+        if not self.rivals:
+            return self.metrics.table()
+        own = self.metrics
+        rows = [("this model", *_told(own.accuracy, self.near_accuracy, own.log_loss, own.calibration_error), "")]
+        for one in self.rivals:
+            told = _told(one.accuracy, one.near_accuracy, one.log_loss, one.calibration_error)
+            rows.append((one.name, *told, f"{one.gain:+.4f} ± {one.error:.4f}"))
+        names = ("accuracy", "within 20 % length", "log-loss", "calibration error", "the model's gain")
+        return Table(("verdicts of", *names), rows)
 
     def remarks(self) -> list[str]:
         """What was cut, and how the encoder ran."""
@@ -60,27 +72,41 @@ class PairwiseReport(Report):
         return figure
 
 
+def _told(accuracy: float, near: float, loss: float, error: float) -> tuple[str, ...]:
+    return f"{accuracy:.1%}", f"{near:.1%}", f"{loss:.4f}", f"{error:.3f}"
+
+
 def pairwise_report(
-    model: Any, data: PairwiseDataset, *, batch_size: int = 32, progress: bool = True
-) -> PairwiseReport:
-    """A model's metrics on labelled pairs.
+    model: Any, data: PairwiseDataset, *, train: Sequence[Pair] | None = None, batch_size: int = 32,
+    progress: bool = True,
+) -> PairwiseReport:  # fmt: skip
+    """A model's metrics on labelled pairs, and what verdicts are worth that need no encoder.
 
     Args:
         model: A `PairwiseModel`.
         data: Pairs with labels; ``model.dataset(pairs)`` makes it.
+        train: The pairs that the model was trained on, such as ``train_data.pairs``. Baselines are fitted on them: the
+            labels' own shares, a curve of length, a regression on words and style, boosted trees on style. A judge
+            is worth what it is better than these (extra ``judge``).
         batch_size: Pairs at once.
         progress: Show a bar.
 
     Raises:
         ValueError: No pairs, or pairs without labels.
+        ImportError: Baselines are asked for, and scikit-learn is not installed.
     """
     _check_labelled("pairwise_report", data)
+    if train is not None:
+        needs_scikit_learn("pairwise_report")
     found, labels = predict_pairs(model, data, batch_size=batch_size, progress=progress), _labels(data)
     metrics = pairwise_metrics(
         found.log_probabilities, labels, swapped_log_probabilities=found.swapped_log_probabilities,
         length_difference=[len(said_by("assistant", p.a)) - len(said_by("assistant", p.b)) for p in data.pairs],
     )  # fmt: skip
-    return PairwiseReport(metrics, model.packing, data.report, found, tuple(labels))
+    verdicts = found.log_probabilities.double()
+    rivals = () if train is None else rivals_of(verdicts, labels, train, data.pairs)
+    near = near_accuracy(verdicts, shares_of(labels, verdicts.shape[-1]), near_in_length(data.pairs))
+    return PairwiseReport(metrics, model.packing, data.report, found, tuple(labels), near, rivals)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,207 @@
+"""What needs no encoder: verdicts from the labels' shares, from a curve of length, from words and style."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .functional import swapped
+from .inference import verdicts_of
+from .metrics import pairwise_metrics, shares_of
+from .pairs import Pair, Words, said_by
+from .style import styles_of
+
+NEAR = 1.2  # times as long as the other, at most
+
+BASELINES = ("the labels' own shares", "a curve of length", "words and style, linear", "style, boosted trees")
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A baseline's worth, beside a model's.
+
+    Attributes:
+        name: Of the baseline.
+        accuracy: Share of right verdicts.
+        near_accuracy: The same of pairs whose answers differ by no more than a fifth in length; nan without any.
+        log_loss: In nats.
+        calibration_error: As of `PairwiseMetrics`.
+        gain: How much lower the model's log-loss is, in nats a pair.
+        error: One standard error of the gain, pairs of one prompt taken as one.
+    """
+
+    name: str
+    accuracy: float
+    near_accuracy: float
+    log_loss: float
+    calibration_error: float
+    gain: float
+    error: float
+
+
+def needs_scikit_learn(operation: str) -> None:
+    """Say so before any work starts.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+    """
+    if importlib.util.find_spec("sklearn") is None:
+        raise ImportError(f"{operation}: baselines need scikit-learn; pip install 'model-components[judge]'")
+
+
+def baseline_verdicts(train: Sequence[Pair], test: Sequence[Pair], *, classes: int = 3) -> dict[str, Tensor]:
+    """Log-probabilities of A, B and tie for test pairs, by baselines that are fitted on labelled training pairs.
+
+    All but the labels' own shares are fitted on both orders of each pair and give the mean of both, so that they are as
+    fair as our links: the log-odds of a spline of the log-length's difference; a logistic regression on TF-IDF and
+    `STYLE` differences; boosted trees on `STYLE` of both answers.
+
+    Args:
+        train: Labelled pairs.
+        test: Pairs.
+        classes: 3, or 2 for data without ties.
+
+    Returns:
+        (N, C) float64 by name.
+
+    Raises:
+        ImportError: scikit-learn is not installed (extra ``judge``).
+        ValueError: Training pairs without labels, or fewer than 20.
+    """
+    operation = "baseline_verdicts"
+    needs_scikit_learn(operation)
+    if len(train) < 20 or any(pair.label is None for pair in train) or not test:
+        raise ValueError(
+            f"{operation}: {len(train)} pairs to fit on and {len(test)} to judge; needed 20 with labels, and some"
+        )
+    from scipy.sparse import csr_array, hstack
+    from sklearn.ensemble import HistGradientBoostingClassifier
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import SplineTransformer
+
+    labels = _shares(train, classes)
+    (a, b), (test_a, test_b) = styles_of(list(train)), styles_of(list(test))
+    words = TfidfVectorizer(sublinear_tf=True, min_df=2, max_features=20_000, token_pattern=r"\w+")
+    texts = [[said_by("assistant", answer) for answer in side] for side in _sides(train) + _sides(test)]
+    tfidf: list[Any]
+    try:
+        words.fit(texts[0] + texts[1])
+        tfidf = [words.transform(side) for side in texts]
+    except ValueError:  # answers without a word that comes twice
+        tfidf = [csr_array((len(side), 1)) for side in texts]
+    spread = np.abs(a - b).std(0) + 1e-9
+
+    def worded(one: Any, other: Any, style: np.ndarray) -> Any:
+        style = style / spread
+        return hstack([one - other, csr_array(np.c_[style, np.abs(style)])]).tocsr()
+
+    def styled(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        return np.c_[one - other, (one + other) / 2]
+
+    longer = [one[:, :1] - other[:, :1] for one, other in ((a, b), (test_a, test_b))]
+    made: dict[str, Tensor] = {
+        BASELINES[0]: torch.from_numpy(labels.mean(0)).clamp(min=1e-9).log().expand(len(test), classes)
+    }
+    made[BASELINES[1]] = _fitted(
+        make_pipeline(SplineTransformer(n_knots=8, extrapolation="constant"), LogisticRegression(C=10, max_iter=1000)),
+        (longer[0], -longer[0]), labels, (longer[1], -longer[1]),
+    )  # fmt: skip
+    made[BASELINES[2]] = _fitted(
+        LogisticRegression(C=0.3, max_iter=2000),
+        (worded(tfidf[0], tfidf[1], a - b), worded(tfidf[1], tfidf[0], b - a)), labels,
+        (worded(tfidf[2], tfidf[3], test_a - test_b), worded(tfidf[3], tfidf[2], test_b - test_a)),
+    )  # fmt: skip
+    made[BASELINES[3]] = _fitted(
+        HistGradientBoostingClassifier(
+            learning_rate=0.03, max_iter=200, l2_regularization=5.0, min_samples_leaf=40, random_state=0
+        ),
+        (styled(a, b), styled(b, a)), labels, (styled(test_a, test_b), styled(test_b, test_a)),
+    )  # fmt: skip
+    return made
+
+
+def rivals_of(found: Tensor, labels: Sequence[Any], train: Sequence[Pair], test: Sequence[Pair]) -> tuple[Rival, ...]:
+    """The baselines beside a model's (N, C) log-probabilities of the test pairs."""
+    wanted, near = shares_of(labels, found.shape[-1]), near_in_length(test)
+
+    def losses(verdicts: Tensor) -> Tensor:
+        return torch.where(wanted > 0, -wanted * verdicts, 0.0).sum(1)
+
+    own, made = losses(found.double()), []
+    for name, verdicts in baseline_verdicts(train, test, classes=found.shape[-1]).items():
+        worth = pairwise_metrics(verdicts, labels)
+        gain, error = clustered(losses(verdicts) - own, [pair.prompt for pair in test])
+        share = near_accuracy(verdicts, wanted, near)
+        made.append(Rival(name, worth.accuracy, share, worth.log_loss, worth.calibration_error, gain, error))
+    return tuple(made)
+
+
+def near_in_length(pairs: Sequence[Pair]) -> Tensor:
+    """(N,) whether no answer is more than a fifth longer than the other."""
+    sizes = [[len(said_by("assistant", answer)) for answer in (pair.a, pair.b)] for pair in pairs]
+    return torch.tensor([max(one) <= NEAR * min(one) for one in sizes])
+
+
+def near_accuracy(found: Tensor, wanted: Tensor, near: Tensor) -> float:
+    """Share of right verdicts among pairs of like length; nan where there are none."""
+    right = wanted.gather(1, verdicts_of(found)[:, None])[:, 0]
+    return float(right[near].mean()) if near.any() else float("nan")
+
+
+def clustered(differences: Tensor, groups: Sequence[Any]) -> tuple[float, float]:
+    """A mean and its standard error, of numbers of which those of one group are not independent.
+
+    >>> clustered(torch.tensor([1.0, 1.0, 3.0, 3.0]), ["p", "p", "q", "q"])
+    (2.0, 0.7071067811865476)
+    """
+    mean = float(differences.mean())
+    sums: dict[Any, float] = {}
+    for group, one in zip(groups, differences.tolist(), strict=True):
+        sums[group] = sums.get(group, 0.0) + one - mean
+    return mean, sum(one**2 for one in sums.values()) ** 0.5 / len(differences)
+
+
+def _sides(pairs: Sequence[Pair]) -> list[list[Words]]:
+    return [[pair.a for pair in pairs], [pair.b for pair in pairs]]
+
+
+def _shares(pairs: Sequence[Pair], classes: int) -> np.ndarray:
+    labels: list[Any] = [pair.label for pair in pairs]
+    hard = [label if isinstance(label, tuple) else tuple(float(k == label) for k in range(classes)) for label in labels]
+    return np.array(hard)
+
+
+def _fitted(model: Any, seen: tuple[Any, Any], labels: np.ndarray, new: tuple[Any, Any]) -> Tensor:
+    """Verdicts on new pairs, the mean of both orders, of a model fitted on both orders of those seen."""
+    stack: Callable[[list[Any]], Any] = np.concatenate
+    if not isinstance(seen[0], np.ndarray):
+        from scipy.sparse import vstack
+
+        stack = vstack
+    classes = labels.shape[1]
+    turned = labels[:, [1, 0, *range(2, classes)]]
+    rows, targets, weights = [], [], []
+    for side, shares in zip(seen, (labels, turned), strict=True):
+        for k in range(classes):
+            held = shares[:, k] > 0
+            rows.append(side[held])
+            targets.append(np.full(held.sum(), k))
+            weights.append(shares[held, k])
+    last = model.steps[-1][0] + "__sample_weight" if hasattr(model, "steps") else "sample_weight"
+    model.fit(stack(rows), np.concatenate(targets), **{last: np.concatenate(weights)})
+    there = torch.tensor(model.classes_)
+    both = []
+    for side in new:
+        found = torch.full((side.shape[0], classes), 1e-9, dtype=torch.float64)
+        found[:, there] = torch.from_numpy(model.predict_proba(side)).clamp(min=1e-9)
+        both.append(found)
+    mean = (both[0] + swapped(both[1])) / 2
+    return (mean / mean.sum(1, keepdim=True)).log()

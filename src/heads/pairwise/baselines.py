@@ -72,13 +72,14 @@ def baseline_verdicts(train: Sequence[Pair], test: Sequence[Pair], *, classes: i
 
     Raises:
         ImportError: scikit-learn is not installed (extra ``judge``).
-        ValueError: Training pairs without labels, or fewer than 20.
+        ValueError: Training pairs without labels, or no pairs.
     """
     operation = "baseline_verdicts"
     needs_scikit_learn(operation)
-    if len(train) < 20 or any(pair.label is None for pair in train) or not test:
+    if not train or any(pair.label is None for pair in train) or not test:
         raise ValueError(
-            f"{operation}: {len(train)} pairs to fit on and {len(test)} to judge; needed 20 with labels, and some"
+            f"{operation}: {len(train)} pairs to fit on and {len(test)} to judge; needed some of both, the first with "
+            "labels"
         )
     from scipy.sparse import csr_array, hstack
     from sklearn.ensemble import HistGradientBoostingClassifier
@@ -195,6 +196,10 @@ def _fitted(model: Any, seen: tuple[Any, Any], labels: np.ndarray, new: tuple[An
             rows.append(side[held])
             targets.append(np.full(held.sum(), k))
             weights.append(shares[held, k])
+    if len(present := set(np.concatenate(targets).tolist())) < 2:  # nothing but ties
+        only = torch.full((new[0].shape[0], classes), 1e-9, dtype=torch.float64)
+        only[:, present.pop()] = 1.0
+        return only.log()
     last = model.steps[-1][0] + "__sample_weight" if hasattr(model, "steps") else "sample_weight"
     model.fit(stack(rows), np.concatenate(targets), **{last: np.concatenate(weights)})
     there = torch.tensor(model.classes_)

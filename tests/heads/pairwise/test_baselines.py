@@ -68,14 +68,18 @@ def test_shares_of_judges_weigh_and_classes_may_be_absent():
     length = found["a curve of length"].exp()
     assert length[0, 0] == pytest.approx(0.75, abs=0.08)
     assert (length[:, 2] < 1e-6).all()
+    ties = [Pair("p", "a b", "a", 2)] * 3
+    assert (baseline_verdicts(ties, ties)["style, boosted trees"].argmax(1) == 2).all()
+    single = [Pair("p", "a b", "a", 0)]
+    assert all(torch.isfinite(found).all() for found in baseline_verdicts(single, single).values())
     wordless = [Pair("p", "?", "!", k % 2) for k in range(30)]
     assert torch.isfinite(baseline_verdicts(wordless, wordless)["words and style, linear"]).all()
 
 
 def test_what_cannot_be_fitted_is_refused(monkeypatch):
-    few, many, bare = judged(19, len), judged(30, len), [Pair("p", "a", "b")] * 30
-    for train, test in ((few, few), (bare, few), (many, [])):
-        with pytest.raises(ValueError, match="needed 20 with labels, and some"):
+    many, bare = judged(30, len), [Pair("p", "a", "b")] * 30
+    for train, test in (([], many), (bare, many), (many, [])):
+        with pytest.raises(ValueError, match="needed some of both, the first with labels"):
             baseline_verdicts(train, test)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pairwise_report: .* pip install 'model-components\[judge\]'"):

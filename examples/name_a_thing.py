@@ -1,4 +1,4 @@
-"""What `train_pairwise` does where nothing is named: made-up pairs, and a small encoder to train on them.
+"""What `train_judge` does where nothing is named: made-up pairs, and a small encoder to train on them.
 
 Prompts ask for a thing of a kind ("Name a tool."). An answer that names one ("A hammer, of course.") is better than one
 that does not ("Why should I know that?"); two that do, or do not, tie.

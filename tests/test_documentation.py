@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mergekit_lite import METHODS, load_recipe
-from tests.heads.pairwise.support import PACKED, PADDED
+from tests.heads.pairwise.support import DECODERS, PACKED, PADDED
 from tests.support.models import save_tokenizer, tiny
 
 ROOT = Path(__file__).parents[1]
@@ -226,8 +226,9 @@ LORA_ROWS += [("accelerate_lora_", "eager", dtype) for dtype in ("float32", "bfl
 
 PAIRWISE_ROWS = [("packed_attention", "eager", dtype) for dtype in ("float32", "bfloat16", "float16")]
 PAIRWISE_ROWS += [(link, "eager", dtype) for link in ("davidson", "rao_kupper") for dtype in ("float32", "bfloat16")]
-PAIRWISE_ROWS += [(f"Pool, {kind}", "eager", "float32") for kind in ("mean", "first", "max", "attention")]
-PAIRWISE_ROWS += [(f"encoder, {kind}", "packed", "float32") for kind in PACKED]
+PAIRWISE_ROWS += [(f"Pool, {kind}", "eager", "float32") for kind in ("mean", "first", "last", "max", "attention")]
+PAIRWISE_ROWS += [("Pool, max, last, attention", "eager", "float32")]
+PAIRWISE_ROWS += [(f"encoder, {kind}", "packed", "float32") for kind in (*PACKED, *DECODERS)]
 PAIRWISE_ROWS += [(f"encoder, {kind}", "padded", "float32") for kind in PADDED]
 
 JUDGED = [(f"{op}, {granularity}", impl, dtype) for op, granularity, impl, dtype in MASK_ROWS]

@@ -1,168 +1,161 @@
-"""Which of two answers is better, on real verdicts: pairwise_trial.json to a JSON of results and the guide's table.
+"""Judges of real answers beside a ruler: pairwise_trial.json to a JSON of results and the guide's tables.
 
-Pairs of AlpacaEval's sample, judged by GPT-4, one answer always text-davinci-003's: which one is called A is drawn by
-lot. Prompts are held out whole. Not timed: what is compared are verdicts. Needs the folder of real data and the MiniLM
-encoder of the extra `bench`.
+Pairs of AlpacaEval's sample that GPT-4 judged, without the few ties; one answer of each is text-davinci-003's. Prompts
+are held out whole, the same for every seed; a seed draws the validation prompts and the head. Baselines are fitted on
+training and validation pairs. Frozen encoders read each answer once (``work/features`` keeps it). Not timed but for CPU
+seconds. Needs the folder of real data, SmolLM2, and the MiniLM encoder of the extra `bench`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
+import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from heads.pairwise import (
-    DeadRunError,
     Pair,
-    PairwiseMetrics,
     PairwiseModel,
     PairwiseTrainer,
-    davidson,
+    calibrate_,
     freeze_,
-    log_probabilities,
-    pairwise_loss,
-    pairwise_metrics,
     pairwise_report,
     read_pairs,
-    swapped,
+    split_pairs,
 )
 from tests.benchmarks.ablations import settings
 from tests.benchmarks.results import RESULTS, ROOT, commit, put, today
 from tests.support import real
 
 CONFIG, FOUND = Path(__file__).parent / "pairwise_trial.json", RESULTS / "pairwise_trial.json"
-GUIDE = ROOT / "docs" / "pairwise.md"
+GUIDE, FEATURES = ROOT / "docs" / "pairwise.md", Path(__file__).parent / "work" / "features"
 DATA = "alpaca_eval_pairs.jsonl.gz"
+ENCODERS = {"smollm2": "SmolLM2-135M-Instruct", "minilm": "MiniLM, 6 layers"}
 
 
 def real_pairs() -> list[Pair]:
-    """All pairs with two answers, in a drawn order, each with A and B in a drawn order."""
+    """All pairs but ties, in a drawn order, each with A and B in a drawn order."""
     draw, found = random.Random(0), []
     for pair in read_pairs(real.data(DATA))[0]:
         if draw.random() < 0.5:
-            pair = Pair(pair.prompt, pair.b, pair.a, (1, 0, 2)[pair.label], pair.writers[::-1])
-        if pair.a.strip() and pair.b.strip():
+            label = {0: 1, 1: 0}.get(pair.label, 2) if isinstance(pair.label, int) else pair.label
+            pair = Pair(pair.prompt, pair.b, pair.a, label, pair.writers[::-1])
+        if pair.a.strip() and pair.b.strip() and pair.label != 2:
             found.append(pair)
     draw.shuffle(found)
     return found
 
 
-def split(pairs: list[Pair], config: dict[str, Any]) -> tuple[list[Pair], list[Pair]]:
-    """Training pairs, and test pairs of other prompts."""
-    prompts = sorted({pair.prompt for pair in pairs})
+def split(pairs: list[Pair], config: dict[str, Any], seed: int = 0) -> tuple[list[Pair], list[Pair], list[Pair]]:
+    """Training, validation and test pairs, of different prompts."""
+    prompts = sorted({pair.prompt for pair in pairs}, key=str)
     held = set(random.Random(1).sample(prompts, config["held_out_prompts"]))
-    train, test = ([p for p in pairs if (p.prompt in held) == which] for which in (False, True))
-    return train[: config["train_pairs"]], test[: config["test_pairs"]]
+    rest, test = ([p for p in pairs if (p.prompt in held) == which] for which in (False, True))
+    share = config["validation"]
+    train, validation = split_pairs(rest, (1 - share, share), seed=seed)
+    return train, validation, test
 
 
-def baselines(train: list[Pair], test: list[Pair]) -> list[dict[str, Any]]:
-    """Verdicts from the labels' own shares, and from the answers' lengths alone, both fitted on the training pairs."""
-    labels = [torch.tensor([pair.label for pair in part]) for part in (train, test)]
-    shares = torch.bincount(labels[0], minlength=3).double() / len(train)
-    longer = [
-        torch.tensor([math.log(len(p.a)) - math.log(len(p.b)) for p in part], dtype=torch.float64)
-        for part in (train, test)
-    ]
-    weights = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weights], max_iter=200, line_search_fn="strong_wolfe")
-
-    def verdicts(difference: Tensor) -> Tensor:
-        return log_probabilities(davidson(weights[0] * difference, torch.zeros_like(difference), weights[1]))
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = pairwise_loss(verdicts(longer[0]), labels[0])
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    prior = shares.log().expand(len(test), 3)
-    rows = []
-    for name, found in (("the labels' own shares", prior), ("length alone", verdicts(longer[1]).detach())):
-        turned = swapped(found) if name.startswith("the labels") else found
-        made = pairwise_metrics(found, labels[1], swapped_log_probabilities=turned, length_difference=longer[1])
-        rows.append({"baseline": name} | told(made))
-    return rows
-
-
-def told(made: PairwiseMetrics) -> dict[str, float | None]:
-    """A row's numbers."""
-    names = ("accuracy", "log_loss", "calibration_error", "flip_rate", "length_correlation")
-    found = {name: round(getattr(made, name), 4) for name in names}
-    return {name: None if math.isnan(value) else value for name, value in found.items()}
-
-
-def run(setting: dict[str, Any], config: dict[str, Any], train: list[Pair], test: list[Pair]) -> dict[str, Any]:
-    """Train under one setting and judge the pairs of held-out prompts."""
-    from transformers import TrainingArguments, set_seed
+def run(setting: dict[str, Any], parts: tuple[list[Pair], ...]) -> dict[str, Any]:
+    """Train under one setting, keep the best epoch, calibrate on the validation pairs, judge the test pairs."""
+    from transformers import EarlyStoppingCallback, TrainingArguments, set_seed
 
     set_seed(setting["seed"])
-    names = ("link", "append_prompt", "length_feature", "pooling")
+    folder = {"smollm2": real.smollm2, "minilm": real.minilm}[setting["encoder"]]()
+    names = ("link", "surface", "pooling", "dropout", "max_tokens", "depth")
     model = PairwiseModel.from_encoder(
-        real.minilm(), max_tokens=config["max_tokens"], **{name: setting[name] for name in names}
+        folder, dtype=torch.bfloat16, ties=False, **{name: setting[name] for name in names}
     )
-    freeze_(model, setting["freeze"])
-    frozen = setting["freeze"] == "all"
-    data = [model.dataset(part, progress=False) for part in (train, test)]
+    freeze_(model, "all")
+    data = [model.dataset(part, progress=False) for part in parts]
+    read = time.process_time()
+    for one in data:
+        one.encode_(model, cache=FEATURES, progress=True)
+    begin = time.process_time()
     with tempfile.TemporaryDirectory() as out:
         arguments = TrainingArguments(
-            out, num_train_epochs=config["frozen_epochs" if frozen else "epochs"], use_cpu=True, save_strategy="no",
-            per_device_train_batch_size=config["batch"], report_to="none", disable_tqdm=True, seed=setting["seed"],
-            learning_rate=config["frozen_learning_rate" if frozen else "learning_rate"], logging_strategy="no",
-            warmup_steps=config["warmup"],
+            out, num_train_epochs=setting["epochs"], per_device_train_batch_size=setting["batch"], use_cpu=True,
+            learning_rate=setting["learning_rate"], warmup_steps=0.1, lr_scheduler_type="cosine", weight_decay=0.05,
+            seed=setting["seed"], eval_strategy="epoch", save_strategy="epoch", save_total_limit=2,
+            load_best_model_at_end=True, metric_for_best_model="log_loss", greater_is_better=False,
+            report_to="none", disable_tqdm=True,
         )  # fmt: skip
         trainer = PairwiseTrainer(
-            model=model, args=arguments, train_dataset=data[0], head_lr_ratio=1.0 if frozen else config["head_lr_ratio"]
-        )
-        seconds, dead = time.process_time(), ""
-        try:
-            trainer.train()
-        except DeadRunError as error:
-            dead = str(error)
-        seconds = time.process_time() - seconds
-    made = pairwise_report(model, data[1], progress=False).metrics
-    return setting | told(made) | {"dead": dead, "cpu_seconds": round(seconds), "confusion": made.confusion}
+            model=model, args=arguments, train_dataset=data[0], eval_dataset=data[1], head_lr_ratio=1.0,
+            callbacks=[EarlyStoppingCallback(3)],
+        )  # fmt: skip
+        trainer.train()
+    calibrate_(model, data[1], progress=False)
+    seconds = time.process_time() - begin
+    report = pairwise_report(model, data[2], train=[*parts[0], *parts[1]], progress=False)
+    made = report.metrics
+    row = setting | {
+        "pairs": [len(part) for part in parts], "accuracy": made.accuracy, "near_accuracy": report.near_accuracy,
+        "log_loss": made.log_loss, "calibration_error": made.calibration_error, "flip_rate": made.flip_rate,
+        "owed": dict(report.owed), "head_cpu_seconds": round(seconds), "date": today(), "commit": commit(),
+        "rivals": [vars(rival) for rival in report.rivals],
+    }  # fmt: skip
+    if begin - read > 60:  # the answers were not there yet
+        row["encoding_cpu_seconds"] = round(begin - read)
+    return json.loads(json.dumps(row), parse_float=lambda text: round(float(text), 5))
+
+
+def read_found() -> list[dict[str, Any]]:
+    """The rows that are there already."""
+    return json.loads(FOUND.read_text(encoding="utf-8"))["rows"] if FOUND.exists() else []
+
+
+def _told(rows: list[dict], key: str, form: str) -> str:
+    """The mean over seeds, and how far they are apart."""
+    values = [row[key] for row in rows]
+    spread = f" ± {format(statistics.stdev(values), form)}" if len(values) > 1 else ""
+    return f"{format(statistics.mean(values), form)}{spread}"
 
 
 def write_table() -> None:
-    """The guide's table, from the committed results."""
-    if not FOUND.exists():
+    """The guide's tables, from the committed results."""
+    rows, config = read_found(), json.loads(CONFIG.read_text(encoding="utf-8"))
+    if not rows:
         return
-    found = json.loads(FOUND.read_text(encoding="utf-8"))
-    config = found["config"]
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        key = (ENCODERS[row["encoder"]], row["depth"], row["link"], ", ".join(row["surface"]) or "none")
+        groups.setdefault(key, []).append(row)
     lines = [
-        "| link | trained | prompt | length feature | accuracy | log-loss | calibration error | flips | correlation "
-        "with length |",
+        "| verdicts of | layers | link | surface | log-loss | accuracy | within 20 % length | calibration error | gain "
+        "over the trees |",
         "|---" * 9 + "|",
     ]
-
-    def cells(row: dict[str, Any]) -> str:
-        names = {"accuracy": ".1%", "log_loss": ".3f", "calibration_error": ".3f", "flip_rate": ".1%"}
-        names |= {"length_correlation": ".2f"}
-        return " | ".join("–" if row[n] is None else format(row[n], kind) for n, kind in names.items()) + " |"
-
-    for row in found["baselines"]:
-        lines.append(f"| *{row['baseline']}* | | | | {cells(row)}")
-    kinds = {"none": "all", "all": "head"}
-    for row in found["rows"]:
-        trained = kinds.get(row["freeze"], f"above {row['freeze']}")
-        choices = " | ".join("yes" if row[name] else "no" for name in ("append_prompt", "length_feature"))
-        lines.append(f"| {row['link']} | {trained} | {choices} | {cells(row)}")
-    error = (0.7 * 0.3 / config["test_pairs"]) ** 0.5
+    for one in rows[0]["rivals"]:
+        same = [rival for row in rows for rival in row["rivals"] if rival["name"] == one["name"]]
+        digits = (("log_loss", ".3f"), ("accuracy", ".1%"), ("near_accuracy", ".1%"), ("calibration_error", ".3f"))
+        cells = " | ".join(format(statistics.mean(r[name] for r in same), form) for name, form in digits)
+        lines.append(f"| *{one['name']}* | | | | {cells} | |")
+    for (encoder, depth, link, surface), held in groups.items():
+        cells = " | ".join(
+            _told(held, name, form)
+            for name, form in (("log_loss", ".3f"), ("accuracy", ".1%"), ("near_accuracy", ".1%"))
+        )
+        trees = [next(r for r in row["rivals"] if r["name"].endswith("trees")) for row in held]
+        gain, error = (statistics.mean(one[key] for one in trees) for key in ("gain", "error"))
+        error_told = _told(held, "calibration_error", ".3f")
+        lines.append(
+            f"| {encoder} | {depth} | {link} | {surface} | {cells} | {error_told} | {gain:.4f}, {gain / error:.1f} "
+            "standard errors |"
+        )
+    pairs = rows[0]["pairs"]
     text = (
-        f"{config['train_pairs']} training pairs, {config['test_pairs']} pairs of {config['held_out_prompts']} other "
-        f"prompts (so that one standard error of an accuracy is about {error:.1%}), "
-        f"{config['max_tokens']} tokens, one seed; {config['epochs']} epoch at {config['learning_rate']:g}, and at "
-        f"{config['head_lr_ratio']} times that for the head; with a frozen encoder {config['frozen_epochs']} epochs at "
-        f"{config['frozen_learning_rate']:g}. Measured {found['date']} at {found['commit']}."
+        f"AlpacaEval's pairs without ties: {pairs[0]:,} or so to train, {pairs[1]:,} to choose the epoch and the "
+        f"temperature, {pairs[2]:,} of {config['held_out_prompts']} other prompts to judge; the models that answer are "
+        "the same. Encoders are frozen, in bfloat16, 512 tokens. ± is the spread of three seeds; the standard error of "
+        "a gain is paired, pairs of one prompt taken as one. Measured "
+        f"{max(row['date'] for row in rows)} at {', '.join(dict.fromkeys(row['commit'] for row in rows))}."
     )
     put(GUIDE, [*lines, "", text], "trial")
 
@@ -171,25 +164,24 @@ def main(arguments: list[str] | None = None) -> None:
     """Run every setting that has no result yet; write the results after each, and the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", help="not looked at: it is not timed")
-    parser.parse_args(arguments)
+    parser.add_argument("--only", nargs="+", help="words that 'encoder depth link surface seed' of a setting must have")
+    options = parser.parse_args(arguments)
+    config = json.loads(CONFIG.read_text(encoding="utf-8"))
     try:
-        real.data(DATA), real.minilm()
+        real.data(DATA), real.minilm(), real.smollm2()
     except real.AbsentError as error:
         print(f"pairwise_trial: skipped, {error}")
         return
-    config = json.loads(CONFIG.read_text(encoding="utf-8"))
-    torch.set_num_threads(1)
-    train, test = split(real_pairs(), config)
-    found: dict[str, Any] = {"date": today(), "commit": commit(), "config": config, "rows": []}
-    held = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else found
-    if held["config"] == config and held["commit"] == found["commit"]:
-        found["rows"] = held["rows"]  # go on where it was interrupted
-    found["baselines"] = baselines(train, test)
+    pairs = real_pairs()
     for setting in settings(config):
-        if not any(setting.items() <= row.items() for row in found["rows"]):
-            found["rows"].append(run(setting, config, train, test))
-            print(found["rows"][-1], flush=True)
-            FOUND.write_text(json.dumps(found) + "\n", encoding="utf-8")
+        words = "{encoder} {depth} {link} {surface} seed{seed}".format(**setting)
+        if any(setting.items() <= row.items() for row in read_found()):
+            continue
+        if options.only and not all(word in words for word in options.only):
+            continue
+        row = run(setting, split(pairs, config, setting["seed"]))
+        print(words, {k: row[k] for k in ("log_loss", "accuracy", "near_accuracy", "owed")}, flush=True)
+        FOUND.write_text(json.dumps({"rows": [*read_found(), row]}, indent=1) + "\n", encoding="utf-8")
     write_table()
 
 

@@ -15,7 +15,7 @@ from .functional import swapped
 from .inference import verdicts_of
 from .metrics import pairwise_metrics, shares_of
 from .pairs import Pair, Words, said_by
-from .style import styles_of
+from .surface import surfaces_of
 
 NEAR = 1.2  # times as long as the other, at most
 
@@ -59,8 +59,8 @@ def baseline_verdicts(train: Sequence[Pair], test: Sequence[Pair], *, classes: i
     """Log-probabilities of A, B and tie for test pairs, by baselines that are fitted on labelled training pairs.
 
     All but the labels' own shares are fitted on both orders of each pair and give the mean of both, so that they are as
-    fair as our links: the log-odds of a spline of the log-length's difference; a logistic regression on TF-IDF and
-    `STYLE` differences; boosted trees on `STYLE` of both answers.
+    fair as our links: the log-odds of a spline of the log-length's difference; a logistic regression on differences of
+    TF-IDF and of the 24 surface features; boosted trees on the surface features of both answers.
 
     Args:
         train: Labelled pairs.
@@ -89,7 +89,7 @@ def baseline_verdicts(train: Sequence[Pair], test: Sequence[Pair], *, classes: i
     from sklearn.preprocessing import SplineTransformer
 
     labels = _shares(train, classes)
-    (a, b), (test_a, test_b) = styles_of(list(train)), styles_of(list(test))
+    (a, b), (test_a, test_b) = surfaces_of(train), surfaces_of(test)
     words = TfidfVectorizer(sublinear_tf=True, min_df=2, max_features=20_000, token_pattern=r"\w+")
     texts = [[said_by("assistant", answer) for answer in side] for side in _sides(train) + _sides(test)]
     tfidf: list[Any]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 Link = Literal["davidson", "rao-kupper", "antisymmetric", "concat"]
-Pooling = Literal["mean", "first", "max", "attention"]
+Pooling = Literal["mean", "first", "last", "max", "attention"]
+Surface = Literal["length", "style", "overlap"]
 
 CLASSES = ("A", "B", "tie")
 
@@ -23,15 +25,15 @@ class PairwiseConfig(PreTrainedConfig):
     Args:
         encoder: The encoder's config, or its dictionary.
         link: From features to A, B or tie. ``"davidson"`` and ``"rao-kupper"`` give each answer one score and learn how
-            often close ones tie; ``"antisymmetric"`` compares the features of both; ``"concat"``, a classifier over
+            often close ones tie; ``"antisymmetric"`` compares both, and knows most; ``"concat"``, a classifier over
             both side by side, is the early baseline and the only one whose verdict depends on which answer is called A.
-        pooling: ``"mean"`` of a sequence's last hidden states, its ``"first"`` one, the ``"max"`` of each channel, or a
-            learned ``"attention"``.
+        pooling: ``"mean"`` of an answer's last hidden states, the sequence's ``"first"`` or ``"last"`` one, the
+            ``"max"`` of each channel, or a learned ``"attention"``; or several of them, side by side.
         ties: Whether there is a class for ties.
-        hidden_features: Inner width of the head; 0 for a linear one.
+        hidden_features: Inner width of the head; 0 for a linear one, and 64 inside ``"antisymmetric"``.
         dropout: On the features and inside the head.
-        length_feature: Give the head the logarithm of each answer's length, too, of which pooled states know little.
-            Judges like long answers; a head that is told so learns what else they like.
+        surface: What the head is told beside the encoder's states: any of the answers' ``"length"``, ``"style"`` and
+            ``"overlap"`` with the prompt. Judges owe much to these; `pairwise_report` says how much.
         append_prompt: Encode the prompt before each answer.
         max_tokens: Most tokens of prompt, answer and special tokens together; default what the encoder takes.
         max_prompt_tokens: Tokens that a prompt keeps where an answer is long; default a quarter of ``max_tokens``.
@@ -59,11 +61,11 @@ class PairwiseConfig(PreTrainedConfig):
         *,
         encoder: PreTrainedConfig | dict[str, Any] | None = None,
         link: Link = "davidson",
-        pooling: Pooling = "mean",
+        pooling: Pooling | Sequence[Pooling] = "mean",
         ties: bool = True,
         hidden_features: int = 0,
         dropout: float = 0.1,
-        length_feature: bool = False,
+        surface: Sequence[Surface] = (),
         append_prompt: bool = True,
         max_tokens: int | None = None,
         max_prompt_tokens: int | None = None,
@@ -78,11 +80,11 @@ class PairwiseConfig(PreTrainedConfig):
             encoder = CONFIG_MAPPING[kind](**{k: v for k, v in encoder.items() if k != "model_type"})
         self.encoder = encoder
         self.link = link
-        self.pooling = pooling
+        self.pooling = [pooling] if isinstance(pooling, str) else list(pooling)
         self.ties = ties
         self.hidden_features = hidden_features
         self.dropout = dropout
-        self.length_feature = length_feature
+        self.surface = list(surface)
         self.append_prompt = append_prompt
         self.max_tokens = max_tokens
         self.max_prompt_tokens = max_prompt_tokens
@@ -97,11 +99,16 @@ class PairwiseConfig(PreTrainedConfig):
         super().__init__(**rest)
 
     def _check(self) -> None:
-        for name, choices in (("link", get_args(Link)), ("pooling", get_args(Pooling))):
-            if getattr(self, name) not in choices:
-                _refuse(name, getattr(self, name), f"one of {', '.join(choices)}")
+        if self.link not in get_args(Link):
+            _refuse("link", self.link, f"one of {', '.join(get_args(Link))}")
+        for name, choices, least in (("pooling", get_args(Pooling), 1), ("surface", get_args(Surface), 0)):
+            held = getattr(self, name)
+            if len(held) < least or len(set(held)) < len(held) or not set(held) <= set(choices):
+                _refuse(name, held, f"{'one or more' if least else 'any'} of {', '.join(choices)}, each once")
         if not isinstance(self.hidden_features, int) or self.hidden_features < 0:
             _refuse("hidden_features", self.hidden_features, "a width, or 0")
+        if self.link == "concat" and self.surface:
+            _refuse("surface", self.surface, "none of them for link='concat'")
         for name in ("dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 _refuse(name, getattr(self, name), "a share in [0, 1)")

@@ -41,6 +41,23 @@ def encoder_layers(operation: str, encoder: nn.Module, instead: str) -> tuple[st
     )
 
 
+def keep_lowest_(encoder: Any, depth: int) -> None:
+    """Take away an encoder's layers above the lowest ``depth``, in place.
+
+    Raises:
+        ValueError: Fewer than one or more than there are; an encoder without a list of layers.
+    """
+    count = encoder.config.num_hidden_layers
+    if not 1 <= depth <= count:
+        raise ValueError(f"from_encoder: depth is {depth}, and {type(encoder).__name__} has {count} layers")
+    name, _ = encoder_layers("from_encoder", encoder, "depth=None")
+    del encoder.get_submodule(name)[depth:]
+    encoder.config.num_hidden_layers = depth
+    kinds = getattr(encoder.config, "layer_types", None)
+    if kinds:
+        encoder.config.layer_types = kinds[:depth]
+
+
 def freeze_(model: Any, what: str) -> FreezeReport:
     """Freeze part of a `PairwiseModel`'s encoder, in place; the rest of the encoder trains, and so does the head.
 

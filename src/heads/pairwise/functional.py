@@ -1,7 +1,7 @@
 """Attention within packed sequences, links from scores to log-probabilities, and losses that are fair to A and B.
 
-Shapes: T tokens of all sequences, S sequences, H heads, d width of a head, P pairs, C classes: A, B and, but for data
-without ties, tie.
+Shapes: T tokens of all sequences, S sequences, H heads of the query, G heads of key and value, d width of a head, P
+pairs, C classes: A, B and, but for data without ties, tie.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ IMPLS = ("reference", "eager", "fused", "auto")
 
 def packed_attention(
     query: Tensor,  # (T, H, d)
-    key: Tensor,  # (T, H, d)
-    value: Tensor,  # (T, H, d)
+    key: Tensor,  # (T, G, d)
+    value: Tensor,  # (T, G, d)
     cu_seq_lens: Tensor | Sequence[int],  # (S + 1,)
     *,
     scale: float | None = None,
     dropout_p: float = 0.0,
     window: int | None = None,
+    causal: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """Bidirectional attention in which the sequences of one flat run do not see each other.
+    """Attention in which the sequences of one flat run do not see each other.
 
     The eager path is one call of `torch.nn.functional.scaled_dot_product_attention` for each sequence, on views: no
     mask, no padding, and memory that grows with the tokens. The fused path is torch's own variable-length flash
@@ -40,12 +41,13 @@ def packed_attention(
 
     Args:
         query: Of all sequences, one after the other.
-        key: As the query.
-        value: As the query.
+        key: As the query, with as many heads or a divisor of them, each for a group of the query's.
+        value: As the key.
         cu_seq_lens: Where sequences start, and where the last one ends: 0, l1, l1 + l2, ..., T.
         scale: Of the products; default ``1 / sqrt(d)``.
         dropout_p: Share of the attention weights that is dropped.
         window: How far apart tokens may be that see each other; None for any distance.
+        causal: Whether a token sees only itself and those before it.
         impl: ``"reference"`` (dense), ``"eager"``, ``"fused"`` (CUDA, half precision, no dropout), or ``"auto"``: fused
             where that is supported, else eager.
 
@@ -61,10 +63,12 @@ def packed_attention(
     True
     """
     operation = "packed_attention"
-    if query.dim() != 3 or query.shape != key.shape or key.shape != value.shape:
+    tokens, heads, width = query.shape if query.dim() == 3 else (0, 0, 0)
+    groups = key.shape[1] if key.dim() == 3 else 0
+    if key.shape != (tokens, groups, width) or key.shape != value.shape or not groups or heads % groups:
         raise ValueError(
             f"{operation}: query, key, value are {list(query.shape)}, {list(key.shape)}, {list(value.shape)}; needed "
-            "(T, H, d) each"
+            "(T, H, d), and (T, G, d) twice, H a multiple of G"
         )
     if impl not in IMPLS:
         raise ValueError(f"{operation}: impl is {impl!r}, needed one of {', '.join(IMPLS)}")
@@ -79,16 +83,19 @@ def packed_attention(
         if dropout_p:
             raise ValueError(f"{operation}: impl='reference' has no dropout, got dropout_p={dropout_p}")
         places = torch.tensor(ends, device=query.device)
-        return reference.packed_attention(query, key, value, places, scale=scale, window=window)
+        return reference.packed_attention(query, key, value, places, scale=scale, window=window, causal=causal)
     if unsupported is None and impl != "eager" and lengths:
-        return _flash(query, key, value, ends, max(lengths), scale, window)
+        return _flash(query, key, value, ends, max(lengths), scale, window, causal)
     made = []
-    for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
-        near = None if window is None or len(q) <= window + 1 else _near(len(q), window, query.device)
-        parts = (part.transpose(0, 1)[None] for part in (q, k, v))
-        one = F.scaled_dot_product_attention(*parts, attn_mask=near, dropout_p=dropout_p, scale=scale)
+    for parts in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+        count = len(parts[0])
+        near = None if window is None or count <= window + 1 else _near(count, window, causal, query.device)
+        q, k, v = (part.transpose(0, 1)[None] for part in parts)
+        one = F.scaled_dot_product_attention(
+            q, k, v, near, dropout_p, is_causal=causal and near is None, scale=scale, enable_gqa=groups < heads
+        )
         made.append(one[0].transpose(0, 1))
-    return torch.cat(made) if made else value.clone()
+    return torch.cat(made) if made else query.clone()
 
 
 def _not_fused(query: Tensor, dropout_p: float) -> str | None:
@@ -96,7 +103,7 @@ def _not_fused(query: Tensor, dropout_p: float) -> str | None:
     if not query.is_cuda:
         return "CUDA tensors"
     if _varlen() is None:
-        return "a torch with a varlen_attn that takes windows"
+        return "a torch with a varlen_attn that takes windows and grouped heads"
     if torch.cuda.get_device_capability(query.device) < (8, 0):
         return "a GPU of compute capability 8.0 or more"
     if query.dtype not in (torch.float16, torch.bfloat16):
@@ -108,19 +115,24 @@ def _not_fused(query: Tensor, dropout_p: float) -> str | None:
 
 @lru_cache(maxsize=1)
 def _varlen() -> Any:
-    """Torch's variable-length attention; None where it does not have it, or an early form."""
+    """Torch's variable-length attention; None where it is missing, or an early form."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn if {"scale", "window_size"} <= set(inspect.signature(varlen_attn).parameters) else None
+    needed = {"scale", "window_size", "enable_gqa"}
+    return varlen_attn if needed <= set(inspect.signature(varlen_attn).parameters) else None
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, ends: list[int], longest: int, scale: float | None,
-           window: int | None) -> Tensor:  # fmt: skip
+           window: int | None, causal: bool) -> Tensor:  # fmt: skip
     places = _places(tuple(ends), query.device)
-    near = (-1, -1) if window is None else (window, window)
-    return _varlen()(query, key, value, places, places, longest, longest, scale=scale, window_size=near)
+    far = -1 if window is None else window
+    grouped = {"enable_gqa": True} if key.shape[1] < query.shape[1] else {}
+    return _varlen()(
+        query, key, value, places, places, longest, longest, scale=scale, window_size=(far, 0 if causal else far),
+        **grouped,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4)  # every layer of an encoder asks for the same
@@ -129,10 +141,11 @@ def _places(ends: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.tensor(ends, device=device, dtype=torch.int32)
 
 
-def _near(length: int, window: int, device: torch.device) -> Tensor:
-    """(length, length), which tokens are at most ``window`` apart."""
+def _near(length: int, window: int, causal: bool, device: torch.device) -> Tensor:
+    """(length, length), which tokens are at most ``window`` apart; of them, the later see the earlier if causal."""
     place = torch.arange(length, device=device)
-    return (place[:, None] - place[None]).abs() <= window
+    apart = place[:, None] - place[None]
+    return (apart.abs() <= window) & (apart >= 0) if causal else apart.abs() <= window
 
 
 def davidson(score_a: Tensor, score_b: Tensor, log_nu: Tensor) -> Tensor:

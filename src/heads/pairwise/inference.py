@@ -5,7 +5,7 @@ Shapes: N pairs, C classes, K answers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,10 @@ from tqdm.auto import tqdm
 
 from model_components._modes import evaluating
 
-from .collate import PairwiseCollator, PairwiseDataset
+from .collate import Answer, PairwiseCollator, PairwiseDataset, flat_batch
 from .config import CLASSES
 from .functional import log_probabilities, swapped
+from .links import SCORED
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,16 @@ class Predictions:
     Attributes:
         log_probabilities: (N, C) float32, of A, B and tie.
         swapped_log_probabilities: (N, C), of the same pairs with A and B exchanged, in this order's columns.
-        scores: (N, 2) of A and of B, for the links that score single answers.
+        scores: (N, 2) of A and of B, for the links that score single answers. A score says something beside another
+            to the same prompt.
+        alike: Log-probabilities by part of the model, ``"encoder"`` or a kind of surface features, if both answers
+            were the same in it; only where they were asked for.
     """
 
     log_probabilities: Tensor
     swapped_log_probabilities: Tensor
     scores: Tensor | None
+    alike: Mapping[str, Tensor]
 
     @property
     def probabilities(self) -> Tensor:
@@ -47,12 +52,12 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Ranking:
-    """A tournament of K answers.
+    """K answers in order.
 
     Attributes:
         order: Places of the answers in what was given, the best first.
-        scores: (K,) Bradley-Terry scores, log-strengths that sum to 0.
-        wins: (K, K), how likely the row's answer beats the column's; a tie counts half.
+        scores: (K,) that sum to 0: those of the link, or else Bradley-Terry log-strengths of a tournament.
+        wins: (K, K), how likely the row's answer beats the column's, a tie being half a win.
     """
 
     order: tuple[int, ...]
@@ -73,13 +78,16 @@ def verdicts_of(found: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def predict_pairs(model: Any, data: PairwiseDataset, *, batch_size: int = 32, progress: bool = True) -> Predictions:
+def predict_pairs(
+    model: Any, data: PairwiseDataset, *, batch_size: int = 32, parts: bool = False, progress: bool = True
+) -> Predictions:
     """A model's verdicts on a data set, in its order; pairs of like length share a batch.
 
     Args:
         model: A `PairwiseModel`.
         data: Pairs, with labels or without.
         batch_size: Pairs at once.
+        parts: Give verdicts for answers that were alike in one part, too.
         progress: Show a bar.
 
     Raises:
@@ -90,19 +98,93 @@ def predict_pairs(model: Any, data: PairwiseDataset, *, batch_size: int = 32, pr
     order = sorted(range(len(data)), key=lambda i: data.lengths[i])
     collate, device = PairwiseCollator(), next(model.parameters()).device
     made, turned, scores = [], [], []
+    alike: dict[str, list[Tensor]] = {part: [] for part in (model.parts if parts else ())}
     with evaluating(model):
         for start in tqdm(range(0, len(order), batch_size), "judging", disable=not progress, leave=False, delay=1):
             batch = collate([data[i] for i in order[start : start + batch_size]])
             batch = {name: value.to(device) for name, value in batch.items() if name != "labels"}
-            found = model(**batch, both_orders=True)
+            sides, found = _judged(model, batch)
             made.append(log_probabilities(found.logits.float()).cpu())
             turned.append(swapped(log_probabilities(found.swapped_logits.float())).cpu())
             scores += [] if found.scores is None else [found.scores.cpu()]
+            for part, kept in alike.items():
+                kept.append(log_probabilities(model.compare(*sides, alike=part).logits.float()).cpu())
     back = torch.tensor(order).argsort()
     first = torch.cat(made)[back]
     if not torch.isfinite(first).all():
         raise ValueError("predict_pairs: the model's logits are not finite; was it trained in float16?")
-    return Predictions(first, torch.cat(turned)[back], torch.cat(scores)[back] if scores else None)
+    without = {part: torch.cat(kept)[back] for part, kept in alike.items()}
+    return Predictions(first, torch.cat(turned)[back], torch.cat(scores)[back] if scores else None, without)
+
+
+@torch.no_grad()
+def sides_of(model: Any, data: PairwiseDataset, numbers: Sequence[int], batch_size: int = 32) -> list[Tensor]:
+    """Features of A and of B of these pairs, and their surface features, on the CPU."""
+    collate, device = PairwiseCollator(), next(model.parameters()).device
+    held: list[list[Tensor]] = [[], [], [], []]
+    with evaluating(model):
+        for start in range(0, len(numbers), batch_size):
+            batch = collate([data[i] for i in numbers[start : start + batch_size]])
+            batch = {name: value.to(device) for name, value in batch.items() if name != "labels"}
+            for kept, part in zip(held, _sides(model, batch), strict=True):
+                kept.append(torch.zeros(0, 0) if part is None else part.cpu())
+    return [torch.cat(kept) for kept in held]
+
+
+def _judged(model: Any, batch: dict[str, Tensor]) -> tuple[list[Any], Any]:
+    """Features and surface features of A and B, and what the model makes of them in both orders."""
+    held = _sides(model, batch)
+    with torch.autocast(batch["pairs"].device.type, enabled=False):
+        return held, model.compare(*held, both_orders=True)
+
+
+def _sides(model: Any, batch: dict[str, Tensor]) -> list[Any]:
+    """Features of A and of B, and their surface features or None, of a batch."""
+    rest = {name: value for name, value in batch.items() if name not in ("pairs", "surface", "features")}
+    features = batch["features"] if "features" in batch else model.features(**rest)
+    places = batch["pairs"].unbind(1)
+    return [None if part is None else part[k] for part in (features, batch.get("surface")) for k in places]
+
+
+@torch.no_grad()
+def rank_answers(model: Any, answers: Sequence[Answer], batch_size: int) -> Ranking:
+    """What `PairwiseModel.rank` says of answers."""
+    device, count = next(model.parameters()).device, len(answers)
+    features, looks = [], []
+    with evaluating(model):
+        for start in range(0, count, max(1, batch_size // 4)):
+            part = answers[start : start + max(1, batch_size // 4)]
+            batch = flat_batch([(part, [(k, k) for k in range(len(part))])])
+            batch = {name: value.to(device) for name, value in batch.items()}
+            places, look = batch.pop("pairs")[:, 0], batch.pop("surface", None)
+            features.append(model.features(**batch)[places])
+            looks += [] if look is None else [look[places]]
+        states, surface = torch.cat(features), torch.cat(looks) if looks else None
+        link = model.config.link in SCORED
+        scores = model.head.score(states, surface) if link else None
+        pairs, shares = torch.combinations(torch.arange(count, device=device)), []
+        for some in pairs.split(batch_size):
+            first, second = some.unbind(1)
+            if scores is not None:
+                logits = model.head.linked(scores[first], scores[second]) / model.head.temperature
+                shares.append(log_probabilities(logits).exp().cpu())
+                continue
+            held = [part if part is None else part[k] for part in (states, surface) for k in (first, second)]
+            found = model.compare(*held, both_orders=True)
+            orders = [log_probabilities(found.logits), swapped(log_probabilities(found.swapped_logits))]
+            shares.append(torch.stack(orders).exp().mean(0).cpu())
+    wins = _wins(torch.cat(shares), pairs.cpu(), count)
+    found = bradley_terry(wins.clamp(1e-9, 1 - 1e-9)) if scores is None else scores.double().cpu()
+    return Ranking(tuple(found.argsort(descending=True, stable=True).tolist()), found - found.mean(), wins)
+
+
+def _wins(shares: Tensor, pairs: Tensor, count: int) -> Tensor:
+    """(count, count) shares of wins from (N, C) probabilities for all (N, 2) pairs of answers."""
+    shares, (first, second) = shares.double(), pairs.unbind(1)
+    ties = shares[:, 2] / 2 if shares.shape[1] == 3 else 0.0
+    wins = torch.full((count, count), 0.5, dtype=torch.float64)
+    wins[first, second], wins[second, first] = shares[:, 0] + ties, shares[:, 1] + ties
+    return wins
 
 
 def bradley_terry(wins: Tensor, *, iterations: int = 200) -> Tensor:
@@ -156,14 +238,3 @@ def bradley_terry(wins: Tensor, *, iterations: int = 200) -> Tensor:
         if float(step.abs().max()) < 1e-10:
             break
     return scores - scores.mean()
-
-
-def ranking_of(shares: Tensor, pairs: Sequence[tuple[int, int]], count: int) -> Ranking:
-    """The ranking that (N, C) probabilities for all pairs of ``count`` answers amount to."""
-    shares = shares.double()
-    ties = shares[:, 2] / 2 if shares.shape[1] == 3 else torch.zeros(len(shares), dtype=torch.float64)
-    wins = torch.full((count, count), 0.5, dtype=torch.float64)
-    for (i, j), a, b, tie in zip(pairs, shares[:, 0], shares[:, 1], ties, strict=True):
-        wins[i, j], wins[j, i] = a + tie, b + tie
-    scores = bradley_terry(wins.clamp(1e-9, 1 - 1e-9))
-    return Ranking(tuple(scores.argsort(descending=True, stable=True).tolist()), scores, wins)

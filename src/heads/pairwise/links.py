@@ -1,11 +1,13 @@
 """`PairwiseHead`: two answers' features to logits of A, B and tie, and the pooling that makes features of tokens.
 
-Shapes: T tokens of all sequences, S sequences, W width of the features, P pairs, C classes.
+Shapes: T tokens of all sequences, S sequences, W width of the features, F of surface features, P pairs, C classes.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,21 +15,32 @@ from torch import Tensor, nn
 
 from .config import Link, Pooling
 from .functional import davidson, rao_kupper
+from .surface import SurfaceEncoding
+
+SCORED = ("davidson", "rao-kupper")  # links that give each answer a score
+_INNER, _COMBINATIONS = 64, 16  # width of a network, and of what it sees of the features
 
 
 class PairwiseHead(nn.Module):
     """Logits of A, B and tie from the features of two answers.
 
-    A calibrated model's logits are divided in evaluation by the buffer ``temperature``, which weights are saved with.
+    - ``"davidson"`` and ``"rao-kupper"`` give each answer a score, by a network on its features and one on its surface.
+    - ``"antisymmetric"`` compares: a weighted difference of the features, and a network that sees a few of their
+      combinations, differences and means, beside the surface of both. What it says in one order less what it says in
+      the other is the win's, and the sum the tie's.
+    - ``"concat"`` is a classifier over both answers' features, side by side.
+
     But for ``"concat"``, swapping the answers swaps the first two logits and moves no bit: both answers go through the
-    same products, one after the other, and what follows treats them alike.
+    same products, one after the other, and what follows treats them alike. Features are divided by the buffer
+    ``scale``, which `fit_` sets. A calibrated model's logits are divided in evaluation by the buffer ``temperature``.
 
     Args:
         in_features: W.
         link: See `PairwiseConfig`.
         ties: Whether there is a class for ties.
-        hidden_features: Inner width; 0 for a linear head.
-        dropout: On the features and inside.
+        hidden_features: Inner width; 0 for a linear head, and for networks of 64.
+        dropout: On the features and inside, and half of it on the surface's encodings.
+        surface: Kinds of surface features that it looks at, too; none for ``"concat"``.
 
     >>> head = PairwiseHead(8, link="antisymmetric", hidden_features=4).eval()
     >>> a, b = torch.randn(2, 5, 8)
@@ -37,33 +50,62 @@ class PairwiseHead(nn.Module):
 
     def __init__(
         self, in_features: int, *, link: Link = "davidson", ties: bool = True, hidden_features: int = 0,
-        dropout: float = 0.0,
+        dropout: float = 0.0, surface: Sequence[str] = (),
     ):  # fmt: skip
         super().__init__()
-        self.in_features, self.link, self.ties = in_features, link, ties
-        self.hidden_features, self.dropout = hidden_features, dropout
-        seen = {"antisymmetric": 3, "concat": 2}.get(link, 1) * in_features
-        outs = {"antisymmetric": 1 + ties, "concat": 2 + ties}.get(link, 1)
-        if hidden_features:
-            self.inner: nn.Module = nn.Linear(seen, hidden_features)
-            seen = hidden_features
+        self.in_features, self.link, self.ties, self.dropout = in_features, link, ties, dropout
+        compares = link == "antisymmetric"
+        self.encoding = SurfaceEncoding(surface, compares=compares) if surface else None
+        looks = 0 if self.encoding is None else self.encoding.width
+        self.project: nn.Linear | None = None
+        self.beside: nn.Sequential | None = None
+        self.inner: nn.Module = nn.Identity()
+        width = in_features * (1 + (link == "concat"))
+        if compares:
+            self.project = nn.Linear(in_features, _COMBINATIONS, bias=False)
+            self.beside = _network(looks + 2 * _COMBINATIONS, hidden_features or _INNER, 1 + ties, dropout)
         else:
-            self.inner = nn.Identity()
-        self.outer = nn.Linear(seen, outs, bias=link == "concat")  # elsewhere only differences count
+            if hidden_features:
+                self.inner = nn.Sequential(nn.Linear(width, hidden_features), nn.GELU(), nn.Dropout(dropout))
+                width = hidden_features
+            self.beside = _network(looks, hidden_features or _INNER, 1, dropout) if looks else None
+        concat = link == "concat"  # elsewhere only differences count
+        self.outer = nn.Linear(width, 2 + ties if concat else 1, bias=concat)
         self.tie = nn.Parameter(torch.zeros(())) if ties and link != "concat" else None
         self.temperature: Tensor
+        self.scale: Tensor
         self.register_buffer("temperature", torch.ones(()))
+        self.register_buffer("scale", torch.ones(in_features))
         self.reset_parameters()
 
+    @property
+    def _lasts(self) -> list[nn.Linear]:
+        """The last layers."""
+        beside: Any = self.beside
+        return [self.outer] if beside is None else [self.outer, beside[-1]]
+
     def reset_parameters(self) -> None:
-        """A last layer of zeros: every verdict is open at first, with a third of each where there are ties."""
-        if isinstance(self.inner, nn.Linear):
-            self.inner.reset_parameters()
-        nn.init.zeros_(self.outer.weight)
-        if self.outer.bias is not None:
-            nn.init.zeros_(self.outer.bias)
+        """Last layers of zeros: every verdict is open at first, with a third of each where there are ties."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.reset_parameters()
+        for last in self._lasts:
+            nn.init.zeros_(last.weight)
+            if last.bias is not None:
+                nn.init.zeros_(last.bias)
         nn.init.ones_(self.temperature)
+        nn.init.ones_(self.scale)
+        if self.encoding is not None:
+            nn.init.zeros_(self.encoding.edges)
         self.set_tie_rate_(1 / 3)
+
+    @torch.no_grad()
+    def fit_(self, a: Tensor, b: Tensor, surface_a: Tensor, surface_b: Tensor) -> None:
+        """Take scales from (N, W) features and bins from (N, F) surface features of answers and their rivals."""
+        spread = torch.cat([a, b]).float().std(0)
+        self.scale.copy_(torch.where(spread > 0, spread, 1.0))
+        if self.encoding is not None:
+            self.encoding.fit_(surface_a, surface_b)
 
     @torch.no_grad()
     def set_tie_rate_(self, rate: float) -> None:
@@ -88,32 +130,43 @@ class PairwiseHead(nn.Module):
 
     @property
     def untrained(self) -> bool:
-        """Whether the last layer is still all zeros."""
-        return not bool(self.outer.weight.any())
+        """Whether the last layers are still all zeros."""
+        return not any(bool(last.weight.any()) for last in self._lasts)
 
-    def score(self, features: Tensor) -> Tensor:
-        """(S,) scores of single answers from their (S, W) features, for the links that have them.
+    def score(self, features: Tensor, surface: Tensor | None = None) -> Tensor:
+        """(S,) scores of single answers from their (S, W) features and (S, F) surface features.
 
         Raises:
             ValueError: A link that only compares.
         """
-        if self.link not in ("davidson", "rao-kupper"):
+        if self.link not in SCORED:
             raise ValueError(f"PairwiseHead: link {self.link!r} compares answers and gives single ones no score")
-        return self._layers(features)[:, 0]
+        found = self._read(features)[:, 0]
+        if self.encoding is None or self.beside is None:
+            return found
+        return found + self.beside(self.encoding(_given(surface)))[:, 0]
 
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        """(P, W) features of A and of B to (P, C) logits."""
-        if self.link == "concat":
-            return self._layers(torch.cat([a, b], -1))
-        if self.link == "antisymmetric":
-            common = [(a - b).abs(), a * b]
-            one, other = (self._layers(torch.cat([d, *common], -1)) for d in (a - b, b - a))
-            wins = 0.5 * (one[:, 0] - other[:, 0])
-            logits = [wins, -wins]
-            if self.tie is not None:
-                logits.append(0.5 * (one[:, 1] + other[:, 1]) + self.tie)
-            return torch.stack(logits, -1)
-        score_a, score_b = self.score(a), self.score(b)
+    def forward(self, a: Tensor, b: Tensor, surface_a: Tensor | None = None, surface_b: Tensor | None = None) -> Tensor:
+        """(P, W) features of A and of B, and (P, F) surface features, to (P, C) logits."""
+        if self.link in SCORED:
+            return self.linked(self.score(a, surface_a), self.score(b, surface_b))
+        if self.project is None or self.beside is None:
+            return self._read(a, b)
+        a, b = self._dropped(a / self.scale), self._dropped(b / self.scale)
+        few_a, few_b, made = self.project(a), self.project(b), []
+        for one, other, looks in ((few_a, few_b, (surface_a, surface_b)), (few_b, few_a, (surface_b, surface_a))):
+            seen = [one - other, (one + other) / 2]
+            if self.encoding is not None:
+                seen.append(self.encoding(*map(_given, looks)))
+            made.append(self.beside(torch.cat(seen, 1)))
+        wins = (self.outer(a - b)[:, 0] + (made[0][:, 0] - made[1][:, 0])) / 2
+        logits = [wins, -wins]
+        if self.tie is not None:
+            logits.append((made[0][:, 1] + made[1][:, 1]) / 2 + self.tie)
+        return torch.stack(logits, -1)
+
+    def linked(self, score_a: Tensor, score_b: Tensor) -> Tensor:
+        """(P,) scores of A and of B to (P, C) logits, by a link that has scores."""
         if self.tie is None:
             return torch.stack([score_a, score_b], -1)
         if self.link == "davidson":
@@ -124,34 +177,54 @@ class PairwiseHead(nn.Module):
         """What it was made with."""
         return f"{self.in_features}, link={self.link!r}, ties={self.ties}"
 
-    def _layers(self, x: Tensor) -> Tensor:
-        x = F.dropout(x, self.dropout, self.training)
-        if self.hidden_features:
-            x = F.dropout(F.gelu(self.inner(x)), self.dropout, self.training)
-        return self.outer(x)
+    def _read(self, *features: Tensor) -> Tensor:
+        seen = self._dropped(torch.cat([one / self.scale for one in features], -1))
+        return self.outer(self.inner(seen))
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+
+def _network(width: int, inner: int, outs: int, dropout: float) -> nn.Sequential:
+    """What reads encodings of the surface, and combinations of features."""
+    return nn.Sequential(
+        nn.Dropout(dropout / 2), nn.Linear(width, inner), nn.GELU(), nn.Dropout(dropout),
+        nn.Linear(inner, inner), nn.GELU(), nn.Dropout(dropout), nn.Linear(inner, outs, bias=False),
+    )  # fmt: skip
 
 
 def _inverse_softplus(value: float) -> float:
     return value + math.log(-math.expm1(-value))
 
 
+def _given(surface: Tensor | None) -> Tensor:
+    if surface is None:
+        raise ValueError("PairwiseHead: surface features are None; needed them, as the head has a part for them")
+    return surface
+
+
 class Pool(nn.Module):
-    """(T, W) states of all sequences to (S, W) float32 features.
+    """(T, W) states of all sequences to (S, K W) float32 features, of K kinds side by side.
+
+    What answers have in common says nothing about which is better: means, maxima and attention are over the answer and
+    what follows it, not over the prompt.
 
     Args:
         width: W.
-        pooling: ``"mean"``, ``"first"``, ``"max"`` or ``"attention"``, a learned query.
+        pooling: Of ``"mean"``, ``"max"`` or ``"attention"``, a learned query, over the answer; the sequence's
+            ``"first"`` state or its ``"last"``.
 
-    >>> pool = Pool(2, "mean")
-    >>> pool(torch.tensor([[1.0, 0.0], [3.0, 0.0], [5.0, 1.0]]), torch.tensor([2, 1]))
-    tensor([[2., 0.],
-            [5., 1.]])
+    >>> pool = Pool(2, ["mean", "last"])
+    >>> states = torch.tensor([[9.0, 9.0], [1.0, 0.0], [3.0, 0.0], [5.0, 1.0]])
+    >>> pool(states, torch.tensor([3, 1]), torch.tensor([1, 0]))
+    tensor([[2., 0., 3., 0.],
+            [5., 1., 5., 1.]])
     """
 
-    def __init__(self, width: int, pooling: Pooling):
+    def __init__(self, width: int, pooling: Sequence[Pooling]):
         super().__init__()
-        self.pooling = pooling
-        self.query = nn.Linear(width, 1, bias=False) if pooling == "attention" else None
+        self.pooling = tuple(pooling)
+        self.query = nn.Linear(width, 1, bias=False) if "attention" in pooling else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -159,19 +232,27 @@ class Pool(nn.Module):
         if self.query is not None:
             nn.init.zeros_(self.query.weight)
 
-    def forward(self, states: Tensor, lengths: Tensor) -> Tensor:
-        """``lengths`` are (S,), at least 1 each."""
-        states = states.float()
-        if self.pooling == "first":
-            return states[lengths.cumsum(0) - lengths]
-        if self.query is None:  # sums in a fixed order on every device, unlike index_add
-            return torch.segment_reduce(states, self.pooling, lengths=lengths, axis=0)
-        scores = F.linear(states, self.query.weight.to(states.dtype))[:, 0]
-        top = torch.segment_reduce(scores.detach(), "max", lengths=lengths)
-        weights = (scores - top.repeat_interleave(lengths, output_size=len(states))).exp()
-        total = torch.segment_reduce(weights, "sum", lengths=lengths)
-        return torch.segment_reduce(states * weights[:, None], "sum", lengths=lengths, axis=0) / total[:, None]
+    def forward(self, states: Tensor, lengths: Tensor, begins: Tensor) -> Tensor:
+        """``lengths`` are (S,), at least 1 each, and ``begins`` (S,), where answers start in their sequences."""
+        states, ends = states.float(), lengths.cumsum(0)
+        place = torch.arange(len(states), device=states.device)
+        of_answer = place >= (ends - lengths + begins).repeat_interleave(lengths, output_size=len(states))
+        answers, sizes = states[of_answer], lengths - begins
+        return torch.cat([self._pooled(kind, states, answers, ends, lengths, sizes) for kind in self.pooling], 1)
+
+    def _pooled(
+        self, kind: str, states: Tensor, answers: Tensor, ends: Tensor, lengths: Tensor, sizes: Tensor
+    ) -> Tensor:
+        if kind in ("first", "last"):
+            return states[ends - (lengths if kind == "first" else 1)]
+        if kind != "attention" or self.query is None:  # sums in a fixed order on every device, unlike index_add
+            return torch.segment_reduce(answers, kind, lengths=sizes, axis=0)
+        scores = F.linear(answers, self.query.weight.to(answers.dtype))[:, 0]
+        top = torch.segment_reduce(scores.detach(), "max", lengths=sizes)
+        weights = (scores - top.repeat_interleave(sizes, output_size=len(answers))).exp()
+        total = torch.segment_reduce(weights, "sum", lengths=sizes)
+        return torch.segment_reduce(answers * weights[:, None], "sum", lengths=sizes, axis=0) / total[:, None]
 
     def extra_repr(self) -> str:
-        """The kind."""
-        return self.pooling
+        """The kinds."""
+        return ", ".join(self.pooling)

@@ -1,6 +1,6 @@
-"""`PairwiseModel`: a BERT-like encoder and a head that says which of two answers is better, or that they tie.
+"""`PairwiseModel`: an encoder or a decoder, and a head that says which of two answers is better, or that they tie.
 
-Shapes: T tokens of all sequences, S sequences, P pairs, C classes, W width of the encoder.
+Shapes: T tokens of all sequences, S sequences, P pairs, C classes, W width of the features, F of surface features.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from model_components._modes import evaluating
-
 from .checks import check_encoder, check_tokenizer, most_tokens
-from .collate import PairwiseDataset, Template, answers_to, flat_batch
+from .collate import PairwiseDataset, answers_to
 from .config import PairwiseConfig
-from .functional import log_probabilities, pairwise_loss, swap_divergence, swapped
-from .inference import Predictions, Ranking, predict_pairs, ranking_of
-from .links import PairwiseHead, Pool
-from .packing import PackingReport, check_packing, encode_packed, encode_padded
-
-_USUAL_LENGTH = 5.0  # log of some 150 tokens
+from .freeze import keep_lowest_
+from .functional import pairwise_loss, swap_divergence, swapped
+from .inference import Predictions, Ranking, predict_pairs, rank_answers
+from .links import SCORED, PairwiseHead, Pool
+from .packing import ATTENTION, PackingReport, check_packing, encode_packed, encode_padded
+from .surface import SURFACE, columns_of
+from .template import Template
 
 
 @dataclass
@@ -43,14 +42,17 @@ class PairwiseOutput(ModelOutput):
 class PairwiseModel(PreTrainedModel):
     """An encoder with a `PairwiseHead`: prompts and two answers to probabilities of A, B and tie.
 
-    All answers of a batch go through the encoder in one pass, without padding where `check_packing` finds that this
-    changes nothing. Features and head are float32, whatever the encoder is.
+    The encoder may be a decoder, such as any causal language model without its head. All answers of a batch go through
+    it in one pass, without padding where `check_packing` finds that this changes nothing. Features and head are
+    float32, whatever the encoder is.
 
     Args:
         config: Of encoder and head; see `from_encoder` for a pretrained one.
 
     Attributes:
         tokenizer: What `predict` and `rank` use; saved and loaded with the model.
+        packing: Whether the encoder runs without padding, and if not, why. An attention that is chosen afterwards, by
+            ``model.encoder.set_attn_implementation``, stays, and sequences are padded then.
 
     >>> from transformers import BertConfig
     >>> small = BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
@@ -78,15 +80,17 @@ class PairwiseModel(PreTrainedModel):
             module._is_hf_initialized = True  # its weights are not to be drawn again
         if getattr(made, "pooler", None) is not None:
             made.pooler = None  # what pools here is ours, and parameters without gradients stop DDP
+        made.config.use_cache = False  # of keys and values, which nothing here asks for again
         self.encoder = made
-        width = config.encoder.hidden_size
-        self.pool = Pool(width, config.pooling)
-        width += config.length_feature
+        self.pool = Pool(config.encoder.hidden_size, config.pooling)
         self.head = PairwiseHead(
-            width, link=config.link, ties=config.ties, hidden_features=config.hidden_features, dropout=config.dropout
-        )
+            config.encoder.hidden_size * len(config.pooling), link=config.link, ties=config.ties,
+            hidden_features=config.hidden_features, dropout=config.dropout, surface=config.surface,
+        )  # fmt: skip
         self.tokenizer: Any = None
         self.post_init()
+        if made.device.type != "meta":
+            self.packing: PackingReport = check_packing(made)
 
     def _init_weights(self, module: Any) -> None:
         if isinstance(module, (Pool, PairwiseHead)):
@@ -95,7 +99,8 @@ class PairwiseModel(PreTrainedModel):
     @classmethod
     def from_encoder(
         cls, encoder: str | Path | PreTrainedModel, tokenizer: Any = None, *, dtype: torch.dtype | None = torch.float32,
-        **options: Any,
+        depth: int | None = None, revision: str | None = None, token: str | bool | None = None,
+        trust_remote_code: bool = False, **options: Any,
     ) -> PairwiseModel:  # fmt: skip
         """A new head on a pretrained encoder.
 
@@ -103,21 +108,28 @@ class PairwiseModel(PreTrainedModel):
             encoder: A folder, a hub id, or a model, which is taken over: of one with a head of its own the encoder
                 inside, without its pooler, in ``dtype`` and with our attention.
             tokenizer: The encoder's, or where it is; loaded from the encoder's place when None and a place is given.
-            dtype: Of the encoder's weights; None keeps the checkpoint's. Half precision is for those who know that the
-                encoder can be trained in it.
+            dtype: Of the encoder's weights; None keeps the checkpoint's. bfloat16 serves one that stays frozen; half
+                precision is else for those who know that the encoder can be trained in it.
+            depth: How many of the encoder's layers there are to be, the lowest; default all. The middle of a language
+                model often knows more about an answer than its end.
+            revision: Of encoder and tokenizer on the hub.
+            token: Of the hub.
+            trust_remote_code: Run code that comes with a model.
             **options: Fields of `PairwiseConfig`.
 
         Raises:
-            ValueError: A tokenizer that is not the encoder's, an encoder without hidden states, an unknown option.
+            ValueError: A tokenizer that is not the encoder's, an encoder without hidden states, an unknown option, more
+                layers than there are.
         """
         fields = [name for name in inspect.signature(PairwiseConfig).parameters if name not in ("encoder", "rest")]
         if not set(options) <= set(fields):
             unknown = ", ".join(sorted(set(options) - set(fields)))
             raise ValueError(f"from_encoder: there is no option {unknown}; there are {', '.join(fields)}")
         if isinstance(encoder, (str, Path)):
-            place = str(encoder)
-            encoder = AutoModel.from_pretrained(place, dtype="auto" if dtype is None else dtype)
-            tokenizer = AutoTokenizer.from_pretrained(place) if tokenizer is None else tokenizer
+            place, hub = str(encoder), {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
+            hub = {name: value for name, value in hub.items() if value}
+            encoder = AutoModel.from_pretrained(place, dtype="auto" if dtype is None else dtype, **hub)
+            tokenizer = AutoTokenizer.from_pretrained(place, **hub) if tokenizer is None else tokenizer
         if isinstance(tokenizer, (str, Path)):
             tokenizer = AutoTokenizer.from_pretrained(str(tokenizer))
         if not isinstance(encoder, PreTrainedModel):
@@ -126,6 +138,8 @@ class PairwiseModel(PreTrainedModel):
         inner = inner if dtype is None else inner.to(dtype)
         if getattr(inner.config, "is_encoder_decoder", False) or not hasattr(inner.config, "hidden_size"):
             raise ValueError(f"from_encoder: {type(inner).__name__} is no encoder that gives hidden states of a text")
+        if depth is not None:
+            keep_lowest_(inner, depth)
         check_encoder(inner)
         packing = check_packing(inner)
         if tokenizer is not None:
@@ -145,6 +159,7 @@ class PairwiseModel(PreTrainedModel):
             kwargs.setdefault("dtype", torch.float32)
         made = super().from_pretrained(place, *args, **kwargs)
         model = made[0] if isinstance(made, tuple) else made
+        model.packing = check_packing(model.encoder)
         names = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
         kept = {k: v for k, v in kwargs.items() if k in names}
         try:
@@ -160,49 +175,48 @@ class PairwiseModel(PreTrainedModel):
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     @property
-    def packing(self) -> PackingReport:
-        """Whether the encoder runs without padding, and if not, why."""
-        return check_packing(self.encoder)
+    def packs(self) -> bool:
+        """Whether sequences go through the encoder without padding now."""
+        return self.packing.packed and self._base.config._attn_implementation == ATTENTION
+
+    @property
+    def _base(self) -> Any:
+        """The encoder without what peft may have put around it."""
+        return self.encoder.get_base_model() if hasattr(self.encoder, "get_base_model") else self.encoder
 
     def get_input_embeddings(self) -> Any:
         """The encoder's."""
         return self.encoder.get_input_embeddings()
 
     def features(
-        self, input_ids: Tensor, lengths: Tensor, token_type_ids: Tensor | None = None,
-        answer_tokens: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """(S, W) float32 features of S sequences, whose T tokens are one flat run; W + 1 with a length feature.
+        self, input_ids: Tensor, lengths: Tensor, begins: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """(S, W) float32 features of S sequences, whose T tokens are one flat run.
 
         Args:
             input_ids: (T,).
             lengths: (S,) tokens of each, at least 1.
+            begins: (S,), where answers begin in their sequences; default at once.
             token_type_ids: (T,); None for encoders that have no types, or zeros.
-            answer_tokens: (S,) tokens of each answer before it was cut, for the length feature.
 
         Raises:
-            ValueError: Lengths that do not add up to T; no ``answer_tokens`` with a length feature.
+            ValueError: Lengths that do not add up to T.
         """
         sizes = lengths.tolist()
         if sum(sizes) != len(input_ids) or min(sizes, default=0) < 1:
             raise ValueError(f"PairwiseModel: lengths are {sizes!r:.60} for {len(input_ids)} tokens; needed their sum")
         kinds = token_type_ids if (getattr(self.config.encoder, "type_vocab_size", 0) or 0) > 1 else None
-        if self.config.length_feature and answer_tokens is None:
-            raise ValueError("PairwiseModel: answer_tokens is None; needed with length_feature=True")
-        packing = self.packing
-        if packing.packed:
-            states = encode_packed(self.encoder, input_ids, sizes, kinds, packing.offset)
+        if self.packs:
+            states = encode_packed(self.encoder, input_ids, sizes, kinds, self.packing.offset)
         else:
             states = encode_padded(self.encoder, input_ids, sizes, kinds)
         with torch.autocast(states.device.type, enabled=False):
-            features = self.pool(states, lengths)
-            if self.config.length_feature and answer_tokens is not None:
-                features = torch.cat([features, answer_tokens.float().log1p()[:, None] - _USUAL_LENGTH], -1)
-            return features
+            return self.pool(states, lengths, torch.zeros_like(lengths) if begins is None else begins)
 
     def forward(
-        self, input_ids: Tensor, lengths: Tensor, pairs: Tensor, token_type_ids: Tensor | None = None,
-        answer_tokens: Tensor | None = None, labels: Tensor | None = None, both_orders: bool = False,
+        self, input_ids: Tensor | None = None, lengths: Tensor | None = None, pairs: Tensor | None = None,
+        begins: Tensor | None = None, token_type_ids: Tensor | None = None, surface: Tensor | None = None,
+        features: Tensor | None = None, labels: Tensor | None = None, both_orders: bool = False,
     ) -> PairwiseOutput:  # fmt: skip
         """Logits of pairs of sequences; `PairwiseCollator` makes the arguments.
 
@@ -210,42 +224,79 @@ class PairwiseModel(PreTrainedModel):
             input_ids: (T,) tokens of all sequences.
             lengths: (S,).
             pairs: (P, 2), which sequences are A and B.
+            begins: (S,); see `features`.
             token_type_ids: (T,).
-            answer_tokens: (S,); see `features`.
+            surface: (S, F) surface features, for a model that looks at them.
+            features: (S, W) in place of tokens, of a data set that was encoded.
             labels: (P,) classes or (P, C) shares.
             both_orders: Also give the logits with A and B exchanged.
 
         Raises:
-            ValueError: Lengths or labels that do not fit; no ``answer_tokens`` with a length feature.
+            ValueError: Lengths or labels that do not fit; neither tokens nor features.
         """
-        features = self.features(input_ids, lengths, token_type_ids, answer_tokens)
+        if features is None:
+            if input_ids is None or lengths is None:
+                raise ValueError("PairwiseModel: input_ids, lengths and features are None; needed tokens or features")
+            features = self.features(input_ids, lengths, begins, token_type_ids)
+        if pairs is None:
+            raise ValueError("PairwiseModel: pairs are None; needed which sequences are compared")
         with torch.autocast(features.device.type, enabled=False):
-            return self.compare(features[pairs[:, 0]], features[pairs[:, 1]], labels, both_orders)
+            sides = [features[pairs[:, k]] for k in (0, 1)]
+            looks = [None if surface is None else surface[pairs[:, k]] for k in (0, 1)]
+            return self.compare(*sides, *looks, labels=labels, both_orders=both_orders)
 
-    def compare(self, a: Tensor, b: Tensor, labels: Tensor | None = None, both_orders: bool = False) -> PairwiseOutput:
-        """The same from (P, W) features of A and of B, which need no encoder."""
+    def compare(
+        self, a: Tensor, b: Tensor, surface_a: Tensor | None = None, surface_b: Tensor | None = None, *,
+        labels: Tensor | None = None, both_orders: bool = False, alike: str | None = None,
+    ) -> PairwiseOutput:  # fmt: skip
+        """The same from (P, W) features of A and of B and (P, F) surface features, which need no encoder.
+
+        Args:
+            a: Of A.
+            b: Of B.
+            surface_a: Of A.
+            surface_b: Of B.
+            labels: (P,) classes or (P, C) shares.
+            both_orders: Also give the logits with A and B exchanged.
+            alike: Take both answers to be the same in this: ``"encoder"``, ``"length"``, ``"style"``, ``"overlap"``.
+        """
         a, b = (part.to(self.head.outer.weight.dtype) for part in (a, b))
+        if alike == "encoder":
+            a = b = (a + b) / 2
+        elif alike is not None and surface_a is not None and surface_b is not None:
+            columns = columns_of([alike])
+            mean = (surface_a[:, columns] + surface_b[:, columns]) / 2
+            surface_a, surface_b = surface_a.clone(), surface_b.clone()
+            surface_a[:, columns] = surface_b[:, columns] = mean
         divisor = 1.0 if self.training else self.head.temperature
-        logits = self.head(a, b) / divisor
         consistent = self.config.swap_consistency if self.config.link == "concat" and labels is not None else 0.0
-        other = self.head(b, a) / divisor if both_orders or consistent else None
-        loss = scores = None
-        if self.config.link in ("davidson", "rao-kupper") and not self.training:
-            scores = torch.stack([self.head.score(a), self.head.score(b)], -1)
+        loss = scores = other = None
+        if self.config.link in SCORED:
+            scores = torch.stack([self.head.score(a, surface_a), self.head.score(b, surface_b)], -1)
+            logits = self.head.linked(*scores.unbind(-1)) / divisor
+            other = swapped(logits) if both_orders else None
+        else:
+            logits = self.head(a, b, surface_a, surface_b) / divisor
+            other = self.head(b, a, surface_b, surface_a) / divisor if both_orders or consistent else None
         if labels is not None:
             smoothing = self.config.label_smoothing
             loss = pairwise_loss(logits, labels, label_smoothing=smoothing)
             if consistent and other is not None:
                 turned = pairwise_loss(swapped(other), labels, label_smoothing=smoothing)
                 loss = (loss + turned) / 2 + consistent * swap_divergence(logits, other)
-        return PairwiseOutput(loss, logits, scores, other if both_orders else None)
+        return PairwiseOutput(loss, logits, None if self.training else scores, other if both_orders else None)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What verdicts may be made of: the encoder, and kinds of surface features."""
+        return ("encoder", *(kind for kind in SURFACE if kind in self.config.surface))
 
     def dataset(self, pairs: Sequence[Any], *, progress: bool = True) -> PairwiseDataset:
         """Pairs as this model reads them."""
         return PairwiseDataset(pairs, self._own_tokenizer, self.config, progress=progress)
 
     def predict(
-        self, prompts: Sequence[str], a: Sequence[str], b: Sequence[str], *, batch_size: int = 32, progress: bool = True
+        self, prompts: Sequence[Any], a: Sequence[Any], b: Sequence[Any], *, batch_size: int = 32, progress: bool = True
     ) -> Predictions:
         """Verdicts on many pairs.
 
@@ -257,7 +308,7 @@ class PairwiseModel(PreTrainedModel):
             progress: Show a bar.
 
         Raises:
-            ValueError: Lists of different lengths or empty ones, texts that are not text, empty answers, no tokenizer.
+            ValueError: Lists of different lengths or empty ones, what is neither text nor turns, no tokenizer.
         """
         if any(isinstance(part, str) for part in (prompts, a, b)):
             raise ValueError("predict: prompts, a and b are texts; needed lists of texts")
@@ -268,26 +319,23 @@ class PairwiseModel(PreTrainedModel):
         data = self.dataset(list(zip(prompts, a, b, strict=True)), progress=progress)
         return predict_pairs(self, data, batch_size=batch_size, progress=progress)
 
-    @torch.no_grad()
-    def rank(self, prompt: str, answers: Sequence[str]) -> Ranking:
-        """A tournament of all pairs of answers to one prompt, each of which is encoded once.
+    def rank(self, prompt: Any, answers: Sequence[Any], *, batch_size: int = 256) -> Ranking:
+        """The order of several answers to one prompt, each of which is encoded once.
+
+        A link that has scores puts answers in their order; another compares each pair, in both orders, and the scores
+        are those of a tournament.
 
         Args:
-            prompt: What was asked.
+            prompt: What was asked: a text, or turns.
             answers: Two or more.
+            batch_size: Pairs that are compared at once, and a quarter of it answers that are encoded at once.
 
         Raises:
-            ValueError: Fewer than two answers, texts that are not text, empty answers, no tokenizer.
+            ValueError: Fewer than two answers, what is neither text nor turns, no tokenizer.
         """
         if isinstance(answers, str) or len(answers) < 2:
             raise ValueError(f"rank: answers are {answers!r:.60}, needed two texts or more")
-        pairs = [(i, j) for j in range(len(answers)) for i in range(j)]
-        sequences = answers_to(prompt, answers, self._own_tokenizer, self.config)
-        batch = {name: value.to(self.device) for name, value in flat_batch([(sequences, pairs)]).items()}
-        with evaluating(self):
-            found = self(**batch, both_orders=True)
-        orders = [log_probabilities(found.logits), swapped(log_probabilities(found.swapped_logits))]
-        return ranking_of(torch.stack(orders).exp().mean(0).cpu(), pairs, len(answers))
+        return rank_answers(self, answers_to(prompt, answers, self._own_tokenizer, self.config), batch_size)
 
     @property
     def _own_tokenizer(self) -> Any:

@@ -2,7 +2,8 @@
 
 transformers' encoders take position ids of packed examples and, under sdpa or eager attention, let the examples see
 each other in silence. Here an attention function of our own is registered, which is told where sequences end; what it
-cannot be told through is not packed, and `check_packing` finds out by trying.
+cannot be told through is not packed, and `check_packing` finds out by trying. Causal models are packed as those that
+see both ways.
 
 Shapes: T tokens of all sequences, S sequences, L the longest, W width of the encoder.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,7 @@ from .functional import packed_attention
 
 ATTENTION = "heads_packed"
 _ENDS = "cu_seq_lens_q"  # transformers' own name for where packed sequences start and end
+_PACKED: ContextVar[bool] = ContextVar("_PACKED", default=False)  # whether a packed run is under way
 
 
 def _attention(
@@ -40,13 +43,25 @@ def _attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
+    if options.get("softcap") is not None or options.get("s_aux") is not None:
+        raise ValueError("its attention has a soft cap or sinks")
+    causal = options.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal  # as transformers decides it
     window = None if sliding_window is None else sliding_window - 1  # theirs counts the token itself
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
-    return packed_attention(q, k, v, options[_ENDS], scale=scaling, dropout_p=dropout, window=window)[None], None
+    found = packed_attention(
+        q, k, v, options[_ENDS], scale=scaling, dropout_p=dropout, window=window, causal=bool(causal)
+    )
+    return found[None], None
+
+
+def _mask(*args: Any, **options: Any) -> Tensor | None:
+    """No mask in a packed run, where it would have T x T entries; else stock sdpa's."""
+    return None if _PACKED.get() else sdpa_mask(*args, **options)
 
 
 AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+AttentionMaskInterface.register(ATTENTION, _mask)
 
 
 @dataclass(frozen=True)
@@ -81,10 +96,11 @@ def encode_packed(
     options: dict[str, Any] = {"position_ids": (places + offset)[None], _ENDS: ends}
     if token_type_ids is not None:
         options["token_type_ids"] = token_type_ids[None]
-    kinds = getattr(encoder.config, "layer_types", None)
-    if kinds:  # a mask would have T x T entries
-        options["attention_mask"] = dict.fromkeys(kinds)
-    return _states(encoder, encoder(input_ids=input_ids[None], **options))[0]
+    before = _PACKED.set(True)
+    try:
+        return _states(encoder, encoder(input_ids=input_ids[None], **options))[0]
+    finally:
+        _PACKED.reset(before)
 
 
 def encode_padded(
@@ -129,7 +145,7 @@ def check_packing(encoder: Any) -> PackingReport:
     """
     base = encoder.get_base_model() if hasattr(encoder, "get_base_model") else encoder  # peft's wrapper
     before = base.config._attn_implementation
-    told = ("pad_token_id", "position_embedding_type", "is_decoder", "layer_types", "sliding_window")
+    told = ("pad_token_id", "position_embedding_type", "is_decoder", "layer_types", "sliding_window", "use_cache")
     kind = (type(base), base.device.type, *(str(getattr(base.config, name, None)) for name in told))
     if kind not in _CHECKED:
         _CHECKED[kind] = _tried(base)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from .config import CLASSES
@@ -107,6 +109,42 @@ def check_words(name: str, value: Any) -> Words:
     if name != "prompt" and (not found or found[-1].role != "assistant"):
         raise ValueError(f"{name} does not end with a turn of the assistant's, {value!r:.60}")
     return tuple(found)
+
+
+def split_pairs(pairs: Sequence[Pair], shares: Sequence[float] = (0.8, 0.1, 0.1), *, seed: int = 0) -> list[list[Pair]]:
+    """Parts of these shares, for training, validation and test, of which no two have a prompt in common.
+
+    Where there are fewer than ten prompts a part, pairs are drawn instead, prompts or not.
+
+    Args:
+        pairs: In any order, which the parts keep.
+        shares: Of the prompts; they sum to 1.
+        seed: Of the draw.
+
+    Raises:
+        ValueError: Shares that are not positive or do not sum to 1, or a part without a pair.
+
+    >>> pairs = [Pair(f"prompt {k % 50}", "a", "b", 0) for k in range(100)]
+    >>> [len(part) for part in split_pairs(pairs)]
+    [80, 10, 10]
+    """
+    if not shares or min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
+        raise ValueError(f"split_pairs: shares are {shares!r}, needed positive ones that sum to 1")
+    prompts = [str(pair.prompt) for pair in pairs]
+    if len(set(prompts)) < 10 * len(shares):
+        prompts = [str(number) for number in range(len(pairs))]
+    drawn = sorted(set(prompts))
+    random.Random(seed).shuffle(drawn)
+    ends = [round(end * len(drawn)) for end in accumulate(shares)]
+    part_of = {}
+    for number, prompt in enumerate(drawn):
+        part_of[prompt] = sum(number >= end for end in ends[:-1])
+    made: list[list[Pair]] = [[] for _ in shares]
+    for prompt, pair in zip(prompts, pairs, strict=True):
+        made[part_of[prompt]].append(pair)
+    if not all(made):
+        raise ValueError(f"split_pairs: {len(pairs)} pairs make parts of {[len(part) for part in made]}; needed more")
+    return made
 
 
 def count_labels(pairs: Iterable[Pair]) -> tuple[int, ...]:

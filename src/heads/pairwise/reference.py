@@ -1,6 +1,6 @@
 """The definitions: attention within sequences of one flat run, and the links from two scores to A, B or tie.
 
-Shapes: T tokens of all sequences, S sequences, H heads, d width of a head, P pairs.
+Shapes: T tokens of all sequences, S sequences, H heads of the query, G of key and value, d width of a head, P pairs.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ from torch import Tensor
 
 def packed_attention(
     query: Tensor,  # (T, H, d)
-    key: Tensor,  # (T, H, d)
-    value: Tensor,  # (T, H, d)
+    key: Tensor,  # (T, G, d)
+    value: Tensor,  # (T, G, d)
     cu_seq_lens: Tensor,  # (S + 1,)
     *,
     scale: float | None = None,
     window: int | None = None,
+    causal: bool = False,
 ) -> Tensor:
     """softmax(scale q kᵀ) v over all T tokens, where only tokens of one sequence, at most ``window`` apart, count."""
-    tokens, _, width = query.shape
+    tokens, heads, width = query.shape
+    key, value = (part.repeat_interleave(heads // part.shape[1], 1) for part in (key, value))
     place = torch.arange(tokens, device=query.device)
     owner = torch.bucketize(place, cu_seq_lens[1:], right=True)
     seen = owner[:, None] == owner[None]
     if window is not None:
         seen = seen & ((place[:, None] - place[None]).abs() <= window)
+    if causal:
+        seen = seen & (place[:, None] >= place[None])
     weights = torch.einsum("qhd,khd->hqk", query, key) * (width**-0.5 if scale is None else scale)
     weights = weights.masked_fill(~seen, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, value)

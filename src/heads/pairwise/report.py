@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from model_components._report import Axes, Figure, Report, Table, axes_for
 
@@ -18,7 +20,13 @@ from .pairs import Pair, said_by
 
 @dataclass(frozen=True)
 class PairwiseReport(Report):
-    """Metrics, how the encoder ran, what was cut of the texts, the verdicts with their labels, and baselines beside."""
+    """Metrics, how the encoder ran, what was cut of the texts, the verdicts with their labels, and baselines beside.
+
+    ``owed`` is how much larger the log-loss would be if both answers were the same in the encoder's states, in length,
+    in style, or in their overlap with the prompt; of what the model looks at. ``lengths`` are of the answers, in
+    characters. ``seen`` says whose prompts and answers
+    were trained on.
+    """
 
     metrics: PairwiseMetrics
     packing: PackingReport
@@ -26,11 +34,15 @@ class PairwiseReport(Report):
     predictions: Predictions
     labels: tuple[Any, ...]
     near_accuracy: float
+    owed: Mapping[str, float]
+    lengths: tuple[tuple[int, int], ...]
     rivals: tuple[Rival, ...] = ()
+    seen: tuple[str, ...] = ()
 
     def summary(self) -> list[str]:
-        """The metrics but for the confusion matrix."""
-        return self.metrics.summary()
+        """The metrics but for the confusion matrix, and what log-loss owes to the parts of the model."""
+        told = ", ".join(f"{part} {rise:+.4f}" for part, rise in self.owed.items())
+        return [*self.metrics.summary(), f"log-loss if both answers were alike in one thing: {told}"]
 
     def table(self) -> Table:
         """The baselines beside the model where they were asked for, else the confusion matrix."""
@@ -45,8 +57,8 @@ class PairwiseReport(Report):
         return Table(("verdicts of", *names), rows)
 
     def remarks(self) -> list[str]:
-        """What was cut, and how the encoder ran."""
-        return [str(self.cut), str(self.packing)]
+        """What was seen in training, what was cut, and how the encoder ran."""
+        return [*self.seen, str(self.cut), str(self.packing)]
 
     def plot(self, ax: Axes | None = None) -> Figure:
         """A reliability diagram: accuracy by confidence, bins as large as they are full (extra ``plot``).
@@ -69,6 +81,30 @@ class PairwiseReport(Report):
         axes.set(xlabel="confidence", ylabel="accuracy", xlim=(1 / classes - 0.02, 1.02), ylim=(0, 1.02))
         axes.set_title(f"calibration error {self.metrics.calibration_error:.3f}")
         axes.legend(loc="upper left", markerscale=0.5)
+        return figure
+
+    def plot_lengths(self, ax: Axes | None = None) -> Figure:
+        """How often the longer answer wins, by how much longer it is, a tie being half a win (extra ``plot``).
+
+        Args:
+            ax: Where to; default a new figure.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        figure, axes = axes_for(ax, "PairwiseReport.plot_lengths", width=5.2, height=4.2)
+        logs = torch.tensor(self.lengths, dtype=torch.float64).log1p()
+        longer = (logs[:, 0] > logs[:, 1])[:, None]
+        order = (logs[:, 0] - logs[:, 1]).abs().argsort()
+        shares = shares_of(self.labels, self.predictions.log_probabilities.shape[-1])
+        for name, found in (("labels", shares), ("this model", self.predictions.probabilities.double())):
+            won = torch.where(longer, found[:, :1], found[:, 1:2])[:, 0] + found[:, 2:].sum(1) / 2
+            parts = order.tensor_split(min(8, max(1, len(order) // 20)))
+            middles = [float((logs[p, 0] - logs[p, 1]).abs().mean().exp()) for p in parts]
+            axes.plot(middles, [float(won[p].mean()) for p in parts], marker="o", markersize=4, label=name)
+        axes.axhline(0.5, color="0.7", linewidth=1)
+        axes.set(xscale="log", xlabel="how many times longer", ylabel="share that the longer answer wins", ylim=(0, 1))
+        axes.legend(loc="lower right")
         return figure
 
 
@@ -98,15 +134,27 @@ def pairwise_report(
     _check_labelled("pairwise_report", data)
     if train is not None:
         needs_scikit_learn("pairwise_report")
-    found, labels = predict_pairs(model, data, batch_size=batch_size, progress=progress), _labels(data)
+    found, labels = predict_pairs(model, data, batch_size=batch_size, parts=True, progress=progress), _labels(data)
+    lengths = tuple((len(said_by("assistant", p.a)), len(said_by("assistant", p.b))) for p in data.pairs)
     metrics = pairwise_metrics(
         found.log_probabilities, labels, swapped_log_probabilities=found.swapped_log_probabilities,
-        length_difference=[len(said_by("assistant", p.a)) - len(said_by("assistant", p.b)) for p in data.pairs],
+        length_difference=[a - b for a, b in lengths],
     )  # fmt: skip
     verdicts = found.log_probabilities.double()
     rivals = () if train is None else rivals_of(verdicts, labels, train, data.pairs)
     near = near_accuracy(verdicts, shares_of(labels, verdicts.shape[-1]), near_in_length(data.pairs))
-    return PairwiseReport(metrics, model.packing, data.report, found, tuple(labels), near, rivals)
+    owed = {part: pairwise_metrics(one, labels).log_loss - metrics.log_loss for part, one in found.alike.items()}
+    seen = () if train is None else _seen(train, data.pairs)
+    return PairwiseReport(metrics, model.packing, data.report, found, tuple(labels), near, owed, lengths, rivals, seen)
+
+
+def _seen(train: Sequence[Pair], test: Sequence[Pair]) -> tuple[str, ...]:
+    """How many of the test pairs' prompts and writers are known from training."""
+    known, asked = ({str(pair.prompt) for pair in part} for part in (train, test))
+    told = [f"{len(asked & known)} of {len(asked)} prompts were trained on"]
+    wrote, writers = ({name for pair in part for name in pair.writers if name} for part in (train, test))
+    told += [f"{len(writers & wrote)} of {len(writers)} models that answer were trained on"] * bool(writers)
+    return ("; ".join(told),)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,10 @@ from .collate import PairwiseCollator, PairwiseDataset
 from .freeze import parameter_groups
 from .functional import log_probabilities
 from .guard import DeadRunGuard
+from .inference import sides_of
 from .metrics import pairwise_metrics
+
+_SOME, _ALL = 256, 20_000  # pairs whose features' spread is taken for that of all: read for this, and encoded already
 
 
 class _Buckets(LengthGroupedSampler):
@@ -41,8 +44,8 @@ class PairwiseTrainer(StepTrainer):
     """Trains a `PairwiseModel` on a `PairwiseDataset`.
 
     Batches are collated by `PairwiseCollator`; encoders that cannot be packed get batches of like length. A new head
-    starts from the data's share of ties. A `DeadRunGuard` watches unless ``guard`` is False. Evaluation reports
-    accuracy, log-loss and calibration error.
+    starts from the data's share of ties and takes the scale of its features from some of them. A `DeadRunGuard` watches
+    unless ``guard`` is False. Evaluation reports accuracy, log-loss and calibration error.
 
     Args:
         model: A `PairwiseModel`, or one that peft has wrapped.
@@ -96,21 +99,34 @@ class PairwiseTrainer(StepTrainer):
                     raise ValueError(f"PairwiseTrainer: {name} is {_told(one)}; needed a PairwiseDataset with labels")
         if not any(p.requires_grad for p in held.parameters()):
             raise ValueError("PairwiseTrainer: nothing is trainable")
-        data: Any = self.train_dataset
-        if data is not None and held.config.ties and held.head.untrained:
-            least = 0.5 / len(data)
-            ties = sum(label[2] if isinstance(label, tuple) else label == 2 for label in data.labels) / len(data)
-            held.head.set_tie_rate_(min(max(ties, least), 1 - least))
+        if self.train_dataset is not None:
+            self._begin(held, self.train_dataset)
         self.guard = (DeadRunGuard() if guard is True else guard) or None
         if self.guard is not None:
             self.guard.trainer = self
             self.add_callback(self.guard)
 
+    def _begin(self, held: Any, data: Any) -> None:
+        """Start a new head from what the data are like: the share of ties, and how features are spread."""
+        if data.encoded and any(p.requires_grad for part in (held.encoder, held.pool) for p in part.parameters()):
+            raise ValueError(
+                "PairwiseTrainer: train_dataset holds features of a frozen encoder, and the encoder trains; needed "
+                "freeze_(model, 'all'), or a dataset without encode_"
+            )
+        if not held.head.untrained:
+            return
+        if held.config.ties:
+            least = 0.5 / len(data)
+            ties = sum(label[2] if isinstance(label, tuple) else label == 2 for label in data.labels) / len(data)
+            held.head.set_tie_rate_(min(max(ties, least), 1 - least))
+        some = range(0, len(data), max(1, len(data) // (_ALL if data.encoded else _SOME)))
+        held.head.fit_(*sides_of(held, data, some))
+
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         """Batches of like length for an encoder that is padded."""
         data: Any = self.train_dataset if train_dataset is None else train_dataset
         held: Any = self.model
-        if held.packing.packed:
+        if held.packs or data.encoded:
             return super()._get_train_sampler(train_dataset)
         size = self.args.train_batch_size * self.args.gradient_accumulation_steps
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed

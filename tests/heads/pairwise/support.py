@@ -8,8 +8,15 @@ from transformers import PreTrainedTokenizerFast
 from heads.pairwise import PairwiseModel
 
 PACKED = ("bert", "distilbert", "roberta", "xlm-roberta", "electra", "albert", "modernbert")
+DECODERS = ("llama", "mistral", "qwen3", "gpt2")
 PADDED = ("mpnet", "deberta")
 WORDS = ["<pad>", "<cls>", "<sep>", "<unk>", *(f"w{i}" for i in range(90))]
+
+
+def encoder_of(kind):
+    """A tiny encoder, or a causal language model without its head."""
+    made = tiny(kind, **({"sliding_window": 5} if kind == "mistral" else {}))
+    return getattr(made, made.base_model_prefix, made)
 
 
 def tokenizer_of(length=32, pad=0):
@@ -31,7 +38,7 @@ def model_of(kind="bert", seed=0, trained=True, **options):
     pad = tiny(kind).config.pad_token_id or 0
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = PairwiseModel.from_encoder(tiny(kind), tokenizer_of(pad=pad), **options)
+        model = PairwiseModel.from_encoder(encoder_of(kind), tokenizer_of(pad=pad), **options)
         for parameter in (*model.head.parameters(), *model.pool.parameters()) if trained else ():
             torch.nn.init.normal_(parameter, std=0.5)
     return model.eval()

@@ -9,7 +9,7 @@ from tests.heads.pairwise.support import model_of, pairs_of
 
 from heads.pairwise import Pair, baseline_verdicts, pairwise_metrics, pairwise_report
 from heads.pairwise.baselines import BASELINES, clustered, near_in_length
-from heads.pairwise.style import STYLE, style_of, styles_of
+from heads.pairwise.surface import NAMES, surface_of, surfaces_of
 
 
 def judged(count, rule, seed=0, ties=False):
@@ -99,7 +99,7 @@ def test_an_error_counts_prompts_and_not_pairs():
 
 def test_style_is_what_it_says():
     text = "# Apples\n\n- **Red** ones\n- 12 green ones\n\nSee https://a.b, I'm sorry! Né"
-    found = dict(zip(STYLE, style_of("Which apples?", text).tolist(), strict=True))
+    found = dict(zip(NAMES, surface_of("Which apples?", text).tolist(), strict=True))
     for name, count in (("bullets", 2), ("headings", 1), ("bold", 2), ("links", 1), ("refusals", 1), ("paragraphs", 3),
                         ("characters", len(text)), ("numbered items", 0), ("code blocks", 0)):  # fmt: skip
         assert found[name] == pytest.approx(math.log1p(count)), name
@@ -107,8 +107,8 @@ def test_style_is_what_it_says():
     assert found["digits"] == pytest.approx(2 / len(text))
     assert found["other alphabets"] == pytest.approx(1 / len(text))
     assert (found["ends a sentence"], found["begins with a capital"]) == (0, 0)
-    assert all(math.isfinite(value) for value in style_of("", ""))
-    assert styles_of([Pair("p", "x", "y z")])[1].shape == (1, len(STYLE))
+    assert all(math.isfinite(value) for value in surface_of("", ""))
+    assert surfaces_of([Pair("p", "x", "y z")])[1].shape == (1, len(NAMES))
     sizes = ((12, 10), (13, 10), (0, 1))
     assert near_in_length([Pair("p", "x" * a, "y" * b) for a, b in sizes]).tolist() == [True, False, False]
 

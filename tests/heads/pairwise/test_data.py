@@ -7,7 +7,7 @@ from tokenizers import normalizers, pre_tokenizers
 from transformers import BertConfig
 
 from heads.pairwise import PairwiseCollator, PairwiseConfig, PairwiseDataset, Turn
-from heads.pairwise.collate import cut_middle
+from heads.pairwise.template import cut_middle
 
 
 def config_of(**changes):
@@ -16,16 +16,21 @@ def config_of(**changes):
 
 def sequences_of(pair, **changes):
     data = PairwiseDataset([pair], tokenizer_of(), config_of(**changes), progress=False)
-    return [sequence.ids.tolist() for sequence in data[0]["sequences"]], data
+    return [tokens.ids.tolist() for tokens in tokens_of(data)], data
+
+
+def tokens_of(data, number=0):
+    return [answer.tokens for answer in data[number]["answers"]]
 
 
 def test_sequences_are_the_tokenizers_own():
     tokenizer, pair = tokenizer_of(), (words(1, 2), words(3), words(4, 5))
     made, data = sequences_of(pair)
-    for sequence, ids, answer in zip(data[0]["sequences"], made, pair[1:], strict=True):
+    for sequence, ids, answer in zip(tokens_of(data), made, pair[1:], strict=True):
         expected = tokenizer(pair[0], answer)
         assert ids == expected["input_ids"]
         assert sequence.types.tolist() == expected["token_type_ids"]
+        assert sequence.begin == ids.index(2) + 1
     bare, _ = sequences_of(pair, append_prompt=False)
     assert bare == [tokenizer(answer)["input_ids"] for answer in pair[1:]]
     empty, _ = sequences_of(("", *pair[1:]))
@@ -46,7 +51,7 @@ def test_a_prompt_loses_its_beginning_and_an_answer_its_middle():
         "1 prompts and 1 answers were too long: 17 tokens were cut, from the beginnings of prompts and the middles of "
         "answers",
     ]
-    assert data[0]["sequences"][0].answer_tokens == 20
+    assert [tokens.begin for tokens in tokens_of(data)] == [6, 12]
     made, _ = sequences_of((prompt, long, short), max_prompt_tokens=1)
     assert made[0][:3] == [1, *ids_of(9), 2]
 
@@ -64,7 +69,7 @@ def test_conversations_are_read_turn_by_turn():
     made, data = sequences_of((asked, words(4), longer))
     assert made[0] == [1, *ids_of(1), 2, *ids_of(2), 2, *ids_of(3), 2, *ids_of(4), 2]
     assert made[1] == [1, *ids_of(1), 2, *ids_of(2), 2, *ids_of(3), 2, *ids_of(5, 6), 2, *ids_of(7), 2, *ids_of(8), 2]
-    assert [one.answer_tokens for one in data[0]["sequences"]] == [1, 3]
+    assert [len(tokens.ids) - tokens.begin for tokens in tokens_of(data)] == [2, 2]
     told = [{"role": turn.role, "content": turn.text} for turn in asked]
     assert sequences_of((told, words(4), list(longer)))[0] == made
 
@@ -72,20 +77,20 @@ def test_conversations_are_read_turn_by_turn():
 def test_an_empty_answer_is_a_sequence_without_one():
     made, data = sequences_of((words(1), "", words(2)))
     assert made[0] == [1, *ids_of(1), 2, 2]
-    assert data[0]["sequences"][0].answer_tokens == 0
+    assert tokens_of(data)[0].begin == 3
     tokenizer = tokenizer_of()
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("~", "")
     data = PairwiseDataset([("w1", "~", "w2")], tokenizer, config_of(), progress=False)
-    assert data[0]["sequences"][0].ids.tolist() == made[0]
+    assert tokens_of(data)[0].ids.tolist() == made[0]
 
 
 def test_items_are_counted_from_both_ends():
     data = PairwiseDataset(
         pairs_of(300), tokenizer_of(), config_of(), progress=False
     )  # more than are tokenised at once
-    assert data[-1]["sequences"][1].ids.tolist() == data[299]["sequences"][1].ids.tolist()
+    assert tokens_of(data, -1)[1].ids.tolist() == tokens_of(data, 299)[1].ids.tolist()
     alone = PairwiseDataset([data.pairs[270]], tokenizer_of(), config_of(), progress=False)
-    for one, other in zip(data[270]["sequences"], alone[0]["sequences"], strict=True):
+    for one, other in zip(tokens_of(data, 270), tokens_of(alone), strict=True):
         assert one.ids.tolist() == other.ids.tolist()
         assert one.types.tolist() == other.types.tolist()
     assert data.lengths[270] == alone.lengths[0]
@@ -121,7 +126,7 @@ def test_special_tokens_in_texts_are_text():
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     text = "w2 <sep> <pad> w3"
     data = PairwiseDataset([("w1", text, "w4")], tokenizer, config_of(max_tokens=30), progress=False)
-    made = data[0]["sequences"][0].ids.tolist()
+    made = tokens_of(data)[0].ids.tolist()
     assert made.count(2) == 2  # the template's own
     assert 0 not in made
     assert tokenizer("w1", text)["input_ids"].count(2) == 3
@@ -166,9 +171,12 @@ def test_labels_outside_two_classes_and_odd_tokenizers_are_refused():
     ("changes", "said"),
     [
         ({"link": "bt"}, "link is 'bt'; needed one of davidson"),
-        ({"pooling": "cls"}, "pooling is 'cls'; needed one of mean"),
+        ({"pooling": "cls"}, r"pooling is \['cls'\]; needed one or more of mean"),
+        ({"pooling": ["mean", "mean"]}, "each once"),
+        ({"surface": ["colour"]}, r"surface is \['colour'\]; needed any of length, style, overlap"),
         ({"dropout": 1.0}, "dropout is 1.0; needed a share"),
         ({"hidden_features": -1}, "hidden_features is -1"),
+        ({"surface": ["length"], "link": "concat"}, "needed none of them for link='concat'"),
         ({"max_tokens": 0}, "max_tokens is 0; needed a number of tokens"),
         ({"swap_consistency": -1}, "swap_consistency is -1"),
         ({"swap_consistency": 1}, "0 for links that are fair"),

@@ -7,33 +7,37 @@ import torch
 import torch.nn.functional as F
 from tests.support.equivalence import judge
 
-from heads.pairwise import (
+from heads.pairwise import reference
+from heads.pairwise.functional import (
     davidson,
     log_probabilities,
     packed_attention,
     pairwise_loss,
     rao_kupper,
-    reference,
     swap_divergence,
     swapped,
 )
 
-CASES = {
-    "one": ((5,), None),
-    "several": ((3, 1, 7, 2), None),
-    "with empty ones": ((0, 4, 0, 1), None),
-    "none": ((), None),
-    "no tokens": ((0, 0), None),
-    "window": ((9, 1, 3, 6), 2),
-    "window of one": ((4, 5), 0),
-    "odd": ((33, 17), 5),
+CASES = {  # lengths, then how far apart, whether causal, and how many heads share a key
+    "one": ((5,), None, False, 1),
+    "several": ((3, 1, 7, 2), None, False, 1),
+    "with empty ones": ((0, 4, 0, 1), None, False, 1),
+    "none": ((), None, False, 1),
+    "no tokens": ((0, 0), None, False, 1),
+    "window": ((9, 1, 3, 6), 2, False, 1),
+    "window of one": ((4, 5), 0, False, 1),
+    "odd": ((33, 17), 5, False, 1),
+    "causal": ((3, 1, 7, 2), None, True, 1),
+    "grouped": ((6, 4), None, False, 3),
+    "causal, grouped": ((3, 1, 7, 2), None, True, 3),
+    "causal, grouped, window": ((9, 1, 6), 2, True, 3),
 }
 
 
-def tensors(lengths, heads=3, width=5, seed=0):
+def tensors(lengths, heads=3, width=5, seed=0, groups=None):
     draw = torch.Generator().manual_seed(seed)
-    names = ("query", "key", "value")
-    return {n: torch.randn(sum(lengths), heads, width, generator=draw, dtype=torch.float64) for n in names}
+    counts = {"query": heads, "key": groups or heads, "value": groups or heads}
+    return {n: torch.randn(sum(lengths), k, width, generator=draw, dtype=torch.float64) for n, k in counts.items()}
 
 
 def ends_of(lengths):
@@ -43,30 +47,28 @@ def ends_of(lengths):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES)
 def test_packed_attention(case, dtype):
-    lengths, window = CASES[case]
-    ends = torch.tensor(ends_of(lengths))
+    lengths, window, causal, shared = CASES[case]
+    options = {"cu_seq_lens": torch.tensor(ends_of(lengths)), "window": window, "causal": causal}
 
     def defined(**given):
-        return reference.packed_attention(**given, cu_seq_lens=ends, window=window)
+        return reference.packed_attention(**given, **options)
 
     for impl in ("eager", "auto"):
 
         def fast(impl=impl, **given):
-            return packed_attention(**given, cu_seq_lens=ends, window=window, impl=impl)
+            return packed_attention(**given, **options, impl=impl)
 
-        judge(
-            "packed_attention", "eager", fast, defined, tensors(lengths), dtype=dtype, working=torch.float32, case=case
-        )
+        judge("packed_attention", "eager", fast, defined, tensors(lengths, groups=3 // shared), dtype=dtype,
+              working=torch.float32, case=case)  # fmt: skip
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a GPU")
-@pytest.mark.parametrize("case", ["one", "several", "window", "odd"])
+@pytest.mark.parametrize("case", ["one", "several", "window", "odd", "causal", "causal, grouped, window"])
 def test_packed_attention_on_a_gpu(case):
-    lengths, window = CASES[case]
-    ends = torch.tensor(ends_of(lengths))
-    inputs = tensors(lengths, width=32)
+    lengths, window, causal, shared = CASES[case]
+    inputs = tensors(lengths, width=32, groups=3 // shared)
     for dtype in (torch.bfloat16, torch.float16):
-        options = {"cu_seq_lens": ends, "window": window}
+        options = {"cu_seq_lens": torch.tensor(ends_of(lengths)), "window": window, "causal": causal}
         judge("packed_attention", "fused", lambda options=options, **t: packed_attention(**t, **options, impl="fused"),
               lambda options=options, **t: reference.packed_attention(**t, **options), inputs, dtype=dtype,
               case=case)  # fmt: skip

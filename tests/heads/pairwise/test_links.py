@@ -6,7 +6,10 @@ import pytest
 import torch
 from tests.support.equivalence import judge
 
-from heads.pairwise import PairwiseHead, Pool, log_probabilities, swapped
+from heads.pairwise import PairwiseHead
+from heads.pairwise.functional import log_probabilities, swapped
+from heads.pairwise.links import Pool
+from heads.pairwise.surface import NAMES, SURFACE, columns_of
 
 FAIR = ("davidson", "rao-kupper", "antisymmetric")
 SHAPES = list(itertools.product(FAIR, (True, False), (0, 5)))
@@ -36,6 +39,64 @@ def test_swapping_moves_no_bit(link, ties, hidden, dtype):
         assert torch.equal(same[:, 0], same[:, 1])
 
 
+def looks_of(count, seed=1):
+    """Surface features of A and of B, some of which are the same number for most answers."""
+    drawn = torch.randn(2, count, len(NAMES), generator=torch.Generator().manual_seed(seed))
+    drawn[..., ::3] = drawn[..., ::3].clamp(min=1.0)
+    return drawn
+
+
+def looking(link, ties=True, kinds=tuple(SURFACE)):
+    head = head_of(link, ties, 8, surface=kinds)
+    head.fit_(*torch.randn(2, 200, 24), *looks_of(200))
+    return head
+
+
+@pytest.mark.parametrize("ties", [True, False])
+@pytest.mark.parametrize("link", FAIR)
+def test_swapping_moves_no_bit_with_surface_features(link, ties):
+    head = looking(link, ties)
+    (a, b), (look_a, look_b) = torch.randn(2, 65, 24), looks_of(65, seed=2)
+    straight = head(a, b, look_a, look_b)
+    assert torch.equal(swapped(straight), head(b, a, look_b, look_a))
+    assert (straight - head(a, b, look_a, look_a)).abs().amax() > 1e-2  # they say something
+    same = head(a, a, look_a, look_a)
+    assert torch.equal(same[:, 0], same[:, 1])
+    with pytest.raises(ValueError, match="surface features are None"):
+        head(a, b)
+
+
+def test_a_head_looks_at_the_kinds_it_was_made_for():
+    head, (a, b) = looking("antisymmetric", kinds=["length"]), torch.randn(2, 5, 24)
+    look_a, look_b = looks_of(5)
+    changed = look_a.clone()
+    changed[:, columns_of(["style", "overlap"])] += 1
+    assert torch.equal(head(a, b, look_a, look_b), head(a, b, changed, look_b))
+    changed[:, columns_of(["length"])] += 1
+    assert not torch.equal(head(a, b, look_a, look_b), head(a, b, changed, look_b))
+
+
+def test_encodings_say_how_far_a_number_is_through_each_bin():
+    head = looking("davidson", kinds=["length"])
+    edges_of = head.encoding.edges
+    assert edges_of.shape == (3, 17)
+    x = torch.linspace(-3, 3, 50)[:, None].expand(50, len(NAMES))
+    for column, edges in zip(head.encoding(x).view(50, 3, 16).unbind(1), edges_of, strict=True):
+        wanted = torch.stack([((x[:, 0] - low) / max(high - low, 1e-6)).clamp(0, 1)
+                              for low, high in itertools.pairwise(edges)], 1)  # fmt: skip
+        torch.testing.assert_close(column, wanted)
+        assert (column.sum(1).diff() >= 0).all()
+
+
+def test_scales_are_those_of_the_data():
+    head = PairwiseHead(3, hidden_features=0)
+    a, b = torch.randn(2, 500, 3) * torch.tensor([1.0, 100.0, 0.0])
+    head.fit_(a, b, torch.zeros(500, 0), torch.zeros(500, 0))
+    torch.testing.assert_close(head.scale, torch.tensor([1.0, 100.0, 1.0]), rtol=0.1, atol=0)
+    torch.nn.init.ones_(head.outer.weight)
+    assert torch.equal(head.score(a), head.outer(a / head.scale)[:, 0])
+
+
 def test_the_early_head_is_not_fair():
     head = head_of("concat", True, 0)
     a, b = torch.randn(2, 50, 24)
@@ -62,9 +123,11 @@ def test_every_verdict_is_open_at_first(link):
 @pytest.mark.parametrize("link", [*FAIR, "concat"])
 def test_every_parameter_learns(link):
     for ties, hidden in itertools.product((True, False), (0, 5)):
-        head = head_of(link, ties, hidden)
+        surface = () if link == "concat" else tuple(SURFACE)
+        head = head_of(link, ties, hidden, surface=surface)
+        head.fit_(*torch.randn(2, 200, 24), *looks_of(200))
         a, b = torch.randn(2, 9, 24)
-        log_probabilities(head(a, b))[:, 0].sum().backward()
+        log_probabilities(head(a, b, *looks_of(9, seed=3)))[:, 0].sum().backward()
         dead = [n for n, p in head.named_parameters() if p.grad is None or p.grad.abs().max() < 1e-5]
         assert not dead
 
@@ -78,36 +141,38 @@ def test_scores_belong_to_single_answers():
         head_of("concat", True, 0).score(a)
 
 
-def plainly(kind, states, lengths, query=None):
+def plainly(kinds, states, lengths, begins, query=None):
     found = []
-    for part in states.split(lengths):
-        if kind == "attention":
-            found.append((part @ query[0]).softmax(0) @ part)
-        else:
-            found.append({"mean": part.mean(0), "first": part[0], "max": part.amax(0)}[kind])
+    for part, begin in zip(states.split(lengths), begins, strict=True):
+        answer = part[begin:]
+        kept = {"mean": answer.mean(0), "first": part[0], "last": part[-1], "max": answer.amax(0)}
+        if query is not None:
+            kept["attention"] = (answer @ query[0]).softmax(0) @ answer
+        found.append(torch.cat([kept[kind] for kind in kinds]))
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("kind", ["mean", "first", "max", "attention"])
-def test_pooling(kind):
-    lengths = [3, 1, 8, 2]
-    pool = Pool(6, kind)
+@pytest.mark.parametrize("kinds", [["mean"], ["first"], ["last"], ["max"], ["attention"], ["max", "last", "attention"]])
+def test_pooling(kinds):
+    lengths, begins = [3, 1, 8, 2], [1, 0, 5, 0]
+    pool = Pool(6, kinds)
     states = torch.randn(14, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     inputs = {"states": states}
-    if kind == "attention":
+    if "attention" in kinds:
         torch.manual_seed(1)
         inputs["query"] = torch.randn(1, 6, dtype=torch.float64)
 
     def fast(states, query=None):
         changed = {} if query is None else {"query.weight": query}
-        return torch.func.functional_call(pool, changed, (states, torch.tensor(lengths)))
+        return torch.func.functional_call(pool, changed, (states, torch.tensor(lengths), torch.tensor(begins)))
 
-    judge(f"Pool, {kind}", "eager", fast, lambda states, query=None: plainly(kind, states, lengths, query), inputs,
-          dtype=torch.float32, device="cpu")  # fmt: skip
-    made = pool(states.bfloat16(), torch.tensor(lengths))
-    assert made.dtype == torch.float32
+    def defined(states, query=None):
+        return plainly(kinds, states, lengths, begins, query)
+
+    judge(f"Pool, {', '.join(kinds)}", "eager", fast, defined, inputs, dtype=torch.float32, device="cpu")
+    assert pool(states.bfloat16(), torch.tensor(lengths), torch.tensor(begins)).dtype == torch.float32
 
 
 def test_attention_starts_as_a_mean():
-    states, lengths = torch.randn(7, 4), torch.tensor([3, 4])
-    torch.testing.assert_close(Pool(4, "attention")(states, lengths), Pool(4, "mean")(states, lengths))
+    given = torch.randn(7, 4), torch.tensor([3, 4]), torch.tensor([1, 0])
+    torch.testing.assert_close(Pool(4, ["attention"])(*given), Pool(4, ["mean"])(*given))

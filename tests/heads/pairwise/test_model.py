@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from tests.heads.pairwise.support import PACKED, PADDED, model_of, pairs_of, tokenizer_of, words
+from tests.heads.pairwise.support import DECODERS, PACKED, PADDED, model_of, pairs_of, tokenizer_of, words
 from tests.support.models import tiny
 from transformers import AutoModel, T5Config, T5Model
 
@@ -33,7 +33,7 @@ def predicted(model, turned=False, **options):
     return model.predict(prompts, b if turned else a, a if turned else b, progress=False, **options)
 
 
-@pytest.mark.parametrize("kind", [*PACKED, *PADDED])
+@pytest.mark.parametrize("kind", [*PACKED, *DECODERS, *PADDED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_swapping_answers_swaps_verdicts_and_moves_no_bit(kind, dtype):
     if (kind, dtype) == ("deberta", torch.bfloat16):
@@ -80,15 +80,15 @@ def test_the_early_head_flips_and_its_swap_loss_sees_it():
     assert not torch.allclose(*plain)
 
 
-@pytest.mark.parametrize("kind", [*PACKED, *PADDED])
+@pytest.mark.parametrize("kind", [*PACKED, *DECODERS, *PADDED])
 def test_batches_do_not_matter(kind):
     model = model_of(kind)
-    assert model.packing.packed == (kind in PACKED)
+    assert model.packs == (kind not in PADDED)
     for one in (predicted(model, batch_size=n).log_probabilities for n in (1, 7)):
         torch.testing.assert_close(one, predicted(model).log_probabilities)
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert", "mpnet"])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert", "llama", "mpnet"])
 def test_saved_and_loaded(kind, tmp_path):
     model = model_of(kind, link="rao-kupper", pooling="attention", hidden_features=4)
     model.head.temperature.fill_(1.7)
@@ -225,7 +225,7 @@ def test_bradley_terry_scores_are_the_likeliest():
         bradley_terry(torch.zeros(2, 3))
 
 
-@pytest.mark.parametrize("kind", ["bert", "distilbert", "electra", "modernbert", "mpnet", "deberta"])
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "electra", "modernbert", "llama", "mpnet", "deberta"])
 def test_freezing(kind):
     model = model_of(kind)
     layers = model.encoder.config.num_hidden_layers
@@ -273,16 +273,16 @@ def test_rates_fall_from_layer_to_layer():
         parameter_groups(model, learning_rate=1.0, layer_decay=0)
 
 
-@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "llama"])
 def test_lora_on_the_encoder(kind, tmp_path):
     model = model_of(kind)
-    targets = {"bert": ["query", "value"], "modernbert": ["Wqkv"]}[kind]
+    targets = {"bert": ["query", "value"], "modernbert": ["Wqkv"], "llama": ["q_proj", "v_proj"]}[kind]
     config = LoraConfig(target_modules=targets, modules_to_save=["head"], r=2)
     tuned = get_peft_model(model, config)
     for name, parameter in tuned.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
-    assert tuned.packing.packed
+    assert tuned.packs
     batch = PairwiseCollator()([model.dataset(PAIRS, progress=False)[i] for i in range(8)])
     plain = tuned.eval()(**batch).logits
     assert accelerate_lora_(tuned).accelerated

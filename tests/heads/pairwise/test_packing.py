@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.heads.pairwise.support import PACKED, PADDED
+from tests.heads.pairwise.support import DECODERS, PACKED, PADDED, encoder_of
 from tests.support.equivalence import judge
 from tests.support.models import tiny
 from torch.func import functional_call
@@ -45,13 +45,13 @@ def alone(encoder, ids, types):
 
 
 @pytest.mark.parametrize("typed", [False, True])
-@pytest.mark.parametrize("kind", [*PACKED, *PADDED])
+@pytest.mark.parametrize("kind", [*PACKED, *DECODERS, *PADDED])
 def test_packed_is_what_each_sequence_is_alone(kind, typed):
-    encoder = tiny(kind)
+    encoder = encoder_of(kind)
     if typed and (getattr(encoder.config, "type_vocab_size", 0) or 0) < 2:
         pytest.skip("it has no token types")
     report = check_packing(encoder)
-    assert report.packed == (kind in PACKED)
+    assert report.packed == (kind not in PADDED)
     ids, types = ids_of(), torch.zeros(sum(LENGTHS), dtype=torch.long)
     types[5::2] = int(typed)
 
@@ -72,9 +72,9 @@ def test_packed_is_what_each_sequence_is_alone(kind, typed):
           dtype=torch.float32, case="types" if typed else "", device="cpu")  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("kind", [*PACKED, *DECODERS])
 def test_nothing_leaks_from_one_sequence_to_another(kind):
-    encoder = tiny(kind)
+    encoder = encoder_of(kind)
     report = check_packing(encoder)
     ids = ids_of()
     other = ids.clone()
@@ -104,11 +104,16 @@ def test_an_encoder_that_leaks_is_not_packed(monkeypatch):
     assert check_packing(tiny("bert")).packed
 
 
-def test_causal_models_and_their_own_positions_are_told_apart():
-    assert "differ" in check_packing(tiny("gpt2").transformer).reason
+def test_positions_of_ones_own_are_found():
     assert check_packing(tiny("roberta")).offset == 2  # counted from the padding id
     assert check_packing(tiny("bert")).offset == 0
     assert check_packing(tiny("roberta", pad_token_id=4)).offset == 5
+
+
+def test_what_our_attention_does_not_have_is_padded():
+    capped = tiny("gemma2").model
+    assert "soft cap" in check_packing(capped).reason
+    assert capped.config._attn_implementation != ATTENTION
 
 
 def test_half_precision_does_not_hide_where_positions_start():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.heads.pairwise.support import model_of, pairs_of
 
-from heads.pairwise import calibrate_, fit_temperature, pairwise_metrics, pairwise_report, predict_pairs
-from heads.pairwise.metrics import calibration_bins
+from heads.pairwise import calibrate_, pairwise_metrics, pairwise_report, predict_pairs
+from heads.pairwise.metrics import calibration_bins, fit_temperature
 
 
 def test_metrics_are_what_they_say():
@@ -64,8 +64,11 @@ def test_certain_verdicts_lose_nothing_and_temperatures_have_a_limit():
             fit_temperature(bad, torch.zeros(len(bad), dtype=torch.long))
     with pytest.raises(ValueError, match="needed pairs, a label each"):
         fit_temperature(right, [0])
-    report = calibrate_(model_of(), model_of().dataset(pairs_of(1), progress=False), progress=False)
-    assert "the limit" in str(report)
+    model, pair = model_of(), pairs_of(1)[0][:3]
+    said = predict_pairs(model, model.dataset([pair], progress=False), progress=False).verdicts[0]
+    wrong = (["A", "B", "tie"].index(said) + 1) % 3
+    data = model.dataset([(*pair, wrong)], progress=False)
+    assert "the limit" in str(calibrate_(model, data, progress=False))
 
 
 def test_temperature_is_the_best_one():
@@ -87,7 +90,8 @@ def test_calibration_keeps_verdicts_and_lowers_the_log_loss(link):
     true = predict_pairs(model, model.dataset(pairs, progress=False), progress=False).probabilities
     drawn = torch.multinomial(true, 1, generator=torch.Generator().manual_seed(2))[:, 0].tolist()
     with torch.no_grad():
-        for parameter in model.head.parameters():  # too sure of itself
+        lasts = [p for last in model.head._lasts for p in last.parameters()]
+        for parameter in (*lasts, *([] if model.head.tie is None else [model.head.tie])):  # too sure of itself
             parameter.mul_(3)
     data = model.dataset([(*pair, label) for pair, label in zip(pairs, drawn, strict=True)], progress=False)
     before = pairwise_report(model, data, progress=False)

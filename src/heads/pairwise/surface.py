@@ -1,0 +1,133 @@
+"""What an answer looks like, in numbers: its length, its style, and its overlap with the prompt.
+
+None of the numbers says whether an answer is right; what a judge owes to them should be known.
+
+Shapes: N and P pairs, F features, B bins.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .pairs import Pair, said_by
+
+SURFACE = {
+    "length": ("characters", "words", "characters a word"),
+    "style": (
+        "lines", "paragraphs", "bullets", "numbered items", "code blocks", "headings", "bold", "links", "refusals",
+        "distinct words", "digits", "punctuation", "question marks", "exclamation marks", "capitals",
+        "other alphabets", "repeated triples", "ends a sentence", "begins with a capital",
+    ),
+    "overlap": ("words of the prompt", "prompt covered"),
+}  # fmt: skip
+"""Names of the features, by kind. Counts are logarithms of one more, the others shares."""
+
+NAMES = tuple(name for names in SURFACE.values() for name in names)
+
+_COUNTED = tuple(
+    re.compile(pattern, re.MULTILINE | re.IGNORECASE)
+    for pattern in (
+        r"^\s*[-*•]\s", r"^\s*\d+[.)]\s", r"```", r"^#{1,6}\s", r"\*\*", r"https?://",
+        r"\b(i cannot|i can't|i am not able|i'm not able|i'm sorry|as an ai|unable to)\b",
+    )
+)  # fmt: skip
+_WORD, _PARAGRAPH = re.compile(r"\w+"), re.compile(r"\n\s*\n")
+
+
+def surface_of(prompt: str, answer: str) -> np.ndarray:
+    r"""An answer's features, in the order of `NAMES`, as float64.
+
+    >>> found = dict(zip(NAMES, surface_of("Name two fruits.", "1. Apple\n2. Pear").round(2).tolist()))
+    >>> found["numbered items"], found["words"], found["ends a sentence"]
+    (1.1, 1.61, 0.0)
+    """
+    words = _WORD.findall(answer.lower())
+    asked, distinct = set(_WORD.findall(prompt.lower())), set(words)
+    triples = list(zip(words, words[1:], words[2:], strict=False))
+    size, count = max(1, len(answer)), max(1, len(words))
+    length = [math.log1p(len(answer)), math.log1p(len(words)), len(answer) / count]
+    counts = [answer.count("\n"), len(_PARAGRAPH.split(answer)), *(len(p.findall(answer)) for p in _COUNTED)]
+    shares = [
+        len(distinct) / count,
+        sum(c.isdigit() for c in answer) / size,
+        sum(c in ",;:()" for c in answer) / size,
+        100 * answer.count("?") / size,
+        100 * answer.count("!") / size,
+        sum(c.isupper() for c in answer) / size,
+        sum(c > "\x7f" for c in answer) / size,
+        1 - len(set(triples)) / max(1, len(triples)),
+        float(answer.rstrip()[-1:] in tuple(".!?\"')`")),
+        float(answer[:1].isupper()),
+    ]
+    overlap = [sum(word in asked for word in words) / count, len(asked & distinct) / max(1, len(asked))]
+    return np.array([*length, *map(math.log1p, counts), *shares, *overlap])
+
+
+def surfaces_of(pairs: Sequence[Pair]) -> tuple[np.ndarray, np.ndarray]:
+    """(N, F) features of the answers called A, and of those called B."""
+    sides = [
+        np.stack([surface_of(said_by("user", p.prompt), said_by("assistant", answer)) for p, answer in side])
+        for side in ([(p, p.a) for p in pairs], [(p, p.b) for p in pairs])
+    ]
+    return sides[0], sides[1]
+
+
+def columns_of(kinds: Sequence[str]) -> list[int]:
+    """Places in `NAMES` of the features of these kinds."""
+    return [NAMES.index(name) for kind in kinds for name in SURFACE[kind]]
+
+
+class SurfaceEncoding(nn.Module):
+    """Surface features as a network reads them: each becomes B numbers, how far it is through each bin of its values.
+
+    Bins are quantiles of the data that `fit_` sees (Gorishniy, Rubachev and Babenko, "On Embeddings for Numerical
+    Features in Tabular Deep Learning", 2022). Of one answer its features are encoded; of two their differences and
+    their means.
+
+    Args:
+        kinds: Which features: any of ``"length"``, ``"style"``, ``"overlap"``.
+        compares: Whether it encodes two answers, or one.
+        bins: B.
+
+    Attributes:
+        width: Numbers that it makes of an answer, or of two.
+
+    >>> encoding = SurfaceEncoding(["length"], compares=False, bins=2)
+    >>> encoding.fit_(torch.arange(3.0)[:, None].expand(3, len(NAMES)), torch.ones(3, len(NAMES)))
+    >>> encoding(torch.full((1, len(NAMES)), 1.5))
+    tensor([[1.0000, 0.5000, 1.0000, 0.5000, 1.0000, 0.5000]])
+    """
+
+    def __init__(self, kinds: Sequence[str], *, compares: bool, bins: int = 16):
+        super().__init__()
+        self.columns, self.compares = columns_of(kinds), compares
+        count = (1 + compares) * len(self.columns)
+        self.width = count * bins
+        self.edges: Tensor
+        self.register_buffer("edges", torch.zeros(count, bins + 1))
+
+    @torch.no_grad()
+    def fit_(self, a: Tensor, b: Tensor) -> None:
+        """Set the bins to quantiles of (N, F) features of answers and their rivals."""
+        seen = torch.cat([self._seen(a, b), self._seen(b, a)]).double()
+        shares = torch.linspace(0, 1, self.edges.shape[1], dtype=torch.float64)
+        self.edges.copy_(torch.stack([torch.quantile(column, shares) for column in seen.unbind(1)]))
+
+    def forward(self, a: Tensor, b: Tensor | None = None) -> Tensor:
+        """(P, F) features of A, and of B where it compares, to (P, width)."""
+        low, high = self.edges[:, :-1], self.edges[:, 1:]
+        seen = self._seen(a, b)
+        return ((seen[..., None] - low) / (high - low).clamp(min=1e-6)).clamp(0, 1).flatten(1)
+
+    def _seen(self, a: Tensor, b: Tensor | None) -> Tensor:
+        one = a[:, self.columns]
+        if not self.compares or b is None:
+            return one
+        other = b[:, self.columns]
+        return torch.cat([one - other, (one + other) / 2], 1)

@@ -1,0 +1,187 @@
+"""`Template`: a prompt and an answer as token ids, with a tokenizer's own special tokens, or its chat template's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .config import PairwiseConfig
+from .pairs import ROLES, Turn, Words, turns_of
+
+_MARKS = tuple(f"zqx{k}xqz" for k in "abcde")  # stand for texts where a chat template is taken apart
+
+
+class Tokens(NamedTuple):
+    """One sequence: token ids, their types, and where the answer starts, which ends with the sequence."""
+
+    ids: np.ndarray
+    types: np.ndarray
+    begin: int
+
+
+class Template:
+    """What a tokenizer puts around a prompt and an answer, and how both are cut to fit.
+
+    A tokenizer with a chat template frames turns as that does; another frames a prompt and an answer as two texts, and
+    parts further turns as it parts these.
+
+    Args:
+        tokenizer: A fast one.
+        config: Whether there is a prompt, and the most tokens.
+
+    Raises:
+        ValueError: A tokenizer without offsets, a chat template that does not show what was said, or special tokens
+            that leave no room.
+    """
+
+    def __init__(self, tokenizer: Any, config: PairwiseConfig):
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError(f"PairwiseDataset: tokenizer is a {type(tokenizer).__name__}, needed a fast one")
+        self.tokenizer, self.with_prompt = tokenizer, config.append_prompt
+        self._before: dict[str, list[int]] = {}  # by the role of the first turn
+        self._between: dict[tuple[str, str], list[int]] = {}
+        self._after: list[int] = []
+        self._kinds = (0, 0, 0, 0, 0)
+        if getattr(tokenizer, "chat_template", None):
+            self._read_chat_template()
+        else:
+            self._read_pair(config)
+        if config.max_tokens is None:
+            raise ValueError("PairwiseDataset: config.max_tokens is None; needed a number, which from_encoder finds")
+        self.limit = config.max_tokens
+        room = self._room("user", "user")
+        if room < 2:
+            raise ValueError(f"PairwiseDataset: max_tokens is {self.limit}, which special tokens fill; needed more")
+        self.prompt_room = min(config.max_prompt_tokens or self.limit // 4, room - 1)
+
+    def _read_pair(self, config: PairwiseConfig) -> None:
+        """Special tokens as the tokenizer puts them around two texts, or around one."""
+        made = self.tokenizer(*(("a", "b") if self.with_prompt else ("b",)))
+        owners, ids = made.sequence_ids(0), made["input_ids"]
+        kinds = made.get("token_type_ids") if (getattr(config.encoder, "type_vocab_size", 0) or 0) > 1 else None
+        kinds = [0] * len(ids) if kinds is None else kinds
+        answer = [i for i, owner in enumerate(owners) if owner == int(self.with_prompt)]
+        prompt = [i for i, owner in enumerate(owners) if owner == 0 and self.with_prompt] or answer[:1]
+        gap = prompt[-1] + 1
+        between, self._after = ids[gap : answer[0]], ids[answer[-1] + 1 :]
+        if self.with_prompt and not between:  # a tokenizer that does not tell two texts apart
+            between = token_ids(self.tokenizer, ["\n\n"])[0]
+        if not self._after and self.tokenizer.eos_token_id is not None:
+            self._after = [self.tokenizer.eos_token_id]
+        self._before = dict.fromkeys(ROLES, ids[: prompt[0]])
+        self._between = {("user", "assistant"): between, ("assistant", "user"): between}
+        places = (0, prompt[0], gap, answer[0], -1)
+        self._kinds = tuple(kinds[min(place, len(kinds) - 1)] for place in places)  # pyrefly: ignore[bad-assignment]
+
+    def _read_chat_template(self) -> None:
+        """What the chat template writes before, between and after turns."""
+        said = ("user", "assistant", "user", "assistant")
+        whole = self._rendered(said)
+        self._before["user"] = self._special(whole[0])
+        self._between = {("user", "assistant"): self._special(whole[1]), ("assistant", "user"): self._special(whole[2])}
+        self._after = self._special(whole[-1].rstrip())
+        try:
+            told = self._rendered(("system", *said[:2]))
+        except ValueError:  # it knows no system's turn: that is told as the user's
+            told = [whole[0], whole[2], *whole[1:]]
+        self._before["system"] = self._special(told[0])
+        self._between["system", "user"] = self._special(told[1])
+        self._before["assistant"] = [*self._before["user"], *self._between["user", "assistant"]]
+
+    def _rendered(self, roles: Sequence[str]) -> list[str]:
+        """The chat template's own text before, between and after turns of these roles."""
+        marks = _MARKS[: len(roles)]
+        turns = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+        try:
+            text = self.tokenizer.apply_chat_template(turns, tokenize=False)
+        except Exception as error:  # Jinja's, and whatever a template raises
+            raise ValueError(f"PairwiseDataset: the chat template refuses {', '.join(roles)}: {error}") from error
+        parts = []
+        for mark in marks:
+            if text.count(mark) != 1:
+                raise ValueError("PairwiseDataset: the chat template does not show each turn once")
+            before, text = text.split(mark)
+            parts.append(before)
+        return [*parts, text]
+
+    def _special(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+
+    def _room(self, first: str, last: str) -> int:
+        """Tokens that are left for a prompt, which begins and ends with turns of these roles, and an answer."""
+        return self.limit - len(self._before[first]) - len(self._gap(last, "assistant")) - len(self._after)
+
+    def _gap(self, one: str, other: str) -> list[int]:
+        """What is between turns of two roles; of those a template does not expect, what is there usually."""
+        usual = ("user", "assistant") if other == "assistant" else ("assistant", "user")
+        return self._between.get((one, other), self._between[usual])
+
+    def sequences(self, groups: Sequence[tuple[Words, Sequence[Words]]]) -> Iterator[list[tuple[Tokens, int, int]]]:
+        """Of each group, a prompt and its answers: sequences, and how many tokens prompt and answer had to give up.
+
+        What precedes the last turn of an answer in a conversation belongs to its own sequence's prompt. A prompt keeps
+        what its answer leaves, and at least its own budget.
+        """
+        told = []
+        for prompt, answers in groups:
+            shared = turns_of("user", prompt) if self.with_prompt else ()
+            told.append((shared, [turns_of("assistant", answer) for answer in answers]))
+        texts = [turn.text for shared, rest in told for part in (shared, *rest) for turn in part]
+        ids = iter(token_ids(self.tokenizer, texts))
+        for shared, rest in told:
+            before = [next(ids) for _ in shared]
+            made = []
+            for turns in rest:
+                own = [next(ids) for _ in turns]
+                made.append(self._sequence((*shared, *turns), [*before, *own]))
+            yield made
+
+    def _sequence(self, turns: Sequence[Turn], parts: Sequence[Sequence[int]]) -> tuple[Tokens, int, int]:
+        answer = parts[-1]
+        roles = [turn.role for turn in turns[:-1]] if self.with_prompt else []
+        roles = roles or ["user"]  # an empty prompt
+        prompt: list[int] = []
+        for k, part in enumerate(parts[:-1] if self.with_prompt else ()):
+            prompt += [*(self._gap(roles[k - 1], roles[k]) if k else ()), *part]
+        room = self._room(roles[0], roles[-1])
+        kept = min(len(prompt), max(min(self.prompt_room, room - 1), room - len(answer)))
+        cut = prompt[len(prompt) - kept :], cut_middle(answer, room - kept)
+        pieces = (self._before[roles[0]], cut[0], self._gap(roles[-1], "assistant"), cut[1], self._after)
+        ids = [token for piece in pieces for token in piece]
+        kinds = [kind for piece, kind in zip(pieces, self._kinds, strict=True) for _ in piece]
+        begin = min(sum(map(len, pieces[:3])), len(ids) - 1)  # an empty answer before nothing is what precedes it
+        tokens = Tokens(np.array(ids, dtype=np.int32), np.array(kinds, dtype=np.int8), begin)
+        return tokens, len(prompt) - kept, len(answer) - len(cut[1])
+
+
+def sequence_batch(kept: Sequence[Tokens]) -> dict[str, Tensor]:
+    """Sequences as one flat run of tokens: what `PairwiseModel.features` takes."""
+    return {
+        "input_ids": torch.from_numpy(np.concatenate([tokens.ids for tokens in kept])).long(),
+        "token_type_ids": torch.from_numpy(np.concatenate([tokens.types for tokens in kept])).long(),
+        "lengths": torch.tensor([len(tokens.ids) for tokens in kept]),
+        "begins": torch.tensor([tokens.begin for tokens in kept]),
+    }
+
+
+def token_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of texts, in which the names of special tokens are text as any other."""
+    if not texts:
+        return []
+    return tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+
+
+def cut_middle(tokens: Sequence[int], room: int) -> Sequence[int]:
+    """The first and the last tokens, half of the room each.
+
+    >>> cut_middle([1, 2, 3, 4, 5], 3)
+    [1, 2, 5]
+    """
+    if len(tokens) <= room:
+        return tokens
+    tail = room // 2
+    return [*tokens[: room - tail], *tokens[len(tokens) - tail :]]

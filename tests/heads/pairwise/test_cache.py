@@ -1,0 +1,117 @@
+"""Features that are made once: those of the model, kept by what they depend on, and a head that trains on them."""
+
+import numpy as np
+import pytest
+import torch
+from tests.heads.pairwise.support import model_of, pairs_of
+from transformers import TrainingArguments
+
+from heads.pairwise import PairwiseTrainer, cache, freeze_, pairwise_report, predict_pairs
+
+KINDS = ("bert", "llama", "mpnet")
+
+
+def frozen(kind="bert", **options):
+    model = model_of(kind, **{"surface": ["length", "style"]} | options)
+    freeze_(model, "all")
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setattr(cache, "_TOKENS", 64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_verdicts_are_those_of_the_encoder(kind):
+    model = frozen(kind, pooling=["mean", "last"])
+    data, plain = (model.dataset(pairs_of(40), progress=False) for _ in range(2))
+    data.encode_(model, progress=False)
+    assert data.encoded
+    assert not plain.encoded
+    found, wanted = (predict_pairs(model, d, parts=True, progress=False) for d in (data, plain))
+    torch.testing.assert_close(found.log_probabilities, wanted.log_probabilities)
+    for part in ("encoder", "length", "style"):
+        torch.testing.assert_close(found.alike[part], wanted.alike[part])
+        assert (found.alike[part] - found.log_probabilities).abs().max() > 1e-3 or part != "encoder"
+
+
+def test_what_is_there_is_not_made_again(tmp_path, monkeypatch):
+    model, pairs = frozen(), pairs_of(60)
+    seen = []
+    features = model.features
+    monkeypatch.setattr(model, "features", lambda **given: seen.append(len(given["lengths"])) or features(**given))
+    first = model.dataset(pairs[:30], progress=False)
+    first.encode_(model, cache=tmp_path, progress=False)
+    made = sum(seen)
+    assert made == len({answer for pair in pairs[:30] for answer in zip([pair[0]] * 2, pair[1:3], strict=True)})
+    again = model.dataset(pairs, progress=False)
+    again.encode_(model, cache=tmp_path, progress=False)
+    assert np.array_equal(again._features[:60], first._features)
+    assert made < sum(seen) <= 120
+    held = sum(seen)
+    model.dataset(pairs[20:50], progress=False).encode_(model, cache=tmp_path, progress=False)
+    assert sum(seen) == held
+    with torch.no_grad():
+        next(model.encoder.parameters()).mul_(1.01)
+    model.dataset(pairs[20:50], progress=False).encode_(model, cache=tmp_path, progress=False)
+    assert sum(seen) > held  # another encoder's
+
+
+def test_an_interrupted_run_loses_nothing(tmp_path, monkeypatch):
+    model, data = frozen(), None
+    monkeypatch.setattr(cache, "_BATCHES", 1)
+    data = model.dataset(pairs_of(60), progress=False)
+    features, calls = model.features, []
+
+    def stopped(**given):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return features(**given)
+
+    monkeypatch.setattr(model, "features", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        data.encode_(model, cache=tmp_path, progress=False)
+    assert not data.encoded
+    files = sorted(tmp_path.rglob("*.safetensors"))
+    assert len(files) == 4
+    files[0].write_bytes(files[0].read_bytes()[:40])  # cut short by something else
+    data.encode_(model, cache=tmp_path, progress=False)
+    whole = model.dataset(pairs_of(60), progress=False)
+    monkeypatch.setattr(model, "features", features)
+    whole.encode_(model, progress=False)
+    np.testing.assert_allclose(data._features, whole._features, rtol=1e-5, atol=1e-6)
+
+
+def test_what_trains_is_not_kept():
+    learned = frozen(pooling="attention")
+    learned.pool.requires_grad_(True)
+    for model, said in ((model_of(), "such as encoder"), (learned, r"such as pool\.query\.weight")):
+        data = model.dataset(pairs_of(4), progress=False)
+        with pytest.raises(ValueError, match=rf"encode_: \d+ tensors train that answers go through, {said}"):
+            data.encode_(model)
+    model = frozen()
+    data = model.dataset(pairs_of(4), progress=False)
+    data.encode_(model, progress=False)
+    freeze_(model, "none")
+    with pytest.raises(ValueError, match="holds features of a frozen encoder, and the encoder trains"):
+        PairwiseTrainer(model=model, args=TrainingArguments("unused", use_cpu=True), train_dataset=data)
+
+
+def test_a_head_trains_on_features_as_on_tokens(tmp_path):
+    losses = []
+    for encode in (False, True):
+        model = frozen(trained=False, surface=["length", "style", "overlap"], dropout=0.0)
+        model.encoder.eval()
+        for module in model.encoder.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        data = model.dataset(pairs_of(200), progress=False)
+        if encode:
+            data.encode_(model, progress=False)
+        arguments = TrainingArguments(str(tmp_path / str(encode)), max_steps=40, learning_rate=3e-3, use_cpu=True,
+                                      report_to="none", save_strategy="no", disable_tqdm=True, seed=3)  # fmt: skip
+        PairwiseTrainer(model=model, args=arguments, train_dataset=data, head_lr_ratio=1.0).train()
+        losses.append(pairwise_report(model, data, progress=False).metrics.log_loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)

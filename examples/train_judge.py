@@ -7,13 +7,13 @@
 
 --data is CSV, JSON, JSON lines or parquet in the Chatbot Arena's formats, with chosen and rejected, output_1 and
 output_2, or prompt, a, b, label; or a data set's hub id (see `read_pairs`). Prompts are divided into training,
-validation and test. The encoder is BERT-like or a causal language model. It stays frozen unless --freeze says less: then
-it reads every answer once, and the head trains in a minute; what it read is kept in OUT/features. After each epoch the
-log-loss of the validation pairs is measured; the best epoch is kept.
+validation and test. The encoder is BERT-like or a causal language model. It stays frozen unless --freeze says less:
+then it reads every answer once, and the head trains in a minute; what it read is kept in OUT/features. After each epoch
+the log-loss of the validation pairs is measured; the best epoch is kept.
 
-OUT/model loads with `PairwiseModel.from_pretrained`. OUT/report.txt is what is printed: the judge beside the labels' own
-shares, a curve of length, words and style, and boosted trees; OUT/calibration.png and OUT/lengths.png are drawn with
-matplotlib (extra `plot`). --evaluate judges further files, --submit writes verdicts on a competition's test file.
+OUT/model loads with `PairwiseModel.from_pretrained`. OUT/report.txt is what is printed: the judge beside the labels'
+own shares, a curve of length, words and style, and boosted trees; OUT/calibration.png and OUT/lengths.png are drawn
+with matplotlib (extra `plot`). --evaluate judges further files, --submit writes verdicts on a competition's test file.
 Nothing is downloaded unless it is named.
 """
 
@@ -120,7 +120,7 @@ def trainer_of(given: argparse.Namespace, model: PairwiseModel, data: list) -> P
 
 
 def submit(given: argparse.Namespace, model: PairwiseModel) -> Path:
-    """Verdicts on pairs without labels, in the columns of Kaggle's Chatbot Arena, or of its WSDM cup for two classes."""
+    """Verdicts on pairs without labels, in the columns of Kaggle's Chatbot Arena; of its WSDM cup, where none tie."""
     with given.submit.open(newline="", encoding="utf-8-sig") as file:
         ids = [row.get("id", str(number)) for number, row in enumerate(csv.DictReader(file))]
     pairs = [pair._replace(label=None) for pair in read_pairs(given.submit, max_bad=0.0)[0]]

@@ -398,7 +398,8 @@ def test_the_guide_to_pairs_has_every_public_name_link_and_pooling():
 
     guide = (ROOT / "docs" / "pairwise.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^::: heads\.pairwise\.(\w+)$", guide, re.M)) == set(pairwise.__all__)
-    assert all(f"`{kind}`" in guide for kinds in (config.Link, config.Pooling) for kind in get_args(kinds))
+    told = (config.Link, config.Pooling, config.Surface)
+    assert all(f"`{kind}`" in guide for kinds in told for kind in get_args(kinds))
 
 
 def test_the_snippets_about_pairs_run(tmp_path, monkeypatch):
@@ -416,36 +417,49 @@ def test_the_snippets_about_pairs_run(tmp_path, monkeypatch):
     for code in snippets:
         exec(code, namespace)
     assert sorted(namespace["best"].order) == [0, 1, 2]
-    (tmp_path / "runs" / "judge").rename(tmp_path / "runs" / "pairwise" / "model")
+    (tmp_path / "runs" / "judge").rename(tmp_path / "model")
+    (tmp_path / "runs" / "judge").mkdir()
+    (tmp_path / "model").rename(tmp_path / "runs" / "judge" / "model")
     readme = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
     exec(next(code for code in readme if "heads.pairwise" in code), namespace)
 
 
-def test_the_pairwise_example_runs_and_resumes(tmp_path):
-    printed = run_example("train_pairwise.py", "--out", tmp_path)
-    assert re.search(r"^100 pairs: accuracy [\d.]+%$", printed, re.M)
+def test_the_judge_example_runs_and_resumes(tmp_path):
+    printed = run_example("train_judge.py", "--out", tmp_path)
+    assert re.search(r"^125 pairs: accuracy [\d.]+%$", printed, re.M)
+    assert re.search(r"^a curve of length +[\d.]+%", printed, re.M)
     assert "BertModel: packed" in printed
-    assert (tmp_path / "report.png").stat().st_size > 5_000
+    for name in ("calibration", "lengths"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 5_000
     assert json.loads((tmp_path / "metrics.json").read_text())["flip_rate"] == 0
     rows = []
     for i in range(60):
         won = dict(zip(("winner_model_a", "winner_model_b", "winner_tie"), [i % 3 == k for k in range(3)], strict=True))
         rows.append({"prompt": f'["Name a tool {i}."]', "response_a": "a saw", "response_b": f"an axe {i}"} | won)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = [
-        "--data",
-        tmp_path / "rows.jsonl",
-        "--encoder",
-        tmp_path / "encoder",
-        "--freeze",
-        "bottom:1",
-        "--batch",
-        8,
-    ]
-    options += ["--link", "concat", "--no-append-prompt", "--length-feature", "--out", tmp_path / "b"]
-    assert "60 of 60 rows" in run_example("train_pairwise.py", *options)
-    assert (tmp_path / "b" / "model" / "model.safetensors").exists()
-    assert "going on from" in run_example("train_pairwise.py", *options, "--resume")
+    with (tmp_path / "test.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["id", "prompt", "response_a", "response_b"])
+        writer.writeheader()
+        writer.writerows({"id": 100 + i} | {k: row[k] for k in writer.fieldnames[1:]} for i, row in enumerate(rows[:5]))
+    out = tmp_path / "b"
+    options = ["--data", tmp_path / "rows.jsonl", "--encoder", tmp_path / "encoder", "--batch", 8, "--out", out]
+    options += ["--submit", tmp_path / "test.csv", "--evaluate", tmp_path / "rows.jsonl"]
+    printed = run_example("train_judge.py", *options)
+    assert "60 of 60 rows" in printed
+    assert "60 pairs: accuracy" in printed
+    assert list((out / "features").rglob("*.safetensors"))
+    with (out / "submission.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [row.pop("id") for row in found] == ["100", "101", "102", "103", "104"]
+    assert all(abs(sum(map(float, row.values())) - 1) < 1e-4 for row in found)
+    last = max((out / "checkpoints").glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    (last / "trainer_state.json").write_text("{")  # cut short: the one before is taken
+    printed = run_example("train_judge.py", *options, "--resume")
+    assert re.search(rf"{last.name} is not whole", printed)
+    assert re.search(r"going on from .*checkpoint-3$", printed, re.M)
+    options[3:4] = [tmp_path / "encoder", "--freeze", "bottom:1", "--link", "concat", "--no-append-prompt"]
+    assert (out / "model" / "model.safetensors").exists()
+    assert "frozen: embeddings, encoder.layer.0" in run_example("train_judge.py", *options)
 
 
 def runs_in(folder):

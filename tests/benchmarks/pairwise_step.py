@@ -1,9 +1,9 @@
 """Two answers and a verdict over real pairs: tokens that are read, for the tokens that there are.
 
-The ways: both answers padded to 512 tokens (the early way); padded to the longest of the batch in two passes; batches
-of like length, padded; sentence-transformers' CrossEncoder; ours, without padding. Forward is from texts to verdicts;
-forward and backward is one pass over the same pairs in training mode. In turn in one process; peaks of one training
-step are of processes of their own. Needs the folder of real data and the MiniLM encoder of the extra `bench`.
+The ways: what a careful user does, single texts sorted by length, padded, under sdpa, in batches of so many tokens (in
+training, pairs sorted by length); sentence-transformers' CrossEncoder; ours, without padding. Forward is from texts to
+verdicts; forward and backward is one pass over the same pairs in training mode. In turn in one process; peaks of one
+training step are of processes of their own. Needs the folder of real data and the MiniLM encoder of the extra `bench`.
 """
 
 from __future__ import annotations
@@ -26,39 +26,42 @@ from tests.benchmarks.results import README, ROOT, Row, append, latest, put
 from tests.support import real
 
 GUIDE = ROOT / "docs" / "pairwise.md"
-OURS, EARLY, BUCKETED = "PairwiseModel", "padded to 512", "bucketed"
-CROSS = "sentence-transformers CrossEncoder"
-IMPLS = (OURS, EARLY, "padded to longest, two passes", BUCKETED, CROSS)
+OURS, CAREFUL, CROSS = "PairwiseModel", "padded, sorted by length", "sentence-transformers CrossEncoder"
+IMPLS = (OURS, CAREFUL, CROSS)
 FORWARD, BOTH = "forward", "forward + backward"
-LIMIT = 512
+LIMIT, TOKENS = 512, 4096  # of a sequence; of a batch of the careful way, padding included
 
 
 def sample(count: int) -> list[Pair]:
     """Real pairs at evenly spaced places of the distribution of lengths, in a drawn order."""
-    pairs = [pair for pair in real_pairs() if pair.label != 2]
-    pairs.sort(key=lambda pair: 2 * len(pair.prompt) + len(pair.a) + len(pair.b))
+    pairs = sorted(real_pairs(), key=lambda pair: 2 * len(pair.prompt) + len(pair.a) + len(pair.b))
     chosen = [pairs[int((k + 0.5) * len(pairs) / count)] for k in range(count)]
     random.Random(0).shuffle(chosen)
     return chosen
 
 
-def padded(model: Any, sequences: Sequence[Any], length: int | None) -> Tensor:
-    """Features of sequences in one padded pass."""
-    longest = max(len(s.ids) for s in sequences) if length is None else length
-    ids, mask = (torch.zeros(len(sequences), longest, dtype=torch.long) for _ in range(2))
-    types = torch.zeros_like(ids)
-    for row, sequence in enumerate(sequences):
-        ids[row, : len(sequence.ids)], types[row, : len(sequence.ids)] = sequence.ids, sequence.types
-        mask[row, : len(sequence.ids)] = 1
-    ids, mask, types = (t.to(model.device) for t in (ids, mask, types))
+def padded(model: Any, answers: Sequence[Any]) -> Tensor:
+    """Features of answers in one padded pass."""
+    tokens = [answer.tokens for answer in answers]
+    longest = max(len(one.ids) for one in tokens)
+    ids, mask, of_answer, types = (torch.zeros(len(tokens), longest, dtype=torch.long) for _ in range(4))
+    for row, one in enumerate(tokens):
+        size = len(one.ids)
+        ids[row, :size], types[row, :size] = torch.from_numpy(one.ids), torch.from_numpy(one.types)
+        mask[row, :size], of_answer[row, one.begin : size] = 1, 1
+    ids, mask, of_answer, types = (part.to(model.device) for part in (ids, mask, of_answer, types))
     states = model.encoder(input_ids=ids, attention_mask=mask, token_type_ids=types).last_hidden_state.float()
-    return (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    return (states * of_answer[..., None]).sum(1) / of_answer.sum(1, keepdim=True)
 
 
-def verdicts(model: Any, items: Sequence[Any], length: int | None) -> Tensor:
-    """Logits of a batch, one padded pass for A and one for B."""
-    one, other = (padded(model, [item["sequences"][k] for item in items], length) for k in (0, 1))
-    return model.head(one, other)
+def by_tokens(sizes: Sequence[int]) -> list[list[int]]:
+    """Numbers in order of size, in batches of `TOKENS` at most with their padding."""
+    batches: list[list[int]] = [[]]
+    for number in sorted(range(len(sizes)), key=sizes.__getitem__):
+        if batches[-1] and (len(batches[-1]) + 1) * sizes[number] > TOKENS:
+            batches.append([])
+        batches[-1].append(number)
+    return batches
 
 
 def prepare(
@@ -67,7 +70,8 @@ def prepare(
     """One pass over the pairs; ``step.tokens`` is how many there are."""
     from transformers import AutoModel
 
-    from heads.pairwise import PairwiseCollator, PairwiseModel, pairwise_loss
+    from heads.pairwise import PairwiseCollator, PairwiseModel, predict_pairs
+    from heads.pairwise.functional import pairwise_loss
 
     warnings.simplefilter("ignore")
     logging.disable_progress_bar()
@@ -79,35 +83,32 @@ def prepare(
         return _cross_encoder(mode, data, batch, changes, dtype, device)
     inner = AutoModel.from_pretrained(real.minilm(), **changes)
     model = PairwiseModel.from_encoder(inner, _tokenizer(), dtype=dtype, ties=False, max_tokens=LIMIT).to(device)
-    if impl != OURS:
-        _ = model.packing  # ours would be chosen
-        model.encoder.config._attn_implementation = "sdpa"
-    held = model.dataset(data, progress=False)
-    collate, length = PairwiseCollator(), LIMIT if impl == EARLY else None
-    order = list(range(len(held)))
-    if impl == BUCKETED:
-        order.sort(key=lambda i: held.lengths[i])
-
-    def batches(given: Any) -> Any:
-        for start in range(0, len(order), batch):
-            yield [given[i] for i in order[start : start + batch]]
+    if impl == CAREFUL:
+        model.encoder.set_attn_implementation("sdpa")
+    held, collate = model.dataset(data, progress=False), PairwiseCollator()
 
     @torch.no_grad()
     def judge() -> None:
         given = model.dataset(data, progress=False)
-        for items in batches(given):
-            if impl == OURS:
-                model(**{k: v.to(device) for k, v in collate(items).items()})
-            else:
-                verdicts(model, items, length)
+        if impl == OURS:
+            predict_pairs(model, given, batch_size=batch, progress=False)
+            return
+        answers = [given.answer(k) for k in range(2 * len(given))]
+        features = torch.empty(len(answers), model.head.in_features, device=device)
+        for numbers in by_tokens([len(one.tokens.ids) for one in answers]):
+            features[numbers] = padded(model, [answers[k] for k in numbers])
+        model.head(features[::2], features[1::2])
 
     def train() -> None:
-        for items in batches(held):
-            labels = torch.tensor([item["label"] for item in items], device=device)
+        order = sorted(range(len(held)), key=lambda k: held.lengths[k]) if impl == CAREFUL else range(len(held))
+        for start in range(0, len(held), batch):
+            items = [held[k] for k in order[start : start + batch]]
             if impl == OURS:
                 loss = model(**{k: v.to(device) for k, v in collate(items).items()}).loss
             else:
-                loss = pairwise_loss(verdicts(model, items, length), labels)
+                features = padded(model, [answer for item in items for answer in item["answers"]])
+                labels = torch.tensor([item["label"] for item in items], device=device)
+                loss = pairwise_loss(model.head(features[::2], features[1::2]), labels)
             loss.backward()
             model.zero_grad()
 
@@ -169,45 +170,41 @@ def measure(
     rows = []
     for impl, times in results.items():
         peak = 0
-        if mode == BOTH and impl in (OURS, EARLY):
+        if mode == BOTH and impl in (OURS, CAREFUL):
             peak = run_alone(prepare, impl, mode, batch, batch, dropout, dtype, device, device=device)[0]
         rows.append(Row.of("pairwise", impl, mode, str(dtype), shape, times, peak, device=device,
                            packages=("torch", "transformers", "sentence-transformers")))  # fmt: skip
     clock = "wall_p50" if device == "cuda" else "cpu_p50"
-    print(
-        mode, shape, {r.impl: round(tokens / getattr(r, clock)) for r in rows}, [r.peak_bytes for r in rows], flush=True
-    )
+    told = {row.impl: round(tokens / getattr(row, clock)) for row in rows}
+    print(mode, dtype, shape, told, [row.peak_bytes for row in rows], flush=True)
     return rows
 
 
 def write_table() -> None:
-    """The guide's table, from the newest rows on CPU."""
-    rows = [r for r in latest("pairwise.csv") if "CPU" in r["hardware"]]
-    if not rows:
+    """The guide's and the README's table, from the newest rows on CPU."""
+    rows = [row for row in latest("pairwise.csv") if "CPU" in row["hardware"] and row["impl"] in IMPLS]
+    found = {(row["mode"], row["dtype"], row["shape"], row["impl"]): row for row in rows}
+    kinds = [kind for kind in dict.fromkeys(key[:3] for key in found) if (*kind, CAREFUL) in found]
+    if not kinds:
         return
-    found = {(r["mode"], r["shape"], r["impl"]): r for r in rows}
-    lines = ["| tokens a second | " + " | ".join(IMPLS) + " |", "|---" * (len(IMPLS) + 1) + "|"]
-    for mode, shape in dict.fromkeys(key[:2] for key in found):
-        tokens = int(shape.split(" tokens")[0].split()[-1])
-        held = [found.get((mode, shape, impl)) for impl in IMPLS]
-        cells = [f"{tokens / float(r['cpu_p50']):.0f}" if r else "" for r in held]
-        ours = held[0]
-        assert ours is not None
-        ratios = [f" ({float(r['cpu_p50']) / float(ours['cpu_p50']):.1f})" if r and r is not ours else "" for r in held]
+    lines = ["| tokens a second | pairs | dtype | " + " | ".join(IMPLS) + " |", "|---" * (len(IMPLS) + 3) + "|"]
+    for kind in kinds:
+        mode, dtype, shape = kind
+        pairs, tokens = (int(part.split()[0]) for part in shape.split(", ")[1:3])
+        ours, cells = float(found[*kind, OURS]["cpu_p50"]), []
+        for impl in IMPLS:
+            row = found.get((*kind, impl))
+            ratio = f" ({float(row['cpu_p50']) / ours:.2f})" if row and impl != OURS else ""
+            cells.append(f"{tokens / float(row['cpu_p50']):.0f}{ratio}" if row else "")
         end = ", no attention dropout" if "no attention" in shape else ""
-        cells = [cell + ratio for cell, ratio in zip(cells, ratios, strict=True)]
-        lines.append(f"| {mode}{end} | {' | '.join(cells)} |")
-    peaks = [r for r in rows if r["mode"] == BOTH and r["impl"] in (OURS, EARLY)]
-    early = {r["shape"]: int(r["peak_bytes"]) for r in peaks if r["impl"] == EARLY}
-    shares = [int(r["peak_bytes"]) / early[r["shape"]] for r in peaks if r["impl"] == OURS]
-    some = rows[0]
+        lines.append(f"| {mode}{end} | {pairs:,} | {dtype.removeprefix('torch.')} | {' | '.join(cells)} |")
+    some = rows[-1]
     lines += [
         "",
-        f"{some['shape'].split(', no')[0]}; real tokens, CPU seconds of one thread, medians of {some['runs']}; "
-        "in brackets how many times ours is faster. Forward is from texts to verdicts. The peak of a training step is "
-        f"{' and, without attention dropout, '.join(f'{share:.2f}' for share in shares)} of that padded to 512. "
-        f"{some['hardware']}; {some['versions']}; {some['date']} at "
-        f"{', '.join(dict.fromkeys(r['commit'] for r in rows))}.",
+        "MiniLM, 6 layers, AlpacaEval's pairs; real tokens, CPU seconds of one thread, medians of "
+        f"{some['runs']}; in brackets how many times as long as ours. Forward is from texts to verdicts: the careful "
+        f"way sorts single texts by length and batches them by tokens, under sdpa. {some['hardware']}; "
+        f"{some['versions']}; {some['date']} at {', '.join(dict.fromkeys(row['commit'] for row in rows))}.",
     ]
     put(GUIDE, lines, "speed")
     put(README, lines, "pairwise")
@@ -217,18 +214,18 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure and append rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=3000, help="of the forward rows; a tenth of it to train on")
     options = parser.parse_args(arguments)
     try:
         real.data(DATA), real.minilm()
     except real.AbsentError as error:
         print(f"pairwise_step: skipped, {error}")
         return
-    cuda = options.device == "cuda"
-    dtype = torch.bfloat16 if cuda else torch.float32
-    pairs, batch = (1024, 64) if cuda else (24, 8)
-    for mode, dropout in ((FORWARD, None), (BOTH, None), (BOTH, 0.0)):
-        append("pairwise.csv", measure(mode, dropout, pairs, batch, dtype, options.device, options.runs))
+    for dtype in (torch.float32, torch.bfloat16):
+        for mode, dropout in ((FORWARD, None), (BOTH, None), (BOTH, 0.0)):
+            pairs = options.pairs if mode == FORWARD else options.pairs // 10
+            append("pairwise.csv", measure(mode, dropout, pairs, 32, dtype, options.device, options.runs))
     write_table()
 
 

@@ -6,22 +6,34 @@ import warnings
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from tests.heads.pairwise.support import DECODERS, PACKED, PADDED, model_of, pairs_of, tokenizer_of, words
+from tests.heads.pairwise.support import (
+    DECODERS,
+    PACKED,
+    PADDED,
+    encoder_of,
+    model_of,
+    pairs_of,
+    tokenizer_of,
+    words,
+)
 from tests.support.models import tiny
-from transformers import AutoModel, T5Config, T5Model
+from transformers import AutoModel, T5Config, T5Model, TrainingArguments
 
 from heads.lora import accelerate_lora_
 from heads.pairwise import (
     PairwiseCollator,
     PairwiseConfig,
     PairwiseModel,
+    PairwiseTrainer,
     bradley_terry,
     calibrate_,
     freeze_,
+    pairwise_report,
     parameter_groups,
     predict_pairs,
 )
 from heads.pairwise.packing import encode_padded
+from heads.pairwise.surface import NAMES, columns_of
 
 FAIR = ("davidson", "rao-kupper", "antisymmetric")
 PAIRS = [pair[:3] for pair in pairs_of(40, seed=5)]
@@ -343,3 +355,83 @@ def test_auto_classes_know_the_model(tmp_path):
     model_of().save_pretrained(tmp_path)
     assert isinstance(AutoConfig.from_pretrained(tmp_path), PairwiseConfig)
     assert isinstance(AutoModel.from_pretrained(tmp_path), PairwiseModel)
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama", "modernbert"])
+def test_the_lowest_layers_are_those_of_the_whole(kind, tmp_path):
+    whole = encoder_of(kind)
+    count = whole.config.num_hidden_layers
+    given = {"input_ids": torch.tensor([[5, 6, 7]]), "output_hidden_states": True}
+    wanted = whole(**given).hidden_states[1]
+    model = PairwiseModel.from_encoder(encoder_of(kind), tokenizer_of(), depth=1).eval()
+    assert model.config.encoder.num_hidden_layers == 1
+    found = model.encoder(**given).last_hidden_state
+    norm = next((m for n, m in whole.named_children() if n in ("norm", "final_norm")), torch.nn.Identity())
+    torch.testing.assert_close(found[0], norm(wanted)[0])
+    model.save_pretrained(tmp_path)
+    again = PairwiseModel.from_pretrained(tmp_path)
+    torch.testing.assert_close(predicted(model).log_probabilities, predicted(again).log_probabilities)
+    for depth in (0, count + 1):
+        with pytest.raises(ValueError, match=rf"depth is {depth}, and \w+ has {count} layers"):
+            PairwiseModel.from_encoder(encoder_of(kind), tokenizer_of(), depth=depth)
+
+
+def test_an_attention_that_is_chosen_stays():
+    model = model_of()
+    wanted = predicted(model).log_probabilities
+    assert model.packs
+    model.encoder.set_attn_implementation("eager")
+    assert not model.packs
+    torch.testing.assert_close(predicted(model).log_probabilities, wanted)
+    assert model.encoder.config._attn_implementation == "eager"
+
+
+def test_surface_features_are_saved_and_said(tmp_path):
+    model = model_of(link="antisymmetric", surface=["length", "overlap"], pooling=["mean", "last"], trained=False)
+    data = model.dataset(pairs_of(200), progress=False)
+    arguments = TrainingArguments(str(tmp_path), max_steps=30, learning_rate=3e-3, use_cpu=True, report_to="none",
+                                  save_strategy="no", disable_tqdm=True)  # fmt: skip
+    PairwiseTrainer(model=model, args=arguments, train_dataset=data, head_lr_ratio=1.0).train()
+    assert bool(model.head.encoding.edges.any())
+    report = pairwise_report(model, data, progress=False)
+    assert list(report.owed) == ["encoder", "length", "overlap"]
+    assert "log-loss if both answers were alike in one thing: encoder" in str(report)
+    model.save_pretrained(tmp_path / "model")
+    again = PairwiseModel.from_pretrained(tmp_path / "model")
+    torch.testing.assert_close(predicted(again).log_probabilities, predicted(model).log_probabilities)
+    turned = predicted(model, turned=True)
+    assert torch.equal(turned.log_probabilities[:, [1, 0, 2]], predicted(model).log_probabilities)
+
+
+def test_alike_in_one_thing_is_what_it_says():
+    model = model_of(link="antisymmetric", surface=["length", "style"])
+    model.head.encoding.edges.copy_(torch.randn_like(model.head.encoding.edges).sort(1).values)
+    a, b = torch.randn(2, 6, 16)
+    one, other = torch.randn(2, 6, len(NAMES))
+    columns = columns_of(["length"])
+    same_a, same_b = one.clone(), other.clone()
+    same_a[:, columns] = same_b[:, columns] = (one[:, columns] + other[:, columns]) / 2
+    torch.testing.assert_close(
+        model.compare(a, b, one, other, alike="length").logits, model.compare(a, b, same_a, same_b).logits
+    )
+    mean = (a + b) / 2
+    torch.testing.assert_close(
+        model.compare(a, b, one, other, alike="encoder").logits, model.compare(mean, mean, one, other).logits
+    )
+
+
+@pytest.mark.parametrize("link", [*FAIR, "concat"])
+def test_ranking_in_batches_changes_nothing(link):
+    model, answers = model_of(link=link), [words(k, k + 1, k * 2 % 90) for k in range(11)]
+    whole, parts = model.rank("w1 w2", answers), model.rank("w1 w2", answers, batch_size=4)
+    assert whole.order == parts.order
+    torch.testing.assert_close(whole.wins, parts.wins, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(whole.scores, parts.scores, rtol=1e-3, atol=1e-4)
+
+
+def test_forward_says_what_it_needs():
+    model = model_of()
+    with pytest.raises(ValueError, match="needed tokens or features"):
+        model(pairs=torch.tensor([[0, 1]]))
+    with pytest.raises(ValueError, match="needed which sequences are compared"):
+        model(features=torch.zeros(2, 16))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from heads.pairwise import Pair, Turn, read_pairs
+from heads.pairwise import Pair, Turn, read_pairs, split_pairs
 
 ARENA = {"prompt": "p", "response_a": "x", "response_b": "y", "winner_model_a": 0, "winner_model_b": 1, "winner_tie": 0}
 PLAIN = {"prompt": "p", "a": "x", "b": "y"}
@@ -206,3 +206,31 @@ def test_labels_of_numpy_and_torch_and_what_was_not_read():
 
 def test_data_without_ties_need_no_column_for_them():
     assert one({name: value for name, value in ARENA.items() if name != "winner_tie"}).label == 1
+
+
+def test_parts_have_no_prompt_in_common():
+    pairs = [Pair(f"p{k % 40}", f"a{k}", "b", k % 2) for k in range(120)]
+    parts = split_pairs(pairs, (0.5, 0.3, 0.2), seed=3)
+    assert [len(part) for part in parts] == [60, 36, 24]
+    asked = [{pair.prompt for pair in part} for part in parts]
+    assert not asked[0] & asked[1] | asked[0] & asked[2] | asked[1] & asked[2]
+    assert sorted(pair.a for part in parts for pair in part) == sorted(pair.a for pair in pairs)
+    assert [pair.a for pair in parts[0]] == [pair.a for pair in pairs if pair in parts[0]]  # in their order
+    assert split_pairs(pairs, (0.5, 0.3, 0.2), seed=3) == parts
+    assert split_pairs(pairs, (0.5, 0.3, 0.2), seed=4) != parts
+    few = split_pairs([Pair("p", f"a{k}", "b", 0) for k in range(10)])  # one prompt: pairs are drawn
+    assert [len(part) for part in few] == [8, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("count", "shares", "said"),
+    [
+        (20, (0.5, 0.6), "sum to 1"),
+        (20, (1.5, -0.5), "positive"),
+        (20, (), "positive"),
+        (2, (0.8, 0.1, 0.1), "needed more"),
+    ],
+)
+def test_parts_that_cannot_be(count, shares, said):
+    with pytest.raises(ValueError, match=said):
+        split_pairs([Pair(f"p{k}", "a", "b", 0) for k in range(count)], shares)

@@ -113,8 +113,15 @@ class PairwiseTrainer(StepTrainer):
                 "PairwiseTrainer: train_dataset holds features of a frozen encoder, and the encoder trains; needed "
                 "freeze_(model, 'all'), or a dataset without encode_"
             )
+        if all(label == 2 or (isinstance(label, tuple) and label[2:] == (1.0,)) for label in data.labels):
+            raise ValueError("PairwiseTrainer: every label is a tie; needed pairs of which some are won")
         if not held.head.untrained:
             return
+        if not any(p.requires_grad for p in held.head.parameters()):
+            raise ValueError(
+                "PairwiseTrainer: the head is new and frozen, so that no gradient reaches the encoder; needed "
+                "model.head.requires_grad_(True)"
+            )
         if held.config.ties:
             least = 0.5 / len(data)
             ties = sum(label[2] if isinstance(label, tuple) else label == 2 for label in data.labels) / len(data)

@@ -263,3 +263,13 @@ def test_layerwise_rates_reach_the_optimizer(tmp_path):
     )
     rates = {round(group["lr"] / 1e-3, 6) for group in trainer.optimizer.param_groups}
     assert rates == {0.25, 0.5, 1.0, 4.0}
+
+
+def test_what_cannot_learn_is_refused_before_it_runs(tmp_path):
+    model = model_of(trained=False)
+    ties = model.dataset([(*pair[:3], 2) for pair in pairs_of(20)], progress=False)
+    with pytest.raises(ValueError, match="every label is a tie"):
+        PairwiseTrainer(model=model, args=arguments_of(tmp_path), train_dataset=ties)
+    model.head.requires_grad_(False)
+    with pytest.raises(ValueError, match="the head is new and frozen"):
+        PairwiseTrainer(model=model, args=arguments_of(tmp_path), train_dataset=model.dataset(pairs_of(20)))

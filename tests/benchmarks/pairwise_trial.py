@@ -36,6 +36,7 @@ from tests.support import real
 CONFIG, FOUND = Path(__file__).parent / "pairwise_trial.json", RESULTS / "pairwise_trial.json"
 GUIDE, FEATURES = ROOT / "docs" / "pairwise.md", Path(__file__).parent / "work" / "features"
 DATA = "alpaca_eval_pairs.jsonl.gz"
+EVERYWHERE = "text_davinci_003"  # who wrote one answer of each pair
 ENCODERS = {"smollm2": "SmolLM2-135M-Instruct", "minilm": "MiniLM, 6 layers"}
 
 
@@ -52,11 +53,16 @@ def real_pairs() -> list[Pair]:
     return found
 
 
-def split(pairs: list[Pair], config: dict[str, Any], seed: int = 0) -> tuple[list[Pair], list[Pair], list[Pair]]:
-    """Training, validation and test pairs, of different prompts."""
+def split(pairs: list[Pair], config: dict[str, Any], seed: int, models: int) -> tuple[list[Pair], ...]:
+    """Training, validation and test pairs, of different prompts; with ``models``, so many are judged and not seen."""
     prompts = sorted({pair.prompt for pair in pairs}, key=str)
     held = set(random.Random(1).sample(prompts, config["held_out_prompts"]))
     rest, test = ([p for p in pairs if (p.prompt in held) == which] for which in (False, True))
+    if models:
+        writers = sorted({name for pair in pairs for name in pair.writers if name != EVERYWHERE}, key=str)
+        unseen = set(random.Random(2).sample(writers, models))
+        rest = [pair for pair in rest if not unseen & set(pair.writers)]
+        test = [pair for pair in test if unseen & set(pair.writers)]
     share = config["validation"]
     train, validation = split_pairs(rest, (1 - share, share), seed=seed)
     return train, validation, test
@@ -108,7 +114,8 @@ def run(setting: dict[str, Any], parts: tuple[list[Pair], ...]) -> dict[str, Any
 
 def read_found() -> list[dict[str, Any]]:
     """The rows that are there already."""
-    return json.loads(FOUND.read_text(encoding="utf-8"))["rows"] if FOUND.exists() else []
+    rows = json.loads(FOUND.read_text(encoding="utf-8"))["rows"] if FOUND.exists() else []
+    return [{"models_held_out": 0} | row for row in rows]
 
 
 def _told(rows: list[dict], key: str, form: str) -> str:
@@ -118,11 +125,8 @@ def _told(rows: list[dict], key: str, form: str) -> str:
     return f"{format(statistics.mean(values), form)}{spread}"
 
 
-def write_table() -> None:
-    """The guide's tables, from the committed results."""
-    rows, config = read_found(), json.loads(CONFIG.read_text(encoding="utf-8"))
-    if not rows:
-        return
+def _table(rows: list[dict]) -> list[str]:
+    """Baselines and judges on the same pairs."""
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
         key = (ENCODERS[row["encoder"]], row["depth"], row["link"], ", ".join(row["surface"]) or "none")
@@ -132,39 +136,50 @@ def write_table() -> None:
         "over the trees |",
         "|---" * 9 + "|",
     ]
+    digits = (("log_loss", ".3f"), ("accuracy", ".1%"), ("near_accuracy", ".1%"), ("calibration_error", ".3f"))
     for one in rows[0]["rivals"]:
         same = [rival for row in rows for rival in row["rivals"] if rival["name"] == one["name"]]
-        digits = (("log_loss", ".3f"), ("accuracy", ".1%"), ("near_accuracy", ".1%"), ("calibration_error", ".3f"))
-        cells = " | ".join(format(statistics.mean(r[name] for r in same), form) for name, form in digits)
+        cells = " | ".join(format(statistics.mean(rival[name] for rival in same), form) for name, form in digits)
         lines.append(f"| *{one['name']}* | | | | {cells} | |")
     for (encoder, depth, link, surface), held in groups.items():
-        cells = " | ".join(
-            _told(held, name, form)
-            for name, form in (("log_loss", ".3f"), ("accuracy", ".1%"), ("near_accuracy", ".1%"))
-        )
-        trees = [next(r for r in row["rivals"] if r["name"].endswith("trees")) for row in held]
+        cells = " | ".join(_told(held, name, form) for name, form in digits)
+        trees = [next(rival for rival in row["rivals"] if rival["name"].endswith("trees")) for row in held]
         gain, error = (statistics.mean(one[key] for one in trees) for key in ("gain", "error"))
-        error_told = _told(held, "calibration_error", ".3f")
-        lines.append(
-            f"| {encoder} | {depth} | {link} | {surface} | {cells} | {error_told} | {gain:.4f}, {gain / error:.1f} "
-            "standard errors |"
-        )
-    pairs = rows[0]["pairs"]
-    text = (
+        lines.append(f"| {encoder} | {depth} | {link} | {surface} | {cells} | {gain:+.4f} ± {error:.4f} |")
+    return lines
+
+
+def write_table() -> None:
+    """The guide's tables, from the committed results."""
+    rows, config = read_found(), json.loads(CONFIG.read_text(encoding="utf-8"))
+    if not rows:
+        return
+    same, others = ([row for row in rows if bool(row["models_held_out"]) == held] for held in (False, True))
+    pairs = same[0]["pairs"]
+    lines = [*_table(same), ""]
+    if others:
+        held = others[0]["models_held_out"]
+        lines += [f"And {others[0]['pairs'][2]:,} pairs of {held} of the 12 models, which no training pair is of:", ""]
+        lines += [*_table(others), ""]
+    read = [row for row in same if "encoding_cpu_seconds" in row]
+    told = [f"{ENCODERS[row['encoder']]} {row['encoding_cpu_seconds'] / 60:.0f}" for row in read]
+    lines.append(
         f"AlpacaEval's pairs without ties: {pairs[0]:,} or so to train, {pairs[1]:,} to choose the epoch and the "
-        f"temperature, {pairs[2]:,} of {config['held_out_prompts']} other prompts to judge; the models that answer are "
-        "the same. Encoders are frozen, in bfloat16, 512 tokens. ± is the spread of three seeds; the standard error of "
-        "a gain is paired, pairs of one prompt taken as one. Measured "
+        f"temperature, {pairs[2]:,} of {config['held_out_prompts']} other prompts to judge. Encoders are frozen, in "
+        f"bfloat16, 512 tokens; reading all answers took CPU minutes: {', '.join(told)}. ± is the spread of three "
+        "seeds; that of a gain its standard error, pairs of one prompt taken as one. Measured "
         f"{max(row['date'] for row in rows)} at {', '.join(dict.fromkeys(row['commit'] for row in rows))}."
     )
-    put(GUIDE, [*lines, "", text], "trial")
+    put(GUIDE, lines, "trial")
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run every setting that has no result yet; write the results after each, and the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", help="not looked at: it is not timed")
-    parser.add_argument("--only", nargs="+", help="words that 'encoder depth link surface seed' of a setting must have")
+    parser.add_argument(
+        "--only", nargs="+", help="words that 'encoder depth link surface seed models' of a setting must have"
+    )
     options = parser.parse_args(arguments)
     config = json.loads(CONFIG.read_text(encoding="utf-8"))
     try:
@@ -174,12 +189,12 @@ def main(arguments: list[str] | None = None) -> None:
         return
     pairs = real_pairs()
     for setting in settings(config):
-        words = "{encoder} {depth} {link} {surface} seed{seed}".format(**setting)
+        words = "{encoder} {depth} {link} {surface} seed{seed} models{models_held_out}".format(**setting)
         if any(setting.items() <= row.items() for row in read_found()):
             continue
         if options.only and not all(word in words for word in options.only):
             continue
-        row = run(setting, split(pairs, config, setting["seed"]))
+        row = run(setting, split(pairs, config, setting["seed"], setting["models_held_out"]))
         print(words, {k: row[k] for k in ("log_loss", "accuracy", "near_accuracy", "owed")}, flush=True)
         FOUND.write_text(json.dumps({"rows": [*read_found(), row]}, indent=1) + "\n", encoding="utf-8")
     write_table()

@@ -37,7 +37,7 @@ CONFIG, FOUND = Path(__file__).parent / "pairwise_trial.json", RESULTS / "pairwi
 GUIDE, FEATURES = ROOT / "docs" / "pairwise.md", Path(__file__).parent / "work" / "features"
 DATA = "alpaca_eval_pairs.jsonl.gz"
 EVERYWHERE = "text_davinci_003"  # who wrote one answer of each pair
-ENCODERS = {"smollm2": "SmolLM2-135M-Instruct", "minilm": "MiniLM, 6 layers"}
+ENCODERS = {"smollm2": "SmolLM2-135M-Instruct", "minilm": "MiniLM-L6"}
 
 
 def real_pairs() -> list[Pair]:
@@ -162,11 +162,13 @@ def write_table() -> None:
         lines += [f"And {others[0]['pairs'][2]:,} pairs of {held} of the 12 models, which no training pair is of:", ""]
         lines += [*_table(others), ""]
     read = [row for row in same if "encoding_cpu_seconds" in row]
-    told = [f"{ENCODERS[row['encoder']]} {row['encoding_cpu_seconds'] / 60:.0f}" for row in read]
+    told = [
+        f"{ENCODERS[row['encoder']]}'s {row['depth']} layers {row['encoding_cpu_seconds'] / 60:.0f}" for row in read
+    ]
     lines.append(
         f"AlpacaEval's pairs without ties: {pairs[0]:,} or so to train, {pairs[1]:,} to choose the epoch and the "
         f"temperature, {pairs[2]:,} of {config['held_out_prompts']} other prompts to judge. Encoders are frozen, in "
-        f"bfloat16, 512 tokens; reading all answers took CPU minutes: {', '.join(told)}. ± is the spread of three "
+        f"bfloat16, 512 tokens; reading all answers took {' and '.join(told)} CPU minutes. ± is the spread of three "
         "seeds; that of a gain its standard error, pairs of one prompt taken as one. Measured "
         f"{max(row['date'] for row in rows)} at {', '.join(dict.fromkeys(row['commit'] for row in rows))}."
     )

@@ -198,6 +198,7 @@ def write_table() -> None:
             cells.append(f"{tokens / float(row['cpu_p50']):.0f}{ratio}" if row else "")
         end = ", no attention dropout" if "no attention" in shape else ""
         lines.append(f"| {mode}{end} | {pairs:,} | {dtype.removeprefix('torch.')} | {' | '.join(cells)} |")
+    rows = [row for key, row in found.items() if key[:3] in kinds]
     some = rows[-1]
     lines += [
         "",

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from heads.pairwise import (
@@ -53,10 +54,21 @@ def real_pairs() -> list[Pair]:
     return found
 
 
-def split(pairs: list[Pair], config: dict[str, Any], seed: int, models: int) -> tuple[list[Pair], ...]:
-    """Training, validation and test pairs, of different prompts; with ``models``, so many are judged and not seen."""
+def fresh_prompts(prompts: list[Any], looked_at: set[Any], count: int) -> set[Any]:
+    """Prompts by which nothing about the head was chosen: neither of the test nor of the 120 it was tuned on."""
+    rest = [number for number, prompt in enumerate(prompts) if prompt not in looked_at]
+    tuned_on = {prompts[k] for k in np.random.default_rng(7).choice(rest, 120, replace=False)}
+    fresh = [prompt for prompt in prompts if prompt not in looked_at | tuned_on]
+    return set(random.Random(3).sample(fresh, count))
+
+
+def split(pairs: list[Pair], config: dict[str, Any], setting: dict[str, Any]) -> tuple[list[Pair], ...]:
+    """Training, validation and test pairs, of different prompts; models held out are judged and not seen."""
+    seed, models = setting["seed"], setting["models_held_out"]
     prompts = sorted({pair.prompt for pair in pairs}, key=str)
     held = set(random.Random(1).sample(prompts, config["held_out_prompts"]))
+    if setting["prompts"] == "fresh":
+        held = fresh_prompts(prompts, held, config["held_out_prompts"])
     rest, test = ([p for p in pairs if (p.prompt in held) == which] for which in (False, True))
     if models:
         writers = sorted({name for pair in pairs for name in pair.writers if name != EVERYWHERE}, key=str)
@@ -115,7 +127,7 @@ def run(setting: dict[str, Any], parts: tuple[list[Pair], ...]) -> dict[str, Any
 def read_found() -> list[dict[str, Any]]:
     """The rows that are there already."""
     rows = json.loads(FOUND.read_text(encoding="utf-8"))["rows"] if FOUND.exists() else []
-    return [{"models_held_out": 0} | row for row in rows]
+    return [{"models_held_out": 0, "prompts": "first"} | row for row in rows]
 
 
 def _told(rows: list[dict], key: str, form: str) -> str:
@@ -154,9 +166,15 @@ def write_table() -> None:
     rows, config = read_found(), json.loads(CONFIG.read_text(encoding="utf-8"))
     if not rows:
         return
-    same, others = ([row for row in rows if bool(row["models_held_out"]) == held] for held in (False, True))
+    fresh = [row for row in rows if row["prompts"] == "fresh"]
+    first = [row for row in rows if row["prompts"] == "first"]
+    same, others = ([row for row in first if bool(row["models_held_out"]) == held] for held in (False, True))
     pairs = same[0]["pairs"]
     lines = [*_table(same), ""]
+    if fresh:
+        count = config["held_out_prompts"]
+        lines += [f"{fresh[0]['pairs'][2]:,} pairs of {count} prompts by which nothing was chosen:", ""]
+        lines += [*_table(fresh), ""]
     if others:
         held = others[0]["models_held_out"]
         lines += [f"And {others[0]['pairs'][2]:,} pairs of {held} of the 12 models, which no training pair is of:", ""]
@@ -180,7 +198,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", help="not looked at: it is not timed")
     parser.add_argument(
-        "--only", nargs="+", help="words that 'encoder depth link surface seed models' of a setting must have"
+        "--only", nargs="+", help="words that 'encoder depth link surface seed models prompts' of a setting must have"
     )
     options = parser.parse_args(arguments)
     config = json.loads(CONFIG.read_text(encoding="utf-8"))
@@ -191,12 +209,12 @@ def main(arguments: list[str] | None = None) -> None:
         return
     pairs = real_pairs()
     for setting in settings(config):
-        words = "{encoder} {depth} {link} {surface} seed{seed} models{models_held_out}".format(**setting)
+        words = "{encoder} {depth} {link} {surface} seed{seed} models{models_held_out} {prompts}".format(**setting)
         if any(setting.items() <= row.items() for row in read_found()):
             continue
         if options.only and not all(word in words for word in options.only):
             continue
-        row = run(setting, split(pairs, config, setting["seed"], setting["models_held_out"]))
+        row = run(setting, split(pairs, config, setting))
         print(words, {k: row[k] for k in ("log_loss", "accuracy", "near_accuracy", "owed")}, flush=True)
         FOUND.write_text(json.dumps({"rows": [*read_found(), row]}, indent=1) + "\n", encoding="utf-8")
     write_table()

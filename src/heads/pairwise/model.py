@@ -110,8 +110,8 @@ class PairwiseModel(PreTrainedModel):
             tokenizer: The encoder's, or where it is; loaded from the encoder's place when None and a place is given.
             dtype: Of the encoder's weights; None keeps the checkpoint's. bfloat16 serves one that stays frozen; half
                 precision is else for those who know that the encoder can be trained in it.
-            depth: How many of the encoder's layers there are to be, the lowest; default all. The middle of a language
-                model often knows more about an answer than its end.
+            depth: How many of the encoder's layers there are to be, the lowest; default all. Fewer are cheaper, and
+                can judge better.
             revision: Of encoder and tokenizer on the hub.
             token: Of the hub.
             trust_remote_code: Run code that comes with a model.

@@ -23,6 +23,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import can_draw, save_plot, whole_checkpoint
@@ -44,9 +45,9 @@ from heads.pairwise import (
 SURFACE = ["length", "style", "overlap"]
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = made.add_argument
     add("--data", help="a file, or a data set's hub id; made-up pairs without it")
     add("--evaluate", nargs="+", default=[], metavar="FILE", help="further labelled pairs to be judged in the end")
     add("--submit", type=Path, metavar="FILE", help="pairs without labels: verdicts go to OUT/submission.csv")
@@ -65,12 +66,14 @@ def parse() -> argparse.Namespace:
     add("--lr", type=float, help="default 1e-3, and 3e-5 where a pretrained encoder trains")
     add("--head-lr-ratio", type=float, default=30.0, help="the head's rate over that of an encoder that trains")
     add("--layer-decay", type=float, default=1.0, help="of the rate, from layer to layer")
+    add("--weight-decay", type=float, default=0.05)
     add("--dropout", type=float, default=0.3, help="in the head")
+    add("--hidden", type=int, default=0, help="the head's inner width; default a linear head, and 64 in networks")
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("runs/judge"))
     add("--resume", action="store_true", help="go on from the last whole checkpoint")
     add("--smoke", action="store_true", help="a run of seconds, to see that it works")
-    return parser.parse_args()
+    return made
 
 
 def pairs_of(given: argparse.Namespace, main: bool) -> list[list]:
@@ -85,37 +88,43 @@ def pairs_of(given: argparse.Namespace, main: bool) -> list[list]:
     return split_pairs(pairs, given.split, seed=given.seed)
 
 
-def model_of(given: argparse.Namespace, parts: list[list], encoder: str | Path) -> PairwiseModel:
+def model_of(given: argparse.Namespace, parts: list[list], encoder: str | Path, tell: bool) -> PairwiseModel:
     """A new head on the encoder, of which what --freeze says stays as it is."""
     ties = any(pair.label == 2 or (isinstance(pair.label, tuple) and pair.label[2]) for p in parts for pair in p)
     surface = given.surface if given.surface is not None else SURFACE if given.link != "concat" else []
     model = PairwiseModel.from_encoder(
         encoder, dtype=getattr(torch, given.dtype), depth=given.depth, link=given.link, pooling=given.pooling,
         append_prompt=given.append_prompt, surface=surface, max_tokens=given.max_tokens, dropout=given.dropout,
-        ties=ties,
+        hidden_features=given.hidden, ties=ties,
     )  # fmt: skip
     told = freeze_(model, given.freeze)
-    if int(os.environ.get("RANK", 0)) == 0:
+    if tell:
         print(f"{told}\n{model.packing}")
     return model
 
 
-def trainer_of(given: argparse.Namespace, model: PairwiseModel, data: list) -> PairwiseTrainer:
-    """A trainer that keeps the best epoch."""
+def rate_of(given: argparse.Namespace) -> float:
+    """The learning rate, of the encoder where a pretrained one trains."""
+    return given.lr or (3e-5 if given.freeze != "all" and given.encoder is not None else 1e-3)
+
+
+def trainer_of(given: argparse.Namespace, data: list, keep: bool = True, **options: Any) -> PairwiseTrainer:
+    """A trainer that keeps the best epoch, or, without ``keep``, no checkpoint; ``options`` are the model."""
     world, frozen = int(os.environ.get("WORLD_SIZE", 1)), given.freeze == "all"
     tuned = not frozen and given.encoder is not None
+    when = "steps" if given.smoke else "epoch"
     arguments = TrainingArguments(
         str(given.out / "checkpoints"), num_train_epochs=given.epochs or (8 if frozen else 3),
         max_steps=6 if given.smoke else -1, per_device_train_batch_size=given.batch // world,
-        learning_rate=given.lr or (3e-5 if tuned else 1e-3), warmup_steps=0.1, lr_scheduler_type="cosine",
-        weight_decay=0.05, seed=given.seed, eval_strategy="steps" if given.smoke else "epoch",
-        save_strategy="steps" if given.smoke else "epoch", eval_steps=3, save_steps=3, save_total_limit=2,
-        load_best_model_at_end=True, metric_for_best_model="log_loss", greater_is_better=False, logging_steps=50,
-        report_to="none", use_cpu=not torch.accelerator.is_available(),
+        learning_rate=rate_of(given), warmup_steps=0.1, lr_scheduler_type="cosine",
+        weight_decay=given.weight_decay, seed=given.seed, eval_strategy=when, save_strategy=when if keep else "no",
+        eval_steps=3, save_steps=3, save_total_limit=2, load_best_model_at_end=keep, metric_for_best_model="log_loss",
+        greater_is_better=False, logging_steps=50, report_to="none", use_cpu=not torch.accelerator.is_available(),
     )  # fmt: skip
     return PairwiseTrainer(
-        model=model, args=arguments, train_dataset=data[0], eval_dataset=data[1], layer_decay=given.layer_decay,
-        head_lr_ratio=given.head_lr_ratio if tuned else 1.0, callbacks=[EarlyStoppingCallback(3)],
+        args=arguments, train_dataset=data[0], eval_dataset=data[1], layer_decay=given.layer_decay,
+        head_lr_ratio=given.head_lr_ratio if tuned else 1.0, callbacks=[EarlyStoppingCallback(3)] if keep else [],
+        **options,
     )  # fmt: skip
 
 
@@ -142,8 +151,8 @@ def finish(given: argparse.Namespace, model: PairwiseModel, data: list) -> None:
     """Calibrate, save, judge the test pairs and what else was named, draw."""
     draws, train = can_draw(), data[0].pairs
     fitted = calibrate_(model, data[1])
-    model.save_pretrained(given.out / "model")
     report = pairwise_report(model, data[2], train=train)
+    model.save_pretrained(given.out / "model", report=report)
     told = [f"{report}\n{fitted}"]
     for name in given.evaluate:
         further = model.dataset(read_pairs(name)[0])
@@ -160,8 +169,9 @@ def finish(given: argparse.Namespace, model: PairwiseModel, data: list) -> None:
     print(f"\n{given.out / 'model'}, {given.out / 'report.txt'}, {given.out / 'metrics.json'}, {', '.join(drawn)}")
 
 
-def train(given: argparse.Namespace) -> None:
-    world, main = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0)) == 0
+def prepared(given: argparse.Namespace, main: bool) -> tuple[str | Path, list[list], PairwiseModel, list]:
+    """The encoder's place, pairs, a model, and the pairs as it reads them; what cannot work is refused."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
     if given.batch < world or given.batch % world:
         raise ValueError(f"--batch {given.batch} cannot be divided over {world} processes")
     for path in (given.submit, *map(Path, given.evaluate)):
@@ -174,7 +184,7 @@ def train(given: argparse.Namespace) -> None:
         encoder = given.encoder or own_encoder(given.out)
     else:
         raise ValueError("several processes need --encoder")
-    model = model_of(given, parts, encoder)
+    model = model_of(given, parts, encoder, main)
     data = [model.dataset(part, progress=main) for part in parts]
     if main:
         for name, one in zip(("training", "validation", "test"), data, strict=True):
@@ -182,7 +192,13 @@ def train(given: argparse.Namespace) -> None:
     if given.freeze == "all":
         for one in data:
             one.encode_(model, cache=given.out / "features", progress=main)
-    trainer = trainer_of(given, model, data)
+    return encoder, parts, model, data
+
+
+def train(given: argparse.Namespace) -> None:
+    main = int(os.environ.get("RANK", 0)) == 0
+    _, _, model, data = prepared(given, main)
+    trainer = trainer_of(given, data, model=model)
     checkpoint = whole_checkpoint(given.out / "checkpoints") if given.resume else None
     if given.resume and main:
         print(f"going on from {checkpoint}" if checkpoint else "there is no checkpoint: starting anew")
@@ -193,7 +209,7 @@ def train(given: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     try:
-        train(parse())
+        train(parser().parse_args())
     except KeyboardInterrupt:
         sys.exit("\nstopped; the same command with --resume goes on from the last checkpoint")
     except (ValueError, DeadRunError) as error:

@@ -462,6 +462,19 @@ def test_the_judge_example_runs_and_resumes(tmp_path):
     assert "frozen: embeddings, encoder.layer.0" in run_example("train_judge.py", *options)
 
 
+def test_the_search_for_a_judge_runs_and_goes_on(tmp_path):
+    pytest.importorskip("optuna", reason="needs optuna (extra search)")
+    printed = run_example("search_judge.py", "--trials", 2, "--out", tmp_path)
+    assert "0 of 2 trials are there" in printed
+    assert re.search(
+        r"^best: --lr [\de.-]+ --weight-decay [\d.e-]+ --dropout [\d.]+ --hidden \d+ --link", printed, re.M
+    )
+    assert re.search(r"^125 pairs: accuracy [\d.]+%$", printed, re.M)
+    assert "trials are there" in (again := run_example("search_judge.py", "--trials", 3, "--out", tmp_path))
+    assert "2 of 3 trials are there" in again
+    assert "# A judge on bert" in (tmp_path / "model" / "README.md").read_text()
+
+
 def runs_in(folder):
     with (folder / "runs.csv").open(newline="") as file:
         return list(csv.DictReader(file))

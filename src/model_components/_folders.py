@@ -21,6 +21,7 @@ import os
 import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -258,6 +259,13 @@ def _empty(folder: Path, keep: Collection[str]) -> None:
     for entry in list(os.scandir(folder)):
         if entry.name not in keep:
             shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """An empty folder of the system's temporary files, which is removed afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 @contextlib.contextmanager

@@ -121,7 +121,7 @@ def write_table() -> None:
     text = (
         f"SmolLM2-135M-Instruct, {found['held_out']:,} held-out tokens of Alpaca, the original's loss "
         f"{found['original']:.3f}; 2 cores beside other work, float32. Measured to {found['date']} at "
-        f"{', '.join(dict.fromkeys(r['commit'] for r in found['rows']))} (the first table before the ridge of 3e-2)."
+        f"{', '.join(dict.fromkeys(r['commit'] for r in found['rows']))}."
     )
     put(KRONECKER_GUIDE, [*lines[1:], "", text], "pruning")
 

@@ -15,6 +15,7 @@ from .model import PairwiseModel
 from .packing import check_packing
 from .pairs import Pair, Turn, split_pairs
 from .report import calibrate_, pairwise_report
+from .reward import PairwiseForSequenceClassification
 from .rows import read_pairs
 from .training import PairwiseTrainer
 
@@ -25,6 +26,7 @@ __all__ = [
     "PairwiseCollator",
     "PairwiseConfig",
     "PairwiseDataset",
+    "PairwiseForSequenceClassification",
     "PairwiseHead",
     "PairwiseModel",
     "PairwiseTrainer",

@@ -4,13 +4,15 @@ A sequence is known by a hash of its tokens, an encoder by one of its weights: w
 it was made for, and an interrupted run goes on where it stopped.
 
     cache/
-      ENCODER/              a hash of the encoder and the pooling
-        CHUNK.safetensors   keys (S, 16) and features (S, W)
+      ENCODER/                a hash of the encoder's config and weights
+        POOLING/              such as "mean"
+          CHUNK.safetensors   keys (S, 16) and features (S, W)
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 from tqdm.auto import tqdm
 
 from model_components._folders import new_file
@@ -28,6 +31,7 @@ from .template import Tokens, sequence_batch
 
 _TOKENS = 8192  # of a batch
 _BATCHES = 8  # of a file
+_ELSEWHERE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")  # say nothing of states
 
 
 @torch.no_grad()
@@ -44,10 +48,13 @@ def encoded(model: Any, sequences: Sequence[Tokens], cache: str | Path | None, p
             f"encode_: {len(trained)} tensors train that answers go through, such as {trained[0]}; needed "
             "freeze_(model, 'all') before, and a pooling without weights"
         )
-    folder = None if cache is None else Path(cache) / _fingerprint(model)
+    kinds = model.pool.pooling
+    folders: dict[str, Path] = {} if cache is None else _folders(model, Path(cache))
     keys = [_key(one) for one in sequences]
-    rows = _found(folder)
-    missing = {key: one for key, one in zip(keys, sequences, strict=True) if key not in rows}
+    rows = {kind: _found(folders.get(kind)) for kind in kinds}
+    missing = {
+        key: one for key, one in zip(keys, sequences, strict=True) if any(key not in rows[kind] for kind in kinds)
+    }
     order = sorted(missing, key=lambda key: (len(missing[key].ids), key))
     bar = tqdm(total=sum(len(one.ids) for one in missing.values()), desc="encoding", unit="tok", unit_scale=True,
                disable=not progress, leave=False, delay=1)  # fmt: skip
@@ -59,13 +66,16 @@ def encoded(model: Any, sequences: Sequence[Tokens], cache: str | Path | None, p
                 made.append(model.features(**{name: value.to(model.device) for name, value in given.items()}).cpu())
                 bar.update(len(given["input_ids"]))
             chunk, features = [key for batch in batches for key in batch], torch.cat(made)
-            rows |= zip(chunk, features.numpy(), strict=True)
-            if folder is not None:
-                table = torch.frombuffer(bytearray(b"".join(chunk)), dtype=torch.uint8).view(len(chunk), -1)
-                name = hashlib.sha256(b"".join(chunk)).hexdigest()[:32]
-                with new_file(folder / f"{name}.safetensors", "encode_") as part:
-                    save_file({"keys": table, "features": features}, part)
-    return np.stack([rows[key] for key in keys]) if keys else np.zeros((0, 0), np.float32)
+            table = torch.frombuffer(bytearray(b"".join(chunk)), dtype=torch.uint8).view(len(chunk), -1)
+            name = f"{hashlib.sha256(b''.join(chunk)).hexdigest()[:32]}.safetensors"
+            for kind, pooled in zip(kinds, features.chunk(len(kinds), 1), strict=True):
+                rows[kind] |= zip(chunk, pooled.numpy(), strict=True)
+                if kind in folders:
+                    with new_file(folders[kind] / name, "encode_") as part:
+                        save_file({"keys": table, "features": pooled.contiguous()}, part)
+    if not keys:
+        return np.zeros((0, 0), np.float32)
+    return np.concatenate([np.stack([rows[kind][key] for key in keys]) for kind in kinds], 1)
 
 
 def _key(tokens: Tokens) -> bytes:
@@ -95,7 +105,7 @@ def _chunks(order: Sequence[bytes], sequences: dict[bytes, Tokens]) -> Iterator[
 def _found(folder: Path | None) -> dict[bytes, np.ndarray]:
     """What earlier runs left; a file that cannot be read is passed over."""
     rows: dict[bytes, np.ndarray] = {}
-    for path in sorted(folder.glob("*.safetensors")) if folder is not None and folder.is_dir() else ():
+    for path in sorted(folder.glob("*.safetensors")) if folder is not None else ():
         try:
             held = load_file(path)
             keys, features = held["keys"].numpy(), held["features"].numpy()
@@ -105,10 +115,18 @@ def _found(folder: Path | None) -> dict[bytes, np.ndarray]:
     return rows
 
 
-def _fingerprint(model: Any) -> str:
-    """A hash of what features depend on but the tokens."""
-    made = hashlib.sha256(repr((type(model.encoder).__name__, model.config.pooling)).encode())
-    for name, tensor in sorted(model.encoder.state_dict().items()):
+def _folders(model: Any, cache: Path) -> dict[str, Path]:
+    """Where features of each kind of pooling lie."""
+    config = {name: value for name, value in model.encoder.config.to_dict().items() if name not in _ELSEWHERE}
+    beside = [type(model.encoder).__name__, json.dumps(config, sort_keys=True, default=str)]
+    folder, pool = cache / _hashed(model.encoder, *beside), model.pool
+    return {kind: folder / (kind if kind != "attention" else f"{kind}-{_hashed(pool)}") for kind in pool.pooling}
+
+
+def _hashed(module: nn.Module, *beside: str) -> str:
+    """A hash of a module's weights, and of what else its outputs depend on."""
+    made = hashlib.sha256("\n".join(beside).encode())
+    for name, tensor in sorted(module.state_dict().items()):
         made.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         made.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return made.hexdigest()[:32]

@@ -25,6 +25,7 @@ from .functional import pairwise_loss, swap_divergence, swapped
 from .inference import Predictions, Ranking, predict_pairs, rank_answers
 from .links import SCORED, PairwiseHead, Pool
 from .packing import ATTENTION, PackingReport, check_packing, encode_packed, encode_padded
+from .saving import SavedJudge
 from .surface import SURFACE, columns_of
 from .template import Template
 
@@ -39,7 +40,7 @@ class PairwiseOutput(ModelOutput):
     swapped_logits: Tensor | None = None
 
 
-class PairwiseModel(PreTrainedModel):
+class PairwiseModel(SavedJudge):
     """An encoder with a `PairwiseHead`: prompts and two answers to probabilities of A, B and tie.
 
     The encoder may be a decoder, such as any causal language model without its head. All answers of a batch go through
@@ -62,7 +63,6 @@ class PairwiseModel(PreTrainedModel):
     torch.Size([1, 3])
     """
 
-    config: PairwiseConfig  # pyrefly: ignore[bad-override]
     config_class = PairwiseConfig
     base_model_prefix = "pairwise"
     main_input_name = "input_ids"
@@ -87,7 +87,6 @@ class PairwiseModel(PreTrainedModel):
             config.encoder.hidden_size * len(config.pooling), link=config.link, ties=config.ties,
             hidden_features=config.hidden_features, dropout=config.dropout, surface=config.surface,
         )  # fmt: skip
-        self.tokenizer: Any = None
         self.post_init()
         if made.device.type != "meta":
             self.packing: PackingReport = check_packing(made)
@@ -151,28 +150,6 @@ class PairwiseModel(PreTrainedModel):
         if tokenizer is not None:
             Template(tokenizer, config)  # refuses what leaves no room for text
         return model
-
-    @classmethod
-    def from_pretrained(cls, place: Any, *args: Any, **kwargs: Any) -> PairwiseModel:
-        """A model that `save_pretrained` wrote, in float32 unless ``dtype`` says otherwise, with its tokenizer."""
-        if "torch_dtype" not in kwargs:
-            kwargs.setdefault("dtype", torch.float32)
-        made = super().from_pretrained(place, *args, **kwargs)
-        model = made[0] if isinstance(made, tuple) else made
-        model.packing = check_packing(model.encoder)
-        names = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
-        kept = {k: v for k, v in kwargs.items() if k in names}
-        try:
-            model.tokenizer = AutoTokenizer.from_pretrained(place, **kept)
-        except (OSError, ValueError, KeyError):  # a model that was saved without one
-            model.tokenizer = None
-        return made
-
-    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Config, safetensors and, where the model has one, the tokenizer."""
-        if self.tokenizer is not None and is_main_process:
-            self.tokenizer.save_pretrained(save_directory)
-        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     @property
     def packs(self) -> bool:

@@ -48,7 +48,8 @@ class PairwiseTrainer(StepTrainer):
     unless ``guard`` is False. Evaluation reports accuracy, log-loss and calibration error.
 
     Args:
-        model: A `PairwiseModel`, or one that peft has wrapped.
+        model: A `PairwiseModel`, or one that peft has wrapped; None with ``model_init``, which makes one for each run,
+            for `hyperparameter_search`.
         args: `TrainingArguments`.
         layer_decay: The encoder's rate falls by this factor from layer to layer; see `parameter_groups`.
         head_lr_ratio: The head's learning rate over the encoder's. A new head starts from zeros and needs more.
@@ -61,8 +62,8 @@ class PairwiseTrainer(StepTrainer):
 
     def __init__(
         self,
-        model: nn.Module,
-        args: TrainingArguments,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
         *,
         train_dataset: Any = None,
         layer_decay: float = 1.0,
@@ -99,15 +100,24 @@ class PairwiseTrainer(StepTrainer):
                     raise ValueError(f"PairwiseTrainer: {name} is {_told(one)}; needed a PairwiseDataset with labels")
         if not any(p.requires_grad for p in held.parameters()):
             raise ValueError("PairwiseTrainer: nothing is trainable")
-        if self.train_dataset is not None:
-            self._begin(held, self.train_dataset)
+        self._begin(held)
         self.guard = (DeadRunGuard() if guard is True else guard) or None
         if self.guard is not None:
             self.guard.trainer = self
             self.add_callback(self.guard)
 
-    def _begin(self, held: Any, data: Any) -> None:
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A model for a run, whose head starts from what the data are like."""
+        made = super().call_model_init(trial)
+        if hasattr(self, "train_dataset"):  # not as long as the stock trainer is being made
+            self._begin(made)
+        return made
+
+    def _begin(self, held: Any) -> None:
         """Start a new head from what the data are like: the share of ties, and how features are spread."""
+        data: Any = self.train_dataset
+        if data is None:
+            return
         if data.encoded and any(p.requires_grad for part in (held.encoder, held.pool) for p in part.parameters()):
             raise ValueError(
                 "PairwiseTrainer: train_dataset holds features of a frozen encoder, and the encoder trains; needed "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import yaml
 
 from model_components import __version__
 from model_components._folders import write_json
+from model_components._hub import cached_commit, hub_id
 
 from ..files import CheckpointError, Source
 from ..files.headers import read_json
@@ -26,8 +26,6 @@ from .templates import TEMPLATES
 MANIFEST = "merge_manifest.json"
 _COPIED = ("generation_config.json", "preprocessor_config.json")
 _CODE = ("modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py")
-_CACHED = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def _donor_folder(plan: MergePlan) -> Path | None:
@@ -125,12 +123,10 @@ def chosen_template(plan: MergePlan) -> str | None:
     raise PlanError([f"chat_template {asked!r}: is none of {names}, not Jinja text and not a file"])
 
 
-def hub_id(source: Source) -> str | None:
-    """The id under which the hub knows a model, where the recipe or the cache's folder names say it."""
-    if source.folder is not None and (match := _CACHED.search(str(source.folder))):
-        return match["id"].replace("--", "/", 1)
-    name = source.label.partition("+")[0].partition("@")[0]
-    return name if _HUB_ID.fullmatch(name) and not Path(name).exists() else None
+def _id_of(source: Source) -> str | None:
+    """The id under which the hub knows a model, where the cache's folder or the recipe says it."""
+    cached = None if source.folder is None else cached_commit(source.folder)
+    return cached[0] if cached else hub_id(source.label.partition("+")[0])
 
 
 def _labels(recipe: MergeRecipe) -> list[str]:
@@ -142,17 +138,17 @@ def _labels(recipe: MergeRecipe) -> list[str]:
 
 
 def _is_local(part: str) -> bool:
-    return "/" in part and not (_HUB_ID.fullmatch(part.partition("@")[0]) and not Path(part).exists())
+    return "/" in part and hub_id(part) is None
 
 
 def model_card(plan: MergePlan) -> str:
     """A README for the merged checkpoint; it names no folder of this machine."""
-    ids = list(dict.fromkeys(name for source in plan.sources if (name := hub_id(source)) is not None))
+    ids = list(dict.fromkeys(name for source in plan.sources if (name := _id_of(source)) is not None))
     data: dict[str, Any] = {"library_name": "transformers", "tags": ["merge", "mergekit-lite", "model-components"]}
     if ids:
         data |= {"base_model": ids, "base_model_relation": "merge"}
     recipe, listed = plan.recipe.to_yaml(), []
-    ids_by_label = {source.label: hub_id(source) for source in plan.sources}
+    ids_by_label = {source.label: _id_of(source) for source in plan.sources}
     for label in _labels(plan.recipe):
         name = ids_by_label.get(label) or "+".join(
             Path(part).name if _is_local(part) else part for part in label.split("+")
@@ -192,8 +188,8 @@ def _described(plan: MergePlan, facts: Sequence[TensorFact]) -> list[dict[str, A
     described = []
     for source, own in zip(plan.sources, lines, strict=True):
         entry: dict[str, Any] = {"model": source.label, "values": hash_bytes("".join(sorted(set(own))).encode())}
-        if source.folder is not None and (match := _CACHED.search(str(source.folder))):
-            entry |= {"hub_id": match["id"].replace("--", "/", 1), "commit": match["commit"]}
+        if source.folder is not None and (cached := cached_commit(source.folder)):
+            entry |= {"hub_id": cached[0], "commit": cached[1]}
         if source.folder is not None and (source.folder / MANIFEST).is_file():  # a merge itself
             with contextlib.suppress(CheckpointError):
                 entry["merged_from"] = read_json(source.folder / MANIFEST).get("inputs")

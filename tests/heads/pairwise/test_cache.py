@@ -58,6 +58,40 @@ def test_what_is_there_is_not_made_again(tmp_path, monkeypatch):
     assert sum(seen) > held  # another encoder's
 
 
+def test_each_kind_of_pooling_is_kept_for_itself(tmp_path, monkeypatch):
+    made, pairs = {}, pairs_of(20)
+    for pooling in (["mean"], ["last"], ["last", "mean"], ["attention"]):
+        model = frozen(pooling=pooling)
+        model.pool.requires_grad_(False)
+        seen = []
+        features = model.features
+        monkeypatch.setattr(model, "features", lambda f=features, s=seen, **given: s.append(1) or f(**given))
+        data, plain = (model.dataset(pairs, progress=False) for _ in range(2))
+        data.encode_(model, cache=tmp_path, progress=False)
+        assert bool(seen) == (pooling != ["last", "mean"])
+        plain.encode_(model, progress=False)
+        np.testing.assert_allclose(data._features, plain._features, rtol=1e-5, atol=1e-6)
+        made[tuple(pooling)] = data._features
+    assert np.array_equal(made["last", "mean"], np.concatenate([made["last",], made["mean",]], 1))
+    with torch.no_grad():
+        model.pool.query.weight.normal_()
+    data = model.dataset(pairs, progress=False)
+    data.encode_(model, cache=tmp_path, progress=False)
+    assert np.abs(data._features - made["attention",]).max() > 1e-3  # another query's
+
+
+def test_an_encoder_of_another_config_finds_nothing(tmp_path):
+    made = []
+    for theta in (1e4, 1e2):
+        model = frozen("llama")
+        config = model.encoder.config
+        config.rope_parameters = {**config.rope_parameters, "rope_theta": theta}
+        data = model.dataset(pairs_of(20), progress=False)
+        data.encode_(model, cache=tmp_path, progress=False)
+        made.append(len(list(tmp_path.rglob("*.safetensors"))))
+    assert made[1] == 2 * made[0]
+
+
 def test_an_interrupted_run_loses_nothing(tmp_path, monkeypatch):
     model, data = frozen(), None
     monkeypatch.setattr(cache, "_BATCHES", 1)

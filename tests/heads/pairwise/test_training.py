@@ -71,6 +71,39 @@ def test_stopped_and_resumed_is_as_if_never_stopped(kind, tmp_path):
     assert done.state.global_step == 13
 
 
+def test_a_search_begins_every_run_anew(tmp_path):
+    optuna = pytest.importorskip("optuna", reason="needs optuna (extra search)")
+    made, encoded = [], model_of("llama", trained=False)
+    freeze_(encoded, "all")
+    data = data_of(encoded, 200)
+
+    def new_model(trial=None):
+        link = "davidson" if trial is None else trial.suggest_categorical("link", ["davidson", "antisymmetric"])
+        made.append(model_of("llama", trained=False, link=link))
+        freeze_(made[-1], "all")
+        data.encode_(made[-1], progress=False)
+        return made[-1]
+
+    def search(trials):
+        trainer = PairwiseTrainer(
+            args=arguments_of(tmp_path, eval_strategy="epoch", max_steps=50), model_init=new_model, train_dataset=data,
+            eval_dataset=data,
+        )  # fmt: skip
+        return trainer.hyperparameter_search(
+            lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-1, log=True)},
+            lambda found: found["eval_log_loss"], n_trials=trials, storage=f"sqlite:///{tmp_path / 'search.db'}",
+            study_name="judge", load_if_exists=True, sampler=optuna.samplers.TPESampler(seed=0),
+        )  # fmt: skip
+
+    first, second = search(2), search(3)
+    assert second.objective <= first.objective < 1.0
+    assert int(second.run_id) < 5
+    assert len(optuna.load_study(study_name="judge", storage=f"sqlite:///{tmp_path / 'search.db'}").trials) == 5
+    assert len(made) == 2 + 5  # the trainer makes one at first
+    assert all(not torch.equal(model.head.scale, torch.ones_like(model.head.scale)) for model in made)
+    assert sum(not model.head.untrained for model in made) == 5
+
+
 def test_accumulation_gives_the_same_step(tmp_path):
     options = {"optim": "sgd", "learning_rate": 0.1, "still": True, "count": 20, "max_steps": 3}
     whole = state_of(trained(tmp_path, per_device_train_batch_size=12, **options))

@@ -1,0 +1,121 @@
+"""`SavedJudge`: a model that is kept with its tokenizer and with a card of what its verdicts are worth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoTokenizer, PreTrainedModel
+
+from model_components._folders import make_folder
+from model_components._hub import hub_id, upload
+
+from .config import PairwiseConfig
+from .links import SCORED
+from .packing import check_packing
+
+_CARD = "README.md"
+_FROM_HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
+
+
+class SavedJudge(PreTrainedModel):
+    """The part of `PairwiseModel` that has to do with files."""
+
+    config: PairwiseConfig  # pyrefly: ignore[bad-override]
+    tokenizer: Any = None
+
+    @classmethod
+    def from_pretrained(cls, place: Any, *args: Any, **kwargs: Any) -> Any:
+        """A model that `save_pretrained` wrote, in float32 unless ``dtype`` says otherwise, with its tokenizer."""
+        if "torch_dtype" not in kwargs:
+            kwargs.setdefault("dtype", torch.float32)
+        made = super().from_pretrained(place, *args, **kwargs)
+        model: Any = made[0] if isinstance(made, tuple) else made
+        model.packing = check_packing(model.encoder)
+        try:
+            kept = {name: value for name, value in kwargs.items() if name in _FROM_HUB}
+            model.tokenizer = AutoTokenizer.from_pretrained(place, **kept)
+        except (OSError, ValueError, KeyError):  # a model that was saved without one
+            model.tokenizer = None
+        return made
+
+    def save_pretrained(
+        self, save_directory: Any, is_main_process: bool = True, *args: Any, report: Any = None, **kwargs: Any
+    ) -> None:
+        """Config, safetensors, a card and, where the model has one, the tokenizer.
+
+        Args:
+            save_directory: Made if there is none.
+            is_main_process: Write from this process.
+            *args: Of transformers.
+            report: A `PairwiseReport` for the card, README.md, which replaces the one that is there. Without it a card
+                is written only where there is none.
+            **kwargs: Of transformers.
+        """
+        if is_main_process:
+            folder = make_folder(save_directory, "save_pretrained")
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(folder)
+            if report is not None or not (folder / _CARD).exists():
+                (folder / _CARD).write_text(card_of(self.config, report), encoding="utf-8")
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+
+    def push_to_hub(  # pyrefly: ignore[bad-override]
+        self, repo_id: str, *, report: Any = None, private: bool | None = None, token: str | bool | None = None,
+        revision: str | None = None, create_pr: bool = False, commit_message: str | None = None,
+    ) -> str:  # fmt: skip
+        """What `save_pretrained` writes, as a repository of the hub.
+
+        Args:
+            repo_id: Made if there is none.
+            report: A `PairwiseReport` for the card.
+            private: Whether a new repository is.
+            token: Of the hub; None for the saved one.
+            revision: A branch.
+            create_pr: Propose the commit.
+            commit_message: Default says what uploaded it.
+
+        Returns:
+            The commit's address.
+        """
+
+        def save(folder: Path) -> None:
+            self.save_pretrained(folder, report=report)
+
+        return upload(save, repo_id, private=private, token=token, revision=revision, create_pr=create_pr,
+                      commit_message=commit_message)  # fmt: skip
+
+
+def card_of(config: PairwiseConfig, report: Any = None) -> str:
+    """A README for a judge; it names no folder of this machine."""
+    encoder: Any = config.encoder
+    base = hub_id(getattr(encoder, "_name_or_path", "") or "")
+    head: dict[str, Any] = {
+        "library_name": "transformers", "pipeline_tag": "text-ranking",
+        "tags": ["model-components", "pairwise", "reward-model" if config.link in SCORED else "preference-model"],
+    }  # fmt: skip
+    if base is not None:
+        head |= {"base_model": base}
+    lines = [
+        f"# A judge on {base or encoder.model_type}",
+        "Which of two answers to a prompt is better, or that they tie: the same verdict, whichever is called A."
+        if config.link != "concat"
+        else "Which of two answers to a prompt is better; the verdict can depend on which is called A.",
+        "```python\nfrom heads.pairwise import PairwiseModel  # pip install model-components\n\n"
+        'judge = PairwiseModel.from_pretrained("this folder or repository")\n'
+        'print(judge.predict(["Name a tool."], ["An axe."], ["No idea."]).probabilities)\n```',
+        f"Link {config.link}, pooling {' + '.join(config.pooling)}, beside the encoder "
+        f"{', '.join(config.surface) or 'nothing'}; {config.max_tokens or 'any number of'} tokens at most.",
+    ]
+    if report is not None:
+        found = report.metrics
+        named = {"accuracy": found.accuracy, "log_loss": found.log_loss, "calibration_error": found.calibration_error}
+        metrics = [{"type": name, "value": round(float(value), 4)} for name, value in named.items()]
+        where = {"name": f"{len(report.labels)} pairs that were not trained on", "type": "pairs"}
+        head["model-index"] = [
+            {"name": "judge", "results": [{"task": {"type": "text-ranking"}, "dataset": where, "metrics": metrics}]}
+        ]
+        lines += ["## What its verdicts are worth", f"```text\n{report}\n```"]
+    return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n" + "\n\n".join(lines) + "\n"

@@ -1,0 +1,79 @@
+"""Files of a judge: what is saved comes back, its card says what it is worth, and the hub gets both."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from tests.heads.pairwise.support import model_of, pairs_of
+from tests.support.hub import fake_hub
+
+from heads.pairwise import PairwiseModel, pairwise_report
+
+
+def report_of(model):
+    data = model.dataset(pairs_of(60), progress=False)
+    return pairwise_report(model, data, train=data.pairs, progress=False)
+
+
+def head_of(text):
+    return yaml.safe_load(text.split("---\n")[1])
+
+
+def test_a_card_carries_the_report(tmp_path):
+    model = model_of(surface=["length"])
+    model.config.encoder._name_or_path = "nreimers/MiniLM-L6"
+    model.save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert head_of(card)["base_model"] == "nreimers/MiniLM-L6"
+    assert "model-index" not in head_of(card)
+    report = report_of(model)
+    model.save_pretrained(tmp_path, report=report)
+    card = (tmp_path / "README.md").read_text()
+    assert str(report) in card
+    assert "a curve of length" in card
+    (result,) = head_of(card)["model-index"][0]["results"]
+    assert result["metrics"][0] == {"type": "accuracy", "value": round(report.metrics.accuracy, 4)}
+    loaded = PairwiseModel.from_pretrained(tmp_path)
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_a_card_of_yours_stays_and_no_folder_is_named(tmp_path):
+    (tmp_path / "README.md").write_text("mine")
+    model = model_of()
+    model.config.encoder._name_or_path = str(tmp_path)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"
+    model.save_pretrained(tmp_path / "other")
+    card = (tmp_path / "other" / "README.md").read_text()
+    assert str(tmp_path) not in card
+    assert "base_model" not in head_of(card)
+
+
+def test_the_hub_gets_all_of_it(tmp_path, monkeypatch):
+    model = model_of(link="davidson")
+    report = report_of(model)
+    with fake_hub(monkeypatch) as hub:
+        said = model.push_to_hub(
+            "me/judge", report=report, private=True, token="hf_x", revision="trial", commit_message="A judge"
+        )
+        assert said == "https://huggingface.co/me/judge/commit/1"
+        model.push_to_hub("me/judge", token="hf_x")
+    assert hub.branches == [("me/judge", "trial")]
+    assert hub.commits == [("me/judge", "trial", "A judge"), ("me/judge", "main", "Upload by model-components")]
+    asked = hub.repositories["me/judge"]["asked"]
+    assert asked.get("private") or asked.get("visibility") == "private"
+    files = hub.repositories["me/judge"]["files"]
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(files)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    loaded = PairwiseModel.from_pretrained(tmp_path)
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
+    assert loaded.tokenizer is not None
+    assert json.loads(files["config.json"])["link"] == "davidson"
+
+
+def test_a_file_in_the_way_is_refused(tmp_path):
+    (tmp_path / "judge").write_text("")
+    with pytest.raises(ValueError, match=r"save_pretrained to .*judge"):
+        model_of().save_pretrained(tmp_path / "judge")

@@ -16,13 +16,15 @@ from typing import Any
 
 import optuna
 import train_judge
+from optuna.trial import TrialState
 
 from heads.pairwise import DeadRunError, PairwiseModel
 
 POOLING = ["mean", "last", "mean last"]
 LINKS = ["antisymmetric", "davidson"]
 INNER = [0, 32, 128]
-WHOLE = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
+WHOLE = (TrialState.COMPLETE, TrialState.PRUNED)
+NO_MATTER = ("out", "trials", "resume", "submit", "evaluate")  # flags that trials do not depend on
 
 
 def first_trial(given: argparse.Namespace) -> dict[str, Any]:
@@ -55,20 +57,21 @@ def settled(given: argparse.Namespace, trial: optuna.trial.BaseTrial) -> argpars
     return made
 
 
-def study_of(given: argparse.Namespace) -> tuple[optuna.Study, dict[str, Any]]:
-    """The study of these data and this encoder, in OUT/search.db, and what finds it."""
-    told = {name: value for name, value in vars(given).items() if name not in ("out", "trials", "resume", "submit")}
-    name = hashlib.sha256(repr(sorted(told.items())).encode()).hexdigest()[:16]
+def study_of(given: argparse.Namespace, parts: list[list]) -> tuple[optuna.Study, dict[str, Any]]:
+    """The study of these pairs and these flags, in OUT/search.db, and what finds it."""
+    flags = {name: value for name, value in vars(given).items() if name not in NO_MATTER}
+    name = hashlib.sha256(repr((sorted(flags.items()), parts)).encode()).hexdigest()[:16]
     given.out.mkdir(parents=True, exist_ok=True)
     place = {"storage": f"sqlite:///{given.out / 'search.db'}", "study_name": name, "load_if_exists": True,
-             "direction": "minimize", "sampler": optuna.samplers.TPESampler(seed=given.seed),
-             "pruner": optuna.pruners.MedianPruner(n_warmup_steps=2)}  # fmt: skip
+             "direction": "minimize", "pruner": optuna.pruners.MedianPruner(n_warmup_steps=2)}  # fmt: skip
     study = optuna.create_study(**place)
-    for trial in study.get_trials(states=[optuna.trial.TrialState.RUNNING]):  # of a run that was killed
-        study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+    for trial in study.get_trials(states=[TrialState.RUNNING]):  # of a run that was killed
+        study.tell(trial.number, state=TrialState.FAIL)
         study.enqueue_trial(trial.params)
-    study.enqueue_trial(first_trial(given), skip_if_exists=True)
-    return study, place
+    if not study.get_trials(states=(*WHOLE, TrialState.WAITING)):
+        study.enqueue_trial(first_trial(given))
+    drawn = given.seed + len(study.trials)  # the seed alone would draw again what earlier runs have tried
+    return study, place | {"sampler": optuna.samplers.TPESampler(seed=drawn)}
 
 
 def search(given: argparse.Namespace) -> argparse.Namespace:
@@ -84,7 +87,7 @@ def search(given: argparse.Namespace) -> argparse.Namespace:
         return model
 
     trainer = train_judge.trainer_of(given, data, keep=False, model_init=new_model)
-    study, place = study_of(given)
+    study, place = study_of(given, parts)
     done = len(study.get_trials(states=WHOLE))
     print(f"{done} of {given.trials} trials are there")
     if done < given.trials:
@@ -117,6 +120,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.trials < 1:
         parser.error(f"--trials is {given.trials}, needed 1 or more")
+    if given.link == "concat":
+        parser.error("--link is concat, which has no part for surface features; needed another, or train_judge.py")
     if given.smoke:
         given.trials = min(given.trials, 3)
     train_judge.train(search(given))

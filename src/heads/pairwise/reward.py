@@ -21,8 +21,8 @@ class PairwiseForSequenceClassification(PairwiseModel):
     """A `PairwiseModel` that gives each sequence of a padded batch its score, one logit.
 
     Weights and folders are those of a `PairwiseModel`: a folder that one saved loads as the other. TRL's
-    ``RewardTrainer`` trains it, ``AutoModelForSequenceClassification.from_pretrained`` loads it, and a difference of
-    two logits is the log-odds of the first answer, ties aside.
+    ``RewardTrainer`` trains it, ``AutoModelForSequenceClassification.from_pretrained`` loads it. By ``"davidson"``, and
+    by either link without ties, a difference of two logits is the log-odds of the first answer against the second.
 
     Args:
         config: Of a link with scores, ``pooling`` of ``"first"``, ``"last"`` or both, and no ``surface``, which token

@@ -53,7 +53,12 @@ class SavedJudge(PreTrainedModel):
             report: A `PairwiseReport` for the card, README.md, which replaces the one that is there. Without it a card
                 is written only where there is none.
             **kwargs: Of transformers.
+
+        Raises:
+            ValueError: ``push_to_hub``, which would leave card and tokenizer behind; a file is in the way.
         """
+        if kwargs.get("push_to_hub"):
+            raise ValueError("save_pretrained: push_to_hub is set; needed model.push_to_hub(repo_id, report=report)")
         if is_main_process:
             folder = make_folder(save_directory, "save_pretrained")
             if self.tokenizer is not None:
@@ -113,7 +118,7 @@ def card_of(config: PairwiseConfig, report: Any = None) -> str:
         found = report.metrics
         named = {"accuracy": found.accuracy, "log_loss": found.log_loss, "calibration_error": found.calibration_error}
         metrics = [{"type": name, "value": round(float(value), 4)} for name, value in named.items()]
-        where = {"name": f"{len(report.labels)} pairs that were not trained on", "type": "pairs"}
+        where = {"name": f"{len(report.labels)} labelled pairs", "type": "pairs"}
         head["model-index"] = [
             {"name": "judge", "results": [{"task": {"type": "text-ranking"}, "dataset": where, "metrics": metrics}]}
         ]

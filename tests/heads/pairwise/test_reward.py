@@ -42,7 +42,7 @@ def test_logits_are_the_scores_and_their_differences_the_odds(kind, link, tmp_pa
         odds = found.log_probabilities[:, 0] - found.log_probabilities[:, 1]
         if link == "davidson":
             torch.testing.assert_close(logits[::2, 0] - logits[1::2, 0], odds)
-        else:  # where the threshold is nothing
+        else:  # its threshold bends the odds, and leaves their sign
             assert bool(((logits[::2, 0] - logits[1::2, 0]) * odds >= 0).all())
 
 

@@ -73,6 +73,12 @@ def test_the_hub_gets_all_of_it(tmp_path, monkeypatch):
     assert json.loads(files["config.json"])["link"] == "davidson"
 
 
+def test_an_upload_that_would_leave_half_behind_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"needed model\.push_to_hub"):
+        model_of().save_pretrained(tmp_path, push_to_hub=True)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_in_the_way_is_refused(tmp_path):
     (tmp_path / "judge").write_text("")
     with pytest.raises(ValueError, match=r"save_pretrained to .*judge"):

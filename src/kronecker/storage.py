@@ -21,7 +21,7 @@ from model_components._folders import NewFolder, check_new, make_folder
 
 from .config import Config, KroneckerConfig, PruneConfig
 from .layers.embedding import KroneckerEmbedding
-from .layers.experts import KroneckerExperts
+from .layers.experts import KroneckerExperts, is_experts
 from .layers.linear import SmallerLinear, smaller_linear
 from .structures import from_dict, to_dict
 from .surgery.finding import COMPRESSED, mlps_if_any, put, set_parameters_
@@ -227,8 +227,8 @@ def _empty(module: nn.Module, config: Config) -> nn.Module:
     """A smaller layer in the place of a stock one."""
     if isinstance(config, KroneckerConfig) and isinstance(module, nn.Embedding):
         return KroneckerEmbedding.like(module, config)
-    if isinstance(config, KroneckerConfig) and "gate_up_proj" in dict(module.named_parameters(recurse=False)):
-        return KroneckerExperts.like(module, config)
+    if isinstance(config, KroneckerConfig) and is_experts(module):
+        return KroneckerExperts(module, config)
     if isinstance(config, PruneConfig):
         raise ValueError(f"from_pretrained: {config} is no layer's config")
     return smaller_linear(module, config)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -35,13 +36,14 @@ from kronecker.data import batches
 from kronecker.fitting.block import blocks_with
 from kronecker.fitting.calls import calls_of, outputs_of
 from kronecker.fitting.stream import stream_kind
+from kronecker.layers.experts import is_experts
 from kronecker.layers.weights import dense
 from kronecker.structures import from_json, to_json
 from kronecker.surgery.beside import permuted
 from kronecker.surgery.finding import blocks_of, find_mlps, resolve
 from tests.kronecker.test_functional import made
 from tests.support.equivalence import judge
-from tests.support.models import auto_class, tiny
+from tests.support.models import MIXTURES, auto_class, tiny
 
 KINDS = ["gpt2", "llama", "llama-tied", "bert", "classifier", "qwen2", "gemma2", "mistral"]
 VAN_LOAN = KroneckerConfig(b_shape=(2, 1), init="van_loan")
@@ -180,15 +182,16 @@ def test_golden_count_of_distilgpt2():
         assert num_parameters(transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=6))) == 81_912_576
 
 
+@pytest.mark.parametrize("kind", MIXTURES)
 @pytest.mark.parametrize("share_a", [False, True])
-def test_experts(share_a, tmp_path):
-    model = tiny("mixtral")
+def test_experts(kind, share_a, tmp_path):
+    model = tiny(kind)
     before = output(model)
     config = KroneckerConfig(b_shape=(2, 1), rank=2, init="van_loan", share_a=share_a)
-    report = convert_(model, config, progress=False)
-    experts = model.model.layers[0].mlp.experts
-    assert isinstance(experts, KroneckerExperts)
-    assert len(experts.gate_up_a) == (1 if share_a else 3)
+    report = convert_(model, config, filter_fn=lambda name, module: is_experts(module), progress=False)
+    experts = [m for m in model.modules() if isinstance(m, KroneckerExperts)]
+    assert len(experts) == len(report.layers)
+    assert all(len(e.down_a) == (1 if share_a else 3) for e in experts)
     if share_a:
         assert report.after < report.before
     else:  # all terms: exact, so the routing and the loop over experts are the stock ones
@@ -197,10 +200,12 @@ def test_experts(share_a, tmp_path):
     save_pretrained(model, tmp_path / "small")
     assert torch.equal(output(from_pretrained(tmp_path / "small")), after)
     fold(model, tmp_path / "dense")
-    dense = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "dense")
+    dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
     torch.testing.assert_close(output(dense.eval()), after, rtol=1e-4, atol=1e-5)
+    again = pickle.loads(pickle.dumps(model))
     revert_(model)
     torch.testing.assert_close(output(model), after, rtol=1e-4, atol=1e-5)
+    assert torch.equal(output(again), after)
 
 
 def test_a_tied_embedding_and_head_stay_tied(tmp_path):
@@ -240,7 +245,7 @@ def test_save_load_fold_and_revert(kind, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "mixtral"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "mixtral", "gpt-oss"])
 def test_a_folded_model_is_within_the_judges_budget(kind, dtype, tmp_path):
     """The stock checkpoint on disk, in its dtype, against the factors in float64."""
     model = tiny(kind).to(dtype)
@@ -283,11 +288,11 @@ def test_a_weight_can_be_read_and_follows_its_factors():
     assert not layer.state_dict()["weight"].numel()
 
 
-@pytest.mark.parametrize("kind", ["llama-tied", "mixtral", "bert"])
+@pytest.mark.parametrize("kind", ["llama-tied", "bert", *MIXTURES])
 def test_a_stock_save_writes_factors_and_a_stock_load_refuses_them(kind, tmp_path):
     model = tiny(kind)
-    config = {"*_proj": VAN_LOAN, "*dense": VAN_LOAN, "*experts": VAN_LOAN, "*embed_tokens": VAN_LOAN}
-    patterns = {"llama-tied": ["*_proj", "*embed_tokens"], "mixtral": ["*experts"], "bert": ["*dense"]}[kind]
+    config = {"*_proj": VAN_LOAN, "*dense": VAN_LOAN, "*.experts": VAN_LOAN, "*embed_tokens": VAN_LOAN}
+    patterns = {"llama-tied": ["*_proj", "*embed_tokens"], "bert": ["*dense"]}.get(kind, ["*.experts"])
     convert_(model, {p: config[p] for p in patterns}, progress=False)
     copied = copy.deepcopy(model)
     with torch.no_grad():
@@ -942,7 +947,7 @@ def test_folding_says_when_it_needs_a_batch(tmp_path):
         torch.testing.assert_close(stock(**batch)[0], model(**batch)[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "mixtral"])
+@pytest.mark.parametrize("kind", [*KINDS, "mixtral", "gpt-oss"])
 def test_neurons_that_nothing_reads_are_gone_from_a_folded_model(kind, tmp_path):
     model = tiny(kind)
     convert_(model, VAN_LOAN, progress=False)

@@ -8,7 +8,7 @@ from torch import nn
 from kronecker import KroneckerConfig, convert_, prune_
 from kronecker.surgery.finding import find_mlps, is_linear
 from kronecker.surgery.mlps import find_mlps as find
-from tests.support.models import MAKERS, tiny
+from tests.support.models import MAKERS, MIXTURES, tiny
 
 DECODER = {
     "vocab_size": 96,
@@ -124,7 +124,7 @@ def test_families_are_converted(name):
     assert len(report.layers) == 2 * FAMILIES[name][1]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MAKERS if kind != "mixtral"])
+@pytest.mark.parametrize("kind", [kind for kind in MAKERS if kind not in MIXTURES])
 def test_the_tiny_models_mlps_are_whole(kind):
     model = tiny(kind)
     layers = {"gpt2": "n_layer", "distilbert": "n_layers", "albert": "num_hidden_groups"}

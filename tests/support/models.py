@@ -111,7 +111,24 @@ MAKERS = {
     "gemma2": _decoder("Gemma2", final_logit_softcapping=0.5),
     "gemma3": _decoder("Gemma3Text", sliding_window=8),
     "mixtral": _decoder("Mixtral", num_local_experts=3),
+    "gpt-oss": _decoder(
+        "GptOss",
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+    "nemotron-h": _decoder(
+        "NemotronH",
+        layers_block_type=["attention", "moe"],
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=20,
+        n_routed_experts=3,
+        num_hidden_layers=None,
+    ),
 }
+MIXTURES = ("mixtral", "gpt-oss", "nemotron-h")
 
 
 def auto_class(kind: str):

@@ -229,7 +229,7 @@ def place_(model: nn.Module, part: Part, tensors: Mapping[str, Tensor]) -> None:
         module = model.get_submodule(name)
         if is_experts(module):
             assert isinstance(config, KroneckerConfig)
-            layer: nn.Module = KroneckerExperts.like(module, config)
+            layer: nn.Module = KroneckerExperts(module, config)
         else:
             assert not isinstance(config, PruneConfig)
             layer = smaller_linear(module, config)

@@ -83,7 +83,7 @@ def _with_writing_matrix(
     small: MlpWeights, weights: MlpWeights, seen: Seen, kept: Tensor, config: PruneConfig
 ) -> MlpWeights:
     """Those of the kept neurons with the best matrix and bias that read them, in closed form."""
-    if config.refit == "none":
+    if config.refit == "none" or not seen.count:
         return small
     moment, cross = normal_equations(weights, seen, config.ridge)
     down = refitted(cross, moment, kept).float()

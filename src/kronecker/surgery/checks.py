@@ -71,7 +71,7 @@ def check_config(name: str, module: nn.Module, config: Config, tied: bool) -> No
             )
         return
     if isinstance(config, KroneckerConfig) and is_experts(module):
-        KroneckerExperts.like(module, config)
+        KroneckerExperts(module, config)
     elif isinstance(config, KroneckerConfig):
         config.shapes(*dense(module).shape, operation=f"convert_: {name}")
     else:

@@ -23,7 +23,7 @@ from ..fitting.cache import FitCache
 from ..fitting.fit import UNKNOWN, Fitted, Part, fit_
 from ..init import relative_error
 from ..layers.embedding import KroneckerEmbedding
-from ..layers.experts import GROUPED, KroneckerExperts, is_experts
+from ..layers.experts import GROUPED, KroneckerExperts, is_experts, layout_of
 from ..layers.linear import KroneckerLinear, LowRankLinear, SmallerLinear
 from ..layers.weights import SmallerWeight, dense
 from ..storage import own_saving_, resized
@@ -233,7 +233,8 @@ def _neurons(config: Config, module: nn.Module) -> int:
     if not isinstance(config, PruneConfig):
         return 0
     if is_experts(module):
-        return config.neurons(module.get_parameter("down_proj").shape[2], math.lcm(config.multiple_of, GROUPED))
+        count = layout_of(module).neurons(module.get_parameter("down_proj").shape)
+        return config.neurons(count, math.lcm(config.multiple_of, GROUPED))
     return config.neurons(dense(module).shape[1])
 
 
@@ -258,10 +259,10 @@ def _convert_alone(model: nn.Module, name: str, config: Config, tied: Mapping[st
         return float("nan")  # came along with the one it is tied to
     if is_experts(module):
         stack = KroneckerExperts.from_experts(module, config)
-        weights = dict(module.named_parameters(recurse=False))
-        parts = [(w - stack.dense_weights()[n]).square().sum() for n, w in weights.items()]
+        smaller, weights = stack.dense_weights(), dict(module.named_parameters(recurse=False))
+        parts = [(weights[n] - w).square().sum() for n, w in smaller.items()]
         put(model, name, stack)
-        energies = [w.square().sum() for w in weights.values()]
+        energies = [weights[n].square().sum() for n in smaller]
         return float((torch.stack(parts).sum() / torch.stack(energies).sum()).detach().sqrt())
     weight = dense(module)
     others = tied.get(name, [])

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from ..config import Config, KroneckerConfig, PruneConfig
 from ..data import Batch
 from ..fitting.experts import experts_shapes
-from ..layers.experts import GROUPED, is_experts
+from ..layers.experts import GROUPED, is_experts, layout_of
 from ..layers.weights import bias_of, dense
 from .checks import check_own
 from .convert import num_parameters
@@ -31,6 +31,7 @@ class PrunablePart:
     shapes: Callable[[int], dict[str, torch.Size]]  # of its parameters, with so many
     matrices: tuple[tuple[int, int], ...]  # (rows, columns) of its weights; of a stack each expert's
     mlp: Mlp | None  # None: experts
+    copies: int = 1  # of the matrices: one for each expert
 
     def parameters(self, keep: int) -> int:
         """How many it has with so many hidden neurons."""
@@ -55,8 +56,8 @@ class PrunablePart:
             raise ValueError(f"kronecker: {self.name} is a stack of experts, which {config} is not for")
         *ups, down = self.matrices
         factors = sum(config.count(*shape) for shape in ups) + config.opposite().count(*down)
-        weights, total = sum(rows * columns for rows, columns in self.matrices), self.parameters(self.count)
-        return factors + total - weights if self.mlp else total // weights * factors  # with biases, or of each expert
+        weights = sum(rows * columns for rows, columns in self.matrices)
+        return self.parameters(self.count) + self.copies * (factors - weights)
 
     def configs(self, config: Config) -> dict[str, Config]:
         """By the names of its layers."""
@@ -92,9 +93,10 @@ def _experts_part(name: str, module: nn.Module) -> PrunablePart:
     def shapes(keep: int) -> dict[str, torch.Size]:
         return {f"{name}.{n}": shape for n, shape in experts_shapes(module, keep).items()}
 
-    count = module.get_parameter("down_proj").shape[2]
-    matrices = tuple((shape[1], shape[2]) for shape in experts_shapes(module, count).values())
-    return PrunablePart(name, (name,), count, shapes, matrices, None)
+    layout, down = layout_of(module), module.get_parameter("down_proj").shape
+    weights = [(n, torch.empty_like(module.get_parameter(n), device="meta")) for n in layout.matrices]
+    matrices = tuple((rows, columns) for n, w in weights for _, rows, columns in [layout.plain(n, w).shape])
+    return PrunablePart(name, (name,), layout.neurons(down), shapes, matrices, None, down[0])
 
 
 def neurons_to_keep(model: nn.Module, parts: Sequence[PrunablePart], config: PruneConfig) -> dict[str, int]:

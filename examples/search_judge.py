@@ -24,7 +24,6 @@ POOLING = ["mean", "last", "mean last"]
 LINKS = ["antisymmetric", "davidson"]
 INNER = [0, 32, 128]
 WHOLE = (TrialState.COMPLETE, TrialState.PRUNED)
-NO_MATTER = ("out", "trials", "resume", "submit", "evaluate")  # flags that trials do not depend on
 
 
 def first_trial(given: argparse.Namespace) -> dict[str, Any]:
@@ -59,7 +58,7 @@ def settled(given: argparse.Namespace, trial: optuna.trial.BaseTrial) -> argpars
 
 def study_of(given: argparse.Namespace, parts: list[list]) -> tuple[optuna.Study, dict[str, Any]]:
     """The study of these pairs and these flags, in OUT/search.db, and what finds it."""
-    flags = {name: value for name, value in vars(given).items() if name not in NO_MATTER}
+    flags = {name: value for name, value in vars(given).items() if name not in train_judge.MAY_CHANGE}
     name = hashlib.sha256(repr((sorted(flags.items()), parts)).encode()).hexdigest()[:16]
     given.out.mkdir(parents=True, exist_ok=True)
     place = {"storage": f"sqlite:///{given.out / 'search.db'}", "study_name": name, "load_if_exists": True,
@@ -132,5 +131,7 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit("\nstopped; the same command goes on from the last whole trial")
-    except (ValueError, DeadRunError) as error:
+    except DeadRunError as error:
+        sys.exit(f"\nsearch_judge: {error}")
+    except (OSError, ValueError) as error:
         sys.exit(f"search_judge: {error}")

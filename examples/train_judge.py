@@ -22,8 +22,9 @@ import csv
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from common import can_draw, save_plot, whole_checkpoint
@@ -41,8 +42,26 @@ from heads.pairwise import (
     read_pairs,
     split_pairs,
 )
+from heads.pairwise.formats import pair_of
+from heads.pairwise.rows import raw_rows
 
 SURFACE = ["length", "style", "overlap"]
+MAY_CHANGE = ("out", "trials", "resume", "submit", "evaluate")  # flags that what is in OUT does not depend on
+
+
+class Asked(NamedTuple):
+    """What else is to be judged in the end."""
+
+    evaluate: dict[str, Any]  # data sets by file
+    ids: list[str]  # of the rows of --submit
+    pairs: list[Any]  # of these rows; None for a row that is none
+
+
+def above_zero(text: str) -> float:
+    """A number above 0, for argparse."""
+    if not (value := float(text)) > 0:
+        raise ValueError
+    return value
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,9 +80,9 @@ def parser() -> argparse.ArgumentParser:
     add("--surface", nargs="*", choices=SURFACE, help="what the head sees beside the encoder; default all of it")
     add("--append-prompt", default=True, action=argparse.BooleanOptionalAction, help="encode it before each answer")
     add("--max-tokens", type=int, help="of prompt and answer; default what the encoder takes")
-    add("--epochs", type=float, help="at most; default 8, and 3 where the encoder trains")
+    add("--epochs", type=above_zero, help="at most; default 8, and 3 where the encoder trains")
     add("--batch", type=int, default=64, help="pairs of a step, over all processes")
-    add("--lr", type=float, help="default 1e-3, and 3e-5 where a pretrained encoder trains")
+    add("--lr", type=above_zero, help="default 1e-3, and 3e-5 where a pretrained encoder trains")
     add("--head-lr-ratio", type=float, default=30.0, help="the head's rate over that of an encoder that trains")
     add("--layer-decay", type=float, default=1.0, help="of the rate, from layer to layer")
     add("--weight-decay", type=float, default=0.05)
@@ -128,34 +147,56 @@ def trainer_of(given: argparse.Namespace, data: list, keep: bool = True, **optio
     )  # fmt: skip
 
 
-def submit(given: argparse.Namespace, model: PairwiseModel) -> Path:
+def asked_for(given: argparse.Namespace, model: PairwiseModel) -> Asked:
+    """What --evaluate and --submit name, read before anything is trained.
+
+    Raises:
+        ValueError: A file that cannot be read, or further pairs without labels or with such as the model does not know.
+    """
+    evaluate, ids, pairs = {}, [], []
+    for name in given.evaluate:
+        found, _ = read_pairs(name)
+        if any(pair.label is None for pair in found):
+            raise ValueError(f"--evaluate {name} has pairs without a label; see --submit")
+        try:
+            evaluate[name] = model.dataset(found)
+        except ValueError as error:
+            raise ValueError(f"--evaluate {name}: {error}") from error
+    for line, row in raw_rows(given.submit) if given.submit else ():
+        ids.append(str(row.get("id", line)) if isinstance(row, Mapping) else str(line))
+        try:
+            pairs.append(pair_of(row)._replace(label=None))
+        except ValueError as error:
+            print(f"--submit {given.submit}: row {line} gets the mean of the others: {error}")
+            pairs.append(None)
+    if given.submit and not any(pairs):
+        raise ValueError(f"--submit {given.submit}: no row is a pair")
+    return Asked(evaluate, ids, pairs)
+
+
+def submit(given: argparse.Namespace, model: PairwiseModel, asked: Asked) -> Path:
     """Verdicts on pairs without labels, in the columns of Kaggle's Chatbot Arena; of its WSDM cup, where none tie."""
-    with given.submit.open(newline="", encoding="utf-8-sig") as file:
-        ids = [row.get("id", str(number)) for number, row in enumerate(csv.DictReader(file))]
-    pairs = [pair._replace(label=None) for pair in read_pairs(given.submit, max_bad=0.0)[0]]
-    found, path = predict_pairs(model, model.dataset(pairs)), given.out / "submission.csv"
+    found = predict_pairs(model, model.dataset([pair for pair in asked.pairs if pair])).probabilities
+    mean, held, path = found.mean(0), iter(found), given.out / "submission.csv"
+    columns = [f"winner_{name}" for name in ("model_a", "model_b", "tie")] if model.config.ties else ["winner"]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        if model.config.ties:
-            writer.writerow(["id", "winner_model_a", "winner_model_b", "winner_tie"])
-            writer.writerows(
-                [one, *(f"{p:.6f}" for p in row)] for one, row in zip(ids, found.probabilities, strict=True)
-            )
-        else:
-            writer.writerow(["id", "winner"])
-            writer.writerows([one, f"model_{v.lower()}"] for one, v in zip(ids, found.verdicts, strict=True))
+        writer.writerow(["id", *columns])
+        for one, pair in zip(asked.ids, asked.pairs, strict=True):
+            shares = mean if pair is None else next(held)
+            told = [f"{p:.6f}" for p in shares] if model.config.ties else [("model_a", "model_b")[int(shares.argmax())]]
+            writer.writerow([one, *told])
     return path
 
 
-def finish(given: argparse.Namespace, model: PairwiseModel, data: list) -> None:
+def finish(given: argparse.Namespace, model: PairwiseModel, data: list, asked: Asked) -> None:
     """Calibrate, save, judge the test pairs and what else was named, draw."""
     draws, train = can_draw(), data[0].pairs
     fitted = calibrate_(model, data[1])
     report = pairwise_report(model, data[2], train=train)
     model.save_pretrained(given.out / "model", report=report)
     told = [f"{report}\n{fitted}"]
-    for name in given.evaluate:
-        further = model.dataset(read_pairs(name)[0])
+    for name, further in asked.evaluate.items():
         if given.freeze == "all":
             further.encode_(model, cache=given.out / "features")
         told.append(f"{name}: {pairwise_report(model, further, train=train)}")
@@ -163,9 +204,9 @@ def finish(given: argparse.Namespace, model: PairwiseModel, data: list) -> None:
     (given.out / "metrics.json").write_text(json.dumps(report.metrics.to_dict(), indent=2) + "\n")
     drawn = [save_plot(draws, given.out / f"{name}.png", plot)
              for name, plot in (("calibration", report.plot), ("lengths", report.plot_lengths))]  # fmt: skip
-    if given.submit is not None:
-        drawn.append(str(submit(given, model)))
     print("\n" + "\n\n".join(told))
+    if given.submit is not None:
+        drawn.append(str(submit(given, model, asked)))
     print(f"\n{given.out / 'model'}, {given.out / 'report.txt'}, {given.out / 'metrics.json'}, {', '.join(drawn)}")
 
 
@@ -174,9 +215,6 @@ def prepared(given: argparse.Namespace, main: bool) -> tuple[str | Path, list[li
     world = int(os.environ.get("WORLD_SIZE", 1))
     if given.batch < world or given.batch % world:
         raise ValueError(f"--batch {given.batch} cannot be divided over {world} processes")
-    for path in (given.submit, *map(Path, given.evaluate)):
-        if path is not None and not path.is_file():
-            raise ValueError(f"there is no file {path}")
     given.freeze = given.freeze or ("all" if given.encoder else "none")
     set_seed(given.seed)
     parts = pairs_of(given, main)
@@ -195,16 +233,34 @@ def prepared(given: argparse.Namespace, main: bool) -> tuple[str | Path, list[li
     return encoder, parts, model, data
 
 
+def flags_of(given: argparse.Namespace) -> dict[str, str]:
+    """What a run that goes on has to have in common with the one before, whose flags are in OUT/flags.json.
+
+    Raises:
+        ValueError: Other flags than those.
+    """
+    flags = {name: str(value) for name, value in vars(given).items() if name not in MAY_CHANGE}
+    if given.resume and (given.out / "flags.json").is_file():
+        before = json.loads((given.out / "flags.json").read_text(encoding="utf-8"))
+        if other := [f"--{n.replace('_', '-')} {before.get(n)}" for n in flags if flags[n] != before.get(n)]:
+            raise ValueError(f"{given.out} was begun with {', '.join(other)}; needed the same, or no --resume")
+    return flags
+
+
 def train(given: argparse.Namespace) -> None:
     main = int(os.environ.get("RANK", 0)) == 0
+    flags = flags_of(given)
     _, _, model, data = prepared(given, main)
+    asked = asked_for(given, model) if main else None
     trainer = trainer_of(given, data, model=model)
     checkpoint = whole_checkpoint(given.out / "checkpoints") if given.resume else None
     if given.resume and main:
         print(f"going on from {checkpoint}" if checkpoint else "there is no checkpoint: starting anew")
-    trainer.train(resume_from_checkpoint=checkpoint)
     if main:
-        finish(given, model, data)
+        (given.out / "flags.json").write_text(json.dumps(flags, indent=1) + "\n", encoding="utf-8")
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if asked is not None:
+        finish(given, model, data, asked)
 
 
 if __name__ == "__main__":
@@ -212,5 +268,7 @@ if __name__ == "__main__":
         train(parser().parse_args())
     except KeyboardInterrupt:
         sys.exit("\nstopped; the same command with --resume goes on from the last checkpoint")
-    except (ValueError, DeadRunError) as error:
+    except DeadRunError as error:  # in the middle of a bar
+        sys.exit(f"\ntrain_judge: {error}")
+    except (OSError, ValueError) as error:
         sys.exit(f"train_judge: {error}")

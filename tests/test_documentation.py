@@ -1,6 +1,7 @@
 """The documentation says what the code does: every method, every parameter and default, every judged operation."""
 
 import csv
+import gzip
 import inspect
 import itertools
 import json
@@ -437,13 +438,14 @@ def test_the_judge_example_runs_and_resumes(tmp_path):
         won = dict(zip(("winner_model_a", "winner_model_b", "winner_tie"), [i % 3 == k for k in range(3)], strict=True))
         rows.append({"prompt": f'["Name a tool {i}."]', "response_a": "a saw", "response_b": f"an axe {i}"} | won)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with (tmp_path / "test.csv").open("w", newline="") as file:
+    with gzip.open(tmp_path / "test.csv.gz", "wt", newline="") as file:
         writer = csv.DictWriter(file, ["id", "prompt", "response_a", "response_b"])
         writer.writeheader()
-        writer.writerows({"id": 100 + i} | {k: row[k] for k in writer.fieldnames[1:]} for i, row in enumerate(rows[:5]))
+        asked = [row | {"prompt": '["\\ud83d"]'} if i == 1 else row for i, row in enumerate(rows[:5])]
+        writer.writerows({"id": 100 + i} | {k: row[k] for k in writer.fieldnames[1:]} for i, row in enumerate(asked))
     out = tmp_path / "b"
     options = ["--data", tmp_path / "rows.jsonl", "--encoder", tmp_path / "encoder", "--batch", 8, "--out", out]
-    options += ["--submit", tmp_path / "test.csv", "--evaluate", tmp_path / "rows.jsonl"]
+    options += ["--submit", tmp_path / "test.csv.gz", "--evaluate", tmp_path / "rows.jsonl"]
     printed = run_example("train_judge.py", *options)
     assert "60 of 60 rows" in printed
     assert "60 pairs: accuracy" in printed
@@ -452,11 +454,17 @@ def test_the_judge_example_runs_and_resumes(tmp_path):
         found = list(csv.DictReader(file))
     assert [row.pop("id") for row in found] == ["100", "101", "102", "103", "104"]
     assert all(abs(sum(map(float, row.values())) - 1) < 1e-4 for row in found)
+    middle = [sum(float(row["winner_tie"]) for row in found if row is not found[1]) / 4, float(found[1]["winner_tie"])]
+    assert middle[0] == pytest.approx(middle[1], abs=1e-3)  # of the row that is none
     last = max((out / "checkpoints").glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     (last / "trainer_state.json").write_text("{")  # cut short: the one before is taken
     printed = run_example("train_judge.py", *options, "--resume")
     assert re.search(rf"{last.name} is not whole", printed)
     assert re.search(r"going on from .*checkpoint-3$", printed, re.M)
+    with pytest.raises(AssertionError, match=r"was begun with --batch 8; needed the same, or no --resume"):
+        run_example("train_judge.py", *options, "--resume", "--batch", 4)
+    with pytest.raises(AssertionError, match=r"--evaluate .*test\.csv\.gz .*pairs without a label"):
+        run_example("train_judge.py", *options, "--evaluate", tmp_path / "test.csv.gz")
     options[3:4] = [tmp_path / "encoder", "--freeze", "bottom:1", "--link", "concat", "--no-append-prompt"]
     assert (out / "model" / "model.safetensors").exists()
     assert "frozen: embeddings, encoder.layer.0" in run_example("train_judge.py", *options)

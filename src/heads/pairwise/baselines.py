@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .functional import swapped
 from .inference import verdicts_of
-from .metrics import pairwise_metrics, shares_of
+from .metrics import alike, pairwise_metrics, shares_of
 from .pairs import Pair, Words, said_by
 from .surface import surfaces_of
 
@@ -58,8 +58,8 @@ def needs_scikit_learn(operation: str) -> None:
 def baseline_verdicts(train: Sequence[Pair], test: Sequence[Pair], *, classes: int = 3) -> dict[str, Tensor]:
     """Log-probabilities of A, B and tie for test pairs, by baselines that are fitted on labelled training pairs.
 
-    All but the labels' own shares are fitted on both orders of each pair and give the mean of both, so that they are as
-    fair as our links: the log-odds of a spline of the log-length's difference; a logistic regression on differences of
+    All are fitted on both orders of each pair and give the mean of both, so that they are as fair as our links: the
+    labels' own shares; the log-odds of a spline of the log-length's difference; a logistic regression on differences of
     TF-IDF and of the 24 surface features; boosted trees on the surface features of both answers.
 
     Args:
@@ -109,7 +109,7 @@ def baseline_verdicts(train: Sequence[Pair], test: Sequence[Pair], *, classes: i
 
     longer = [one[:, :1] - other[:, :1] for one, other in ((a, b), (test_a, test_b))]
     made: dict[str, Tensor] = {
-        BASELINES[0]: torch.from_numpy(labels.mean(0)).clamp(min=1e-9).log().expand(len(test), classes)
+        BASELINES[0]: alike(torch.from_numpy(labels.mean(0))).clamp(min=1e-9).log().expand(len(test), classes)
     }
     made[BASELINES[1]] = _fitted(
         make_pipeline(SplineTransformer(n_knots=8, extrapolation="constant"), LogisticRegression(C=10, max_iter=1000)),

@@ -20,7 +20,7 @@ from model_components._report import Report
 
 from .cache import encoded
 from .config import CLASSES, PairwiseConfig
-from .pairs import Pair, Words, check_label, check_words, count_labels, said_by
+from .pairs import Words, as_pairs, check_words, count_labels, said_by
 from .surface import surface_of
 from .template import Template, Tokens, sequence_batch
 
@@ -90,7 +90,7 @@ class PairwiseDataset(Dataset):
     """
 
     def __init__(self, pairs: Sequence[Any], tokenizer: Any, config: PairwiseConfig, *, progress: bool = True):
-        self.pairs = [_checked(number, pair, config.num_classes) for number, pair in enumerate(pairs)]
+        self.pairs = as_pairs("PairwiseDataset", pairs, config.num_classes)
         self.labels = [pair.label for pair in self.pairs]
         labelled = sum(label is not None for label in self.labels)
         if labelled not in (0, len(self.labels)):
@@ -160,25 +160,32 @@ class PairwiseDataset(Dataset):
         features = None if self._features is None else self._features[number]
         return Answer(tokens, self._surface[number], features)
 
+    def reward_rows(self) -> list[dict[str, list[int]]]:
+        """The pairs that one answer won, as TRL's ``RewardTrainer`` takes tokenised rows.
+
+        Its own way of joining texts is not the one a judge reads them in: trained on these, it reads what it learnt.
+
+        Raises:
+            ValueError: Pairs without labels.
+
+        Returns:
+            Rows of ``chosen_ids`` and ``rejected_ids``.
+        """
+        rows = []
+        for number, label in enumerate(self.labels):
+            if label is None:
+                raise ValueError(f"reward_rows: pair {number} has no label; needed who won")
+            won = label.index(max(label)) if isinstance(label, tuple) else label
+            if won < 2:
+                ids = [self.answer(2 * number + k).tokens.ids.tolist() for k in (won, 1 - won)]
+                rows.append(dict(zip(("chosen_ids", "rejected_ids"), ids, strict=True)))
+        return rows
+
     def _label(self, label: Any) -> Any:
         """A class, or shares where any label of the set is."""
         if not self.soft or isinstance(label, tuple):
             return label
         return tuple(float(k == label) for k in range(self.num_classes))
-
-
-def _checked(number: int, pair: Any, classes: int) -> Pair:
-    operation = f"PairwiseDataset: pair {number}"
-    if isinstance(pair, Mapping) and {"prompt", "a", "b"} <= set(pair):
-        pair = (pair["prompt"], pair["a"], pair["b"], pair.get("label"))
-    if not isinstance(pair, (tuple, list)) or not 3 <= len(pair) <= len(Pair._fields):
-        raise ValueError(f"{operation} is {pair!r:.60}; needed (prompt, a, b) or (prompt, a, b, label)")
-    try:
-        words = [check_words(name, part) for name, part in zip(("prompt", "a", "b"), pair, strict=False)]
-        label = check_label(pair[3], classes) if len(pair) > 3 else None
-    except ValueError as error:
-        raise ValueError(f"{operation}: {error}") from error
-    return Pair(words[0], words[1], words[2], label, *pair[4:])
 
 
 def _surfaces(answers: Sequence[tuple[Words, Words]], config: PairwiseConfig) -> np.ndarray:

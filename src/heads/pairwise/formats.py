@@ -148,12 +148,25 @@ def _messages(name: str, value: Any) -> tuple[Turn, ...]:
             raise ValueError(f"{name} is a text, needed messages") from None
     found = []
     for message in value if isinstance(value, list) else [value]:
-        role = message.get("role", message.get("from")) if isinstance(message, Mapping) else None
-        text = message.get("content", message.get("value")) if isinstance(message, Mapping) else None
-        if str(role).lower() not in _ROLES or not (text is None or isinstance(text, str)):
-            raise ValueError(f"{name} has a message that is {message!r:.60}, needed role and content")
-        found.append(Turn(_ROLES[str(role).lower()], sound(name, text or "")))
+        if not isinstance(message, Mapping):
+            raise ValueError(f"{name} has a message that is a {type(message).__name__}, needed role and content")
+        role = message.get("role", message.get("from"))
+        if str(role).lower() not in _ROLES:
+            raise ValueError(f"{name} has a message of role {role!r:.20}, needed one of {', '.join(_ROLES)}")
+        text = _content(name, message.get("content", message.get("value")))
+        found.append(Turn(_ROLES[str(role).lower()], sound(name, text)))
     return tuple(found)
+
+
+def _content(name: str, content: Any) -> str:
+    """A message's text, or the texts of its parts."""
+    parts = content if isinstance(content, list) else [content or ""]
+    texts: list[Any] = [
+        part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part for part in parts
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{name} has a message with content that is no text")
+    return "\n\n".join(texts)
 
 
 def _verdict(row: Mapping[str, Any]) -> int | tuple[float, ...] | None:

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 from .config import CLASSES
 from .functional import log_probabilities
+from .metrics import alike
 
 _SAMPLED, _EACH = 8, 4096  # weights that are watched, and how many numbers of each
 _STEPS_TO_MOVE = 10  # after warm-up: LoRA's A waits for B, and B for a new head
@@ -118,7 +119,7 @@ class DeadRunGuard(TrainerCallback):
         said, labels, lost, moments = seen[0], seen[1], seen[2], seen[4:]
         count, shares = float(labels.sum()), labels / labels.sum()
         if self._fair:  # and cannot know which of A and B wins more often
-            shares = torch.cat([shares[:2].mean().expand(2), shares[2:]])
+            shares = alike(shares)
         prior = -shares.clamp(min=1e-12).log()  # of each class
         gain = float((labels * prior - lost).sum()) / count  # of each pair, on average, and its variance
         spread = float(seen[3, 1] - 2 * prior @ lost + prior @ moments @ prior) / count - gain**2

@@ -173,7 +173,7 @@ def rank_answers(model: Any, answers: Sequence[Answer], batch_size: int) -> Rank
             found = model.compare(*held, both_orders=True)
             orders = [log_probabilities(found.logits), swapped(log_probabilities(found.swapped_logits))]
             shares.append(torch.stack(orders).exp().mean(0).cpu())
-    wins = _wins(torch.cat(shares), pairs.cpu(), count)
+    wins = _wins(torch.cat(shares) if shares else torch.zeros(0, 2), pairs.cpu(), count)
     found = bradley_terry(wins.clamp(1e-9, 1 - 1e-9)) if scores is None else scores.double().cpu()
     return Ranking(tuple(found.argsort(descending=True, stable=True).tolist()), found - found.mean(), wins)
 

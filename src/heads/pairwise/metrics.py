@@ -30,11 +30,12 @@ class PairwiseMetrics(Report):
         pairs: N.
         accuracy: Share of right verdicts; of soft labels, the share of judges that agree.
         log_loss: In nats.
-        log_loss_prior: Of always giving the labels' own shares.
+        log_loss_prior: Of always giving the labels' own shares, those of A and B made alike.
         log_loss_uniform: Of 1 / C each.
         calibration_error: Mean distance of confidence and accuracy, over 15 bins of confidence.
         flip_rate: Share of verdicts that change when A and B trade places.
-        length_correlation: Of P(A) - P(B) with how much longer A is; nan where either never differs.
+        length_correlation: Of P(A) - P(B) with how much longer A is, each pair taken in both orders; nan where either
+            is always 0.
         label_length_correlation: Of the labels themselves with it.
         confusion: Rows are labels, columns verdicts.
     """
@@ -64,6 +65,15 @@ class PairwiseMetrics(Report):
         names = CLASSES[: len(self.confusion)]
         rows = [(name, *(f"{n:g}" for n in row)) for name, row in zip(names, self.confusion, strict=True)]
         return Table(("label \\ verdict", *names), rows)
+
+
+def alike(shares: Tensor) -> Tensor:
+    """(C,) shares of classes, those of A and B made alike: what can be known without looking at the answers.
+
+    >>> alike(torch.tensor([0.5, 0.25, 0.25]))
+    tensor([0.3750, 0.3750, 0.2500])
+    """
+    return torch.cat([shares[:2].mean().expand(2), shares[2:]])
 
 
 def shares_of(labels: Sequence[Any] | Tensor, classes: int) -> Tensor:
@@ -100,7 +110,7 @@ def pairwise_metrics(
         )
     best = verdicts_of(found)
     right = wanted.gather(1, best[:, None])[:, 0]
-    prior = wanted.mean(0)
+    prior = alike(wanted.mean(0))
     confusion = torch.zeros(classes, classes, dtype=torch.float64).index_add(1, best, wanted.T)
     flips = float("nan")
     if swapped_log_probabilities is not None:
@@ -136,9 +146,9 @@ def _calibration(confidence: Tensor, right: Tensor) -> float:
 
 
 def _correlation(one: Tensor, other: Tensor | None) -> float:
-    if other is None or len(one) < 2 or not one.std() > 0 or not other.std() > 0:
+    if other is None or not one.any() or not other.any():
         return float("nan")
-    return float(torch.corrcoef(torch.stack([one, other]))[0, 1])
+    return float(F.cosine_similarity(one, other, dim=0))  # both means are 0 where each pair comes in both orders
 
 
 def fit_temperature(logits: Tensor, labels: Sequence[Any] | Tensor) -> float:

@@ -304,14 +304,14 @@ class PairwiseModel(SavedJudge):
 
         Args:
             prompt: What was asked: a text, or turns.
-            answers: Two or more.
+            answers: One or more.
             batch_size: Pairs that are compared at once, and a quarter of it answers that are encoded at once.
 
         Raises:
-            ValueError: Fewer than two answers, what is neither text nor turns, no tokenizer.
+            ValueError: No answers, what is neither text nor turns, no tokenizer.
         """
-        if isinstance(answers, str) or len(answers) < 2:
-            raise ValueError(f"rank: answers are {answers!r:.60}, needed two texts or more")
+        if isinstance(answers, str) or not len(answers):
+            raise ValueError(f"rank: answers are {answers!r:.60}, needed a text or more")
         return rank_answers(self, answers_to(prompt, answers, self._own_tokenizer, self.config), batch_size)
 
     @property

@@ -12,8 +12,9 @@ from .config import CLASSES
 _WINNERS = {
     "a": 0, "model_a": 0, "response_a": 0, "answer_a": 0, "output_1": 0, "left": 0,
     "b": 1, "model_b": 1, "response_b": 1, "answer_b": 1, "output_2": 1, "right": 1,
-    "tie": 2, "tie (bothbad)": 2, "bothbad": 2, "both_bad": 2, "both bad": 2, "both": 2, "equal": 2, "same": 2,
-    "draw": 2, "neither": 2,
+    "tie": 2, "tied": 2, "draw": 2, "both": 2, "neither": 2, "equal": 2, "same": 2,
+    **{f"{before}both{between}{how}{after}": 2 for how in ("bad", "good") for between in ("", "_", " ")
+       for before, after in (("", ""), ("tie (", ")"))},
 }  # fmt: skip
 
 
@@ -38,7 +39,7 @@ class Pair(NamedTuple):
         prompt: What both answers follow: a text, or the turns of a conversation so far.
         a: An answer: a text, or the turns from where both conversations differ, which end with the assistant's.
         b: The other.
-        label: 0 for A, 1 for B, 2 for a tie, shares of the three, or None.
+        label: 0 for A, 1 for B, 2 for a tie, shares of A, B and tie, or None.
         writers: Names of the models that answered, where they are known.
     """
 
@@ -111,6 +112,33 @@ def check_words(name: str, value: Any) -> Words:
     return tuple(found)
 
 
+def as_pairs(operation: str, pairs: Iterable[Any], classes: int = 3) -> list[Pair]:
+    """Pairs, tuples like them, or mappings with their names, as pairs.
+
+    Raises:
+        ValueError: What is none of these, with its number.
+
+    >>> as_pairs("an example", [{"prompt": "2 + 2?", "a": "4", "b": "5", "label": "A"}])
+    [Pair(prompt='2 + 2?', a='4', b='5', label=0, writers=(None, None))]
+    """
+    made = []
+    for number, given in enumerate(pairs):
+        pair = given
+        if isinstance(pair, Mapping) and {"prompt", "a", "b"} <= set(pair):
+            pair = (pair["prompt"], pair["a"], pair["b"], pair.get("label"))
+        if not isinstance(pair, (tuple, list)) or not 3 <= len(pair) <= len(Pair._fields):
+            raise ValueError(
+                f"{operation}: pair {number} is {pair!r:.60}; needed (prompt, a, b) or (prompt, a, b, label)"
+            )
+        try:
+            words = [check_words(name, part) for name, part in zip(("prompt", "a", "b"), pair, strict=False)]
+            label = check_label(pair[3], classes) if len(pair) > 3 else None
+        except ValueError as error:
+            raise ValueError(f"{operation}: pair {number}: {error}") from error
+        made.append(Pair(words[0], words[1], words[2], label, *pair[4:]))
+    return made
+
+
 def split_pairs(pairs: Sequence[Pair], shares: Sequence[float] = (0.8, 0.1, 0.1), *, seed: int = 0) -> list[list[Pair]]:
     """Parts of these shares, for training, validation and test, of which no two have a prompt in common.
 
@@ -157,14 +185,17 @@ def count_labels(pairs: Iterable[Pair]) -> tuple[int, ...]:
 
 
 def check_label(label: Any, classes: int = 3) -> int | tuple[float, ...] | None:
-    """A label as a class, as shares that sum to 1, or None.
+    """A label as a class, as shares that sum to 1, or None; with two classes, the share of ties may be left out or 0.
 
     Raises:
         ValueError: Anything else.
 
-    >>> check_label("model_b"), check_label("Tie (bothbad)"), check_label([0.5, 0.5, 0.0])
+    >>> check_label("model_b"), check_label("Tie (both bad)"), check_label([0.5, 0.5, 0.0])
     (1, 2, (0.5, 0.5, 0.0))
+    >>> check_label((0.75, 0.25, 0.0), classes=2)
+    (0.75, 0.25)
     """
+    without = "" if classes == len(CLASSES) else ", of a model that knows no ties"
     label = plain(label)
     if isinstance(label, str) and label.strip():
         text = label.strip().lower()
@@ -177,10 +208,12 @@ def check_label(label: Any, classes: int = 3) -> int | tuple[float, ...] | None:
             shares = tuple(float(share) for share in label)
         except (TypeError, ValueError):
             shares = ()
+        if len(shares) > classes and not any(shares[classes:]):
+            shares = shares[:classes]
         if len(shares) != classes or not min(shares) >= 0 or not abs(sum(shares) - 1) < 1e-3:
-            raise ValueError(f"a label is {label!r}, needed {classes} shares that sum to 1")
+            raise ValueError(f"a label is {label!r}, needed {classes} shares that sum to 1{without}")
         return shares
     if isinstance(label, bool) or not isinstance(label, (int, float)) or label not in range(classes):
         known = ", ".join(f"{k} ({name})" for k, name in enumerate(CLASSES[:classes]))
-        raise ValueError(f"a label is {label!r}, needed {known}")
+        raise ValueError(f"a label is {label!r}, needed {known}{without}")
     return int(label)

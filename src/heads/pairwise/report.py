@@ -15,7 +15,7 @@ from .collate import CutReport, PairwiseDataset
 from .inference import Predictions, predict_pairs, verdicts_of
 from .metrics import LEAST, MOST, PairwiseMetrics, calibration_bins, fit_temperature, pairwise_metrics, shares_of
 from .packing import PackingReport
-from .pairs import Pair, said_by
+from .pairs import Pair, as_pairs, said_by
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,7 @@ def pairwise_report(
     _check_labelled("pairwise_report", data)
     if train is not None:
         needs_scikit_learn("pairwise_report")
+        train = as_pairs("pairwise_report", train, model.config.num_classes)
     found, labels = predict_pairs(model, data, batch_size=batch_size, parts=True, progress=progress), _labels(data)
     lengths = tuple((len(said_by("assistant", p.a)), len(said_by("assistant", p.b))) for p in data.pairs)
     metrics = pairwise_metrics(
@@ -159,16 +160,18 @@ def _seen(train: Sequence[Pair], test: Sequence[Pair]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class CalibrationReport(Report):
-    """The temperature that `calibrate_` set, and the log-loss on its data before and after."""
+    """The temperature that `calibrate_` set, by how many pairs, and the log-loss on these before and after."""
 
+    pairs: int
     temperature: float
     before: float
     after: float
 
     def summary(self) -> list[str]:
         """One line."""
-        end = "" if LEAST < self.temperature < MOST else ", the limit: are these pairs other than those of training?"
-        return [f"log-loss {self.before:.4f}, now {self.after:.4f} (temperature {self.temperature:.3g}{end})"]
+        end = "" if LEAST < self.temperature < MOST else ", the limit: pairs are few, or other than those of training"
+        losses = f"log-loss {self.before:.4f}, now {self.after:.4f}"
+        return [f"{losses} on {self.pairs} pairs (temperature {self.temperature:.3g}{end})"]
 
 
 def calibrate_(model: Any, data: PairwiseDataset, *, batch_size: int = 32, progress: bool = True) -> CalibrationReport:
@@ -192,7 +195,7 @@ def calibrate_(model: Any, data: PairwiseDataset, *, batch_size: int = 32, progr
     temperature = fit_temperature(logits, labels)
     losses = [pairwise_metrics(one, labels).log_loss for one in (found, (logits / temperature).log_softmax(-1))]
     model.head.temperature.fill_(temperature)
-    return CalibrationReport(temperature, *losses)
+    return CalibrationReport(len(data), temperature, *losses)
 
 
 def _check_labelled(operation: str, data: PairwiseDataset) -> None:

@@ -20,9 +20,11 @@ from .model import PairwiseModel
 class PairwiseForSequenceClassification(PairwiseModel):
     """A `PairwiseModel` that gives each sequence of a padded batch its score, one logit.
 
-    Weights and folders are those of a `PairwiseModel`: a folder that one saved loads as the other. TRL's
-    ``RewardTrainer`` trains it, ``AutoModelForSequenceClassification.from_pretrained`` loads it. By ``"davidson"``, and
-    by either link without ties, a difference of two logits is the log-odds of the first answer against the second.
+    Weights and folders are those of a `PairwiseModel`: a folder that one saved loads as the other.
+    ``AutoModelForSequenceClassification.from_pretrained`` loads it, and TRL's ``RewardTrainer`` trains it: give it
+    ``model.dataset(pairs).reward_rows()``, since TRL would join texts otherwise than the judge does. By
+    ``"davidson"``, and by either link without ties, a difference of two logits is the log-odds of the first answer
+    against the second.
 
     Args:
         config: Of a link with scores, ``pooling`` of ``"first"``, ``"last"`` or both, and no ``surface``, which token

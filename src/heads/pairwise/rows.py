@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from model_components._hub import hub_id
 from model_components._report import Report
 
 from .config import CLASSES
@@ -81,8 +82,8 @@ def read_pairs(
     ``generator_1`` and ``generator_2``, or ``gen_a`` and ``gen_b``. A missing answer is an empty one.
 
     Args:
-        source: A ``.csv``, ``.json``, ``.jsonl`` or ``.parquet`` file, also with ``.gz``; a hub id such as
-            ``owner/name`` (``datasets`` reads both); rows; or a pandas data frame.
+        source: A ``.csv``, ``.json`` or ``.jsonl`` file, also with ``.gz``; a ``.parquet`` file or a hub id such as
+            ``owner/name``, which ``datasets`` reads; rows; or a pandas data frame.
         max_bad: Share of the rows that may be bad; they are left out and reported.
 
     Returns:
@@ -102,7 +103,7 @@ def read_pairs(
     bad: dict[str, list[int]] = {}
     columns: dict[str, None] = {}
     count = 0
-    for line, row in _rows(source):
+    for line, row in raw_rows(source):
         count += 1
         if isinstance(row, Mapping):
             columns |= dict.fromkeys(map(str, row))
@@ -123,31 +124,46 @@ def read_pairs(
     return pairs, ReadReport(count, len(pairs), empty, count_labels(pairs), lines, ignored)
 
 
-def _rows(source: Any) -> Iterator[tuple[int, Any]]:
-    """Line numbers, from 1, and rows; of JSON lines and CSV those of the file."""
+def raw_rows(source: Any) -> Iterator[tuple[int, Any]]:
+    """Line numbers, from 1, and rows as they are; of JSON lines and CSV lines of the file.
+
+    Args:
+        source: As of `read_pairs`.
+
+    Yields:
+        A `ValueError` in place of a row that is none.
+
+    Raises:
+        ValueError: A file that cannot be read.
+    """
     if hasattr(source, "iterrows"):  # pandas
         source = source.to_dict("records")
     if not isinstance(source, (str, Path)):
         yield from enumerate(source, 1)
         return
     path = Path(source)
+    suffix = path.suffix.lower()
     if not path.is_file():
-        if path.suffix or str(source).count("/") != 1:
+        if suffix in (*_READERS, ".parquet", ".gz") or hub_id(path) is None:
             raise ValueError(f"read_pairs: there is no file {path}")
-        yield from enumerate(_of_datasets(str(source), split="train"), 1)
+        yield from enumerate(_of_datasets(str(source), str(source)), 1)
         return
-    kind = Path(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
-    if kind == ".parquet":
-        yield from enumerate(_of_datasets("parquet", data_files=str(path), split="train"), 1)
+    if suffix == ".parquet":
+        yield from enumerate(_of_datasets(str(path), "parquet", data_files=str(path)), 1)
         return
-    reader = {".csv": _csv, ".json": _json, ".jsonl": _json_lines}.get(kind)
+    kind = Path(path.stem if suffix == ".gz" else path.name).suffix.lower()
+    reader = _READERS.get(kind)
     if reader is None:
+        told = f"a {kind} in a .gz" if suffix == ".gz" else f"a {kind}" if kind else "a file without a suffix"
         raise ValueError(
-            f"read_pairs: {path} is a {kind or 'file without a suffix'}; needed .csv, .json, .jsonl or .parquet"
+            f"read_pairs: {path} is {told}; needed .parquet, or .csv, .json or .jsonl, these also with .gz"
         )
     try:
-        with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as raw:
-            yield from reader(io.TextIOWrapper(raw, encoding="utf-8-sig", newline=""), path)
+        with (
+            gzip.open(path, "rb") if suffix == ".gz" else path.open("rb") as raw,
+            io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file,
+        ):
+            yield from reader(file, path)
     except (UnicodeDecodeError, json.JSONDecodeError, gzip.BadGzipFile, EOFError, csv.Error) as error:
         raise ValueError(f"read_pairs: {path} cannot be read: {error}") from error
 
@@ -176,12 +192,15 @@ def _json_lines(file: Any, path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, ValueError(f"no JSON ({error.msg})")
 
 
-def _of_datasets(name: str, **options: Any) -> Any:
+_READERS = {".csv": _csv, ".json": _json, ".jsonl": _json_lines}
+
+
+def _of_datasets(source: str, name: str, **options: Any) -> Any:
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise ImportError("read_pairs: this source needs datasets; pip install 'model-components[trl]'") from error
     try:
-        return load_dataset(name, **options)
+        return load_dataset(name, split="train", **options)
     except Exception as error:  # of the network, the hub or the data: all are told the same way
-        raise ValueError(f"read_pairs: {name} is neither a file nor a data set that can be had: {error}") from error
+        raise ValueError(f"read_pairs: {source} cannot be read by datasets: {error}") from error

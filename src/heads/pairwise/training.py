@@ -16,11 +16,13 @@ from transformers.training_args import ParallelMode
 from model_components._trainer import StepTrainer, TrainerOptions
 
 from .collate import PairwiseCollator, PairwiseDataset
+from .config import CLASSES
 from .freeze import parameter_groups
 from .functional import log_probabilities
 from .guard import DeadRunGuard
 from .inference import sides_of
 from .metrics import pairwise_metrics
+from .pairs import count_labels
 
 _SOME, _ALL = 256, 20_000  # pairs whose features' spread is taken for that of all: read for this, and encoded already
 
@@ -57,7 +59,8 @@ class PairwiseTrainer(StepTrainer):
         **options: Of `Trainer`: ``eval_dataset``, ``callbacks``, ...
 
     Raises:
-        ValueError: Data that are not a `PairwiseDataset`, or have no labels; nothing to train.
+        ValueError: Data that are not a `PairwiseDataset`, or have no labels; nothing to train; one side that always
+            wins, for a link that could learn the side.
     """
 
     def __init__(
@@ -125,6 +128,12 @@ class PairwiseTrainer(StepTrainer):
             )
         if all(label == 2 or (isinstance(label, tuple) and label[2:] == (1.0,)) for label in data.labels):
             raise ValueError("PairwiseTrainer: every label is a tie; needed pairs of which some are won")
+        won = count_labels(data.pairs)[:2]
+        if held.config.link == "concat" and not held.config.swap_consistency and not all(won):
+            raise ValueError(
+                f"PairwiseTrainer: {CLASSES[won.index(max(won))]} wins every pair, and link 'concat' would learn the "
+                "side; needed another link, swap_consistency=1.0, or pairs in both orders"
+            )
         if not held.head.untrained:
             return
         if not any(p.requires_grad for p in held.head.parameters()):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.heads.pairwise.support import pairs_of, tokenizer_of, words
+from tests.heads.pairwise.support import model_of, pairs_of, tokenizer_of, words
 from tokenizers import normalizers, pre_tokenizers
 from transformers import BertConfig
 
@@ -158,8 +158,15 @@ def test_bad_pairs_are_refused_with_their_numbers(pair, said):
         PairwiseDataset([("p", "x", "y"), pair], tokenizer_of(), config_of(), progress=False)
 
 
+def test_shares_without_ties_serve_a_model_that_knows_none():
+    model = model_of(ties=False)
+    assert model.dataset([("p", "a", "b", (0.25, 0.75, 0.0))], progress=False).labels == [(0.25, 0.75)]
+    with pytest.raises(ValueError, match=r"pair 0: a label is .*, needed 2 shares .*, of a model that knows no ties"):
+        model.dataset([("p", "a", "b", (0.25, 0.5, 0.25))], progress=False)
+
+
 def test_labels_outside_two_classes_and_odd_tokenizers_are_refused():
-    with pytest.raises(ValueError, match=r"a label is 2, needed 0 \(A\), 1 \(B\)$"):
+    with pytest.raises(ValueError, match=r"a label is 2, needed 0 \(A\), 1 \(B\), of a model that knows no ties$"):
         PairwiseDataset([("p", "x", "y", 2)], tokenizer_of(), config_of(ties=False), progress=False)
     with pytest.raises(ValueError, match="needed a fast one"):
         PairwiseDataset([("p", "x", "y")], object(), config_of(), progress=False)

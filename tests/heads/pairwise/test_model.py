@@ -202,8 +202,10 @@ def test_rank_orders_answers(link):
     if link == "davidson":  # the tournament's order is that of the scores
         both = model.predict(["w1 w2"] * 6, answers, answers, progress=False).scores[:, 0]
         assert found.order == tuple(both.argsort(descending=True).tolist())
-    with pytest.raises(ValueError, match="needed two texts or more"):
-        model.rank("p", ["one"])
+    alone = model.rank("p", ["one"])
+    assert (alone.order, alone.scores.tolist(), alone.wins.tolist()) == ((0,), [0.0], [[0.5]])
+    with pytest.raises(ValueError, match="needed a text or more"):
+        model.rank("p", [])
     with pytest.raises(ValueError, match="rank: answer 1 is 3, needed text or turns"):
         model.rank("p", ["one", 3])
     more = model.rank("w1 w2", [*answers, words(*range(80))])

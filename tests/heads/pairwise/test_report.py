@@ -20,10 +20,12 @@ def test_metrics_are_what_they_say():
     assert made.accuracy == pytest.approx(float((best == labels).double().mean()))
     assert made.log_loss == pytest.approx(float(torch.nn.functional.nll_loss(found, labels)), rel=1e-5)
     shares = torch.bincount(labels, minlength=3) / 500
+    shares[:2] = shares[:2].mean()
     assert made.log_loss_prior == pytest.approx(float(-(shares * shares.log()).sum()), rel=1e-5)
     assert made.log_loss_uniform == pytest.approx(math.log(3))
     assert made.flip_rate == pytest.approx(float((best != found[:, [1, 0, 2]].argmax(-1)).double().mean()))
-    expected = torch.corrcoef(torch.stack([p[:, 0] - p[:, 1], lengths]))[0, 1]
+    both = [torch.cat([one, -one]) for one in (p[:, 0] - p[:, 1], lengths)]  # in both orders
+    expected = torch.corrcoef(torch.stack(both))[0, 1]
     assert made.length_correlation == pytest.approx(float(expected), rel=1e-4)
     sure, error = p.amax(-1), 0.0
     for k in range(15):
@@ -35,6 +37,21 @@ def test_metrics_are_what_they_say():
     for i in range(3):
         for j in range(3):
             assert made.confusion[i][j] == float(((labels == i) & (best == j)).sum())
+
+
+def test_nothing_depends_on_which_side_the_better_answer_is_on():
+    draw = torch.Generator().manual_seed(0)
+    found = torch.randn(300, 2, generator=draw).log_softmax(-1)
+    labels, lengths = torch.zeros(300, dtype=torch.long), torch.randn(300, generator=draw) + 1  # chosen and rejected
+    turn = torch.rand(300, generator=draw) < 0.5
+    turned = torch.where(turn[:, None], found.flip(1), found), torch.where(turn, 1, labels)
+    one = pairwise_metrics(found, labels, length_difference=lengths)
+    other = pairwise_metrics(*turned, length_difference=torch.where(turn, -lengths, lengths))
+    names = ("log_loss", "log_loss_prior", "length_correlation", "label_length_correlation", "calibration_error")
+    for name in names:
+        assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-5)
+    assert one.log_loss_prior == pytest.approx(math.log(2))
+    assert 0.5 < one.label_length_correlation < 0.9
 
 
 def test_soft_labels_and_two_classes():

@@ -78,6 +78,27 @@ def test_the_reward_trainer_of_trl_trains_a_judge(tmp_path):
     assert all(torch.equal(value, judge.state_dict()[name]) for name, value in trainer.model.state_dict().items())
 
 
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_tokenised_rows_are_what_the_judge_reads(kind):
+    model = model_of(kind, link="davidson", pooling="last")
+    scorer = PairwiseForSequenceClassification(model.config).eval()
+    scorer.load_state_dict(model.state_dict())
+    pairs = [*pairs_of(12), ("p", "w1 w2", "w3", (0.2, 0.7, 0.1)), ("p", "w1", "w2", (0.2, 0.2, 0.6))]
+    data = model.dataset(pairs, progress=False)
+    rows, scores = data.reward_rows(), predict_pairs(model, data, progress=False).scores
+    won = [(n, p[3] if isinstance(p[3], int) else p[3].index(max(p[3]))) for n, p in enumerate(pairs)]
+    won = [(n, k) for n, k in won if k < 2]
+    assert len(rows) == len(won) < len(pairs)
+    for row, (number, k) in zip(rows, won, strict=True):
+        for name, side in (("chosen_ids", k), ("rejected_ids", 1 - k)):
+            kinds = torch.from_numpy(data.answer(2 * number + side).tokens.types).long()[None]
+            with torch.no_grad():
+                found = scorer(torch.tensor([row[name]]), token_type_ids=kinds).logits[0, 0]
+            torch.testing.assert_close(found, scores[number, side])
+    with pytest.raises(ValueError, match="reward_rows: pair 0 has no label"):
+        model.dataset([("p", "a", "b")], progress=False).reward_rows()
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

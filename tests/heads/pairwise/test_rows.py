@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -144,7 +145,15 @@ BAD = [
     ("text", "a row is a str, not a mapping"),
     (ARENA | {"prompt": "\ud83d"}, "prompt has half of a surrogate pair, needed Unicode text"),
     ({"conversation_a": "x", "conversation_b": "y"}, "conversation_a is a text, needed messages"),
-    ({"conversation_a": [{"role": "judge", "content": "x"}], "conversation_b": []}, "needed role and content"),
+    (
+        {"conversation_a": [{"role": "judge", "content": "x"}], "conversation_b": []},
+        "of role 'judge', needed one of user",
+    ),
+    ({"conversation_a": ["x"], "conversation_b": []}, "has a message that is a str, needed role and content"),
+    (
+        {"conversation_a": [{"role": "user", "content": [{"type": "image"}]}], "conversation_b": []},
+        "has a message with content that is no text",
+    ),
 ]
 
 
@@ -170,6 +179,28 @@ def test_lines_of_files_are_told(tmp_path):
     assert report.bad == {"1 more fields than the header": (4,)}
 
 
+def test_parts_of_a_message_are_its_text():
+    said = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
+    sides = [[{"role": "user", "content": "p"}, {"role": "assistant", "content": c}] for c in (said, "z")]
+    assert one({"conversation_a": sides[0], "conversation_b": sides[1]})[:3] == ("p", "x\n\ny", "z")
+
+
+def test_what_is_no_file_may_be_on_the_hub(monkeypatch):
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: asked.append((name, split)) or [PLAIN])
+    assert len(read_pairs("argilla/OpenHermes2.5-dpo-alpha")[0]) == 1
+    assert asked == [("argilla/OpenHermes2.5-dpo-alpha", "train")]
+
+
+def test_packed_parquet_is_refused_by_its_name(tmp_path):
+    (tmp_path / "a.parquet.gz").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"a\.parquet\.gz is a \.parquet in a \.gz; needed \.parquet, or"):
+        read_pairs(tmp_path / "a.parquet.gz")
+    (tmp_path / "a.parquet").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"a\.parquet cannot be read by datasets"):
+        read_pairs(tmp_path / "a.parquet")
+
+
 def test_bad_files_are_refused(tmp_path):
     for name in ("no.csv", "folder/no.json", "nothing"):
         with pytest.raises(ValueError, match="there is no file"):
@@ -177,7 +208,7 @@ def test_bad_files_are_refused(tmp_path):
     for name, held, said in (
         ("a.json", b"{", "cannot be read"), ("b.json", b"{}", "holds a dict, needed a list of rows"),
         ("a.csv", b"\xff\xfe", "cannot be read"), ("a.jsonl.gz", b"no", "cannot be read"),
-        ("a.txt", b"x", r"is a \.txt; needed \.csv"), ("e.jsonl", b"", "there are no rows"),
+        ("a.txt", b"x", r"is a \.txt; needed \.parquet, or \.csv"), ("e.jsonl", b"", "there are no rows"),
     ):  # fmt: skip
         (tmp_path / name).write_bytes(held)
         with pytest.raises(ValueError, match=said):

@@ -298,6 +298,18 @@ def test_layerwise_rates_reach_the_optimizer(tmp_path):
     assert rates == {0.25, 0.5, 1.0, 4.0}
 
 
+def test_a_side_that_always_wins_is_refused_for_a_link_that_could_learn_it(tmp_path):
+    chosen = [(*pair[:3], 0) for pair in pairs_of(8)]
+    for link, options in (("davidson", {}), ("concat", {"swap_consistency": 1.0}), ("concat", {})):
+        model = model_of(link=link, trained=False, **options)
+        given = {"model": model, "args": arguments_of(tmp_path), "train_dataset": model.dataset(chosen, progress=False)}
+        if (link, options) != ("concat", {}):
+            PairwiseTrainer(**given)
+            continue
+        with pytest.raises(ValueError, match=r"A wins every pair, and link 'concat' would learn the side; needed"):
+            PairwiseTrainer(**given)
+
+
 def test_what_cannot_learn_is_refused_before_it_runs(tmp_path):
     model = model_of(trained=False)
     ties = model.dataset([(*pair[:3], 2) for pair in pairs_of(20)], progress=False)

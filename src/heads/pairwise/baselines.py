@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from .functional import swapped
-from .inference import verdicts_of
-from .metrics import alike, pairwise_metrics, shares_of
+from .metrics import alike, at_verdict, pairwise_metrics, shares_of
 from .pairs import Pair, Words, said_by
 from .surface import surfaces_of
 
@@ -33,7 +32,7 @@ class Rival:
         log_loss: In nats.
         calibration_error: As of `PairwiseMetrics`.
         gain: How much lower the model's log-loss is, in nats a pair.
-        error: One standard error of the gain, pairs of one prompt taken as one.
+        error: One standard error of the gain, pairs of one prompt taken as one; nan where all have the same.
     """
 
     name: str
@@ -137,9 +136,10 @@ def rivals_of(found: Tensor, labels: Sequence[Any], train: Sequence[Pair], test:
         return torch.where(wanted > 0, -wanted * verdicts, 0.0).sum(1)
 
     own, made = losses(found.double()), []
+    groups = [pair.prompt or number for number, pair in enumerate(test)]  # no prompts are not the same prompt
     for name, verdicts in baseline_verdicts(train, test, classes=found.shape[-1]).items():
         worth = pairwise_metrics(verdicts, labels)
-        gain, error = clustered(losses(verdicts) - own, [pair.prompt for pair in test])
+        gain, error = clustered(losses(verdicts) - own, groups)
         share = near_accuracy(verdicts, wanted, near)
         made.append(Rival(name, worth.accuracy, share, worth.log_loss, worth.calibration_error, gain, error))
     return tuple(made)
@@ -153,21 +153,24 @@ def near_in_length(pairs: Sequence[Pair]) -> Tensor:
 
 def near_accuracy(found: Tensor, wanted: Tensor, near: Tensor) -> float:
     """Share of right verdicts among pairs of like length; nan where there are none."""
-    right = wanted.gather(1, verdicts_of(found)[:, None])[:, 0]
+    right = at_verdict(wanted, found)
     return float(right[near].mean()) if near.any() else float("nan")
 
 
 def clustered(differences: Tensor, groups: Sequence[Any]) -> tuple[float, float]:
-    """A mean and its standard error, of numbers of which those of one group are not independent.
+    """A mean and its standard error, of numbers of which those of one group are not independent; nan for one group.
 
     >>> clustered(torch.tensor([1.0, 1.0, 3.0, 3.0]), ["p", "p", "q", "q"])
-    (2.0, 0.7071067811865476)
+    (2.0, 1.0)
     """
     mean = float(differences.mean())
     sums: dict[Any, float] = {}
     for group, one in zip(groups, differences.tolist(), strict=True):
         sums[group] = sums.get(group, 0.0) + one - mean
-    return mean, sum(one**2 for one in sums.values()) ** 0.5 / len(differences)
+    if len(sums) == 1:
+        return mean, float("nan")
+    variance = sum(one**2 for one in sums.values()) * len(sums) / (len(sums) - 1)
+    return mean, variance**0.5 / len(differences)
 
 
 def _sides(pairs: Sequence[Pair]) -> list[list[Words]]:

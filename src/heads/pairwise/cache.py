@@ -1,10 +1,10 @@
 """Features of a frozen encoder, made once and kept in a folder, so that heads train in seconds.
 
-A sequence is known by a hash of its tokens, an encoder by one of its weights: what is found is right, whichever pairs
-it was made for, and an interrupted run goes on where it stopped.
+A sequence is known by a hash of its tokens, an encoder by one of its weights and of the adapters that are active: what
+is found is right, whichever pairs it was made for, and an interrupted run goes on where it stopped.
 
     cache/
-      ENCODER/                a hash of the encoder's config and weights
+      ENCODER/                a hash of the encoder's config, weights and adapters
         POOLING/              such as "mean"
           CHUNK.safetensors   keys (S, 16) and features (S, W)
 """
@@ -31,6 +31,8 @@ from .template import Tokens, sequence_batch
 
 _TOKENS = 8192  # of a batch
 _BATCHES = 8  # of a file
+_SAMPLED = 64  # numbers of each tensor
+_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")  # of peft's layers, in no state
 _ELSEWHERE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")  # say nothing of states
 
 
@@ -58,7 +60,7 @@ def encoded(model: Any, sequences: Sequence[Tokens], cache: str | Path | None, p
     order = sorted(missing, key=lambda key: (len(missing[key].ids), key))
     bar = tqdm(total=sum(len(one.ids) for one in missing.values()), desc="encoding", unit="tok", unit_scale=True,
                disable=not progress, leave=False, delay=1)  # fmt: skip
-    with evaluating(model), bar:
+    with evaluating(model), torch.autocast(model.device.type, enabled=False), bar:
         for batches in _chunks(order, missing):
             made = []
             for batch in batches:
@@ -118,9 +120,24 @@ def _found(folder: Path | None) -> dict[bytes, np.ndarray]:
 def _folders(model: Any, cache: Path) -> dict[str, Path]:
     """Where features of each kind of pooling lie."""
     config = {name: value for name, value in model.encoder.config.to_dict().items() if name not in _ELSEWHERE}
-    beside = [type(model.encoder).__name__, json.dumps(config, sort_keys=True, default=str)]
+    beside = [type(model.encoder).__name__, json.dumps(config, sort_keys=True, default=str), *_adapters(model)]
     folder, pool = cache / _hashed(model.encoder, *beside), model.pool
     return {kind: folder / (kind if kind != "attention" else f"{kind}-{_hashed(pool)}") for kind in pool.pooling}
+
+
+def _adapters(model: Any) -> list[str]:
+    """What peft's layers in the encoder do with their weights."""
+    layers = {name: m for name, m in model.encoder.named_modules() if hasattr(m, "disable_adapters")}
+    return [repr((name, *(getattr(m, part, None) for part in _ADAPTERS))) for name, m in layers.items()]
+
+
+def fingerprint(model: Any) -> str:
+    """What tells one encoder and its pooling from another in milliseconds: a few numbers of each tensor."""
+    made = hashlib.sha256(repr((type(model.encoder).__name__, model.pool.pooling, _adapters(model))).encode())
+    for tensor in (*model.encoder.state_dict().values(), *model.pool.state_dict().values()):
+        flat = tensor.detach().flatten()
+        made.update(flat[:: max(1, len(flat) // _SAMPLED)].double().cpu().numpy().tobytes())
+    return made.hexdigest()
 
 
 def _hashed(module: nn.Module, *beside: str) -> str:

@@ -36,12 +36,12 @@ def check_tokenizer(tokenizer: Any, encoder: Any) -> None:
             )
 
 
-def most_tokens(asked: int | None, encoder: Any, packing: PackingReport, tokenizer: Any) -> int:
+def most_tokens(operation: str, asked: int | None, encoder: Any, packing: PackingReport, tokenizer: Any) -> int:
     """Most tokens of a sequence: what was asked for, if the encoder has so many positions."""
     positions = getattr(encoder.config, "max_position_embeddings", None)
     first = getattr(getattr(encoder, "embeddings", None), "padding_idx", None)
     counted = packing.offset if packing.packed or first is None else first + 1  # as RoBERTa and MPNet count
     most = (positions or 512) - counted
     if asked is not None and positions and asked > most:
-        raise ValueError(f"from_encoder: max_tokens is {asked}, and {type(encoder).__name__} has {most} positions")
+        raise ValueError(f"{operation}: max_tokens is {asked}, and {type(encoder).__name__} has {most} positions")
     return asked or min(most, getattr(tokenizer, "model_max_length", most))

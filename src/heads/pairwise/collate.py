@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from model_components._report import Report
 
-from .cache import encoded
+from .cache import encoded, fingerprint
 from .config import CLASSES, PairwiseConfig
 from .pairs import Words, as_pairs, check_words, count_labels, said_by
 from .surface import surface_of
@@ -122,6 +122,7 @@ class PairwiseDataset(Dataset):
         self._starts, self._begins = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64), begins
         self._surface = np.concatenate(looks[1:] or looks)
         self._features: np.ndarray | None = None
+        self._features_of = ""
         self.lengths = np.add(sizes[::2], sizes[1::2]).tolist()
         self.report = CutReport(
             len(self.pairs), count_labels(self.pairs), sum(sizes), prompts_cut, answers_cut, tokens_cut
@@ -152,6 +153,19 @@ class PairwiseDataset(Dataset):
             ValueError: An encoder or a pooling that trains.
         """
         self._features = encoded(model, [self.answer(k).tokens for k in range(2 * len(self))], cache, progress)
+        self._features_of = fingerprint(model)
+
+    def check_encoded(self, operation: str, model: Any) -> None:
+        """Refuse features that are another encoder's, or of another pooling.
+
+        Raises:
+            ValueError: They are.
+        """
+        if self.encoded and self._features_of != fingerprint(model):
+            raise ValueError(
+                f"{operation}: the pairs hold features of another encoder or pooling; needed data.encode_(model), or a "
+                "data set without"
+            )
 
     def answer(self, number: int) -> Answer:
         """Answers A and B of the first pair, then of the second, and so on."""

@@ -8,6 +8,8 @@ from typing import Any, Literal, get_args
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from model_components._hub import hub_id
+
 Link = Literal["davidson", "rao-kupper", "antisymmetric", "concat"]
 Pooling = Literal["mean", "first", "last", "max", "attention"]
 Surface = Literal["length", "style", "overlap"]
@@ -80,7 +82,7 @@ class PairwiseConfig(PreTrainedConfig):
             encoder = CONFIG_MAPPING[kind](**{k: v for k, v in encoder.items() if k != "model_type"})
         self.encoder = encoder
         self.link = link
-        self.pooling = [pooling] if isinstance(pooling, str) else list(pooling)
+        self.pooling = [pooling] if isinstance(pooling, str) else list(pooling or ())
         self.ties = ties
         self.hidden_features = hidden_features
         self.dropout = dropout
@@ -103,12 +105,20 @@ class PairwiseConfig(PreTrainedConfig):
             _refuse("link", self.link, f"one of {', '.join(get_args(Link))}")
         for name, choices, least in (("pooling", get_args(Pooling), 1), ("surface", get_args(Surface), 0)):
             held = getattr(self, name)
+            if not all(isinstance(one, str) for one in held):
+                _refuse(name, held, f"names, of {', '.join(choices)}")
             if len(held) < least or len(set(held)) < len(held) or not set(held) <= set(choices):
                 _refuse(name, held, f"{'one or more' if least else 'any'} of {', '.join(choices)}, each once")
         if not isinstance(self.hidden_features, int) or self.hidden_features < 0:
             _refuse("hidden_features", self.hidden_features, "a width, or 0")
         if self.link == "concat" and self.surface:
             _refuse("surface", self.surface, "none of them for link='concat'")
+        for name in ("ties", "append_prompt"):
+            if not isinstance(getattr(self, name), bool):
+                _refuse(name, getattr(self, name), "True or False")
+        for name in ("dropout", "label_smoothing", "swap_consistency"):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), (int, float)):
+                _refuse(name, getattr(self, name), "a number")
         for name in ("dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 _refuse(name, getattr(self, name), "a share in [0, 1)")
@@ -125,8 +135,9 @@ class PairwiseConfig(PreTrainedConfig):
         return 3 if self.ties else 2
 
     def to_dict(self) -> dict[str, Any]:
-        """With the encoder's config as a dictionary."""
+        """With the encoder's config as a dictionary, which names no folder."""
         made = super().to_dict()
         if isinstance(self.encoder, PreTrainedConfig):
             made["encoder"] = self.encoder.to_dict()
+            made["encoder"]["_name_or_path"] = hub_id(made["encoder"].get("_name_or_path") or "") or ""
         return made

@@ -111,7 +111,7 @@ def _parted(a: Sequence[Turn], b: Sequence[Turn]) -> tuple[Words, Words, Words]:
     shared = 0
     while shared < min(len(a), len(b)) - 1 and a[shared] == b[shared]:
         shared += 1
-    while shared and a[shared].role != "assistant":  # both go on with an answer
+    while shared and not a[shared].role == b[shared].role == "assistant":  # both go on with an answer
         shared -= 1
     prompt: Words = a[0].text if shared == 1 and a[0].role == "user" else tuple(a[:shared])
     rest = [side[shared].text if len(side) == shared + 1 else tuple(side[shared:]) for side in (a, b)]
@@ -122,8 +122,8 @@ def _list(value: Any) -> list[str | None] | None:
     """The turns of a list, or of the JSON of one; None where it is something else."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError:
+            value = json.loads(value) or None  # an empty list is a text
+        except (ValueError, RecursionError):
             return None
     found = isinstance(value, list) and all(turn is None or isinstance(turn, str) for turn in value)
     return value if found else None
@@ -144,7 +144,7 @@ def _messages(name: str, value: Any) -> tuple[Turn, ...]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             raise ValueError(f"{name} is a text, needed messages") from None
     found = []
     for message in value if isinstance(value, list) else [value]:

@@ -66,14 +66,12 @@ class Ranking:
 
 
 def verdicts_of(found: Tensor) -> Tensor:
-    """(N, C) log-probabilities to (N,) classes; of three, A and B that are both the likeliest make a tie.
+    """(N, C) log-probabilities to (N,) classes; A and B that are both the likeliest make a tie, of two classes, too.
 
-    >>> verdicts_of(torch.tensor([[0.1, 0.9, 0.0], [0.5, 0.5, 0.0]]))
-    tensor([1, 2])
+    >>> verdicts_of(torch.tensor([[0.1, 0.9, 0.0], [0.5, 0.5, 0.0]])), verdicts_of(torch.tensor([[0.5, 0.5]]))
+    (tensor([1, 2]), tensor([2]))
     """
     best = found.argmax(-1)
-    if found.shape[-1] == 2:
-        return best
     return torch.where((found[..., 0] == found[..., 1]) & (best < 2), 2, best)
 
 
@@ -93,8 +91,9 @@ def predict_pairs(
     Raises:
         ValueError: No pairs, or numbers that are not finite.
     """
-    if not len(data):
-        raise ValueError("predict_pairs: there are no pairs")
+    if not len(data) or batch_size < 1:
+        raise ValueError(f"predict_pairs: {len(data)} pairs in batches of {batch_size}; needed 1 or more of both")
+    data.check_encoded("predict_pairs", model)
     order = sorted(range(len(data)), key=lambda i: data.lengths[i])
     collate, device = PairwiseCollator(), next(model.parameters()).device
     made, turned, scores = [], [], []
@@ -151,14 +150,14 @@ def rank_answers(model: Any, answers: Sequence[Answer], batch_size: int) -> Rank
     """What `PairwiseModel.rank` says of answers."""
     device, count = next(model.parameters()).device, len(answers)
     features, looks = [], []
-    with evaluating(model):
+    with evaluating(model), torch.autocast(device.type, enabled=False):
         for start in range(0, count, max(1, batch_size // 4)):
             part = answers[start : start + max(1, batch_size // 4)]
             batch = flat_batch([(part, [(k, k) for k in range(len(part))])])
             batch = {name: value.to(device) for name, value in batch.items()}
             places, look = batch.pop("pairs")[:, 0], batch.pop("surface", None)
-            features.append(model.features(**batch)[places])
-            looks += [] if look is None else [look[places]]
+            features.append(model.features(**batch)[places].to(model.head.outer.weight.dtype))
+            looks += [] if look is None else [look[places].to(model.head.outer.weight.dtype)]
         states, surface = torch.cat(features), torch.cat(looks) if looks else None
         link = model.config.link in SCORED
         scores = model.head.score(states, surface) if link else None

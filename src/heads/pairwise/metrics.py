@@ -76,6 +76,17 @@ def alike(shares: Tensor) -> Tensor:
     return torch.cat([shares[:2].mean().expand(2), shares[2:]])
 
 
+def at_verdict(table: Tensor, found: Tensor) -> Tensor:
+    """(N,) entries of an (N, C) table at (N, C) log-probabilities' verdicts; a tie of two classes is half of both.
+
+    >>> at_verdict(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.7, 0.3], [0.5, 0.5]]))
+    tensor([1.0000, 0.5000])
+    """
+    if table.shape[1] == 2:
+        table = torch.cat([table, table.mean(1, keepdim=True)], 1)
+    return table.gather(1, verdicts_of(found)[:, None])[:, 0]
+
+
 def shares_of(labels: Sequence[Any] | Tensor, classes: int) -> Tensor:
     """(N, C) float64 shares of classes or shares."""
     made = torch.as_tensor(labels)
@@ -109,9 +120,11 @@ def pairwise_metrics(
             f"pairwise_metrics: {list(found.shape)} verdicts and {list(wanted.shape)} labels; needed (N, C)"
         )
     best = verdicts_of(found)
-    right = wanted.gather(1, best[:, None])[:, 0]
+    right = at_verdict(wanted, found)
     prior = alike(wanted.mean(0))
-    confusion = torch.zeros(classes, classes, dtype=torch.float64).index_add(1, best, wanted.T)
+    confusion = torch.zeros(classes, len(CLASSES), dtype=torch.float64).index_add(1, best, wanted.T)
+    if classes == 2:  # a tie is half of both
+        confusion = confusion[:, :2] + confusion[:, 2:] / 2
     flips = float("nan")
     if swapped_log_probabilities is not None:
         flips = float((verdicts_of(swapped_log_probabilities.double()) != best).double().mean())
@@ -122,7 +135,7 @@ def pairwise_metrics(
         log_loss=float(torch.where(wanted > 0, -wanted * found, 0.0).sum(1).mean()),
         log_loss_prior=float(torch.special.entr(prior).sum()),
         log_loss_uniform=float(torch.tensor(float(classes)).double().log()),
-        calibration_error=_calibration(found.gather(1, best[:, None])[:, 0].exp(), right),
+        calibration_error=_calibration(at_verdict(found.exp(), found), right),
         flip_rate=flips,
         length_correlation=_correlation(found[:, 0].exp() - found[:, 1].exp(), longer),
         label_length_correlation=_correlation(wanted[:, 0] - wanted[:, 1], longer),

@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from model_components._hub import hub_id
+
 from .checks import check_encoder, check_tokenizer, most_tokens
 from .collate import PairwiseDataset, answers_to
 from .config import PairwiseConfig
@@ -143,8 +145,10 @@ class PairwiseModel(SavedJudge):
         packing = check_packing(inner)
         if tokenizer is not None:
             check_tokenizer(tokenizer, inner)
-        config = PairwiseConfig(encoder=copy.deepcopy(inner.config), **options)
-        config.max_tokens = most_tokens(config.max_tokens, inner, packing, tokenizer)
+        own = copy.deepcopy(inner.config)
+        own._name_or_path = hub_id(own._name_or_path or "") or ""  # no folder of this machine
+        config = PairwiseConfig(encoder=own, **options)
+        config.max_tokens = most_tokens("from_encoder", config.max_tokens, inner, packing, tokenizer)
         model = cls(config, inner)
         model.tokenizer = tokenizer
         if tokenizer is not None:
@@ -237,7 +241,9 @@ class PairwiseModel(SavedJudge):
             both_orders: Also give the logits with A and B exchanged.
             alike: Take both answers to be the same in this: ``"encoder"``, ``"length"``, ``"style"``, ``"overlap"``.
         """
-        a, b = (part.to(self.head.outer.weight.dtype) for part in (a, b))
+        dtype = self.head.outer.weight.dtype
+        a, b = a.to(dtype), b.to(dtype)
+        surface_a, surface_b = (look if look is None else look.to(dtype) for look in (surface_a, surface_b))
         if alike == "encoder":
             a = b = (a + b) / 2
         elif alike is not None and surface_a is not None and surface_b is not None:
@@ -312,6 +318,8 @@ class PairwiseModel(SavedJudge):
         """
         if isinstance(answers, str) or not len(answers):
             raise ValueError(f"rank: answers are {answers!r:.60}, needed a text or more")
+        if batch_size < 1:
+            raise ValueError(f"rank: batch_size is {batch_size}, needed 1 or more")
         return rank_answers(self, answers_to(prompt, answers, self._own_tokenizer, self.config), batch_size)
 
     @property

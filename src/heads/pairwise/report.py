@@ -12,8 +12,17 @@ from model_components._report import Axes, Figure, Report, Table, axes_for
 
 from .baselines import Rival, near_accuracy, near_in_length, needs_scikit_learn, rivals_of
 from .collate import CutReport, PairwiseDataset
-from .inference import Predictions, predict_pairs, verdicts_of
-from .metrics import LEAST, MOST, PairwiseMetrics, calibration_bins, fit_temperature, pairwise_metrics, shares_of
+from .inference import Predictions, predict_pairs
+from .metrics import (
+    LEAST,
+    MOST,
+    PairwiseMetrics,
+    at_verdict,
+    calibration_bins,
+    fit_temperature,
+    pairwise_metrics,
+    shares_of,
+)
 from .packing import PackingReport
 from .pairs import Pair, as_pairs, said_by
 
@@ -72,9 +81,8 @@ class PairwiseReport(Report):
         figure, axes = axes_for(ax, "PairwiseReport.plot", width=4.6, height=4.2)
         found = self.predictions
         classes = found.log_probabilities.shape[-1]
-        best = verdicts_of(found.log_probabilities)[:, None]
-        right = shares_of(self.labels, classes).gather(1, best)[:, 0]
-        bins = calibration_bins(found.probabilities.double().gather(1, best)[:, 0], right)
+        right = at_verdict(shares_of(self.labels, classes), found.log_probabilities)
+        bins = calibration_bins(at_verdict(found.probabilities.double(), found.log_probabilities), right)
         axes.plot([0, 1], [0, 1], color="0.7", linewidth=1, label="calibrated")
         sizes = [20 + 400 * b[0] for b in bins]
         axes.scatter([b[1] for b in bins], [b[2] for b in bins], s=sizes, label="bins, by size")

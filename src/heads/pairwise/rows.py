@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from .config import CLASSES
 from .formats import COLUMNS, pair_of
 from .pairs import Pair, count_labels, said_by
 
-_SHOWN = 5  # line numbers in a message
+_SHOWN, _LONGEST = 5, 200  # line numbers, and different reasons, in a message; characters of a reason
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ class ReadReport(Report):
 
 
 def _told(bad: Mapping[str, Sequence[int]]) -> str:
-    return "; ".join(f"{what}: {_listed(lines)}" for what, lines in bad.items())
+    shown = [f"{what:.{_LONGEST}}: {_listed(lines)}" for what, lines in list(bad.items())[:_SHOWN]]
+    more = sum(map(len, list(bad.values())[_SHOWN:]))
+    return "; ".join([*shown, *[f"{more} for other reasons"] * bool(more)])
 
 
 def _listed(lines: Sequence[int]) -> str:
@@ -118,7 +121,7 @@ def read_pairs(
         raise ValueError(f"read_pairs: {wrong} of {count} rows are bad, {max_bad:.0%} may be (max_bad): {_told(bad)}")
     if not pairs:
         raise ValueError("read_pairs: there are no rows")
-    ignored = tuple(name for name in columns if name not in COLUMNS)
+    ignored = tuple(name.encode(errors="replace").decode() for name in columns if name not in COLUMNS)
     empty = sum(not said_by("assistant", pair.a).strip() or not said_by("assistant", pair.b).strip() for pair in pairs)
     lines = {what: tuple(numbers) for what, numbers in bad.items()}
     return pairs, ReadReport(count, len(pairs), empty, count_labels(pairs), lines, ignored)
@@ -164,7 +167,7 @@ def raw_rows(source: Any) -> Iterator[tuple[int, Any]]:
             io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file,
         ):
             yield from reader(file, path)
-    except (UnicodeDecodeError, json.JSONDecodeError, gzip.BadGzipFile, EOFError, csv.Error) as error:
+    except (UnicodeDecodeError, gzip.BadGzipFile, zlib.error, EOFError, csv.Error) as error:
         raise ValueError(f"read_pairs: {path} cannot be read: {error}") from error
 
 
@@ -177,7 +180,10 @@ def _csv(file: Any, path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _json(file: Any, path: Path) -> Iterator[tuple[int, Any]]:
-    found = json.load(file)
+    try:
+        found = json.load(file)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"read_pairs: {path} cannot be read: {error}") from error
     if not isinstance(found, list):
         raise ValueError(f"read_pairs: {path} holds a {type(found).__name__}, needed a list of rows")
     yield from enumerate(found, 1)
@@ -188,8 +194,8 @@ def _json_lines(file: Any, path: Path) -> Iterator[tuple[int, Any]]:
         if line.strip():
             try:
                 yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                yield number, ValueError(f"no JSON ({error.msg})")
+            except (ValueError, RecursionError) as error:
+                yield number, ValueError(f"no JSON ({getattr(error, 'msg', error)})")
 
 
 _READERS = {".csv": _csv, ".json": _json, ".jsonl": _json_lines}

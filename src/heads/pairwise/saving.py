@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 import yaml
 from transformers import AutoTokenizer, PreTrainedModel
 
-from model_components._folders import make_folder
+from model_components._folders import make_folder, new_file
 from model_components._hub import hub_id, upload
 
+from .checks import most_tokens
 from .config import PairwiseConfig
 from .links import SCORED
 from .packing import check_packing
@@ -37,8 +39,11 @@ class SavedJudge(PreTrainedModel):
         try:
             kept = {name: value for name, value in kwargs.items() if name in _FROM_HUB}
             model.tokenizer = AutoTokenizer.from_pretrained(place, **kept)
-        except (OSError, ValueError, KeyError):  # a model that was saved without one
-            model.tokenizer = None
+        except Exception as error:  # whatever a damaged file gives
+            if any((Path(str(place)) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+                raise ValueError(f"from_pretrained: the tokenizer in {place} cannot be read: {error}") from error
+            model.tokenizer = None  # it was saved without one
+        most_tokens("from_pretrained", model.config.max_tokens, model.encoder, model.packing, model.tokenizer)
         return made
 
     def save_pretrained(
@@ -55,7 +60,8 @@ class SavedJudge(PreTrainedModel):
             **kwargs: Of transformers.
 
         Raises:
-            ValueError: ``push_to_hub``, which would leave card and tokenizer behind; a file is in the way.
+            ValueError: ``push_to_hub``, which would leave card and tokenizer behind; a file, or a link or a folder with
+                the card's name, is in the way.
         """
         if kwargs.get("push_to_hub"):
             raise ValueError("save_pretrained: push_to_hub is set; needed model.push_to_hub(repo_id, report=report)")
@@ -63,8 +69,9 @@ class SavedJudge(PreTrainedModel):
             folder = make_folder(save_directory, "save_pretrained")
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
-            if report is not None or not (folder / _CARD).exists():
-                (folder / _CARD).write_text(card_of(self.config, report), encoding="utf-8")
+            if report is not None or not os.path.lexists(folder / _CARD):
+                with new_file(folder / _CARD, "save_pretrained") as part:
+                    part.write_text(card_of(self.config, report), encoding="utf-8")
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     def push_to_hub(  # pyrefly: ignore[bad-override]

@@ -33,7 +33,7 @@ NAMES = tuple(name for names in SURFACE.values() for name in names)
 _COUNTED = tuple(
     re.compile(pattern, re.MULTILINE | re.IGNORECASE)
     for pattern in (
-        r"^\s*[-*•]\s", r"^\s*\d+[.)]\s", r"```", r"^#{1,6}\s", r"\*\*", r"https?://",
+        r"^[^\S\n]*[-*•]\s", r"^[^\S\n]*\d+[.)]\s", r"```", r"^#{1,6}\s", r"\*\*", r"https?://",
         r"\b(i cannot|i can't|i am not able|i'm not able|i'm sorry|as an ai|unable to)\b",
     )
 )  # fmt: skip

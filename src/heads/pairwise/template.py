@@ -148,10 +148,17 @@ class Template:
         for k, part in enumerate(parts[:-1] if self.with_prompt else ()):
             prompt += [*(self._gap(roles[k - 1], roles[k]) if k else ()), *part]
         room = self._room(roles[0], roles[-1])
+        if room < 2:
+            raise ValueError(
+                f"PairwiseDataset: max_tokens is {self.limit}, which special tokens of a conversation that begins with "
+                f"{roles[0]} fill; needed more"
+            )
         kept = min(len(prompt), max(min(self.prompt_room, room - 1), room - len(answer)))
         cut = prompt[len(prompt) - kept :], cut_middle(answer, room - kept)
         pieces = (self._before[roles[0]], cut[0], self._gap(roles[-1], "assistant"), cut[1], self._after)
         ids = [token for piece in pieces for token in piece]
+        if not ids:
+            raise ValueError("PairwiseDataset: a prompt and its answer have no token; needed some text in one of them")
         kinds = [kind for piece, kind in zip(pieces, self._kinds, strict=True) for _ in piece]
         begin = min(sum(map(len, pieces[:3])), len(ids) - 1)  # an empty answer before nothing is what precedes it
         tokens = Tokens(np.array(ids, dtype=np.int32), np.array(kinds, dtype=np.int8), begin)

@@ -126,6 +126,7 @@ class PairwiseTrainer(StepTrainer):
                 "PairwiseTrainer: train_dataset holds features of a frozen encoder, and the encoder trains; needed "
                 "freeze_(model, 'all'), or a dataset without encode_"
             )
+        data.check_encoded("PairwiseTrainer", held)
         if all(label == 2 or (isinstance(label, tuple) and label[2:] == (1.0,)) for label in data.labels):
             raise ValueError("PairwiseTrainer: every label is a tie; needed pairs of which some are won")
         won = count_labels(data.pairs)[:2]

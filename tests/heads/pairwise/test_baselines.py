@@ -2,13 +2,14 @@
 
 import math
 import random
+import time
 
 import pytest
 import torch
 from tests.heads.pairwise.support import model_of, pairs_of
 
-from heads.pairwise import Pair, baseline_verdicts, pairwise_metrics, pairwise_report
-from heads.pairwise.baselines import BASELINES, clustered, near_in_length
+from heads.pairwise import Pair, Turn, baseline_verdicts, pairwise_metrics, pairwise_report
+from heads.pairwise.baselines import BASELINES, clustered, near_in_length, rivals_of
 from heads.pairwise.surface import NAMES, surface_of, surfaces_of
 
 
@@ -125,3 +126,42 @@ def test_the_report_puts_them_beside_the_model():
     assert any(line.startswith("this model") for line in lines)
     assert any(line.startswith("a curve of length") and "±" in line for line in lines)
     assert report.to_dict()["rivals"][1]["name"] == "a curve of length"
+
+
+def test_long_runs_of_empty_lines_take_no_time():
+    start = time.process_time()
+    found = dict(zip(NAMES, surface_of("", "\n" * 100_000 + "- x\n\n  2. y"), strict=True))
+    assert time.process_time() - start < 1
+    assert found["bullets"] == found["numbered items"] == pytest.approx(math.log(2))
+
+
+def test_pairs_of_one_prompt_say_nothing_about_others():
+    differences = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    mean, error = clustered(differences, range(50))
+    assert mean == pytest.approx(float(differences.mean()))
+    assert error == pytest.approx(float(differences.std() / 50**0.5), rel=1e-5)
+    assert math.isnan(clustered(differences, ["p"] * 50)[1])
+
+
+def test_no_prompt_is_not_one_prompt():
+    train, test = judged(200, len), [pair._replace(prompt="") for pair in judged(60, len, 1)]
+    found = torch.full((60, 2), 0.5).log()
+    rivals = rivals_of(found, [pair.label for pair in test], train, test)
+    assert all(rival.error > 1e-3 for rival in rivals[1:])
+
+
+def test_nothing_is_fitted_on_the_pairs_to_judge():
+    """Words that only they have, with their labels, change nothing."""
+    train, test = judged(200, len), judged(40, len, 1)
+    new = [pair._replace(a=f"{pair.a} zebra", b=f"{pair.b} yak") for pair in test]
+    more = [*test, *new, *new]
+    for name, verdicts in baseline_verdicts(train, more).items():
+        torch.testing.assert_close(verdicts[:40], baseline_verdicts(train, test)[name])
+
+
+def test_overlap_is_with_what_the_user_said():
+    talk = (Turn("system", "w1 w2"), Turn("user", "w3"))
+    model = model_of(surface=["overlap"])
+    data = model.dataset([(talk, "w3", "w1 w2")], progress=False)
+    covered = NAMES.index("prompt covered")
+    assert [float(data.answer(k).surface[covered]) for k in (0, 1)] == [1.0, 0.0]

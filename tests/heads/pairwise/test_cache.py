@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tests.heads.pairwise.support import model_of, pairs_of
 from transformers import TrainingArguments
 
 from heads.pairwise import PairwiseTrainer, cache, freeze_, pairwise_report, predict_pairs
+from heads.pairwise.template import Tokens
 
 KINDS = ("bert", "llama", "mpnet")
 
@@ -149,3 +151,57 @@ def test_a_head_trains_on_features_as_on_tokens(tmp_path):
         PairwiseTrainer(model=model, args=arguments, train_dataset=data, head_lr_ratio=1.0).train()
         losses.append(pairwise_report(model, data, progress=False).metrics.log_loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_adapters_are_part_of_the_encoder(tmp_path):
+    """How much of them is added is in no state, and whether they are."""
+    made, files = [], []
+    for alpha, active in ((2, True), (200, True), (200, False)):
+        torch.manual_seed(0)
+        model = frozen()
+        config = LoraConfig(target_modules=["query"], r=2, lora_alpha=alpha, init_lora_weights=False)
+        model.encoder = get_peft_model(model.encoder, config)
+        if not active:
+            model.encoder.base_model.disable_adapter_layers()
+        model.encoder.requires_grad_(False)
+        data = model.dataset(pairs_of(12), progress=False)
+        data.encode_(model, cache=tmp_path, progress=False)
+        made.append(data._features)
+        files.append(len(list(tmp_path.rglob("*.safetensors"))))
+    assert files[2] == 3 * files[0]
+    assert np.abs(made[0] - made[1]).max() > 1e-3
+    assert np.abs(made[1] - made[2]).max() > 1e-3
+
+
+@pytest.mark.parametrize("what", ["weights", "pooling"])
+def test_features_of_another_encoder_are_refused(what):
+    model, other = frozen(), frozen(pooling="last" if what == "pooling" else "mean")
+    data = model.dataset(pairs_of(12), progress=False)
+    data.encode_(model, progress=False)
+    predict_pairs(model, data, progress=False)
+    if what == "weights":
+        with torch.no_grad():
+            other.encoder.encoder.layer[0].attention.self.query.weight.mul_(1.01)
+    with pytest.raises(ValueError, match="predict_pairs: the pairs hold features of another encoder or pooling"):
+        predict_pairs(other, data, progress=False)
+    with pytest.raises(ValueError, match="PairwiseTrainer: the pairs hold features of another encoder or pooling"):
+        PairwiseTrainer(model=other, args=TrainingArguments("unused", use_cpu=True), train_dataset=data)
+
+
+def test_features_are_made_in_evaluation_and_in_full_precision(tmp_path):
+    model = frozen()
+    model.train()  # the tiny encoder has dropout
+    data, plain = (model.dataset(pairs_of(12), progress=False) for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        data.encode_(model, cache=tmp_path, progress=False)
+    assert model.training
+    plain.encode_(model.eval(), progress=False)
+    np.testing.assert_allclose(data._features, plain._features, rtol=1e-5, atol=1e-6)
+
+
+def test_the_same_ids_in_other_roles_are_other_sequences():
+    ids, types = np.arange(5, dtype=np.int32), np.zeros(5, dtype=np.int8)
+    other = types.copy()
+    other[3:] = 1
+    keys = {cache._key(Tokens(*given)) for given in ((ids, types, 1), (ids, types, 2), (ids, other, 1))}
+    assert len(keys) == 3

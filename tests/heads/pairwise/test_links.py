@@ -176,3 +176,19 @@ def test_pooling(kinds):
 def test_attention_starts_as_a_mean():
     given = torch.randn(7, 4), torch.tensor([3, 4]), torch.tensor([1, 0])
     torch.testing.assert_close(Pool(4, ["attention"])(*given), Pool(4, ["mean"])(*given))
+
+
+def test_a_comparison_drops_features_in_training():
+    head = PairwiseHead(8, link="antisymmetric", dropout=0.5)
+    torch.nn.init.ones_(head.outer.weight)
+    a, b = torch.randn(2, 400, 8)
+    for part in (head.beside[-1], head.project):
+        torch.nn.init.zeros_(part.weight)  # what is left is the weighted difference
+    assert (head.train()(a, b)[:, 0] - head.eval()(a, b)[:, 0]).abs().mean() > 0.3
+
+
+def test_scales_are_of_both_sides():
+    head = PairwiseHead(2)
+    a, b = torch.randn(500, 2), 10 * torch.randn(500, 2)
+    head.fit_(a, b, torch.zeros(500, 0), torch.zeros(500, 0))
+    torch.testing.assert_close(head.scale, torch.cat([a, b]).std(0))

@@ -186,7 +186,7 @@ def test_predict_leaves_the_mode_alone_and_refuses_numbers_that_are_none():
         model.head.outer.weight.fill_(float("nan"))
     with pytest.raises(ValueError, match="logits are not finite"):
         predicted(model)
-    with pytest.raises(ValueError, match="there are no pairs"):
+    with pytest.raises(ValueError, match="predict_pairs: 0 pairs"):
         predict_pairs(model, model.dataset([], progress=False))
 
 
@@ -437,3 +437,53 @@ def test_forward_says_what_it_needs():
         model(pairs=torch.tensor([[0, 1]]))
     with pytest.raises(ValueError, match="needed which sequences are compared"):
         model(features=torch.zeros(2, 16))
+
+
+@pytest.mark.parametrize("link", [*FAIR, "concat"])
+def test_ranking_is_of_a_model_in_evaluation_with_its_temperature(link):
+    model, answers = model_of(link=link, dropout=0.5), [words(k, k + 1) for k in range(5)]
+    model.head.temperature.fill_(3.0)
+    wins = model.rank("w1 w2", answers).wins
+    model.train()
+    torch.testing.assert_close(model.rank("w1 w2", answers).wins, wins)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model.rank("w1 w2", answers).wins, wins)
+    model.eval()
+    found = model.predict(["w1 w2"] * 2, answers[:2], answers[2:4], progress=False)
+    both = (found.probabilities + found.swapped_log_probabilities.exp()) / 2
+    wanted = both[:, 0] + both[:, 2] / 2
+    torch.testing.assert_close(torch.stack([wins[0, 2], wins[1, 3]]).float(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("link", FAIR)
+def test_a_head_in_half_precision_ranks_and_judges(link):
+    model = model_of(link=link, surface=["length"]).bfloat16()
+    assert len(model.rank("w1", ["w2", "w3"]).order) == 2
+    assert len(model.predict(["w1"], ["w2"], ["w3"], progress=False).verdicts) == 1
+
+
+def test_batches_of_nothing_are_refused():
+    model = model_of()
+    with pytest.raises(ValueError, match="predict_pairs: 1 pairs in batches of 0; needed 1 or more"):
+        model.predict(["p"], ["a"], ["b"], batch_size=0, progress=False)
+    with pytest.raises(ValueError, match="rank: batch_size is 0, needed 1 or more"):
+        model.rank("p", ["a", "b"], batch_size=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"max_tokens": 4096}, "from_pretrained: max_tokens is 4096, and BertModel has"),
+        ({"dropout": None}, "dropout is None; needed a number"),
+        ({"dropout": "0.1"}, "dropout is '0.1'; needed a number"),
+        ({"pooling": [["mean"]]}, r"pooling is \[\['mean'\]\]; needed names"),
+        ({"pooling": None}, r"pooling is \[\]; needed one or more"),
+        ({"ties": None}, "ties is None; needed True or False"),
+    ],
+)
+def test_a_config_that_was_edited_is_refused(changes, said, tmp_path):
+    model_of().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=said):
+        PairwiseModel.from_pretrained(tmp_path)

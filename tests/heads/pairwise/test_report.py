@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.heads.pairwise.support import model_of, pairs_of
 
-from heads.pairwise import calibrate_, pairwise_metrics, pairwise_report, predict_pairs
+from heads.pairwise import Pair, calibrate_, pairwise_metrics, pairwise_report, predict_pairs
 from heads.pairwise.metrics import calibration_bins, fit_temperature
 
 
@@ -163,3 +163,31 @@ def test_each_bin_of_confidence_stands_alone():
     assert [b[2] for b in bins] == [1.0, 0.5]
     assert bins[0][1] == pytest.approx(0.89)
     assert bins[1][1] == pytest.approx(0.98)
+
+
+def test_equal_odds_of_two_classes_are_a_tie_and_half_right():
+    found = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.9, 0.1]]).log()
+    made = pairwise_metrics(found, [0, 1, 0], swapped_log_probabilities=found)
+    assert made.accuracy == pytest.approx(2 / 3)
+    assert made.confusion == ((1.5, 0.5), (0.5, 0.5))
+    assert made.calibration_error == pytest.approx(0.1 / 3, abs=1e-6)
+    model = model_of(ties=False)
+    assert model.predict(["w1"], ["w5"], ["w5"], progress=False).verdicts == ["tie"]
+
+
+def test_what_log_loss_owes_is_a_rise():
+    """A head that knows the labels by the encoder alone loses by its absence."""
+    model = model_of(link="antisymmetric", surface=["length"])
+    data = model.dataset(pairs_of(80), progress=False)
+    found = predict_pairs(model, data, progress=False).log_probabilities
+    said = model.dataset([(*p[:3], int(row.argmax())) for p, row in zip(pairs_of(80), found, strict=True)])
+    report = pairwise_report(model, said, progress=False)
+    assert report.owed["encoder"] > 0.05
+
+
+def test_whose_prompts_were_trained_on_is_said():
+    model = model_of()
+    train = [Pair(f"w{k}", "w1", "w2", 0, ("x", "y")) for k in range(30)]
+    test = [Pair(f"w{k}", "w3", "w4", k % 2, ("x", "z")) for k in range(25, 35)]
+    report = pairwise_report(model, model.dataset(test, progress=False), train=train, progress=False)
+    assert report.seen == ("5 of 10 prompts were trained on; 1 of 2 models that answer were trained on",)

@@ -265,3 +265,37 @@ def test_parts_have_no_prompt_in_common():
 def test_parts_that_cannot_be(count, shares, said):
     with pytest.raises(ValueError, match=said):
         split_pairs([Pair(f"p{k}", "a", "b", 0) for k in range(count)], shares)
+
+
+def test_parsing_does_not_depend_on_the_order():
+    user, told = [{"role": "user", "content": "u"}], lambda text: {"role": "assistant", "content": text}
+    a, b = [*user, told("a1")], [*user, {"role": "user", "content": "u2"}, told("a2")]
+    one_way, other = (one({"conversation_a": x, "conversation_b": y}) for x, y in ((a, b), (b, a)))
+    assert (one_way.prompt, one_way.a, one_way.b) == (other.prompt, other.b, other.a)
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, "[" + "1" * 5000 + "]", "[]"])
+def test_texts_that_begin_like_lists_are_texts(text):
+    assert one(PLAIN | {"prompt": text, "a": text, "b": text})[:3] == (text, text, text)
+
+
+def test_broken_json_is_a_bad_row_and_broken_files_are_named(tmp_path):
+    lines = [json.dumps(PLAIN), "[" * 200_000, '{"prompt": ' + "1" * 5000 + "}"]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    report = read_pairs(tmp_path / "a.jsonl", max_bad=0.9)[1]
+    assert sorted(line for lines in report.bad.values() for line in lines) == [2, 3]
+    (tmp_path / "a.json").write_text("[" * 200_000)
+    packed = bytearray(gzip.compress(json.dumps(PLAIN).encode() * 50))
+    packed[30:40] = b"\xff" * 10
+    (tmp_path / "b.jsonl.gz").write_bytes(packed)
+    for name in ("a.json", "b.jsonl.gz"):
+        with pytest.raises(ValueError, match=rf"{name} cannot be read"):
+            read_pairs(tmp_path / name)
+
+
+def test_many_reasons_are_counted():
+    rows = [ARENA | {"winner_tie": f"{k} " + "x" * 1000} for k in range(50)]
+    with pytest.raises(ValueError, match=r"45 for other reasons$") as caught:
+        read_pairs([PLAIN, *rows])
+    assert len(str(caught.value)) < 2000
+    assert "\ud83d" not in str(read_pairs([PLAIN | {"\ud83d": 1}])[1])

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 import yaml
-from tests.heads.pairwise.support import model_of, pairs_of
+from tests.heads.pairwise.support import model_of, pairs_of, tokenizer_of
 from tests.support.hub import fake_hub
+from tests.support.models import tiny
 
 from heads.pairwise import PairwiseModel, pairwise_report
 
@@ -83,3 +84,44 @@ def test_a_file_in_the_way_is_refused(tmp_path):
     (tmp_path / "judge").write_text("")
     with pytest.raises(ValueError, match=r"save_pretrained to .*judge"):
         model_of().save_pretrained(tmp_path / "judge")
+
+
+def test_no_folder_of_this_machine_is_in_the_config(tmp_path, monkeypatch):
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    tiny("bert").save_pretrained("models/secret")
+    tokenizer_of().save_pretrained("models/secret")
+    for place in ("models/secret", str(tmp_path / "models" / "secret")):
+        model = PairwiseModel.from_encoder(place)
+        (tmp_path / "elsewhere").mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        model.save_pretrained(tmp_path / "out")
+        monkeypatch.chdir(tmp_path)
+        for name in ("config.json", "README.md"):
+            assert "secret" not in (tmp_path / "out" / name).read_text()
+        (tmp_path / "out" / "README.md").unlink()
+
+
+def test_a_link_in_the_place_of_the_card_is_left_alone(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / "out" / "README.md").symlink_to(tmp_path / "mine.txt")
+    model = model_of()
+    with pytest.raises(ValueError, match="a folder, link or device is there"):
+        model.save_pretrained(tmp_path / "out", report=report_of(model))
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+    (tmp_path / "mine.txt").unlink()
+    model.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "mine.txt").exists()
+
+
+def test_a_damaged_tokenizer_is_not_no_tokenizer(tmp_path):
+    model_of().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version"')
+    with pytest.raises(ValueError, match=r"from_pretrained: the tokenizer in .* cannot be read"):
+        PairwiseModel.from_pretrained(tmp_path)
+
+
+def test_the_tokenizer_comes_from_where_the_model_does(tmp_path):
+    model_of().save_pretrained(tmp_path / "judge")
+    assert PairwiseModel.from_pretrained(tmp_path, subfolder="judge").tokenizer is not None

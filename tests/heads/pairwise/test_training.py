@@ -8,6 +8,7 @@ from tests.support.ranks import in_two_processes
 from transformers import TrainerCallback, TrainingArguments
 
 from heads.pairwise import DeadRunError, DeadRunGuard, PairwiseTrainer, freeze_, pairwise_report
+from heads.pairwise.inference import sides_of
 from heads.pairwise.training import _Buckets
 
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -234,6 +235,58 @@ def test_no_better_than_the_prior_stops_the_run(tmp_path):
         torch.nn.init.normal_(model.head.outer.weight, std=3.0)
 
     dies(tmp_path, "is no better than the .* of the shares of labels", wild, noise(), learning_rate=1e-5, max_steps=40)
+
+
+def windows(fair, gains, spread):
+    """A guard that looks at windows whose log-losses are so much below that of the labels' shares; when it stops."""
+    guard = DeadRunGuard(window=1, patience=3)
+    guard._fair = fair
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.cat([torch.zeros(300), torch.ones(100)]).long()  # three quarters are A
+    shares = torch.tensor([0.5, 0.5]) if fair else torch.tensor([0.75, 0.25])
+    state = type("State", (), {"global_step": 10})()
+    for number, gain in enumerate(gains):
+        lost = -shares.log()[labels] - gain + spread * torch.randn(400, generator=draw)
+        lost -= (lost - (-shares.log()[labels] - gain)).mean()  # so that the mean is the gain
+        odds = torch.stack([-lost, torch.log1p(-(-lost).exp().clamp(max=1 - 1e-6))], 1)
+        logits = torch.where(labels[:, None] == 0, odds, odds.flip(1))
+        guard._seen = None
+        guard.observe(logits, labels)
+        try:
+            guard._check_window(state, guard._seen.double(), 1)
+        except DeadRunError:
+            return number
+    return None
+
+
+@pytest.mark.parametrize("fair", [True, False])
+def test_a_window_counts_by_more_than_its_error(fair):
+    """Four hundred pairs whose losses scatter by .2 have a mean that is known to .01."""
+    assert windows(fair, [0.05] * 5, 0.1) is None
+    assert windows(fair, [0.001] * 5, 0.1) == 2
+    assert windows(fair, [-0.05] * 5, 0.1) == 2
+    assert windows(fair, [0.0, 0.0, 0.05, 0.0, 0.0, 0.0], 0.1) == 5  # counted anew
+
+
+def test_a_new_head_starts_from_all_the_data(tmp_path):
+    model = model_of(trained=False)
+    data = model.dataset([*pairs_of(40, labels=2), *[("p", "w1", "w2", 2)] * 10], progress=False)
+    PairwiseTrainer(model=model, args=arguments_of(tmp_path), train_dataset=data)
+    found = model.predict(["w1"], ["w5"], ["w6"], progress=False).probabilities
+    assert float(found[0, 2]) == pytest.approx(0.2, abs=1e-4)
+    a, b = sides_of(model, data, range(50))[:2]
+    torch.testing.assert_close(model.head.scale, torch.cat([a, b]).std(0))
+
+
+def test_a_resumed_run_has_time_to_move(tmp_path):
+    guard, state = DeadRunGuard(), type("State", (), {"global_step": 100, "max_steps": 200})()
+    args = type("Arguments", (), {"get_warmup_steps": staticmethod(lambda steps: 5)})()
+    model = model_of(trained=False)
+    guard.on_train_begin(args, state, None, model=model)
+    for step in range(101, 110):
+        state.global_step = step
+        guard.on_step_end(args, state, None)
+    assert guard._start is not None  # not looked at yet: ten steps after it went on
 
 
 def test_warm_up_is_waited_for(tmp_path):

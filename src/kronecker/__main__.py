@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from model_components._folders import NewFolder, check_new, new_file
@@ -95,7 +95,20 @@ def load(name: str) -> PreTrainedModel:
     architectures = config.architectures or []
     if not architectures:
         raise ValueError(f"kronecker: {name} does not say its architecture in config.json")
-    return model_class(architectures[0], "kronecker").from_pretrained(name).eval()
+    try:
+        loaded: Any = model_class(architectures[0], "kronecker").from_pretrained(name, output_loading_info=True)
+        model, said = loaded
+    except Exception as error:  # whatever a damaged file or a config that was edited gives
+        raise ValueError(f"kronecker: {name} cannot be loaded: {type(error).__name__}: {error}") from error
+    for what in ("missing_keys", "mismatched_keys"):
+        if said[what]:
+            held = sorted(map(str, said[what]))
+            raise ValueError(
+                f"kronecker: {name} has no {held[0]} that fits its config ({len(held)} weights, which would be random)"
+            )
+    if said["unexpected_keys"]:
+        print(f"kronecker: {len(said['unexpected_keys'])} weights in {name} are not the model's", file=sys.stderr)
+    return model.eval()
 
 
 def tokens(options: argparse.Namespace, file: str, tokenizer: str, *models: PreTrainedModel) -> list[Tensor]:
@@ -147,19 +160,21 @@ def _prune(options: argparse.Namespace) -> None:
     if is_compressed(options.model):
         raise ValueError(f"prune: {options.model} holds a compressed model, needed a stock one")
     model = load(options.model)
-    stored = model.dtype
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    stored, dtypes = model.dtype, {n: t.dtype for n, t in tensors}
     data = calibration(options, name, model)
     with new:
         fitted, quiet = new.place / "fitted", options.no_progress
         report = prune_(model.float(), config, calibration=data, cache=fitted, progress=not quiet)
         new.clear()
-        nn.Module.to(model, stored)
+        for n, t in (*model.named_parameters(), *model.named_buffers()):
+            t.data = t.data.to(dtypes.get(n, stored))
         model.save_pretrained(new.folder)
         if (tokenizer := _tokenizer(name)) is not None:
             tokenizer.save_pretrained(new.folder)
     print(report)
-    asked = f"python -m kronecker compare {options.model} {options.out} --text FILE"
-    print(f"{options.out} is a stock model; what it cost: {asked}")
+    asked = f"; what it cost: python -m kronecker compare {options.model} {options.out} --text FILE"
+    print(f"{options.out} is a stock model{asked if 'CausalLM' in type(model).__name__ else ''}")
 
 
 def _convert(options: argparse.Namespace) -> None:

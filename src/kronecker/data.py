@@ -56,9 +56,12 @@ def batches(calibration: Iterable[Any], model: nn.Module, operation: str) -> lis
 
 
 def check_model(operation: str, model: object) -> None:
-    """Refuse what is no model, such as its folder's name."""
+    """Refuse what is no model, such as its folder's name, and one with adapters, whose matrices are neither's alone."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"{operation}: model is a {type(model).__name__}, needed a loaded model")
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("peft."):
+            raise ValueError(f"{operation}: {name or type(module).__name__} is an adapter's; merge adapters first")
 
 
 def tokens_seen(data: Sequence[Batch], least: int) -> list[str]:
@@ -111,8 +114,8 @@ def _check_ids(operation: str, ids: object, model: nn.Module) -> None:
     config = getattr(model, "config", None)
     if not isinstance(ids, Tensor) or not isinstance(config, PretrainedConfig):
         return
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise ValueError(f"{operation}: token ids are {ids.dtype}, needed integers")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{operation}: token ids are {ids.dtype}, needed integers of 32 or 64 bits")
     count, positions = getattr(config.get_text_config(), "vocab_size", None), positions_of(model)
     least, most = int(ids.min()), int(ids.max())
     if isinstance(count, int) and not 0 <= least <= most < count:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ._eager import build
-from .moments import Moments
+from .moments import Moments, positive
 
 
 class Factors(NamedTuple):
@@ -248,8 +248,7 @@ def low_rank(weight: Tensor, rank: int, moments: Moments | None = None) -> tuple
     _check("low_rank", weight, rank, min(weight.shape))
     wanted, root = weight.double(), None
     if moments is not None:
-        moment = moments.damped()
-        root = torch.linalg.cholesky(moment)
+        moment, root = positive(moments.damped())
         wanted = torch.cholesky_solve((moments.cross + wanted @ (moment - moments.inputs)).T, root).T @ root
     u, s, v = torch.linalg.svd(wanted, full_matrices=False)
     b, a = u[:, :rank] * s[:rank].sqrt(), s[:rank, None].sqrt() * v[:rank]

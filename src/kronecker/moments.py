@@ -82,3 +82,20 @@ class Moments:
         w = weight.double()
         left = ((w @ self.inputs) * w).sum() - 2 * (w * self.cross).sum() + self.energy
         return float((left.clamp_min(0) / self.energy).sqrt())
+
+
+def positive(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """A second moment with as much of a ridge as its rounding takes, and its Cholesky factor.
+
+    Sums over tokens whose mean is far from zero lose, less the mean, more digits than a small ridge makes up for.
+    """
+    ridge, eye = 0.0, torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
+    size = max(float(moment.diagonal().abs().mean()), 1e-300)
+    while True:
+        damped = moment + ridge * size * eye
+        root, wrong = torch.linalg.cholesky_ex(damped)
+        if not int(wrong):
+            return damped, root
+        if ridge > 1:
+            raise ValueError("kronecker: second moments are not finite, needed inputs that are numbers")
+        ridge = max(1e-8, 10 * ridge)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+_STRANGE = 0.01  # share of characters that are none, in a text
 _LABELS = ("role", "from", "type")  # of a chat's turns and their parts: no text
 
 
@@ -23,12 +25,16 @@ def text_of(path: str | Path) -> str:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"text_of: {path} is not a file, needed one of text, or of JSON records with texts")
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
-    if path.suffix in (".json", ".jsonl"):
-        lines = [text] if path.suffix == ".json" else [line for line in text.split("\n") if line.strip()]
+    held, suffix = path.read_bytes(), path.suffix.lower()
+    wide = held.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    text = held.decode("utf-16" if wide else "utf-8-sig", errors="replace")
+    if "\0" in text or text.count("\ufffd") > len(text) * _STRANGE:
+        raise ValueError(f"text_of: {path} is no text in UTF-8 or, with its mark, UTF-16; needed such")
+    if suffix in (".json", ".jsonl"):
+        lines = [text] if suffix == ".json" else [line for line in text.split("\n") if line.strip()]
         try:
             records = [json.loads(line) for line in lines]
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"text_of: {path} is no JSON: {error}") from None
         while len(records) == 1 and isinstance(records[0], list):
             records = records[0]
@@ -65,13 +71,17 @@ def text_batches(
     >>> [b.shape for b in text_batches("abcdefghij", lambda t: [ord(c) for c in t], tokens=8, context=2, rows=3)]
     [torch.Size([3, 2]), torch.Size([1, 2])]
     """
-    if len(text) < 200 and "\n" not in text and Path(text).is_file():
+    if len(text.encode()) < 250 and "\n" not in text and Path(text).is_file():
         raise ValueError(f"text_batches: text is the name of a file, {text!r}; needed its text: text_of({text!r})")
     if min(tokens, context, rows) < 1 or skip < 0:
         raise ValueError(
             f"text_batches: tokens is {tokens}, context {context}, rows {rows}, skip {skip}, needed 1 or more"
         )
-    encoded = encode(text[: 20 * (tokens + skip)])
+    size = 20 * (tokens + skip)
+    encoded = encode(text[:size])
+    while isinstance(encoded, list) and len(encoded) < tokens + skip and size < len(text):  # of long words
+        size *= 2
+        encoded = encode(text[:size])
     if not isinstance(encoded, list):
         raise ValueError(
             f"text_batches: encode made a {type(encoded).__name__}, needed a list of token ids: tokenizer.encode"

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from kronecker import (
@@ -223,3 +224,41 @@ def test_several_texts_are_compared_in_windows_that_overlap(place, capsys):
     assert "files of one name" in capsys.readouterr().err
     assert main(["compare", str(place / "model"), *files, "--context", "8", "--stride", "9"]) == 1
     assert "stride is 9, needed 1 to 7" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_all_weights_is_refused(place, capsys):
+    weights = load_file(place / "model" / "model.safetensors")
+    command = ["prune", str(place / "model"), str(place / "out"), "--calibration", str(place / "text.txt"), *COMMON]
+    lost = {n: t for n, t in weights.items() if n != "transformer.h.1.mlp.c_proj.weight"}
+    save_file(lost, place / "model" / "model.safetensors", {"format": "pt"})
+    assert main(command) == 1
+    assert "has no transformer.h.1.mlp.c_proj.weight that fits its config (1 weights" in capsys.readouterr().err
+    save_file(weights | {"more": torch.zeros(1)}, place / "model" / "model.safetensors", {"format": "pt"})
+    config = json.loads((place / "model" / "config.json").read_text())
+    for changes, said in (
+        ({"n_layer": config["n_layer"] + 1}, "has no transformer.h."),
+        ({"n_head": 0}, "cannot be loaded: "),
+    ):
+        (place / "model" / "config.json").write_text(json.dumps(config | changes))
+        assert main(command) == 1
+        assert said in capsys.readouterr().err
+    (place / "model" / "config.json").write_text(json.dumps(config))
+    assert main([*command, "--no-progress"]) == 0
+    assert "1 weights in" in capsys.readouterr().err  # said, and gone on: some checkpoints carry more
+    (place / "model" / "model.safetensors").write_bytes(b"cut")
+    assert main([*command[:2], str(place / "again"), *command[3:]]) == 1
+    assert "cannot be loaded: " in capsys.readouterr().err
+
+
+def test_every_tensor_keeps_its_own_type(place):
+    model = tiny("nemotron-h").bfloat16()
+    bias = model.model.layers[1].mixer.gate.e_score_correction_bias
+    bias.data = torch.tensor([30.0054, 30.0071, 30.0093])
+    model.save_pretrained(place / "mixture")
+    save_tokenizer(place / "mixture", WORDS)
+    command = ["prune", str(place / "mixture"), str(place / "out"), "--calibration", str(place / "text.txt"), *COMMON]
+    assert main([*command, "--no-progress", "--keep", "0.5"]) == 0
+    kept, before = (load_file(place / folder / "model.safetensors") for folder in ("out", "mixture"))
+    assert {n: t.dtype for n, t in kept.items()} == {n: t.dtype for n, t in before.items()}
+    name = next(n for n in kept if "e_score" in n)
+    assert torch.equal(kept[name], before[name])

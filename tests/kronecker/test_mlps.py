@@ -1,11 +1,12 @@
 """MLPs are found by how numbers flow: in every family that was tried, and where there is none."""
 
+import peft
 import pytest
 import torch
 import transformers
 from torch import nn
 
-from kronecker import KroneckerConfig, convert_, prune_
+from kronecker import KroneckerConfig, convert_, plan, prune_
 from kronecker.surgery.finding import find_mlps, is_linear
 from kronecker.surgery.mlps import find_mlps as find
 from tests.support.models import MAKERS, MIXTURES, tiny
@@ -193,3 +194,47 @@ def test_batches_of_an_encoder_decoder_are_whole():
     with pytest.raises(ValueError, match="calibration is None, needed batches"):
         prune_(model, calibration=None, progress=False)
     prune_(model, calibration=[batch | {"attention_mask": torch.ones(8, 16)}], progress=False)
+
+
+def test_neurons_that_another_layer_reads_are_left_alone():
+    class Two(Rows):
+        def forward(self, x):
+            hidden = torch.relu(self.first(x))
+            return self.second(hidden) + self.side(hidden)
+
+    torch.manual_seed(0)
+    model = Two(nn.ReLU())
+    model.side = nn.Linear(10, 6)
+    assert not find(model, is_linear, {"x": torch.randn(5, 6)})
+    whole = nn.Sequential(Rows(nn.ReLU()), Two(nn.ReLU()), Rows(nn.ReLU()))
+    whole[1].side = nn.Linear(10, 6)
+    found = [m.down for m in find(whole, is_linear, {"input": torch.randn(5, 6)})]
+    assert found[0] == "0.second"
+    assert "1.second" not in found
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_hooks_that_change_what_a_layer_says_are_refused(changes):
+    model = tiny("llama")
+    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda m, given, out: 2 * out if changes else None)
+    if not changes:
+        assert len(find_mlps(model)) == model.config.num_hidden_layers
+        return
+    with pytest.raises(ValueError, match=r"a forward hook changes what model\.layers\.0\.mlp\.down_proj says"):
+        find_mlps(model)
+
+
+def test_adapters_are_merged_first():
+    batch = torch.randint(3, 96, (2, 8))
+    for target in ("down_proj", "q_proj"):
+        config = peft.LoraConfig(target_modules=[target], r=2, init_lora_weights=False, task_type="CAUSAL_LM")
+        model = peft.get_peft_model(tiny("llama"), config)
+        with pytest.raises(ValueError, match=r"convert_: .* is an adapter's; merge adapters first"):
+            convert_(model, KroneckerConfig(b_shape=(2, 1), rank=2, init="van_loan"), progress=False)
+        with pytest.raises(ValueError, match=r"plan: .* is an adapter's; merge adapters first"):
+            plan(model, keep=0.5, calibration=[batch], progress=False)
+
+
+def test_short_ids_are_refused_by_their_type():
+    with pytest.raises(ValueError, match=r"token ids are torch\.int16, needed integers of 32 or 64 bits"):
+        prune_(tiny("llama"), calibration=[torch.randint(3, 96, (2, 8)).short()], progress=False)

@@ -15,6 +15,7 @@ from kronecker.fitting.elimination import eliminate, refitted
 from kronecker.fitting.mlp import MlpWeights, Seen
 from kronecker.fitting.neurons import fit_neurons
 from kronecker.layers.experts import is_experts
+from kronecker.surgery.blocks import Stack, config_with_blocks, keep_blocks_, new_places
 from kronecker.surgery.finding import find_mlps
 from kronecker.surgery.mlps import Mlp
 from tests.support.models import MAKERS, MIXTURES, auto_class, tiny
@@ -577,3 +578,54 @@ def test_blocks_by_budget_and_what_is_refused(tmp_path, monkeypatch):
         prune_(model, PruneConfig(granularity="block"), calibration=[ids()], progress=False)
     assert torch.equal(output(model), before)
     assert model.config.n_layer == len(model.transformer.h)
+
+
+def neo():
+    config = transformers.GPTNeoConfig(
+        vocab_size=96, hidden_size=16, num_layers=4, num_heads=2, intermediate_size=24, window_size=4,
+        attention_types=[[["global", "local"], 2]], max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.GPTNeoForCausalLM(config).eval()
+
+
+def without(model, gone):
+    """The model without these blocks, as `prune_` drops them."""
+    stack = Stack.of(model, [m.down for m in find_mlps(model)])
+    stay = [i for i in range(stack.count) if i not in gone]
+    config = config_with_blocks(model, stack, stay)
+    keep_blocks_(model, stack, stay, config, new_places(model, stack, stay, config))
+    return model
+
+
+def test_a_block_in_a_new_place_has_its_own_settings(tmp_path):
+    kinds = ["full_attention", "sliding_attention"] * 2
+    model = tiny("gemma3", num_hidden_layers=4, layer_types=kinds, sliding_window=4)
+    without(model, {1})
+    assert model.config.layer_types == ["full_attention", "full_attention", "sliding_attention"]
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(output(auto_class("gemma3").from_pretrained(tmp_path).eval()), output(model))
+
+
+def test_blocks_are_renumbered_whatever_they_call_their_number(tmp_path):
+    model = without(neo(), {1})
+    model.generate(ids(1, 6), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(output(transformers.GPTNeoForCausalLM.from_pretrained(tmp_path).eval()), output(model))
+
+
+def test_blocks_that_depend_on_their_place_are_refused():
+    model = tiny("gpt2", n_layer=3, scale_attn_by_inverse_layer_idx=True)
+    with pytest.raises(ValueError, match=r"prune_: .* of transformer\.h\.\d.* is .*, and would be .* in the place of"):
+        without(model, {0})
+
+
+def test_a_bias_before_the_middle_counts_from_the_start():
+    """Without descent, large biases of the matrices that read the width are in what the fit works towards."""
+    model = tiny("gpt2")
+    for block in model.transformer.h:
+        torch.nn.init.normal_(block.mlp.c_fc.bias, std=3.0)
+    before = output(model, ids(8, seed=2))
+    config = LowRankConfig(keep=0.999, epochs=0)
+    convert_(model, config, calibration=[ids(16, seed=1)], progress=False)
+    assert float((output(model, ids(8, seed=2)) - before).norm() / before.norm()) < 0.05

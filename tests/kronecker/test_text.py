@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kronecker import PruneConfig, convert_, plan, prune_, text_batches
+from kronecker import PruneConfig, convert_, plan, prune_, text_batches, text_of
 from kronecker.data import tokens_seen
 from tests.support.models import tiny
 
@@ -57,3 +57,24 @@ def test_reports_say_on_how_many_tokens_errors_are_measured_and_whether_that_is_
 def test_what_would_leave_all_as_it_is_is_refused(fields, what):
     with pytest.raises(ValueError, match=rf"prune_: all \d+ {what} .*would stay"):
         prune_(tiny("llama"), PruneConfig(**fields), calibration=[torch.ones(1, 8, dtype=torch.long)], progress=False)
+
+
+def test_what_is_no_text_is_refused_and_marks_are_read(tmp_path):
+    (tmp_path / "a.txt").write_bytes("Grüße".encode("utf-16"))
+    assert text_of(tmp_path / "a.txt") == "Grüße"
+    for held in (bytes(range(256)) * 20, b"\xe9" * 50):
+        (tmp_path / "b.txt").write_bytes(held)
+        with pytest.raises(ValueError, match=r"text_of: .*b\.txt is no text in UTF-8"):
+            text_of(tmp_path / "b.txt")
+    (tmp_path / "c.JSON").write_text('[{"text": "x"}]')
+    assert text_of(tmp_path / "c.JSON") == "x"
+    (tmp_path / "d.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="is no JSON"):
+        text_of(tmp_path / "d.json")
+
+
+def test_long_words_are_read_until_there_are_enough():
+    text = " ".join("x" * 60 for _ in range(5000))
+    rows = text_batches(text, lambda part: [len(w) for w in part.split()], tokens=1000, context=10)
+    assert sum(row.numel() for row in rows) == 1000
+    assert text_batches("漢字" * 60, lambda part: [ord(c) for c in part], tokens=50, context=10)

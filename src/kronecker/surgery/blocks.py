@@ -14,7 +14,9 @@ from ..config import PruneConfig
 from ..fitting.block import Block
 from ..fitting.calls import tokens
 from .finding import blocks_of
-from .stock import Shapes, attribute_changes, set_attributes_, stock_config
+from .stock import Changes, Shapes, attribute_changes, empty, set_attributes_, stock_config
+
+_PLACES = ("layer_idx", "layer_id")
 
 
 @dataclass(frozen=True)
@@ -98,14 +100,44 @@ def config_with_blocks(model: PreTrainedModel, stack: Stack, stay: Sequence[int]
     return stock_config(type(model), config, shapes, {stack.count: len(stay)})
 
 
-def keep_blocks_(model: nn.Module, stack: Stack, stay: Sequence[int], config: PretrainedConfig | None) -> None:
+def new_places(model: nn.Module, stack: Stack, stay: Sequence[int], config: PretrainedConfig | None) -> Changes:
+    """What blocks know of their places, as it becomes when only these stay.
+
+    Raises:
+        ValueError: A family whose blocks depend on their places in another way: loaded again they would be others.
+    """
+    changes: Changes = []
+    found = model.named_modules()
+    if config is None or not isinstance(model, PreTrainedModel):
+        for name, module in found:
+            if (index := stack.index(name)) in stay:
+                changes += [(module, n, stay.index(index)) for n in _PLACES if vars(module).get(n) == index]
+        return changes
+    old, new = (dict(empty(type(model), c).named_modules()) for c in (copy.deepcopy(model.config), config))
+    for name, module in found:
+        index, renamed = stack.index(name), stack.renamed(name, stay)
+        if index is None or renamed is None:
+            continue
+        for key, before in vars(old[name]).items():
+            after = vars(new[renamed]).get(key)
+            if not isinstance(before, (int, float, str, tuple)) or before == after:
+                continue
+            if (before, after) != (index, stay.index(index)):
+                raise ValueError(
+                    f"prune_: {key} of {name} is {before}, and would be {after} in the place of {renamed}; needed a "
+                    "family whose blocks do not depend on their place, or neurons to drop"
+                )
+            changes.append((module, key, after))
+    return changes
+
+
+def keep_blocks_(
+    model: nn.Module, stack: Stack, stay: Sequence[int], config: PretrainedConfig | None, places: Changes
+) -> None:
     """Leave only these blocks, each with its new place where it knows that."""
     parent, _, last = stack.name.rpartition(".")
     blocks = list(model.get_submodule(stack.name).children())
-    for place, index in enumerate(stay):
-        for module in blocks[index].modules():
-            if vars(module).get("layer_idx") == index:
-                vars(module)["layer_idx"] = place
+    set_attributes_(places)
     setattr(model.get_submodule(parent), last, nn.ModuleList(blocks[i] for i in stay))
     if isinstance(model, PreTrainedModel) and config is not None:
         set_attributes_(attribute_changes(model, config))

@@ -129,6 +129,22 @@ def config_with_heads(model: PreTrainedModel, attentions: Sequence[Attention], k
     return config
 
 
+@torch.no_grad()
+def check_runs(model: PreTrainedModel, config: PretrainedConfig, batch: Mapping) -> None:
+    """Refuse a config whose model cannot be run: something in it is as wide as all heads together (OLMoE's norms)."""
+    given = {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in batch.items()}
+    for one in (model.config, config):
+        try:
+            first_output(empty(type(model), copy.deepcopy(one)), given)
+        except Exception as error:
+            if one is model.config:  # it cannot be tried without numbers
+                return
+            raise ValueError(
+                f"prune_: {type(model).__name__} cannot be run with fewer heads ({str(error).splitlines()[0]}); needed "
+                "another family, or neurons or blocks to drop"
+            ) from error
+
+
 def cut_heads_(
     model: PreTrainedModel, attentions: Sequence[Attention], keep: int, config: PretrainedConfig, batch: Mapping
 ) -> None:

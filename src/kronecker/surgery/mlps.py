@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from model_components._modes import evaluating
 
-from ..data import positions_of
+from ..data import first_output, positions_of
 
 _TOKENS, _ROWS = 8, 4  # of what a model is tried with: that many tokens of our own, or rows of a batch, twice
 _NEAR = 1e-2  # of a layer's input: far above the rounding of two equal rows, far below what is added to one of them
@@ -93,13 +93,14 @@ def find_mlps(
             trials = [r.hypotheses[place] for r in runs if len(r.hypotheses) > place and not r.square]
             while trials:
                 trials, now = _apart(trials, taken=_names(confirmed))
-                confirmed += _confirmed(model, now, runs, rows)
+                confirmed += _tried(model, now, runs, rows)[0]
         kinds = {
             _kind(m) for m in confirmed
         }  # square matrices are attention's nearly always, and what is done to those
         for mlp in (mlp for run in runs for mlp in run.hypotheses if run.square):  # reaches far
             if (_kind(mlp) in kinds or not kinds) and _names(confirmed).isdisjoint((*mlp.ups, mlp.down)):
-                confirmed += _confirmed(model, [mlp], runs, rows)
+                confirmed += _tried(model, [mlp], runs, rows)[0]
+        confirmed = _read_once(model, confirmed, runs, rows)
     order = {r.name: i for i, r in enumerate(runs)}
     return sorted(confirmed, key=lambda m: order[m.down])
 
@@ -168,6 +169,8 @@ def _runs(model: nn.Module, layers: Mapping[str, nn.Module], rows: Mapping[str, 
     runs: dict[str, _Run] = {}
 
     def see(name: str, module: nn.Module, given: Tensor, out: Tensor) -> None:
+        if len(module._forward_hooks) > 1 and not torch.equal(module.forward(given), out):  # one is ours
+            raise ValueError(f"kronecker: a forward hook changes what {name} says, needed a model without it")
         if not torch.isfinite(out).all():
             raise ValueError(f"kronecker: {name} has a weight that is zero or not finite, or gives such numbers")
         if name not in runs and len(given) % 2 == 0:
@@ -192,8 +195,19 @@ def _hypotheses(before: Sequence[_Run], run: _Run) -> list[Mlp]:
     return mlps
 
 
-def _confirmed(model: nn.Module, trials: Sequence[Mlp], runs: Sequence[_Run], rows: Mapping[str, Any]) -> list[Mlp]:
+def _read_once(model: nn.Module, mlps: list[Mlp], runs: Sequence[_Run], rows: Mapping[str, Any]) -> list[Mlp]:
+    """Those whose hidden neurons nothing but the last layer reads."""
+    if not mlps or _tried(model, mlps, runs, rows)[1]:
+        return mlps
+    return [mlp for mlp in mlps if _tried(model, [mlp], runs, rows)[1]]
+
+
+def _tried(
+    model: nn.Module, trials: Sequence[Mlp], runs: Sequence[_Run], rows: Mapping[str, Any]
+) -> tuple[list[Mlp], bool]:
     """Those of the MLPs whose hidden neurons are what they should be, by one run for all.
+
+    Also whether the model says the same of both halves then: if not, something else has read hidden neurons.
 
     There are two equal halves. In the second one, some neurons get another value at the first token: the last layer's
     input must change there and nowhere else. At the last token all get what they have at the first half's second token:
@@ -240,8 +254,17 @@ def _confirmed(model: nn.Module, trials: Sequence[Mlp], runs: Sequence[_Run], ro
         changes |= dict.fromkeys(mlp.ups, disturb(mlp.rows(chosen[mlp.down], count)))
     changes |= {mlp.down: compare(mlp.down) for mlp in trials}
     with _hooked({n: layers[n] for n in changes}, changes.__getitem__):
-        model(**rows)
-    return [m for m in trials if right.get(m.down, False)]
+        same = _same_halves(first_output(model, rows))
+    found = [m for m in trials if right.get(m.down, False)]
+    return found, same
+
+
+def _same_halves(out: Tensor) -> bool:
+    """Whether two equal halves gave the same."""
+    if len(out) % 2:
+        return True  # it is not row by row
+    first, second = out.reshape(2, -1)
+    return bool(((second - first).abs() <= _NEAR * first.square().mean().sqrt()).all())
 
 
 @contextmanager

@@ -20,11 +20,19 @@ from ..data import Batch, batches, check_model, tokens_seen
 from ..fitting.block import blocks_with
 from ..fitting.cache import FitCache
 from ..fitting.fit import UNKNOWN, Fitted, Part, fit_
-from .blocks import Stack, block_influences, blocks_to_keep, config_with_blocks, keep_blocks_, least_influential
+from .blocks import (
+    Stack,
+    block_influences,
+    blocks_to_keep,
+    config_with_blocks,
+    keep_blocks_,
+    least_influential,
+    new_places,
+)
 from .checks import check_own
 from .convert import num_parameters
 from .finding import all_or_nothing
-from .heads import config_with_heads, cut_heads_, find_attentions, groups_to_keep
+from .heads import check_runs, config_with_heads, cut_heads_, find_attentions, groups_to_keep
 from .neurons import PrunablePart, neurons_to_keep, prunable_parts
 from .stock import Changes, attribute_changes, parameter_shapes, set_attributes_, stock_config
 
@@ -185,6 +193,7 @@ def _drop_heads(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     if keep == groups:
         _refuse_nothing(walk.config, groups, "groups of heads")
     new_config = config_with_heads(model, attentions, keep)
+    check_runs(model, new_config, walk.data[0])
     check_own("prune_", model, {n for a in attentions for n in (*a.ups, a.down)})
     heads = [Part(a.down, dict.fromkeys((*a.ups, a.down), walk.config), None, keep, a) for a in attentions]
     refits = walk.refits(parts)
@@ -208,6 +217,7 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
         gone = least_influential(block_influences(blocks_with(model, [], names, walk.data)), keep)
     stay = [i for i in range(stack.count) if i not in gone]
     new_config = config_with_blocks(model, stack, stay) if isinstance(model, PreTrainedModel) and gone else None
+    places = new_places(model, stack, stay, new_config)
     rows = []
     for index, influence in gone.items():
         name = f"{stack.name}.{index}"
@@ -216,7 +226,7 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     with all_or_nothing(model, (n for p in left for n in p.modules)):
         done = walk.fit(walk.refits(left), stay, dropped={f"{stack.name}.{i}" for i in gone})
     if gone:
-        keep_blocks_(model, stack, stay, new_config)
+        keep_blocks_(model, stack, stay, new_config, places)
     counts = {p.name: p.count for p in left}
     rows += [PrunedLayer(n, counts[n], counts[n], fitted.error**0.5) for n, fitted in done.items()]
     return rows, _rounded(walk.config, stack.count, keep, "blocks")
@@ -240,7 +250,5 @@ def _refuse(model: nn.Module) -> None:
     if torch.is_inference_mode_enabled():
         raise ValueError("prune_: torch.inference_mode is on, needed a place where gradients can be taken")
     for name, module in model.named_modules():
-        if type(module).__module__.startswith("peft."):
-            raise ValueError(f"prune_: {name or type(module).__name__} is an adapter's; merge adapters first")
         if name and isinstance(module, PreTrainedModel) and not isinstance(model, PreTrainedModel):
             raise ValueError(f"prune_: {name} within {type(model).__name__} has a config of its own; prune_ that model")

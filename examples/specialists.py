@@ -100,14 +100,17 @@ class Trial:
         }  # fmt: skip
         return TrainingArguments(**{**options, **more})
 
+    def lora(self) -> LoraConfig:
+        """The specialists' adapters."""
+        rank = 4 if self.given.smoke else 16
+        return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+
     def specialist(self, k: int) -> Any:
         """The base, tuned on kind ``k``; its adapter is kept."""
         folder, (steps, rate) = self.out / list(KINDS)[k], TUNED[k]
         if not (folder / "adapter_model.safetensors").is_file():
             set_seed(0)
-            rank = 4 if self.given.smoke else 16
-            settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-            model = prepare_lora(self.load_model(self.model), settings)
+            model = prepare_lora(self.load_model(self.model), self.lora())
             arguments = self.arguments(rate, 2 if self.given.smoke else steps, 42, lr_scheduler_type="linear")
             run(Trainer(model=model, args=arguments, train_dataset=self.train[k], data_collator=self.collator))
             model.save_pretrained(folder)

@@ -111,23 +111,69 @@ def test_masks_keep_both_tasks_where_no_formula_does(tmp_path):
     assert all(kept[name] < 0.95 for name in ("linear", "slerp", "task_arithmetic", "ties", "dare_ties"))
 
 
-def test_the_instruction_example_runs(tmp_path):
-    from tests.support.models import save, save_tokenizer, tiny
+WORDS = ["red", "green", "blue", "round", "square", "small", "large", "old", "new", "warm", "cold"]
 
-    words = ["red", "green", "blue", "round", "square", "small", "large", "old", "new", "warm", "cold"]
+
+def write_instructions(folder):
+    """Instructions of two kinds, to rewrite and to write; returns the words that they are of."""
     rows = [
         {
-            "instruction": f"{('rewrite', 'write')[i % 2]} {a} {b} {words[i % 11]}",
+            "instruction": f"{('rewrite', 'write')[i % 2]} {a} {b} {WORDS[i % 11]}",
             "input": (f"{a} {b}", "")[i % 2],
             "output": f"{a} and {b}",
         }
-        for i, (a, b) in enumerate(itertools.product(words, words))
+        for i, (a, b) in enumerate(itertools.product(WORDS, WORDS))
     ]
-    (tmp_path / "data.json").write_text(json.dumps(rows))
+    (folder / "data.json").write_text(json.dumps(rows))
+    return [*WORDS, "rewrite", "write", "and", "<|im_start|>user", "<|im_end|>"]
+
+
+def test_the_field_trial_runs_and_goes_on(tmp_path):
+    from tests.heads.pairwise.support import tokenizer_of
+    from tests.support.models import save
+
+    words = write_instructions(tmp_path)
+    pairs = [{"prompt": f"p{k}", "a": "w1 w2 w3", "b": f"w4 w{k}", "label": k % 2} for k in range(60)]
+    with gzip.open(tmp_path / "alpaca_eval_pairs.jsonl.gz", "wt") as file:
+        file.write("".join(json.dumps(pair) + "\n" for pair in pairs))
+    given = [
+        "--data",
+        tmp_path,
+        "--out",
+        tmp_path / "out",
+        "--model",
+        tmp_path / "model",
+        "--judge",
+        tmp_path / "judge",
+    ]
+    assert "is no model; run `make real`" in run_example("field_trial/run.py", *given)
+    save(tiny("llama-tied"), tmp_path / "model")
+    save_tokenizer(tmp_path / "model", words)
+    save(tiny("bert"), tmp_path / "judge")
+    tokenizer_of().save_pretrained(tmp_path / "judge")
+    printed = run_example("field_trial/run.py", *given)
+    for name in (
+        "specialist edit", "a step of training", "regmean", "learned masks", "ties, from a recipe, ours",
+        "half pruned, trained back", "half by largest weights, trained back", "what is saved", "the judge",
+        "half pruned, trained back, against", "thinks as long as it needs", "a stock transformer",
+    ):  # fmt: skip
+        assert re.search(rf"^{re.escape(name)} .*\d", printed, re.M), name
+    kept = [path for folder in ("rows", "figures") for path in (tmp_path / "out" / folder).rglob("*.json")]
+    before = {path: path.stat().st_mtime_ns for path in kept}
+    assert len(before) > 20
+    assert "goes on: " in run_example("field_trial/merge.py", *given)
+    assert {path: path.stat().st_mtime_ns for path in kept} == before  # nothing twice
+    assert not [path for path in (tmp_path / "out").rglob("*") if "partial" in path.name]
+
+
+def test_the_instruction_example_runs(tmp_path):
+    from tests.support.models import save, save_tokenizer, tiny
+
+    words = write_instructions(tmp_path)
     asked = ["--data", tmp_path, "--out", tmp_path / "out", "--model", tmp_path / "model"]
     assert "is no model; run `make real`" in run_example("train_masks_on_instructions.py", *asked)
     save(tiny("llama-tied"), tmp_path / "model")
-    save_tokenizer(tmp_path / "model", [*words, "rewrite", "write", "and", "<|im_start|>user", "<|im_end|>"])
+    save_tokenizer(tmp_path / "model", words)
     printed = run_example("train_masks_on_instructions.py", *asked, "--only", "base", "spec*", "average", "ties")
     assert [line[:12] for line in printed.splitlines() if ".json" not in line][1:5] == [
         "base        ", "specialist e", "specialist c", "average     "

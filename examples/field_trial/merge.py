@@ -1,0 +1,104 @@
+"""Chapter 2. One model of both: by formulas, by closed forms, by learned masks, and by mergekit.
+
+    python examples/field_trial/merge.py        # after tune.py
+
+Each way has the parameters that one would write first, so that none is tuned for the held-out examples. Where mergekit
+is installed (extra `bench`), it merges the same checkpoints by the same recipes. The best merge goes on in the story.
+"""
+
+import importlib.util
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from story import KINDS, Story, begin, cpu_seconds, head
+
+from mergekit_lite.masks import KLConfig, MaskTrainer, Merger, TaskMixture
+
+BOTH = [1.0] * len(KINDS)
+RECIPES: dict[str, dict[str, Any]] = {  # by mergekit's names
+    "linear": {"weight": 1.0},
+    "ties": {"weight": 1.0, "density": 0.5},
+}
+
+
+def masks(story: Story) -> Any:
+    """A mask for each Linear over what each specialist changed, by the divergence from the specialists' own logits."""
+    merger = Merger.from_pretrained(story.components, base=story.model, dtype="float32")
+    trainer = MaskTrainer(
+        merger, story.arguments(1e-1, story.steps, 0), kl=KLConfig(coefficients="evidence"),
+        train_dataset=TaskMixture(story.train, weights="tokens", seed=0), data_collator=story.collator,
+    )  # fmt: skip
+    trainer.train()
+    return merger.eval().fold_()
+
+
+def recipe_of(story: Story, method: str) -> Path:
+    """A file that both programs read."""
+    models = [{"model": str(story.checkpoint_of(k)), "parameters": RECIPES[method]} for k in range(len(KINDS))]
+    told = {"merge_method": method, "models": models, "dtype": "bfloat16"}
+    if method == "ties":
+        told |= {"base_model": story.model}
+    file = story.out / f"{method}.yml"
+    file.write_text(yaml.safe_dump(told), encoding="utf-8")
+    return file
+
+
+def by_program(story: Story, command: list[str], method: str, name: str) -> Any:
+    """A merge by a program of its own, as a user calls it."""
+    folder = story.out / "models" / name
+    if not folder.is_dir():
+        given = [*command, str(recipe_of(story, method)), str(folder)]
+        subprocess.run(given, check=True, capture_output=True)
+    return story.load_model(folder)
+
+
+def beside_mergekit(story: Story) -> None:
+    """The same recipes by both programs: held-out losses, and CPU seconds of each whole process."""
+    bins = Path(sys.executable).parent
+    programs = {"ours": [str(bins / "mergekit-lite"), "merge"], "mergekit": [str(bins / "mergekit-yaml")]}
+    if importlib.util.find_spec("mergekit") is None:
+        print("mergekit is not installed, so that there are no rows of it: pip install 'model-components[bench]'")
+        programs.pop("mergekit")
+    for method in RECIPES:
+        for who, command in programs.items():
+            name = f"{method}, from a recipe, {who}"
+
+            def make(command: list[str] = command, method: str = method, name: str = name) -> dict[str, Any]:
+                begin = cpu_seconds()
+                model = by_program(story, command, method, name)
+                spent = cpu_seconds() - begin
+                return {"loss": statistics.mean(story.losses(model)), "seconds of the merge": round(spent, 1)}
+
+            story.figure("merge", name, make)
+
+
+def main() -> None:
+    story = begin(__doc__)
+    if story is None:
+        return
+    head(story)
+    calibration = [part[:128] for part in story.train]
+    ways: dict[str, Callable[[], Any]] = {
+        "average": lambda: story.merged(story.components, "linear", weight=BOTH),
+        "slerp": lambda: story.merged(story.components, "slerp", t=0.5),
+        "task_arithmetic": lambda: story.merged(story.components, "task_arithmetic", weight=[0.7] * len(KINDS)),
+        "ties": lambda: story.merged(story.components, "ties", weight=BOTH, density=0.5),
+        "dare_ties": lambda: story.merged(story.components, "dare_ties", weight=[0.7] * len(KINDS), density=0.7),
+        "regmean": lambda: story.merged(story.components, "regmean", calibration=calibration),
+        "learned masks": lambda: masks(story),
+    }
+    found = {name: statistics.mean(story.row(name, make) or [float("inf")]) for name, make in ways.items()}
+    best = min(found, key=lambda name: found[name])
+    if not (story.out / "models" / "merged").is_dir():
+        story.keep_model("merged", ways[best]())
+    print(f"goes on: {best}, in {story.out / 'models' / 'merged'}")
+    beside_mergekit(story)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What the chapters of the field trial share: flags, what is kept of a run, and the models of each stage by name."""
+
+import argparse
+import json
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+sys.path.append(str(Path(__file__).parents[1]))  # what all examples share
+from specialists import KINDS, Trial
+
+from mergekit_lite import merge_models
+
+
+class Story(Trial):
+    """A base, two specialists of it, and what becomes of them; every figure is kept in OUT, none is made twice."""
+
+    def models(self) -> dict[str, Path]:
+        """The folders of the stages that are there, in the order of the story."""
+        stages = ("merged", "half pruned", "half pruned, trained back")
+        folders = {"base": Path(self.model), **{stage: self.out / "models" / stage for stage in stages}}
+        return {name: folder for name, folder in folders.items() if (folder / "config.json").is_file()}
+
+    def figure(self, chapter: str, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What ``make`` finds, printed in a line, unless it is there."""
+        file = self.out / "figures" / chapter / f"{name}.json"
+        if not file.is_file():
+            begin = cpu_seconds()
+            found = {**make(), "cpu_seconds": round(cpu_seconds() - begin, 1), "settings": self.settings}
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part = file.with_suffix(".partial")
+            part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            part.rename(file)
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found.pop("settings") != self.settings:
+            sys.exit(f"{file} is of a run with other settings; name another --out")
+        shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items() if _short(v))
+        print(f"{name:34s} {', '.join(shown)}", flush=True)
+        return found
+
+    def keep_model(self, stage: str, model: Any) -> Path:
+        """A stage's checkpoint, whole or not at all."""
+        folder = self.out / "models" / stage
+        if not folder.is_dir():
+            part = folder.with_name(f".{stage}.partial")
+            model.save_pretrained(part)
+            self.tokenizer.save_pretrained(part)
+            part.rename(folder)
+        return folder
+
+    def checkpoint_of(self, k: int) -> Path:
+        """A specialist with its adapter merged in, for programs that take no adapters."""
+        folder = self.out / "models" / list(KINDS)[k]
+        if not folder.is_dir():
+            merge_models([self.components[k]], "linear", weight=[1.0], out=folder, dtype="bfloat16", progress=False)
+        return folder
+
+    def batches(self, count: int) -> Iterator[dict[str, Any]]:
+        """Batches of 8 training examples of both kinds, in turn."""
+        for start in range(0, count * 4, 4):
+            rows = [part[k % len(part)] for part in self.train for k in range(start, start + 4)]
+            yield self.collator([{name: row[name] for name in ("input_ids", "labels")} for row in rows])
+
+
+def begin(description: str | None) -> Story | None:
+    """The story so far; None where the model or the data are not there, which is said."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("build/real/smollm2"), help="folder of the base")
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of instruction data")
+    parser.add_argument("--judge", type=Path, help="folder of the judge's encoder (default: MiniLM, by `make real`)")
+    parser.add_argument("--out", type=Path, default=Path("runs/field_trial"), help="folder for all that is made")
+    parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
+    given = parser.parse_args()
+    given.seeds, given.only = 1, ["*"]
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*is deprecated.*")  # transformers' and peft's own affair
+    if not any(given.data.glob("*.json")):
+        print(f"skipped: {given.data} is no folder with *.json of instructions; name one with --data")
+        return None
+    if not (given.model / "config.json").is_file():
+        print(f"skipped: {given.model} is no model; run `make real`, or name one with --model")
+        return None
+    return Story(given)
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + spent.ru_utime + spent.ru_stime
+
+
+def head(story: Story) -> None:
+    """The columns of the rows that follow."""
+    print(f"{'nats a token, held out':34s} {' '.join(f'{kind:>8s}' for kind in KINDS)}     mean   CPU s to make it")
+
+
+def seconds_of(work: Callable[[], Any]) -> float:
+    """CPU seconds of one run."""
+    begin = time.process_time()
+    work()
+    return time.process_time() - begin
+
+
+@torch.no_grad()
+def tokens_a_second(model: Any, batch: dict[str, Any]) -> float:
+    """Of a forward pass, a CPU second; the better of two."""
+    ids = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    return ids["input_ids"].numel() / min(seconds_of(lambda: model(**ids)) for _ in range(2))
+
+
+def _short(value: Any) -> bool:
+    return isinstance(value, (int, float, str)) and len(str(value)) < 60

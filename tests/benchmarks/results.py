@@ -15,7 +15,7 @@ from pathlib import Path
 
 RESULTS = Path(os.environ.get("MODEL_COMPONENTS_RESULTS", Path(__file__).parent / "results"))
 ROOT = Path(__file__).parents[2]
-PAGE, GUIDE, README = ROOT / "docs" / "performance.md", ROOT / "docs" / "masks.md", ROOT / "README.md"
+GUIDE, README = ROOT / "docs" / "masks.md", ROOT / "README.md"
 KRONECKER_GUIDE = ROOT / "docs" / "kronecker.md"
 
 
@@ -125,132 +125,6 @@ def latest(file: str) -> list[dict[str, str]]:
             tuple(r[k] for k in ("op", "impl", "mode", "dtype", "shape", "hardware")): r for r in csv.DictReader(handle)
         }
     return list(held.values())
-
-
-@dataclass(frozen=True)
-class Table:
-    """How one file of results is shown: times are divided by those of ``baseline``."""
-
-    title: str
-    baseline: tuple[str, str]  # implementation and mode; "" for any mode
-    clock: str
-    text: str
-
-
-TABLES = {
-    "merge_models": Table(
-        "merge_models", ("mergekit_lite", "1 thread"), "cpu",
-        "CPU seconds of whole processes, imports and hashes included; in turn, a fresh process each. `ratio` is "
-        "against mergekit_lite with one thread. Cold is the first merge on a machine, which compiles kernels; eager "
-        "runs torch functions in their place. The floor is the copy and `import numba`. Spectral methods have no "
-        "kernel; the dense script loads both models whole and calls `torch.linalg.svd`.",
-    ),
-    "masked_linear": Table(
-        "masked_linear", ("nn.Linear", ""), "wall",
-        "Wall seconds; all in turn in one process. `ratio` is against a trainable `nn.Linear` of the same size, which "
-        "is the floor (three products). `plain` is `F.linear(x, m[0] * W[0] + m[1] * W[1])`. `saved` is what autograd "
-        "keeps until backward beyond what is resident; peaks are of processes of their own.",
-    ),
-    "masked_kl": Table(
-        "masked_kl", ("plain", ""), "wall",
-        "Wall seconds; in turn in one process. `ratio` is against the plain way: whole logits, `log_softmax`, "
-        "`kl_div`. Peaks are of processes of their own.",
-    ),
-    "mask_training_step": Table(
-        "One training step of masks", ("plain", ""), "wall",
-        "Wall seconds of a first, cold step, one run in a process of its own. Peaks are what it adds to two resident "
-        "models; the plain way has every merged weight and whole logits in the graph. The rows at context 2048 were "
-        "taken with one thread on a machine busy with other work: read their peaks, not their times.",
-    ),
-    "mask_depth": Table(
-        "Learning masks over deeper models", ("Merger", ""), "wall",
-        "Wall seconds and peak of a whole job in a process of its own, from two models' files to the merged model's, "
-        "one step of learning (a block, or all). Peaks are what it adds to the imports; the machine was busy with "
-        "other work: read them, not the times.",
-    ),
-    "kron_linear": Table(
-        "kron_linear", ("nn.Linear", ""), "cpu",
-        "CPU seconds, one thread; in turn in one process. `ratio` is against a dense `nn.Linear`. One token goes "
-        "through twelve layers with weights of their own, as in decoding. `saved` is what autograd keeps beyond "
-        "the parameters, x included. tensorly-torch: its factorised block tensor train, the same sum of Kronecker "
-        "products.",
-    ),
-    "kron_model": Table(
-        "GPT-2 124M, dense and compressed", ("dense", ""), "wall",
-        "Wall seconds; in turn in one process. A training step is forward, backward and fused AdamW; generation is "
-        "greedy, with a cache. The sequential start is one run.",
-    ),
-    "lora_step": Table(
-        "Whole models with LoRA", ("peft", ""), "cpu",
-        "CPU seconds, one thread; in turn in one process; a step is forward, loss, backward, AdamW. `ratio` is against "
-        "peft with adapters in the model's dtype. Peaks are what a step adds to the resident model, in processes of "
-        "their own.",
-    ),
-    "thinker": Table(
-        "thinker", ("nn.TransformerDecoderLayer", ""), "cpu",
-        "CPU seconds, one thread; in turn in one process. `think` is eight steps and one read-out, with the same "
-        "widths and read-out; `ratio` is against torch's decoder layer as the shared block. perceiver-pytorch is its "
-        "weight-tied Perceiver, which reads out a mean. `saved` is what autograd keeps beyond the parameters.",
-    ),
-}  # fmt: skip
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
-
-
-def write_page() -> None:
-    """docs/performance.md from the newest rows of every file."""
-    lines = [
-        "# Performance",
-        "",
-        "Generated from `tests/benchmarks/results/*.csv` by `make bench`; every row was written by a benchmark script "
-        "that ran all implementations in turn. The machines are shared and noisy: read the ratios. An operation is "
-        "only timed after its equivalence tests have passed.",
-        "",
-    ]
-    everything = [r for name in TABLES for r in latest(f"{name}.csv")]
-    if all("CPU" in r["hardware"] for r in everything):
-        lines += ["CUDA: not measured on a GPU yet.", ""]
-    for name, table in TABLES.items():
-        rows = latest(f"{name}.csv")
-        if not rows:
-            continue
-        lines += [f"## {table.title}", "", f"{table.text} {rows[-1]['hardware']}; {rows[-1]['versions']}.", ""]
-        saved = any(r["saved_bytes"] for r in rows)
-        columns = [
-            "shape",
-            "op",
-            "implementation",
-            "mode",
-            "dtype",
-            f"{table.clock} p20 / p50 / p80",
-            "ratio",
-            "peak MB",
-        ]
-        columns += [*(["saved MB"] if saved else []), "runs", "measured"]
-        lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-        for r in rows:
-            key = [r[k] for k in ("op", "shape", "dtype", "hardware")]
-            impl, mode = table.baseline
-            base = next(
-                (
-                    float(b[f"{table.clock}_p50"])
-                    for b in rows
-                    if [b[k] for k in ("op", "shape", "dtype", "hardware")] == key
-                    and (b["impl"], b["mode"]) == (impl, mode or r["mode"])
-                ),
-                None,
-            )
-            own = float(r[f"{table.clock}_p50"])
-            times = " / ".join(_time(float(r[f"{table.clock}_{p}"])) for p in ("p20", "p50", "p80"))
-            peak = f"{int(r['peak_bytes']) / 1e6:.0f}" if int(r["peak_bytes"]) else ""
-            cells = [r["shape"], r["op"], r["impl"], r["mode"], r["dtype"], times]
-            cells += [f"{own / base:.2f}" if base else "", peak]
-            cells += [f"{int(r['saved_bytes']) / 1e6:.2f}" if r["saved_bytes"] else ""] if saved else []
-            lines.append("| " + " | ".join([*cells, r["runs"], f"{r['date']} {r['commit']}"]) + " |")
-        lines.append("")
-    PAGE.write_text("\n".join(lines), encoding="utf-8")
 
 
 def put(path: Path, lines: Sequence[str], name: str = "results") -> None:

@@ -31,7 +31,8 @@ from tests.benchmarks import (
     thinker_questions,
     thinker_step,
 )
-from tests.benchmarks.results import write_depth_account, write_memory_account, write_page, write_readme_table
+from tests.benchmarks.page import write_page
+from tests.benchmarks.results import write_depth_account, write_memory_account, write_readme_table
 
 MASKS, KRONECKER, THINKER = "tests/mergekit_lite/masks", "tests/kronecker", "tests/thinker"
 LORA = "tests/heads/lora"

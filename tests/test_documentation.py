@@ -56,6 +56,39 @@ def test_recipes_in_the_examples_load():
         assert load_recipe(path).merge_method in METHODS
 
 
+def snippets_of(page):
+    """The Python of a page, in its order."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
+
+
+def test_every_snippet_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch):
+    """Each in a namespace of its own, in a folder that has what it names, with fewer steps."""
+    from peft import LoraConfig
+
+    from heads.lora import prepare_lora
+    from heads.pairwise import PairwiseModel
+    from tests.heads.pairwise.support import tokenizer_of
+
+    monkeypatch.chdir(tmp_path)
+    words = [f"w{k}" for k in range(96)]
+    for seed, name in enumerate(("base", "math", "code", "rewriter", "summariser")):
+        tiny("llama", seed, max_position_embeddings=512).save_pretrained(f"models/{name}")
+        save_tokenizer(Path("models", name), words)
+    prepare_lora(tiny("llama"), LoraConfig(target_modules=["q_proj"])).save_pretrained("models/adapter")
+    for name in ("rewriting", "summaries"):
+        rows = [{"prompt": f"w{k} w1", "completion": f" w2 w{k}"} for k in range(8)]
+        Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("texts.json").write_text(json.dumps([{"text": " ".join(words * 20)}]))
+    judge = PairwiseModel.from_encoder(tiny("bert"), tokenizer_of(), link="davidson")
+    judge.save_pretrained("runs/judge/model")
+    snippets = snippets_of("README.md")
+    assert len(snippets) == 6
+    for code in snippets:
+        exec(re.sub(r"max_steps=\d+", "max_steps=2", code), {})
+    for made in ("merged", "masked", "smaller", "tuned"):
+        assert (tmp_path / "models" / made / "model.safetensors").is_file()
+
+
 def run_example(name, *options, without=None):
     """What an example prints; ``without``: a folder for code that makes matplotlib absent."""
     command = [sys.executable, str(ROOT / "examples" / name), "--smoke", *map(str, options)]
@@ -314,20 +347,18 @@ def test_the_guide_to_thinking_has_every_task_choice_and_public_name():
     assert all(f"| {name} |" in guide for name in results["rows"])
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/thinker.md"])
-def test_the_snippets_about_thinking_run(page, tmp_path, monkeypatch):
+def test_the_snippets_about_thinking_run(tmp_path, monkeypatch):
     """In the order of the page, in one namespace, with fewer steps."""
     import thinker
 
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / page).read_text(encoding="utf-8")
-    snippets = re.findall(r"```python\n(.*?)```", text, re.S)
+    snippets = snippets_of("docs/thinker.md")
     found = [
         code
         for code in snippets
         if re.search(r"th\.|model\.", code) and not re.search("kronecker|mergekit_lite|from heads", code)
     ]
-    assert len(found) == (1 if page == "README.md" else 7)
+    assert len(found) == 7
     namespace = {}
     try:
         for code in found:
@@ -335,7 +366,7 @@ def test_the_snippets_about_thinking_run(page, tmp_path, monkeypatch):
             exec(code.replace('"runs/plan")', '"runs/plan", max_steps=2)'), namespace)
     finally:
         thinker.TASKS.pop("double", None)
-    assert namespace["trainer" if page != "README.md" else "model"]
+    assert namespace["trainer"]
 
 
 @pytest.mark.parametrize("task", ["parity", "add16", "reverse", "sort", "hops"])
@@ -414,15 +445,9 @@ def test_the_guide_to_lora_has_every_public_name():
 
 
 def test_the_snippets_about_lora_run(tmp_path, monkeypatch):
-    """The guide's in order in one namespace; the README's on a model and an adapter made for it."""
-    from peft import LoraConfig
-
-    from heads.lora import prepare_lora
-    from tests.support.models import tiny
-
+    """In order, in one namespace."""
     monkeypatch.chdir(tmp_path)
-    guide = (ROOT / "docs" / "lora.md").read_text(encoding="utf-8")
-    snippets = re.findall(r"```python\n(.*?)```", guide, re.S)
+    snippets = snippets_of("docs/lora.md")
     assert len(snippets) == 7
     namespace = {}
     for code in snippets:
@@ -430,11 +455,6 @@ def test_the_snippets_about_lora_run(tmp_path, monkeypatch):
     assert namespace["report"].accelerated
     assert callable(namespace["api_judge"])
     assert (tmp_path / "runs" / "merged" / "model.safetensors").exists()
-    tiny("llama").save_pretrained("models/base")
-    prepare_lora(tiny("llama"), LoraConfig(target_modules=["q_proj"])).save_pretrained("models/adapter")
-    readme = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
-    exec(next(code for code in readme if "accelerate_lora_" in code), namespace)
-    assert (tmp_path / "models" / "tuned" / "model.safetensors").exists()
 
 
 def test_the_guide_to_pairs_has_every_public_name_link_and_pooling():
@@ -450,25 +470,19 @@ def test_the_guide_to_pairs_has_every_public_name_link_and_pooling():
 
 
 def test_the_snippets_about_pairs_run(tmp_path, monkeypatch):
-    """The guide's in order in one namespace, with an encoder made for them; the README's with the model they save."""
+    """In order, in one namespace, with an encoder made for them."""
     from tests.heads.pairwise.support import tokenizer_of
     from tests.support.models import tiny
 
     monkeypatch.chdir(tmp_path)
     tiny("bert").save_pretrained("models/encoder")
     tokenizer_of().save_pretrained("models/encoder")
-    guide = (ROOT / "docs" / "pairwise.md").read_text(encoding="utf-8")
-    snippets = re.findall(r"```python\n(.*?)```", guide, re.S)
+    snippets = snippets_of("docs/pairwise.md")
     assert len(snippets) == 2
     namespace = {}
     for code in snippets:
         exec(code, namespace)
     assert sorted(namespace["best"].order) == [0, 1, 2]
-    (tmp_path / "runs" / "judge").rename(tmp_path / "model")
-    (tmp_path / "runs" / "judge").mkdir()
-    (tmp_path / "model").rename(tmp_path / "runs" / "judge" / "model")
-    readme = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
-    exec(next(code for code in readme if "heads.pairwise" in code), namespace)
 
 
 def test_the_judge_example_runs_and_resumes(tmp_path):

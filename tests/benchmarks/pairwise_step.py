@@ -22,7 +22,7 @@ from transformers.utils import logging
 from heads.pairwise import Pair
 from tests.benchmarks.measure import interleave, run_alone
 from tests.benchmarks.pairwise_trial import DATA, real_pairs
-from tests.benchmarks.results import README, ROOT, Row, append, latest, put
+from tests.benchmarks.results import ROOT, Row, append, latest, put
 from tests.support import real
 
 GUIDE = ROOT / "docs" / "pairwise.md"
@@ -181,7 +181,7 @@ def measure(
 
 
 def write_table() -> None:
-    """The guide's and the README's table, from the newest rows on CPU."""
+    """The guide's table, from the newest rows on CPU."""
     rows = [row for row in latest("pairwise.csv") if "CPU" in row["hardware"] and row["impl"] in IMPLS]
     found = {(row["mode"], row["dtype"], row["shape"], row["impl"]): row for row in rows}
     kinds = [kind for kind in dict.fromkeys(key[:3] for key in found) if (*kind, CAREFUL) in found]
@@ -208,7 +208,6 @@ def write_table() -> None:
         f"{some['versions']}; {some['date']} at {', '.join(dict.fromkeys(row['commit'] for row in rows))}.",
     ]
     put(GUIDE, lines, "speed")
-    put(README, lines, "pairwise")
 
 
 def main(arguments: list[str] | None = None) -> None:

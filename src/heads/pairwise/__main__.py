@@ -1,0 +1,113 @@
+"""The command line: ``python -m heads.pairwise judge|report|rank``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from model_components._folders import new_file
+
+from .config import CLASSES
+from .formats import pair_of
+from .inference import predict_pairs
+from .model import PairwiseModel
+from .report import pairwise_report
+from .rows import raw_rows, read_pairs
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments."""
+    top = argparse.ArgumentParser(prog="python -m heads.pairwise", description="Judge answers by a trained model.")
+    commands = top.add_subparsers(dest="command", required=True)
+    judging = commands.add_parser("judge", help="A, B or tie for each row of pairs, with probabilities, as JSON lines")
+    ranking = commands.add_parser("rank", help="the order of each row's answers, the best first, as JSON lines")
+    reporting = commands.add_parser("report", help="what verdicts on labelled pairs are worth")
+    files = {
+        judging: "pairs in any format of `read_pairs`, with labels or without",
+        ranking: "rows with a prompt and a list of answers",
+        reporting: "labelled pairs",
+    }
+    for command, held in files.items():
+        command.add_argument("model", help="folder or hub id of a judge")
+        command.add_argument("file", help=held)
+        command.add_argument("--device", default="cpu", help="to run on (default: cpu)")
+        command.add_argument("--batch-size", type=int, default=32, help="pairs at once (default: 32)")
+        command.add_argument("--out", type=Path, help="file to write (default: print)")
+    reporting.add_argument("--train", metavar="FILE", help="the pairs it was trained on: baselines are fitted on them")
+    for command in (judging, reporting):
+        command.add_argument("--no-progress", action="store_true", help="no progress bar")
+    return top
+
+
+def judged(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
+    """A line for each row: its verdict, or why there is none."""
+    pairs, told = [], []
+    for line, row in raw_rows(options.file):
+        known = {"id": row["id"]} if isinstance(row, Mapping) and "id" in row else {}
+        told.append({"line": line, **known})
+        try:
+            if isinstance(row, ValueError):
+                raise row
+            pairs.append(pair_of(row)._replace(label=None))
+        except ValueError as error:
+            told[-1]["error"] = str(error)
+    if not pairs:
+        raise ValueError(f"judge: {options.file} has no pair ({len(told)} rows); needed two answers in a row")
+    data = model.dataset(pairs, progress=not options.no_progress)
+    found = predict_pairs(model, data, batch_size=options.batch_size, progress=not options.no_progress)
+    verdicts = iter(zip(found.verdicts, found.probabilities.tolist(), strict=True))
+    for row in told:
+        if "error" not in row:
+            verdict, shares = next(verdicts)
+            row |= {"verdict": verdict} | {n: round(p, 6) for n, p in zip(CLASSES, shares, strict=False)}
+        yield json.dumps(row, ensure_ascii=False)
+
+
+def ranked(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
+    """A line for each row: places of its answers, the best first, and their scores."""
+    for line, row in raw_rows(options.file):
+        answers = row.get("answers") if isinstance(row, Mapping) else None
+        if not isinstance(answers, list) or "prompt" not in row:
+            raise ValueError(f"rank: line {line} has no prompt and list of answers; needed both")
+        found = model.rank(row["prompt"], answers, batch_size=options.batch_size)
+        scores = [round(score, 4) for score in found.scores.tolist()]
+        yield json.dumps({"line": line, "order": list(found.order), "scores": scores})
+
+
+def reported(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
+    """The report."""
+    pairs, read = read_pairs(options.file)
+    train = read_pairs(options.train)[0] if options.train else None
+    progress = not options.no_progress
+    data = model.dataset(pairs, progress=progress)
+    yield f"{options.file}: {read}"
+    yield str(pairwise_report(model, data, train=train, batch_size=options.batch_size, progress=progress))
+
+
+COMMANDS = {"judge": judged, "rank": ranked, "report": reported}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    options = parser().parse_args(arguments)
+    try:
+        model: Any = PairwiseModel.from_pretrained(options.model).eval().to(options.device)
+        lines = COMMANDS[options.command](model, options)
+        if options.out is None:
+            for line in lines:
+                print(line, flush=True)
+            return 0
+        with new_file(options.out, options.command) as part, part.open("w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        print(f"heads.pairwise: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""The command line: each command does what the library's function does, and says what is wrong in a line."""
+
+import json
+
+import pytest
+import torch
+from tests.heads.pairwise.support import model_of, pairs_of
+
+from heads.pairwise import PairwiseModel
+from heads.pairwise.__main__ import main
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A judge and pairs."""
+    model_of(link="davidson").save_pretrained(tmp_path / "judge")
+    rows = [
+        dict(zip(("prompt", "a", "b", "label"), pair, strict=True), id=f"x{k}") for k, pair in enumerate(pairs_of(12))
+    ]
+    rows[3] = {"id": "x3", "prompt": "p"}
+    (tmp_path / "pairs.jsonl").write_text("\n".join([*map(json.dumps, rows[:5]), "{", *map(json.dumps, rows[5:])]))
+    return tmp_path
+
+
+def test_each_row_has_its_verdict_or_the_reason_why_not(place, capsys):
+    assert main(["judge", str(place / "judge"), str(place / "pairs.jsonl"), "--no-progress"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["line"] for line in lines] == list(range(1, 14))
+    assert "no two answers" in lines[3]["error"]
+    assert "no JSON" in lines[5]["error"]
+    pairs = [pair for k, pair in enumerate(pairs_of(12)) if k != 3]
+    model = PairwiseModel.from_pretrained(place / "judge").eval()
+    found = model.predict(*([pair[k] for pair in pairs] for k in range(3)), progress=False)
+    right = [line for line in lines if "error" not in line]
+    assert [line["id"] for line in right] == [f"x{k}" for k in range(12) if k != 3]
+    assert [line["verdict"] for line in right] == found.verdicts
+    said = torch.tensor([[line[name] for name in ("A", "B", "tie")] for line in right])
+    torch.testing.assert_close(said, found.probabilities, rtol=0, atol=1e-6)
+
+
+def test_answers_are_put_in_order(place, capsys):
+    answers = ["w3", "w7 w8", "w9 w1"]
+    (place / "rows.json").write_text(json.dumps([{"prompt": "w1", "answers": answers}]))
+    assert main(["rank", str(place / "judge"), str(place / "rows.json"), "--out", str(place / "out.jsonl")]) == 0
+    told = json.loads((place / "out.jsonl").read_text())
+    found = PairwiseModel.from_pretrained(place / "judge").eval().rank("w1", answers)
+    assert told["order"] == list(found.order)
+    (place / "rows.json").write_text(json.dumps([{"prompt": "w1"}]))
+    assert main(["rank", str(place / "judge"), str(place / "rows.json"), "--out", str(place / "none.jsonl")]) == 1
+    assert "rank: line 1 has no prompt and list of answers" in capsys.readouterr().err
+    assert not (place / "none.jsonl").exists()
+
+
+def test_a_report_has_its_baselines(place, capsys):
+    pairs = [dict(zip(("prompt", "a", "b", "label"), pair, strict=True)) for pair in pairs_of(40)]
+    (place / "good.json").write_text(json.dumps(pairs))
+    given = ["report", str(place / "judge"), str(place / "good.json"), "--no-progress"]
+    assert main([*given, "--train", str(place / "good.json")]) == 0
+    told = capsys.readouterr().out
+    assert "40 of 40 rows" in told
+    assert "a curve of length" in told
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({2: "none.csv"}, "there is no file none.csv"),
+        ({1: "/nowhere"}, "nowhere"),
+        ({3: "--device=gpu"}, "gpu"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(changes, said, place, capsys):
+    given = ["judge", str(place / "judge"), str(place / "pairs.jsonl"), "--no-progress"]
+    assert main([changes.get(k, part) for k, part in enumerate(given)]) == 1
+    assert said in capsys.readouterr().err

@@ -10,6 +10,7 @@ about 0.7 above the original's at half, from a text of the kind that it is measu
 """
 
 import argparse
+import json
 import time
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("smaller"), help="folder to make for the checkpoint (default: smaller)"
     )
+    parser.add_argument("--json", type=Path, help="a file for the figures")
     parser.add_argument("--smoke", action="store_true", help="few tokens of everything")
     given = parser.parse_args()
     if not 0 < given.keep < 1:
@@ -63,7 +65,8 @@ def main() -> None:
         print(prune_(model, found.prune, calibration=calibration))
     else:
         print(convert_(model, found.configs, calibration=calibration))
-    print(f"in {time.perf_counter() - begin:.0f} s\n")
+    seconds = round(time.perf_counter() - begin)
+    print(f"in {seconds} s\n")
     model.to(stored.dtype or torch.float32).save_pretrained(given.out)
     tokenizer.save_pretrained(given.out)
     sizes = {
@@ -74,7 +77,12 @@ def main() -> None:
         smaller = AutoModelForCausalLM.from_pretrained(given.out, dtype=torch.float32).eval()
     else:
         smaller = from_pretrained(given.out).float()
-    print(compare({"original": original, str(given.out): smaller}, held_out))
+    found = compare({"original": original, str(given.out): smaller}, held_out)
+    print(found)
+    if given.json is not None:
+        told = {"plan_and_fit_seconds": seconds, "bytes": list(sizes.values()), **found.to_dict()}
+        told |= {"tokens": sum(rows.numel() for rows in calibration)}
+        given.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -625,7 +625,11 @@ def test_the_shrinking_example_writes_a_stock_model(tmp_path):
     save_tokenizer(tmp_path / "model", words)
     (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": " ".join(words)}) for _ in range(10)))
     options = ["--model", tmp_path / "model", "--calibration", tmp_path / "texts.jsonl", "--out", tmp_path / "small"]
-    printed = run_example("shrink_model.py", *options, "--keep", 0.25)
+    printed = run_example("shrink_model.py", *options, "--keep", 0.25, "--json", tmp_path / "figures.json")
+    told = json.loads((tmp_path / "figures.json").read_text())
+    assert told["models"][0]["name"] == "original"
+    assert told["models"][1]["parameters"] < told["models"][0]["parameters"]
+    assert told["bytes"][1] < told["bytes"][0]
     assert "on disk:" in printed
     rows = [line.split() for line in printed.splitlines() if line.startswith(("original", str(tmp_path / "small")))]
     assert [row[1] for row in rows] == ["10,896", "7,440"]

@@ -37,6 +37,9 @@ class PairwiseConfig(PreTrainedConfig):
         surface: What the head is told beside the encoder's states: any of the answers' ``"length"``, ``"style"`` and
             ``"overlap"`` with the prompt. Judges owe much to these; `pairwise_report` says how much.
         append_prompt: Encode the prompt before each answer.
+        question: What is read after each answer, with the tokenizer's special tokens: " Good? [MASK]" for an encoder
+            that was trained to fill such, a question in the chat's frame for a language model (a cloze, as TinyRM has
+            it, arXiv 2507.09973). ``pooling="last"`` takes the state of its last token.
         max_tokens: Most tokens of prompt, answer and special tokens together; default what the encoder takes.
         max_prompt_tokens: Tokens that a prompt keeps where an answer is long; default a quarter of ``max_tokens``.
         label_smoothing: Share of each target that is spread over all classes.
@@ -69,6 +72,7 @@ class PairwiseConfig(PreTrainedConfig):
         dropout: float = 0.1,
         surface: Sequence[Surface] = (),
         append_prompt: bool = True,
+        question: str = "",
         max_tokens: int | None = None,
         max_prompt_tokens: int | None = None,
         label_smoothing: float = 0.0,
@@ -88,6 +92,7 @@ class PairwiseConfig(PreTrainedConfig):
         self.dropout = dropout
         self.surface = list(surface)
         self.append_prompt = append_prompt
+        self.question = question
         self.max_tokens = max_tokens
         self.max_prompt_tokens = max_prompt_tokens
         self.label_smoothing = label_smoothing
@@ -116,6 +121,8 @@ class PairwiseConfig(PreTrainedConfig):
         for name in ("ties", "append_prompt"):
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "True or False")
+        if not isinstance(self.question, str):
+            _refuse("question", self.question, "text")
         for name in ("dropout", "label_smoothing", "swap_consistency"):
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), (int, float)):
                 _refuse(name, getattr(self, name), "a number")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from tests.benchmarks import (
+    field_trial,
     kron_linear,
     kron_model,
     kron_starts,
@@ -61,6 +62,7 @@ GATES = {
     "lora_step": [f"{LORA}/test_accelerate.py", "-k", "output_and_gradients"],
     "lora_judges": [f"{LORA}/test_judging.py"],
     "lora_recipes": [f"{LORA}/test_tuning.py", f"{LORA}/test_rows.py"],
+    "field_trial": ["tests/test_documentation.py", "-k", "field_trial"],
     "pairwise_step": [f"{PAIRWISE}/test_packing.py", f"{PAIRWISE}/test_functional.py"],
     "pairwise_trial": [f"{PAIRWISE}/test_links.py", f"{PAIRWISE}/test_training.py", "-k", "swapping or learns"],
 }
@@ -89,6 +91,7 @@ SCRIPTS = {
     "lora_recipes": lora_recipes.main,
     "pairwise_step": pairwise_step.main,
     "pairwise_trial": pairwise_trial.main,
+    "field_trial": field_trial.main,
 }
 
 
@@ -112,6 +115,7 @@ def main() -> None:
     write_memory_account()
     write_depth_account()
     tabled = (
+        field_trial,
         mask_instructions,
         kron_starts,
         prune_model,

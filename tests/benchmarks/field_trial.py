@@ -1,0 +1,103 @@
+"""The field trial (`examples/field_trial/run.py`), its figures as field_trial.json to results, and the page's tables.
+
+The scripts keep what is done in ``--out``, so that this goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
+
+FOUND, PAGE = RESULTS / "field_trial.json", ROOT / "docs" / "field_trial.md"
+WORK = Path(__file__).parent / "work" / "field_trial"
+CHAPTERS = {  # rows of losses, in their order
+    "tune": ("base", "specialist edit", "specialist compose"),
+    "merge": ("average", "slerp", "task_arithmetic", "ties", "dare_ties", "regmean", "learned masks"),
+    "shrink": (
+        "merged", "half pruned", "half by largest weights", "half pruned, trained back",
+        "half by largest weights, trained back",
+    ),
+}  # fmt: skip
+
+
+def collected(out: Path) -> dict[str, Any]:
+    """What a run has kept."""
+    rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((out / "rows").glob("*.json"))]
+    figures: dict[str, dict[str, Any]] = {}
+    for path in sorted((out / "figures").glob("*/*.json")):
+        if path.parent.name != "answers":
+            held = json.loads(path.read_text(encoding="utf-8"))
+            held.pop("settings")
+            figures.setdefault(path.parent.name, {})[path.stem] = held
+    kept = {row["name"]: {key: row[key] for key in ("losses", "cpu_seconds")} for row in rows}
+    return {"rows": kept, "figures": figures, "settings": rows[0]["settings"] if rows else {}}
+
+
+def losses(rows: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """A table of held-out losses."""
+    lines = ["| | edit | compose | mean | CPU s |", "|---|---|---|---|---|"]
+    for name in names:
+        if row := rows.get(name):
+            values = " | ".join(f"{value:.3f}" for value in [*row["losses"], statistics.mean(row["losses"])])
+            lines.append(f"| {name} | {values} | {row['cpu_seconds']:.0f} |")
+    return lines
+
+
+def listed(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A table of other figures, whose names are the columns."""
+    columns = list(dict.fromkeys(name for row in figures.values() for name in row))
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for name, row in figures.items():
+        cells = (f"{row[c]:,.4g}" if isinstance(row.get(c), float) else str(row.get(c, "")) for c in columns)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def write_table() -> None:
+    """The page's tables."""
+    if not FOUND.exists() or not PAGE.exists():
+        return
+    told = json.loads(FOUND.read_text(encoding="utf-8"))
+    for chapter, names in CHAPTERS.items():
+        lines = losses(told["rows"], names)
+        if figures := told["figures"].get(chapter):
+            lines += ["", *listed(figures)]
+        put(PAGE, lines, chapter)
+    for chapter in ("judge", "think"):
+        put(PAGE, listed(told["figures"].get(chapter, {})), chapter)
+    counts = " and ".join(str(count) for count in told["settings"]["examples"])
+    put(PAGE, [f"{counts} training examples; {told['hardware']}; {told['date']}, {told['commit']}."], "about")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the scripts, collect their figures, write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", help="not looked at")
+    parser.add_argument("--out", type=Path, default=WORK, help="folder of what is done")
+    parser.add_argument("--model", type=Path, default=ROOT / "build" / "real" / "smollm2")
+    parser.add_argument("--collect", action="store_true", help="run nothing: take what is there")
+    options = parser.parse_args(arguments)
+    if not options.collect:
+        data = os.environ.get("MODEL_COMPONENTS_DATA", str(ROOT.parent / "shared" / "data"))
+        command = [sys.executable, str(ROOT / "examples" / "field_trial" / "run.py"), "--data", data]
+        subprocess.run([*command, "--out", str(options.out), "--model", str(options.model)], check=True)
+    found = collected(options.out)
+    if not found["rows"]:
+        print("field_trial: skipped, there are no rows: the model or the data are absent")
+        return
+    found |= {"date": today(), "commit": commit(), "hardware": hardware()}
+    FOUND.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_table()
+
+
+if __name__ == "__main__":
+    main()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import KroneckerConfig, PruneConfig
-from ..layers.experts import ExpertsLayout, KroneckerExperts, between, layout_of, plain_parameters
+from ..layers.experts import ExpertsLayout, KroneckerExperts, between, canonical_parameters, layout_of
 from ..layers.weights import start
 from ..surgery.mlps import Mlp
 from .factors import fit_factors
@@ -92,7 +92,7 @@ def fit_expert_factors(module: nn.Module, routed: Routed, config: KroneckerConfi
 
 def _mlp(layout: ExpertsLayout) -> Mlp:
     """One expert as an MLP."""
-    return Mlp((layout.up,), "down_proj", layout.plain_rows)
+    return Mlp((layout.up,), "down_proj", layout.canonical_rows)
 
 
 def _biases(weights: MlpWeights) -> list[Tensor]:
@@ -101,7 +101,7 @@ def _biases(weights: MlpWeights) -> list[Tensor]:
 
 def _experts(module: nn.Module, routed: Routed, *, keep_inputs: bool) -> Iterator[tuple[MlpWeights, Seen]]:
     """Each expert's weights, and what it sees and should go on saying."""
-    layout, stack = layout_of(module), plain_parameters(module)
+    layout, stack = layout_of(module), canonical_parameters(module)
 
     def middle(said: Sequence[Tensor]) -> Tensor:
         return between(module, layout, said[0])

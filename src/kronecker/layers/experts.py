@@ -25,8 +25,8 @@ GROUPED = 8  # what sizes of experts are multiples of: transformers multiplies a
 class ExpertsLayout:
     """How a stack of experts holds its weights, as transformers 5 says on the module.
 
-    Elsewhere they are in one form: matrices (E, out, in), the gate's rows before those that it gates, (2 I, H); experts
-    without a gate have (I, H).
+    Elsewhere they are in canonical form: matrices (E, out, in), the gate's rows before those that it gates, (2 I, H);
+    experts without a gate have (I, H).
     """
 
     up: str = "gate_up_proj"  # the matrices that read the block's width
@@ -55,12 +55,12 @@ class ExpertsLayout:
         return shape[self.neuron_dims["down_proj"]]
 
     @property
-    def plain_rows(self) -> str:
-        """Where a neuron's rows are in the one form: halves or plain."""
+    def canonical_rows(self) -> str:
+        """Where a neuron's rows are in canonical form: halves or plain."""
         return "plain" if self.rows == "plain" else "halves"
 
-    def plain(self, name: str, tensor: Tensor) -> Tensor:
-        """A stack's parameter in the one form."""
+    def canonical(self, name: str, tensor: Tensor) -> Tensor:
+        """A stack's parameter in canonical form."""
         if self.transposed and name in self.matrices:
             tensor = tensor.mT
         if self.rows == "interleaved" and name.startswith(self.up):
@@ -68,7 +68,7 @@ class ExpertsLayout:
         return tensor.contiguous()
 
     def stock(self, name: str, tensor: Tensor) -> Tensor:
-        """A parameter as the stack holds it, from the one form."""
+        """A parameter as the stack holds it, from the canonical form."""
         if self.rows == "interleaved" and name.startswith(self.up):
             tensor = torch.stack(tensor.chunk(2, dim=1), 2).flatten(1, 2)
         return (tensor.mT if self.transposed and name in self.matrices else tensor).contiguous()
@@ -105,14 +105,14 @@ def layout_of(module: nn.Module) -> ExpertsLayout:
     return layout
 
 
-def plain_parameters(experts: nn.Module) -> dict[str, Tensor]:
-    """A stack's parameters in the one form."""
+def canonical_parameters(experts: nn.Module) -> dict[str, Tensor]:
+    """A stack's parameters in canonical form."""
     layout = layout_of(experts)
-    return {n: layout.plain(n, p.detach()) for n, p in experts.named_parameters(recurse=False)}
+    return {n: layout.canonical(n, p.detach()) for n, p in experts.named_parameters(recurse=False)}
 
 
 def between(experts: nn.Module, layout: ExpertsLayout, said: Tensor) -> Tensor:
-    """What each of them does between its matrices: (N, 2 I) in the one form, or (N, I), to (N, I)."""
+    """What each of them does between its matrices: (N, 2 I) in canonical form, or (N, I), to (N, I)."""
     act_fn: Any = getattr(experts, "act_fn", None)
     if layout.rows == "plain":
         return act_fn(said)
@@ -152,7 +152,7 @@ class KroneckerExperts(StandsFor):
         self.b_shapes: dict[str, tuple[int, int]] = {}
         meta = {n: torch.empty_like(p, device="meta") for n, p in parameters.items()}
         for name, own in self._configs().items():
-            a, b = own.shapes(*layout.plain(name, meta[name]).shape[1:], operation="KroneckerExperts")
+            a, b = own.shapes(*layout.canonical(name, meta[name]).shape[1:], operation="KroneckerExperts")
             self.b_shapes[name] = b
             count, short = 1 if config.share_a else self.num_experts, _short(name)
             self.register_parameter(f"{short}_a", nn.Parameter(torch.zeros(count, own.rank, *a, **place)))
@@ -186,7 +186,7 @@ class KroneckerExperts(StandsFor):
 
         With ``share_a`` the experts' matrices are one tall matrix: its A is shared, and each expert has its own B.
         """
-        layer, weights = cls(experts, config), plain_parameters(experts)
+        layer, weights = cls(experts, config), canonical_parameters(experts)
         for name, part in layer._configs().items():
             weight, (o2, i2) = weights[name], layer.b_shapes[name]
             if config.share_a:
@@ -219,7 +219,7 @@ class KroneckerExperts(StandsFor):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Tokens (N, H), their experts (N, k) and weights (N, k) to (N, H)."""
         up, down = self.layout.matrices
-        biases = {n.removesuffix("_bias"): self.layout.plain(n, getattr(self, n)) for n in self.layout.biases}
+        biases = {n.removesuffix("_bias"): self.layout.canonical(n, getattr(self, n)) for n in self.layout.biases}
         out = torch.zeros_like(hidden_states)
 
         def linear(name: str, expert: int, x: Tensor) -> Tensor:

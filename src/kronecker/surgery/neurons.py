@@ -95,7 +95,7 @@ def _experts_part(name: str, module: nn.Module) -> PrunablePart:
 
     layout, down = layout_of(module), module.get_parameter("down_proj").shape
     weights = [(n, torch.empty_like(module.get_parameter(n), device="meta")) for n in layout.matrices]
-    matrices = tuple((rows, columns) for n, w in weights for _, rows, columns in [layout.plain(n, w).shape])
+    matrices = tuple((rows, columns) for n, w in weights for _, rows, columns in [layout.canonical(n, w).shape])
     return PrunablePart(name, (name,), layout.neurons(down), shapes, matrices, None, down[0])
 
 

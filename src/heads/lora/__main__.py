@@ -1,0 +1,59 @@
+"""The command line: ``python -m heads.lora merge|show``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from .interchange import load_lora
+from .merge import merge_lora
+from .report import lora_report
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments."""
+    top = argparse.ArgumentParser(prog="python -m heads.lora", description="Look at LoRA adapters, and merge them.")
+    commands = top.add_subparsers(dest="command", required=True)
+    showing = commands.add_parser("show", help="what an adapter holds: layers, ranks, sizes of updates")
+    merging = commands.add_parser("merge", help="write the model with an adapter as an ordinary checkpoint")
+    for command in (showing, merging):
+        command.add_argument("model", help="folder or hub id of the base, a causal language model")
+        command.add_argument("adapter", help="folder or hub id of the adapter")
+    merging.add_argument("out", help="folder to write; must not exist or be empty")
+    merging.add_argument("--dtype", help="of what is written, such as float32 (default: the base's)")
+    merging.add_argument(
+        "--max-lost", type=float, default=0.25, help="share of an update that may be lost (default: 0.25)"
+    )
+    merging.add_argument("--no-progress", action="store_true", help="no progress bar")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    options = parser().parse_args(arguments)
+    try:
+        base: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
+        model = load_lora(base, options.adapter, accelerate=False)
+        if options.command == "show":
+            print(lora_report(model))
+            return 0
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(options.model)
+        except (OSError, ValueError):
+            tokenizer = None
+        print(merge_lora(
+            model, options.out, dtype=options.dtype, max_lost=options.max_lost, tokenizer=tokenizer,
+            progress=not options.no_progress,
+        ))  # fmt: skip
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"heads.lora: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

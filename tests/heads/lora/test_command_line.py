@@ -1,0 +1,46 @@
+"""The command line: the same as the functions, errors in a line."""
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from heads.lora import merge_lora, prepare_lora
+from heads.lora.__main__ import main
+from tests.support.models import save_tokenizer, tiny
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A base, with a tokenizer, and an adapter that changes something."""
+    tiny("llama").save_pretrained(tmp_path / "base")
+    save_tokenizer(tmp_path / "base", ["<unk>", "a", "b"])
+    model = prepare_lora(tiny("llama"), LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    merge_lora(model, tmp_path / "wanted", progress=False)
+    return tmp_path
+
+
+def test_it_merges_as_the_function_does(place, capsys):
+    given = [str(place / name) for name in ("base", "adapter", "out")]
+    assert main(["merge", *given, "--no-progress"]) == 0
+    assert "lost" in capsys.readouterr().out
+    made, wanted = (AutoModelForCausalLM.from_pretrained(place / name).state_dict() for name in ("out", "wanted"))
+    assert all(torch.equal(made[name], value) for name, value in wanted.items())
+    assert len(AutoTokenizer.from_pretrained(place / "out")) == 3
+    assert main(["merge", *given, "--no-progress"]) == 1
+    assert "heads.lora: merge_lora to" in capsys.readouterr().err
+
+
+def test_it_shows_what_an_adapter_holds(place, capsys):
+    assert main(["show", str(place / "base"), str(place / "adapter")]) == 0
+    told = capsys.readouterr().out
+    assert "8 adapters" in told
+    assert "2,304" in told  # their parameters
+
+
+@pytest.mark.parametrize(("changes", "said"), [({1: "/nowhere"}, "nowhere"), ({2: "/nothing"}, "nothing")])
+def test_what_is_wrong_is_said_in_a_line(changes, said, place, capsys):
+    given = ["show", str(place / "base"), str(place / "adapter")]
+    assert main([changes.get(k, part) for k, part in enumerate(given)]) == 1
+    assert said in capsys.readouterr().err

@@ -12,10 +12,19 @@ from .doctor import PACKAGES, examine, other_distributions
 
 _SHOWN = ("torch", "transformers", "safetensors", "peft", "accelerate", "huggingface_hub", "numpy", "matplotlib")
 
+_COMMANDS = """the other commands, each with --help:
+  mergekit-lite               merge checkpoints, plan a merge, extract adapters, train masks
+  python -m kronecker         prune, convert, plan, fold and compare models
+  python -m heads.lora        show adapters, merge them into a checkpoint
+  python -m heads.pairwise    judge pairs of answers, put answers in order, report on a judge"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 1 where something needs repair."""
-    top = argparse.ArgumentParser(prog="model-components", description="Look whether the installation is whole.")
+    top = argparse.ArgumentParser(
+        prog="model-components", description="Look whether the installation is whole.", epilog=_COMMANDS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     top.add_argument("--version", action="version", version=f"model-components {__version__}")
     commands = top.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="versions, and packages that another distribution has overwritten")

@@ -5,8 +5,8 @@
 Tries neurons, low rank and Kronecker sums of that size on some MLPs (``--method auto``), takes what costs least, fits
 it towards the original on 32,000 tokens of your text, writes a checkpoint, and prints loss, parameters, bytes and
 tokens a second beside the original's, on text that nothing was fitted on. Where it is neurons that go, as on every
-model that was measured, plain transformers loads the checkpoint. SmolLM2-135M took 9 minutes on 2 cores; expect a loss
-about 0.7 above the original's at half, from a text of the kind that it is measured on.
+model that was measured, plain transformers loads the checkpoint. SmolLM2-135M took 8 minutes on 2 cores; expect a loss
+about 0.7 above the original's at half, from a text of the kind that it is measured on (the guide has our run).
 """
 
 import argparse

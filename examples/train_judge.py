@@ -42,8 +42,7 @@ from heads.pairwise import (
     read_pairs,
     split_pairs,
 )
-from heads.pairwise.formats import pair_of
-from heads.pairwise.rows import raw_rows
+from heads.pairwise.rows import each_pair
 
 SURFACE = ["length", "style", "overlap"]
 MAY_CHANGE = ("out", "trials", "resume", "submit", "evaluate")  # flags that what is in OUT does not depend on
@@ -164,13 +163,11 @@ def asked_for(given: argparse.Namespace, model: PairwiseModel) -> Asked:
             evaluate[name] = model.dataset(found)
         except ValueError as error:
             raise ValueError(f"--evaluate {name}: {error}") from error
-    for line, row in raw_rows(given.submit) if given.submit else ():
+    for line, row, pair in each_pair(given.submit) if given.submit else ():
         ids.append(str(row.get("id", line)) if isinstance(row, Mapping) else str(line))
-        try:
-            pairs.append(pair_of(row)._replace(label=None))
-        except ValueError as error:
-            print(f"--submit {given.submit}: row {line} gets the mean of the others: {error}")
-            pairs.append(None)
+        if isinstance(pair, ValueError):
+            print(f"--submit {given.submit}: row {line} gets the mean of the others: {pair}")
+        pairs.append(None if isinstance(pair, ValueError) else pair._replace(label=None))
     if given.submit and not any(pairs):
         raise ValueError(f"--submit {given.submit}: no row is a pair")
     return Asked(evaluate, ids, pairs)

@@ -176,7 +176,8 @@ def write_table() -> None:
         return
     about = (
         f"SmolLM2-135M-Instruct, {config['steps']} steps of {config['batch']} of Alpaca's rows. Two numbers are two "
-        f"seeds. Measured {max(row['date'] for row in rows)} at {rows[-1]['commit']}."
+        f"seeds. Measured {max(row['date'] for row in rows)} at "
+        f"{', '.join(dict.fromkeys(row['commit'] for row in rows))}."
     )
     bare = next(row for row in parts["tuning"] if row["recipe"] == "not tuned")
     tuned = [row for row in parts["tuning"] if row is not bare]

@@ -283,7 +283,7 @@ def write_table() -> None:
         "step (MiniLM: 8 x 128); mean, range and number of orders of data. Time: forward of 512 tokens against the "
         "original's, in turns on one thread, beside other work. At equal time: what dropped neurons give at the row's "
         "time, between the budgets measured. "
-        f"Measured to {max(r['date'] for r in rows)} at {rows[-1]['commit']}."
+        f"Measured to {max(r['date'] for r in rows)} at {', '.join(dict.fromkeys(r['commit'] for r in rows))}."
     )
     put(KRONECKER_GUIDE, [*lines[1:], "", text], "study")
 

@@ -12,11 +12,10 @@ from typing import Any
 from model_components._folders import new_file
 
 from .config import CLASSES
-from .formats import pair_of
 from .inference import predict_pairs
 from .model import PairwiseModel
 from .report import pairwise_report
-from .rows import raw_rows, read_pairs
+from .rows import each_pair, raw_rows, read_pairs
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,15 +45,13 @@ def parser() -> argparse.ArgumentParser:
 def judged(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
     """A line for each row: its verdict, or why there is none."""
     pairs, told = [], []
-    for line, row in raw_rows(options.file):
+    for line, row, pair in each_pair(options.file):
         known = {"id": row["id"]} if isinstance(row, Mapping) and "id" in row else {}
         told.append({"line": line, **known})
-        try:
-            if isinstance(row, ValueError):
-                raise row
-            pairs.append(pair_of(row)._replace(label=None))
-        except ValueError as error:
-            told[-1]["error"] = str(error)
+        if isinstance(pair, ValueError):
+            told[-1]["error"] = str(pair)
+        else:
+            pairs.append(pair._replace(label=None))
     if not pairs:
         raise ValueError(f"judge: {options.file} has no pair ({len(told)} rows); needed two answers in a row")
     data = model.dataset(pairs, progress=not options.no_progress)

@@ -106,16 +106,14 @@ def read_pairs(
     bad: dict[str, list[int]] = {}
     columns: dict[str, None] = {}
     count = 0
-    for line, row in raw_rows(source):
+    for line, row, pair in each_pair(source):
         count += 1
         if isinstance(row, Mapping):
             columns |= dict.fromkeys(map(str, row))
-        try:
-            if isinstance(row, ValueError):
-                raise row
-            pairs.append(pair_of(row))
-        except ValueError as error:
-            bad.setdefault(str(error), []).append(line)
+        if isinstance(pair, ValueError):
+            bad.setdefault(str(pair), []).append(line)
+        else:
+            pairs.append(pair)
     wrong = sum(map(len, bad.values()))
     if wrong > max_bad * count:
         raise ValueError(f"read_pairs: {wrong} of {count} rows are bad, {max_bad:.0%} may be (max_bad): {_told(bad)}")
@@ -125,6 +123,27 @@ def read_pairs(
     empty = sum(not said_by("assistant", pair.a).strip() or not said_by("assistant", pair.b).strip() for pair in pairs)
     lines = {what: tuple(numbers) for what, numbers in bad.items()}
     return pairs, ReadReport(count, len(pairs), empty, count_labels(pairs), lines, ignored)
+
+
+def each_pair(source: Any) -> Iterator[tuple[int, Any, Pair | ValueError]]:
+    """Line numbers, rows, and the pairs that they are, or why one is none.
+
+    Args:
+        source: As of `read_pairs`.
+
+    Raises:
+        ValueError: A file that cannot be read.
+
+    >>> [pair if isinstance(pair, Pair) else str(pair) for _, _, pair in each_pair([{"a": "4", "b": "5"}])]
+    ['no prompt beside a and b']
+    """
+    for line, row in raw_rows(source):
+        try:
+            if isinstance(row, ValueError):
+                raise row
+            yield line, row, pair_of(row)
+        except ValueError as error:
+            yield line, row, error
 
 
 def raw_rows(source: Any) -> Iterator[tuple[int, Any]]:

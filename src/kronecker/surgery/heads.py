@@ -140,8 +140,8 @@ def check_runs(model: PreTrainedModel, config: PretrainedConfig, batch: Mapping)
             if one is model.config:  # it cannot be tried without numbers
                 return
             raise ValueError(
-                f"prune_: {type(model).__name__} cannot be run with fewer heads ({str(error).splitlines()[0]}); needed "
-                "another family, or neurons or blocks to drop"
+                f"prune_: {type(model).__name__} cannot be run with fewer heads ({type(error).__name__}: {error}); "
+                "needed another family, or neurons or blocks to drop"
             ) from error
 
 

@@ -35,6 +35,9 @@ def load_krony(path: str | Path, *, n_head: int | None = None) -> GPT2LMHeadMode
             ``weights_only=True``: tensors, and no code.
         n_head: Attention heads, which the file does not say; default: one for each 64 of the model's width.
 
+    Returns:
+        The model.
+
     Raises:
         ValueError: No such file, or no state dict of such a model.
 

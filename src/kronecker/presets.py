@@ -43,6 +43,9 @@ def preset(name: str, *, init: str | None = None, scales: bool = False) -> dict[
         init: Where Kronecker factors start, instead of ``"sequential"``.
         scales: A trainable number for each of their terms.
 
+    Returns:
+        What `convert_` takes, or `prune_` of a preset that drops neurons.
+
     Raises:
         ValueError: An unknown name, or a start or scales for one that drops neurons.
 

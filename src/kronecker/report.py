@@ -44,7 +44,11 @@ class ModelFigures:
 
 @dataclass(frozen=True)
 class Comparison(Report):
-    """Models side by side."""
+    """Models side by side.
+
+    Attributes:
+        models: One entry a model, in the order given.
+    """
 
     models: tuple[ModelFigures, ...]
 
@@ -92,6 +96,12 @@ def perplexity(model: nn.Module, batches: Batches) -> float:
         batches: Token ids (B, T), or dicts of ``input_ids`` and ``labels``, -100 where a token does not count, as
             `strided` makes them.
 
+    Returns:
+        A number of at least 1; its logarithm is the loss in nats.
+
+    Raises:
+        ValueError: There is no token to predict.
+
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1)).eval()
     >>> 8 < perplexity(model, [torch.tensor([[1, 2, 3]])]) < 10
@@ -120,6 +130,9 @@ def compare(
         texts: Batches as for `perplexity`, or several texts' by name. Speed is over the first batch of the first.
         runs: Times that each is timed, after one that is not counted.
         new: Tokens to generate, or as many as the models have positions for.
+
+    Returns:
+        Parameters, perplexities and tokens a second of each; it prints as a table and can be drawn.
 
     Raises:
         ValueError: A model that is no language model.

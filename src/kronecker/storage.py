@@ -165,6 +165,9 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
         folder: What `save_pretrained` wrote, or a hub id of such a model.
         device: Where to put it.
 
+    Returns:
+        The model.
+
     Raises:
         ValueError: Not such a folder, a truncated file, or tensors that do not fit the layers it lists.
 

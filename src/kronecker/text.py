@@ -19,6 +19,12 @@ def text_of(path: str | Path) -> str:
 
     Of records that are chats the turns' texts.
 
+    Args:
+        path: A text file, ``.json`` or ``.jsonl``.
+
+    Returns:
+        One text.
+
     Raises:
         ValueError: No such file, or one that holds no text.
     """
@@ -65,6 +71,9 @@ def text_batches(
         rows: In a batch.
         skip: Tokens to leave out before, such as those that something was fitted on.
 
+    Returns:
+        Tensors of int64 token ids.
+
     Raises:
         ValueError: Fewer than two tokens, or sizes below 1.
 
@@ -100,9 +109,12 @@ def strided(batches: Iterable[Tensor], *, context: int, stride: int) -> list[dic
     """Windows that overlap, for `perplexity`: every token counts once, all but the first with a context before it.
 
     Args:
-        batches: As `text_batches` gives them: one text's rows in order.
+        batches: (B, T) each, as `text_batches` gives them: one text's rows in order.
         context: Tokens in a window.
         stride: From one window to the next; the tokens of a window that count, but for the first one's.
+
+    Returns:
+        Dicts of ``input_ids`` and ``labels``, both (1, T), T at most ``context``.
 
     Raises:
         ValueError: A stride below 1, or not below the context: a window's first token is predicted by none of its own.

@@ -38,6 +38,9 @@ class ExitRule:
         every: Steps from one look to the next; default 4 for ``"kl"`` and ``"argmax"``, 1 for the others. A look at a
             step that does not output waits for the next that does.
 
+    Raises:
+        ValueError: An unknown kind, or a number out of its range.
+
     >>> ExitRule(kind="kl").threshold
     0.001
     >>> ExitRule(kind="soon")

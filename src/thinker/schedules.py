@@ -86,6 +86,8 @@ class Frontier(Schedule):
     """Some rows at ``max_length``, the others uniform: the default.
 
     Args:
+        min_length: Least length.
+        max_length: Largest length.
         share: Of the rows at the longest.
 
     >>> lengths = Frontier(max_length=9).lengths(torch.Generator().manual_seed(0), 1000, 0, torch.empty(0))

@@ -18,7 +18,12 @@ from .linear import LeanForward, can_be_lean, lean, route
 
 @dataclass(frozen=True)
 class AccelerationReport(Report):
-    """What `accelerate_lora_` touched, and what goes through peft's own forward and why."""
+    """What `accelerate_lora_` touched, and what goes through peft's own forward and why.
+
+    Attributes:
+        accelerated: Names of layers.
+        skipped: Reasons, by layer.
+    """
 
     accelerated: tuple[str, ...]
     skipped: Mapping[str, str]
@@ -43,6 +48,9 @@ def accelerate_lora_(model: nn.Module, *, impl: str = "auto") -> AccelerationRep
     Args:
         model: A `PeftModel`, or any module with peft's LoRA layers inside.
         impl: ``"auto"``, ``"eager"`` or ``"fused"``.
+
+    Returns:
+        What was changed, and what was not and why.
 
     Raises:
         ValueError: A model without LoRA layers, an unknown option.
@@ -79,7 +87,13 @@ def accelerate_lora_(model: nn.Module, *, impl: str = "auto") -> AccelerationRep
 
 
 def restore_lora_(model: nn.Module) -> int:
-    """Undo `accelerate_lora_`: peft's own forward everywhere. Returns how many layers were changed.
+    """Undo `accelerate_lora_`: peft's own forward everywhere.
+
+    Args:
+        model: What `accelerate_lora_` was given.
+
+    Returns:
+        How many layers were changed.
 
     Raises:
         ValueError: A layer was changed once more since, sharded by FSDP2 or wrapped by a hook: that has to go first.

@@ -65,13 +65,13 @@ def lora_linear(
 
     Args:
         x: Input, (*B, I).
-        weight: The base weight, frozen or trainable.
+        weight: The base weight, (O, I), frozen or trainable.
         lora_a: Down-projection, (r, I).
         lora_b: Up-projection, (O, r).
         bias: (O,) or None.
         scaling: peft's ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` for rsLoRA.
         dropout_p: Share of x's elements that the update does not see; pass 0 in evaluation.
-        seed: A 64-bit number that names the dropout, as a tensor on x's device; None draws one from torch's state.
+        seed: A scalar of 64 bits that names the dropout, as a tensor on x's device; None draws one from torch's state.
         transposed: The weight is stored (I, O), as GPT-2's `Conv1D` does.
         impl: ``"reference"`` (also taken within vmap, jvp and the like), ``"eager"``, ``"fused"`` (Triton for all
             narrow products) or ``"auto"``: eager, as no row measured on a GPU says yet that the kernels are faster.

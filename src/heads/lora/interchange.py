@@ -46,6 +46,9 @@ def load_lora(
         options: More of peft's, such as ``autocast_adapter_dtype``; ``revision``, ``token`` and ``subfolder`` are the
             hub's.
 
+    Returns:
+        The model with the adapter.
+
     Raises:
         ValueError: A folder or id that does not exist, another method's adapter, a pickle, a truncated file, modules
             that the model does not have, tensors that the config does not name, shapes that do not fit, numbers that

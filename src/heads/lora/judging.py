@@ -143,6 +143,9 @@ def judge_answers(judge: Judge, prompts: Sequence[str], answers: Sequence[str], 
         answers: What was said.
         progress: Show a bar.
 
+    Returns:
+        A number in the judge's unit.
+
     Raises:
         ValueError: As many prompts as answers are needed, one at least, and scores that are finite.
 

@@ -32,7 +32,13 @@ _SHOWN = 5  # layers of a printed report
 
 @dataclass(frozen=True)
 class MergedLayer:
-    """What became of one layer's update dW: its size, |dW| / |W|, and the share of it that rounding lost."""
+    """What became of one layer's update dW: its size, |dW| / |W|, and the share of it that rounding lost.
+
+    Attributes:
+        name: The layer's.
+        update: Its size beside the weight's, in Frobenius norms.
+        lost: A share of its norm.
+    """
 
     name: str
     update: float
@@ -41,7 +47,13 @@ class MergedLayer:
 
 @dataclass(frozen=True)
 class MergeReport(Report):
-    """The checkpoint that `merge_lora` wrote, and what its dtype kept of the adapters."""
+    """The checkpoint that `merge_lora` wrote, and what its dtype kept of the adapters.
+
+    Attributes:
+        path: The folder.
+        dtype: Of its weights.
+        layers: One entry an adapted layer.
+    """
 
     path: Path
     dtype: str
@@ -100,6 +112,9 @@ def merge_lora(
         tokenizer: Written beside the weights.
         max_shard_size: Of a file, bytes or ``"5GB"``.
         progress: Show a bar.
+
+    Returns:
+        What was written, and how much of each update was lost.
 
     Raises:
         ValueError: An adapter that the model does not have, a quantised base, another tuner's layer beneath, numbers

@@ -149,6 +149,9 @@ def prepare_lora(
         accelerate: Also call `accelerate_lora_`.
         options: More of `get_peft_model`'s, such as ``autocast_adapter_dtype``.
 
+    Returns:
+        peft's model, its adapters at their start.
+
     Raises:
         ValueError: A rank below 1 or larger than a matrix, a target that no module is called (with near names), a name
             that peft cannot keep apart, a model with adapters already, no fused projection to split.

@@ -27,6 +27,13 @@ class AdapterRow:
 
     Adam's first step is the gradient's sign times the learning rate, and B starts at zero: for inputs of size 1,
     an output moves by up to ``scaling * Σ_k |A_k x|``, about ``scaling * Σ_k ||A_k||``.
+
+    Attributes:
+        name: The layer's.
+        rank: Of its adapter.
+        scaling: That its update is multiplied by.
+        parameters: Of its adapter.
+        first_step: As above.
     """
 
     name: str
@@ -38,7 +45,19 @@ class AdapterRow:
 
 @dataclass(frozen=True)
 class LoraReport(Report):
-    """Counts, bytes of a training step, adapters, and warnings."""
+    """Counts, bytes of a training step, adapters, and warnings.
+
+    Attributes:
+        parameters: Of the model with its adapters.
+        lora: Of the adapters.
+        trainable: That require grad.
+        weight_bytes: Of all parameters.
+        gradient_bytes: Of the trainable ones.
+        optimizer_bytes: Of Adam's two averages.
+        activation_bytes: That a training step saves; None: not asked for.
+        adapters: One entry a layer.
+        warnings: What looks wrong.
+    """
 
     parameters: int
     lora: int
@@ -129,6 +148,9 @@ def lora_report(
         context: Tokens a sample.
         base_vocab_size: How many tokens the base model came with; more now, and an untrained head, is a warning.
         trained: The model has been trained: a B that is still zero is a warning.
+
+    Returns:
+        Counts, bytes and warnings; it prints as a table and can be drawn.
 
     Raises:
         ValueError: One of ``batch`` and ``context`` without the other.

@@ -25,6 +25,15 @@ def alpaca_template(row: Mapping[str, Any]) -> dict[str, Any]:
 
     Source: the format of Stanford Alpaca, in which many checkpoints have been trained.
 
+    Args:
+        row: One of instruction data.
+
+    Returns:
+        ``prompt`` and ``completion``.
+
+    Raises:
+        ValueError: A row without ``instruction``.
+
     >>> made = alpaca_template({"instruction": "Add.", "input": "1 1", "output": "2"})
     >>> print(made["prompt"].partition("\n\n")[2] + made["completion"])
     ### Instruction:
@@ -55,6 +64,15 @@ def chat_template(row: Mapping[str, Any]) -> dict[str, Any]:
     The last message, the assistant's, is the completion, and all before it are the prompt: of several answers in a
     conversation the last one is trained. Tools that a row has are kept beside them.
 
+    Args:
+        row: One of instruction data, or of ``messages``.
+
+    Returns:
+        ``prompt`` and ``completion``, lists of messages.
+
+    Raises:
+        ValueError: The last message is not the assistant's.
+
     >>> chat_template({"instruction": "Add.", "input": "1 1", "output": "2"})["completion"]
     [{'role': 'assistant', 'content': '2'}]
     """
@@ -80,6 +98,9 @@ def read_rows(
         source: A file, or rows: with ``instruction``, ``output`` and perhaps ``input``, or with ``messages``, or for a
             template of your own with any fields.
         template: `alpaca_template`, `chat_template` or your own.
+
+    Returns:
+        One dict a row that has an answer.
 
     Raises:
         ValueError: A file that is no JSON; rows that lack what is needed or hold something else, or on which the
@@ -195,7 +216,15 @@ def _are_messages(messages: Any) -> bool:
 
 @dataclass(frozen=True)
 class RowReport(Report):
-    """What a trainer made of rows: how many it kept, how many are as long as its limit, and their tokens."""
+    """What a trainer made of rows: how many it kept, how many are as long as its limit, and their tokens.
+
+    Attributes:
+        rows: That were given.
+        kept: That it trains on.
+        full: That are as long as its limit: cut, likely.
+        tokens: Of the rows that were kept.
+        trained_tokens: Of these the ones with a loss.
+    """
 
     rows: int
     kept: int
@@ -223,6 +252,9 @@ def row_report(rows: Sequence[Any], trainer: Any) -> RowReport:
     Args:
         rows: What the trainer was given as ``train_dataset``.
         trainer: The trainer.
+
+    Returns:
+        How many rows it kept, and of how many tokens.
 
     Raises:
         ValueError: No such trainer; its data are read while it trains, or are packed (then the report is of a trainer

@@ -17,6 +17,9 @@ class SplitQKV(nn.Module):
 
     While no part carries an adapter its state dict is the fused layer's: a merged model saves a stock checkpoint.
 
+    Args:
+        fused: GPT-2's ``c_attn``.
+
     >>> fused = Conv1D(6, 2)
     >>> SplitQKV(fused)(torch.ones(1, 2)).equal(fused(torch.ones(1, 2)))
     True
@@ -64,6 +67,9 @@ def _unfuse(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -
 def split_fused_qkv_(model: nn.Module) -> list[str]:
     """Replace every fused ``c_attn`` of a GPT-2 by `SplitQKV`, in place; the function computed stays the same.
 
+    Args:
+        model: A GPT-2 of transformers.
+
     Returns:
         Names of the layers that were split.
 
@@ -92,7 +98,13 @@ def split_fused_qkv_(model: nn.Module) -> list[str]:
 
 
 def join_fused_qkv_(model: nn.Module) -> list[str]:
-    """Undo `split_fused_qkv_`, for layers whose parts carry no adapters (any more). Returns their names.
+    """Undo `split_fused_qkv_`, for layers whose parts carry no adapters (any more).
+
+    Args:
+        model: What `split_fused_qkv_` was given.
+
+    Returns:
+        Names of the layers that were joined.
 
     Raises:
         ValueError: A part carries an adapter: merge it first.

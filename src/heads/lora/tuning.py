@@ -23,7 +23,14 @@ _RISEN = 4.0  # deviations, from look to look, that a held-out loss must end abo
 
 
 class Spike(NamedTuple):
-    """A training loss far above the usual; ``grad_norm`` is the gradient's norm before clipping, if it was logged."""
+    """A training loss far above the usual; ``grad_norm`` is the gradient's norm before clipping, if it was logged.
+
+    Attributes:
+        step: Where.
+        loss: There, in nats.
+        usual: Median of the logs before.
+        grad_norm: There, before clipping; None: not logged.
+    """
 
     step: int
     loss: float
@@ -140,6 +147,9 @@ def tuning_report(
         held_out: The name of the held-out loss; of several sets ``eval_NAME_loss``.
         tolerance: How far, in nats, the held-out loss must end above its least to have risen, and above 4 times what it
             trembles from look to look.
+
+    Returns:
+        Where losses end and are least, where it overfits, spikes; it prints in words and can be drawn.
 
     Raises:
         ValueError: There is no loss in the log, or none of the held-out rows by that name but by another.
@@ -274,6 +284,10 @@ def check_packing(model: nn.Module, *, length: int = 8) -> None:
 
     Two examples are packed, the first is exchanged, and the second's logits must not move by a bit. TRL warns of every
     attention but flash attention; transformers' decoders keep examples apart by their positions in others, too.
+
+    Args:
+        model: A causal language model.
+        length: Tokens of each of the two examples.
 
     Raises:
         ValueError: They did; the model gives no logits of every token.

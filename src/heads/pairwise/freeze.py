@@ -66,6 +66,9 @@ def freeze_(model: Any, what: str) -> FreezeReport:
         what: ``"all"`` of the encoder, ``"bottom:6"`` for the embeddings and the lowest six layers, ``"embeddings"``,
             or ``"none"``.
 
+    Returns:
+        What is frozen, and how many parameters train.
+
     >>> from heads.pairwise import PairwiseConfig, PairwiseModel
     >>> from transformers import BertConfig
     >>> small = BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=2, num_attention_heads=1, intermediate_size=8)

@@ -88,6 +88,9 @@ def predict_pairs(
         parts: Give verdicts for answers that were alike in one part, too.
         progress: Show a bar.
 
+    Returns:
+        Verdicts (N,) and probabilities (N, C), one row a pair.
+
     Raises:
         ValueError: No pairs, or numbers that are not finite.
     """

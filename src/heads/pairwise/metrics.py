@@ -106,6 +106,9 @@ def pairwise_metrics(
             flip rate.
         length_difference: (N,), how much longer A is than B; for the correlations.
 
+    Returns:
+        Accuracy, log-loss, calibration and the others, each with what it needs, else None.
+
     Raises:
         ValueError: No pairs, or labels of another number.
 

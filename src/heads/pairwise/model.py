@@ -51,11 +51,15 @@ class PairwiseModel(SavedJudge):
 
     Args:
         config: Of encoder and head; see `from_encoder` for a pretrained one.
+        encoder: One that is there already; default: made of its config, untrained.
 
     Attributes:
         tokenizer: What `predict` and `rank` use; saved and loaded with the model.
         packing: Whether the encoder runs without padding, and if not, why. An attention that is chosen afterwards, by
             ``model.encoder.set_attn_implementation``, stays, and sequences are padded then.
+
+    Raises:
+        ValueError: A config without an encoder's.
 
     >>> from transformers import BertConfig
     >>> small = BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)

@@ -22,7 +22,12 @@ ROLES = ("system", "user", "assistant")
 
 
 class Turn(NamedTuple):
-    """What one side of a conversation said: ``role`` is user, assistant or system."""
+    """What one side of a conversation said: ``role`` is user, assistant or system.
+
+    Attributes:
+        role: ``"user"``, ``"assistant"`` or ``"system"``.
+        text: What was said.
+    """
 
     role: str
     text: str
@@ -148,6 +153,9 @@ def split_pairs(pairs: Sequence[Pair], shares: Sequence[float] = (0.8, 0.1, 0.1)
         pairs: In any order, which the parts keep.
         shares: Of the prompts; they sum to 1.
         seed: Of the draw.
+
+    Returns:
+        One list a share.
 
     Raises:
         ValueError: Shares that are not positive or do not sum to 1, or a part without a pair.

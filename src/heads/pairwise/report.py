@@ -135,6 +135,9 @@ def pairwise_report(
         batch_size: Pairs at once.
         progress: Show a bar.
 
+    Returns:
+        Metrics of the model and of each baseline, by parts of the data too; it prints as a table.
+
     Raises:
         ValueError: No pairs, or pairs without labels.
         ImportError: Baselines are asked for, and scikit-learn is not installed.
@@ -192,6 +195,9 @@ def calibrate_(model: Any, data: PairwiseDataset, *, batch_size: int = 32, progr
         data: Labelled pairs that were not trained on.
         batch_size: Pairs at once.
         progress: Show a bar.
+
+    Returns:
+        The temperature, and the log-loss before and after.
 
     Raises:
         ValueError: No pairs, or pairs without labels.

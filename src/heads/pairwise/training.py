@@ -53,6 +53,7 @@ class PairwiseTrainer(StepTrainer):
         model: A `PairwiseModel`, or one that peft has wrapped; None with ``model_init``, which makes one for each run,
             for `hyperparameter_search`.
         args: `TrainingArguments`.
+        train_dataset: A `PairwiseDataset` with labels.
         layer_decay: The encoder's rate falls by this factor from layer to layer; see `parameter_groups`.
         head_lr_ratio: The head's learning rate over the encoder's. A new head starts from zeros and needs more.
         guard: Stops dead runs; False for no guard.

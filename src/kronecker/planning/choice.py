@@ -33,11 +33,20 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan(Report):
-    """A config for every MLP that becomes smaller, with what it was chosen by."""
+    """A config for every MLP that becomes smaller, with what it was chosen by.
 
-    chosen: dict[str, Choice]  # of the MLPs that were measured, by the name of the layer that writes the block's width
+    Attributes:
+        chosen: Of the MLPs that were measured, by the name of the layer that writes the block's width.
+        options: All that was measured, by the same names.
+        configs: By the names of all MLPs' layers: what `convert_` takes.
+        parameters: Of the model when it has been converted.
+        budget: Parameters that it was to keep within; None where a share was asked for.
+        mlps: How many MLPs could become smaller.
+    """
+
+    chosen: dict[str, Choice]
     options: dict[str, tuple[Choice, ...]]
-    configs: dict[str, Config]  # by the names of all MLPs' layers: what `convert_` takes
+    configs: dict[str, Config]
     parameters: int
     budget: int | None
     mlps: int

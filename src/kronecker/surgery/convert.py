@@ -35,19 +35,36 @@ from .finding import COMPRESSED, convertible, is_linear, mlps_if_any, put, resol
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer that was converted."""
+    """One layer that was converted.
+
+    Attributes:
+        name: The layer's.
+        structure: Number and shapes of its parts.
+        before: Parameters.
+        after: Parameters now.
+        init: The start that it got: Van Loan's where a fit is not possible.
+        error: Relative: of its weight, or where it was fitted of its outputs or its MLP's.
+    """
 
     name: str
-    structure: str  # number and shapes of its parts
+    structure: str
     before: int
     after: int
-    init: str  # the start it got: Van Loan's where a fit is not possible
-    error: float  # relative: of its weight, or where it was fitted of its outputs or its MLP's
+    init: str
+    error: float
 
 
 @dataclass(frozen=True)
 class ConversionReport(Report):
-    """What `convert_` touched, and what it left alone and why."""
+    """What `convert_` touched, and what it left alone and why.
+
+    Attributes:
+        layers: What was converted.
+        skipped: Reasons, by layer.
+        before: Parameters of the model.
+        after: Parameters now.
+        notes: What a user should know.
+    """
 
     layers: tuple[LayerReport, ...]
     skipped: Mapping[str, str]
@@ -81,7 +98,14 @@ class ConversionReport(Report):
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Parameters, tied ones once."""
+    """Parameters, tied ones once.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        Their number, trainable or not.
+    """
     return sum(p.numel() for p in model.parameters())
 
 

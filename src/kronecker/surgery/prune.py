@@ -49,7 +49,14 @@ class PrunedLayer:
 
 @dataclass(frozen=True)
 class PruneReport(Report):
-    """What `prune_` dropped."""
+    """What `prune_` dropped.
+
+    Attributes:
+        layers: What became smaller, or was fitted.
+        before: Parameters of the model.
+        after: Parameters now.
+        notes: What a user should know.
+    """
 
     layers: tuple[PrunedLayer, ...]
     before: int

@@ -15,6 +15,9 @@ def revert_(model: nn.Module) -> list[str]:
 
     What compression lost stays lost: the originals are gone. Tied layers stay tied.
 
+    Args:
+        model: With compressed layers.
+
     Returns:
         The names of the layers.
 

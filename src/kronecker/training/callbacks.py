@@ -18,6 +18,9 @@ class FreezePretrained(TrainerCallback):
         steps: Optimizer steps of each phase.
         repeat: Freeze again after as many steps, and so on.
 
+    Raises:
+        ValueError: Fewer steps than 1.
+
     >>> [FreezePretrained(2, repeat=True).frozen_at(step) for step in range(6)]
     [True, True, False, False, True, True]
     """

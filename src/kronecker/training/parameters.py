@@ -40,6 +40,9 @@ def parameter_groups(
         structure_aware: Multiply each factor's rate by I / (2 I_k), what keeps its updates the size of a dense layer's
             under Adam (arXiv 2406.06248, section 3). Factors with the same multiplier share a group.
 
+    Returns:
+        What a torch optimizer takes, each group with a ``name``; empty groups are left out.
+
     >>> from kronecker import KroneckerConfig, KroneckerLinear
     >>> layer = KroneckerLinear(4, 6, KroneckerConfig(b_shape=(2, 1)))
     >>> [(g["name"], len(g["params"])) for g in parameter_groups(layer, learning_rate=1e-3)]

@@ -31,6 +31,7 @@ class KroneckerTrainer(StepTrainer):
     Args:
         model: With compressed layers; with a teacher any model of its vocabulary, such as a pruned one.
         args: `TrainingArguments`.
+        train_dataset: Rows with ``input_ids``, and ``labels`` where they are to be learnt from.
         teacher: The original model; frozen, in evaluation mode.
         distill: What to learn from; default with a teacher: its logits at temperature 2.
         pretrained_learning_rate: Of everything but factors; default: the same.

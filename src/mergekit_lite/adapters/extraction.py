@@ -54,6 +54,9 @@ def extract_lora(
         progress: Show a progress bar.
         allow_pickle: ``"weights_only"`` admits pickled checkpoints.
 
+    Returns:
+        Each module's rank and error, and what was left out.
+
     Raises:
         PlanError: The models do not have the same tensors, or differ in nothing; every reason found is listed.
         ValueError: A bad argument.

@@ -47,16 +47,19 @@ def constrain(
     """The masks that a trained tensor stands for.
 
     Args:
-        raw: What the optimizer changes; `unconstrain` gives it for masks.
+        raw: What the optimizer changes, (K, ...), or fewer as below; `unconstrain` gives it for masks.
         constraint: ``"none"``; ``"unit_interval"`` and ``"symmetric"`` clamp to 0..1 and -1..1, with a gradient that
             still leads back inside; ``"sigmoid"``, ``"tanh"`` and ``"cosine"``, (1 - cos πx) / 2, are functions onto
             these; ``"sum_to_one"`` trains all masks but the first, which is what is left of 1; ``"unit_sphere"``
             divides by the root of the sum of squares over K; ``"spherical"`` gives two components the coefficients of
             spherical interpolation at t = sigmoid(x).
-        angle: Of ``"spherical"``: between the components' weights, see `angle_between`.
+        angle: Of ``"spherical"``: a scalar, between the components' weights, see `angle_between`.
 
     Source: sigmoid, tanh, cosine and spherical as in the masks that this package grew out of (arcee's DAM, arXiv
     2410.08371, has none).
+
+    Returns:
+        Masks (K, ...).
 
     >>> constrain(torch.tensor([1.5, 0.2]), "unit_interval")
     tensor([1.0000, 0.2000])

@@ -64,6 +64,9 @@ def blend(weights: Sequence[Tensor], masks: Tensor, *, impl: str = "auto") -> Te
         masks: (K, then sizes that broadcast over a weight).
         impl: ``"reference"``, ``"eager"``, ``"fused"`` (Triton) or ``"auto"``: eager.
 
+    Returns:
+        A weight of the same shape and dtype.
+
     Raises:
         ValueError: Shapes or dtypes that do not fit, a weight that requires grad, fused where it cannot run.
 

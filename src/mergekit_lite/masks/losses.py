@@ -44,23 +44,24 @@ def masked_kl(
     Args:
         student: The merged model's final hidden states at supervised positions, (N, H); its logits when ``heads`` is
             None.
-        teachers: The components' final hidden states (or logits) at the same positions; None for one whose
-            coefficients are all zero.
+        teachers: The components' final hidden states (or logits) at the same positions, (N, H) each; None for one
+            whose coefficients are all zero.
         heads: The components' frozen output heads, (V, H) each, in the order of the teachers; what is beyond those, as
             a base's, belongs to the student alone.
-        masks: Masks of the head; None: the student's head is the first one, unmasked.
-        coefficients: Shares c of the teachers, at least 0, rows that sum to one; or what says them at each position:
-            ``"confidence"``, the softmax over k of -entropy_k / ``confidence_temperature``; ``"entropy"``, shares
-            inverse to entropy_k, by which not probabilities but logits are mixed.
+        masks: Masks of the head, (as many, then sizes that broadcast over a head); None: the student's head is the
+            first one, unmasked.
+        coefficients: Shares c of the teachers, (N, K) or (K,), at least 0, rows that sum to one; or what says them at
+            each position: ``"confidence"``, the softmax over k of -entropy_k / ``confidence_temperature``;
+            ``"entropy"``, shares inverse to entropy_k, by which not probabilities but logits are mixed.
         confidence_temperature: See above; 0: the surest teacher alone.
         temperature: T, above 0.
         direction: ``"forward"`` D = KL(target, student); ``"reverse"``; ``"jensen_shannon"``; ``"entropy"``: that of
             the student, whoever the teachers are (AdaMerging, arXiv 2310.02575).
         labels: Token ids for ``cross_entropy``, (N,).
         cross_entropy: Weight of the cross-entropy (at temperature 1) towards ``labels``.
-        bias: The merged head's bias.
-        teacher_biases: The components' own.
-        normalizer: What the sum is divided by; default N.
+        bias: The merged head's bias, (V,).
+        teacher_biases: The components' own, (V,) each.
+        normalizer: What the sum is divided by, a scalar; default N.
         impl: ``"eager"`` (also ``"auto"``), or ``"reference"`` without biases and normalizer.
 
     Returns:
@@ -172,8 +173,11 @@ def mask_penalty(masks: Sequence[Tensor], config: KLConfig) -> Tensor:
     """What `KLConfig`'s regularisers add to the loss; every mask tensor (K, ...) counts by its number of elements.
 
     Args:
-        masks: As they act, constrained.
+        masks: As they act, constrained; (K, ...) each.
         config: Its weights ``l1``, ``l2``, ``similarity``, ``closeness`` and ``decay``.
+
+    Returns:
+        A scalar, differentiable in the masks.
 
     >>> mask_penalty([torch.tensor([[1.0], [0.5]])], KLConfig(l1=1.0, decay=1.0))
     tensor(0.9500)

@@ -16,7 +16,15 @@ from model_components._report import Axes, Figure, Report, Table, axes_for
 
 @dataclass(frozen=True)
 class MaskRow:
-    """One weight's masks: the components' means and standard deviations, and the share of places each is largest at."""
+    """One weight's masks: the components' means and standard deviations, and the share of places each is largest at.
+
+    Attributes:
+        name: The weight's.
+        shape: Of its masks, without the components.
+        mean: By component.
+        spread: Standard deviations, by component.
+        wins: Shares, 0 to 1, by component.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -32,7 +40,12 @@ class MaskRow:
 
 @dataclass(frozen=True)
 class MaskReport(Report):
-    """Every weight's masks; `plot` draws their means as a heat map."""
+    """Every weight's masks; `plot` draws their means as a heat map.
+
+    Attributes:
+        labels: The components' names.
+        rows: One entry a weight.
+    """
 
     labels: tuple[str, ...]
     rows: tuple[MaskRow, ...]

@@ -28,8 +28,9 @@ class MaskTrainer(StepTrainer):
     Args:
         model: A `Merger`.
         args: `TrainingArguments`; ``remove_unused_columns`` is turned off, since examples carry their task.
+        train_dataset: Examples with their task, such as a `TaskMixture`.
         kl: What to learn from.
-        **options: Of `Trainer`: ``train_dataset``, ``eval_dataset``, ``data_collator`` (a `MaskCollator`), ...
+        **options: Of `Trainer`: ``eval_dataset``, ``data_collator`` (a `MaskCollator`), ...
 
     Raises:
         ValueError: ``model`` is not a `Merger`; more tasks than components; several GPUs without torchrun.

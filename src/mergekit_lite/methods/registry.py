@@ -40,7 +40,14 @@ Chunking = str
 
 @dataclass(frozen=True)
 class Range:
-    """The interval a parameter must lie in; ends are included unless ``open_low`` / ``open_high``."""
+    """The interval a parameter must lie in; ends are included unless ``open_low`` / ``open_high``.
+
+    Args:
+        low: Least value.
+        high: Largest value.
+        open_low: Leave the least value out.
+        open_high: Leave the largest value out.
+    """
 
     low: float = -math.inf
     high: float = math.inf
@@ -299,6 +306,9 @@ def merge_method(
             default: 2 for a generator function, else 1.
         validate: Checks the parameters of a tensor together; raises ValueError.
 
+    Returns:
+        A decorator, which gives the registered method.
+
     Raises:
         ValueError: The name is taken.
 
@@ -342,6 +352,12 @@ def merge_method(
 
 def get_method(name: str) -> MergeMethod:
     """The method of that name.
+
+    Args:
+        name: As recipes call it.
+
+    Returns:
+        The method, which can be called on tensors.
 
     Raises:
         ValueError: There is none; the nearest names are given.

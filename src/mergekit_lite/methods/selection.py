@@ -174,7 +174,7 @@ class Largest:
     """A request of a merge method: which elements of the whole tensor are the k largest.
 
     Args:
-        scores: Makes the block's scores, not negative, float32 or float64.
+        scores: Makes the block's scores, one for each element in its order: not negative, float32 or float64.
         count: From the tensor's number of elements to k.
         scope: ``"tensor"``, or ``"global"``: over all tensors of the merge together.
     """

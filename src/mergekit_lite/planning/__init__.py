@@ -48,6 +48,9 @@ def make_plan(
         allow_pickle: ``"weights_only"`` admits pickled checkpoints.
         stages: The results of the recipes that stand among the models, by their `id`; default: as they are planned.
 
+    Returns:
+        What will be read and written; it prints as a table.
+
     Raises:
         PlanError: With every problem found.
     """

@@ -22,7 +22,11 @@ _SHOWN = 20
 
 
 class PlanError(ValueError):
-    """A merge that cannot be done; the message lists the first 20 reasons."""
+    """A merge that cannot be done; the message lists the first 20 reasons.
+
+    Args:
+        problems: Every reason that was found.
+    """
 
     def __init__(self, problems: Sequence[str]):
         self.problems = list(problems)
@@ -76,7 +80,19 @@ class TensorPlan:
 
 @dataclass
 class MergePlan(Report):
-    """A merge that was found sound; printed by ``mergekit-lite plan``."""
+    """A merge that was found sound; printed by ``mergekit-lite plan``.
+
+    Attributes:
+        recipe: What was asked for.
+        sources: The models, opened: headers, no weights.
+        tensors: One entry a tensor of the output.
+        shards: Names of the files.
+        config: The output's ``config.json``.
+        donor: Which source gives tokenizer and other files.
+        vocabulary: How the vocabularies are joined; None: they are alike.
+        notes: What a user should know.
+        threads: That will merge, for the estimate of memory.
+    """
 
     recipe: MergeRecipe
     sources: list[Source]

@@ -65,6 +65,12 @@ def load_recipe(path_or_text: str | os.PathLike[str]) -> MergeRecipe:
     Several documents are stages: a named one is merged first, wherever a later one lists its name as a model. The
     recipe is the document without a name, or else the last.
 
+    Args:
+        path_or_text: A file, or the text itself.
+
+    Returns:
+        The recipe, checked; no model has been looked at.
+
     Raises:
         RecipeError: No such file, not YAML, or a recipe that `parse_recipe` refuses.
 

@@ -44,7 +44,16 @@ def as_list(where: str, value: Any) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelEntry:
-    """One model: in ``models`` without a layer range, as a slice's source with one."""
+    """One model: in ``models`` without a layer range, as a slice's source with one.
+
+    Args:
+        model: What `merge_models` takes as a model.
+        layer_range: First layer, and the one after the last; None: the whole model.
+        parameters: The method's, for this model; numbers, gradients or filters.
+
+    Raises:
+        RecipeError: A layer range that is none.
+    """
 
     model: Any
     layer_range: tuple[int, int] | None = None
@@ -68,7 +77,16 @@ class ModelEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """A run of layers of the output, merged from equally long runs of the sources; it may have a base of its own."""
+    """A run of layers of the output, merged from equally long runs of the sources; it may have a base of its own.
+
+    Args:
+        sources: One entry a model, with its layers.
+        base_model: Its base; None: the recipe's.
+        parameters: The method's, for these layers.
+
+    Raises:
+        RecipeError: Sources without layers, or of different lengths.
+    """
 
     sources: tuple[ModelEntry, ...]
     base_model: Any = None
@@ -120,7 +138,16 @@ class TokenRule:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSpec:
-    """Where the output's vocabulary comes from, and rows that a user places by hand."""
+    """Where the output's vocabulary comes from, and rows that a user places by hand.
+
+    Args:
+        source: ``"union"`` of all tokens, ``"base"`` for the base's, or a model.
+        tokens: Where a token's row comes from, by token.
+        pad_to_multiple_of: Rows of the embeddings are filled up to a multiple of it; None: not.
+
+    Raises:
+        RecipeError: A source that is no text, or a multiple that is no whole number above 0.
+    """
 
     source: str = "union"
     tokens: Mapping[str, TokenRule] = field(default_factory=dict)
@@ -159,6 +186,9 @@ class MergeRecipe:
         name: What later stages of a recipe in several call its result.
 
     A model may be a `MergeRecipe` itself: a stage, which is merged first.
+
+    Raises:
+        RecipeError: Neither models nor slices or both, a value of the wrong kind, names that are not unique.
 
     >>> recipe = MergeRecipe(merge_method="linear", models=[ModelEntry(model="a"), ModelEntry(model="b")])
     >>> recipe.to_dict()["models"]

@@ -74,6 +74,9 @@ class ExactHalt(StepLoss):
     Args:
         step_loss: The other; default `LastAndRandom`.
         weight: Of the head's cross-entropy.
+
+    Raises:
+        ValueError: A weight that is not above 0.
     """
 
     def __init__(self, step_loss: StepLoss | None = None, weight: float = 0.5):

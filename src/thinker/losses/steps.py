@@ -98,6 +98,9 @@ class Reach(StepLoss):
     Args:
         grad_steps: Only so many steps have gradients.
         window: The model's: what a latent knows travels ``window - 1`` tokens a step.
+
+    Raises:
+        ValueError: Fewer steps than 1, or a window below 2.
     """
 
     def __init__(self, *, grad_steps: int | None = 3, window: int = 2):

@@ -93,6 +93,9 @@ def evaluate_grid(
         plan: What each step does.
         seed: Which samples.
 
+    Returns:
+        Accuracy by latents and steps; it prints as a table and can be drawn.
+
     Raises:
         ValueError: Nothing to look at; more latents than a model with a table has.
     """
@@ -130,6 +133,9 @@ def evaluate_lengths(
         samples: Of each length.
         plan: What each step does.
         seed: Which samples.
+
+    Returns:
+        Accuracy by length.
     """
     _check_data("evaluate_lengths", model, data)
     steps = [chosen_plan(model.config, plan).num_steps(model.config.n_step) if n_step is None else n_step]
@@ -161,6 +167,9 @@ def evaluate_steps(
         samples: Of each length.
         plan: What each step does.
         seed: Which samples.
+
+    Returns:
+        Accuracy by length and steps; it prints as a table and can be drawn.
 
     Raises:
         ValueError: Nothing to look at; samples longer than the model's.
@@ -199,6 +208,9 @@ def evaluate_halting(
         samples: How many.
         plan: What each step does.
         seed: Which samples.
+
+    Returns:
+        What the head said and how often it was right, by tenths of its probability.
 
     Raises:
         ValueError: A model without the head.

@@ -15,6 +15,9 @@ def plot_training(history: Sequence[dict[str, Any]], ax: Axes | None = None) -> 
         history: A trainer's ``state.log_history``.
         ax: Where to; default a new figure.
 
+    Returns:
+        The figure, matplotlib's.
+
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: It is no history.

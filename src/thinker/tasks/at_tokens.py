@@ -23,6 +23,9 @@ class AtTokens(Task):
     Args:
         task: The other.
 
+    Raises:
+        ValueError: No task, or one whose answers cannot lie at its tokens.
+
     >>> from thinker import make_task
     >>> task = AtTokens(make_task("prefix_sum"))
     >>> tokens, mask, targets, distance, _ = task.sample(torch.Generator().manual_seed(0), 1, 4)

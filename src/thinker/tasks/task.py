@@ -58,6 +58,12 @@ class Sample(NamedTuple):
 def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
     """Put a `Task` under a name, for `make_task`; of a user's own too.
 
+    Args:
+        name: For `make_task`.
+
+    Returns:
+        A decorator of a class under `Task`, which gives that class.
+
     Raises:
         ValueError: A name that is taken.
     """
@@ -79,6 +85,12 @@ def make_task(name: str, **options: Any) -> Task:
     Args:
         name: Of `TASKS`.
         **options: Its fields.
+
+    Returns:
+        The task.
+
+    Raises:
+        ValueError: No such task, or an option that it does not have.
 
     >>> make_task("roll", shift=2).vocab_size
     16

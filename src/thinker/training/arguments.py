@@ -19,6 +19,9 @@ def thinker_arguments(output_dir: str | Path, **changes: Any) -> TrainingArgumen
         output_dir: Of checkpoints.
         **changes: Other fields, or other values.
 
+    Returns:
+        transformers' own, for a `ThinkerTrainer`.
+
     >>> thinker_arguments("runs/x", max_steps=10).learning_rate
     0.003
     """
@@ -47,6 +50,9 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
     Args:
         model: Any module.
         weight_decay: Of the matrices.
+
+    Returns:
+        What a torch optimizer takes: with decay, and without.
     """
     matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     held: dict[bool, list[nn.Parameter]] = {True: [], False: []}

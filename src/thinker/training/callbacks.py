@@ -122,6 +122,9 @@ class RewindOnPeak(ThinkerCallback):
         every: Steps between two looks.
         limit: Rewinds, at most.
         cooling: The learning rate is multiplied by it at each rewind.
+
+    Raises:
+        ValueError: A number out of its range.
     """
 
     def __init__(

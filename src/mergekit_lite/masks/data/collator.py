@@ -29,6 +29,9 @@ class MaskCollator:
         pack: Put examples of one task into one row.
         max_length: Longer examples lose their end.
 
+    Raises:
+        ValueError: A length below 1, or a padding token that is no number.
+
     >>> batch = MaskCollator(pad_token_id=0)([{"input_ids": [5, 6], "task": 0}, {"input_ids": [7], "task": 1}])
     >>> batch["labels"].tolist(), batch["task"].tolist()
     ([[-100, 6], [-100, -100]], [0, 1])

@@ -6,7 +6,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test test-slow real test-real test-peers test-wheel matrix check format bench bench-gpu numerics docs dist clean
+.PHONY: help demo test test-slow real test-real test-peers test-wheel matrix check format bench bench-gpu numerics notebooks docs dist clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -15,7 +15,7 @@ help:
 $(VENV)/.ready: constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,docs,plot]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,plot]'
 	touch $@
 
 demo: $(VENV)/.ready ## train two small specialists, merge them by formulas and by learned masks, print what each can do (4 min)
@@ -82,7 +82,14 @@ bench-gpu: $(VENV)/.bench ## the same on a CUDA device
 numerics: $(VENV)/.ready ## judge every operation and write docs/numerics.md
 	$(BIN)/python -m pytest tests --ignore tests/test_documentation.py --write-numerics
 
-docs: $(VENV)/.ready ## build the documentation site into site/
+$(VENV)/.docs: $(VENV)/.ready
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+notebooks: $(VENV)/.docs ## run the notebooks and keep what they print and draw (5 min)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.notebooks
+
+docs: $(VENV)/.docs ## build the documentation site into site/
 	$(BIN)/mkdocs build --strict --quiet
 
 dist: $(VENV)/.ready ## build sdist and wheel into dist/

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import html
 import importlib.util
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -124,6 +126,8 @@ def needs_matplotlib(operation: str) -> None:
 def axes_for(ax: Axes | None, operation: str, *, width: float = 6.4, height: float = 4.0) -> tuple[Figure, Axes]:
     """The axes given and their figure, or new ones, in inches, that no window and no global state belong to.
 
+    A new figure shows itself in a notebook, where others do so only after pyplot has been used.
+
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: ``ax`` is something else.
@@ -136,7 +140,14 @@ def axes_for(ax: Axes | None, operation: str, *, width: float = 6.4, height: flo
     if ax is not None:
         return ax.figure, ax  # pyrefly: ignore
     figure = Figure((width, height), layout="constrained", dpi=150)
+    figure._repr_png_ = partial(_png, figure)  # pyrefly: ignore
     return figure, figure.add_subplot()
+
+
+def _png(figure: Figure) -> bytes:
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    return picture.getvalue()
 
 
 def bars(ax: Axes | None, operation: str, values: Mapping[str, float], label: str) -> Figure:

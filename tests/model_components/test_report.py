@@ -1,6 +1,7 @@
 """Every report prints as a table, shows itself in a notebook, becomes JSON, and says what a plot needs."""
 
 import json
+import pickle
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -125,6 +126,12 @@ def test_lines_are_escaped():
 def test_bars_begin_at_the_top():
     low, high = bars(None, "test", {"first": 1.0, "second": 2.0}, "size").axes[0].get_ylim()
     assert low > high
+
+
+def test_a_figure_shows_itself_in_a_notebook():
+    figure = bars(None, "x", {"first": 1.0}, "share")
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    assert pickle.loads(pickle.dumps(figure)).axes
 
 
 def test_what_a_plot_needs_is_said_before(monkeypatch):

@@ -1,0 +1,62 @@
+"""The reference pages of the site: every public name of a package, and what its functions give and take beside."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import NamedTuple
+
+
+class Page(NamedTuple):
+    """A package's page: its heading, the guide that explains it, and names of modules inside."""
+
+    package: str
+    heading: str
+    guide: str
+    more: tuple[str, ...] = ()
+
+
+PAGES = (
+    Page("mergekit_lite", "Merging checkpoints", "merging", ("layerwise.CalibratedMerge",)),
+    Page(
+        "mergekit_lite.masks", "Learned masks", "masks",
+        ("run_config.MaskRun", "run.run_masks", "run.MaskRunReport", "layerwise.train_layerwise",
+         "layerwise_run.LayerwiseTraining", "layerwise.LayerwiseReport"),
+    ),
+    Page("kronecker", "Smaller models", "kronecker", ("init",)),
+    Page(
+        "thinker", "Latent thinking", "thinker",
+        ("flow.FlowRow", "losses.LastAndRandom", "losses.LearnedWeights", "losses.LinearWeights", "losses.Ponder",
+         "losses.ProgressiveLoss", "losses.StepLoss", "report.Accuracy", "report.Calibration", "report.Curves",
+         "report.Grid", "schedules.Dynamic", "schedules.Fixed", "schedules.Linear", "schedules.Progressive",
+         "schedules.Schedule", "schedules.Uniform", "state.Context", "state.ThinkerOutput", "state.ThinkerState",
+         "state.Thought", "tasks.Sample", "tasks.TensorTask", "tasks.sudoku_difficulty", "tasks.sudoku_puzzles",
+         "tasks.sudoku_shuffle", "training.CurriculumCallback", "training.GridCallback", "training.ThinkerCallback"),
+    ),
+    Page("heads.lora", "LoRA", "lora"),
+    Page("heads.pairwise", "Which answer is better", "pairwise"),
+)  # fmt: skip
+
+
+def names(page: Page) -> list[str]:
+    """What the page has, as it is imported."""
+    module = importlib.import_module(page.package)
+    return [f"{page.package}.{name}" for name in (*module.__all__, *page.more)]
+
+
+def text(page: Page) -> str:
+    """The page: a table of first lines, then each name whole, as mkdocstrings writes it."""
+    lines = [
+        f"# {page.heading}: `{page.package}`",
+        "",
+        f"What it is for, and how it works: [the guide](../{page.guide}.md).",
+        "",
+    ]
+    lines += ["| name | |", "|---|---|"]
+    for name in names(page):
+        home, short = name.rsplit(".", 1)
+        thing = getattr(importlib.import_module(home), short)
+        own = inspect.isclass(thing) or inspect.isroutine(thing) or inspect.ismodule(thing)
+        said = (inspect.getdoc(thing) or "").split("\n")[0] if own else ""
+        lines.append(f"| [`{name.removeprefix(page.package + '.')}`][{name}] | {said.replace('|', '&#124;')} |")
+    return "\n".join([*lines, "", *(f"::: {name}\n" for name in names(page))])

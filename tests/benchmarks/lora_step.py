@@ -134,12 +134,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--only", nargs="+", default=[], help="words that a case's name must all have")
     options = parser.parse_args(arguments)
     cuda = options.device == "cuda"
     threads = torch.get_num_threads()
     try:
         for dtype in (torch.bfloat16,) if cuda else (torch.bfloat16, torch.float32):
             for name, context, dropout, mode in CASES:
+                if not all(word in f"{name} {context} dropout {dropout} {mode} {dtype}" for word in options.only):
+                    continue
                 size = (8, 1024) if cuda and name == GPT2 else (1, context)
                 append("lora_step.csv", measure((name, *size, dropout, mode, dtype, options.device), options.runs))
     finally:

@@ -22,6 +22,7 @@ from tests.support.notebooks import NAMES as NOTEBOOKS
 from tests.support.notebooks import cells as cells_of
 from tests.support.reference import PAGES
 from tests.support.reference import text as text_of
+from thinker import TASKS
 
 ROOT = Path(__file__).parents[1]
 MERGING = (ROOT / "docs" / "merging.md").read_text(encoding="utf-8")
@@ -76,9 +77,11 @@ def snippets_of(page):
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
 
 
-def test_every_snippet_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch):
-    """Each in a namespace of its own, in a folder that has what it names, with fewer steps."""
+@pytest.fixture
+def users_files(tmp_path, monkeypatch):
+    """A folder with what README and how-to pages name: models, adapters, rows, texts, a judge."""
     from peft import LoraConfig
+    from transformers import AutoTokenizer
 
     from heads.lora import prepare_lora
     from heads.pairwise import PairwiseModel
@@ -89,19 +92,59 @@ def test_every_snippet_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch):
     for seed, name in enumerate(("base", "math", "code", "rewriter", "summariser")):
         tiny("llama", seed, max_position_embeddings=512).save_pretrained(f"models/{name}")
         save_tokenizer(Path("models", name), words)
-    prepare_lora(tiny("llama"), LoraConfig(target_modules=["q_proj"])).save_pretrained("models/adapter")
+        tokenizer = AutoTokenizer.from_pretrained(f"models/{name}", pad_token="w0", eos_token="w1")
+        tokenizer.save_pretrained(f"models/{name}")
+    for name in ("adapter", "adapter_2"):
+        config = LoraConfig(target_modules=["q_proj"], base_model_name_or_path="models/base", init_lora_weights=False)
+        prepare_lora(tiny("llama"), config).save_pretrained(f"models/{name}")
     for name in ("rewriting", "summaries"):
         rows = [{"prompt": f"w{k} w1", "completion": f" w2 w{k}"} for k in range(8)]
         Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for name in ("texts", "held_out"):
+        Path(f"{name}.txt").write_text(" ".join(words * 60))
     Path("texts.json").write_text(json.dumps([{"text": " ".join(words * 20)}]))
-    judge = PairwiseModel.from_encoder(tiny("bert"), tokenizer_of(), link="davidson")
-    judge.save_pretrained("runs/judge/model")
+    rows = [{"instruction": f"w{k} w1", "output": f"w2 w{k}"} for k in range(8)]
+    Path("rows.json").write_text(json.dumps(rows))
+    PairwiseModel.from_encoder(tiny("bert"), tokenizer_of(), link="davidson").save_pretrained("runs/judge/model")
+
+
+def test_every_snippet_of_the_readme_runs_as_it_stands(users_files):
+    """Each in a namespace of its own, with fewer steps."""
     snippets = snippets_of("README.md")
     assert len(snippets) == 6
     for code in snippets:
         exec(re.sub(r"max_steps=\d+", "max_steps=2", code), {})
     for made in ("merged", "masked", "smaller", "tuned"):
-        assert (tmp_path / "models" / made / "model.safetensors").is_file()
+        assert Path("models", made, "model.safetensors").is_file()
+
+
+HOWTO = sorted(path.stem for path in (ROOT / "docs" / "howto").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", HOWTO)
+def test_a_how_to_page_runs_as_it_stands(page, users_files):
+    """Its files, commands and Python, in order, with fewer steps."""
+    text = (ROOT / "docs" / "howto" / f"{page}.md").read_text(encoding="utf-8")
+    environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), environment.get("PYTHONPATH", "")])
+    blocks = re.findall(r'```(\w+)(?: title="([^"]+)")?\n(.*?)```', text, re.S)
+    assert blocks
+    try:
+        for kind, title, code in blocks:
+            if title:
+                Path(title).write_text(code)
+            elif kind == "python":
+                exec(re.sub(r"max_steps=\d+", "max_steps=2", code), {})
+            elif kind == "bash":
+                for line in code.splitlines():
+                    done = subprocess.run(
+                        line, shell=True, env=environment, capture_output=True, text=True, timeout=300
+                    )
+                    assert done.returncode == 0, f"{line}\n{done.stderr[-2000:]}"
+    finally:
+        METHODS.pop("largest_change", None)
+        TASKS.pop("running_maximum", None)
+    assert f"howto/{page}.md\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
 
 def run_example(name, *options, without=None):

@@ -472,26 +472,6 @@ def test_parity_of_five_bits_becomes_parity_of_a_hundred(seed, tmp_path):
     assert right[100, 25] < 0.8
 
 
-def test_the_thinkers_example_runs_and_resumes(tmp_path):
-    printed = run_example("train_thinker.py", "--out", tmp_path, "--test-lengths", 6)
-    assert re.search(r"copy, length 4: 20 iterations.*\nheld out: [\d.]+ of symbols, [\d.]+ of rows", printed)
-    assert re.search(r"^ +6 +[\d.]+ +[\d.]+  \(longer\)$", printed, re.M)
-    found = json.loads((tmp_path / "result.json").read_text())
-    assert found["by_length"].keys() == {"1", "2", "3", "4", "6"}
-    assert all((tmp_path / name).stat().st_size > 5_000 for name in ("grid.png", "training.png"))
-    assert (tmp_path / "model" / "model.safetensors").exists()
-    (tmp_path / "grid.png").unlink()
-    options = ["--out", tmp_path, "--test-lengths", 6, "--resume", "--iterations", 24]
-    again = run_example("train_thinker.py", *options, without=tmp_path)
-    assert not (tmp_path / "grid.png").exists()
-    assert json.loads((tmp_path / "result.json").read_text())["resumed"]
-    assert "24 iterations" in again
-    table = tmp_path / "plan.md"
-    table.write_text("step | read_input | mem_lookup | mem_write | output\n1 | 1 | 0 | 1 | 0\n2 | 0 | 1 | 0 | 1\n")
-    options = ["--task", "add", "--model", "latent_init=noise", "memory=grow", "--plan", table, "--out", tmp_path / "b"]
-    assert "add, length 4: 20 iterations" in run_example("train_thinker.py", *options)
-
-
 def test_the_snippets_about_lora_run(tmp_path, monkeypatch):
     """In order, in one namespace."""
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What the thinker learns with the library's defaults, by the example's own command: a JSON of commands to results."""
+"""What the thinker learns with the library's defaults, by its own command: a JSON of commands to results."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import thinker as th
 from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
+from thinker.report import Grid
 
 CONFIG, FOUND = Path(__file__).parent / "thinker_accuracy.json", RESULTS / "thinker_accuracy.json"
 WORK, GUIDE = Path(__file__).parent / "work" / "thinker", ROOT / "docs" / "thinker.md"
@@ -20,10 +20,10 @@ PLOT = ROOT / "docs" / "thinker_grid.svg"
 
 
 def run(name: str, arguments: str, seed: int, smoke: bool) -> dict[str, Any]:
-    """One run of the example."""
+    """One run."""
     out = WORK / f"{name.replace(' ', '_').replace(',', '')}-{seed}"
-    command = [sys.executable, str(ROOT / "examples" / "train_thinker.py"), *arguments.split()]
-    command += ["--seed", str(seed), "--out", str(out), *(["--smoke"] if smoke else [])]
+    command = [sys.executable, "-m", "thinker", "train", *arguments.split(), "--seed", str(seed), "--out", str(out)]
+    command += ["--iterations", "20", "--length", "4", "--samples", "64"] if smoke else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     found = json.loads((out / "result.json").read_text(encoding="utf-8"))
@@ -51,7 +51,8 @@ def write_table() -> None:
     commits = ", ".join(sorted({row["commit"] for row in found["rows"].values()}))
     place = f"One thread; {found['hardware']}; measured {found['date']} at {commits}. The commands:"
     lines += ["", place, "", "```bash"]
-    lines += [f"python examples/train_thinker.py {row['arguments']}" for row in found["rows"].values()]
+    config = json.loads(CONFIG.read_text(encoding="utf-8"))
+    lines += [f"python -m thinker train {config[name]['arguments']}" for name in found["rows"]]
     put(GUIDE, [*lines, "```"], "accuracy")
 
 
@@ -63,11 +64,7 @@ def draw(found: dict[str, Any]) -> None:
     row = next((r for r in found["rows"].values() if "noise" in r["arguments"]), None)
     if row is None:
         return
-    grid = row["runs"][0]["grid"]
-    pairs = [zip(*rows, strict=True) for rows in zip(grid["token"], grid["sequence"], strict=True)]
-    cells = [[th.report.Accuracy(token, sequence) for token, sequence in row] for row in pairs]
-    whole = th.report.Grid(tuple(grid["n_latents"]), tuple(grid["n_steps"]), tuple(map(tuple, cells)))
-    figure = whole.plot()
+    figure = Grid.from_dict(row["runs"][0]["grid"]).plot()
     figure.suptitle("copying 20 symbols; trained with 8 to 16 latents, 1 to 6 steps")
     figure.savefig(PLOT)
     text = PLOT.read_text(encoding="utf-8").split("\n")

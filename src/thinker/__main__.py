@@ -1,0 +1,238 @@
+"""The command line: ``python -m thinker train|evaluate|draw``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from model_components._folders import make_folder, write_json
+
+from . import report, schedules
+from .config import ThinkerConfig
+from .curriculum import CurriculumDataset
+from .flow import FlowPlan
+from .losses import Reach
+from .model import LatentThinker
+from .report import evaluate_grid, evaluate_lengths, evaluate_steps, plot_training
+from .tasks import TASKS, AtTokens, make_task
+from .training import RewindOnPeak, ThinkerTrainer, thinker_arguments
+
+RECIPES: dict[str, dict[str, Any]] = {  # what a task needs beyond the defaults
+    "reverse": {"iterations": 1000, "model": {"from_end": True}},
+    "roll": {"iterations": 1000, "model": {"from_end": True}},
+    "add": {
+        "iterations": 2000, "batch": 128, "length": 3, "schedule": "fixed", "options": {"max_value": 1000},
+        "model": {"positions": "aligned"},
+    },
+}  # fmt: skip
+SCHEDULES = ("frontier", "uniform", "progressive", "dynamic", "fixed")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments."""
+    top = argparse.ArgumentParser(prog="python -m thinker", description="Train a latent thinker, and look at it.")
+    commands = top.add_subparsers(dest="command", required=True)
+    training = commands.add_parser("train", help="train on a task: a folder with the model, and what it can do")
+    training.add_argument("task", choices=sorted(name for name, task in TASKS.items() if not task.by_step))
+    training.add_argument("--out", type=Path, help="folder to write (default: runs/thinker/TASK)")
+    training.add_argument("--options", nargs="*", default=[], metavar="NAME=VALUE", help="of the task: symbols=32")
+    training.add_argument(
+        "--model", nargs="*", default=[], metavar="NAME=VALUE",
+        help="of ThinkerConfig: num_heads=8; latent_init=tokens for a latent at each token",
+    )  # fmt: skip
+    training.add_argument("--length", type=int, help="longest in training (default: 20, or the task's)")
+    training.add_argument("--schedule", choices=SCHEDULES, help="of lengths (default: frontier, or the task's)")
+    training.add_argument("--plan", default="every_step", help="every_step, read_once, or a file with a table")
+    training.add_argument("--steps", type=int, nargs=2, default=[1, 6], metavar=("LEAST", "MOST"), help="of thought")
+    training.add_argument("--iterations", type=int, help="of training (default: 500, or the task's)")
+    training.add_argument("--lengths", type=int, nargs="*", default=[], help="longer ones that it can be asked")
+    training.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder")
+    training.add_argument("--no-progress", action="store_true", help="no progress bar")
+    looking = commands.add_parser("evaluate", help="accuracy of a trained one by length and steps")
+    looking.add_argument("--lengths", type=int, nargs="+", help="of held-out samples (default: the longest trained on)")
+    looking.add_argument("--n-steps", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="of thought")
+    looking.add_argument("--json", type=Path, help="file to write figures to")
+    drawing = commands.add_parser("draw", help="pictures of training and of what was found, into the folder")
+    for command in (looking, drawing):
+        command.add_argument("out", type=Path, help="folder that train wrote")
+    for command in (training, looking):
+        command.add_argument("--samples", type=int, default=1024, help="held out, of each length (default: 1024)")
+        command.add_argument("--seed", type=int, default=0, help="of data and weights (default: 0)")
+        command.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
+    return top
+
+
+def settings(pairs: Sequence[str]) -> dict[str, Any]:
+    """Names and values of ``NAME=VALUE``.
+
+    Raises:
+        ValueError: One without a sign.
+    """
+    if wrong := [pair for pair in pairs if "=" not in pair]:
+        raise ValueError(f"{wrong[0]!r} has no value; needed NAME=VALUE")
+    return {name: yaml.safe_load(value) for name, value in (pair.split("=", 1) for pair in pairs)}
+
+
+def told_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What a run is, for the folder: enough to make its data again."""
+    recipe = RECIPES.get(options.task, {})
+    model = recipe.get("model", {}) | settings(options.model)
+    least, most = options.steps
+    plan = options.plan
+    if plan not in ("every_step", "read_once"):
+        plan = Path(plan).read_text(encoding="utf-8")
+    return {
+        "task": options.task, "options": recipe.get("options", {}) | settings(options.options), "model": model,
+        "length": options.length or recipe.get("length", 20), "steps": [least, most], "plan": plan,
+        "schedule": options.schedule or recipe.get("schedule", "frontier"), "batch": recipe.get("batch", 64),
+        "iterations": options.iterations or recipe.get("iterations", 2400 if _noise(model) else 500),
+        "longest": max([options.length or recipe.get("length", 20), *options.lengths]), "seed": options.seed,
+    }  # fmt: skip
+
+
+def _noise(model: dict[str, Any]) -> bool:
+    return model.get("latent_init") == "noise"
+
+
+def plan_of(told: dict[str, Any]) -> FlowPlan:
+    """What each step does."""
+    if told["plan"] in ("every_step", "read_once"):
+        return getattr(FlowPlan, told["plan"])(memory=told["model"].get("memory", "none") != "none")
+    return FlowPlan.from_table(told["plan"])
+
+
+def data_of(told: dict[str, Any]) -> CurriculumDataset:
+    """The data of a run; where latents are the tokens, it thinks a step a token and six more."""
+    task, numbers = make_task(told["task"], **told["options"]), dict[str, Any]()
+    if told["model"].get("latent_init") == "tokens":
+        task, numbers["n_step"] = AtTokens(task), lambda length: (1, length + 6)
+    else:
+        numbers["n_step"] = tuple(plan_of(told).num_steps(n) for n in told["steps"])
+    if _noise(told["model"]):
+        numbers["n_latent"] = (8, 16)
+    schedule = getattr(schedules, told["schedule"].capitalize())(max_length=told["length"])
+    return CurriculumDataset(task, schedule, seed=told["seed"], batch_size=told["batch"], **numbers)
+
+
+def train(options: argparse.Namespace) -> None:
+    """A model, its figures and its log in a folder."""
+    told = told_of(options)
+    out = options.out or Path("runs/thinker", options.task)
+    set_seed(told["seed"])
+    data, plan, choices = data_of(told), plan_of(told), dict(told["model"])
+    if choices.get("positions") == "aligned":
+        choices["separators"] = data.task.separators
+    usual: dict[str, Any] = {"num_latents": 16 if _noise(choices) else 8}
+    at_tokens = choices.get("latent_init") == "tokens"
+    if not at_tokens:
+        usual |= {"n_step": plan.num_steps(told["steps"][1]), "plan": plan}
+    usual = {**data.sizes(told["longest"]), **usual, **choices}
+    model = LatentThinker(ThinkerConfig(**usual))
+    write_json(make_folder(out, "train") / "run.json", told)
+    iterations = told["iterations"]
+    arguments = thinker_arguments(
+        out / "checkpoints", max_steps=iterations, save_steps=max(10, iterations // 4), save_total_limit=1,
+        seed=told["seed"], use_cpu=options.device == "cpu", logging_steps=max(1, min(50, iterations // 10)),
+        disable_tqdm=options.no_progress,
+    )  # fmt: skip
+    loss: dict[str, Any] = {"step_loss": Reach(window=choices["window"])} if at_tokens and "window" in choices else {}
+    trainer = ThinkerTrainer(model, arguments, train_dataset=data, callbacks=[RewindOnPeak()], **loss)
+    checkpoint = get_last_checkpoint(out / "checkpoints") if options.resume else None
+    begin = time.process_time()
+    trainer.train(resume_from_checkpoint=checkpoint)
+    seconds = time.process_time() - begin
+    model.save_pretrained(out / "model")
+    write_json(out / "log.json", trainer.state.log_history)
+    found = figures(model, data, told, options.samples) | {
+        "iterations": iterations, "cpu_seconds": round(seconds, 1), "resumed": checkpoint is not None,
+        "parameters": model.num_parameters(), "seed": told["seed"],
+    }  # fmt: skip
+    write_json(out / "result.json", found)
+    print(f"\n{told['task']}, length {told['length']}: {iterations} iterations, {seconds:.0f} CPU seconds")
+    print(f"held out: {found['token']:.4f} of symbols, {found['sequence']:.4f} of rows\n\nlength  symbols     rows")
+    for length, (symbols, rows) in found["by_length"].items():
+        print(f"{length:>6} {symbols:>8.4f} {rows:>8.4f}{'  (longer)' if length > told['length'] else ''}")
+    print(f"\n{out}: model/, result.json; next: python -m thinker evaluate {out}, python -m thinker draw {out}")
+
+
+def figures(model: LatentThinker, data: CurriculumDataset, told: dict[str, Any], samples: int) -> dict[str, Any]:
+    """Accuracy by length, and by latents and steps."""
+    shortest, longest = data.schedule.min_length, told["length"]
+    shorter = [] if told["schedule"] == "fixed" else range(shortest, longest, max(1, longest // 4))
+    n_step = longest + 6 if told["model"].get("latent_init") == "tokens" else None
+    lengths = sorted({*shorter, longest, told["longest"]})
+    by_length = {
+        n: evaluate_lengths(model, data, [n], n_step=n_step and 2 * n + 6, samples=samples)[n] for n in lengths
+    }
+    at = by_length[longest]
+    found: dict[str, Any] = {
+        "task": told["task"], "length": longest, "token": round(at.token, 5), "sequence": round(at.sequence, 5),
+        "by_length": {n: (round(a.token, 4), round(a.sequence, 4)) for n, a in by_length.items()},
+    }  # fmt: skip
+    if n_step is None:
+        plan = plan_of(told)
+        steps = sorted({plan.num_steps(n) for n in (1, 2, 4, 6, 8, 12, 16, 24, told["steps"][1])})
+        latents: list[Any] = [4, 6, 8, 12, 16, 24, 32] if _noise(told["model"]) else [model.config.num_latents]
+        grid = evaluate_grid(model, data, n_latents=latents, n_steps=steps, samples=samples)
+        print(f"\n{grid}")
+        found["grid"] = grid.to_dict()
+    return found
+
+
+def held(out: Path, name: str) -> Any:
+    """A file that `train` wrote.
+
+    Raises:
+        ValueError: It is not there.
+    """
+    if not (out / name).is_file():
+        raise ValueError(f"{out} has no {name}; needed a folder that `python -m thinker train` wrote to its end")
+    return json.loads((out / name).read_text(encoding="utf-8"))
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    """A trained model by length and steps."""
+    told = held(options.out, "run.json")
+    model = LatentThinker.from_pretrained(options.out / "model").to(options.device)
+    found = evaluate_steps(
+        model, data_of(told), options.lengths or [told["length"]], n_steps=options.n_steps, samples=options.samples,
+        seed=options.seed,
+    )  # fmt: skip
+    print(found)
+    if options.json is not None:
+        write_json(options.json, found.rows())
+
+
+def draw(options: argparse.Namespace) -> None:
+    """Pictures of training, and of accuracy by latents and steps."""
+    found = held(options.out, "result.json")
+    plot_training(held(options.out, "log.json")).savefig(options.out / "training.png")
+    drawn = ["training.png"]
+    if "grid" in found:
+        report.Grid.from_dict(found["grid"]).plot().savefig(options.out / "grid.png")
+        drawn.append("grid.png")
+    print(f"{options.out}: {', '.join(drawn)}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    options = parser().parse_args(arguments)
+    try:
+        {"train": train, "evaluate": evaluate, "draw": draw}[options.command](options)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        print(f"thinker: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""``python -m thinker``: what it writes, goes on with, finds and draws; and what it refuses."""
+
+import json
+import re
+
+import pytest
+
+from thinker.__main__ import main
+
+SHORT = ["--iterations", "20", "--length", "4", "--samples", "64", "--no-progress"]
+
+
+def test_train_resume_evaluate_and_draw(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", "copy", "--out", str(out), *SHORT, "--lengths", "6"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"copy, length 4: 20 iterations.*\nheld out: [\d.]+ of symbols, [\d.]+ of rows", printed)
+    assert re.search(r"^ +6 +[\d.]+ +[\d.]+  \(longer\)$", printed, re.M)
+    found = json.loads((out / "result.json").read_text())
+    assert found["by_length"].keys() == {"1", "2", "3", "4", "6"}
+    assert not found["resumed"]
+    options = ["--out", str(out), *SHORT, "--lengths", "6", "--resume", "--iterations", "24"]
+    assert main(["train", "copy", *options]) == 0
+    assert json.loads((out / "result.json").read_text())["resumed"]
+    assert "24 iterations" in capsys.readouterr().out
+    figures = tmp_path / "figures.json"
+    options = ["--lengths", "2", "6", "--n-steps", "1", "4", "--samples", "64", "--json", str(figures)]
+    assert main(["evaluate", str(out), *options]) == 0
+    assert {(row["length"], row["steps"]) for row in json.loads(figures.read_text())} == {
+        (2, 1),
+        (2, 4),
+        (6, 1),
+        (6, 4),
+    }
+    assert main(["draw", str(out)]) == 0
+    assert all((out / name).stat().st_size > 5_000 for name in ("grid.png", "training.png"))
+
+
+def test_a_table_of_steps_and_latents_from_noise(tmp_path, capsys):
+    table = tmp_path / "plan.md"
+    table.write_text("step | read_input | mem_lookup | mem_write | output\n1 | 1 | 0 | 1 | 0\n2 | 0 | 1 | 0 | 1\n")
+    options = ["--model", "latent_init=noise", "memory=grow", "--plan", str(table), "--out", str(tmp_path / "run")]
+    assert main(["train", "add", *options, *SHORT]) == 0
+    assert "add, length 4: 20 iterations" in capsys.readouterr().out
+
+
+def test_latents_at_the_tokens_are_asked_for_longer_inputs(tmp_path, capsys):
+    out = str(tmp_path / "run")
+    model = ["latent_init=tokens", "causal=true", "window=2", "positions=rotary", "hidden_size=32", "num_heads=2"]
+    options = ["--model", *model, "--lengths", "12", "--out", out]
+    assert main(["train", "prefix_sum", "--options", "symbols=2", *options, *SHORT]) == 0
+    assert main(["evaluate", out, "--lengths", "12", "--n-steps", "4", "24", "--samples", "16"]) == 0
+    assert re.search(r"^12 ", capsys.readouterr().out, re.M)
+    assert main(["draw", out]) == 0  # no grid: a step says nothing without its length
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "copy", "--model", "heads=4", "--out", "{tmp}/a"], "heads"),
+        (["train", "copy", "--options", "symbols", "--out", "{tmp}/a"], "'symbols' has no value; needed NAME=VALUE"),
+        (["train", "copy", "--plan", "{tmp}/none.md", "--out", "{tmp}/a"], "none.md"),
+        (["evaluate", "{tmp}/nothing"], "has no run.json"),
+        (["draw", "{tmp}/nothing"], "has no result.json"),
+    ],
+)
+def test_what_is_refused(arguments, message, tmp_path, capsys):
+    given = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
+    assert main([*given, *(SHORT if given[0] == "train" else [])]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()

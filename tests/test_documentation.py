@@ -678,6 +678,23 @@ def test_the_readme_example_of_the_guide_registers_and_merges(tmp_path):
         METHODS.pop("soft_vote", None)
 
 
+def test_accelerate_runs_an_example_in_two_processes(tmp_path):
+    """By the file that the page on GPUs names."""
+    script = tmp_path / "judge.py"
+    example = ROOT / "examples" / "train_judge.py"
+    script.write_text(
+        "import runpy, sys\nfrom accelerate import PartialState\nassert PartialState(cpu=True).num_processes == 2\n"
+        f"sys.path.insert(0, {str(example.parent)!r})\nrunpy.run_path({str(example)!r}, run_name='__main__')\n"
+    )
+    file = ROOT / "examples" / "accelerate" / "two_processes.yaml"
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file", str(file), str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    given = [*command, "--smoke", "--out", str(tmp_path / "out")]
+    done = subprocess.run(given, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs_twice_in_one_folder(name, tmp_path, monkeypatch):
     """Cell by cell in one namespace, as a reader would run it, with fewer steps; what it says it found is stored."""

@@ -19,6 +19,7 @@ import mergekit_lite.methods.selection
 from mergekit_lite import PlanError, load_recipe, make_plan, merge_models
 from mergekit_lite.engine.hashing import hash_bytes
 from mergekit_lite.methods import slerp
+from tests.support.headers import llama_shapes, write_headers
 from tests.support.models import MAKERS, auto_class, save, save_tokenizer, tiny
 
 
@@ -383,32 +384,8 @@ def test_a_subset_of_tensors_draws_the_same_masks():
 
 def test_a_merge_of_405_billion_parameters_is_planned_at_once(tmp_path):
     """Sparse files: real headers, no data."""
-    hidden, mlp, layers, vocabulary, shard = 16384, 53248, 126, 128256, 40
     for model in ("base", "x", "y"):
-        folder = tmp_path / model
-        folder.mkdir()
-        shapes = {"model.embed_tokens.weight": (vocabulary, hidden), "lm_head.weight": (vocabulary, hidden)}
-        for i in range(layers):
-            p = f"model.layers.{i}."
-            shapes |= {p + f"self_attn.{n}_proj.weight": (hidden, hidden) for n in "qo"}
-            shapes |= {p + f"self_attn.{n}_proj.weight": (1024, hidden) for n in "kv"}
-            shapes |= {p + f"mlp.{n}_proj.weight": (mlp, hidden) for n in ("gate", "up")}
-            shapes |= {p + "mlp.down_proj.weight": (hidden, mlp), p + "input_layernorm.weight": (hidden,)}
-            shapes |= {p + "post_attention_layernorm.weight": (hidden,)}
-        names = list(shapes)
-        weight_map = {}
-        for begin in range(0, len(names), shard):
-            file, header, end = f"model-{begin:05d}.safetensors", {}, 0
-            for name in names[begin : begin + shard]:
-                size = 2 * torch.Size(shapes[name]).numel()
-                header[name] = {"dtype": "BF16", "shape": shapes[name], "data_offsets": [end, end + size]}
-                weight_map[name], end = file, end + size
-            text = json.dumps(header).encode()
-            with (folder / file).open("wb") as handle:
-                handle.write(len(text).to_bytes(8, "little") + text)
-                handle.truncate(8 + len(text) + end)
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-        (folder / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": False}))
+        write_headers(tmp_path / model, llama_shapes(hidden=16384, mlp=53248, layers=126, vocabulary=128256, keys=1024))
     recipe = load_recipe(f"""
 merge_method: ties
 base_model: {tmp_path / "base"}

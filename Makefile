@@ -6,7 +6,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test test-slow real test-real test-peers test-wheel matrix check format bench bench-gpu numerics notebooks docs dist clean
+.PHONY: help demo test test-slow real test-real test-peers test-wheel matrix soak check format bench bench-gpu numerics notebooks docs dist clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -62,6 +62,9 @@ test-wheel: $(VENV)/.ready ## build wheel and sdist, and prove the wheel by its 
 
 matrix: ## run the suite with the lowest, the pinned and the newest versions that pip may install (20 min)
 	PYTHON=$(PYTHON) tests/matrix/run.sh
+
+soak: $(VENV)/.ready ## an hour of merges, bakes, pruning and training under random SIGKILL
+	$(BIN)/python -m tests.soak
 
 check: $(VENV)/.ready ## lint, types, import rules
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyrefly check && $(BIN)/lint-imports

@@ -1,0 +1,190 @@
+"""Merges, bakes, pruning and training, killed at random moments: nothing is lost, nothing is left behind (`make soak`).
+
+Each job is a command that a user runs, on a model of a few million parameters. It is started and killed (SIGKILL) until it
+happens to end by itself; what it wrote must be what an undisturbed run writes, to the bit. One process merges over and over,
+whose memory and open files are counted. The summary goes to results/soak.json and docs/scale.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
+
+FOUND, PAGE = RESULTS / "soak.json", ROOT / "docs" / "scale.md"
+RECIPE = "merge_method: ties\nbase_model: base\nmodels: [a, b]\nparameters: {weight: 0.5, density: 0.4}\n"
+BAKE = """
+import torch
+from mergekit_lite.masks import Merger
+torch.manual_seed(0)
+merger = Merger.from_pretrained(["a", "b"])
+with torch.no_grad():
+    for mask in merger.masks().values():
+        mask.uniform_(0, 1)
+merger.bake("OUT", progress=False)
+"""
+JOBS = {  # the command, and the files that tell whether it came out the same
+    "merge": ["-m", "mergekit_lite", "merge", "recipe.yml", "OUT", "--max-shard-size", "4MB", "--no-progress"],
+    "bake": ["-c", BAKE],
+    "prune": ["-m", "kronecker", "prune", "base", "OUT", "--calibration", "texts.txt", "--tokens", "4000",
+              "--context", "64", "--no-progress"],
+    "train": ["-m", "thinker", "train", "copy", "--out", "OUT", "--iterations", "60", "--length", "6",
+              "--samples", "64", "--no-progress", "--resume"],
+}  # fmt: skip
+WHOLE = {"train": "result.json"}  # what is there only at the end, where the folder is there before
+STEADY = """
+import gc, json, os, sys, torch
+from mergekit_lite import merge_models
+def now():
+    gc.collect()
+    pages = int(open("/proc/self/statm").read().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd"))
+seen = []
+options = {"base_model": "base", "weight": [0.5, 0.5], "density": 0.4, "progress": False}
+for k in range(int(sys.argv[1])):
+    merge_models(["a", "b"], "ties", out=f"steady/{k}", **options)
+    seen.append(now())
+print(json.dumps([seen[len(seen) // 4], seen[-1]]))
+"""
+
+
+def prepare(folder: Path) -> None:
+    """Three models, texts and a recipe."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.support.models import save_tokenizer
+
+    words = [f"w{k}" for k in range(500)]
+    config = LlamaConfig(vocab_size=512, hidden_size=192, intermediate_size=768, num_hidden_layers=6,
+                         num_attention_heads=4, max_position_embeddings=128)  # fmt: skip
+    for seed, name in enumerate(("base", "a", "b")):
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).save_pretrained(folder / name)
+        save_tokenizer(folder / name, words)
+    rng = random.Random(0)
+    (folder / "texts.txt").write_text(" ".join(rng.choice(words) for _ in range(5000)))
+    (folder / "recipe.yml").write_text(RECIPE)
+
+
+def command(job: str, out: str) -> list[str]:
+    """The job's, with its folder."""
+    return [sys.executable, *(part.replace("OUT", out) for part in JOBS[job])]
+
+
+def digest(folder: Path) -> str:
+    """Of all weights."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.safetensors")):
+        if "checkpoints" not in path.parts:
+            found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def run(folder: Path, job: str, out: str, kill_after: float | None) -> int:
+    """One start of a job; its status, negative where it was killed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), environment.get("PYTHONPATH", "")])
+    with subprocess.Popen(
+        command(job, out), cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as process:
+        try:
+            _, errors = process.communicate(timeout=kill_after)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+        else:
+            if process.returncode:
+                raise SystemExit(f"soak: {job} failed: {errors.decode()[-2000:]}")
+        return process.returncode
+
+
+def soak(folder: Path, minutes: float, seed: int) -> dict[str, Any]:
+    """Jobs until the time is over; what was counted."""
+    rng, counts = random.Random(seed), {job: {"done": 0, "killed": 0} for job in JOBS}
+    truth, usual = {}, {}
+    for job in JOBS:
+        begin = time.monotonic()
+        run(folder, job, f"truth-{job}", None)
+        usual[job], truth[job] = time.monotonic() - begin, digest(folder / f"truth-{job}")
+    end, number = time.monotonic() + 60 * minutes, 0
+    while time.monotonic() < end:
+        job, out = rng.choice(list(JOBS)), f"out-{number}"
+        number += 1
+        while run(folder, job, out, rng.uniform(0.1, 1.4) * usual[job]) < 0:
+            counts[job]["killed"] += 1
+            done = folder / out / WHOLE.get(job, "")
+            if done.exists() and digest(folder / out) != truth[job]:
+                raise SystemExit(f"soak: {out} ({job}) has its name and is not whole")
+            if done.exists():
+                break  # killed after its end
+        if digest(folder / out) != truth[job]:
+            raise SystemExit(f"soak: {out} ({job}) is other than an undisturbed run's")
+        counts[job]["done"] += 1
+        shutil.rmtree(folder / out)
+        if left := [path.name for path in folder.iterdir() if path.name.startswith(f".{out}")]:
+            raise SystemExit(f"soak: {job} left {left}")
+        print(f"{job:6s} whole after {counts[job]['killed']} kills in all", flush=True)
+    return counts
+
+
+def steady(folder: Path, merges: int) -> dict[str, Any]:
+    """Memory and open files of one process after a quarter of its merges, and after all."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", STEADY, str(merges)], cwd=folder, env=environment, check=True,
+                          capture_output=True, text=True)  # fmt: skip
+    (memory, files), (memory_after, files_after) = json.loads(done.stdout.splitlines()[-1])
+    return {"merges": merges, "bytes": [memory, memory_after], "files": [files, files_after]}
+
+
+def write_table(found: dict[str, Any]) -> None:
+    """The page's summary."""
+    lines = ["| job | ended whole | killed on the way |", "|---|---|---|"]
+    lines += [f"| {job} | {row['done']} | {row['killed']} |" for job, row in found["jobs"].items()]
+    steady = found["steady"]
+    memory, files = [f"{size / 1e6:.0f} MB" for size in steady["bytes"]], steady["files"]
+    lines += [
+        "",
+        f"{found['minutes']:.0f} minutes; each result is an undisturbed run's, to the bit, and nothing was left beside it. "
+        f"One process that merged {steady['merges']} times held {memory[0]} and {files[0]} open files after a quarter of "
+        f"them, {memory[1]} and {files[1]} at the end. {found['hardware']}; {found['date']} at {found['commit']}.",
+    ]
+    put(PAGE, lines, "soak")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Soak, and write the summary."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--merges", type=int, default=200, help="of the process that is watched")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-summary", action="store_true", help="write nothing")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(folder))
+        watched = steady(Path(folder), options.merges)
+        if watched["bytes"][1] > 1.1 * watched["bytes"][0] or watched["files"][1] > watched["files"][0]:
+            raise SystemExit(f"soak: one process grows: {watched}")
+        jobs = soak(Path(folder), options.minutes, options.seed)
+    found = {"minutes": options.minutes, "jobs": jobs, "steady": watched}
+    found |= {"date": today(), "commit": commit(), "hardware": hardware()}
+    print(json.dumps(found))
+    if not options.no_summary:
+        FOUND.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_table(found)
+
+
+if __name__ == "__main__":
+    main()

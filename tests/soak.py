@@ -1,8 +1,8 @@
 """Merges, bakes, pruning and training, killed at random moments: nothing is lost, nothing is left behind (`make soak`).
 
-Each job is a command that a user runs, on a model of a few million parameters. It is started and killed (SIGKILL) until it
-happens to end by itself; what it wrote must be what an undisturbed run writes, to the bit. One process merges over and over,
-whose memory and open files are counted. The summary goes to results/soak.json and docs/scale.md.
+Each job is a command that a user runs, on a model of a few million parameters. It is started and killed (SIGKILL)
+until it happens to end by itself; what it wrote must be what an undisturbed run writes, to the bit. One process merges
+over and over, whose memory and open files are counted. The summary goes to results/soak.json and docs/scale.md.
 """
 
 from __future__ import annotations
@@ -157,9 +157,9 @@ def write_table(found: dict[str, Any]) -> None:
     memory, files = [f"{size / 1e6:.0f} MB" for size in steady["bytes"]], steady["files"]
     lines += [
         "",
-        f"{found['minutes']:.0f} minutes; each result is an undisturbed run's, to the bit, and nothing was left beside it. "
-        f"One process that merged {steady['merges']} times held {memory[0]} and {files[0]} open files after a quarter of "
-        f"them, {memory[1]} and {files[1]} at the end. {found['hardware']}; {found['date']} at {found['commit']}.",
+        f"{found['minutes']:.0f} minutes; each result is an undisturbed run's, to the bit, and nothing was left beside "
+        f"it. One process that merged {steady['merges']} times held {memory[0]} and {files[0]} open files after "
+        f"a quarter of them, {memory[1]} and {files[1]} at the end. {found['hardware']}; {found['date']} at {found['commit']}.",
     ]
     put(PAGE, lines, "soak")
 

@@ -159,7 +159,8 @@ def write_table(found: dict[str, Any]) -> None:
         "",
         f"{found['minutes']:.0f} minutes; each result is an undisturbed run's, to the bit, and nothing was left beside "
         f"it. One process that merged {steady['merges']} times held {memory[0]} and {files[0]} open files after "
-        f"a quarter of them, {memory[1]} and {files[1]} at the end. {found['hardware']}; {found['date']} at {found['commit']}.",
+        f"a quarter of them, {memory[1]} and {files[1]} at the end. "
+        f"{found['hardware']}; {found['date']} at {found['commit']}.",
     ]
     put(PAGE, lines, "soak")
 

@@ -58,6 +58,7 @@ test-wheel: $(VENV)/.ready ## build wheel and sdist, and prove the wheel by its 
 	rm -rf build/wheel && $(BIN)/python -m build --no-isolation --outdir build/wheel . >/dev/null
 	$(BIN)/pip install --quiet --no-deps --target build/wheel/site build/wheel/*.whl
 	PYTHONPATH=build/wheel/site $(PYTEST) --expect-wheel build/wheel/site tests/test_packaging.py \
+		tests/test_documentation.py::test_every_snippet_of_the_readme_runs_as_it_stands \
 		$(addprefix build/wheel/site/,heads kronecker mergekit_lite model_components thinker)
 
 matrix: ## run the suite with the lowest, the pinned and the newest versions that pip may install (20 min)

@@ -14,13 +14,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from model_components._folders import NewFolder, check_new, new_file
+from model_components._hub import find_folder
 
 from .config import GRANULARITIES, INITS, KroneckerConfig, LowRankConfig, PruneConfig
 from .data import positions_of
 from .planning import plan
 from .presets import PRESETS, preset
 from .report import compare
-from .storage import fold, from_pretrained, is_compressed, is_hub_id, model_class, write_files
+from .storage import fold, from_pretrained, is_compressed, model_class, write_files
 from .structures import STRUCTURES, from_json, to_json
 from .surgery.convert import convert_, num_parameters
 from .surgery.prune import prune_
@@ -83,8 +84,10 @@ def parser() -> argparse.ArgumentParser:
 
 def load(name: str) -> PreTrainedModel:
     """A model, compressed or not, in evaluation mode and its own dtype."""
-    if not Path(name).exists() and not is_hub_id(name):
-        raise ValueError(f"kronecker: {name} is no folder")
+    try:
+        name = str(find_folder(name))
+    except ValueError as error:
+        raise ValueError(f"kronecker: {error}") from error
     if is_compressed(name):
         return from_pretrained(name)
     try:

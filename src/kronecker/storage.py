@@ -18,6 +18,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from model_components._folders import NewFolder, check_new, make_folder
+from model_components._hub import find_folder
 
 from .config import Config, KroneckerConfig, PruneConfig
 from .layers.embedding import KroneckerEmbedding
@@ -98,7 +99,9 @@ def _save_compressed(
     """What ``model.save_pretrained`` is while a model has compressed layers: into any folder, like the stock one."""
     refuse_fading(model, "save_pretrained")
     if options.get("push_to_hub"):
-        raise ValueError("save_pretrained: push_to_hub is not there for compressed models; needed a folder to upload")
+        raise ValueError(
+            "save_pretrained: push_to_hub is not there for compressed models; needed model.push_to_hub(repo_id)"
+        )
     if is_main_process:
         write_files(model, make_folder(save_directory, "save_pretrained"), options.get("state_dict"))
 
@@ -162,7 +165,7 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
     """Load a compressed model that `save_pretrained` wrote, in evaluation mode; the original is not needed.
 
     Args:
-        folder: What `save_pretrained` wrote, or a hub id of such a model.
+        folder: What `save_pretrained` wrote, or a hub id of such a model, ``owner/name`` or ``owner/name@revision``.
         device: Where to put it.
 
     Returns:
@@ -171,9 +174,9 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
     Raises:
         ValueError: Not such a folder, a truncated file, or tensors that do not fit the layers it lists.
 
-    >>> from_pretrained("nowhere")
+    >>> from_pretrained("./nowhere")
     Traceback (most recent call last):
-    ValueError: from_pretrained: nowhere has no kronecker.json; a dense checkpoint loads with transformers itself
+    ValueError: from_pretrained: ./nowhere: there is no such folder
     """
     folder = _local(folder)
     if not is_compressed(folder):
@@ -207,23 +210,12 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
     return model.to(device)
 
 
-def is_hub_id(name: str) -> bool:
-    """Whether a name can be that of a model on the hub, and not only a folder's."""
-    return name.count("/") <= 1 and not name.startswith((".", "/", "~"))
-
-
 def _local(folder: str | Path) -> Path:
     """A folder, or the snapshot of a hub id."""
-    if Path(folder).exists() or "/" not in str(folder) or not is_hub_id(str(folder)):
-        return Path(folder)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
-
     try:
-        return Path(snapshot_download(str(folder)))
-    except (LocalEntryNotFoundError, RepositoryNotFoundError) as error:
-        first = str(error).splitlines()[0]
-        raise ValueError(f"from_pretrained: {folder} is no folder here, nor found on the hub ({first})") from None
+        return find_folder(folder)
+    except ValueError as error:
+        raise ValueError(f"from_pretrained: {error}") from error
 
 
 def _empty(module: nn.Module, config: Config) -> nn.Module:

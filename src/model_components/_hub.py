@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ._folders import temporary_folder
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
+PATTERNS = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py")  # and no pickles
 _CACHED = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})")
 
 
@@ -22,6 +25,55 @@ def hub_id(place: str | Path) -> str | None:
         return found[0]
     name = str(place).partition("@")[0]
     return name if _ID.fullmatch(name) and not Path(name).exists() else None
+
+
+def find_folder(place: str | Path, *, patterns: Sequence[str] = PATTERNS, **hub: Any) -> Path:
+    """A folder as it is, or what the hub or its cache has under ``owner/name`` or ``owner/name@revision``.
+
+    Args:
+        place: Of the folder, or an id.
+        patterns: Which files are wanted.
+        hub: More of `huggingface_hub.snapshot_download`'s, such as ``revision`` and ``token``.
+
+    Returns:
+        The folder, on this machine.
+
+    Raises:
+        ValueError: There is none, and the hub did not give it.
+    """
+    name = str(place)
+    folder = user_path(name)
+    if folder.is_dir():
+        return folder
+    before, at, _ = name.rpartition("@")
+    if at and user_path(before).is_dir():  # a folder has no revisions
+        return user_path(before)
+    match = _NAME.fullmatch(name)
+    if name.startswith((".", "/", "~")) or match is None:
+        raise ValueError(f"{name}: there is no such folder")
+    import huggingface_hub
+
+    hub = {"revision": match["revision"], **{key: value for key, value in hub.items() if value is not None}}
+    try:
+        return Path(huggingface_hub.snapshot_download(match["name"], allow_patterns=list(patterns), **hub))
+    except Exception as error:  # huggingface_hub raises many unrelated classes for "not there" and "no network"
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"{name}: there is no such folder, and the hub did not give it ({reason})") from error
+
+
+def split_revision(place: str | Path) -> tuple[str, str | None]:
+    """Name and revision of ``owner/name@revision``; of a folder, or a name without one, itself and None."""
+    name, at, revision = str(place).rpartition("@")
+    is_folder = user_path(str(place)).exists() or user_path(name).exists()
+    return (name, revision) if at and not is_folder and _NAME.fullmatch(str(place)) else (str(place), None)
+
+
+def user_path(text: str) -> Path:
+    """The path that a user writes, ``~`` expanded where there is such a user."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
 
 
 def cached_commit(place: str | Path) -> tuple[str, str] | None:

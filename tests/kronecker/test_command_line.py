@@ -164,7 +164,7 @@ def test_a_plan_of_neurons_for_all_ends_as_a_stock_model(place, capsys):
     assert main(["convert", model, str(place / "thin"), "--low-rank", "0.5", *text]) == 0
     assert "LowRankLinear" in str(from_pretrained(place / "thin"))
     assert main(["convert", str(place / "absent"), str(place / "new"), "--low-rank", "0.5", *text]) == 1
-    assert "absent is no folder" in capsys.readouterr().err
+    assert "absent: there is no such folder" in capsys.readouterr().err
     assert main(["prune", model, str(place / "new"), "--tokenizer", "no/such", *text]) == 1
     assert "no/such has no tokenizer, needed --tokenizer" in capsys.readouterr().err
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from model_components._hub import split_revision
+
 from .interchange import load_lora
 from .merge import merge_lora
 from .report import lora_report
@@ -36,13 +38,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parser().parse_args(arguments)
     try:
-        base: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
+        place, revision = split_revision(options.model)
+        hub = {"revision": revision} if revision else {}
+        base: Any = AutoModelForCausalLM.from_pretrained(place, dtype="auto", **hub)
         model = load_lora(base, options.adapter, accelerate=False)
         if options.command == "show":
             print(lora_report(model))
             return 0
         try:
-            tokenizer = AutoTokenizer.from_pretrained(options.model)
+            tokenizer = AutoTokenizer.from_pretrained(place, **hub)
         except (OSError, ValueError):
             tokenizer = None
         print(merge_lora(

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from model_components._folders import NewFolder, check_new
+from model_components._hub import find_folder
 
 from .accelerate import accelerate_lora_
 from .prepare import PREFIX, check_adapter_name, inject, is_quantised, quiet, skeleton
@@ -101,12 +100,10 @@ def load_lora(
 
 def _found(operation: str, folder: str | Path, hub: dict[str, Any]) -> Path:
     """A folder, or what the hub has under that id."""
-    if Path(folder).is_dir():
-        return Path(folder)
     try:
-        return Path(snapshot_download(str(folder), allow_patterns=["*adapter_*"], **hub))
-    except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
-        raise ValueError(f"{operation}: {folder} is no folder, and no id that the hub (or its cache) has") from error
+        return find_folder(folder, patterns=["*adapter_*"], **hub)
+    except ValueError as error:
+        raise ValueError(f"{operation}: {error}") from error
 
 
 def _shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from model_components._folders import new_file
+from model_components._hub import find_folder
 
 from .config import CLASSES
 from .inference import predict_pairs
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parser().parse_args(arguments)
     try:
-        model: Any = PairwiseModel.from_pretrained(options.model).eval().to(options.device)
+        model: Any = PairwiseModel.from_pretrained(find_folder(options.model)).eval().to(options.device)
         lines = COMMANDS[options.command](model, options)
         if options.out is None:
             for line in lines:

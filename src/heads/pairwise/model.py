@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from model_components._hub import hub_id
+from model_components._hub import hub_id, split_revision
 
 from .checks import check_encoder, check_tokenizer, most_tokens
 from .collate import PairwiseDataset, answers_to
@@ -131,7 +131,8 @@ class PairwiseModel(SavedJudge):
             unknown = ", ".join(sorted(set(options) - set(fields)))
             raise ValueError(f"from_encoder: there is no option {unknown}; there are {', '.join(fields)}")
         if isinstance(encoder, (str, Path)):
-            place, hub = str(encoder), {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
+            place, at = split_revision(encoder)
+            hub = {"revision": revision or at, "token": token, "trust_remote_code": trust_remote_code}
             hub = {name: value for name, value in hub.items() if value}
             encoder = AutoModel.from_pretrained(place, dtype="auto" if dtype is None else dtype, **hub)
             tokenizer = AutoTokenizer.from_pretrained(place, **hub) if tokenizer is None else tokenizer

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from model_components import _hub
 
 from .._torch import torch
 from ..dtypes import FLOAT8
@@ -17,7 +18,6 @@ from .headers import STEMS, CheckpointError, read_folder, read_header, read_json
 from .quantised import METHODS
 from .sources import DictSource, FolderSource, Source
 
-_HUB_ID = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
 _PATTERNS = [
     *(f"{stem}*.safetensors" for stem in STEMS),
     "adapter_*.safetensors",
@@ -61,12 +61,6 @@ def _from_state(state: Mapping[str, Any], label: str, config: dict[str, Any] | N
     return DictSource(state, label, config)
 
 
-def _download(name: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name, revision=revision, allow_patterns=_PATTERNS))
-
-
 def open_source(model: Any, *, allow_pickle: str | None = None, label: str | None = None) -> Source:
     """Whatever a user names a model by, as a `Source`.
 
@@ -88,11 +82,11 @@ def open_source(model: Any, *, allow_pickle: str | None = None, label: str | Non
     if not isinstance(model, (str, os.PathLike)):
         raise CheckpointError(f"a model is a path, a hub id, a module or a state dict, not {type(model).__name__}")
     text = os.fspath(model)
-    if not _path(text).is_dir() and "+" in text:
+    if not _hub.user_path(text).is_dir() and "+" in text:
         base, _, adapter = text.rpartition("+")
         return LoraSource(open_source(base, allow_pickle=allow_pickle), find_folder(adapter))
-    if text.endswith(".safetensors") and _path(text).is_file():
-        return FolderSource(None, label or text, read_header(_path(text)))
+    if text.endswith(".safetensors") and _hub.user_path(text).is_file():
+        return FolderSource(None, label or text, read_header(_hub.user_path(text)))
     folder = find_folder(text)
     tensors = read_folder(folder)
     if tensors is None:
@@ -126,31 +120,13 @@ def _from_module(model: torch.nn.Module, label: str) -> DictSource:
     return DictSource(state, label, config)
 
 
-def _path(text: str) -> Path:
-    """The path that a user writes, ``~`` expanded where there is such a user."""
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:
-        return Path(text)
-
-
 def find_folder(name: str) -> Path:
     """The folder of that path, or of the snapshot of a hub id, ``@revision`` included.
 
     Raises:
         CheckpointError: There is none, and the hub did not give it.
     """
-    folder = _path(name)
-    if folder.is_dir():
-        return folder
-    before, at, _ = name.rpartition("@")
-    if at and _path(before).is_dir():  # a folder has no revisions
-        return _path(before)
-    match = _HUB_ID.fullmatch(name)
-    if name.startswith((".", "/", "~")) or match is None:
-        raise CheckpointError(f"{name}: there is no such folder")
     try:
-        return _download(match["name"], match["revision"])
-    except Exception as error:  # huggingface_hub raises many unrelated classes for "not there" and "no network"
-        reason = str(error).strip().split("\n")[0]
-        raise CheckpointError(f"{name}: there is no such folder, and the hub did not give it ({reason})") from error
+        return _hub.find_folder(name, patterns=_PATTERNS)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error

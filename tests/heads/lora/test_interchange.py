@@ -585,7 +585,7 @@ def test_bad_checkpoints_are_refused_before_the_model_is_touched(tmp_path):
     refused("a pickle can run code", good)
     with pytest.raises(ValueError, match="needed a name without dots"):
         load_lora(tiny("llama"), good, adapter_name="lora")
-    refused("is no folder, and no id that the hub", tmp_path / "none")
+    refused("there is no such folder", tmp_path / "none")
     (good / "adapter_model.bin").rename(path)
     stock(config_of("llama")[1], "llama").save_pretrained(good)
     model = load_lora(tiny("llama"), good)

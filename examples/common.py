@@ -1,4 +1,4 @@
-"""What the examples share: whether they can draw, said before any training starts; and making room for a result."""
+"""What the examples share: whether they can draw, said before training; a bar with a name; room for a result."""
 
 import argparse
 import importlib.util
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from transformers import PrinterCallback, ProgressCallback, Trainer
 
 
 def can_draw() -> bool:
@@ -25,6 +26,31 @@ def save_plot(wanted: bool, path: Path, plot: Callable[[], Any]) -> str:
     if wanted:
         plot().savefig(path)
     return str(path) if wanted else "not drawn"
+
+
+class NamedProgress(ProgressCallback):
+    """Training's bar with the name of what is trained, and no figures between."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin a bar."""
+        super().on_train_begin(args, state, control, **kwargs)
+        if self.training_bar is not None:
+            self.training_bar.set_description(self.name)
+
+    def on_log(self, *given: Any, **named: Any) -> None:
+        """Nothing."""
+
+
+def run_named(trainer: Trainer, name: str) -> None:
+    """Train, under that name."""
+    for callback in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(callback)
+    trainer.add_callback(NamedProgress(name))
+    trainer.train()
 
 
 def ask_where(parser: argparse.ArgumentParser) -> None:

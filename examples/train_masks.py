@@ -11,8 +11,8 @@ own distributions over the next letter; no answer is ever shown.
 
 from pathlib import Path
 
-from common import can_draw, remove_earlier, save_plot
-from merge_checkpoints import merge_by_formulas
+from common import can_draw, remove_earlier, run_named, save_plot
+from merge_checkpoints import MERGES, merge_by_formulas
 from two_tasks import arguments, dataset, make_specialists, make_tokenizer, options, show
 
 from mergekit_lite.masks import KLConfig, MaskCollator, MaskTrainer, Merger, TaskMixture
@@ -23,13 +23,18 @@ def train_masks(components: list[Path], data: TaskMixture, steps: int, out: Path
     merger = Merger.from_pretrained(components, **config)
     collator = MaskCollator(pad_token_id=0)
     rate = 1e-2  # of masks: some ten times that of weights
-    MaskTrainer(merger, arguments(out, steps, rate), kl=KLConfig(), train_dataset=data, data_collator=collator).train()
+    trainer = MaskTrainer(
+        merger, arguments(out, steps, rate), kl=KLConfig(), train_dataset=data, data_collator=collator
+    )
+    run_named(trainer, out.name)
     merger.save_masks(out / "masks.safetensors")
     return merger
 
 
 def main() -> None:
     given, plots = options(__doc__), can_draw()
+    print("An ancestor learns three things to do with a word; two specialists of it go on with one each.")
+    print("They are merged by five formulas, and by masks that learn from what each specialist would have said.")
     models = make_specialists(given.out, given.smoke) | merge_by_formulas(given.out)
     components, tokenizer = [given.out / "reverse", given.out / "upper"], make_tokenizer()
     data = TaskMixture([dataset(tokenizer, task, 10_000) for task in ("reverse", "upper")])
@@ -45,8 +50,13 @@ def main() -> None:
     scores = show(models | {"masks, baked": baked})
     specialists = [scores["reverse specialist"][0], scores["upper specialist"][1]]
     kept = [own / best if best else 0.0 for own, best in zip(scores["masks, baked"], specialists, strict=True)]
+    formulas = {name: scores[name] for name in models if name in MERGES}
+    best = max(formulas, key=lambda name: min(formulas[name]))
+    print(f"\nThe formula that keeps most of both, {best}: {formulas[best][0]:.0%} and {formulas[best][1]:.0%}.")
+    print(f"The baked masks keep {kept[0]:.1%} and {kept[1]:.1%} of the specialists' accuracy.")
+    print(f"An ordinary checkpoint: {baked}. The masks as a picture: {heat_map}.")
     print(
-        f"\nThe baked masks keep {kept[0]:.1%} and {kept[1]:.1%} of the specialists' accuracy. Masks drawn: {heat_map}"
+        "Next: your own models, by formula (docs/howto/recipe.md) or masks (docs/masks.md); all else in docs/which.md."
     )
 
 

@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 
 import torch
+from common import run_named
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
 from transformers.utils import logging
@@ -48,7 +49,7 @@ def dataset(tokenizer, task: str, count: int) -> list[dict]:
 
 def train(model: GPT2LMHeadModel, tokenizer, tasks: list[str], steps: int, rate: float, out: Path) -> None:
     rows = [row for task in tasks for row in dataset(tokenizer, task, 20_000 // len(tasks))]
-    Trainer(model=model, args=arguments(out, steps, rate), train_dataset=rows).train()
+    run_named(Trainer(model=model, args=arguments(out, steps, rate), train_dataset=rows), out.name)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
 
@@ -97,4 +98,5 @@ def options(description: str) -> argparse.Namespace:
     set_seed(0)
     torch.set_num_threads(1)  # matrices of 64 columns gain nothing from more, and on a busy machine lose much
     logging.disable_progress_bar()  # of loading; training keeps its own
+    logging.set_verbosity_error()
     return parser.parse_args()

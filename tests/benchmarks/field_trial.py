@@ -68,7 +68,7 @@ def write_table() -> None:
         return
     told = json.loads(FOUND.read_text(encoding="utf-8"))
     for chapter, names in CHAPTERS.items():
-        lines = losses(told["rows"], names)
+        lines = losses(told["rows"], names) if any(name in told["rows"] for name in names[1:]) else ["To come."]
         if figures := told["figures"].get(chapter):
             lines += ["", *listed(figures)]
         put(PAGE, lines, chapter)

@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 from transformers import set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from model_components._folders import make_folder, write_json
 
@@ -25,6 +24,7 @@ from .model import LatentThinker
 from .report import evaluate_grid, evaluate_lengths, evaluate_steps, plot_training
 from .tasks import TASKS, AtTokens, make_task
 from .training import RewindOnPeak, ThinkerTrainer, thinker_arguments
+from .training.checkpoints import newest_whole
 
 RECIPES: dict[str, dict[str, Any]] = {  # what a task needs beyond the defaults
     "reverse": {"iterations": 1000, "model": {"from_end": True}},
@@ -137,6 +137,13 @@ def train(options: argparse.Namespace) -> None:
         usual |= {"n_step": plan.num_steps(told["steps"][1]), "plan": plan}
     usual = {**data.sizes(told["longest"]), **usual, **choices}
     model = LatentThinker(ThinkerConfig(**usual))
+    if options.resume and (out / "run.json").is_file():
+        before = held(out, "run.json")
+        changed = [name for name in told if told[name] != before.get(name) and name != "iterations"]
+        if changed:
+            raise ValueError(
+                f"{out} is a run with another {changed[0]} ({before.get(changed[0])!r}); needed another --out"
+            )
     write_json(make_folder(out, "train") / "run.json", told)
     iterations = told["iterations"]
     arguments = thinker_arguments(
@@ -146,7 +153,7 @@ def train(options: argparse.Namespace) -> None:
     )  # fmt: skip
     loss: dict[str, Any] = {"step_loss": Reach(window=choices["window"])} if at_tokens and "window" in choices else {}
     trainer = ThinkerTrainer(model, arguments, train_dataset=data, callbacks=[RewindOnPeak()], **loss)
-    checkpoint = get_last_checkpoint(out / "checkpoints") if options.resume else None
+    checkpoint = whole_checkpoint(out / "checkpoints") if options.resume else None
     begin = time.process_time()
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.process_time() - begin
@@ -162,6 +169,14 @@ def train(options: argparse.Namespace) -> None:
     for length, (symbols, rows) in found["by_length"].items():
         print(f"{length:>6} {symbols:>8.4f} {rows:>8.4f}{'  (longer)' if length > told['length'] else ''}")
     print(f"\n{out}: model/, result.json; next: python -m thinker evaluate {out}, python -m thinker draw {out}")
+
+
+def whole_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that was written to its end; None without one."""
+    try:
+        return str(newest_whole(folder, "thinker_state.pt"))
+    except ValueError:
+        return None
 
 
 def figures(model: LatentThinker, data: CurriculumDataset, told: dict[str, Any], samples: int) -> dict[str, Any]:

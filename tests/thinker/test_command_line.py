@@ -23,6 +23,13 @@ def test_train_resume_evaluate_and_draw(tmp_path, capsys):
     assert main(["train", "copy", *options]) == 0
     assert json.loads((out / "result.json").read_text())["resumed"]
     assert "24 iterations" in capsys.readouterr().out
+    assert main(["train", "copy", *options, "--seed", "1"]) == 1  # another run's folder
+    assert "is a run with another seed (0)" in capsys.readouterr().err
+    for checkpoint in (out / "checkpoints").glob("checkpoint-*"):  # as a kill leaves it, while it is written
+        (checkpoint / "thinker_state.pt").unlink()
+    assert main(["train", "copy", *options]) == 0
+    assert not json.loads((out / "result.json").read_text())["resumed"]
+    capsys.readouterr()
     figures = tmp_path / "figures.json"
     options = ["--lengths", "2", "6", "--n-steps", "1", "4", "--samples", "64", "--json", str(figures)]
     assert main(["evaluate", str(out), *options]) == 0

@@ -58,7 +58,12 @@ def parser() -> argparse.ArgumentParser:
     training.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder")
     training.add_argument("--no-progress", action="store_true", help="no progress bar")
     looking = commands.add_parser("evaluate", help="accuracy of a trained one by length and steps")
-    looking.add_argument("--lengths", type=int, nargs="+", help="of held-out samples (default: the longest trained on)")
+    looking.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        help="of held-out samples (default: the longest trained on, and train's --lengths)",
+    )
     looking.add_argument("--n-steps", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="of thought")
     looking.add_argument("--json", type=Path, help="file to write figures to")
     drawing = commands.add_parser("draw", help="pictures of training and of what was found, into the folder")
@@ -95,7 +100,7 @@ def told_of(options: argparse.Namespace) -> dict[str, Any]:
         "length": options.length or recipe.get("length", 20), "steps": [least, most], "plan": plan,
         "schedule": options.schedule or recipe.get("schedule", "frontier"), "batch": recipe.get("batch", 64),
         "iterations": options.iterations or recipe.get("iterations", 2400 if _noise(model) else 500),
-        "longest": max([options.length or recipe.get("length", 20), *options.lengths]), "seed": options.seed,
+        "lengths": options.lengths, "seed": options.seed,
     }  # fmt: skip
 
 
@@ -119,7 +124,8 @@ def data_of(told: dict[str, Any]) -> CurriculumDataset:
         numbers["n_step"] = tuple(plan_of(told).num_steps(n) for n in told["steps"])
     if _noise(told["model"]):
         numbers["n_latent"] = (8, 16)
-    schedule = getattr(schedules, told["schedule"].capitalize())(max_length=told["length"])
+    kind, lengths = getattr(schedules, told["schedule"].capitalize()), {"max_length": told["length"]}
+    schedule = kind(**lengths) if told["schedule"] == "fixed" else kind(min_length=task.min_length, **lengths)
     return CurriculumDataset(task, schedule, seed=told["seed"], batch_size=told["batch"], **numbers)
 
 
@@ -131,12 +137,14 @@ def train(options: argparse.Namespace) -> None:
     data, plan, choices = data_of(told), plan_of(told), dict(told["model"])
     if choices.get("positions") == "aligned":
         choices["separators"] = data.task.separators
-    usual: dict[str, Any] = {"num_latents": 16 if _noise(choices) else 8}
     at_tokens = choices.get("latent_init") == "tokens"
+    usual: dict[str, Any] = {}
     if not at_tokens:
-        usual |= {"n_step": plan.num_steps(told["steps"][1]), "plan": plan}
-    usual = {**data.sizes(told["longest"]), **usual, **choices}
+        usual = {"num_latents": 16 if _noise(choices) else 8, "n_step": plan.num_steps(told["steps"][1]), "plan": plan}
+    usual = {**data.sizes(max([told["length"], *told["lengths"]])), **usual, **choices}
     model = LatentThinker(ThinkerConfig(**usual))
+    if not options.resume and (out / "result.json").exists():
+        raise ValueError(f"{out} has a run already; needed another --out, or --resume to go on with it")
     if options.resume and (out / "run.json").is_file():
         before = held(out, "run.json")
         changed = [name for name in told if told[name] != before.get(name) and name != "iterations"]
@@ -184,7 +192,7 @@ def figures(model: LatentThinker, data: CurriculumDataset, told: dict[str, Any],
     shortest, longest = data.schedule.min_length, told["length"]
     shorter = [] if told["schedule"] == "fixed" else range(shortest, longest, max(1, longest // 4))
     n_step = longest + 6 if told["model"].get("latent_init") == "tokens" else None
-    lengths = sorted({*shorter, longest, told["longest"]})
+    lengths = sorted({*shorter, longest, *told["lengths"]})
     by_length = {
         n: evaluate_lengths(model, data, [n], n_step=n_step and 2 * n + 6, samples=samples)[n] for n in lengths
     }
@@ -218,10 +226,9 @@ def evaluate(options: argparse.Namespace) -> None:
     """A trained model by length and steps."""
     told = held(options.out, "run.json")
     model = LatentThinker.from_pretrained(options.out / "model").to(options.device)
-    found = evaluate_steps(
-        model, data_of(told), options.lengths or [told["length"]], n_steps=options.n_steps, samples=options.samples,
-        seed=options.seed,
-    )  # fmt: skip
+    lengths = options.lengths or sorted({told["length"], *told["lengths"]})
+    given = {"n_steps": options.n_steps, "samples": options.samples, "seed": options.seed}
+    found = evaluate_steps(model, data_of(told), lengths, **given)
     print(found)
     if options.json is not None:
         write_json(options.json, found.rows())

@@ -187,7 +187,7 @@ def write_table() -> None:
     lines.append(
         f"AlpacaEval's pairs without ties: {pairs[0]:,} or so to train, {pairs[1]:,} to choose the epoch and the "
         f"temperature, {pairs[2]:,} of {config['held_out_prompts']} other prompts to judge. Encoders are frozen, in "
-        f"bfloat16, 512 tokens; reading all answers took {' and '.join(told)} CPU minutes. ± is the spread of three "
+        f"bfloat16, 512 tokens; reading all answers took {' and '.join(dict.fromkeys(told))} CPU minutes. ± is the spread of three "
         "seeds; that of a gain its standard error, pairs of one prompt taken as one. Measured "
         f"{max(row['date'] for row in rows)} at {', '.join(dict.fromkeys(row['commit'] for row in rows))}."
     )

@@ -54,11 +54,29 @@ def test_a_table_of_steps_and_latents_from_noise(tmp_path, capsys):
 def test_latents_at_the_tokens_are_asked_for_longer_inputs(tmp_path, capsys):
     out = str(tmp_path / "run")
     model = ["latent_init=tokens", "causal=true", "window=2", "positions=rotary", "hidden_size=32", "num_heads=2"]
-    options = ["--model", *model, "--lengths", "12", "--out", out]
+    options = ["--model", *model, "--lengths", "9", "12", "--out", out]
     assert main(["train", "prefix_sum", "--options", "symbols=2", *options, *SHORT]) == 0
     assert main(["evaluate", out, "--lengths", "12", "--n-steps", "4", "24", "--samples", "16"]) == 0
     assert re.search(r"^12 ", capsys.readouterr().out, re.M)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["by_length"].keys() >= {"4", "9", "12"}
+    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["num_latents"] is None
     assert main(["draw", out]) == 0  # no grid: a step says nothing without its length
+
+
+def test_latents_at_the_tokens_go_on_being_right_on_longer_inputs(tmp_path):
+    out = tmp_path / "run"
+    model = ["latent_init=tokens", "causal=true", "window=2", "positions=rotary", "hidden_size=32", "num_heads=2"]
+    options = ["--model", *model, "--length", "5", "--lengths", "20", "--iterations", "500", "--samples", "64"]
+    assert main(["train", "prefix_sum", *options, "--out", str(out), "--no-progress"]) == 0
+    assert json.loads((out / "result.json").read_text())["by_length"]["20"][0] > 0.9
+
+
+def test_a_task_with_a_least_length_and_a_folder_with_a_run(tmp_path, capsys):
+    out = str(tmp_path / "run")
+    given = ["train", "maze", "--out", out, *SHORT, "--length", "5", "--iterations", "2"]
+    assert main(given) == 0
+    assert main(given) == 1
+    assert "has a run already; needed another --out, or --resume" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

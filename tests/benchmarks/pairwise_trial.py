@@ -181,13 +181,13 @@ def write_table() -> None:
         lines += [f"And {others[0]['pairs'][2]:,} pairs of {held} of the 12 models, which no training pair is of:", ""]
         lines += [*_table(others), ""]
     read = [row for row in same if "encoding_cpu_seconds" in row]
-    told = [
+    told = dict.fromkeys(
         f"{ENCODERS[row['encoder']]}'s {row['depth']} layers {row['encoding_cpu_seconds'] / 60:.0f}" for row in read
-    ]
+    )
     lines.append(
         f"AlpacaEval's pairs without ties: {pairs[0]:,} or so to train, {pairs[1]:,} to choose the epoch and the "
         f"temperature, {pairs[2]:,} of {config['held_out_prompts']} other prompts to judge. Encoders are frozen, in "
-        f"bfloat16, 512 tokens; reading all answers took {' and '.join(dict.fromkeys(told))} CPU minutes. ± is the spread of three "
+        f"bfloat16, 512 tokens; reading all answers took {' and '.join(told)} CPU minutes. ± is the spread of three "
         "seeds; that of a gain its standard error, pairs of one prompt taken as one. Measured "
         f"{max(row['date'] for row in rows)} at {', '.join(dict.fromkeys(row['commit'] for row in rows))}."
     )

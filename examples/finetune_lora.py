@@ -118,7 +118,10 @@ def rows_and_base(given: argparse.Namespace) -> tuple[list[dict], str, Any]:
             source = load_dataset(source, split="train")
         except Exception as error:  # of the network, the hub or the data: all are told the same way
             sys.exit(f"--data: {source} is neither a file nor a data set of the hub: {error}")
-    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(given.model)
+    except (OSError, ValueError) as error:
+        sys.exit(f"--model {given.model} is no model's folder, nor found on the hub ({str(error).splitlines()[0]})")
     template = lora.chat_template if tokenizer.chat_template else lora.alpaca_template
     rows = lora.read_rows(source, template)
     if len(rows) < 2:

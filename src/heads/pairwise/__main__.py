@@ -54,7 +54,7 @@ def judged(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
         else:
             pairs.append(pair._replace(label=None))
     if not pairs:
-        raise ValueError(f"judge: {options.file} has no pair ({len(told)} rows); needed two answers in a row")
+        raise ValueError(f"judge: {options.file} has no pair in {len(told)} rows; needed prompt, a and b in each")
     data = model.dataset(pairs, progress=not options.no_progress)
     found = predict_pairs(model, data, batch_size=options.batch_size, progress=not options.no_progress)
     verdicts = iter(zip(found.verdicts, found.probabilities.tolist(), strict=True))

@@ -134,7 +134,13 @@ class PairwiseModel(SavedJudge):
             place, at = split_revision(encoder)
             hub = {"revision": revision or at, "token": token, "trust_remote_code": trust_remote_code}
             hub = {name: value for name, value in hub.items() if value}
-            encoder = AutoModel.from_pretrained(place, dtype="auto" if dtype is None else dtype, **hub)
+            try:
+                encoder = AutoModel.from_pretrained(place, dtype="auto" if dtype is None else dtype, **hub)
+            except OSError as error:
+                reason = str(error).strip().split("\n")[0]
+                raise ValueError(
+                    f"from_encoder: {place} is no model's folder, nor found on the hub ({reason})"
+                ) from error
             tokenizer = AutoTokenizer.from_pretrained(place, **hub) if tokenizer is None else tokenizer
         if isinstance(tokenizer, (str, Path)):
             tokenizer = AutoTokenizer.from_pretrained(str(tokenizer))

@@ -487,3 +487,8 @@ def test_a_config_that_was_edited_is_refused(changes, said, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ValueError, match=said):
         PairwiseModel.from_pretrained(tmp_path)
+
+
+def test_an_encoder_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match=r"from_encoder: models/encodr is no model's folder, nor on the hub \("):
+        PairwiseModel.from_encoder("models/encodr")

@@ -680,6 +680,11 @@ def test_the_readme_example_of_the_guide_registers_and_merges(tmp_path):
 
 def test_accelerate_runs_an_example_in_two_processes(tmp_path):
     """By the file that the page on GPUs names."""
+    from tests.heads.pairwise.support import tokenizer_of
+
+    encoder = tmp_path / "encoder"
+    tiny("bert").save_pretrained(encoder)
+    tokenizer_of().save_pretrained(encoder)
     script = tmp_path / "judge.py"
     example = ROOT / "examples" / "train_judge.py"
     script.write_text(
@@ -689,7 +694,7 @@ def test_accelerate_runs_an_example_in_two_processes(tmp_path):
     file = ROOT / "examples" / "accelerate" / "two_processes.yaml"
     command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file", str(file), str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    given = [*command, "--smoke", "--out", str(tmp_path / "out")]
+    given = [*command, "--smoke", "--encoder", str(encoder), "--freeze", "none", "--out", str(tmp_path / "out")]
     done = subprocess.run(given, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()

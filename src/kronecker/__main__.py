@@ -118,7 +118,7 @@ def tokens(options: argparse.Namespace, file: str, tokenizer: str, *models: PreT
     """Batches of token ids from the beginning of a text, in rows that the models have positions for."""
     context = _context(options, models)
     try:
-        encode = AutoTokenizer.from_pretrained(tokenizer)
+        encode = AutoTokenizer.from_pretrained(find_folder(tokenizer))
     except (OSError, ValueError) as error:
         raise ValueError(f"kronecker: {tokenizer} has no tokenizer, needed --tokenizer FOLDER") from error
     return text_batches(
@@ -209,7 +209,7 @@ def _convert(options: argparse.Namespace) -> None:
 
 def _tokenizer(name: str) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(find_folder(name))
     except (OSError, ValueError):
         print(f"kronecker: {name} has no tokenizer to copy", file=sys.stderr)
         return None

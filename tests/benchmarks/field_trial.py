@@ -75,7 +75,14 @@ def write_table() -> None:
     for chapter in ("judge", "think"):
         put(PAGE, listed(told["figures"].get(chapter, {})), chapter)
     counts = " and ".join(str(count) for count in told["settings"]["examples"])
-    put(PAGE, [f"{counts} training examples; {told['hardware']}; {told['date']}, {told['commit']}."], "about")
+    put(
+        PAGE,
+        [
+            f"{counts} training examples; CPU seconds on {told['hardware']}, beside other work; collected "
+            f"{told['date']} at {told['commit']}."
+        ],
+        "about",
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -21,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tests.benchmarks.results import Row, append
+from tests.support.headers import llama_shapes
 
 WORK = Path(__file__).parent / "work"
 SIZES = {  # hidden, mlp, layers; the last are Mistral 7B's
@@ -101,16 +102,7 @@ for number, model in enumerate(models):
 def shapes_of(size: str) -> dict[str, tuple[int, ...]]:
     """Every tensor of a Llama-like model."""
     hidden, mlp, layers = SIZES[size]
-    vocabulary, kv = 32000, hidden // 4
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
-    for i in range(layers):
-        p = f"model.layers.{i}."
-        shapes |= {p + f"self_attn.{n}_proj.weight": (hidden, hidden) for n in "qo"}
-        shapes |= {p + f"self_attn.{n}_proj.weight": (kv, hidden) for n in "kv"}
-        shapes |= {p + f"mlp.{n}_proj.weight": (mlp, hidden) for n in ("gate", "up")}
-        shapes |= {p + "mlp.down_proj.weight": (hidden, mlp)}
-        shapes |= {p + f"{n}_layernorm.weight": (hidden,) for n in ("input", "post_attention")}
-    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+    return llama_shapes(hidden, mlp, layers, vocabulary=32000, keys=hidden // 4)
 
 
 def build(size: str, name: str, seed: int) -> Path:

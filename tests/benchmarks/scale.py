@@ -63,7 +63,9 @@ def write_tables() -> None:
     if not FOUND.exists() or not PAGE.exists():
         return
     told, of = json.loads(FOUND.read_text(encoding="utf-8")), rates()
-    lines = ["| merge of two | method | reads | passes | writes | memory, planned | planning, CPU s | merging, CPU s |"]
+    lines = [
+        "| merge of two | method | reads | passes | writes | memory beyond imports | planning, CPU s | merging, CPU s |"
+    ]
     lines.append("|---" * 8 + "|")
     for name, rows in told["plans"].items():
         for method, row in rows.items():

@@ -10,7 +10,9 @@ import importlib.util
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +50,15 @@ def recipe_of(story: Story, method: str) -> Path:
     return file
 
 
-def by_program(story: Story, command: list[str], method: str, name: str) -> Any:
-    """A merge by a program of its own, as a user calls it."""
-    folder = story.out / "models" / name
-    if not folder.is_dir():
-        given = [*command, str(recipe_of(story, method)), str(folder)]
-        subprocess.run(given, check=True, capture_output=True)
-    return story.load_model(folder)
+def by_program(story: Story, command: list[str], method: str) -> dict[str, Any]:
+    """A merge by a program of its own, as a user calls it: its held-out loss, and its CPU seconds."""
+    recipe = recipe_of(story, method)
+    with tempfile.TemporaryDirectory(dir=story.out) as folder:
+        begin = cpu_seconds()
+        subprocess.run([*command, str(recipe), f"{folder}/merged"], check=True, capture_output=True)
+        spent = cpu_seconds() - begin
+        losses = story.losses(story.load_model(Path(folder, "merged")))
+    return {"loss": statistics.mean(losses), "seconds of the merge": round(spent, 1)}
 
 
 def beside_mergekit(story: Story) -> None:
@@ -66,15 +70,7 @@ def beside_mergekit(story: Story) -> None:
         programs.pop("mergekit")
     for method in RECIPES:
         for who, command in programs.items():
-            name = f"{method}, from a recipe, {who}"
-
-            def make(command: list[str] = command, method: str = method, name: str = name) -> dict[str, Any]:
-                begin = cpu_seconds()
-                model = by_program(story, command, method, name)
-                spent = cpu_seconds() - begin
-                return {"loss": statistics.mean(story.losses(model)), "seconds of the merge": round(spent, 1)}
-
-            story.figure("merge", name, make)
+            story.figure("merge", f"{method}, from a recipe, {who}", partial(by_program, story, command, method))
 
 
 def main() -> None:

@@ -14,15 +14,16 @@ import torch
 
 
 def interleave(
-    functions: Mapping[Any, Callable[[], object]], runs: int, device: str = "cpu"
+    functions: Mapping[Any, Callable[[], object]], runs: int, device: str = "cpu", warm: bool = False
 ) -> dict[Any, list[tuple[float, float]]]:
-    """CPU and wall seconds of each function, called in turn ``runs`` times, after one turn that is not counted.
+    """CPU and wall seconds of each function, called in turn ``runs`` times.
 
+    A turn before them is not counted; there is none where the functions are ``warm``.
     Every turn begins with another one: what ran before leaves the caches and the allocator in its state.
     """
     held: dict[Any, list[tuple[float, float]]] = {key: [] for key in functions}
     keys = list(functions)
-    for run in range(runs + 1):
+    for run in range(warm, runs + 1):
         first = run % len(functions)
         for key in (*keys[first:], *keys[:first]):
             function = functions[key]

@@ -163,7 +163,9 @@ def measure(
     impls = [impl for impl in IMPLS if impl != CROSS or importlib.util.find_spec("sentence_transformers")]
     steps: dict[str, Any] = {impl: prepare(impl, mode, pairs, batch, dropout, dtype, device) for impl in impls}
     tokens = steps[OURS].tokens
-    results = interleave(steps, runs, device)
+    for impl in impls:  # a turn is minutes long: a few pairs warm it up
+        prepare(impl, mode, batch, batch, dropout, dtype, device)()
+    results = interleave(steps, runs, device, warm=True)
     del steps
     without = "" if dropout is None else ", no attention dropout"
     shape = f"MiniLM, {pairs} real pairs, {tokens} tokens, batch {batch}{without}"
@@ -214,7 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure and append rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=3000, help="of the forward rows; a tenth of it to train on")
     options = parser.parse_args(arguments)
     try:

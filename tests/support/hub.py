@@ -65,7 +65,7 @@ def _handler(hub):
             self.end_headers()
             self.wfile.write(body)
 
-        do_POST = do_GET = _answer
+        do_POST = do_GET = do_HEAD = _answer
 
         def log_message(self, *_):
             pass

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tqdm.auto import tqdm
+
 from model_components._folders import new_file
 from model_components._hub import find_folder
 
@@ -37,9 +39,8 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--device", default="cpu", help="to run on (default: cpu)")
         command.add_argument("--batch-size", type=int, default=32, help="pairs at once (default: 32)")
         command.add_argument("--out", type=Path, help="file to write (default: print)")
-    reporting.add_argument("--train", metavar="FILE", help="the pairs it was trained on: baselines are fitted on them")
-    for command in (judging, reporting):
         command.add_argument("--no-progress", action="store_true", help="no progress bar")
+    reporting.add_argument("--train", metavar="FILE", help="the pairs it was trained on: baselines are fitted on them")
     return top
 
 
@@ -67,7 +68,7 @@ def judged(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
 
 def ranked(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
     """A line for each row: places of its answers, the best first, and their scores."""
-    for line, row in raw_rows(options.file):
+    for line, row in tqdm(raw_rows(options.file), "ranking", disable=options.no_progress, leave=False, delay=1):
         answers = row.get("answers") if isinstance(row, Mapping) else None
         if not isinstance(answers, list) or "prompt" not in row:
             raise ValueError(f"rank: line {line} has no prompt and list of answers; needed both")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm.auto import tqdm
 
 from model_components._folders import NewFolder, check_new
 
@@ -33,6 +34,7 @@ def merge_adapters(
     rank: int | None = None,
     dtype: str | None = None,
     seed: int = 0,
+    progress: bool = True,
     **parameters: Any,
 ) -> AdapterReport:
     """Merge LoRA adapters of one base into one adapter.
@@ -48,6 +50,7 @@ def merge_adapters(
         rank: The largest rank of a module; default: the largest of the adapters'.
         dtype: Of the factors; default: the adapters'.
         seed: Of methods that draw.
+        progress: Show a bar over modules.
         **parameters: The method's (``weight`` for most): one number, or for a per-model parameter a list with one for
             each adapter.
 
@@ -79,7 +82,8 @@ def merge_adapters(
     chosen = dtype or stored.name
     factors: dict[str, tuple[Array, Array]] = {}
     modules: list[AdapterModule] = []
-    for name in dict.fromkeys(name for adapter in opened for name in adapter.pairs):
+    names = list(dict.fromkeys(name for adapter in opened for name in adapter.pairs))
+    for name in tqdm(names, "merge_adapters", disable=not progress, unit="module"):
         pairs = [adapter.pairs.get(name) for adapter in opened]
         if merged is None:
             factors[name] = _side_by_side(pairs, bound["weight"])

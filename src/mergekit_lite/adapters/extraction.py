@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm.auto import tqdm
 
 from model_components._folders import NewFolder, check_new
 
@@ -81,7 +82,7 @@ def extract_lora(
     names = _common_tensors(base, tuned)
     chosen = dtype or promote(tuned.tensors[n].dtype for n in names if tuned.tensors[n].dtype.is_floating_point).name
     extraction = _Extraction(base, tuned, rank, energy, chosen, save_others)
-    for name in _shown(names, hidden=not progress):
+    for name in tqdm(names, "extract_lora", disable=not progress, unit="tensor"):
         extraction.take(name)
     if not extraction.modules and not extraction.saved:
         raise PlanError([f"{tuned.label} and {base.label} differ in no linear layer: there is nothing to extract"])
@@ -96,14 +97,6 @@ def extract_lora(
             fan_in_fan_out=extraction.transposed,
         )
     return AdapterReport(Path(out), extraction.modules, sorted(extraction.saved), extraction.left, nbytes)
-
-
-def _shown(names: list[str], *, hidden: bool) -> Any:
-    if hidden:
-        return names
-    from tqdm.auto import tqdm
-
-    return tqdm(names, desc="extract_lora", unit="tensor")
 
 
 def _common_tensors(base: Source, tuned: Source) -> list[str]:

@@ -105,9 +105,10 @@ def load(name: str) -> PreTrainedModel:
         raise ValueError(f"kronecker: {name} cannot be loaded: {type(error).__name__}: {error}") from error
     for what in ("missing_keys", "mismatched_keys"):
         if said[what]:
-            held = sorted(map(str, said[what]))
+            names = sorted(map(str, said[what]))
             raise ValueError(
-                f"kronecker: {name} has no {held[0]} that fits its config ({len(held)} weights, which would be random)"
+                f"kronecker: {name} has no {names[0]} that fits its config "
+                f"({len(names)} weights, which would be random)"
             )
     if said["unexpected_keys"]:
         print(f"kronecker: {len(said['unexpected_keys'])} weights in {name} are not the model's", file=sys.stderr)

@@ -182,7 +182,7 @@ class _AFirst(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:  # (N, I), factors
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
-        n, out, kept = x.shape[0], None, None
+        n, out, saved = x.shape[0], None, None
         flat, turned = a.reshape(r * o1, i1), scaled(b, scales).transpose(1, 2)
         for block in _blocks(x, i2):
             rows = _split(x[block], i1, i2)
@@ -191,9 +191,9 @@ class _AFirst(torch.autograd.Function):
             else:
                 s = torch.mm(rows, flat.T).view(i2, len(rows) // i2, r, o1)
             if _needs(ctx)[2]:
-                kept = _put(kept, block, s.transpose(0, 1), n)
+                saved = _put(saved, block, s.transpose(0, 1), n)
             out = _put(out, block, outward(s, turned), n)
-        ctx.save_for_backward(x, a, b, scales, kept)
+        ctx.save_for_backward(x, a, b, scales, saved)
         return _whole(out, n, o1 * o2)
 
     @staticmethod

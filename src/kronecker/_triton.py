@@ -243,25 +243,25 @@ def kron_matmul_backward(
     """Gradients of x, A and, in float32, of B times the scales; what is not needed is empty."""
     if not x.numel():
         return [torch.zeros_like(t) for t in _like(x, a, b, need_x, need_a, need_b)]
-    made = [x.new_empty(0), a.new_empty(0), b.new_empty(0, dtype=torch.float32)]
+    gradients = [x.new_empty(0), a.new_empty(0), b.new_empty(0, dtype=torch.float32)]
     x, grad, small = x.contiguous(), grad.contiguous(), _small(b, scales)
     turned = _turned(a, small)
     rank, o2, i2 = small.shape
     if need_a:
-        made[1] = _gradient_of_a(x, grad, a, small)
+        gradients[1] = _gradient_of_a(x, grad, a, small)
     if need_b and o2 <= i2:
         both = need_x and rank * o2 <= _SUMS
         dx, db = _outer(grad, *turned, x, both)
         assert db is not None
-        made[0] = dx if both else made[0]
-        made[2] = db.transpose(1, 2).contiguous()
+        gradients[0] = dx if both else gradients[0]
+        gradients[2] = db.transpose(1, 2).contiguous()
     elif need_b:
         db = _outer(x, a, small, grad, False)[1]
         assert db is not None
-        made[2] = db.contiguous()
-    if need_x and not made[0].numel():
-        made[0] = _apply(grad, *turned)
-    return made
+        gradients[2] = db.contiguous()
+    if need_x and not gradients[0].numel():
+        gradients[0] = _apply(grad, *turned)
+    return gradients
 
 
 def _like(x: Tensor, a: Tensor, b: Tensor, need_x: bool, need_a: bool, need_b: bool) -> list[Tensor]:

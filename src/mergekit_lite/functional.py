@@ -55,14 +55,14 @@ def build_recipe(
     chosen = get_method(method)
     if base_model is not None and chosen.base == "unused":
         raise ValueError(f"{method}: a base model was given, but this method uses none; list it among the models")
-    own: list[dict[str, Any]] = [{} for _ in models]
+    own_parameters: list[dict[str, Any]] = [{} for _ in models]
     general: dict[str, Any] = {}
     for key, value in parameters.items():
         name = "lambda" if key == "lambda_" else key
         parameter = chosen.parameters.get(name)
         per_model = parameter is not None and parameter.per_model
         if per_model and isinstance(value, (list, tuple)) and not any(isinstance(v, Mapping) for v in value):
-            takers = [o for o, m in zip(own, models, strict=True) if model_key(m) != model_key(base_model)]
+            takers = [o for o, m in zip(own_parameters, models, strict=True) if model_key(m) != model_key(base_model)]
             if len(value) != len(takers):
                 raise ValueError(
                     f"{method}: {name} has {len(value)} values, needed one for each of {len(takers)} models"
@@ -71,7 +71,7 @@ def build_recipe(
                 taker[name] = v
         else:
             general[name] = value
-    entries = [ModelEntry(model=m, parameters=o) for m, o in zip(models, own, strict=True)]
+    entries = [ModelEntry(model=m, parameters=o) for m, o in zip(models, own_parameters, strict=True)]
     return MergeRecipe(merge_method=method, models=tuple(entries), base_model=base_model, parameters=general, **rest)
 
 
@@ -152,8 +152,8 @@ def merge_models(
         chosen |= {"dtype": dtype, "progress": progress, "resume": resume, "trust_remote_code": trust_remote_code}
         return _merge_calibrated(models, method or CALIBRATED[0], calibration, out, parameters, chosen)
     if isinstance(models, MergeRecipe):
-        given = {"method": method, "base_model": base_model, "dtype": dtype, "out_dtype": out_dtype}
-        if extra := [k for k, v in given.items() if v] + list(parameters):
+        options = {"method": method, "base_model": base_model, "dtype": dtype, "out_dtype": out_dtype}
+        if extra := [k for k, v in options.items() if v] + list(parameters):
             raise ValueError(f"merge_models: {extra[0]} was given beside a recipe, which says it itself")
         recipe = models
     else:

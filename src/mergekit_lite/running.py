@@ -157,8 +157,8 @@ def _stages_beside(recipe: MergeRecipe, out: Path, run: Run, ranks: Ranks) -> It
             if not ranks.share(_is_whole(folder.folder / name, stage, run)):
                 keep = [model_label(s) for s in recipe.stages() if id(s) in stages] + [f".{name}.partial"]
                 ranks.lead(lambda keep=keep: folder.clear(keep=keep))
-                made = merge_to_folder(replace(stage, name=name), folder.folder / name, run)
-                mark = {"fingerprint": _stage_mark(stage, run), "tensors": len(made.tensors)}
+                report = merge_to_folder(replace(stage, name=name), folder.folder / name, run)
+                mark = {"fingerprint": _stage_mark(stage, run), "tensors": len(report.tensors)}
                 ranks.lead(lambda place=folder.folder / name, mark=mark: write_json(place / _STAGE, mark))
             stages[id(stage)] = open_source(folder.folder / name, label=name)
         yield stages

@@ -108,8 +108,8 @@ def upload(
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/pr"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
-        made = api.upload_folder(
+        commit = api.upload_folder(
             repo_id=repo_id, folder_path=folder, revision=revision, create_pr=create_pr,
             commit_message=commit_message or "Upload by model-components",
         )  # fmt: skip
-    return made.commit_url
+    return commit.commit_url

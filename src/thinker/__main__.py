@@ -167,14 +167,14 @@ def train(options: argparse.Namespace) -> None:
     seconds = time.process_time() - begin
     model.save_pretrained(out / "model")
     write_json(out / "log.json", trainer.state.log_history)
-    found = figures(model, data, told, options.samples) | {
+    result = figures(model, data, told, options.samples) | {
         "iterations": iterations, "cpu_seconds": round(seconds, 1), "resumed": checkpoint is not None,
         "parameters": model.num_parameters(), "seed": told["seed"],
     }  # fmt: skip
-    write_json(out / "result.json", found)
+    write_json(out / "result.json", result)
     print(f"\n{told['task']}, length {told['length']}: {iterations} iterations, {seconds:.0f} CPU seconds")
-    print(f"held out: {found['token']:.4f} of symbols, {found['sequence']:.4f} of rows\n\nlength  symbols     rows")
-    for length, (symbols, rows) in found["by_length"].items():
+    print(f"held out: {result['token']:.4f} of symbols, {result['sequence']:.4f} of rows\n\nlength  symbols     rows")
+    for length, (symbols, rows) in result["by_length"].items():
         print(f"{length:>6} {symbols:>8.4f} {rows:>8.4f}{'  (longer)' if length > told['length'] else ''}")
     print(f"\n{out}: model/, result.json; next: python -m thinker evaluate {out}, python -m thinker draw {out}")
 
@@ -197,7 +197,7 @@ def figures(model: LatentThinker, data: CurriculumDataset, told: dict[str, Any],
         n: evaluate_lengths(model, data, [n], n_step=n_step and 2 * n + 6, samples=samples)[n] for n in lengths
     }
     at = by_length[longest]
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "task": told["task"], "length": longest, "token": round(at.token, 5), "sequence": round(at.sequence, 5),
         "by_length": {n: (round(a.token, 4), round(a.sequence, 4)) for n, a in by_length.items()},
     }  # fmt: skip
@@ -207,8 +207,8 @@ def figures(model: LatentThinker, data: CurriculumDataset, told: dict[str, Any],
         latents: list[Any] = [4, 6, 8, 12, 16, 24, 32] if _noise(told["model"]) else [model.config.num_latents]
         grid = evaluate_grid(model, data, n_latents=latents, n_steps=steps, samples=samples)
         print(f"\n{grid}")
-        found["grid"] = grid.to_dict()
-    return found
+        result["grid"] = grid.to_dict()
+    return result
 
 
 def held(out: Path, name: str) -> Any:
@@ -227,20 +227,20 @@ def evaluate(options: argparse.Namespace) -> None:
     told = held(options.out, "run.json")
     model = LatentThinker.from_pretrained(options.out / "model").to(options.device)
     lengths = options.lengths or sorted({told["length"], *told["lengths"]})
-    given = {"n_steps": options.n_steps, "samples": options.samples, "seed": options.seed}
-    found = evaluate_steps(model, data_of(told), lengths, **given)
-    print(found)
+    options_of_grid = {"n_steps": options.n_steps, "samples": options.samples, "seed": options.seed}
+    grid = evaluate_steps(model, data_of(told), lengths, **options_of_grid)
+    print(grid)
     if options.json is not None:
-        write_json(options.json, found.rows())
+        write_json(options.json, grid.rows())
 
 
 def draw(options: argparse.Namespace) -> None:
     """Pictures of training, and of accuracy by latents and steps."""
-    found = held(options.out, "result.json")
+    result = held(options.out, "result.json")
     plot_training(held(options.out, "log.json")).savefig(options.out / "training.png")
     drawn = ["training.png"]
-    if "grid" in found:
-        report.Grid.from_dict(found["grid"]).plot().savefig(options.out / "grid.png")
+    if "grid" in result:
+        report.Grid.from_dict(result["grid"]).plot().savefig(options.out / "grid.png")
         drawn.append("grid.png")
     print(f"{options.out}: {', '.join(drawn)}")
 

@@ -72,8 +72,8 @@ class CurriculumDataset(IterableDataset):
                 f"Schedule, as Frontier(max_length=20)"
             )
         self.task = task
-        given = task.every() is not None
-        usual = Fixed(max_length=1) if given else Frontier(max_length=20, min_length=task.min_length)
+        enumerable = task.every() is not None
+        usual = Fixed(max_length=1) if enumerable else Frontier(max_length=20, min_length=task.min_length)
         self.schedule = schedule or usual
         self.batch_size, self.holdout, self.seed, self.rank, self.delay = batch_size, holdout, seed, rank, delay
         self.n_step, self.n_latent = n_step, n_latent
@@ -93,7 +93,7 @@ class CurriculumDataset(IterableDataset):
                 f"{type(task).__name__} needed {task.min_length} or more"
             )
         longest = self.schedule.max_length
-        if given and longest != 1:
+        if enumerable and longest != 1:
             raise ValueError(
                 f"CurriculumDataset: {type(self.schedule).__name__} goes up to length {longest}; the rows of {task!r} "
                 f"are given, have length 1, and needed no schedule"
@@ -150,9 +150,9 @@ class CurriculumDataset(IterableDataset):
             step: Batches that were trained on; the change holds from ``step + delay`` on.
         """
         newest = self.newest_state()
-        made = self.schedule.update(newest.clone(), right.cpu(), total.cpu())
-        if not torch.equal(made, newest):
-            self.change(made, step=step)
+        updated = self.schedule.update(newest.clone(), right.cpu(), total.cpu())
+        if not torch.equal(updated, newest):
+            self.change(updated, step=step)
 
     def newest_state(self) -> Tensor:
         """The schedule's state after all reports."""

@@ -39,8 +39,8 @@ def attention(
             f"attention: query {list(query.shape)}, keys {list(keys.shape)}, values {list(values.shape)}; needed "
             f"(B, H, n, h), (B, H, m, h) and the keys' shape"
         )
-    made = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
-    return made.transpose(1, 2).flatten(2)
+    output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+    return output.transpose(1, 2).flatten(2)
 
 
 def rotate(

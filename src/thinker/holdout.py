@@ -24,8 +24,8 @@ class HoldOut:
     def __init__(self, task: Task, share: float, longest: int, device: torch.device):
         self.task, self.share, self.given = task, share, task.every()
         enough = _ENOUGH if self.given is None else 1
-        held = [share > 0 and task.num_samples(n) >= enough for n in range(task.min_length, longest + 1)]
-        self.lengths = torch.tensor([False] * task.min_length + held, device=device)
+        has_enough = [share > 0 and task.num_samples(n) >= enough for n in range(task.min_length, longest + 1)]
+        self.lengths = torch.tensor([False] * task.min_length + has_enough, device=device)
         self._words = row_words(task.input_length(longest), device)  # the same whatever the seed
 
     def rows(self, sample: Sample, lengths: Tensor) -> Tensor:  # (B,)
@@ -83,18 +83,18 @@ class HoldOut:
         beyond = length >= len(self.lengths)  # nothing of such a length was seen
         if beyond or not bool(self.lengths[length]):
             return self.task.sample(generator, batch, length)
-        found: list[Sample] = []
+        samples: list[Sample] = []
         missing = batch
         for _ in range(1000):
             many = int(missing / self.share * 1.2) + 16
             drawn = self.task.sample(generator, many, length)
-            held = self.rows(drawn, torch.full((many,), length, device=generator.device)).nonzero()[:missing, 0]
-            found.append(drawn.rows(held))
-            missing -= len(held)
+            chosen_rows = self.rows(drawn, torch.full((many,), length, device=generator.device)).nonzero()[:missing, 0]
+            samples.append(drawn.rows(chosen_rows))
+            missing -= len(chosen_rows)
             if not missing:
                 break
         assert not missing
-        return Sample.joined(found)
+        return Sample.joined(samples)
 
     def _of_given(self, generator: torch.Generator, batch: int, given: Sample) -> Sample:
         rows = given.map(lambda column: column.to(generator.device))

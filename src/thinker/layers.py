@@ -37,8 +37,8 @@ class Attention(nn.Module):
         turn: Tensor | None = None,  # (B or 1, L, h / 2)
     ) -> KeysValues:  # (B, H, L, h) twice
         """Keys and values of what is looked at."""
-        made = self.key_value(self.source_norm(source)).unflatten(-1, (2, self.num_heads, -1))
-        keys, values = made.permute(2, 0, 3, 1, 4).unbind(0)
+        projected = self.key_value(self.source_norm(source)).unflatten(-1, (2, self.num_heads, -1))
+        keys, values = projected.permute(2, 0, 3, 1, 4).unbind(0)
         return (keys if turn is None else rotate(keys, turn)), values
 
     def forward(
@@ -75,8 +75,8 @@ class SelfAttention(nn.Module):
         turn: Tensor | None = None,  # (B or 1, n, h / 2)
     ) -> Tensor:  # (B, n, d)
         """What ``x`` finds in itself."""
-        made = self.query_key_value(self.norm(x)).unflatten(-1, (3, self.num_heads, -1))
-        query, keys, values = made.permute(2, 0, 3, 1, 4).unbind(0)
+        projected = self.query_key_value(self.norm(x)).unflatten(-1, (3, self.num_heads, -1))
+        query, keys, values = projected.permute(2, 0, 3, 1, 4).unbind(0)
         if turn is not None:
             query, keys = rotate(query, turn), rotate(keys, turn)
         return self.out(attention(query, keys, values, mask=mask))

@@ -38,10 +38,10 @@ class Memory(ABC):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Memory:
         """The memory with every tensor changed: rows chosen, repeated or detached."""
-        made = object.__new__(type(self))
-        made.__dict__ |= self.__dict__
-        made.layers = tuple((change(k), change(v)) for k, v in self.layers)
-        return made
+        mapped = object.__new__(type(self))
+        mapped.__dict__ |= self.__dict__
+        mapped.layers = tuple((change(k), change(v)) for k, v in self.layers)
+        return mapped
 
 
 class GrowMemory(Memory):

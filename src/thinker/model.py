@@ -343,8 +343,8 @@ class LatentThinker(PreTrainedModel):
             grad_steps=grad_steps, exit_rule=exit_rule, out_len=out_len, step_noise=step_noise, generator=generator,
         )  # fmt: skip
         steps = tuple(sorted(thought.kept))
-        made = self._decode(torch.cat([thought.kept[s] for s in steps]), out_len, thought.state)
-        step_logits = made.unflatten(0, (len(steps), -1)).unbind(0)  # one read-out for all
+        logits = self._decode(torch.cat([thought.kept[s] for s in steps]), out_len, thought.state)
+        step_logits = logits.unflatten(0, (len(steps), -1)).unbind(0)  # one read-out for all
         if rollouts > 1:
             best = best_rollouts(thought, step_logits[-1], rollouts, select)
             step_logits = tuple(x[best] for x in step_logits)
@@ -405,18 +405,18 @@ class LatentThinker(PreTrainedModel):
         return z, memory
 
     def _advance(self, z: Tensor, row: FlowRow, context: Context, written: list, frame: Frame) -> Tensor:
-        made = z
+        state = z
         for i, layer in enumerate(self.layers):
-            held = written[i]
-            made = layer(
-                made, row, context.keys_values[i], context.static[i] if context.static else None, held,
+            memory_of_layer = written[i]
+            state = layer(
+                state, row, context.keys_values[i], context.static[i] if context.static else None, memory_of_layer,
                 read_mask=frame.read, self_mask=frame.own, turn=frame.turn,
-                memory_mask=None if held is None else frame.memory(held[0].shape[2]),
+                memory_mask=None if memory_of_layer is None else frame.memory(memory_of_layer[0].shape[2]),
             )  # fmt: skip
         if self.rate is not None:
-            unit, to = (F.rms_norm(x, x.shape[-1:]) for x in (z, made))
+            unit, to = (F.rms_norm(x, x.shape[-1:]) for x in (z, state))
             return F.rms_norm(unit + self.rate * (to - unit), z.shape[-1:])
-        return made
+        return state
 
     def _decode(self, latents: Tensor, out_len: int | None, state: ThinkerState) -> Tensor:
         config = self.config

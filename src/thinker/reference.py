@@ -85,8 +85,8 @@ def think(
         return attend(query, keys, values, heads, look) @ w[f"{name}.out.weight"].T
 
     def itself(name: str, z: Tensor, look: Tensor | None, at: Tensor | None) -> Tensor:
-        made = norm(z, f"{name}.norm") @ w[f"{name}.query_key_value.weight"].T
-        query, keys, values = made.split(d, -1)
+        projected = norm(z, f"{name}.norm") @ w[f"{name}.query_key_value.weight"].T
+        query, keys, values = projected.split(d, -1)
         if at is not None:
             query, keys = turned(query, at), turned(keys, at)
         return attend(query, keys, values, heads, look) @ w[f"{name}.out.weight"].T
@@ -120,7 +120,7 @@ def think(
         x = x + w["positions.end.weight"][(valid.sum(1, keepdim=True) - 1 - place).clamp(min=0)]
 
     n = n_latent or config.latents_for(length)
-    own, read, latent_at = None, valid[:, None].expand(batch, n, length), None
+    may_see, read, latent_at = None, valid[:, None].expand(batch, n, length), None
     if config.at_tokens:
         z, latent_at = x[:, length - n :], place[:, length - n :]
         read = torch.zeros(batch, n, length, dtype=torch.bool)
@@ -134,7 +134,7 @@ def think(
                     near = ((row[:, at_] - row[:, j]).abs() < far) & ((column[:, at_] - column[:, j]).abs() < far)
                 read[:, i, j] = valid[:, j] & near
             read[:, i, at_] = True
-        own = read[:, :, length - n :]
+        may_see = read[:, :, length - n :]
     elif config.latent_init == "noise":
         assert noise is not None
         z = w["latents"][None] + noise
@@ -153,10 +153,10 @@ def think(
                 z = z + after(i, "static", look_up(f"{name}.static", z, tokens_, None, None, None))
             if row.mem_lookup and written:
                 past = torch.cat(written, 1)
-                look = None if own is None else own.repeat(1, 1, len(written))
+                look = None if may_see is None else may_see.repeat(1, 1, len(written))
                 z = z + after(i, "memory", look_up(f"{name}.memory", z, past, look, None, None))
             if row.self_attention:
-                z = z + after(i, "self_attention", itself(f"{name}.self_attention", z, own, latent_at))
+                z = z + after(i, "self_attention", itself(f"{name}.self_attention", z, may_see, latent_at))
             z = z + after(i, "mlp", mlp(f"{name}.mlp", z))
         if config.step_update == "normalized":
             unit, to = (y / (y.square().mean(-1, keepdim=True) + torch.finfo(dtype).eps).sqrt() for y in (before, z))
@@ -172,13 +172,13 @@ def think(
         ask = torch.arange(out_len)
         if drawn is not None:
             ask = drawn[ask]
-        own = w["positions.output.weight"]
+        output_table = w["positions.output.weight"]
         if config.positions in ("random", "aligned"):
-            answer = (w["positions.input.weight"][ask] + own)[None]
+            answer = (w["positions.input.weight"][ask] + output_table)[None]
         elif config.positions in ("sinusoidal", "random_float"):
-            answer = (sinusoid(ask) + own)[None]
+            answer = (sinusoid(ask) + output_table)[None]
         else:
-            answer = own[ask][None]
+            answer = output_table[ask][None]
         answer = answer + look_up("readout.look", answer, z, None, None, None)
         if config.decoder_self_attention:
             answer = answer + itself("readout.self_attention", answer, None, None)

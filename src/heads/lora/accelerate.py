@@ -78,9 +78,11 @@ def accelerate_lora_(model: nn.Module, *, impl: str = "auto") -> AccelerationRep
                 continue
             layer.__class__ = lean(kind)
         layer.impl = impl
-        found = "its forward was replaced, by an accelerate hook, say" if "forward" in vars(layer) else route(layer)
-        if isinstance(found, str):
-            skipped[name] = found
+        chosen_path = (
+            "its forward was replaced, by an accelerate hook, say" if "forward" in vars(layer) else route(layer)
+        )
+        if isinstance(chosen_path, str):
+            skipped[name] = chosen_path
         else:
             done.append(name)
     return AccelerationReport(tuple(done), skipped)
@@ -120,6 +122,6 @@ def restore_lora_(model: nn.Module) -> int:
 
 def _forget_own_forward(layer: Any) -> None:
     """A forward that an instance has, though it is but its class's own: what accelerate's hooks leave behind."""
-    held = vars(layer).get("forward")
-    if held is not None and getattr(held, "__func__", None) is type(layer).forward:
+    forward = vars(layer).get("forward")
+    if forward is not None and getattr(forward, "__func__", None) is type(layer).forward:
         del layer.forward

@@ -133,10 +133,12 @@ def _pieces(plan: _Plan, t: _Tensors, seeds: Tensor | None, x: Tensor) -> Iterat
             assert seeds is not None
             drop = narrow.dropout(seeds[k], x.shape[0], x.shape[1], one.dropout_p)
         for start, stop in one.spans or ((None, None),):
-            rows, held = slice(start, stop), drop
+            rows, rows_dropped = slice(start, stop), drop
             if drop is not None and one.spans is not None:
-                held = drop._replace(rows=drop.rows[rows])
-            yield _Piece(k, rows, t.factors[2 * k], t.factors[2 * k + 1], one.scaling / (1 - one.dropout_p), held)
+                rows_dropped = drop._replace(rows=drop.rows[rows])
+            yield _Piece(
+                k, rows, t.factors[2 * k], t.factors[2 * k + 1], one.scaling / (1 - one.dropout_p), rows_dropped
+            )
 
 
 def _backend(plan: _Plan) -> Any:
@@ -171,24 +173,24 @@ class _Lora(torch.autograd.Function):
             return _differentiable(plan, ctx.needs_input_grad, grad, x, seeds, tensors)
         need_x, _, _, need_weight, need_bias, *needs = ctx.needs_input_grad
         t = _Tensors.of(x.dtype, tensors)
-        found: list[Tensor | None] = [None] * len(tensors)
+        gradients: list[Tensor | None] = [None] * len(tensors)
         dx = None
         if need_x:
             dx = grad @ (t.weight.T if plan.transposed else t.weight)
         if need_weight:
-            found[0] = x.T @ grad if plan.transposed else grad.T @ x
+            gradients[0] = x.T @ grad if plan.transposed else grad.T @ x
         if need_bias:
-            found[1] = grad.sum(0)
+            gradients[1] = grad.sum(0)
         for piece in _pieces(plan, t, seeds, x):
             at = 2 * piece.adapter
-            own = _backend(plan).gradients(
+            piece_gradients = _backend(plan).gradients(
                 grad[piece.rows], x[piece.rows], piece.a, piece.b, piece.scale, piece.drop,
                 None if dx is None else dx[piece.rows], needs[at], needs[at + 1],
             )  # fmt: skip
-            for place, part in enumerate(own, 2 + at):
-                before = found[place]
-                found[place] = part if before is None else before + part
-        cast = [None if f is None or t is None else f.to(t.dtype) for f, t in zip(found, tensors, strict=True)]
+            for place, part in enumerate(piece_gradients, 2 + at):
+                before = gradients[place]
+                gradients[place] = part if before is None else before + part
+        cast = [None if f is None or t is None else f.to(t.dtype) for f, t in zip(gradients, tensors, strict=True)]
         return dx, None, None, *cast
 
 
@@ -203,12 +205,12 @@ def _differentiable(
             masks[k] = (reference.keep_mask(seeds[k], x.shape[0], x.shape[1], p) / (1 - p)).to(x.dtype)
     need_x, _, _, need_weight, need_bias, *_ = needs
     t = _Tensors.of(x.dtype, tensors)
-    found: list[Tensor | None] = [None] * len(tensors)
+    gradients: list[Tensor | None] = [None] * len(tensors)
     dx = grad @ (t.weight.T if plan.transposed else t.weight) if need_x else None
     if need_weight:
-        found[0] = x.T @ grad if plan.transposed else grad.T @ x
+        gradients[0] = x.T @ grad if plan.transposed else grad.T @ x
     if need_bias:
-        found[1] = grad.sum(0)
+        gradients[1] = grad.sum(0)
     for k, one in enumerate(plan.adapters):
         a, b = t.factors[2 * k], t.factors[2 * k + 1]
         for start, stop in one.spans or ((0, x.shape[0]),):
@@ -218,11 +220,11 @@ def _differentiable(
             seen, g = x[rows] * keep, one.scaling * (grad[rows] @ b)
             da, db = g.T @ seen, one.scaling * grad[rows].T @ (seen @ a.T)
             for place, part in enumerate((da, db), 2 + 2 * k):
-                before = found[place]
-                found[place] = part if before is None else before + part
+                before = gradients[place]
+                gradients[place] = part if before is None else before + part
             if dx is not None:
                 dx = dx + F.pad((g @ a) * keep, (0, 0, start, x.shape[0] - stop))
-    cast = [None if f is None or t is None else f.to(t.dtype) for f, t in zip(found, tensors, strict=True)]
+    cast = [None if f is None or t is None else f.to(t.dtype) for f, t in zip(gradients, tensors, strict=True)]
     return dx, None, None, *cast
 
 

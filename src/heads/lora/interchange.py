@@ -89,13 +89,13 @@ def load_lora(
         split_fused_qkv_(base)
     with quiet():
         if isinstance(model, PeftModel):
-            made = model
-            made.load_adapter(str(path), adapter_name, is_trainable=is_trainable, **options)
+            peft_model = model
+            peft_model.load_adapter(str(path), adapter_name, is_trainable=is_trainable, **options)
         else:
-            made = PeftModel.from_pretrained(base, str(path), adapter_name, is_trainable=is_trainable, **options)
+            peft_model = PeftModel.from_pretrained(base, str(path), adapter_name, is_trainable=is_trainable, **options)
     if accelerate:
-        accelerate_lora_(made)
-    return made
+        accelerate_lora_(peft_model)
+    return peft_model
 
 
 def _found(operation: str, folder: str | Path, hub: dict[str, Any]) -> Path:
@@ -109,9 +109,9 @@ def _found(operation: str, folder: str | Path, hub: dict[str, Any]) -> Path:
 def _shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a checkpoint's tensors, each of which is read once to see that its numbers are finite."""
     if not (path / WEIGHTS).exists():
-        held = sorted(p.name for p in path.iterdir())
-        why = " (a pickle can run code: save it again with safetensors)" if "adapter_model.bin" in held else ""
-        raise ValueError(f"{operation}: {path} has no {WEIGHTS}{why}; it holds {held}")
+        file_names = sorted(p.name for p in path.iterdir())
+        why = " (a pickle can run code: save it again with safetensors)" if "adapter_model.bin" in file_names else ""
+        raise ValueError(f"{operation}: {path} has no {WEIGHTS}{why}; it holds {file_names}")
     shapes = {}
     try:
         with safe_open(path / WEIGHTS, "pt") as file:
@@ -143,8 +143,8 @@ def _compare(operation: str, path: Path, shapes: dict[str, tuple[int, ...]], bas
     trial = copy.deepcopy(config)
     trial.init_lora_weights, trial.inference_mode = False, False
     injected = inject(base, trial, "default")
-    own = get_peft_model_state_dict(injected, save_embedding_layers=False)
-    needed = {name: tuple(t.shape) for name, t in own.items()}
+    tensors = get_peft_model_state_dict(injected, save_embedding_layers=False)
+    needed = {name: tuple(t.shape) for name, t in tensors.items()}
     parameters = injected.named_parameters(remove_duplicate=False)  # base layers that peft saves, too
     adapted = {name: tuple(p.shape) for name, p in parameters}
     expected = {PREFIX + name: shape for name, shape in expected.items()} | adapted | needed
@@ -188,13 +188,12 @@ def export_lora(model: PeftModel, out: str | Path, *, adapter_name: str = "defau
     if not fused:
         raise ValueError(f"{operation}: nothing was split; needed a model of prepare_lora(..., split_fused_qkv=True)")
     check_new(out, operation)
-    held: Any = model.peft_config[adapter_name]
-    if held.use_dora or held.lora_bias or held.bias != "none":
-        raise ValueError(
-            f"{operation}: use_dora is {held.use_dora}, lora_bias {held.lora_bias} and bias {held.bias!r}; needed none "
-            "of them, which one block-diagonal adapter could not say"
-        )
     config: Any = copy.deepcopy(model.peft_config[adapter_name])
+    if config.use_dora or config.lora_bias or config.bias != "none":
+        raise ValueError(
+            f"{operation}: use_dora is {config.use_dora}, lora_bias {config.lora_bias} and bias {config.bias!r}; "
+            "needed none of them, which one block-diagonal adapter could not say"
+        )
     tensors = dict(get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False))
     config.rank_pattern, config.alpha_pattern = dict(config.rank_pattern or {}), dict(config.alpha_pattern or {})
     for name in fused:
@@ -224,17 +223,17 @@ def _joined(model: Any, name: str, adapter_name: str) -> tuple[Tensor, Tensor, f
     """A (R, I), B (3 O, R) and the scaling of one adapter that does what those of the parts do."""
     split = model.get_base_model().get_submodule(name)
     width = split.q_proj.nf if hasattr(split.q_proj, "nf") else split.q_proj.out_features
-    held = [
+    factors = [
         (j, layer.lora_A[adapter_name].weight, layer.lora_B[adapter_name].weight, layer.scaling[adapter_name])
         for j, layer in enumerate(getattr(split, part) for part in PARTS)
         if adapter_name in getattr(layer, "lora_A", {})
     ]
-    if not held:
+    if not factors:
         return None
-    scaling = held[0][3]
-    b = held[0][2].new_zeros(len(PARTS) * width, sum(a.shape[0] for _, a, _, _ in held))
+    scaling = factors[0][3]
+    b = factors[0][2].new_zeros(len(PARTS) * width, sum(a.shape[0] for _, a, _, _ in factors))
     at = 0
-    for j, a, part, own in held:
+    for j, a, part, own in factors:
         b[j * width : (j + 1) * width, at : at + a.shape[0]] = part.detach() * (own / scaling)
         at += a.shape[0]
-    return torch.cat([a.detach() for _, a, _, _ in held]), b, float(scaling)
+    return torch.cat([a.detach() for _, a, _, _ in factors]), b, float(scaling)

@@ -80,8 +80,8 @@ class LikelihoodGain:
         Raises:
             ValueError: They are more than the model has positions.
         """
-        held: Any = self.model
-        most = getattr(held.config, "max_position_embeddings", None)
+        language_model: Any = self.model
+        most = getattr(language_model.config, "max_position_embeddings", None)
         if most is not None and len(before) + len(answer) > most:
             raise ValueError(
                 f"LikelihoodGain: {len(before)} tokens of prompt and {len(answer)} of answer; the model has {most} "

@@ -48,10 +48,10 @@ class LeanForward:
         if names is not None:
             self._check_forward_args(x, adapter_names=names)
             spans = spans_of(names, x.shape[1:-1].numel())
-        found = route(self, spans)
-        if isinstance(found, str):
+        chosen_path = route(self, spans)
+        if isinstance(chosen_path, str):
             return super().forward(x, *args, **kwargs)  # pyrefly: ignore
-        return compute(found, x, self.impl)
+        return compute(chosen_path, x, self.impl)
 
     def _get_name(self) -> str:
         """In a printed model: peft's name, with a mark."""
@@ -189,9 +189,9 @@ def spans_of(names: Sequence[str], each: int) -> dict[str, Spans]:
     >>> spans_of(["a", "a", "__base__", "b", "a"], 10)
     {'a': ((0, 20), (40, 50)), 'b': ((30, 40),)}
     """
-    found: dict[str, Spans] = {}
+    spans: dict[str, Spans] = {}
     for name, run_ in groupby(enumerate(names), key=lambda pair: pair[1]):
         places = [place for place, _ in run_]
         if name != BASE:
-            found[name] = (*found.get(name, ()), (places[0] * each, (places[-1] + 1) * each))
-    return found
+            spans[name] = (*spans.get(name, ()), (places[0] * each, (places[-1] + 1) * each))
+    return spans

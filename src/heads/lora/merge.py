@@ -152,8 +152,8 @@ def merge_lora(
     for name, layer in tqdm(adapted.items(), "merging", disable=not progress, leave=False):
         parts = _parts_of(layer, names)
         layers.append(_measured(operation, name, layer, parts["weight"], dtype))
-        own = layer.base_layer
-        merged |= {f"{name}.{w}": part.to(dtype or own.get_parameter(w).dtype) for w, part in parts.items()}
+        base_layer = layer.base_layer
+        merged |= {f"{name}.{w}": part.to(dtype or base_layer.get_parameter(w).dtype) for w, part in parts.items()}
     lossy = [one for one in layers if max_lost is not None and one.lost > max_lost]
     if lossy:
         worst = max(lossy, key=lambda one: one.lost)
@@ -190,13 +190,13 @@ def _check_layer(operation: str, name: str, layer: Any) -> None:
 
 def _parts_of(layer: Any, names: Sequence[str]) -> dict[str, Tensor]:
     """Weight and bias of one layer with its adapters, in float32 or better."""
-    own = [name for name in names if name in layer.r]
-    if not isinstance(layer, lora.Linear) or any(n in layer.lora_variant or layer.lora_bias.get(n) for n in own):
+    active = [name for name in names if name in layer.r]
+    if not isinstance(layer, lora.Linear) or any(n in layer.lora_variant or layer.lora_bias.get(n) for n in active):
         copied = copy.deepcopy(layer).to(_wide(layer.base_layer.weight).dtype)
-        copied.merge(adapter_names=own)
+        copied.merge(adapter_names=active)
         return {which: held.detach() for which, held in copied.base_layer.named_parameters(recurse=False)}
     parts = {which: _wide(held) for which, held in layer.base_layer.named_parameters(recurse=False)}
-    for name in own:
+    for name in active:
         factors = (layer.get_submodule(f"{k}.{name}").get_parameter("weight") for k in ("lora_A", "lora_B"))
         a, b = (factor.detach().to(parts["weight"].dtype) for factor in factors)
         update = (b @ a).T if isinstance(layer.base_layer, Conv1D) else b @ a
@@ -227,16 +227,16 @@ def _state(
 ) -> dict[str, Tensor]:
     """All that the checkpoint will hold, under the base model's own names."""
     wrappers = {n: m for n, m in base.named_modules() if isinstance(m, ModulesToSaveWrapper)}
-    found: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     cast: dict[tuple, Tensor] = {}
     adapted = {n for n, m in base.named_modules() if isinstance(m, LoraLayer)}
     for key, tensor in base.state_dict(keep_vars=True).items():
         name, _, last = key.rpartition(".")
-        place, held = key, tensor.detach()
+        place, value = key, tensor.detach()
         wrapper = next((w for w in wrappers if key.startswith(f"{w}.")), None)
         if f"{name.removesuffix('.base_layer')}.{last}" in merged:
             place = f"{name.removesuffix('.base_layer')}.{last}"
-            held = merged[place]
+            value = merged[place]
         elif wrapper is not None:
             saved: Any = wrappers[wrapper].modules_to_save
             active = next((n for n in names if n in saved), None)
@@ -247,15 +247,15 @@ def _state(
             place = f"{wrapper}.{rest.removeprefix(inside)}"
         elif key.partition(".lora_")[0] in adapted:
             continue
-        if dtype is not None and held.is_floating_point():
-            held = cast.setdefault((held.data_ptr(), held.shape), held.to(dtype))  # what was one tensor stays one
-        found[place] = held
+        if dtype is not None and value.is_floating_point():
+            value = cast.setdefault((value.data_ptr(), value.shape), value.to(dtype))  # what was one tensor stays one
+        state[place] = value
     for name, module in base.named_modules():
         if isinstance(module, SplitQKV):
             for last, dim in (("weight", 1), ("bias", 0)):
-                if f"{name}.{last}" not in found:  # else no part carries an adapter: they are fused already
-                    found[f"{name}.{last}"] = torch.cat([found.pop(f"{name}.{p}.{last}") for p in PARTS], dim)
-    return found
+                if f"{name}.{last}" not in state:  # else no part carries an adapter: they are fused already
+                    state[f"{name}.{last}"] = torch.cat([state.pop(f"{name}.{p}.{last}") for p in PARTS], dim)
+    return state
 
 
 def _write(folder: Path, base: Any, state: dict[str, Tensor], max_shard_size: int | str, tokenizer: Any) -> None:

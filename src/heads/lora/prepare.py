@@ -108,23 +108,23 @@ def _of_parts(operation: str, config: LoraConfig) -> LoraConfig:
     config = copy.deepcopy(config)
 
     def spread(names: Iterable[str]) -> list[str]:
-        made: list[str] = []
+        target_names: list[str] = []
         for name in names:
             whole = name == FUSED or name.endswith(f".{FUSED}")
-            made += [f"{name}.{part}" if "." in name else part for part in PARTS] if whole else [name]
-        return made
+            target_names += [f"{name}.{part}" if "." in name else part for part in PARTS] if whole else [name]
+        return target_names
 
     for field in ("target_modules", "exclude_modules"):
-        held = getattr(config, field)
-        if isinstance(held, str) and FUSED in held:
-            raise ValueError(f"{operation}: {field} is {held!r}; with split_fused_qkv name {', '.join(PARTS)} in it")
-        if held is None and field == "target_modules":
-            held = [FUSED]  # peft's default for a GPT-2
-        if held is not None and not isinstance(held, str):
-            setattr(config, field, spread(list(held)))
+        setting = getattr(config, field)
+        if isinstance(setting, str) and FUSED in setting:
+            raise ValueError(f"{operation}: {field} is {setting!r}; with split_fused_qkv name {', '.join(PARTS)} in it")
+        if setting is None and field == "target_modules":
+            setting = [FUSED]  # peft's default for a GPT-2
+        if setting is not None and not isinstance(setting, str):
+            setattr(config, field, spread(list(setting)))
     for field in ("rank_pattern", "alpha_pattern"):
-        held = getattr(config, field) or {}
-        setattr(config, field, {part: value for name, value in held.items() for part in spread([name])})
+        setting = getattr(config, field) or {}
+        setattr(config, field, {part: value for name, value in setting.items() for part in spread([name])})
     return config
 
 
@@ -175,7 +175,7 @@ def prepare_lora(
     _rehearse(operation, trial, config, adapter_name)
     if split_fused_qkv:
         split_fused_qkv_(model)
-    made = inject(model, config, adapter_name, **options)
+    peft_model = inject(model, config, adapter_name, **options)
     if accelerate:
-        accelerate_lora_(made)
-    return made
+        accelerate_lora_(peft_model)
+    return peft_model

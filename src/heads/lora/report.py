@@ -111,23 +111,23 @@ class LoraReport(Report):
 
 def saved_activation_bytes(model: nn.Module, batch: int, context: int) -> int:
     """Bytes that autograd would keep for one training step, from a run on tensors that hold no numbers."""
-    kept: dict[int, Any] = {}
+    storages: dict[int, Any] = {}
     with in_mode(model, training=True), FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        held: dict[str, Tensor] = {
+        fake_tensors: dict[str, Tensor] = {
             name: fake.from_tensor(t) for name, t in (*model.named_parameters(), *model.named_buffers())
         }
-        resident = {t.untyped_storage()._cdata for t in held.values()}
+        resident = {t.untyped_storage()._cdata for t in fake_tensors.values()}
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if storage._cdata not in resident:
-                kept[storage._cdata] = storage
+                storages[storage._cdata] = storage
             return tensor
 
-        ids = torch.zeros(batch, context, dtype=torch.int64, device=next(iter(held.values())).device)
+        ids = torch.zeros(batch, context, dtype=torch.int64, device=next(iter(fake_tensors.values())).device)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            output = functional_call(model, held, kwargs={"input_ids": ids, "use_cache": False})
-        size = sum(storage.nbytes() for storage in kept.values())
+            output = functional_call(model, fake_tensors, kwargs={"input_ids": ids, "use_cache": False})
+        size = sum(storage.nbytes() for storage in storages.values())
     del output
     return size
 
@@ -210,33 +210,33 @@ def _warnings(
     model: Any, layers: dict[str, Any], rows: list[AdapterRow], zero: list[str], broken: list[str],
     copied: list[str], base_vocab_size: int | None,
 ) -> list[str]:  # fmt: skip
-    found = []
+    warnings = []
     low, high = USUAL_SCALING
     for scaling in sorted({row.scaling for row in rows if not low <= row.scaling <= high}):
         names = [row.name for row in rows if row.scaling == scaling]
         usual = f"usual is {low:g} to {high:g}, lora_alpha / r of 1 or 2"
-        found.append(f"scaling is {scaling:g} in {_some(names)}: {usual}")
+        warnings.append(f"scaling is {scaling:g} in {_some(names)}: {usual}")
     if zero:
-        found.append(f"lora_B is still zero in {_some(zero)}: they were not trained, or got no gradient")
+        warnings.append(f"lora_B is still zero in {_some(zero)}: they were not trained, or got no gradient")
     if broken:
-        found.append(f"{_some(broken)} have numbers that are not finite")
+        warnings.append(f"{_some(broken)} have numbers that are not finite")
     if copied:
-        found.append(
+        warnings.append(
             f"{_some(copied)} are float32 on a half-precision model and go through peft's forward, which copies their "
             "input: call accelerate_lora_, or pass autocast_adapter_dtype=False"
         )
     for name, config in getattr(model, "peft_config", {}).items():
         targets = config.target_modules if not isinstance(config.target_modules, str) else ()
         unused = [t for t in targets or () if not any(n == t or n.endswith(f".{t}") for n in layers)]
-        found += [f"adapter {name!r} has the target {t!r}, which matched no layer" for t in sorted(unused)]
+        warnings += [f"adapter {name!r} has the target {t!r}, which matched no layer" for t in sorted(unused)]
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     embedding = base.get_input_embeddings() if hasattr(base, "get_input_embeddings") else None
     if base_vocab_size is not None and embedding is not None and embedding.weight.shape[0] > base_vocab_size:
         for kind, get in (("embedding", base.get_input_embeddings), ("head", base.get_output_embeddings)):
             part = get()
             if part is not None and not any(p.requires_grad for p in part.parameters()):
-                found.append(
+                warnings.append(
                     f"the vocabulary grew from {base_vocab_size} to {embedding.weight.shape[0]} and the {kind} is not "
                     "trained: its new rows stay as they were made; add it to modules_to_save or to the targets"
                 )
-    return found
+    return warnings

@@ -47,12 +47,12 @@ def alpaca_template(row: Mapping[str, Any]) -> dict[str, Any]:
     """
     if "instruction" not in row:
         raise ValueError(f"alpaca_template: a row has {sorted(row)}; chat_template is for messages")
-    given = row.get("input") or ""
-    task = _WITH_INPUT if given else _WITHOUT_INPUT
+    user_input = row.get("input") or ""
+    task = _WITH_INPUT if user_input else _WITHOUT_INPUT
     parts = [f"Below is {task}. Write a response that appropriately completes the request."]
     parts += [
         f"### Instruction:\n{row['instruction']}",
-        *([f"### Input:\n{given}"] if given else []),
+        *([f"### Input:\n{user_input}"] if user_input else []),
         "### Response:\n",
     ]
     return {"prompt": "\n\n".join(parts), "completion": row["output"]}
@@ -112,25 +112,25 @@ def read_rows(
     """
     operation, name = "read_rows", str(source) if isinstance(source, (str, Path)) else "rows"
     rows = _parsed(operation, source) if isinstance(source, (str, Path)) else list(source)
-    own = template is not alpaca_template and template is not chat_template
+    custom = template is not alpaca_template and template is not chat_template
     bad: dict[str, list[int]] = {}
     for number, row in enumerate(rows, 1):
-        why = _wrong_with(row, own)
+        why = _wrong_with(row, custom)
         if why is not None:
             bad.setdefault(why, []).append(number)
     if bad:
         told = "; ".join(f"{why} in row {_numbers(numbers)}" for why, numbers in bad.items())
         raise ValueError(f"{operation}: {name}: {told}; needed instruction, output and perhaps input, or messages")
-    made = [_templated(operation, template, row, number) for number, row in enumerate(rows, 1)]
-    kept = [row for row in made if _says_something(row["completion"])]
-    if not kept:
+    templated = [_templated(operation, template, row, number) for number, row in enumerate(rows, 1)]
+    usable = [row for row in templated if _says_something(row["completion"])]
+    if not usable:
         raise ValueError(f"{operation}: {name}: none of {len(rows)} rows has an answer")
-    if len(kept) < len(rows):
+    if len(usable) < len(rows):
         warnings.warn(
-            f"{operation}: {name}: {len(rows) - len(kept)} of {len(rows)} rows have an empty answer and are left out",
+            f"{operation}: {name}: {len(rows) - len(usable)} of {len(rows)} rows have an empty answer and are left out",
             stacklevel=2,
         )
-    return kept
+    return usable
 
 
 def _parsed(operation: str, path: str | Path) -> list[Any]:
@@ -152,21 +152,21 @@ def _parsed(operation: str, path: str | Path) -> list[Any]:
 def _templated(operation: str, template: Template, row: Mapping[str, Any], number: int) -> dict[str, Any]:
     """What a template makes of a row; what goes wrong in it is told with the row's number."""
     try:
-        made = template(row)
+        example = template(row)
     except Exception as error:  # a template is the user's own code: anything can come out of it
         told = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
         raise ValueError(f"{operation}: the template failed on row {number}: {told}") from error
-    parts = [made.get(k) for k in ("prompt", "completion")] if isinstance(made, Mapping) else [None]
+    parts = [example.get(k) for k in ("prompt", "completion")] if isinstance(example, Mapping) else [None]
     if not (all(isinstance(p, str) for p in parts) or all(p and _are_messages(p) for p in parts)):
         raise ValueError(
-            f"{operation}: the template made {made!r:.60} of row {number}, needed prompt and completion, both texts or "
-            "both messages"
+            f"{operation}: the template made {example!r:.60} of row {number}, needed prompt and completion, both texts "
+            "or both messages"
         )
     try:
-        json.dumps(made, ensure_ascii=False, default=str).encode()
+        json.dumps(example, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{operation}: row {number} has half of a surrogate pair, needed Unicode text") from error
-    return dict(made)
+    return dict(example)
 
 
 def _says_something(part: str | Sequence[Mapping[str, Any]]) -> bool:

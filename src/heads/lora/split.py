@@ -81,20 +81,20 @@ def split_fused_qkv_(model: nn.Module) -> list[str]:
     Raises:
         ValueError: There is none: other architectures keep q, k and v apart, or fuse them differently.
     """
-    found = [
+    fused_names = [
         name
         for name, m in model.named_modules()
         if isinstance(m, Conv1D) and name.rpartition(".")[2] == FUSED and m.nf == 3 * m.nx
     ]
-    if not found:
+    if not fused_names:
         raise ValueError(
             f"split_fused_qkv_: {type(model).__name__} has no {FUSED} of (I, 3 I); needed GPT-2's fused projection"
         )
-    for name in found:
+    for name in fused_names:
         parent, _, child = name.rpartition(".")
         layer: Any = model.get_submodule(name)
         setattr(model.get_submodule(parent), child, SplitQKV(layer))
-    return found
+    return fused_names
 
 
 def join_fused_qkv_(model: nn.Module) -> list[str]:
@@ -109,8 +109,8 @@ def join_fused_qkv_(model: nn.Module) -> list[str]:
     Raises:
         ValueError: A part carries an adapter: merge it first.
     """
-    found = [name for name, m in model.named_modules() if isinstance(m, SplitQKV)]
-    for name in found:
+    split_names = [name for name, m in model.named_modules() if isinstance(m, SplitQKV)]
+    for name in split_names:
         parts: list[Any] = [model.get_submodule(f"{name}.{part}") for part in PARTS]
         if not all(isinstance(part, Conv1D) for part in parts):
             raise ValueError(f"join_fused_qkv_: {name} carries an adapter; needed merge_and_unload() before")
@@ -118,9 +118,9 @@ def join_fused_qkv_(model: nn.Module) -> list[str]:
         nn.Module.__init__(fused)
         fused.nx, fused.nf = parts[0].nx, sum(part.nf for part in parts)
         for which, dim in (("weight", 1), ("bias", 0)):
-            held = [part.get_parameter(which) for part in parts]
-            joined = torch.cat([p.detach() for p in held], dim)
-            fused.register_parameter(which, nn.Parameter(joined, requires_grad=held[0].requires_grad))
+            parts_of_weight = [part.get_parameter(which) for part in parts]
+            joined = torch.cat([p.detach() for p in parts_of_weight], dim)
+            fused.register_parameter(which, nn.Parameter(joined, requires_grad=parts_of_weight[0].requires_grad))
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, fused)
-    return found
+    return split_names

@@ -167,27 +167,33 @@ def tuning_report(
         raise ValueError(f"tuning_report: log is a {type(log).__name__}; needed trainer.state.log_history")
     steps = [entry for entry in log if "loss" in entry]
     train = tuple((int(entry["step"]), float(entry["loss"])) for entry in steps)
-    held = tuple((int(entry["step"]), float(entry[held_out])) for entry in log if held_out in entry)
+    held_out_losses = tuple((int(entry["step"]), float(entry[held_out])) for entry in log if held_out in entry)
     others = sorted({key for entry in log for key in entry if key.startswith("eval_") and key.endswith("_loss")})
-    if not held and others:
+    if not held_out_losses and others:
         raise ValueError(f"tuning_report: the log has no {held_out}; needed held_out= one of {', '.join(others)}")
-    if not train and not held:
+    if not train and not held_out_losses:
         raise ValueError("tuning_report: the log has neither loss nor eval_loss; needed trainer.state.log_history")
     norms = [None if entry.get("grad_norm") is None else float(entry["grad_norm"]) for entry in steps]
-    broken = [step for step, loss in (*train, *held) if not math.isfinite(loss)]
+    broken = [step for step, loss in (*train, *held_out_losses) if not math.isfinite(loss)]
     for (step, _), norm in zip(reversed(train), reversed(norms), strict=True):
         if norm is None or math.isfinite(norm):  # in float16 single steps are left out and training recovers
             break
         broken.append(step)
     low, rise = math.inf, 0.0
-    for _, loss in _finite(held):
+    for _, loss in _finite(held_out_losses):
         low = min(low, loss)
         rise = max(rise, loss - low)
-    turn = _turn(held, tolerance)
+    turn = _turn(held_out_losses, tolerance)
     rises = turn is not None and _rises([look for look in _finite(train) if look[0] > turn])
     spikes = [] if broken else _spikes(train, norms)  # Trainer logs what is not finite as 0
     return TuningReport(
-        train, held, tuple(spikes), None if rises else turn, turn if rises else None, min(broken, default=None), rise
+        train,
+        held_out_losses,
+        tuple(spikes),
+        None if rises else turn,
+        turn if rises else None,
+        min(broken, default=None),
+        rise,
     )
 
 
@@ -209,11 +215,11 @@ def _rises(looks: Sequence[tuple[int, float]]) -> bool:
     """Whether a line through losses climbs, by three standard errors."""
     if len(looks) < 3:
         return False
-    found = statistics.linear_regression(*zip(*looks, strict=True))
+    line = statistics.linear_regression(*zip(*looks, strict=True))
     middle = statistics.fmean(step for step, _ in looks)
-    left = sum((loss - found.slope * step - found.intercept) ** 2 for step, loss in looks)
+    left = sum((loss - line.slope * step - line.intercept) ** 2 for step, loss in looks)
     spread = sum((step - middle) ** 2 for step, _ in looks)
-    return found.slope > 3 * (left / (len(looks) - 2) / spread) ** 0.5
+    return line.slope > 3 * (left / (len(looks) - 2) / spread) ** 0.5
 
 
 def _spikes(train: Sequence[tuple[int, float]], norms: Sequence[float | None]) -> list[Spike]:
@@ -225,7 +231,7 @@ def _spikes(train: Sequence[tuple[int, float]], norms: Sequence[float | None]) -
         deviation = 1.4826 * statistics.median(abs(value - middle) for value in before) if before else 0.0
         usual.append(middle)  # below, a hundredth of the loss is the least that a deviation may be
         above.append((loss - middle) / max(deviation, 0.01 * abs(middle)) if math.isfinite(middle) else 0.0)
-    found: list[Spike] = []
+    spikes: list[Spike] = []
     last = -math.inf
     for place, (step, loss) in enumerate(train):
         near = [z for k, z in enumerate(above[max(0, place - 2) : place + 3], max(0, place - 2)) if k != place]
@@ -233,11 +239,11 @@ def _spikes(train: Sequence[tuple[int, float]], norms: Sequence[float | None]) -
             continue
         one = Spike(step, loss, usual[place], norms[place])
         if place - last <= 2:
-            found[-1] = max(found[-1], one, key=lambda s: s.loss)
+            spikes[-1] = max(spikes[-1], one, key=lambda s: s.loss)
         else:
-            found.append(one)
+            spikes.append(one)
         last = place
-    return found
+    return spikes
 
 
 @torch.no_grad()
@@ -296,8 +302,8 @@ def check_packing(model: nn.Module, *, length: int = 8) -> None:
     >>> check_packing(GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=4, n_layer=1, n_head=1)))
     """
     device = next(model.parameters()).device
-    held: Any = model
-    vocabulary = held.get_input_embeddings().weight.shape[0]
+    language_model: Any = model
+    vocabulary = language_model.get_input_embeddings().weight.shape[0]
     first = torch.arange(2 * length, device=device).remainder(vocabulary)[None]
     other = first.clone()
     other[:, :length] = (other[:, :length] + vocabulary // 2).remainder(vocabulary)

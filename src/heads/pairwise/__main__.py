@@ -57,8 +57,8 @@ def judged(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
     if not pairs:
         raise ValueError(f"judge: {options.file} has no pair in {len(told)} rows; needed prompt, a and b in each")
     data = model.dataset(pairs, progress=not options.no_progress)
-    found = predict_pairs(model, data, batch_size=options.batch_size, progress=not options.no_progress)
-    verdicts = iter(zip(found.verdicts, found.probabilities.tolist(), strict=True))
+    predictions = predict_pairs(model, data, batch_size=options.batch_size, progress=not options.no_progress)
+    verdicts = iter(zip(predictions.verdicts, predictions.probabilities.tolist(), strict=True))
     for row in told:
         if "error" not in row:
             verdict, shares = next(verdicts)
@@ -72,9 +72,9 @@ def ranked(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
         answers = row.get("answers") if isinstance(row, Mapping) else None
         if not isinstance(answers, list) or "prompt" not in row:
             raise ValueError(f"rank: line {line} has no prompt and list of answers; needed both")
-        found = model.rank(row["prompt"], answers, batch_size=options.batch_size)
-        scores = [round(score, 4) for score in found.scores.tolist()]
-        yield json.dumps({"line": line, "order": list(found.order), "scores": scores})
+        ranking = model.rank(row["prompt"], answers, batch_size=options.batch_size)
+        scores = [round(score, 4) for score in ranking.scores.tolist()]
+        yield json.dumps({"line": line, "order": list(ranking.order), "scores": scores})
 
 
 def reported(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:

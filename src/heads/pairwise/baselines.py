@@ -107,25 +107,25 @@ def baseline_verdicts(train: Sequence[Pair], test: Sequence[Pair], *, classes: i
         return np.c_[one - other, (one + other) / 2]
 
     longer = [one[:, :1] - other[:, :1] for one, other in ((a, b), (test_a, test_b))]
-    made: dict[str, Tensor] = {
+    verdicts: dict[str, Tensor] = {
         BASELINES[0]: alike(torch.from_numpy(labels.mean(0))).clamp(min=1e-9).log().expand(len(test), classes)
     }
-    made[BASELINES[1]] = _fitted(
+    verdicts[BASELINES[1]] = _fitted(
         make_pipeline(SplineTransformer(n_knots=8, extrapolation="constant"), LogisticRegression(C=10, max_iter=1000)),
         (longer[0], -longer[0]), labels, (longer[1], -longer[1]),
     )  # fmt: skip
-    made[BASELINES[2]] = _fitted(
+    verdicts[BASELINES[2]] = _fitted(
         LogisticRegression(C=0.3, max_iter=2000),
         (worded(tfidf[0], tfidf[1], a - b), worded(tfidf[1], tfidf[0], b - a)), labels,
         (worded(tfidf[2], tfidf[3], test_a - test_b), worded(tfidf[3], tfidf[2], test_b - test_a)),
     )  # fmt: skip
-    made[BASELINES[3]] = _fitted(
+    verdicts[BASELINES[3]] = _fitted(
         HistGradientBoostingClassifier(
             learning_rate=0.03, max_iter=200, l2_regularization=5.0, min_samples_leaf=40, random_state=0
         ),
         (styled(a, b), styled(b, a)), labels, (styled(test_a, test_b), styled(test_b, test_a)),
     )  # fmt: skip
-    return made
+    return verdicts
 
 
 def rivals_of(found: Tensor, labels: Sequence[Any], train: Sequence[Pair], test: Sequence[Pair]) -> tuple[Rival, ...]:
@@ -195,10 +195,10 @@ def _fitted(model: Any, seen: tuple[Any, Any], labels: np.ndarray, new: tuple[An
     rows, targets, weights = [], [], []
     for side, shares in zip(seen, (labels, turned), strict=True):
         for k in range(classes):
-            held = shares[:, k] > 0
-            rows.append(side[held])
-            targets.append(np.full(held.sum(), k))
-            weights.append(shares[held, k])
+            counted = shares[:, k] > 0
+            rows.append(side[counted])
+            targets.append(np.full(counted.sum(), k))
+            weights.append(shares[counted, k])
     if len(present := set(np.concatenate(targets).tolist())) < 2:  # nothing but ties
         only = torch.full((new[0].shape[0], classes), 1e-9, dtype=torch.float64)
         only[:, present.pop()] = 1.0
@@ -208,8 +208,8 @@ def _fitted(model: Any, seen: tuple[Any, Any], labels: np.ndarray, new: tuple[An
     there = torch.tensor(model.classes_)
     both = []
     for side in new:
-        found = torch.full((side.shape[0], classes), 1e-9, dtype=torch.float64)
-        found[:, there] = torch.from_numpy(model.predict_proba(side)).clamp(min=1e-9)
-        both.append(found)
+        probabilities = torch.full((side.shape[0], classes), 1e-9, dtype=torch.float64)
+        probabilities[:, there] = torch.from_numpy(model.predict_proba(side)).clamp(min=1e-9)
+        both.append(probabilities)
     mean = (both[0] + swapped(both[1])) / 2
     return (mean / mean.sum(1, keepdim=True)).log()

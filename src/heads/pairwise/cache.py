@@ -62,12 +62,14 @@ def encoded(model: Any, sequences: Sequence[Tokens], cache: str | Path | None, p
                disable=not progress, leave=False, delay=1)  # fmt: skip
     with evaluating(model), torch.autocast(model.device.type, enabled=False), bar:
         for batches in _chunks(order, missing):
-            made = []
+            feature_parts = []
             for batch in batches:
-                given = sequence_batch([missing[key] for key in batch])
-                made.append(model.features(**{name: value.to(model.device) for name, value in given.items()}).cpu())
-                bar.update(len(given["input_ids"]))
-            chunk, features = [key for batch in batches for key in batch], torch.cat(made)
+                inputs = sequence_batch([missing[key] for key in batch])
+                feature_parts.append(
+                    model.features(**{name: value.to(model.device) for name, value in inputs.items()}).cpu()
+                )
+                bar.update(len(inputs["input_ids"]))
+            chunk, features = [key for batch in batches for key in batch], torch.cat(feature_parts)
             table = torch.frombuffer(bytearray(b"".join(chunk)), dtype=torch.uint8).view(len(chunk), -1)
             name = f"{hashlib.sha256(b''.join(chunk)).hexdigest()[:32]}.safetensors"
             for kind, pooled in zip(kinds, features.chunk(len(kinds), 1), strict=True):
@@ -81,9 +83,9 @@ def encoded(model: Any, sequences: Sequence[Tokens], cache: str | Path | None, p
 
 
 def _key(tokens: Tokens) -> bytes:
-    made = hashlib.sha256(f"{len(tokens.ids)} {tokens.begin} ".encode())
-    made.update(tokens.ids.tobytes() + tokens.types.tobytes())
-    return made.digest()[:16]
+    digest = hashlib.sha256(f"{len(tokens.ids)} {tokens.begin} ".encode())
+    digest.update(tokens.ids.tobytes() + tokens.types.tobytes())
+    return digest.digest()[:16]
 
 
 def _chunks(order: Sequence[bytes], sequences: dict[bytes, Tokens]) -> Iterator[list[list[bytes]]]:
@@ -109,8 +111,8 @@ def _found(folder: Path | None) -> dict[bytes, np.ndarray]:
     rows: dict[bytes, np.ndarray] = {}
     for path in sorted(folder.glob("*.safetensors")) if folder is not None else ():
         try:
-            held = load_file(path)
-            keys, features = held["keys"].numpy(), held["features"].numpy()
+            stored = load_file(path)
+            keys, features = stored["keys"].numpy(), stored["features"].numpy()
         except (SafetensorError, KeyError, OSError):
             continue
         rows |= zip((key.tobytes() for key in keys), features, strict=False)
@@ -133,17 +135,17 @@ def _adapters(model: Any) -> list[str]:
 
 def fingerprint(model: Any) -> str:
     """What tells one encoder and its pooling from another in milliseconds: a few numbers of each tensor."""
-    made = hashlib.sha256(repr((type(model.encoder).__name__, model.pool.pooling, _adapters(model))).encode())
+    digest = hashlib.sha256(repr((type(model.encoder).__name__, model.pool.pooling, _adapters(model))).encode())
     for tensor in (*model.encoder.state_dict().values(), *model.pool.state_dict().values()):
         flat = tensor.detach().flatten()
-        made.update(flat[:: max(1, len(flat) // _SAMPLED)].double().cpu().numpy().tobytes())
-    return made.hexdigest()
+        digest.update(flat[:: max(1, len(flat) // _SAMPLED)].double().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _hashed(module: nn.Module, *beside: str) -> str:
     """A hash of a module's weights, and of what else its outputs depend on."""
-    made = hashlib.sha256("\n".join(beside).encode())
+    digest = hashlib.sha256("\n".join(beside).encode())
     for name, tensor in sorted(module.state_dict().items()):
-        made.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        made.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    return made.hexdigest()[:32]
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:32]

@@ -107,15 +107,17 @@ class PairwiseDataset(Dataset):
         prompts_cut = answers_cut = tokens_cut = 0
         for start in tqdm(range(0, len(self.pairs), _CHUNK), "tokenising", disable=not progress, leave=False, delay=1):
             chunk = self.pairs[start : start + _CHUNK]
-            kept: list[Tokens] = []
+            sequences: list[Tokens] = []
             for made in template.sequences([(p.prompt, (p.a, p.b)) for p in chunk]):
-                kept += [tokens for tokens, _, _ in made]
+                sequences += [tokens for tokens, _, _ in made]
                 prompts_cut += any(of_prompt for _, of_prompt, _ in made)
                 answers_cut += sum(of_answer > 0 for _, _, of_answer in made)
                 tokens_cut += sum(of_prompt + of_answer for _, of_prompt, of_answer in made)
-            sizes += [len(one.ids) for one in kept]
-            begins += [one.begin for one in kept]
-            flat.append(Tokens(np.concatenate([t.ids for t in kept]), np.concatenate([t.types for t in kept]), 0))
+            sizes += [len(one.ids) for one in sequences]
+            begins += [one.begin for one in sequences]
+            flat.append(
+                Tokens(np.concatenate([t.ids for t in sequences]), np.concatenate([t.types for t in sequences]), 0)
+            )
             looks.append(_surfaces([(p.prompt, answer) for p in chunk for answer in (p.a, p.b)], config))
         self._ids = np.concatenate([np.zeros(0, np.int32), *(one.ids for one in flat)])
         self._types = np.concatenate([np.zeros(0, np.int8), *(one.types for one in flat)])
@@ -234,22 +236,22 @@ def flat_batch(groups: Iterable[tuple[Sequence[Answer], Sequence[tuple[int, int]
     ([4, 5, 6], [1, 2], [[1, 0], [1, 1]])
     """
     places: dict[tuple[bytes, ...], int] = {}
-    kept: list[Answer] = []
+    chosen: list[Answer] = []
     compared: list[list[int]] = []
     for answers, pairs in groups:
         keys = [answer.key() for answer in answers]
         for k in sorted(range(len(keys)), key=keys.__getitem__):
             if keys[k] not in places:
-                places[keys[k]] = len(kept)
-                kept.append(answers[k])
+                places[keys[k]] = len(chosen)
+                chosen.append(answers[k])
         compared += [[places[keys[i]], places[keys[j]]] for i, j in pairs]
-    made = {"pairs": torch.tensor(compared)}  # first: the trainer takes its length for the batch's
-    if kept[0].surface.size:
-        made["surface"] = torch.from_numpy(np.stack([answer.surface for answer in kept]))
-    features = [answer.features for answer in kept if answer.features is not None]
+    batch = {"pairs": torch.tensor(compared)}  # first: the trainer takes its length for the batch's
+    if chosen[0].surface.size:
+        batch["surface"] = torch.from_numpy(np.stack([answer.surface for answer in chosen]))
+    features = [answer.features for answer in chosen if answer.features is not None]
     if features:
-        return made | {"features": torch.from_numpy(np.stack(features))}
-    return made | sequence_batch([answer.tokens for answer in kept])
+        return batch | {"features": torch.from_numpy(np.stack(features))}
+    return batch | sequence_batch([answer.tokens for answer in chosen])
 
 
 class PairwiseCollator:
@@ -263,6 +265,6 @@ class PairwiseCollator:
 
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Pairs, tokens or features, surface features where there are any and, where the pairs have them, labels."""
-        made = flat_batch((item["answers"], [(0, 1)]) for item in items)
+        batch = flat_batch((item["answers"], [(0, 1)]) for item in items)
         labels = [item["label"] for item in items]
-        return made if labels[0] is None else made | {"labels": torch.tensor(labels)}
+        return batch if labels[0] is None else batch | {"labels": torch.tensor(labels)}

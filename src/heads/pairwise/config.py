@@ -109,11 +109,11 @@ class PairwiseConfig(PreTrainedConfig):
         if self.link not in get_args(Link):
             _refuse("link", self.link, f"one of {', '.join(get_args(Link))}")
         for name, choices, least in (("pooling", get_args(Pooling), 1), ("surface", get_args(Surface), 0)):
-            held = getattr(self, name)
-            if not all(isinstance(one, str) for one in held):
-                _refuse(name, held, f"names, of {', '.join(choices)}")
-            if len(held) < least or len(set(held)) < len(held) or not set(held) <= set(choices):
-                _refuse(name, held, f"{'one or more' if least else 'any'} of {', '.join(choices)}, each once")
+            value = getattr(self, name)
+            if not all(isinstance(one, str) for one in value):
+                _refuse(name, value, f"names, of {', '.join(choices)}")
+            if len(value) < least or len(set(value)) < len(value) or not set(value) <= set(choices):
+                _refuse(name, value, f"{'one or more' if least else 'any'} of {', '.join(choices)}, each once")
         if not isinstance(self.hidden_features, int) or self.hidden_features < 0:
             _refuse("hidden_features", self.hidden_features, "a width, or 0")
         if self.link == "concat" and self.surface:
@@ -132,9 +132,9 @@ class PairwiseConfig(PreTrainedConfig):
         if self.swap_consistency < 0 or (self.swap_consistency and self.link != "concat"):
             _refuse("swap_consistency", self.swap_consistency, "a weight of at least 0, and 0 for links that are fair")
         for name in ("max_tokens", "max_prompt_tokens"):
-            held = getattr(self, name)
-            if held is not None and (not isinstance(held, int) or held < 1):
-                _refuse(name, held, "a number of tokens, or None")
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                _refuse(name, value, "a number of tokens, or None")
 
     @property
     def num_classes(self) -> int:
@@ -143,8 +143,8 @@ class PairwiseConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """With the encoder's config as a dictionary, which names no folder."""
-        made = super().to_dict()
+        fields = super().to_dict()
         if isinstance(self.encoder, PreTrainedConfig):
-            made["encoder"] = self.encoder.to_dict()
-            made["encoder"]["_name_or_path"] = hub_id(made["encoder"].get("_name_or_path") or "") or ""
-        return made
+            fields["encoder"] = self.encoder.to_dict()
+            fields["encoder"]["_name_or_path"] = hub_id(fields["encoder"].get("_name_or_path") or "") or ""
+        return fields

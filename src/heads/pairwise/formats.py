@@ -91,16 +91,16 @@ def _preferred(row: Mapping[str, Any], one: str, other: str) -> tuple[Words, Wor
 
 def _dialogue(text: str) -> list[Turn]:
     """The turns of a text in which ``Human:`` and ``Assistant:`` begin paragraphs; none where they do not."""
-    found: list[Turn] = []
+    turns: list[Turn] = []
     for part in ("\n\n" + text.lstrip()).split("\n\n"):
         role = next((r for mark, r in (("Human:", "user"), ("Assistant:", "assistant")) if part.startswith(mark)), None)
         if role is not None:
-            found.append(Turn(role, part.partition(":")[2].strip()))
-        elif found:
-            found[-1] = Turn(found[-1].role, f"{found[-1].text}\n\n{part}")
+            turns.append(Turn(role, part.partition(":")[2].strip()))
+        elif turns:
+            turns[-1] = Turn(turns[-1].role, f"{turns[-1].text}\n\n{part}")
         elif part.strip():
             return []
-    return found
+    return turns
 
 
 def _parted(a: Sequence[Turn], b: Sequence[Turn]) -> tuple[Words, Words, Words]:
@@ -125,8 +125,8 @@ def _list(value: Any) -> list[str | None] | None:
             value = json.loads(value) or None  # an empty list is a text
         except (ValueError, RecursionError):
             return None
-    found = isinstance(value, list) and all(turn is None or isinstance(turn, str) for turn in value)
-    return value if found else None
+    is_list_of_turns = isinstance(value, list) and all(turn is None or isinstance(turn, str) for turn in value)
+    return value if is_list_of_turns else None
 
 
 def _text(name: str, value: Any) -> str:
@@ -146,7 +146,7 @@ def _messages(name: str, value: Any) -> tuple[Turn, ...]:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise ValueError(f"{name} is a text, needed messages") from None
-    found = []
+    turns = []
     for message in value if isinstance(value, list) else [value]:
         if not isinstance(message, Mapping):
             raise ValueError(f"{name} has a message that is a {type(message).__name__}, needed role and content")
@@ -154,8 +154,8 @@ def _messages(name: str, value: Any) -> tuple[Turn, ...]:
         if str(role).lower() not in _ROLES:
             raise ValueError(f"{name} has a message of role {role!r:.20}, needed one of {', '.join(_ROLES)}")
         text = _content(name, message.get("content", message.get("value")))
-        found.append(Turn(_ROLES[str(role).lower()], sound(name, text)))
-    return tuple(found)
+        turns.append(Turn(_ROLES[str(role).lower()], sound(name, text)))
+    return tuple(turns)
 
 
 def _content(name: str, content: Any) -> str:

@@ -95,18 +95,18 @@ def _parts(encoder: Any, what: str) -> list[tuple[str, nn.Module]]:
     if what == "all":
         return [("encoder", encoder)]
     embeddings = getattr(encoder, "embeddings", None) or encoder.get_input_embeddings()
-    found = [("embeddings", embeddings)]
+    parts = [("embeddings", embeddings)]
     if getattr(encoder, "embeddings_project", None) is not None:  # ELECTRA's
-        found.append(("embeddings_project", encoder.embeddings_project))
+        parts.append(("embeddings_project", encoder.embeddings_project))
     if what == "embeddings":
-        return found
+        return parts
     kind, _, count = str(what).partition(":")
     if kind != "bottom" or not count.isdigit():
         raise ValueError(f"freeze_: what is {what!r}; needed 'all', 'bottom:6' or so, 'embeddings' or 'none'")
     name, layers = encoder_layers("freeze_", encoder, "'all', 'embeddings' or 'none'")
     if not 0 < int(count) <= len(layers):
         raise ValueError(f"freeze_: what is {what!r}, and {type(encoder).__name__} has {len(layers)} layers")
-    return found + [(f"{name}.{k}", layers[k]) for k in range(int(count))]
+    return parts + [(f"{name}.{k}", layers[k]) for k in range(int(count))]
 
 
 def parameter_groups(

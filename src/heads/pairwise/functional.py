@@ -86,7 +86,7 @@ def packed_attention(
         return reference.packed_attention(query, key, value, places, scale=scale, window=window, causal=causal)
     if unsupported is None and impl != "eager" and lengths:
         return _flash(query, key, value, ends, max(lengths), scale, window, causal)
-    made = []
+    outputs = []
     for parts in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
         count = len(parts[0])
         near = None if window is None or count <= window + 1 else _near(count, window, causal, query.device)
@@ -94,8 +94,8 @@ def packed_attention(
         one = F.scaled_dot_product_attention(
             q, k, v, near, dropout_p, is_causal=causal and near is None, scale=scale, enable_gqa=groups < heads
         )
-        made.append(one[0].transpose(0, 1))
-    return torch.cat(made) if made else query.clone()
+        outputs.append(one[0].transpose(0, 1))
+    return torch.cat(outputs) if outputs else query.clone()
 
 
 def _not_fused(query: Tensor, dropout_p: float) -> str | None:
@@ -238,10 +238,12 @@ def pairwise_loss(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
             f"pairwise_loss: labels are {list(labels.shape)} for logits {list(logits.shape)}; needed "
             f"{list(logits.shape[:1])} classes or {list(logits.shape)} shares"
         )
-    found = log_probabilities(logits)
-    wanted = labels.to(found.dtype) if labels.dim() == 2 else F.one_hot(labels, logits.shape[-1]).to(found.dtype)
+    log_probs = log_probabilities(logits)
+    wanted = (
+        labels.to(log_probs.dtype) if labels.dim() == 2 else F.one_hot(labels, logits.shape[-1]).to(log_probs.dtype)
+    )
     wanted = wanted * (1 - label_smoothing) + label_smoothing / logits.shape[-1]
-    return -(wanted * found).sum(-1).mean()
+    return -(wanted * log_probs).sum(-1).mean()
 
 
 def swap_divergence(logits: Tensor, swapped_logits: Tensor) -> Tensor:

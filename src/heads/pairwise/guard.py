@@ -56,11 +56,11 @@ class DeadRunGuard(TrainerCallback):
     def observe(self, logits: Tensor, labels: Tensor) -> None:
         """What a micro-batch of training came to: (P, C) logits and labels."""
         classes = logits.shape[-1]
-        found = log_probabilities(logits.detach().float())
+        log_probs = log_probabilities(logits.detach().float())
         wanted = labels.float() if labels.dim() == 2 else nn.functional.one_hot(labels, classes).float()
-        bad = (~torch.isfinite(found)).any().float()
-        said = nn.functional.one_hot(found.argmax(-1), classes).float()
-        lost = (wanted * -found.nan_to_num(0.0, 0.0, 0.0)).sum(1)
+        bad = (~torch.isfinite(log_probs)).any().float()
+        said = nn.functional.one_hot(log_probs.argmax(-1), classes).float()
+        lost = (wanted * -log_probs.nan_to_num(0.0, 0.0, 0.0)).sum(1)
         last = torch.stack([bad, lost.square().sum(), *bad.new_zeros(classes - 2)])
         rows = [said.sum(0), wanted.sum(0), wanted.T @ lost, last]
         seen = torch.cat([torch.stack(rows), wanted.T @ wanted])

@@ -123,21 +123,21 @@ def predict_pairs(
 def sides_of(model: Any, data: PairwiseDataset, numbers: Sequence[int], batch_size: int = 32) -> list[Tensor]:
     """Features of A and of B of these pairs, and their surface features, on the CPU."""
     collate, device = PairwiseCollator(), next(model.parameters()).device
-    held: list[list[Tensor]] = [[], [], [], []]
+    sides: list[list[Tensor]] = [[], [], [], []]
     with evaluating(model):
         for start in range(0, len(numbers), batch_size):
             batch = collate([data[i] for i in numbers[start : start + batch_size]])
             batch = {name: value.to(device) for name, value in batch.items() if name != "labels"}
-            for kept, part in zip(held, _sides(model, batch), strict=True):
+            for kept, part in zip(sides, _sides(model, batch), strict=True):
                 kept.append(torch.zeros(0, 0) if part is None else part.cpu())
-    return [torch.cat(kept) for kept in held]
+    return [torch.cat(kept) for kept in sides]
 
 
 def _judged(model: Any, batch: dict[str, Tensor]) -> tuple[list[Any], Any]:
     """Features and surface features of A and B, and what the model makes of them in both orders."""
-    held = _sides(model, batch)
+    sides = _sides(model, batch)
     with torch.autocast(batch["pairs"].device.type, enabled=False):
-        return held, model.compare(*held, both_orders=True)
+        return sides, model.compare(*sides, both_orders=True)
 
 
 def _sides(model: Any, batch: dict[str, Tensor]) -> list[Any]:
@@ -171,13 +171,13 @@ def rank_answers(model: Any, answers: Sequence[Answer], batch_size: int) -> Rank
                 logits = model.head.linked(scores[first], scores[second]) / model.head.temperature
                 shares.append(log_probabilities(logits).exp().cpu())
                 continue
-            held = [part if part is None else part[k] for part in (states, surface) for k in (first, second)]
-            found = model.compare(*held, both_orders=True)
-            orders = [log_probabilities(found.logits), swapped(log_probabilities(found.swapped_logits))]
+            both_sides = [part if part is None else part[k] for part in (states, surface) for k in (first, second)]
+            comparison = model.compare(*both_sides, both_orders=True)
+            orders = [log_probabilities(comparison.logits), swapped(log_probabilities(comparison.swapped_logits))]
             shares.append(torch.stack(orders).exp().mean(0).cpu())
     wins = _wins(torch.cat(shares) if shares else torch.zeros(0, 2), pairs.cpu(), count)
-    found = bradley_terry(wins.clamp(1e-9, 1 - 1e-9)) if scores is None else scores.double().cpu()
-    return Ranking(tuple(found.argsort(descending=True, stable=True).tolist()), found - found.mean(), wins)
+    strengths = bradley_terry(wins.clamp(1e-9, 1 - 1e-9)) if scores is None else scores.double().cpu()
+    return Ranking(tuple(strengths.argsort(descending=True, stable=True).tolist()), strengths - strengths.mean(), wins)
 
 
 def _wins(shares: Tensor, pairs: Tensor, count: int) -> Tensor:

@@ -141,10 +141,10 @@ class PairwiseHead(nn.Module):
         """
         if self.link not in SCORED:
             raise ValueError(f"PairwiseHead: link {self.link!r} compares answers and gives single ones no score")
-        found = self._read(features)[:, 0]
+        scores = self._read(features)[:, 0]
         if self.encoding is None or self.beside is None:
-            return found
-        return found + self.beside(self.encoding(_given(surface)))[:, 0]
+            return scores
+        return scores + self.beside(self.encoding(_given(surface)))[:, 0]
 
     def forward(self, a: Tensor, b: Tensor, surface_a: Tensor | None = None, surface_b: Tensor | None = None) -> Tensor:
         """(P, W) features of A and of B, and (P, F) surface features, to (P, C) logits."""

@@ -89,8 +89,8 @@ def at_verdict(table: Tensor, found: Tensor) -> Tensor:
 
 def shares_of(labels: Sequence[Any] | Tensor, classes: int) -> Tensor:
     """(N, C) float64 shares of classes or shares."""
-    made = torch.as_tensor(labels)
-    return made.double() if made.dim() == 2 else F.one_hot(made.long(), classes).double()
+    shares = torch.as_tensor(labels)
+    return shares.double() if shares.dim() == 2 else F.one_hot(shares.long(), classes).double()
 
 
 def pairwise_metrics(

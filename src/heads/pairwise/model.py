@@ -80,22 +80,22 @@ class PairwiseModel(SavedJudge):
         super().__init__(config)
         if config.encoder is None:
             raise ValueError("PairwiseModel: config.encoder is None; needed an encoder's config, or from_encoder")
-        own = {"dtype": torch.get_default_dtype()}  # what from_pretrained was asked for, not what was saved
-        made: Any = AutoModel.from_config(config.encoder, **own) if encoder is None else encoder
-        for module in () if encoder is None else made.modules():
+        dtype_asked = {"dtype": torch.get_default_dtype()}  # what from_pretrained was asked for, not what was saved
+        inner: Any = AutoModel.from_config(config.encoder, **dtype_asked) if encoder is None else encoder
+        for module in () if encoder is None else inner.modules():
             module._is_hf_initialized = True  # its weights are not to be drawn again
-        if getattr(made, "pooler", None) is not None:
-            made.pooler = None  # what pools here is ours, and parameters without gradients stop DDP
-        made.config.use_cache = False  # of keys and values, which nothing here asks for again
-        self.encoder = made
+        if getattr(inner, "pooler", None) is not None:
+            inner.pooler = None  # what pools here is ours, and parameters without gradients stop DDP
+        inner.config.use_cache = False  # of keys and values, which nothing here asks for again
+        self.encoder = inner
         self.pool = Pool(config.encoder.hidden_size, config.pooling)
         self.head = PairwiseHead(
             config.encoder.hidden_size * len(config.pooling), link=config.link, ties=config.ties,
             hidden_features=config.hidden_features, dropout=config.dropout, surface=config.surface,
         )  # fmt: skip
         self.post_init()
-        if made.device.type != "meta":
-            self.packing: PackingReport = check_packing(made)
+        if inner.device.type != "meta":
+            self.packing: PackingReport = check_packing(inner)
 
     def _init_weights(self, module: Any) -> None:
         if isinstance(module, (Pool, PairwiseHead)):
@@ -156,9 +156,9 @@ class PairwiseModel(SavedJudge):
         packing = check_packing(inner)
         if tokenizer is not None:
             check_tokenizer(tokenizer, inner)
-        own = copy.deepcopy(inner.config)
-        own._name_or_path = hub_id(own._name_or_path or "") or ""  # no folder of this machine
-        config = PairwiseConfig(encoder=own, **options)
+        encoder_config = copy.deepcopy(inner.config)
+        encoder_config._name_or_path = hub_id(encoder_config._name_or_path or "") or ""  # no folder of this machine
+        config = PairwiseConfig(encoder=encoder_config, **options)
         config.max_tokens = most_tokens("from_encoder", config.max_tokens, inner, packing, tokenizer)
         model = cls(config, inner)
         model.tokenizer = tokenizer

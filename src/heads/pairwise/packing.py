@@ -49,10 +49,10 @@ def _attention(
     causal = getattr(module, "is_causal", True) if causal is None else causal  # as transformers decides it
     window = None if sliding_window is None else sliding_window - 1  # theirs counts the token itself
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
-    found = packed_attention(
+    output = packed_attention(
         q, k, v, options[_ENDS], scale=scaling, dropout_p=dropout, window=window, causal=bool(causal)
     )
-    return found[None], None
+    return output[None], None
 
 
 def _mask(*args: Any, **options: Any) -> Tensor | None:
@@ -118,11 +118,11 @@ def encode_padded(
 
 
 def _states(encoder: nn.Module, output: Any) -> Tensor:
-    found = getattr(output, "last_hidden_state", None)
-    if found is None:
-        given = sorted(output) if hasattr(output, "keys") else type(output).__name__
-        raise ValueError(f"PairwiseModel: {type(encoder).__name__} gives {given}; needed a last_hidden_state")
-    return found
+    states = getattr(output, "last_hidden_state", None)
+    if states is None:
+        fields = sorted(output) if hasattr(output, "keys") else type(output).__name__
+        raise ValueError(f"PairwiseModel: {type(encoder).__name__} gives {fields}; needed a last_hidden_state")
+    return states
 
 
 @torch.no_grad()

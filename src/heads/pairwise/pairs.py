@@ -101,7 +101,7 @@ def check_words(name: str, value: Any) -> Words:
     """
     if isinstance(value, str):
         return sound(name, value)
-    found = []
+    turns = []
     for part in value if isinstance(value, (tuple, list)) else [None]:
         turn = (part.get("role"), part.get("content")) if isinstance(part, Mapping) else part
         if (
@@ -111,10 +111,10 @@ def check_words(name: str, value: Any) -> Words:
             or not isinstance(turn[1], str)
         ):
             raise ValueError(f"{name} is {value!r:.60}, needed text or turns of {', '.join(ROLES)}")
-        found.append(Turn(turn[0], sound(name, turn[1])))
-    if name != "prompt" and (not found or found[-1].role != "assistant"):
+        turns.append(Turn(turn[0], sound(name, turn[1])))
+    if name != "prompt" and (not turns or turns[-1].role != "assistant"):
         raise ValueError(f"{name} does not end with a turn of the assistant's, {value!r:.60}")
-    return tuple(found)
+    return tuple(turns)
 
 
 def as_pairs(operation: str, pairs: Iterable[Any], classes: int = 3) -> list[Pair]:
@@ -126,7 +126,7 @@ def as_pairs(operation: str, pairs: Iterable[Any], classes: int = 3) -> list[Pai
     >>> as_pairs("an example", [{"prompt": "2 + 2?", "a": "4", "b": "5", "label": "A"}])
     [Pair(prompt='2 + 2?', a='4', b='5', label=0, writers=(None, None))]
     """
-    made = []
+    converted = []
     for number, given in enumerate(pairs):
         pair = given
         if isinstance(pair, Mapping) and {"prompt", "a", "b"} <= set(pair):
@@ -140,8 +140,8 @@ def as_pairs(operation: str, pairs: Iterable[Any], classes: int = 3) -> list[Pai
             label = check_label(pair[3], classes) if len(pair) > 3 else None
         except ValueError as error:
             raise ValueError(f"{operation}: pair {number}: {error}") from error
-        made.append(Pair(words[0], words[1], words[2], label, *pair[4:]))
-    return made
+        converted.append(Pair(words[0], words[1], words[2], label, *pair[4:]))
+    return converted
 
 
 def split_pairs(pairs: Sequence[Pair], shares: Sequence[float] = (0.8, 0.1, 0.1), *, seed: int = 0) -> list[list[Pair]]:
@@ -175,12 +175,12 @@ def split_pairs(pairs: Sequence[Pair], shares: Sequence[float] = (0.8, 0.1, 0.1)
     part_of = {}
     for number, prompt in enumerate(drawn):
         part_of[prompt] = sum(number >= end for end in ends[:-1])
-    made: list[list[Pair]] = [[] for _ in shares]
+    parts: list[list[Pair]] = [[] for _ in shares]
     for prompt, pair in zip(prompts, pairs, strict=True):
-        made[part_of[prompt]].append(pair)
-    if not all(made):
-        raise ValueError(f"split_pairs: {len(pairs)} pairs make parts of {[len(part) for part in made]}; needed more")
-    return made
+        parts[part_of[prompt]].append(pair)
+    if not all(parts):
+        raise ValueError(f"split_pairs: {len(pairs)} pairs make parts of {[len(part) for part in parts]}; needed more")
+    return parts
 
 
 def count_labels(pairs: Iterable[Pair]) -> tuple[int, ...]:

@@ -57,8 +57,14 @@ class PairwiseReport(Report):
         """The baselines beside the model where they were asked for, else the confusion matrix."""
         if not self.rivals:
             return self.metrics.table()
-        own = self.metrics
-        rows = [("this model", *_told(own.accuracy, self.near_accuracy, own.log_loss, own.calibration_error), "")]
+        metrics = self.metrics
+        rows = [
+            (
+                "this model",
+                *_told(metrics.accuracy, self.near_accuracy, metrics.log_loss, metrics.calibration_error),
+                "",
+            )
+        ]
         for one in self.rivals:
             told = _told(one.accuracy, one.near_accuracy, one.log_loss, one.calibration_error)
             rows.append((one.name, *told, f"{one.gain:+.4f} ± {one.error:.4f}"))
@@ -79,10 +85,10 @@ class PairwiseReport(Report):
             ImportError: matplotlib is not installed.
         """
         figure, axes = axes_for(ax, "PairwiseReport.plot", width=4.6, height=4.2)
-        found = self.predictions
-        classes = found.log_probabilities.shape[-1]
-        right = at_verdict(shares_of(self.labels, classes), found.log_probabilities)
-        bins = calibration_bins(at_verdict(found.probabilities.double(), found.log_probabilities), right)
+        predictions = self.predictions
+        classes = predictions.log_probabilities.shape[-1]
+        right = at_verdict(shares_of(self.labels, classes), predictions.log_probabilities)
+        bins = calibration_bins(at_verdict(predictions.probabilities.double(), predictions.log_probabilities), right)
         axes.plot([0, 1], [0, 1], color="0.7", linewidth=1, label="calibrated")
         sizes = [20 + 400 * b[0] for b in bins]
         axes.scatter([b[1] for b in bins], [b[2] for b in bins], s=sizes, label="bins, by size")
@@ -203,11 +209,11 @@ def calibrate_(model: Any, data: PairwiseDataset, *, batch_size: int = 32, progr
         ValueError: No pairs, or pairs without labels.
     """
     _check_labelled("calibrate_", data)
-    found = predict_pairs(model, data, batch_size=batch_size, progress=progress).log_probabilities
+    log_probs = predict_pairs(model, data, batch_size=batch_size, progress=progress).log_probabilities
     held, labels = float(model.head.temperature), _labels(data)
-    logits = found.double() * held
+    logits = log_probs.double() * held
     temperature = fit_temperature(logits, labels)
-    losses = [pairwise_metrics(one, labels).log_loss for one in (found, (logits / temperature).log_softmax(-1))]
+    losses = [pairwise_metrics(one, labels).log_loss for one in (log_probs, (logits / temperature).log_softmax(-1))]
     model.head.temperature.fill_(temperature)
     return CalibrationReport(len(data), temperature, *losses)
 

@@ -200,12 +200,12 @@ def _csv(file: Any, path: Path) -> Iterator[tuple[int, Any]]:
 
 def _json(file: Any, path: Path) -> Iterator[tuple[int, Any]]:
     try:
-        found = json.load(file)
+        rows = json.load(file)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"read_pairs: {path} cannot be read: {error}") from error
-    if not isinstance(found, list):
-        raise ValueError(f"read_pairs: {path} holds a {type(found).__name__}, needed a list of rows")
-    yield from enumerate(found, 1)
+    if not isinstance(rows, list):
+        raise ValueError(f"read_pairs: {path} holds a {type(rows).__name__}, needed a list of rows")
+    yield from enumerate(rows, 1)
 
 
 def _json_lines(file: Any, path: Path) -> Iterator[tuple[int, Any]]:

@@ -33,18 +33,18 @@ class SavedJudge(PreTrainedModel):
         """A model that `save_pretrained` wrote, in float32 unless ``dtype`` says otherwise, with its tokenizer."""
         if "torch_dtype" not in kwargs:
             kwargs.setdefault("dtype", torch.float32)
-        made = super().from_pretrained(place, *args, **kwargs)
-        model: Any = made[0] if isinstance(made, tuple) else made
+        loaded = super().from_pretrained(place, *args, **kwargs)
+        model: Any = loaded[0] if isinstance(loaded, tuple) else loaded
         model.packing = check_packing(model.encoder)
         try:
-            kept = {name: value for name, value in kwargs.items() if name in _FROM_HUB}
-            model.tokenizer = AutoTokenizer.from_pretrained(place, **kept)
+            hub_options = {name: value for name, value in kwargs.items() if name in _FROM_HUB}
+            model.tokenizer = AutoTokenizer.from_pretrained(place, **hub_options)
         except Exception as error:  # whatever a damaged file gives
             if any((Path(str(place)) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
                 raise ValueError(f"from_pretrained: the tokenizer in {place} cannot be read: {error}") from error
             model.tokenizer = None  # it was saved without one
         most_tokens("from_pretrained", model.config.max_tokens, model.encoder, model.packing, model.tokenizer)
-        return made
+        return loaded
 
     def save_pretrained(
         self, save_directory: Any, is_main_process: bool = True, *args: Any, report: Any = None, **kwargs: Any
@@ -122,8 +122,12 @@ def card_of(config: PairwiseConfig, report: Any = None) -> str:
         f"{', '.join(config.surface) or 'nothing'}; {config.max_tokens or 'any number of'} tokens at most.",
     ]
     if report is not None:
-        found = report.metrics
-        named = {"accuracy": found.accuracy, "log_loss": found.log_loss, "calibration_error": found.calibration_error}
+        judged = report.metrics
+        named = {
+            "accuracy": judged.accuracy,
+            "log_loss": judged.log_loss,
+            "calibration_error": judged.calibration_error,
+        }
         metrics = [{"type": name, "value": round(float(value), 4)} for name, value in named.items()]
         where = {"name": f"{len(report.labels)} labelled pairs", "type": "pairs"}
         head["model-index"] = [

@@ -61,9 +61,9 @@ class Template:
 
     def _read_pair(self, config: PairwiseConfig) -> None:
         """Special tokens as the tokenizer puts them around two texts, or around one."""
-        made = self.tokenizer(*(("a", "b") if self.with_prompt else ("b",)))
-        owners, ids = made.sequence_ids(0), made["input_ids"]
-        kinds = made.get("token_type_ids") if (getattr(config.encoder, "type_vocab_size", 0) or 0) > 1 else None
+        encoding = self.tokenizer(*(("a", "b") if self.with_prompt else ("b",)))
+        owners, ids = encoding.sequence_ids(0), encoding["input_ids"]
+        kinds = encoding.get("token_type_ids") if (getattr(config.encoder, "type_vocab_size", 0) or 0) > 1 else None
         kinds = [0] * len(ids) if kinds is None else kinds
         answer = [i for i, owner in enumerate(owners) if owner == int(self.with_prompt)]
         prompt = [i for i, owner in enumerate(owners) if owner == 0 and self.with_prompt] or answer[:1]
@@ -135,11 +135,11 @@ class Template:
         ids = iter(token_ids(self.tokenizer, texts))
         for shared, rest in told:
             before = [next(ids) for _ in shared]
-            made = []
+            packed = []
             for turns in rest:
-                own = [next(ids) for _ in turns]
-                made.append(self._sequence((*shared, *turns), [*before, *own]))
-            yield made
+                turn_ids = [next(ids) for _ in turns]
+                packed.append(self._sequence((*shared, *turns), [*before, *turn_ids]))
+            yield packed
 
     def _sequence(self, turns: Sequence[Turn], parts: Sequence[Sequence[int]]) -> tuple[Tokens, int, int]:
         answer = parts[-1]
@@ -154,8 +154,8 @@ class Template:
                 f"PairwiseDataset: max_tokens is {self.limit}, which special tokens of a conversation that begins with "
                 f"{roles[0]} fill; needed more"
             )
-        kept = min(len(prompt), max(min(self.prompt_room, room - 1), room - len(answer)))
-        cut = prompt[len(prompt) - kept :], cut_middle(answer, room - kept)
+        room_for_prompt = min(len(prompt), max(min(self.prompt_room, room - 1), room - len(answer)))
+        cut = prompt[len(prompt) - room_for_prompt :], cut_middle(answer, room - room_for_prompt)
         pieces = (self._before[roles[0]], cut[0], self._gap(roles[-1], "assistant"), cut[1], self._after)
         ids = [token for piece in pieces for token in piece]
         if not ids:
@@ -163,7 +163,7 @@ class Template:
         kinds = [kind for piece, kind in zip(pieces, self._kinds, strict=True) for _ in piece]
         begin = min(sum(map(len, pieces[:3])), len(ids) - 1)  # an empty answer before nothing is what precedes it
         tokens = Tokens(np.array(ids, dtype=np.int32), np.array(kinds, dtype=np.int8), begin)
-        return tokens, len(prompt) - kept, len(answer) - len(cut[1])
+        return tokens, len(prompt) - room_for_prompt, len(answer) - len(cut[1])
 
 
 def sequence_batch(kept: Sequence[Tokens]) -> dict[str, Tensor]:

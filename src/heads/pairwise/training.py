@@ -90,7 +90,7 @@ class PairwiseTrainer(StepTrainer):
         if self.args.label_smoothing_factor:
             raise ValueError("PairwiseTrainer: label_smoothing_factor is set; needed the model's label_smoothing")
         self.layer_decay, self.head_lr_ratio = layer_decay, head_lr_ratio
-        held: Any = self.model
+        judge: Any = self.model
         self.args.remove_unused_columns = False  # the collator reads them
         self.args.dataloader_pin_memory &= self.args.device.type != "cpu"  # there is nothing to pin memory for
         if self.args.ddp_find_unused_parameters is None:
@@ -102,9 +102,9 @@ class PairwiseTrainer(StepTrainer):
                     isinstance(one, PairwiseDataset) and len(one) and one.labels[0] is not None
                 ):
                     raise ValueError(f"PairwiseTrainer: {name} is {_told(one)}; needed a PairwiseDataset with labels")
-        if not any(p.requires_grad for p in held.parameters()):
+        if not any(p.requires_grad for p in judge.parameters()):
             raise ValueError("PairwiseTrainer: nothing is trainable")
-        self._begin(held)
+        self._begin(judge)
         self.guard = (DeadRunGuard() if guard is True else guard) or None
         if self.guard is not None:
             self.guard.trainer = self
@@ -112,10 +112,10 @@ class PairwiseTrainer(StepTrainer):
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A model for a run, whose head starts from what the data are like."""
-        made = super().call_model_init(trial)
+        judge = super().call_model_init(trial)
         if hasattr(self, "train_dataset"):  # not as long as the stock trainer is being made
-            self._begin(made)
-        return made
+            self._begin(judge)
+        return judge
 
     def _begin(self, held: Any) -> None:
         """Start a new head from what the data are like: the share of ties, and how features are spread."""
@@ -153,8 +153,8 @@ class PairwiseTrainer(StepTrainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         """Batches of like length for an encoder that is padded."""
         data: Any = self.train_dataset if train_dataset is None else train_dataset
-        held: Any = self.model
-        if held.packs or data.encoded:
+        judge: Any = self.model
+        if judge.packs or data.encoded:
             return super()._get_train_sampler(train_dataset)
         size = self.args.train_batch_size * self.args.gradient_accumulation_steps
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
@@ -188,5 +188,5 @@ def _told(data: Any) -> str:
 def _metrics(found: EvalPrediction) -> dict[str, float]:
     logits: Any = found.predictions
     labels: Any = found.label_ids
-    made = pairwise_metrics(log_probabilities(torch.as_tensor(logits).double()), torch.as_tensor(labels))
-    return {name: getattr(made, name) for name in ("accuracy", "log_loss", "calibration_error")}
+    metrics = pairwise_metrics(log_probabilities(torch.as_tensor(logits).double()), torch.as_tensor(labels))
+    return {name: getattr(metrics, name) for name in ("accuracy", "log_loss", "calibration_error")}

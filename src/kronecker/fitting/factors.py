@@ -117,11 +117,11 @@ def neuron_order(
     if group == 1:
         return None
     count = weights.down_weight.shape[1]
-    kept = most_important(weights, seen, count // group)
-    others = torch.ones(count, dtype=torch.bool, device=kept.device)
-    others[kept] = False
-    rest = torch.arange(count, device=kept.device)[others].view(-1, group - 1)
-    return torch.cat([kept[:, None], rest], 1).flatten()
+    leaders = most_important(weights, seen, count // group)
+    others = torch.ones(count, dtype=torch.bool, device=leaders.device)
+    others[leaders] = False
+    rest = torch.arange(count, device=leaders.device)[others].view(-1, group - 1)
+    return torch.cat([leaders[:, None], rest], 1).flatten()
 
 
 def _group(mlp: Mlp, weights: MlpWeights, configs: Mapping[str, KroneckerConfig | LowRankConfig]) -> int:

@@ -56,11 +56,11 @@ def fit_neurons(mlp: Mlp, weights: MlpWeights, seen: Seen, keep: int, config: Pr
         keep: Number of hidden neurons that stay.
         config: ``refit``, ``epochs`` and ``ridge``.
     """
-    kept = most_important(weights, seen, keep)
-    small = _with_writing_matrix(weights.on(mlp, kept), weights, seen, kept, config)
+    chosen = most_important(weights, seen, keep)
+    small = _with_writing_matrix(weights.on(mlp, chosen), weights, seen, chosen, config)
     if config.refit == "all" and seen.count and small.middle is not None:
         return descended(small, torch.cat(seen.inputs), torch.cat(seen.targets), config.epochs)
-    return small, seen.in_order(kept).error(small)
+    return small, seen.in_order(chosen).error(small)
 
 
 def fit_heads(
@@ -71,12 +71,12 @@ def fit_heads(
     The matrix is as wide as it was, with zeros where a group is not read.
     """
     size = len(seen.moment) // groups
-    kept = most_important(weights, seen, keep, size=size)
-    small = replace(weights, down=(weights.down_weight[:, kept],))
-    small = _with_writing_matrix(small, weights, seen, kept, config)
+    chosen = most_important(weights, seen, keep, size=size)
+    small = replace(weights, down=(weights.down_weight[:, chosen],))
+    small = _with_writing_matrix(small, weights, seen, chosen, config)
     wide = torch.zeros_like(weights.down_weight)
-    wide[:, kept] = small.down_weight
-    return wide, small.down_bias, seen.in_order(kept).error(small)
+    wide[:, chosen] = small.down_weight
+    return wide, small.down_bias, seen.in_order(chosen).error(small)
 
 
 def _with_writing_matrix(

@@ -107,14 +107,14 @@ def new_places(model: nn.Module, stack: Stack, stay: Sequence[int], config: Pret
         ValueError: A family whose blocks depend on their places in another way: loaded again they would be others.
     """
     changes: Changes = []
-    found = model.named_modules()
+    modules = model.named_modules()
     if config is None or not isinstance(model, PreTrainedModel):
-        for name, module in found:
+        for name, module in modules:
             if (index := stack.index(name)) in stay:
                 changes += [(module, n, stay.index(index)) for n in _PLACES if vars(module).get(n) == index]
         return changes
     old, new = (dict(empty(type(model), c).named_modules()) for c in (copy.deepcopy(model.config), config))
-    for name, module in found:
+    for name, module in modules:
         index, renamed = stack.index(name), stack.renamed(name, stay)
         if index is None or renamed is None:
             continue

@@ -132,10 +132,10 @@ def config_with_heads(model: PreTrainedModel, attentions: Sequence[Attention], k
 @torch.no_grad()
 def check_runs(model: PreTrainedModel, config: PretrainedConfig, batch: Mapping) -> None:
     """Refuse a config whose model cannot be run: something in it is as wide as all heads together (OLMoE's norms)."""
-    given = {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in batch.items()}
+    on_meta = {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in batch.items()}
     for one in (model.config, config):
         try:
-            first_output(empty(type(model), copy.deepcopy(one)), given)
+            first_output(empty(type(model), copy.deepcopy(one)), on_meta)
         except Exception as error:
             if one is model.config:  # it cannot be tried without numbers
                 return
@@ -156,8 +156,8 @@ def cut_heads_(
     before, changes = first_output(model, batch), attribute_changes(model, config)
     for attention in attentions:
         weight = dense(model.get_submodule(attention.down)).unflatten(1, (attention.groups, -1))
-        kept = weight.float().square().sum((0, 2)).topk(keep).indices.sort().values
-        set_parameters_(model, _cut(model, attention, kept))
+        chosen = weight.float().square().sum((0, 2)).topk(keep).indices.sort().values
+        set_parameters_(model, _cut(model, attention, chosen))
     undo = set_attributes_(changes)
     try:
         _check_same(model, before, first_output(model, batch))

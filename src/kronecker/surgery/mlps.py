@@ -255,8 +255,8 @@ def _tried(
     changes |= {mlp.down: compare(mlp.down) for mlp in trials}
     with _hooked({n: layers[n] for n in changes}, changes.__getitem__):
         same = _same_halves(first_output(model, rows))
-    found = [m for m in trials if right.get(m.down, False)]
-    return found, same
+    verified = [m for m in trials if right.get(m.down, False)]
+    return verified, same
 
 
 def _same_halves(out: Tensor) -> bool:

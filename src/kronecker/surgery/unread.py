@@ -112,10 +112,10 @@ def _of_mlp(model: nn.Module, mlp: Mlp) -> _Hidden:
 
 
 def _of_experts(model: nn.Module) -> list[_Hidden]:
-    found = []
+    hidden = []
     for name, module in model.named_modules():
         if layout := module.layout if isinstance(module, KroneckerExperts) else experts_layout(module):
             dims = {f"{name}.{n}": dim for n, dim in layout.neuron_dims.items()}
             read = f"{name}.down_proj", dims.pop(f"{name}.down_proj")
-            found.append(_Hidden(tuple(dims.items()), read, layout.rows, GROUPED))
-    return found
+            hidden.append(_Hidden(tuple(dims.items()), read, layout.rows, GROUPED))
+    return hidden

@@ -133,8 +133,8 @@ def _labels(recipe: MergeRecipe) -> list[str]:
     """Every model that a recipe and its stages name, the longest first, so that none is a part of one after it."""
     models = [model for r in (recipe, *recipe.stages()) for model in r.mentions()]
     inner = [label for stage in recipe.stages() for label in _labels(stage)]
-    own = [model_label(model) for model in models if not isinstance(model, MergeRecipe)]
-    return sorted({*own, *inner}, key=lambda label: (-len(label), label))
+    labels = [model_label(model) for model in models if not isinstance(model, MergeRecipe)]
+    return sorted({*labels, *inner}, key=lambda label: (-len(label), label))
 
 
 def _is_local(part: str) -> bool:

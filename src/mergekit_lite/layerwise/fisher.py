@@ -40,7 +40,7 @@ def fisher_information(
         For each parameter, by name, as many numbers as it has.
     """
     parameters = {name: p.requires_grad_() for name, p in model.named_parameters()}
-    found = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    totals = {name: torch.zeros_like(p) for name, p in parameters.items()}
     generator, count = torch.Generator().manual_seed(seed), 0
     for ids in tqdm(list(_examples(batches)), desc="fisher", unit="example", disable=not progress):
         logs = torch.log_softmax(model(input_ids=ids).logits.flatten(0, -2).float(), -1)
@@ -48,9 +48,9 @@ def fisher_information(
         gradients = torch.autograd.grad(logs.gather(1, drawn).sum(), list(parameters.values()), allow_unused=True)
         for name, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
-                found[name].addcmul_(gradient, gradient)
+                totals[name].addcmul_(gradient, gradient)
         count += 1
-    return {name: total / count for name, total in found.items()}
+    return {name: total / count for name, total in totals.items()}
 
 
 def _examples(batches: Sequence[Batch]) -> Iterator[Tensor]:  # (1, L)
@@ -105,9 +105,9 @@ def write_fisher_parts(
     files = [folder / f"information-{k:05d}.safetensors" for k in range(len(sources))]
     for file, source, batches in zip(files, sources, data, strict=True):
         if not _is_of(file, mark):
-            found = fisher_information(skeleton.whole(source), batches, progress=progress)
+            information = fisher_information(skeleton.whole(source), batches, progress=progress)
             with new_file(file, "merge") as part:
-                save_file({name: value.contiguous() for name, value in found.items()}, part, {"mark": mark})
+                save_file({name: value.contiguous() for name, value in information.items()}, part, {"mark": mark})
     prefixes = [skeleton.prefix(number) for number in range(len(skeleton.blocks))]
     names = [name for name, _ in skeleton.model.named_parameters()]
     groups = [[n for n in names if n.startswith(prefix)] for prefix in prefixes]

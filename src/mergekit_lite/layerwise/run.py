@@ -102,14 +102,14 @@ class BlockMerge:
 
     def _of_head(self) -> list[InputStatistics]:
         """What each model's head reads."""
-        found = []
+        statistics_of_parts = []
         for outside, batches, hidden, calls in zip(self._outsides(), self.data, self.hidden, self.calls, strict=True):
             self.skeleton.load_outside(outside)
             statistics = InputStatistics(hidden[0].shape[-1], diagonal=self.merge.diagonal)
             for call, states in zip(calls[0], self.skeleton.after(batches, hidden), strict=True):
                 statistics.add(call.tokens(states))
-            found.append(statistics)
-        return found
+            statistics_of_parts.append(statistics)
+        return statistics_of_parts
 
     def _watched(self, block: nn.Module, k: int, number: int) -> tuple[dict[str, InputStatistics], list[Tensor]]:
         """What a model's linear layers read of its data, and what its block makes of it."""
@@ -136,8 +136,8 @@ class BlockMerge:
     def _solved(self, layer: nn.Module, weights: Sequence[Tensor], seen: Sequence[InputStatistics]) -> Tensor:
         turned = isinstance(layer, Conv1D)
         matrices = [w.T if turned else w for w in weights]
-        found = merge_by_inputs(matrices, seen, reduce=self.merge.reduce, shares=self.shares)
-        return (found.T if turned else found).contiguous()
+        solution = merge_by_inputs(matrices, seen, reduce=self.merge.reduce, shares=self.shares)
+        return (solution.T if turned else solution).contiguous()
 
     def _average(self, values: Sequence[Tensor], name: str | None = None) -> Tensor:
         """By shares; rounded as it is stored where it has a name."""

@@ -132,10 +132,10 @@ def _matrix(weight: Tensor) -> Tensor:
 
 
 def _four(weights: list[Tensor]) -> tuple[list[Tensor], int]:
-    made = [_matrix(w) for w in weights]
-    if len({w.stride(0) for w in made}) > 1:
-        made = [w.contiguous() for w in made]
-    return [made[min(k, len(made) - 1)] for k in range(MOST)], made[0].stride(0)
+    matrices = [_matrix(w) for w in weights]
+    if len({w.stride(0) for w in matrices}) > 1:
+        matrices = [w.contiguous() for w in matrices]
+    return [matrices[min(k, len(matrices) - 1)] for k in range(MOST)], matrices[0].stride(0)
 
 
 def _shape(masks: list[int]) -> list[int]:

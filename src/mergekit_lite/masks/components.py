@@ -60,9 +60,9 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     """The settings that a module keeps: plain values among its attributes."""
     if isinstance(module, nn.Dropout):
         return {}
-    kept = {k: v for k, v in vars(module).items() if v is None or isinstance(v, (bool, int, float, str))}
+    scalars = {k: v for k, v in vars(module).items() if v is None or isinstance(v, (bool, int, float, str))}
     ignored = _IGNORED + _LENGTH * _is_of_any_length(getattr(module, "config", None))
-    return {k: v for k, v in kept.items() if k not in ignored and "drop" not in k}
+    return {k: v for k, v in scalars.items() if k not in ignored and "drop" not in k}
 
 
 def _settings(model: nn.Module) -> dict[str, Any]:
@@ -177,12 +177,12 @@ def refuse_not_finite(models: Sequence[nn.Module], labels: Sequence[str]) -> Non
     Raises:
         ValueError: With the first 5 parameters.
     """
-    found = []
+    problems = []
     for model, label in zip(models, labels, strict=True):
         for name, value in model.named_parameters():
             if not torch.isfinite(value.sum(dtype=torch.float64)) and not bool(torch.isfinite(value).all()):
-                found.append(f"{name} of {label} holds NaN or infinity")
-    say_or_refuse(found)
+                problems.append(f"{name} of {label} holds NaN or infinity")
+    say_or_refuse(problems)
 
 
 def say_or_refuse(differences: Sequence[str], *, strict: bool = True, whose: str = "first component's") -> None:
@@ -198,7 +198,7 @@ def say_or_refuse(differences: Sequence[str], *, strict: bool = True, whose: str
 
 def component_hashes(components: Iterable[Iterable[tuple[str, Tensor]]]) -> list[str]:
     """A SHA-256 of each component: names, shapes, dtypes and values of the weights that masks lie over, in order."""
-    found = []
+    hashes = []
     for weights in components:
         digest = hashlib.sha256()
         for name, value in weights:
@@ -206,5 +206,5 @@ def component_hashes(components: Iterable[Iterable[tuple[str, Tensor]]]) -> list
             flat = value.detach().reshape(-1)
             for start in range(0, flat.numel(), _HASHED):
                 digest.update(byte_view(stored_of(flat[start : start + _HASHED].cpu().contiguous())))
-        found.append(digest.hexdigest())
-    return found
+        hashes.append(digest.hexdigest())
+    return hashes

@@ -173,9 +173,9 @@ def mask_shape(shape: Sequence[int], granularity: str, transposed: bool = False)
     rows, columns = (0, 1) if conv else (len(shape) - 2, len(shape) - 1)
     if transposed:
         rows, columns = columns, rows
-    kept = set() if conv else set(range(len(shape) - 2))
-    kept |= {"input": {columns}, "output": {rows}, "scalar": set()}[granularity]
-    return tuple(n if i in kept else 1 for i, n in enumerate(shape))
+    full_axes = set() if conv else set(range(len(shape) - 2))
+    full_axes |= {"input": {columns}, "output": {rows}, "scalar": set()}[granularity]
+    return tuple(n if i in full_axes else 1 for i, n in enumerate(shape))
 
 
 def initial_masks(

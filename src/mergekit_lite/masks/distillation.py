@@ -93,13 +93,13 @@ def distill(
 
 def _main_input(inputs: Mapping[str, Any]) -> Tensor:
     """Token ids, or the first tensor of a model that has none."""
-    given = [v for v in (inputs.get("input_ids"), *inputs.values()) if isinstance(v, Tensor)]
-    if not given or not given[0].numel():
+    tensors = [v for v in (inputs.get("input_ids"), *inputs.values()) if isinstance(v, Tensor)]
+    if not tensors or not tensors[0].numel():
         came = {name: list(v.shape) if isinstance(v, Tensor) else type(v).__name__ for name, v in inputs.items()}
         raise ValueError(
             f"Merger.distill: the batch holds {came or 'no inputs'}; needed input_ids of (B, L), neither 0"
         )
-    return given[0]
+    return tensors[0]
 
 
 def positions(
@@ -168,8 +168,8 @@ def _shares(
     if task.numel() and not (int(task.min()) >= 0 and int(task.max()) < count):
         span = f"{int(task.min())} to {int(task.max())}"
         raise ValueError(f"Merger.distill: task labels span {span}, needed 0 to {count - 1}")
-    own = task.view(-1, *[1] * (where.dim() - 1)).expand(where.shape) if task.dim() == 1 else task
-    return nn.functional.one_hot(own[places].long(), count).float()
+    task_of_place = task.view(-1, *[1] * (where.dim() - 1)).expand(where.shape) if task.dim() == 1 else task
+    return nn.functional.one_hot(task_of_place[places].long(), count).float()
 
 
 def _examples(ids: Tensor, places: Tensor | None) -> Tensor:  # (B, L)
@@ -207,13 +207,13 @@ def _outputs(merger: MaskedModel, hidden: bool, inputs: Mapping[str, Any]) -> Te
 
 def _cached(merger: MaskedModel, kl: KLConfig, count: int, cached: Tensor) -> list[Tensor | None]:
     needed = 1 if kl.coefficients == "task" else merger.count  # by task, each position keeps its own teacher's alone
-    kept = cached.shape[1] if cached.dim() == 3 else 0
-    if cached.shape[0] != count or kept not in (needed, merger.count):
+    teachers = cached.shape[1] if cached.dim() == 3 else 0
+    if cached.shape[0] != count or teachers not in (needed, merger.count):
         raise ValueError(
             f"Merger.distill: teacher_hidden is {list(cached.shape)}, needed ({count}, {needed}, H) for this batch "
             f"and coefficients {kl.coefficients!r}; the cache was made from other batches or settings (its kl)"
         )
-    return [cached[:, min(k, kept - 1)] for k in range(merger.count)]
+    return [cached[:, min(k, teachers - 1)] for k in range(merger.count)]
 
 
 @torch.no_grad()
@@ -224,19 +224,19 @@ def _run_teachers(
     rows, device = places[0], places[0].device
     count = rows.numel()
     batch = next(v.shape[0] for v in inputs.values() if isinstance(v, Tensor))
-    found: list[Tensor | None] = []
+    logits_of_teachers: list[Tensor | None] = []
     with evaluating(merger):  # teachers drop nothing out
         for k in range(merger.count):
             used = torch.arange(count, device=device) if shares is None else shares[:, k].nonzero()[:, 0]
             if used.numel() == 0:
-                found.append(None)
+                logits_of_teachers.append(None)
                 continue
             own, place = rows[used].unique(return_inverse=True)
             part = {n: v[own] if isinstance(v, Tensor) and v.shape[:1] == (batch,) else v for n, v in inputs.items()}
             with merger.component(k):
-                made = _outputs(merger, hidden, part)
-            chosen = made[(place, *(p[used] for p in places[1:]))]
+                outputs = _outputs(merger, hidden, part)
+            chosen = outputs[(place, *(p[used] for p in places[1:]))]
             full = chosen.new_zeros(count, chosen.shape[-1])
             full[used] = chosen
-            found.append(full)
-    return found
+            logits_of_teachers.append(full)
+    return logits_of_teachers

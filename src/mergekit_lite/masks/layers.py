@@ -82,16 +82,16 @@ class MaskedLayer(nn.Module):
         generator = generator or torch.Generator().manual_seed(self.config.seed)
         self._same: set[str] = set()  # parameters that no component changes
         for name, first in self.plain.named_parameters(recurse=False):
-            own = [getattr(c, name, None) for c in self.components]
-            found = [None if p is None else (tuple(p.shape), p.dtype) for p in own]
-            if len(set(found)) > 1:
+            parameters_of_components = [getattr(c, name, None) for c in self.components]
+            shapes = [None if p is None else (tuple(p.shape), p.dtype) for p in parameters_of_components]
+            if len(set(shapes)) > 1:
                 raise ValueError(
-                    f"{type(self).__name__}: {name} is {found} in the components, needed one shape and dtype"
+                    f"{type(self).__name__}: {name} is {shapes} in the components, needed one shape and dtype"
                 )
-            for parameter in own:
+            for parameter in parameters_of_components:
                 assert parameter is not None
                 parameter.requires_grad_(False)
-            same = self.over_base and all(p is own[0] for p in own)
+            same = self.over_base and all(p is parameters_of_components[0] for p in parameters_of_components)
             if same:
                 self._same.add(name)
             if masks and name in masks:
@@ -210,12 +210,12 @@ class MaskedLayer(nn.Module):
     def stock(self, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         """The stock layer's own forward, with these in the place of its parameters."""
         first = self.plain
-        held = {name: first._parameters[name] for name in parameters}
+        replaced = {name: first._parameters[name] for name in parameters}
         try:
             first._parameters.update(parameters)  # pyrefly: ignore
             return first(*args, **kwargs)
         finally:
-            first._parameters.update(held)
+            first._parameters.update(replaced)
 
     def extra_repr(self) -> str:
         """Mode, granularity and mask shapes."""

@@ -106,9 +106,9 @@ class LayerwiseRun:
                     yield f"{name} up {pair.scale}", torch.from_numpy(pair.up).to(self.dtype)
             for name in sorted(self.skeleton.stored_buffers()):
                 stored = self.skeleton.stored_name(source, name)
-                held = model.get_buffer(name)
-                value = tensor_of(source.read(stored, 0, source.tensors[stored].count)).view(held.shape)
-                yield name, value.to(self.dtype) if held.is_floating_point() else value
+                buffer = model.get_buffer(name)
+                value = tensor_of(source.read(stored, 0, source.tensors[stored].count)).view(buffer.shape)
+                yield name, value.to(self.dtype) if buffer.is_floating_point() else value
 
         return component_hashes(parts(s, own or {}) for s, own in zip(self.sources, pairs, strict=True))
 
@@ -218,11 +218,11 @@ class LayerwiseRun:
 
     def errors(self) -> tuple[tuple[tuple[float, ...], ...], ...]:
         """Of each block and task, before and after its masks learnt."""
-        found = []
+        pairs_of_stages = []
         for part in mask_parts(self.folder)[1:]:
             with safe_open(part, "pt") as file:
-                found.append(json.loads(file.metadata()["errors"]))
-        return tuple(tuple(tuple(pair[when]) for pair in found) for when in (0, 1))
+                pairs_of_stages.append(json.loads(file.metadata()["errors"]))
+        return tuple(tuple(tuple(pair[when]) for pair in pairs_of_stages) for when in (0, 1))
 
     def bake(self, out: Path, options: Mapping[str, Any]) -> None:
         """Write the merged model, from the components' files and the parts of masks."""

@@ -167,10 +167,10 @@ def _fold_in(model: PreTrainedModel, name: str) -> None:
     assert isinstance(source, LoraSource)
     prefix = f"{model.base_model_prefix}."
     for tensor in source.changed:
-        own = next((n for n in (tensor, f"{prefix}{tensor}", tensor.removeprefix(prefix)) if n in state), None)
-        if own is None:
+        target = next((n for n in (tensor, f"{prefix}{tensor}", tensor.removeprefix(prefix)) if n in state), None)
+        if target is None:
             raise ValueError(
                 f"Merger: {name}: the adapter changes {tensor}, which {type(model).__name__} does not have"
             )
         values = tensor_of(source.read(tensor, 0, source.tensors[tensor].count))
-        state[own].copy_(values.view(state[own].shape))
+        state[target].copy_(values.view(state[target].shape))

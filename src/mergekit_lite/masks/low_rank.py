@@ -102,8 +102,8 @@ def are_thin(components: Sequence[nn.Module], base: nn.Module) -> bool:
         components: Layers at one place.
         base: The base's.
     """
-    own = dict(base.named_parameters(recurse=False))
-    unchanged = [all(getattr(c, name, None) is p for name, p in own.items()) for c in components]
+    base_parameters = dict(base.named_parameters(recurse=False))
+    unchanged = [all(getattr(c, name, None) is p for name, p in base_parameters.items()) for c in components]
     adapted = [isinstance(c, LowRankLinear) for c in components]
     return any(adapted) and all(a or same for a, same in zip(adapted, unchanged, strict=True))
 
@@ -120,14 +120,14 @@ def adapted_layers(model: PreTrainedModel, adapter: Adapter) -> dict[str, Pair] 
     prefix, modules, found = f"{model.base_model_prefix}.", dict(model.named_modules()), {}
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for name, pair in adapter.pairs.items():
-        own = next((n for n in (name, f"{prefix}{name}", name.removeprefix(prefix)) if n in modules), None)
-        layer = modules.get(own or "")
-        if own is None or type(layer) is not nn.Linear or pair.embedding or owners[id(layer.weight)] > 1:
+        target = next((n for n in (name, f"{prefix}{name}", name.removeprefix(prefix)) if n in modules), None)
+        layer = modules.get(target or "")
+        if target is None or type(layer) is not nn.Linear or pair.embedding or owners[id(layer.weight)] > 1:
             return None
         if (pair.up.shape[0], pair.down.shape[1]) != tuple(layer.weight.shape):
             return None  # who folds it in says so
         if pair.up.any() and pair.down.any():
-            found[own] = pair
+            found[target] = pair
     return None if adapter.replaced else found
 
 

@@ -90,5 +90,5 @@ def stretch(mask: Tensor, shape: Sequence[int], start: int, stop: int) -> Tensor
     for size, own in zip(reversed(shape[:-1]), reversed(mask.shape[:-1]), strict=True):
         index.insert(0, rows % size if own > 1 else torch.zeros_like(rows))
         rows = rows // size
-    held = (mask[tuple(index)] if index else mask[None]).expand(last - first, columns)
-    return held.reshape(-1)[start - first * columns : stop - first * columns]
+    mask_rows = (mask[tuple(index)] if index else mask[None]).expand(last - first, columns)
+    return mask_rows.reshape(-1)[start - first * columns : stop - first * columns]

@@ -260,9 +260,9 @@ class MaskedModel(nn.Module):
         ids = torch.tensor([[0, 1]], device=self.model.device)
         with evaluating(self), self.component(0):
             logits = self.model(**self.uncached({"input_ids": ids})).logits
-            own = head(self.final_hidden(input_ids=ids))
+            logits_again = head(self.final_hidden(input_ids=ids))
         changed = [key for key in _HEAD_SETTINGS if getattr(self.model.config, key, None) not in (None, 1, 1.0)]
-        same = torch.equal(own, logits) and not changed
+        same = torch.equal(logits_again, logits) and not changed
         if not same:
             warnings.warn(
                 f"{type(self.model).__name__} does more to its logits than one product, so the loss needs whole "

@@ -60,8 +60,8 @@ def masked_kl(
 ) -> Tensor:
     """Mean over positions of T² · D(target, student), target = Σ c_k softmax(teacher_k / T)."""
     if heads is not None:
-        own = heads[0] if masks is None else blend(heads, masks)
-        student = student @ own.T
+        head = heads[0] if masks is None else blend(heads, masks)
+        student = student @ head.T
         teachers = [t @ h.T for t, h in zip(teachers, heads, strict=False)]  # a base's head is the student's alone
     logs = torch.stack([torch.log_softmax(t / temperature, -1) for t in teachers], 1)  # (N, K, V)
     entropies = -(logs.exp() * logs).sum(-1)
@@ -100,10 +100,10 @@ def evidence(
     prefix: bool = False,
 ) -> Tensor:  # (N, K)
     """Which teacher wrote the example: c_k ∝ Π_t p_k(x_t) over its positions, or over those before each."""
-    found = torch.empty_like(log_probs)
+    coefficients = torch.empty_like(log_probs)
     for n in range(len(example)):
         seen = example == example[n]
         if prefix:
             seen = seen & (torch.arange(len(example)) < n)
-        found[n] = torch.softmax(log_probs[seen].sum(0), 0)
-    return found
+        coefficients[n] = torch.softmax(log_probs[seen].sum(0), 0)
+    return coefficients

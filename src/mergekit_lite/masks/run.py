@@ -187,7 +187,7 @@ def held_out_losses(
         collator: Pads them.
         batch_size: Examples that run at once.
     """
-    found = []
+    means = []
     with evaluating(model):
         for examples in tasks:
             total, count = 0.0, 0
@@ -199,8 +199,8 @@ def held_out_losses(
                 chosen = labels != -100
                 losses = F.cross_entropy(logits[chosen].float(), labels[chosen].to(logits.device), reduction="sum")
                 total, count = total + float(losses), count + int(chosen.sum())
-            found.append(total / max(1, count))
-    return tuple(found)
+            means.append(total / max(1, count))
+    return tuple(means)
 
 
 def _losses_of(

@@ -83,19 +83,19 @@ class MaskRun:
         if not isinstance(values, Mapping):
             raise ValueError(f"{path}: holds a {type(values).__name__}, needed components, data, masks, ...")
         _known(str(path), values, [f.name for f in fields(cls)], needed=("components", "data"))
-        given: dict[str, Any] = dict(values)
+        settings: dict[str, Any] = dict(values)
         for name, kind in (("masks", MaskConfig), ("kl", KLConfig)):
-            given[name] = _built(f"{path}: {name}", kind, _numbers(given.get(name, {})))
-        if not isinstance(given.get("training", {}), Mapping):
-            raise ValueError(f"{path}: training is {given['training']!r}, needed fields of TrainingArguments")
-        given["training"] = _numbers(given.get("training", {}))
+            settings[name] = _built(f"{path}: {name}", kind, _numbers(settings.get(name, {})))
+        if not isinstance(settings.get("training", {}), Mapping):
+            raise ValueError(f"{path}: training is {settings['training']!r}, needed fields of TrainingArguments")
+        settings["training"] = _numbers(settings.get("training", {}))
         for name in ("components", "data", "compare"):
-            if name in given and not isinstance(given[name], list):
-                raise ValueError(f"{path}: {name} is {given[name]!r}, needed a list")
-            if name in given:
-                given[name] = tuple(given[name])
-        given["data"] = tuple(_task(f"{path}: data", i, entry) for i, entry in enumerate(given["data"]))
-        return cls(**given)
+            if name in settings and not isinstance(settings[name], list):
+                raise ValueError(f"{path}: {name} is {settings[name]!r}, needed a list")
+            if name in settings:
+                settings[name] = tuple(settings[name])
+        settings["data"] = tuple(_task(f"{path}: data", i, entry) for i, entry in enumerate(settings["data"]))
+        return cls(**settings)
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -146,12 +146,12 @@ def _numbers(values: Any) -> Any:
     """With numbers that YAML reads as text, as 1e-2, as numbers."""
     if not isinstance(values, Mapping):
         return values
-    found = dict(values)
+    numbers = dict(values)
     for name, value in values.items():
         if isinstance(value, str):
             with contextlib.suppress(ValueError):
-                found[name] = float(value)
-    return found
+                numbers[name] = float(value)
+    return numbers
 
 
 def _built(where: str, kind: Any, values: Any) -> Any:

@@ -170,9 +170,9 @@ def bake_sources(
         MaskedSource(source, k, masks, dtypes, rounds=rounds, lone=k == plain) for k, source in enumerate(sources)
     ]
     models[0].config = sources[plain].config
-    made = merge_models(models, "linear", weight=[1.0] * len(models), normalize=False, out=out, **options)
-    assert isinstance(made, MergeReport)
-    return made
+    report = merge_models(models, "linear", weight=[1.0] * len(models), normalize=False, out=out, **options)
+    assert isinstance(report, MergeReport)
+    return report
 
 
 def stored_as(name: str) -> StoredAs:

@@ -86,10 +86,10 @@ class Surgeon:
 
     def layer(self, first: nn.Module, others: Sequence[nn.Module], prefix: str) -> MaskedLayer:
         """The masked layer over one module and its counterparts."""
-        own = dict(first.named_parameters(recurse=False))
-        known = {n: self._masks[id(p)] for n, p in own.items() if id(p) in self._masks}
+        own_parameters = dict(first.named_parameters(recurse=False))
+        known = {n: self._masks[id(p)] for n, p in own_parameters.items() if id(p) in self._masks}
         weights = self.weights
-        made = (LowRankMaskedLinear if are_thin(others, first) else masked_class(first, self.config.mode))(
+        masked_layer = (LowRankMaskedLinear if are_thin(others, first) else masked_class(first, self.config.mode))(
             others if self.over_base else [first, *others],
             self.config,
             base=first if self.over_base else None,
@@ -99,11 +99,11 @@ class Surgeon:
             trained=self.trains(prefix.removesuffix(".")),
             generator=self.generator,
         )
-        for name, parameter in own.items():
+        for name, parameter in own_parameters.items():
             if name not in known:
-                self._masks[id(parameter)] = self.raw[prefix + name] = made.masks[name]
-                self.layers[prefix + name] = made, name
-        return made
+                self._masks[id(parameter)] = self.raw[prefix + name] = masked_layer.masks[name]
+                self.layers[prefix + name] = masked_layer, name
+        return masked_layer
 
 
 def recipe_weights(path: str, labels: Sequence[str], *, over_base: bool = False) -> Callable[[str], Sequence[float]]:
@@ -126,23 +126,23 @@ def recipe_weights(path: str, labels: Sequence[str], *, over_base: bool = False)
     if unknown := [s.label for s in plan.sources if model_key(s.label) not in keys]:
         raise ValueError(f"{path}: {unknown[0]} is not among the components {', '.join(labels)}")
     places = [keys.index(model_key(s.label)) for s in plan.sources]
-    found: dict[str, list[float]] = {}
+    weights_of: dict[str, list[float]] = {}
     for t in plan.tensors:
         if t.method is None:
             continue
-        given = t.parameters["weight"]
-        scale = t.parameters.get("lambda_", 1.0) / (sum(given) if t.parameters["normalize"] else 1.0)
+        entry_weights = t.parameters["weight"]
+        scale = t.parameters.get("lambda_", 1.0) / (sum(entry_weights) if t.parameters["normalize"] else 1.0)
         weights = [0.0] * len(labels)
-        for source, weight in zip(t.inputs, given, strict=True):
+        for source, weight in zip(t.inputs, entry_weights, strict=True):
             weights[places[source.source]] += weight * scale
         if t.base is not None:
-            weights[places[t.base.source]] += 1 - sum(w * scale for w in given)
-        found[t.name] = weights
+            weights[places[t.base.source]] += 1 - sum(w * scale for w in entry_weights)
+        weights_of[t.name] = weights
 
     def lookup(name: str) -> Sequence[float]:
-        if name not in found:
+        if name not in weights_of:
             raise ValueError(f"{path}: has no tensor {name}, whose mask was to begin from it")
-        weights = found[name]
+        weights = weights_of[name]
         if over_base and abs(sum(weights) - 1) > 1e-6:
             raise ValueError(
                 f"{path}: weights of {name} sum to {sum(weights):g}; over a base needed 1, the base's included"

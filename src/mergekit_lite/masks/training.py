@@ -169,9 +169,9 @@ def shard_frozen_(merger: Merger, mesh: Any = None) -> list[str]:
     lists = {n: m for n, m in merger.model.named_modules() if isinstance(m, nn.ModuleList)}
     blocks = {
         f"{name}.{i}": block
-        for name, held in lists.items()
+        for name, frozen in lists.items()
         if not any(name.startswith(f"{other}.") for other in lists) and not name.endswith("components")
-        for i, block in enumerate(held)
+        for i, block in enumerate(frozen)
     }
     if not blocks:
         raise ValueError(f"shard_frozen_: {type(merger.model).__name__} has no list of blocks")
@@ -179,6 +179,6 @@ def shard_frozen_(merger: Merger, mesh: Any = None) -> list[str]:
     masks = set(merger.masks().values())
     for block in blocks.values():
         fully_shard(block, mesh=mesh, ignored_params=masks)
-    held = [n for n, p in merger.named_parameters() if not p.requires_grad]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(merger, held)
+    frozen = [n for n, p in merger.named_parameters() if not p.requires_grad]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(merger, frozen)
     return list(blocks)

@@ -173,14 +173,14 @@ class MergeMethod:
         Raises:
             ValueError: An unknown name, a missing required one, a wrong type, number of values or range.
         """
-        given = {("lambda" if k == "lambda_" else k): v for k, v in values.items()}
-        for name in given:
+        parameters = {("lambda" if k == "lambda_" else k): v for k, v in values.items()}
+        for name in parameters:
             self.parameter(name)
         bound: dict[str, Any] = {}
         for name, parameter in self.parameters.items():
-            if name not in given and parameter.required:
+            if name not in parameters and parameter.required:
                 raise ValueError(f"{self.name}: parameter {name!r} is required and was not given")
-            value = given.get(name, parameter.default)
+            value = parameters.get(name, parameter.default)
             if parameter.per_model:
                 many = list(value) if isinstance(value, (list, tuple)) else [value] * number_of_models
                 if len(many) != number_of_models:
@@ -239,12 +239,12 @@ class MergeMethod:
         """
         tensors = list(tensors)
         self.check_inputs(len(tensors), base is not None)
-        given = [*tensors, *([] if base is None else [base])]
-        shapes = {tuple(t.shape) for t in given}
+        operands = [*tensors, *([] if base is None else [base])]
+        shapes = {tuple(t.shape) for t in operands}
         if len(shapes) > 1:
             raise ValueError(f"{self.name}: the tensors have shapes {sorted(shapes)}, needed one shape")
         bound = self.bind(len(tensors), parameters)
-        dtype = functools.reduce(torch.promote_types, (t.dtype for t in given))
+        dtype = functools.reduce(torch.promote_types, (t.dtype for t in operands))
         work = torch.float64 if dtype == torch.float64 else torch.float32
         shape = tensors[0].shape
         view = block_shape(tuple(shape), self.chunking_for(bound))

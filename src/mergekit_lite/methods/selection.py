@@ -143,14 +143,14 @@ class Selector:
             return self._open(low, min(self.high, low + (1 << self._shift)), int(self._histogram[index]) <= _COLLECT)
         if self._inside > 4 * _COLLECT:
             return self._open(self.low, self.high, False)
-        held = np.concatenate([np.atleast_1d(v) for v in self._blocks.values()])
+        codes = np.concatenate([np.atleast_1d(v) for v in self._blocks.values()])
         rank = self._k - self._above
         if self.high - self.low <= _COUNTED:
-            from_top = np.cumsum(np.bincount(held - self.low)[::-1])
+            from_top = np.cumsum(np.bincount(codes - self.low)[::-1])
             value = self.low + from_top.size - 1 - int(np.searchsorted(from_top, rank))
         else:
-            value = int(np.partition(held, held.size - rank)[held.size - rank])
-        self._above += int(np.count_nonzero(held > value))
+            value = int(np.partition(codes, codes.size - rank)[codes.size - rank])
+        self._above += int(np.count_nonzero(codes > value))
         return self._finish(value, {i: int(np.count_nonzero(v == value)) for i, v in self._blocks.items()})
 
     def _finish(self, bits: int, equal: dict[int, int]) -> None:

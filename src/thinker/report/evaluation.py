@@ -47,20 +47,20 @@ def accuracies(
             steps = sorted(set(n_steps))
             out = model(**inputs, n_step=most, plan=plan, output_steps=steps)
             by_step = dict(zip(steps, out.step_logits, strict=True))
-            made = [by_step[n] for n in n_steps]
+            logits_of_steps = [by_step[n] for n in n_steps]
         else:
-            made = [model(**inputs, n_step=n, plan=plan).logits for n in n_steps]
+            logits_of_steps = [model(**inputs, n_step=n, plan=plan).logits for n in n_steps]
     counted = model.answers_of(batch["counted"].to(model.device), n_latent)
-    found = []
+    found_accuracies = []
     for logits, answers, counts in zip(
-        made, labels_of_steps(labels, n_steps), labels_of_steps(counted, n_steps), strict=True
+        logits_of_steps, labels_of_steps(labels, n_steps), labels_of_steps(counted, n_steps), strict=True
     ):
         right, asked = (logits.argmax(-1) == answers) & counts, counts.any(1)
         if not bool(asked.any()):
             raise ValueError(f"accuracies: none of {len(asked)} rows has an answer that counts; needed one or more")
         whole = (right | ~counts).all(1) & asked
-        found.append(Accuracy(float(right.sum() / counts.sum()), float(whole.sum() / asked.sum())))
-    return found
+        found_accuracies.append(Accuracy(float(right.sum() / counts.sum()), float(whole.sum() / asked.sum())))
+    return found_accuracies
 
 
 def _check_data(operation: str, model: LatentThinker, data: CurriculumDataset) -> None:

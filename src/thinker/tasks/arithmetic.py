@@ -257,8 +257,8 @@ class ModularArithmetic(Task):
         value = numbers[:, :1]
         for i in range(1, longest):
             sign, number = signs[:, i - 1 : i], numbers[:, i : i + 1]
-            made = torch.where(sign == 0, value + number, torch.where(sign == 1, value - number, value * number))
-            value = torch.where(i < lengths, made.remainder(self.modulus), value)
+            results = torch.where(sign == 0, value + number, torch.where(sign == 1, value - number, value * number))
+            value = torch.where(i < lengths, results.remainder(self.modulus), value)
         tokens = torch.stack([numbers, signs + self.modulus], 2).flatten(1)[:, :-1]
         mask = torch.arange(2 * longest - 1, device=generator.device) < 2 * lengths - 1
         return Sample(tokens.masked_fill(~mask, 0), mask, value)

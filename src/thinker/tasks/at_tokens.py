@@ -139,8 +139,8 @@ class AtTokens(Task):
         targets = torch.zeros(len(tokens), answer or tokens.shape[1], dtype=torch.long, device=tokens.device)
         if not self._blanks:
             targets = torch.zeros_like(tokens)
-        found = self._laid_out(Sample(tokens, torch.ones_like(tokens, dtype=torch.bool), targets))
-        return found.tokens, found.mask
+        laid_out = self._laid_out(Sample(tokens, torch.ones_like(tokens, dtype=torch.bool), targets))
+        return laid_out.tokens, laid_out.mask
 
     def _laid_out(self, sample: Sample) -> Sample:
         tokens, mask, targets, distance, key = sample

@@ -100,13 +100,13 @@ def _two_rooms(generator: torch.Generator, lengths: Tensor, longest: int) -> Ten
 
 def _filled(cells: Tensor, ends: Tensor, longest: int) -> Tensor:  # (B, longest²)
     """In which round each open cell is filled as a dead end, counted from 1; 0 on the way between the ends."""
-    kept = torch.zeros_like(cells).scatter(1, ends, value=True)
+    ends_kept = torch.zeros_like(cells).scatter(1, ends, value=True)
     filled, number = torch.zeros(cells.shape, dtype=torch.long, device=cells.device), 0
     while True:
         number += 1
         around = F.pad(cells.view(-1, longest, longest).long(), (1, 1, 1, 1))
         ways = around[:, 2:, 1:-1] + around[:, :-2, 1:-1] + around[:, 1:-1, 2:] + around[:, 1:-1, :-2]
-        dead = cells & ~kept & (ways.flatten(1) <= 1)
+        dead = cells & ~ends_kept & (ways.flatten(1) <= 1)
         if not bool(dead.any()):
             return filled
         filled, cells = filled.masked_fill(dead, number), cells & ~dead

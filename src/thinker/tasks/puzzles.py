@@ -165,13 +165,15 @@ class Brackets(Task):
             tokens.append(torch.where(opens, kind[:, i : i + 1], closing + self.kinds))
             stack[:, :, 0].scatter_(1, depth.clamp(max=longest), torch.where(opens, kind[:, i : i + 1], closing))
             depth = (depth + torch.where(opens, 1, -1)).clamp_(min=0)
-        made = torch.cat(tokens, 1)
+        tokens_of_rows = torch.cat(tokens, 1)
         at = torch.rand(batch, 1, generator=generator, device=device).mul(2 * lengths).long()
-        other = made.gather(1, at) + 1 + integers(generator, max(1, self.vocab_size - 1), batch, 1)
+        other = tokens_of_rows.gather(1, at) + 1 + integers(generator, max(1, self.vocab_size - 1), batch, 1)
         spoilt = torch.rand(batch, 1, generator=generator, device=device) < 0.5
-        made = made.scatter(1, at, torch.where(spoilt, other % self.vocab_size, made.gather(1, at)))
+        tokens_of_rows = tokens_of_rows.scatter(
+            1, at, torch.where(spoilt, other % self.vocab_size, tokens_of_rows.gather(1, at))
+        )
         mask = torch.arange(width, device=device) < 2 * lengths
-        return Sample(made.masked_fill(~mask, 0), mask, (~spoilt).long())
+        return Sample(tokens_of_rows.masked_fill(~mask, 0), mask, (~spoilt).long())
 
 
 @register_task("lookup")

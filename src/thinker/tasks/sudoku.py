@@ -52,27 +52,27 @@ def sudoku_puzzles(
         if not fits:
             raise ValueError(f"sudoku_puzzles: {name} is {value!r}; needed {needed}")
     generator = torch.Generator().manual_seed(seed)
-    found: dict[tuple[int, ...], Tensor] = {}
+    solution_of: dict[tuple[int, ...], Tensor] = {}
     dry = 0
-    while len(found) < count:
-        before = len(found)
+    while len(solution_of) < count:
+        before = len(solution_of)
         solutions = _full_grids(generator, min(2 * (count - before) + 8, 512), box)
         puzzles = _dug(generator, solutions, box, difficulty, clues)
         for puzzle, solution in zip(puzzles, solutions, strict=True):
-            found.setdefault(tuple(puzzle.tolist()), solution)
+            solution_of.setdefault(tuple(puzzle.tolist()), solution)
         if difficulty != "easy":  # some need less than was allowed
-            made = torch.tensor(list(found)[before:], dtype=torch.long).view(-1, box**4)
-            grades = sudoku_difficulty(made, box=box)
-            for puzzle, grade in zip(made, grades, strict=True):
+            new_puzzles = torch.tensor(list(solution_of)[before:], dtype=torch.long).view(-1, box**4)
+            grades = sudoku_difficulty(new_puzzles, box=box)
+            for puzzle, grade in zip(new_puzzles, grades, strict=True):
                 if grade != difficulty:
-                    del found[tuple(puzzle.tolist())]
-        dry = dry + 1 if len(found) == before else 0
+                    del solution_of[tuple(puzzle.tolist())]
+        dry = dry + 1 if len(solution_of) == before else 0
         if dry == 8:
             raise ValueError(
-                f"sudoku_puzzles: found {len(found)} {difficulty} puzzles of box {box}; needed {count}, of which there "
-                f"may not be so many"
+                f"sudoku_puzzles: found {len(solution_of)} {difficulty} puzzles of box {box}; needed {count}, of which "
+                "there may not be so many"
             )
-    return torch.tensor(list(found)[:count]), torch.stack(list(found.values())[:count])
+    return torch.tensor(list(solution_of)[:count]), torch.stack(list(solution_of.values())[:count])
 
 
 def sudoku_difficulty(

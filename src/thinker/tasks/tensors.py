@@ -123,11 +123,11 @@ class TensorTask(Task):
         rows = self._rows.rows(chosen.to(self.tokens.device)).map(lambda column: column.to(generator.device))
         if self.augment is None:
             return rows
-        made: Any = self.augment(generator, rows.tokens, rows.targets)
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise ValueError(f"TensorTask: augment made {_told(made)}; needed tokens and targets")
+        augmented: Any = self.augment(generator, rows.tokens, rows.targets)
+        if not isinstance(augmented, tuple) or len(augmented) != 2:
+            raise ValueError(f"TensorTask: augment made {_told(augmented)}; needed tokens and targets")
         kinds = (("tokens", 0, self.vocab_size), ("targets", IGNORED, self.output_size))
-        for after, before, (name, least, size) in zip(made, (rows.tokens, rows.targets), kinds, strict=True):
+        for after, before, (name, least, size) in zip(augmented, (rows.tokens, rows.targets), kinds, strict=True):
             if not isinstance(after, Tensor) or after.shape != before.shape or after.dtype != before.dtype:
                 raise ValueError(f"TensorTask: augment made {name} {_told(after)}; needed {_told(before)}")
             if int(after.min()) < least or int(after.max()) >= size:
@@ -135,7 +135,7 @@ class TensorTask(Task):
                     f"TensorTask: augment made {name} from {int(after.min())} to {int(after.max())}; needed {least} to "
                     f"{size - 1}: say symbols= where there are more"
                 )
-        return rows._replace(tokens=made[0], targets=made[1])
+        return rows._replace(tokens=augmented[0], targets=augmented[1])
 
 
 def _told(value: Any) -> str:

@@ -55,9 +55,9 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
         What a torch optimizer takes: with decay, and without.
     """
     matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
-    held: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    by_kind: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            held[id(parameter) in matrices].append(parameter)
-    groups = [{"params": held[True], "weight_decay": weight_decay}, {"params": held[False], "weight_decay": 0.0}]
+            by_kind[id(parameter) in matrices].append(parameter)
+    groups = [{"params": by_kind[True], "weight_decay": weight_decay}, {"params": by_kind[False], "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

@@ -90,9 +90,9 @@ class CurriculumCallback(ThinkerCallback):
         if state.global_step % self.every or not trainer.data.schedule.initial():
             return
         assert self.before is not None
-        found = trainer.tally.since(self.before)
-        if float(found["total"].sum()):
-            trainer.data.report(found["right"], found["total"], step=trainer.batches)
+        counts = trainer.tally.since(self.before)
+        if float(counts["total"].sum()):
+            trainer.data.report(counts["right"], counts["total"], step=trainer.batches)
 
     def on_rewind(self) -> None:
         """Count from here."""

@@ -275,11 +275,13 @@ class ThinkerTrainer(StepTrainer):
             raise ValueError(
                 f"ThinkerTrainer: the data to evaluate on are {type(data).__name__}; needed CurriculumDataset"
             )
-        found = evaluate_lengths(self.thinker, data, self.eval_lengths, samples=self.eval_samples)
-        metrics = {f"{metric_key_prefix}_accuracy": sum(a.token for a in found.values()) / len(found)}
-        metrics[f"{metric_key_prefix}_sequence_accuracy"] = sum(a.sequence for a in found.values()) / len(found)
-        if len(found) > 1:
-            metrics |= {f"{metric_key_prefix}_accuracy_{n}": a.token for n, a in found.items()}
+        accuracies = evaluate_lengths(self.thinker, data, self.eval_lengths, samples=self.eval_samples)
+        metrics = {f"{metric_key_prefix}_accuracy": sum(a.token for a in accuracies.values()) / len(accuracies)}
+        metrics[f"{metric_key_prefix}_sequence_accuracy"] = sum(a.sequence for a in accuracies.values()) / len(
+            accuracies
+        )
+        if len(accuracies) > 1:
+            metrics |= {f"{metric_key_prefix}_accuracy_{n}": a.token for n, a in accuracies.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

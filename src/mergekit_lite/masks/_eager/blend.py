@@ -84,8 +84,8 @@ class Blend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
-        made = reduce_any(grad, ctx.weights, ctx.shape, ctx.fused)
-        return made.to(ctx.dtype), None, *[None] * len(ctx.weights)
+        gradients = reduce_any(grad, ctx.weights, ctx.shape, ctx.fused)
+        return gradients.to(ctx.dtype), None, *[None] * len(ctx.weights)
 
 
 def blend_any(weights: Sequence[Tensor], masks: Tensor, fused: bool) -> Tensor:

@@ -120,11 +120,11 @@ class _Work:
         t, weight = self.objective.temperature, self.objective.cross_entropy
         extra: Tensor | None = None
         if weight and labels is not None:
-            own = torch.log_softmax(logits, -1)
-            chosen = own.gather(1, labels[:, None])
+            log_probs = torch.log_softmax(logits, -1)
+            chosen = log_probs.gather(1, labels[:, None])
             self.loss -= weight * chosen.sum(dtype=torch.float64)
             if self.wants_gradient:
-                extra = own.exp_().mul_(weight)
+                extra = log_probs.exp_().mul_(weight)
                 extra.scatter_add_(1, labels[:, None], torch.full_like(chosen, -weight))
         if t != 1:
             logits /= t

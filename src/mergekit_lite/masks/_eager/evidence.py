@@ -28,11 +28,11 @@ def label_log_probs(states: Tensor, heads: Heads, k: int, labels: Tensor) -> Ten
         ValueError: Labels outside the vocabulary.
     """
     check_labels(labels, states.shape[1] if heads.heads is None else heads.heads[0].shape[0])
-    found = torch.empty(states.shape[0], dtype=work_dtype(states.dtype), device=states.device)
-    for chunk, (logits,) in chunks(states, heads, found.dtype, buffers=1):
+    log_probs = torch.empty(states.shape[0], dtype=work_dtype(states.dtype), device=states.device)
+    for chunk, (logits,) in chunks(states, heads, log_probs.dtype, buffers=1):
         log_softmax_(heads.teacher(k, states[chunk], logits))
-        found[chunk] = logits.gather(1, labels[chunk, None])[:, 0]
-    return found
+        log_probs[chunk] = logits.gather(1, labels[chunk, None])[:, 0]
+    return log_probs
 
 
 def evidence(

@@ -117,7 +117,7 @@ class EfficientLinear(torch.autograd.Function):
         g, flat = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         work = work_dtype(masks.dtype)
         dx = torch.zeros(flat.shape, dtype=work_dtype(x.dtype), device=x.device) if need_x else None
-        made: list[Tensor] = []
+        mask_gradients: list[Tensor] = []
         for weight, mask, output in _matrices(ctx.weights, masks, ctx.transposed, x.dtype):
             product = torch.mm(g * mask.to(g.dtype) if output else g, weight)
             if dx is not None:
@@ -126,10 +126,10 @@ class EfficientLinear(torch.autograd.Function):
                 pair = (g, torch.mm(flat, weight.T)) if output else (flat, product)
                 column = (pair[0].to(work) * pair[1]).sum(0)
                 shape = masks.shape[1:]
-                made.append((column.sum() if max(shape) == 1 else column).view(shape))
+                mask_gradients.append((column.sum() if max(shape) == 1 else column).view(shape))
         return (
             None if dx is None else dx.to(x.dtype).view_as(x),
-            torch.stack(made).to(masks.dtype) if need_masks else None,
+            torch.stack(mask_gradients).to(masks.dtype) if need_masks else None,
             g.sum(0) if need_bias else None,
             None,
             *[None] * len(ctx.weights),
@@ -150,8 +150,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> 
     if not transposed:
         return F.linear(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])
-    made = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
-    return made.view(*x.shape[:-1], weight.shape[1])
+    output = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
+    return output.view(*x.shape[:-1], weight.shape[1])
 
 
 class Embedding(torch.autograd.Function):
@@ -172,7 +172,9 @@ class Embedding(torch.autograd.Function):
         flat, g = ids.reshape(-1), grad.reshape(-1, grad.shape[-1])
         rows = masks.shape[1] > 1
         shape = (masks.shape[0], flat.numel() if rows else 1, masks.shape[2])
-        made = reduce_any(g, [w[flat] for w in ctx.weights], shape, ctx.fused)
+        mask_gradient = reduce_any(g, [w[flat] for w in ctx.weights], shape, ctx.fused)
         if rows:
-            made = torch.zeros(masks.shape, dtype=made.dtype, device=made.device).index_add_(1, flat, made)
-        return made.to(masks.dtype), None, None, *[None] * len(ctx.weights)
+            mask_gradient = torch.zeros(masks.shape, dtype=mask_gradient.dtype, device=mask_gradient.device).index_add_(
+                1, flat, mask_gradient
+            )
+        return mask_gradient.to(masks.dtype), None, None, *[None] * len(ctx.weights)

@@ -24,8 +24,11 @@ class Heads:
         """The student's head by rows."""
         assert self.heads is not None
         for rows in pieces(self.heads[0].shape[0], _BLOCK.get(self.heads[0].device.type, 16384)):
-            held = [h[rows] for h in self.heads]
-            yield rows, held[0] if self.masks is None else blend_any(held, part_of(self.masks, rows, 1), False)
+            head_rows = [h[rows] for h in self.heads]
+            yield (
+                rows,
+                head_rows[0] if self.masks is None else blend_any(head_rows, part_of(self.masks, rows, 1), False),
+            )
 
     def teacher(self, k: int, hidden: Tensor, out: Tensor) -> Tensor:
         """Logits of component k into ``out``."""
@@ -66,11 +69,11 @@ def log_softmax_(logits: Tensor) -> None:
 
 def entropies(logs: Tensor) -> Tensor:  # (N, 1)
     """Of rows of log probabilities."""
-    found = logs.new_zeros(logs.shape[0], 1)
+    entropy = logs.new_zeros(logs.shape[0], 1)
     for piece in stretches(logs):
         p = logs[piece].exp()
-        found[piece] = -torch.where(p == 0, 0, p * logs[piece]).sum(-1, keepdim=True)
-    return found
+        entropy[piece] = -torch.where(p == 0, 0, p * logs[piece]).sum(-1, keepdim=True)
+    return entropy
 
 
 def logaddexp_(total: Tensor, other: Tensor, rows: Tensor | slice) -> None:

@@ -70,11 +70,11 @@ class MaskCollator:
         length = max(sum(len(e["input_ids"]) for e in row) for row in rows)
 
         def fill(key: str, empty: int) -> Tensor:
-            made = torch.full((len(rows), length), empty)
-            for line, row in zip(made, rows, strict=True):
+            padded = torch.full((len(rows), length), empty)
+            for line, row in zip(padded, rows, strict=True):
                 values = torch.cat([torch.as_tensor(e[key]) for e in row])
                 line[: len(values)] = values
-            return made
+            return padded
 
         batch = {"input_ids": fill("input_ids", self.pad_token_id), "labels": fill("labels", -100)}
         if self.pack:
@@ -82,8 +82,8 @@ class MaskCollator:
         else:
             batch["attention_mask"] = fill("attention_mask", 0)
         if tasks:
-            own = torch.tensor([row[0]["task"] for row in rows])
-            batch["task"] = own[:, None].expand(-1, length).contiguous() if self.pack else own
+            task_of_row = torch.tensor([row[0]["task"] for row in rows])
+            batch["task"] = task_of_row[:, None].expand(-1, length).contiguous() if self.pack else task_of_row
         if "token_type_ids" in examples[0]:
             batch["token_type_ids"] = fill("token_type_ids", 0)
         if "label" in examples[0]:  # a classifier's, one an example
@@ -94,29 +94,29 @@ class MaskCollator:
 
     def _example(self, feature: Mapping[str, Any]) -> dict[str, Any]:
         given_ids = torch.as_tensor(feature["input_ids"])
-        kept = torch.as_tensor(feature.get("attention_mask", torch.ones_like(given_ids))).bool()
+        real = torch.as_tensor(feature.get("attention_mask", torch.ones_like(given_ids))).bool()
 
         def own(values: Any) -> Tensor:
-            return torch.as_tensor(values)[kept][: self.max_length]
+            return torch.as_tensor(values)[real][: self.max_length]
 
         ids = own(given_ids)
-        given = feature.get("labels", feature.get("label"))
-        made: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        labels = feature.get("labels", feature.get("label"))
+        example: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if feature.get("task") is not None:
-            made["task"] = _component(feature["task"])
-        made["position_ids"] = torch.arange(len(ids))
-        if given is not None and torch.as_tensor(given).dim() == 0:
-            made |= {"label": int(given), "labels": torch.full_like(ids, -100)}
+            example["task"] = _component(feature["task"])
+        example["position_ids"] = torch.arange(len(ids))
+        if labels is not None and torch.as_tensor(labels).dim() == 0:
+            example |= {"label": int(labels), "labels": torch.full_like(ids, -100)}
         else:
-            if given is not None and len(given) != len(given_ids):
-                raise ValueError(f"MaskCollator: an example has {len(given_ids)} tokens and {len(given)} labels")
-            made["labels"] = own(given_ids if given is None else given).clone()
-            made["labels"][:1] = -100
+            if labels is not None and len(labels) != len(given_ids):
+                raise ValueError(f"MaskCollator: an example has {len(given_ids)} tokens and {len(labels)} labels")
+            example["labels"] = own(given_ids if labels is None else labels).clone()
+            example["labels"][:1] = -100
         if "token_type_ids" in feature:
-            made["token_type_ids"] = own(feature["token_type_ids"])
+            example["token_type_ids"] = own(feature["token_type_ids"])
         if "teacher_hidden" in feature:
-            made["teacher_hidden"] = feature["teacher_hidden"]
-        return made
+            example["teacher_hidden"] = feature["teacher_hidden"]
+        return example
 
 
 def _component(task: Any) -> int:

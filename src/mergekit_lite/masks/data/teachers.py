@@ -127,13 +127,15 @@ def cache_teachers(
                     f"cache_teachers: {path} was made from other components, examples or settings; delete the "
                     "folder or name a new one"
                 )
-            held: list[Tensor] = []
+            states: list[Tensor] = []
             for start in range(0, len(examples), batch_size):
                 batch = plain(examples[start : start + batch_size])
-                held += _hidden(merger, {k: v.to(device) for k, v in batch.items()}, kl.coefficients == "task")
-            offsets = torch.tensor([0] + [len(h) for h in held]).cumsum(0)
+                states += _hidden(merger, {k: v.to(device) for k, v in batch.items()}, kl.coefficients == "task")
+            offsets = torch.tensor([0] + [len(h) for h in states]).cumsum(0)
             with new_file(path, "cache_teachers") as part:
-                save_file({"hidden": torch.cat(held), "offsets": offsets}, part, {"fingerprint": described.hexdigest()})
+                save_file(
+                    {"hidden": torch.cat(states), "offsets": offsets}, part, {"fingerprint": described.hexdigest()}
+                )
     return CachedTeachers(dataset, folder)
 
 
@@ -151,10 +153,10 @@ def _hidden(merger: Merger, batch: dict[str, Tensor], by_task: bool) -> list[Ten
     for k in range(merger.count):
         rows = (task == k).nonzero()[:, 0] if by_task else torch.arange(len(task), device=task.device)
         with merger.component(k):
-            made = merger.final_hidden(**{n: v[rows] for n, v in batch.items()}) if len(rows) else None
-        states.append(dict(zip(rows.tolist(), made, strict=True)) if made is not None else {})
-    found = []
+            hidden = merger.final_hidden(**{n: v[rows] for n, v in batch.items()}) if len(rows) else None
+        states.append(dict(zip(rows.tolist(), hidden, strict=True)) if hidden is not None else {})
+    joined = []
     for i in range(len(task)):
-        own = [state[i][where[i]] for state in states if i in state]
-        found.append(torch.stack(own, 1).cpu())
-    return found
+        of_place = [state[i][where[i]] for state in states if i in state]
+        joined.append(torch.stack(of_place, 1).cpu())
+    return joined

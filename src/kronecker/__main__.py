@@ -130,7 +130,7 @@ def tokens(options: argparse.Namespace, file: str, tokenizer: str, *models: PreT
     )
 
 
-def calibration(options: argparse.Namespace, tokenizer: str, model: PreTrainedModel) -> list[Any]:
+def calibration(options: argparse.Namespace, tokenizer: str, model: PreTrainedModel) -> list[object]:
     """Batches of what layers are fitted on; an encoder-decoder reads the text on both sides."""
     rows = tokens(options, options.calibration, tokenizer, model)
     if model.config.is_encoder_decoder:

@@ -150,7 +150,7 @@ class _BFirst(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
         x, a, b, scales = ctx.saved_tensors
         small, packed = scaled(b, scales), _packed(a)
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
@@ -198,7 +198,7 @@ class _AFirst(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
         x, a, b, scales, kept = ctx.saved_tensors
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
         need_x, need_a, need_b = _needs(ctx)
@@ -232,7 +232,7 @@ class _Rebuild(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
         x, a, b, scales = ctx.saved_tensors
         small = scaled(b, scales)
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape

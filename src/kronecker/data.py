@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 Batch = Mapping[str, Any]
 
 
-def batches(calibration: Iterable[Any], model: nn.Module, operation: str) -> list[dict[str, Any]]:
+def batches(calibration: Iterable[object], model: nn.Module, operation: str) -> list[dict[str, Any]]:
     """Calibration data as keyword arguments of the model, on its device: from dicts, or from tensors of token ids.
 
     Raises:
@@ -84,7 +84,7 @@ def first_output(model: nn.Module, batch: Batch) -> Tensor:
     return next(v for v in values if isinstance(v, Tensor) and v.dim()).float()
 
 
-def without_labels(batch: Batch) -> dict[str, Any]:
+def without_labels(batch: Batch) -> dict[str, object]:
     """What a forward needs that computes no loss."""
     return {k: v for k, v in batch.items() if k not in ("labels", "label")}
 

@@ -180,7 +180,7 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
         ids, a, b, scales = ctx.saved_tensors
         p, q = _rows(ids, b)
         better = torch.float32 if a.dtype in (torch.float16, torch.bfloat16) else torch.float64

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ class Moments:
     size: float = 0.0  # of the inputs before they were centred: the mean of Σ x²
 
     @classmethod
-    def zeros(cls, out_features: int, in_features: int, device: Any = None) -> Moments:
+    def zeros(cls, out_features: int, in_features: int, device: torch.device | str | None = None) -> Moments:
         """Of no tokens yet."""
 
         def zeros(*shape: int) -> Tensor:

@@ -14,7 +14,7 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from model_components._folders import NewFolder, check_new, make_folder
@@ -155,7 +155,7 @@ def model_class(name: str, operation: str) -> type[PreTrainedModel]:
     return cls
 
 
-def _stock(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype) -> PreTrainedModel:
+def _stock(cls: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """An empty dense model; its buffers are real, its weights memory that nobody has touched."""
     with no_init_weights():
         return cls._from_config(config, dtype=dtype).eval()
@@ -243,7 +243,13 @@ def dense_again(layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Modul
 
 
 @torch.no_grad()
-def fold(model: nn.Module, out: str | Path, *, tokenizer: Any = None, batch: Mapping[str, Any] | None = None) -> None:
+def fold(
+    model: nn.Module,
+    out: str | Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    batch: Mapping[str, object] | None = None,
+) -> None:
     """Write the smallest stock dense checkpoint with the same function, which plain transformers loads.
 
     Hidden neurons that nothing reads (a B of ``[1, 0]``) go, where all MLPs have such. Where MLPs lost neurons in

@@ -141,7 +141,7 @@ class TextExamples(Dataset):
         return "".join(m["content"] + (end if m["role"] == "assistant" else "\n") for m in messages)
 
 
-def _read(source: Any) -> tuple[str, list[Any]]:
+def _read(source: Any) -> tuple[str, list[object]]:
     """What to call it, and its rows."""
     if isinstance(source, Mapping) or not isinstance(source, (str, Path, Iterable)):
         raise ValueError(f"TextExamples: source is a {type(source).__name__}; needed a file, or rows")

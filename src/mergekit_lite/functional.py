@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from model_components._folders import NewFolder, check_new
 
 from ._torch import Tensor, torch
@@ -45,7 +47,7 @@ def parse_size(size: int | str) -> int:
 
 
 def build_recipe(
-    models: Sequence[Any], method: str, base_model: Any, parameters: Mapping[str, Any], **rest: Any
+    models: Sequence[object], method: str, base_model: nn.Module, parameters: Mapping[str, object], **rest: Any
 ) -> MergeRecipe:
     """A recipe from `merge_models`' arguments: lists of per-model parameters go to their models.
 
@@ -55,8 +57,8 @@ def build_recipe(
     chosen = get_method(method)
     if base_model is not None and chosen.base == "unused":
         raise ValueError(f"{method}: a base model was given, but this method uses none; list it among the models")
-    own_parameters: list[dict[str, Any]] = [{} for _ in models]
-    general: dict[str, Any] = {}
+    own_parameters: list[dict[str, object]] = [{} for _ in models]
+    general: dict[str, object] = {}
     for key, value in parameters.items():
         name = "lambda" if key == "lambda_" else key
         parameter = chosen.parameters.get(name)
@@ -76,7 +78,7 @@ def build_recipe(
 
 
 def merge_models(
-    models: Sequence[Any] | MergeRecipe,
+    models: Sequence[object] | MergeRecipe,
     method: str | None = None,
     *,
     base_model: Any = None,
@@ -92,8 +94,8 @@ def merge_models(
     resume: bool = True,
     allow_pickle: str | None = None,
     trust_remote_code: bool = False,
-    calibration: Sequence[Any] | None = None,
-    **parameters: Any,
+    calibration: Sequence[object] | None = None,
+    **parameters: object,
 ) -> MergeReport | dict[str, Tensor]:
     """Merge several models into one.
 

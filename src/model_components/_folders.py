@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 _MARKER = ".made-by-model-components"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # some network file systems have none
@@ -302,7 +302,7 @@ def new_file(path: str | os.PathLike[str], operation: str) -> Iterator[Path]:
         raise
 
 
-def write_json(path: str | os.PathLike[str], data: Any, operation: str = "write") -> None:
+def write_json(path: str | os.PathLike[str], data: object, operation: str = "write") -> None:
     """Data as indented JSON, whole or not at all."""
     with new_file(path, operation) as part:
         part.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -84,12 +84,12 @@ class Report:
         parts = [f"<p>{above}</p>" if above else "", table._repr_html_() if table and table.rows else ""]
         return "".join([*parts, f"<p>{below}</p>" if below else ""])
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Every field, as JSON has it: paths and dtypes as text, tensors as lists, nan and infinity as None."""
         return {field.name: plain(getattr(self, field.name)) for field in fields(self)}  # pyrefly: ignore
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """A value as JSON has it.
 
     >>> from pathlib import Path

@@ -18,11 +18,11 @@ class TrainerOptions(TypedDict, total=False):
     eval_dataset: Dataset | IterableDataset | dict[str, Dataset] | None
     processing_class: Any
     model_init: Callable[..., PreTrainedModel] | None
-    compute_loss_func: Callable[..., Any] | None
+    compute_loss_func: Callable[..., object] | None
     compute_metrics: Callable[..., dict[str, float]] | None
     callbacks: list[TrainerCallback] | None
     optimizers: tuple[torch.optim.Optimizer | None, Any]
-    optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None
+    optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, object]] | None
     preprocess_logits_for_metrics: Callable[..., Tensor] | None
 
 
@@ -35,7 +35,7 @@ class StepTrainer(Trainer):
             return [], None
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
-    def optimizer_groups(self) -> list[dict[str, Any]] | None:
+    def optimizer_groups(self) -> list[dict[str, object]] | None:
         """Groups of parameters for the arguments' optimizer; None for the stock trainer's own."""
         return None
 

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ def told_of(options: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _noise(model: dict[str, Any]) -> bool:
+def _noise(model: Mapping[str, object]) -> bool:
     return model.get("latent_init") == "noise"
 
 

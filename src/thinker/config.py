@@ -19,12 +19,12 @@ StepUpdate = Literal["normalized", "replace"]
 OutputSteps = Literal["last", "all"] | Sequence[int]
 
 
-def refuse(what: str, got: Any, needed: str) -> None:
+def refuse(what: str, got: object, needed: str) -> None:
     """Raise the one kind of error that configs raise."""
     raise ValueError(f"ThinkerConfig: {what} is {got!r}; needed {needed}")
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> bool:
     """A whole number, and not True or False."""
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -182,12 +182,12 @@ class ThinkerConfig(PreTrainedConfig):
             near = difflib.get_close_matches(name, _fields(), 1)
             refuse(name, rest[name], f"{near[0]}, or was another meant?" if near else "none of that name")
 
-    def __setattr__(self, key: str, value: Any) -> None:
+    def __setattr__(self, key: str, value: object) -> None:
         """Keep a plan as a JSON file has it, also where it is given to ``from_pretrained`` or set later."""
         super().__setattr__(key, _plain(value) if key == "plan" else value)
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    def from_dict(cls, config_dict: Mapping[str, object], **kwargs: object) -> Any:
         """As transformers reads a saved config, in which trainers may have left fields of other models (use_cache)."""
         strangers = _strangers(config_dict)
         known = {name: value for name, value in config_dict.items() if name not in strangers}
@@ -300,7 +300,7 @@ class ThinkerConfig(PreTrainedConfig):
         return max(self.max_input_length, self.max_output_length)
 
 
-def _plain(plan: Any) -> dict[str, Any] | None:
+def _plain(plan: Any) -> dict[str, object] | None:
     """A plan as a JSON file has it."""
     if isinstance(plan, Mapping) and set(plan) <= set(PARTS):
         plan = FlowPlan(**plan)

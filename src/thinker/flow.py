@@ -137,7 +137,7 @@ class FlowPlan:
         return cls(tuple(rows))
 
     @classmethod
-    def from_table(cls, table: str | Sequence[Sequence[Any] | Mapping[str, Any]]) -> FlowPlan:
+    def from_table(cls, table: str | Sequence[Sequence[object] | Mapping[str, object]]) -> FlowPlan:
         """A plan from a Markdown table, as people write it in a notebook, or from rows.
 
         Args:
@@ -251,7 +251,7 @@ class FlowPlan:
         return "\n".join(lines)
 
 
-def _row(row: Any) -> FlowRow:
+def _row(row: object) -> FlowRow:
     """One step, from values in the columns' order or by column."""
     if isinstance(row, FlowRow):
         return FlowRow(*map(bool, row))
@@ -264,7 +264,7 @@ def _row(row: Any) -> FlowRow:
     return FlowRow(**{column: _cell(value) for column, value in row.items()})
 
 
-def _cell(value: Any) -> bool:
+def _cell(value: object) -> bool:
     text = str(int(value) if isinstance(value, bool) else value).strip().lower()
     if text not in _TRUE | _FALSE:
         raise ValueError(f"FlowPlan: cell {value!r}; needed 1 or 0")

@@ -120,7 +120,7 @@ def restore_lora_(model: nn.Module) -> int:
     return len(layers)
 
 
-def _forget_own_forward(layer: Any) -> None:
+def _forget_own_forward(layer: nn.Module) -> None:
     """A forward that an instance has, though it is but its class's own: what accelerate's hooks leave behind."""
     forward = vars(layer).get("forward")
     if forward is not None and getattr(forward, "__func__", None) is type(layer).forward:

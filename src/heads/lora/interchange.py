@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def load_lora(
     return peft_model
 
 
-def _found(operation: str, folder: str | Path, hub: dict[str, Any]) -> Path:
+def _found(operation: str, folder: str | Path, hub: Mapping[str, object]) -> Path:
     """A folder, or what the hub has under that id."""
     try:
         return find_folder(folder, patterns=["*adapter_*"], **hub)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from model_components._modes import evaluating
 
@@ -67,7 +68,7 @@ class LikelihoodGain:
         ValueError: The tokenizer has neither a beginning nor an end token to put before a bare answer.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any):
+    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase):
         start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         if start is None:
             raise ValueError("LikelihoodGain: the tokenizer has neither a beginning nor an end token, needed one")

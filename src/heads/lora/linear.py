@@ -38,7 +38,7 @@ class LeanForward:
 
     impl: str = "auto"
 
-    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self: Any, x: Tensor, *args: object, **kwargs: Any) -> Tensor:
         """Peft's arguments and result."""
         names = kwargs.get("adapter_names") if kwargs else None
         other = args or (kwargs and any(v is not None and k != "adapter_names" for k, v in kwargs.items()))
@@ -140,7 +140,7 @@ def _is_plain(weight: Any) -> bool:
     return type(weight) in _PLAIN and weight.is_floating_point() and not hasattr(weight, "ds_id")
 
 
-def _is_sharded(weight: Any) -> bool:
+def _is_sharded(weight: object) -> bool:
     return hasattr(weight, "device_mesh") or hasattr(weight, "ds_id")
 
 

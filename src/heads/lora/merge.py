@@ -18,7 +18,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
@@ -92,7 +92,7 @@ def merge_lora(
     adapters: str | Sequence[str] | None = None,
     dtype: str | torch.dtype | None = None,
     max_lost: float | None = 0.25,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     max_shard_size: int | str = "5GB",
     progress: bool = True,
 ) -> MergeReport:
@@ -258,7 +258,13 @@ def _state(
     return state
 
 
-def _write(folder: Path, base: Any, state: dict[str, Tensor], max_shard_size: int | str, tokenizer: Any) -> None:
+def _write(
+    folder: Path,
+    base: object,
+    state: dict[str, Tensor],
+    max_shard_size: int | str,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
     """A checkpoint by transformers' own saving, or the hub's for other models."""
     if isinstance(base, PreTrainedModel):
         stock = _stock(base, state)

@@ -24,7 +24,7 @@ PREFIX = "base_model.model."
 
 def skeleton(model: nn.Module) -> Any:
     """A copy of a model on the meta device: its modules and names, no memory."""
-    meta: dict[int, Any] = {id(t): t.to("meta") for t in model.buffers()}
+    meta: dict[int, object] = {id(t): t.to("meta") for t in model.buffers()}
     for p in model.parameters():
         meta[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
     return copy.deepcopy(model, meta)
@@ -44,7 +44,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def inject(model: Any, config: LoraConfig, adapter_name: str, **options: Any) -> PeftModel:
+def inject(model: nn.Module, config: LoraConfig, adapter_name: str, **options: Any) -> PeftModel:
     """`get_peft_model`, quietly."""
     with quiet():
         return get_peft_model(model, config, adapter_name=adapter_name, **options)
@@ -61,7 +61,7 @@ def _near(name: str, known: set[str]) -> str:
     return f"; near it: {', '.join(close)}" if close else f"; there are {', '.join(sorted(known)[:12])}"
 
 
-def _check_config(operation: str, model: nn.Module, config: Any, adapter_name: str) -> None:
+def _check_config(operation: str, model: nn.Module, config: object, adapter_name: str) -> None:
     """Refuse what peft would take in silence, or refuse half-way through."""
     if not isinstance(config, LoraConfig):
         raise ValueError(f"{operation}: config is a {type(config).__name__}, needed a peft.LoraConfig")
@@ -135,7 +135,7 @@ def prepare_lora(
     adapter_name: str = "default",
     split_fused_qkv: bool = False,
     accelerate: bool = True,
-    **options: Any,
+    **options: object,
 ) -> PeftModel:
     """Peft's `get_peft_model`, after a rehearsal without memory, with our forward.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,7 +208,7 @@ def _some(names: list[str]) -> str:
 
 
 def _warnings(
-    model: Any, layers: dict[str, Any], rows: list[AdapterRow], zero: list[str], broken: list[str],
+    model: Any, layers: Mapping[str, object], rows: list[AdapterRow], zero: list[str], broken: list[str],
     copied: list[str], base_vocab_size: int | None,
 ) -> list[str]:  # fmt: skip
     warnings = []

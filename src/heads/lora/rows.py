@@ -20,7 +20,7 @@ Template = Callable[[Mapping[str, Any]], dict[str, Any]]
 """A row to ``prompt`` and ``completion``, both texts or both lists of messages."""
 
 
-def alpaca_template(row: Mapping[str, Any]) -> dict[str, Any]:
+def alpaca_template(row: Mapping[str, object]) -> dict[str, Any]:
     r"""Prompt and completion, as texts, of a row with ``instruction``, ``input`` (may be empty) and ``output``.
 
     Source: the format of Stanford Alpaca, in which many checkpoints have been trained.
@@ -180,7 +180,7 @@ def _numbers(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:_ROWS_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
-def _wrong_with(row: Any, any_fields: bool) -> str | None:
+def _wrong_with(row: object, any_fields: bool) -> str | None:
     if not isinstance(row, Mapping):
         return f"a {type(row).__name__}"
     if any_fields:
@@ -202,7 +202,7 @@ def _wrong_with(row: Any, any_fields: bool) -> str | None:
     return None
 
 
-def _are_messages(messages: Any) -> bool:
+def _are_messages(messages: object) -> bool:
     """Whether they are of roles that chat templates know, each with a text or with calls of tools."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return False
@@ -246,7 +246,7 @@ class RowReport(Report):
         return lines
 
 
-def row_report(rows: Sequence[Any], trainer: Any) -> RowReport:
+def row_report(rows: Sequence[object], trainer: Any) -> RowReport:
     """What `trl.SFTTrainer` made of rows: it leaves some out, and cuts some, without a word.
 
     Args:

@@ -45,7 +45,7 @@ class SplitQKV(nn.Module):
         return torch.cat([self.get_submodule(name)(x) for name in PARTS], -1)
 
 
-def _fuse(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
+def _fuse(module: nn.Module, state: dict[str, Tensor], prefix: str, _: object) -> None:
     """The parts' entries become the fused layer's."""
     if all(isinstance(module.get_submodule(name), Conv1D) for name in PARTS):
         for which, dim in (("weight", 1), ("bias", 0)):
@@ -54,7 +54,7 @@ def _fuse(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> N
                 state[prefix + which] = torch.cat(parts, dim)
 
 
-def _unfuse(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+def _unfuse(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
     """A fused layer's entries become the parts'."""
     del module
     for which, dim in (("weight", 1), ("bias", 0)):

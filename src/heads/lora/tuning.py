@@ -116,11 +116,11 @@ class TuningReport(Report):
         return figure
 
 
-def _exponential(losses: Any) -> Any:
+def _exponential(losses: object) -> Any:
     return torch.as_tensor(losses).double().clamp(max=700.0).exp().numpy()
 
 
-def _logarithm(perplexities: Any) -> Any:
+def _logarithm(perplexities: object) -> Any:
     return torch.as_tensor(perplexities).double().clamp(min=1e-300).log().numpy()
 
 
@@ -248,8 +248,8 @@ def _spikes(train: Sequence[tuple[int, float]], norms: Sequence[float | None]) -
 
 @torch.no_grad()
 def answer_loss(
-    model: nn.Module, dataset: Any, collator: Callable[[Sequence[Any]], Mapping[str, Any]], *, batch_size: int = 8,
-    progress: bool = True,
+    model: nn.Module, dataset: Any, collator: Callable[[Sequence[object]], Mapping[str, object]], *,
+    batch_size: int = 8, progress: bool = True,
 ) -> tuple[float, float]:  # fmt: skip
     """Mean loss of all trained tokens, and its perplexity; the batch size changes neither.
 

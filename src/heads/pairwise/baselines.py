@@ -91,7 +91,7 @@ def baseline_verdicts(train: Sequence[Pair], test: Sequence[Pair], *, classes: i
     (a, b), (test_a, test_b) = surfaces_of(train), surfaces_of(test)
     words = TfidfVectorizer(sublinear_tf=True, min_df=2, max_features=20_000, token_pattern=r"\w+")
     texts = [[said_by("assistant", answer) for answer in side] for side in _sides(train) + _sides(test)]
-    tfidf: list[Any]
+    tfidf: list[object]
     try:
         words.fit(texts[0] + texts[1])
         tfidf = [words.transform(side) for side in texts]
@@ -128,7 +128,9 @@ def baseline_verdicts(train: Sequence[Pair], test: Sequence[Pair], *, classes: i
     return verdicts
 
 
-def rivals_of(found: Tensor, labels: Sequence[Any], train: Sequence[Pair], test: Sequence[Pair]) -> tuple[Rival, ...]:
+def rivals_of(
+    found: Tensor, labels: Sequence[object], train: Sequence[Pair], test: Sequence[Pair]
+) -> tuple[Rival, ...]:
     """The baselines beside a model's (N, C) log-probabilities of the test pairs."""
     wanted, near = shares_of(labels, found.shape[-1]), near_in_length(test)
 
@@ -157,14 +159,14 @@ def near_accuracy(found: Tensor, wanted: Tensor, near: Tensor) -> float:
     return float(right[near].mean()) if near.any() else float("nan")
 
 
-def clustered(differences: Tensor, groups: Sequence[Any]) -> tuple[float, float]:
+def clustered(differences: Tensor, groups: Sequence[object]) -> tuple[float, float]:
     """A mean and its standard error, of numbers of which those of one group are not independent; nan for one group.
 
     >>> clustered(torch.tensor([1.0, 1.0, 3.0, 3.0]), ["p", "p", "q", "q"])
     (2.0, 1.0)
     """
     mean = float(differences.mean())
-    sums: dict[Any, float] = {}
+    sums: dict[object, float] = {}
     for group, one in zip(groups, differences.tolist(), strict=True):
         sums[group] = sums.get(group, 0.0) + one - mean
     if len(sums) == 1:
@@ -178,7 +180,7 @@ def _sides(pairs: Sequence[Pair]) -> list[list[Words]]:
 
 
 def _shares(pairs: Sequence[Pair], classes: int) -> np.ndarray:
-    labels: list[Any] = [pair.label for pair in pairs]
+    labels: list[object] = [pair.label for pair in pairs]
     hard = [label if isinstance(label, tuple) else tuple(float(k == label) for k in range(classes)) for label in labels]
     return np.array(hard)
 

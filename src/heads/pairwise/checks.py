@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from model_components._modes import evaluating
 
@@ -21,7 +23,7 @@ def check_encoder(encoder: Any) -> None:
         raise ValueError(f"from_encoder: {type(encoder).__name__} cannot read two tokens: {error}") from error
 
 
-def check_tokenizer(tokenizer: Any, encoder: Any) -> None:
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, encoder: Any) -> None:
     """Refuse a tokenizer whose ids mean something else to the encoder."""
     rows = len(encoder.get_input_embeddings().weight)
     if len(tokenizer) > rows:
@@ -36,7 +38,9 @@ def check_tokenizer(tokenizer: Any, encoder: Any) -> None:
             )
 
 
-def most_tokens(operation: str, asked: int | None, encoder: Any, packing: PackingReport, tokenizer: Any) -> int:
+def most_tokens(
+    operation: str, asked: int | None, encoder: nn.Module, packing: PackingReport, tokenizer: object
+) -> int:
     """Most tokens of a sequence: what was asked for, if the encoder has so many positions."""
     positions = getattr(encoder.config, "max_position_embeddings", None)
     first = getattr(getattr(encoder, "embeddings", None), "padding_idx", None)

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from model_components._report import Report
 
@@ -89,7 +90,9 @@ class PairwiseDataset(Dataset):
         ValueError: With pair numbers: what is neither text nor turns, labels outside the classes.
     """
 
-    def __init__(self, pairs: Sequence[Any], tokenizer: Any, config: PairwiseConfig, *, progress: bool = True):
+    def __init__(
+        self, pairs: Sequence[Any], tokenizer: PreTrainedTokenizerBase, config: PairwiseConfig, *, progress: bool = True
+    ):
         self.pairs = as_pairs("PairwiseDataset", pairs, config.num_classes)
         self.labels = [pair.label for pair in self.pairs]
         labelled = sum(label is not None for label in self.labels)
@@ -142,7 +145,7 @@ class PairwiseDataset(Dataset):
         """Whether the answers have features of a frozen encoder."""
         return self._features is not None
 
-    def encode_(self, model: Any, *, cache: str | Path | None = None, progress: bool = True) -> None:
+    def encode_(self, model: nn.Module, *, cache: str | Path | None = None, progress: bool = True) -> None:
         """Let a model's encoder read each answer once, and keep its features: a head alone trains on them in seconds.
 
         Args:
@@ -157,7 +160,7 @@ class PairwiseDataset(Dataset):
         self._features = encoded(model, [self.answer(k).tokens for k in range(2 * len(self))], cache, progress)
         self._features_of = fingerprint(model)
 
-    def check_encoded(self, operation: str, model: Any) -> None:
+    def check_encoded(self, operation: str, model: nn.Module) -> None:
         """Refuse features that are another encoder's, or of another pooling.
 
         Raises:
@@ -197,7 +200,7 @@ class PairwiseDataset(Dataset):
                 rows.append(dict(zip(("chosen_ids", "rejected_ids"), ids, strict=True)))
         return rows
 
-    def _label(self, label: Any) -> Any:
+    def _label(self, label: object) -> Any:
         """A class, or shares where any label of the set is."""
         if not self.soft or isinstance(label, tuple):
             return label
@@ -212,7 +215,9 @@ def _surfaces(answers: Sequence[tuple[Words, Words]], config: PairwiseConfig) ->
     return np.stack(told).astype(np.float32)
 
 
-def answers_to(prompt: Words, answers: Sequence[Words], tokenizer: Any, config: PairwiseConfig) -> list[Answer]:
+def answers_to(
+    prompt: Words, answers: Sequence[Words], tokenizer: PreTrainedTokenizerBase, config: PairwiseConfig
+) -> list[Answer]:
     """Several answers to one prompt; refuses what is neither text nor turns."""
     try:
         asked = check_words("prompt", prompt)

@@ -17,7 +17,7 @@ Surface = Literal["length", "style", "overlap"]
 CLASSES = ("A", "B", "tie")
 
 
-def _refuse(what: str, got: Any, needed: str) -> None:
+def _refuse(what: str, got: object, needed: str) -> None:
     raise ValueError(f"PairwiseConfig: {what} is {got!r}; needed {needed}")
 
 
@@ -141,7 +141,7 @@ class PairwiseConfig(PreTrainedConfig):
         """A, B and, with ``ties``, tie."""
         return 3 if self.ties else 2
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """With the encoder's config as a dictionary, which names no folder."""
         fields = super().to_dict()
         if isinstance(self.encoder, PreTrainedConfig):

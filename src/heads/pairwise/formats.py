@@ -13,7 +13,7 @@ _ROLES = {"user": "user", "human": "user", "prompter": "user", "assistant": "ass
 _TRUE, _FALSE = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no", "", "none", "nan")
 
 
-def pair_of(row: Any) -> Pair:
+def pair_of(row: object) -> Pair:
     """A row, of whichever format, as a pair.
 
     Raises:
@@ -32,7 +32,7 @@ def pair_of(row: Any) -> Pair:
     raise ValueError(f"no two answers ({known}) among {', '.join(map(str, row))}")
 
 
-def _writers(row: Mapping[str, Any]) -> tuple[str | None, str | None]:
+def _writers(row: Mapping[str, object]) -> tuple[str | None, str | None]:
     for names in _WRITERS:
         if any(name in row for name in names):
             one, other = (plain(row.get(name)) for name in names)
@@ -40,7 +40,7 @@ def _writers(row: Mapping[str, Any]) -> tuple[str | None, str | None]:
     return None, None
 
 
-def _texts(row: Mapping[str, Any], one: str, other: str) -> tuple[Words, Words, Words]:
+def _texts(row: Mapping[str, object], one: str, other: str) -> tuple[Words, Words, Words]:
     """Prompt and answers beside each other, as texts or, all three, as lists of turns."""
     asked = next((name for name in ("prompt", "instruction") if name in row), None)
     if asked is None:
@@ -64,12 +64,12 @@ def _texts(row: Mapping[str, Any], one: str, other: str) -> tuple[Words, Words, 
     return shared, _text(one, values[1]), _text(other, values[2])
 
 
-def _conversations(row: Mapping[str, Any], one: str, other: str) -> tuple[Words, Words, Words]:
+def _conversations(row: Mapping[str, object], one: str, other: str) -> tuple[Words, Words, Words]:
     a, b = (_messages(name, plain(row[name])) for name in (one, other))
     return _parted(a, b)
 
 
-def _preferred(row: Mapping[str, Any], one: str, other: str) -> tuple[Words, Words, Words]:
+def _preferred(row: Mapping[str, object], one: str, other: str) -> tuple[Words, Words, Words]:
     """Chosen and rejected, with the prompt beside them or inside."""
     values = [plain(row[name]) for name in (one, other)]
     before = plain(row.get("prompt"))
@@ -118,7 +118,7 @@ def _parted(a: Sequence[Turn], b: Sequence[Turn]) -> tuple[Words, Words, Words]:
     return "" if prompt == () else prompt, rest[0], rest[1]
 
 
-def _list(value: Any) -> list[str | None] | None:
+def _list(value: object) -> list[str | None] | None:
     """The turns of a list, or of the JSON of one; None where it is something else."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
@@ -129,7 +129,7 @@ def _list(value: Any) -> list[str | None] | None:
     return value if is_list_of_turns else None
 
 
-def _text(name: str, value: Any) -> str:
+def _text(name: str, value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, list) and all(turn is None or isinstance(turn, str) for turn in value):
@@ -139,7 +139,7 @@ def _text(name: str, value: Any) -> str:
     return sound(name, value)
 
 
-def _messages(name: str, value: Any) -> tuple[Turn, ...]:
+def _messages(name: str, value: object) -> tuple[Turn, ...]:
     """Messages of role and content, or of from and value, as turns."""
     if isinstance(value, str):
         try:
@@ -158,7 +158,7 @@ def _messages(name: str, value: Any) -> tuple[Turn, ...]:
     return tuple(turns)
 
 
-def _content(name: str, content: Any) -> str:
+def _content(name: str, content: object) -> str:
     """A message's text, or the texts of its parts."""
     parts = content if isinstance(content, list) else [content or ""]
     texts: list[Any] = [
@@ -169,7 +169,7 @@ def _content(name: str, content: Any) -> str:
     return "\n\n".join(texts)
 
 
-def _verdict(row: Mapping[str, Any]) -> int | tuple[float, ...] | None:
+def _verdict(row: Mapping[str, object]) -> int | tuple[float, ...] | None:
     if _ONE_HOT[0] in row and _ONE_HOT[1] in row:
         won = []
         for name in _ONE_HOT:
@@ -189,7 +189,7 @@ def _verdict(row: Mapping[str, Any]) -> int | tuple[float, ...] | None:
     return check_label(row.get("label"))
 
 
-def _preference(value: Any) -> int | tuple[float, ...] | None:
+def _preference(value: object) -> int | tuple[float, ...] | None:
     """1 for A, 2 for B, 0 or 1.5 for a tie, between them the share of B."""
     if isinstance(value, str):
         try:
@@ -204,7 +204,7 @@ def _preference(value: Any) -> int | tuple[float, ...] | None:
     return fixed[value] if value in fixed else (2.0 - value, value - 1.0, 0.0)
 
 
-_ANSWERS: dict[tuple[str, str], Callable[[Mapping[str, Any], str, str], tuple[Words, Words, Words]]] = {
+_ANSWERS: dict[tuple[str, str], Callable[[Mapping[str, object], str, str], tuple[Words, Words, Words]]] = {
     ("conversation_a", "conversation_b"): _conversations,
     ("response_a", "response_b"): _texts,
     ("chosen", "rejected"): _preferred,

@@ -111,7 +111,7 @@ def _parts(encoder: Any, what: str) -> list[tuple[str, nn.Module]]:
 
 def parameter_groups(
     model: Any, *, learning_rate: float, weight_decay: float = 0.0, layer_decay: float = 1.0, head_lr_ratio: float = 1.0
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Groups for an optimizer: the encoder's rate falls from layer to layer towards the embeddings.
 
     The top layer has ``learning_rate``, the next ``layer_decay`` of it, and so on; the embeddings are below the lowest

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .config import CLASSES
 from .functional import log_probabilities
@@ -66,7 +66,9 @@ class DeadRunGuard(TrainerCallback):
         seen = torch.cat([torch.stack(rows), wanted.T @ wanted])
         self._seen = seen if self._seen is None else self._seen + seen
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **rest: object
+    ) -> None:
         """Remembers some of the weights."""
         self._seen, self._steps, self._poor = None, 0, 0
         self._first, self._fair = state.global_step, model.config.link != "concat"
@@ -75,7 +77,14 @@ class DeadRunGuard(TrainerCallback):
         chosen = weights[:: max(1, len(weights) // _SAMPLED)][:_SAMPLED]
         self._start = [(p, _sample(p).clone()) for p in chosen]
 
-    def on_step_end(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **rest: Any) -> None:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        lr_scheduler: object = None,
+        **rest: object,
+    ) -> None:
         """Looks at what has been seen.
 
         Raises:
@@ -101,7 +110,7 @@ class DeadRunGuard(TrainerCallback):
         if state.global_step > max(warm, _PATIENT * state.max_steps):
             self._check_window(state, seen, window)
 
-    def _check_motion(self, state: Any, lr_scheduler: Any) -> None:
+    def _check_motion(self, state: TrainerState, lr_scheduler: Any) -> None:
         """A few steps after warm-up, most of the weights that were remembered must have changed."""
         watched, self._start = self._start or [], None
         moved = [float((_sample(p) != before).float().mean()) for p, before in watched]
@@ -114,7 +123,7 @@ class DeadRunGuard(TrainerCallback):
                 "larger one, or float32 weights"
             )
 
-    def _check_window(self, state: Any, seen: Tensor, window: int) -> None:
+    def _check_window(self, state: TrainerState, seen: Tensor, window: int) -> None:
         """The log-loss must be below that of the labels' own shares, by more than one standard error."""
         said, labels, lost, moments = seen[0], seen[1], seen[2], seen[4:]
         count, shares = float(labels.sum()), labels / labels.sum()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from model_components._modes import evaluating
@@ -120,7 +120,7 @@ def predict_pairs(
 
 
 @torch.no_grad()
-def sides_of(model: Any, data: PairwiseDataset, numbers: Sequence[int], batch_size: int = 32) -> list[Tensor]:
+def sides_of(model: nn.Module, data: PairwiseDataset, numbers: Sequence[int], batch_size: int = 32) -> list[Tensor]:
     """Features of A and of B of these pairs, and their surface features, on the CPU."""
     collate, device = PairwiseCollator(), next(model.parameters()).device
     sides: list[list[Tensor]] = [[], [], [], []]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -87,14 +86,14 @@ def at_verdict(table: Tensor, found: Tensor) -> Tensor:
     return table.gather(1, verdicts_of(found)[:, None])[:, 0]
 
 
-def shares_of(labels: Sequence[Any] | Tensor, classes: int) -> Tensor:
+def shares_of(labels: Sequence[object] | Tensor, classes: int) -> Tensor:
     """(N, C) float64 shares of classes or shares."""
     shares = torch.as_tensor(labels)
     return shares.double() if shares.dim() == 2 else F.one_hot(shares.long(), classes).double()
 
 
 def pairwise_metrics(
-    log_probabilities: Tensor, labels: Sequence[Any] | Tensor, *, swapped_log_probabilities: Tensor | None = None,
+    log_probabilities: Tensor, labels: Sequence[object] | Tensor, *, swapped_log_probabilities: Tensor | None = None,
     length_difference: Sequence[float] | Tensor | None = None,
 ) -> PairwiseMetrics:  # fmt: skip
     """Metrics of N verdicts.
@@ -167,7 +166,7 @@ def _correlation(one: Tensor, other: Tensor | None) -> float:
     return float(F.cosine_similarity(one, other, dim=0))  # both means are 0 where each pair comes in both orders
 
 
-def fit_temperature(logits: Tensor, labels: Sequence[Any] | Tensor) -> float:
+def fit_temperature(logits: Tensor, labels: Sequence[object] | Tensor) -> float:
     """The number to divide logits by that makes their log-loss least (Guo et al. 2017).
 
     The log-loss is convex in its inverse, so that bisection on the derivative finds it.

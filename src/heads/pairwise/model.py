@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
 from model_components._hub import hub_id, split_revision
@@ -97,15 +97,15 @@ class PairwiseModel(SavedJudge):
         if inner.device.type != "meta":
             self.packing: PackingReport = check_packing(inner)
 
-    def _init_weights(self, module: Any) -> None:
+    def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (Pool, PairwiseHead)):
             module.reset_parameters()
 
     @classmethod
     def from_encoder(
-        cls, encoder: str | Path | PreTrainedModel, tokenizer: Any = None, *, dtype: torch.dtype | None = torch.float32,
-        depth: int | None = None, revision: str | None = None, token: str | bool | None = None,
-        trust_remote_code: bool = False, **options: Any,
+        cls, encoder: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        *, dtype: torch.dtype | None = torch.float32, depth: int | None = None, revision: str | None = None,
+        token: str | bool | None = None, trust_remote_code: bool = False, **options: Any,
     ) -> PairwiseModel:  # fmt: skip
         """A new head on a pretrained encoder.
 

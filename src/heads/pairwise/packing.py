@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -82,7 +82,7 @@ _CHECKED: dict[tuple, PackingReport] = {}
 
 
 def encode_packed(
-    encoder: Any, input_ids: Tensor, lengths: Sequence[int], token_type_ids: Tensor | None, offset: int = 0
+    encoder: PreTrainedModel, input_ids: Tensor, lengths: Sequence[int], token_type_ids: Tensor | None, offset: int = 0
 ) -> Tensor:
     """(T,) tokens of S sequences to their (T, W) last hidden states, in one pass."""
     ends = [0]
@@ -180,7 +180,7 @@ def _tried(encoder: Any) -> PackingReport:
         encoder.config._attn_implementation = before
 
 
-def _compared(encoder: Any, ids: Tensor, other: Tensor, lengths: Sequence[int], fill: int) -> PackingReport:
+def _compared(encoder: PreTrainedModel, ids: Tensor, other: Tensor, lengths: Sequence[int], fill: int) -> PackingReport:
     name = type(encoder).__name__
     alone = torch.cat([encode_padded(encoder, part, [len(part)], None) for part in ids.split(list(lengths))])
     encoder.config._attn_implementation = ATTENTION

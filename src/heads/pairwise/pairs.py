@@ -75,7 +75,7 @@ def said_by(role: str, words: Words) -> str:
     return words if isinstance(words, str) else "\n\n".join(turn.text for turn in words if turn.role == role)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Lists and None as Python has them, whether numpy, pandas or parquet had them otherwise."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return None if isinstance(value, float) and value != value else list(value) if isinstance(value, tuple) else value
@@ -90,7 +90,7 @@ def sound(name: str, text: str) -> str:
     return text
 
 
-def check_words(name: str, value: Any) -> Words:
+def check_words(name: str, value: object) -> Words:
     """A text, or turns; an answer's end with the assistant's.
 
     Raises:
@@ -117,7 +117,7 @@ def check_words(name: str, value: Any) -> Words:
     return tuple(turns)
 
 
-def as_pairs(operation: str, pairs: Iterable[Any], classes: int = 3) -> list[Pair]:
+def as_pairs(operation: str, pairs: Iterable[object], classes: int = 3) -> list[Pair]:
     """Pairs, tuples like them, or mappings with their names, as pairs.
 
     Raises:
@@ -192,7 +192,7 @@ def count_labels(pairs: Iterable[Pair]) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def check_label(label: Any, classes: int = 3) -> int | tuple[float, ...] | None:
+def check_label(label: object, classes: int = 3) -> int | tuple[float, ...] | None:
     """A label as a class, as shares that sum to 1, or None; with two classes, the share of ties may be left out or 0.
 
     Raises:

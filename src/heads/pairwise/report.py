@@ -41,7 +41,7 @@ class PairwiseReport(Report):
     packing: PackingReport
     cut: CutReport
     predictions: Predictions
-    labels: tuple[Any, ...]
+    labels: tuple[object, ...]
     near_accuracy: float
     owed: Mapping[str, float]
     lengths: tuple[tuple[int, int], ...]
@@ -229,5 +229,5 @@ def _check_labelled(operation: str, data: PairwiseDataset) -> None:
         )
 
 
-def _labels(data: PairwiseDataset) -> list[Any]:
+def _labels(data: PairwiseDataset) -> list[object]:
     return [data[i]["label"] for i in range(len(data))]

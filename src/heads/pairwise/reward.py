@@ -5,8 +5,6 @@ Shapes: S sequences, T tokens of the longest.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
@@ -54,7 +52,7 @@ class PairwiseForSequenceClassification(PairwiseModel):
 
     def forward(  # pyrefly: ignore[bad-override]
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None,
-        **ignored: Any,
+        **ignored: object,
     ) -> SequenceClassifierOutput:  # fmt: skip
         """(S, 1) scores of sequences.
 

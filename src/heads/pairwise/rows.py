@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from model_components._hub import hub_id
 from model_components._report import Report
@@ -67,7 +67,7 @@ def _listed(lines: Sequence[int]) -> str:
 
 
 def read_pairs(
-    source: str | Path | Iterable[Mapping[str, Any]], *, max_bad: float = 0.01
+    source: str | Path | Iterable[Mapping[str, object]], *, max_bad: float = 0.01
 ) -> tuple[list[Pair], ReadReport]:
     """Pairs from a file, a data set of the hub, or from rows such as a `datasets` data set's.
 
@@ -125,7 +125,7 @@ def read_pairs(
     return pairs, ReadReport(count, len(pairs), empty, count_labels(pairs), lines, ignored)
 
 
-def each_pair(source: Any) -> Iterator[tuple[int, Any, Pair | ValueError]]:
+def each_pair(source: object) -> Iterator[tuple[int, Any, Pair | ValueError]]:
     """Line numbers, rows, and the pairs that they are, or why one is none.
 
     Args:
@@ -190,7 +190,7 @@ def raw_rows(source: Any) -> Iterator[tuple[int, Any]]:
         raise ValueError(f"read_pairs: {path} cannot be read: {error}") from error
 
 
-def _csv(file: Any, path: Path) -> Iterator[tuple[int, Any]]:
+def _csv(file: IO[str], path: Path) -> Iterator[tuple[int, object]]:
     csv.field_size_limit(1 << 30)
     reader = csv.DictReader(file)
     for row in reader:
@@ -198,7 +198,7 @@ def _csv(file: Any, path: Path) -> Iterator[tuple[int, Any]]:
         yield reader.line_num, ValueError(f"{len(more)} more fields than the header") if more else row
 
 
-def _json(file: Any, path: Path) -> Iterator[tuple[int, Any]]:
+def _json(file: IO[str], path: Path) -> Iterator[tuple[int, object]]:
     try:
         rows = json.load(file)
     except (ValueError, RecursionError) as error:
@@ -208,7 +208,7 @@ def _json(file: Any, path: Path) -> Iterator[tuple[int, Any]]:
     yield from enumerate(rows, 1)
 
 
-def _json_lines(file: Any, path: Path) -> Iterator[tuple[int, Any]]:
+def _json_lines(file: IO[str], path: Path) -> Iterator[tuple[int, object]]:
     for number, line in enumerate(file, 1):
         if line.strip():
             try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from model_components._folders import make_folder, new_file
 from model_components._hub import hub_id, upload
@@ -26,10 +26,10 @@ class SavedJudge(PreTrainedModel):
     """The part of `PairwiseModel` that has to do with files."""
 
     config: PairwiseConfig  # pyrefly: ignore[bad-override]
-    tokenizer: Any = None
+    tokenizer: PreTrainedTokenizerBase | None = None
 
     @classmethod
-    def from_pretrained(cls, place: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls, place: Any, *args: object, **kwargs: Any) -> Any:
         """A model that `save_pretrained` wrote, in float32 unless ``dtype`` says otherwise, with its tokenizer."""
         if "torch_dtype" not in kwargs:
             kwargs.setdefault("dtype", torch.float32)
@@ -47,7 +47,7 @@ class SavedJudge(PreTrainedModel):
         return loaded
 
     def save_pretrained(
-        self, save_directory: Any, is_main_process: bool = True, *args: Any, report: Any = None, **kwargs: Any
+        self, save_directory: Any, is_main_process: bool = True, *args: Any, report: object = None, **kwargs: Any
     ) -> None:
         """Config, safetensors, a card and, where the model has one, the tokenizer.
 
@@ -75,7 +75,7 @@ class SavedJudge(PreTrainedModel):
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     def push_to_hub(  # pyrefly: ignore[bad-override]
-        self, repo_id: str, *, report: Any = None, private: bool | None = None, token: str | bool | None = None,
+        self, repo_id: str, *, report: object = None, private: bool | None = None, token: str | bool | None = None,
         revision: str | None = None, create_pr: bool = False, commit_message: str | None = None,
     ) -> str:  # fmt: skip
         """What `save_pretrained` writes, as a repository of the hub.
@@ -104,7 +104,7 @@ def card_of(config: PairwiseConfig, report: Any = None) -> str:
     """A README for a judge; it names no folder of this machine."""
     encoder: Any = config.encoder
     base = hub_id(getattr(encoder, "_name_or_path", "") or "")
-    head: dict[str, Any] = {
+    head: dict[str, object] = {
         "library_name": "transformers", "pipeline_tag": "text-ranking",
         "tags": ["model-components", "pairwise", "reward-model" if config.link in SCORED else "preference-model"],
     }  # fmt: skip

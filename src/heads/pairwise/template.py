@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from .config import PairwiseConfig
 from .pairs import ROLES, Turn, Words, turns_of
@@ -38,7 +39,7 @@ class Template:
             that leave no room.
     """
 
-    def __init__(self, tokenizer: Any, config: PairwiseConfig):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: PairwiseConfig):
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"PairwiseDataset: tokenizer is a {type(tokenizer).__name__}, needed a fast one")
         self.tokenizer, self.with_prompt = tokenizer, config.append_prompt
@@ -98,7 +99,7 @@ class Template:
         marks = _MARKS[: len(roles)]
         turns = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
         try:
-            text = self.tokenizer.apply_chat_template(turns, tokenize=False)
+            text = str(self.tokenizer.apply_chat_template(turns, tokenize=False))
         except Exception as error:  # Jinja's, and whatever a template raises
             raise ValueError(f"PairwiseDataset: the chat template refuses {', '.join(roles)}: {error}") from error
         parts = []
@@ -176,7 +177,7 @@ def sequence_batch(kept: Sequence[Tokens]) -> dict[str, Tensor]:
     }
 
 
-def token_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of texts, in which the names of special tokens are text as any other."""
     if not texts:
         return []

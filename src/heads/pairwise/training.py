@@ -160,7 +160,7 @@ class PairwiseTrainer(StepTrainer):
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return _Buckets(size, data.lengths, seed)
 
-    def optimizer_groups(self) -> list[dict[str, Any]]:
+    def optimizer_groups(self) -> list[dict[str, object]]:
         """`parameter_groups` at the arguments' rate and decay."""
         return parameter_groups(
             self.model, learning_rate=self.args.learning_rate, weight_decay=self.args.weight_decay,
@@ -179,7 +179,7 @@ class PairwiseTrainer(StepTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def _told(data: Any) -> str:
+def _told(data: object) -> str:
     if not isinstance(data, PairwiseDataset):
         return f"a {type(data).__name__}"
     return f"{len(data)} pairs without labels" if len(data) else "empty"

@@ -21,7 +21,7 @@ class Call:
     """One batch on its way through the blocks."""
 
     hidden: Tensor
-    rest: tuple[tuple, dict[str, Any]]  # the block's other arguments
+    rest: tuple[tuple, dict[str, object]]  # the block's other arguments
     keep: Tensor | None  # which tokens are not padding, flat
 
     def run(self, block: nn.Module) -> Tensor:
@@ -46,7 +46,7 @@ def calls_of(model: nn.Module, blocks: Sequence[nn.Module], data: Sequence[Batch
     """
     body, outputs, inputs = _body(model, blocks, data[0]), [], []
 
-    def reads(module: nn.Module, given: tuple, named: dict[str, Any]) -> None:
+    def reads(module: nn.Module, given: tuple, named: Mapping[str, object]) -> None:
         inputs.append(given[0] if given else named["hidden_states"])
 
     handles = [b.register_forward_pre_hook(reads, with_kwargs=True) for b in blocks]
@@ -121,7 +121,7 @@ def _is_one_tensor(out: object) -> bool:
 def _passed_by(blocks: Sequence[nn.Module], size: int | None) -> Iterator[None]:
     """Within, blocks give back what they get, alone or in a tuple of this size."""
 
-    def same(*arguments: Any, **named: Any) -> Any:
+    def same(*arguments: object, **named: object) -> Any:
         hidden = arguments[0] if arguments else named["hidden_states"]
         return hidden if size is None else (hidden, *[None] * (size - 1))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ class KroneckerEmbedding(KroneckerLayer):
         *,
         padding_idx: int | None = None,
         dtype: torch.dtype | None = None,
-        device: Any = None,
+        device: torch.device | str | None = None,
     ):
         super().__init__(num_embeddings, embedding_dim, config, dtype, device)
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx

@@ -5,7 +5,7 @@ Letters: as in `weights`; for low rank A is (r, I) and B (O, r).
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ class SmallerLinear(SmallerWeight):
         self.share = 1.0
 
     @classmethod
-    def like(cls, linear: nn.Module, config: Any) -> Self:
+    def like(cls, linear: nn.Module, config: object) -> Self:
         """An empty layer of a dense one's sizes, dtype and device; its bias copied."""
         out_features, in_features = dense(linear).shape
         bias = getattr(linear, "bias", None)
@@ -62,7 +62,7 @@ class SmallerLinear(SmallerWeight):
             linear.bias = nn.Parameter(self.bias.detach().clone())
         return linear.train(self.training)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _apply(self, fn: object, recurse: bool = True) -> Self:
         if self.original is not None:
             self.original._apply(fn)
         return super()._apply(fn, recurse)
@@ -122,7 +122,7 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
         *,
         bias: bool = True,
         dtype: torch.dtype | None = None,
-        device: Any = None,
+        device: torch.device | str | None = None,
     ):
         KroneckerLayer.__init__(self, out_features, in_features, config, dtype, device)
         self._set_linear(in_features, out_features, bias)
@@ -183,7 +183,7 @@ class LowRankLinear(SmallerLinear):
         *,
         bias: bool = True,
         dtype: torch.dtype | None = None,
-        device: Any = None,
+        device: torch.device | str | None = None,
     ):
         super().__init__()
         self.config = config

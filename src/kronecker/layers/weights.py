@@ -32,7 +32,7 @@ class StandsFor(nn.Module):
         for name in self.stands_for:
             destination[prefix + name] = next(self.parameters()).detach().new_empty(self.empty_shape)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:  # pyrefly: ignore
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: object) -> None:  # pyrefly: ignore
         for name in self.stands_for:
             state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
@@ -78,7 +78,14 @@ class KroneckerLayer(SmallerWeight):
 
     scales: nn.Parameter | None
 
-    def __init__(self, rows: int, columns: int, config: KroneckerConfig, dtype: torch.dtype | None, device: Any = None):
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        config: KroneckerConfig,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None = None,
+    ):
         super().__init__()
         self.config = config
         self.a_shape, self.b_shape = config.shapes(rows, columns, operation=type(self).__name__)

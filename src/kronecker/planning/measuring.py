@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +53,7 @@ def plan(
     budget: int | None = None,
     keep: float | None = None,
     time_budget: float | None = None,
-    calibration: Iterable[Any],
+    calibration: Iterable[object],
     structures: Sequence[str] = tuple(STRUCTURES),
     uniform: bool = False,
     candidates: Sequence[Config] | None = None,

@@ -114,7 +114,7 @@ def convert_(
     config: Config | Mapping[str, Config],
     *,
     filter_fn: Callable[[str, nn.Module], bool] | None = None,
-    calibration: Iterable[Any] | None = None,
+    calibration: Iterable[object] | None = None,
     fade_in: bool = False,
     cache: str | Path | None = None,
     progress: bool = True,

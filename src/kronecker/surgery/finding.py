@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +59,7 @@ def _refuse_own_forward(name: str, module: nn.Module) -> None:
         raise ValueError(f"convert_: {name} is a {kind}, quantised or with a forward of its own; needed a plain layer")
 
 
-def find_mlps(model: nn.Module, batch: Mapping[str, Any] | None = None) -> list[Mlp]:
+def find_mlps(model: nn.Module, batch: Mapping[str, object] | None = None) -> list[Mlp]:
     """The MLPs of a model, by how numbers flow through it (`kronecker.surgery.mlps`).
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -70,7 +69,7 @@ def find_mlps(model: nn.Module, batch: Mapping[str, Any] | None = None) -> list[
     return mlps.find_mlps(model, lambda m: is_linear(m) or isinstance(m, SmallerLinear), batch)
 
 
-def mlps_if_any(model: nn.Module, batch: Mapping[str, Any] | None = None) -> list[Mlp]:
+def mlps_if_any(model: nn.Module, batch: Mapping[str, object] | None = None) -> list[Mlp]:
     """As `find_mlps`; none in a model that cannot be run without knowing more of it."""
     try:
         return find_mlps(model, batch)
@@ -82,7 +81,7 @@ def resolve(
     model: nn.Module,
     config: Config | Mapping[str, Config],
     filter_fn: Callable[[str, nn.Module], bool] | None,
-    batch: Mapping[str, Any] | None = None,
+    batch: Mapping[str, object] | None = None,
 ) -> dict[str, Config]:
     """The layers to compress, by name in the model's order, each with its config.
 

@@ -68,7 +68,7 @@ class _Run:
 
 @torch.no_grad()
 def find_mlps(
-    model: nn.Module, is_layer: Callable[[nn.Module], bool], batch: Mapping[str, Any] | None = None
+    model: nn.Module, is_layer: Callable[[nn.Module], bool], batch: Mapping[str, object] | None = None
 ) -> list[Mlp]:
     """The MLPs of a model, in the order they run.
 
@@ -124,7 +124,7 @@ def _apart(trials: Sequence[Mlp], taken: set[str]) -> tuple[list[Mlp], list[Mlp]
     return later, now
 
 
-def _equal_halves(model: nn.Module, batch: Mapping[str, Any] | None) -> dict[str, Any]:
+def _equal_halves(model: nn.Module, batch: Mapping[str, object] | None) -> dict[str, object]:
     """Arguments of two equal halves: a row of our own, twice, where a model takes it, else the first of ``batch``."""
     device = next(model.parameters()).device
     simple = _simple_arguments(model, device) if isinstance(model, PreTrainedModel) else {}
@@ -144,7 +144,7 @@ def _equal_halves(model: nn.Module, batch: Mapping[str, Any] | None) -> dict[str
     raise ValueError(f"kronecker: {type(model).__name__} could not be run to find its MLPs{why}; needed {needed}")
 
 
-def _simple_arguments(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
+def _simple_arguments(model: PreTrainedModel, device: torch.device) -> dict[str, object]:
     """Two equal rows for a model that reads tokens or images."""
     config: Any = model.config
     if model.main_input_name == "input_ids":
@@ -160,11 +160,11 @@ def _simple_arguments(model: PreTrainedModel, device: torch.device) -> dict[str,
     return {}
 
 
-def _doubled(value: Any, device: torch.device) -> Any:
+def _doubled(value: object, device: torch.device) -> Any:
     return torch.cat([value[:_ROWS]] * 2).to(device) if isinstance(value, Tensor) and value.dim() else value
 
 
-def _runs(model: nn.Module, layers: Mapping[str, nn.Module], rows: Mapping[str, Any]) -> list[_Run]:
+def _runs(model: nn.Module, layers: Mapping[str, nn.Module], rows: Mapping[str, object]) -> list[_Run]:
     """The layers that run, in the order they first do."""
     runs: dict[str, _Run] = {}
 
@@ -195,7 +195,7 @@ def _hypotheses(before: Sequence[_Run], run: _Run) -> list[Mlp]:
     return mlps
 
 
-def _read_once(model: nn.Module, mlps: list[Mlp], runs: Sequence[_Run], rows: Mapping[str, Any]) -> list[Mlp]:
+def _read_once(model: nn.Module, mlps: list[Mlp], runs: Sequence[_Run], rows: Mapping[str, object]) -> list[Mlp]:
     """Those whose hidden neurons nothing but the last layer reads."""
     if not mlps or _tried(model, mlps, runs, rows)[1]:
         return mlps
@@ -203,7 +203,7 @@ def _read_once(model: nn.Module, mlps: list[Mlp], runs: Sequence[_Run], rows: Ma
 
 
 def _tried(
-    model: nn.Module, trials: Sequence[Mlp], runs: Sequence[_Run], rows: Mapping[str, Any]
+    model: nn.Module, trials: Sequence[Mlp], runs: Sequence[_Run], rows: Mapping[str, object]
 ) -> tuple[list[Mlp], bool]:
     """Those of the MLPs whose hidden neurons are what they should be, by one run for all.
 

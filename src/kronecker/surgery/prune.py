@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -90,7 +89,7 @@ def prune_(
     model: nn.Module,
     config: PruneConfig | None = None,
     *,
-    calibration: Iterable[Any],
+    calibration: Iterable[object],
     cache: str | Path | None = None,
     progress: bool = True,
 ) -> PruneReport:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..layers.linear import SmallerLinear
 from .parameters import factor_parameters
@@ -36,18 +36,24 @@ class FreezePretrained(TrainerCallback):
         phase = step // self.steps
         return phase % 2 == 0 if self.repeat else phase == 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Remember what is frozen anyway."""
         if not factor_parameters(kwargs["model"]):
             kind = type(kwargs["model"]).__name__
             raise ValueError(f"FreezePretrained: {kind} has no factors, so that nothing would learn; leave it out")
         self._kept = {id(p) for p in kwargs["model"].parameters() if not p.requires_grad}
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Set what learns."""
         self._set(kwargs["model"], self.frozen_at(state.global_step))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Release what this froze."""
         self._set(kwargs["model"], frozen=False)
 
@@ -91,14 +97,18 @@ class FadeIn(TrainerCallback):
             return 0.0
         return 1.0 if since >= self.over else (since + 1) / (self.over + 1)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Refuse a model without the originals that it still needs."""
         layers = [m for m in kwargs["model"].modules() if isinstance(m, SmallerLinear)]
         over = all(self.share(i, state.global_step) == 1.0 for i in range(len(layers)))
         if not any(layer.original is not None for layer in layers) and (not state.global_step or not over):
             raise ValueError("FadeIn: no layer has its original; convert with convert_(..., fade_in=True)")
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Set every layer's share; an original whose share is gone is dropped."""
         layers = [m for m in kwargs["model"].modules() if isinstance(m, SmallerLinear)]
         for place, layer in enumerate(layers if self.order == "low_to_high" else reversed(layers)):

@@ -29,7 +29,7 @@ def parameter_groups(
     pretrained_learning_rate: float | None = None,
     weight_decay: float = 0.1,
     structure_aware: bool = False,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Optimizer groups: new factors, their scales, and the pretrained rest; weight decay on factors only.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from model_components._folders import make_folder
 from model_components._trainer import StepTrainer, TrainerOptions
@@ -87,7 +87,7 @@ class KroneckerTrainer(StepTrainer):
             self.model_accepts_loss_kwargs = True  # losses are over the tokens of a whole step
         self.add_callback(_GradientNorms(self._gradients))
 
-    def optimizer_groups(self) -> list[dict[str, Any]]:
+    def optimizer_groups(self) -> list[dict[str, object]]:
         """`parameter_groups` at the arguments' rate and decay."""
         assert self.model is not None
         rate, decay = self.args.learning_rate, self.args.weight_decay
@@ -134,7 +134,7 @@ class KroneckerTrainer(StepTrainer):
         loss = self.share_of_step(loss, answers, num_items_in_batch)
         return (loss, ours) if return_outputs else loss
 
-    def _logits(self, outputs: Any) -> Tensor:
+    def _logits(self, outputs: object) -> Tensor:
         logits = getattr(outputs, "logits", None)
         if logits is None:
             raise ValueError(
@@ -143,7 +143,7 @@ class KroneckerTrainer(StepTrainer):
             )
         return logits
 
-    def _own_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, items: Any) -> Any:
+    def _own_loss(self, model: nn.Module, inputs: dict[str, object], return_outputs: bool, items: Any) -> Any:
         """The stock trainer's loss, with the stock flag."""
         before, self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs, self._accepts
         try:
@@ -199,7 +199,9 @@ class _GradientNorms(TrainerCallback):
     def __init__(self, norms: dict[str, float]):
         self.norms = norms
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         every = max(1, int(state.logging_steps or 1))
         if (state.global_step + 1) % every and state.global_step:
             return

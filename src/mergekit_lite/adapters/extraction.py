@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -26,8 +25,8 @@ _SHOWN = 10
 
 
 def extract_lora(
-    model: Any,
-    base_model: Any,
+    model: object,
+    base_model: object,
     out: str | os.PathLike[str],
     *,
     rank: int = 16,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from model_components._report import Report, Table
 
@@ -66,7 +65,7 @@ class AdapterReport(Report):
         left = [f"{name} changed by {share:.2%} and is not in the adapter" for name, share in self.left.items()]
         return [*(f"note: {text}" for text in self.notes), *left]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Everything, as JSON can hold it."""
         modules = [{"name": m.name, "shape": list(m.shape), "rank": m.rank, "error": m.error} for m in self.modules]
         return {

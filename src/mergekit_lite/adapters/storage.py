@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ _TASKS |= {"ForConditionalGeneration": "SEQ_2_SEQ_LM", "ForQuestionAnswering": "
 _NOTHING = 1e-14  # of the largest eigenvalue: what float64 leaves of a zero
 
 
-def task_of(config: Mapping[str, Any]) -> str | None:
+def task_of(config: Mapping[str, object]) -> str | None:
     """Peft's name of what a model of this config is for; None where it has none."""
     architectures = config.get("architectures")
     name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""

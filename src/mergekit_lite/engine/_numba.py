@@ -36,7 +36,7 @@ _SMALL, _LEAST = np.float32(1e-8), np.float32(1e-6)
 _SIZE, _INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)  # all of a pattern but its sign; and infinity's
 
 
-def _kernel(function: Callable[..., Any], **options: Any) -> Any:
+def _kernel(function: Callable[..., object], **options: Any) -> Any:
     """Compiled when first called, kept on disk where that can be, and free of Python's lock while it runs."""
     options |= {"nogil": True, "error_model": "numpy"}  # a division that asks for 0 first does not run in vectors
     try:
@@ -45,7 +45,7 @@ def _kernel(function: Callable[..., Any], **options: Any) -> Any:
         return njit(**options)(function)
 
 
-def _summing(function: Callable[..., Any]) -> Any:
+def _summing(function: Callable[..., object]) -> Any:
     """A kernel whose sums may be reordered, so that they run in vectors."""
     return _kernel(function, fastmath={"reassoc"})
 

@@ -161,7 +161,7 @@ def model_card(plan: MergePlan) -> str:
     )
 
 
-def manifest(plan: MergePlan, facts: Sequence[TensorFact], seed: int, hashes: Mapping[str, str]) -> dict[str, Any]:
+def manifest(plan: MergePlan, facts: Sequence[TensorFact], seed: int, hashes: Mapping[str, str]) -> dict[str, object]:
     """What was merged, how, and hashes of what came out; equal after a resume."""
     return {
         "made_by": f"mergekit_lite {__version__}",
@@ -176,7 +176,7 @@ def manifest(plan: MergePlan, facts: Sequence[TensorFact], seed: int, hashes: Ma
     }
 
 
-def _described(plan: MergePlan, facts: Sequence[TensorFact]) -> list[dict[str, Any]]:
+def _described(plan: MergePlan, facts: Sequence[TensorFact]) -> list[dict[str, object]]:
     """The inputs as the manifest lists them: a hash of the values that were merged, and the hub's commit if it has one.
 
     The hash is that of the lines "name hash", one a tensor, sorted; a tensor's is that of the hashes of its blocks.
@@ -187,7 +187,7 @@ def _described(plan: MergePlan, facts: Sequence[TensorFact]) -> list[dict[str, A
             lines[i.source].append(f"{i.name} {digest}\n")
     described = []
     for source, own in zip(plan.sources, lines, strict=True):
-        entry: dict[str, Any] = {"model": source.label, "values": hash_bytes("".join(sorted(set(own))).encode())}
+        entry: dict[str, object] = {"model": source.label, "values": hash_bytes("".join(sorted(set(own))).encode())}
         if source.folder is not None and (cached := cached_commit(source.folder)):
             entry |= {"hub_id": cached[0], "commit": cached[1]}
         if source.folder is not None and (source.folder / MANIFEST).is_file():  # a merge itself

@@ -27,7 +27,7 @@ from .facts import TensorFact
 from .hashing import hash_file, is_hash_of
 
 
-def method_hash(function: Callable[..., Any]) -> str:
+def method_hash(function: Callable[..., object]) -> str:
     """A hash of what a method does: its body and defaults, and the numbers, texts and functions that it refers to.
 
     What else it refers to cannot be compared, and makes the hash one that no other run has. The package's own methods
@@ -45,7 +45,7 @@ def method_hash(function: Callable[..., Any]) -> str:
             else:
                 digest.update(repr(constant).encode())
 
-    def add(value: Any) -> None:
+    def add(value: object) -> None:
         if id(value) in seen:
             return
         seen.add(id(value))

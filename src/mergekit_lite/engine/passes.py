@@ -105,7 +105,7 @@ class FusedTensor:
             if hashed is not None:
                 hashed.append(hash_bytes(stored))
 
-    def each(self, work: Callable[[Array, int, int, int], Any], hashes: list[list[str]] | None = None) -> list[Any]:
+    def each(self, work: Callable[[Array, int, int, int], object], hashes: list[list[str]] | None = None) -> list[Any]:
         """``work(raw, count, place, block)`` for every block; one pass over the tensor.
 
         ``hashes``, one empty list for each block, takes the hashes of every input's block.

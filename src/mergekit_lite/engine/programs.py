@@ -49,7 +49,7 @@ def _along_angles(x: FusedTensor, factors: Callable[[Array], Array]) -> Finish:
     return x.shifted(c) if based else x.combined(c)
 
 
-def _nuslerp(x: FusedTensor, weight: list[float], **_: Any) -> Finish:
+def _nuslerp(x: FusedTensor, weight: list[float], **_: object) -> Finish:
     return _along_angles(x, lambda g: coefficients.nuslerp(g, weight, np))
 
 
@@ -61,19 +61,19 @@ def _karcher(x: FusedTensor, max_iter: int, tol: float) -> Finish:
     return _along_angles(x, lambda g: coefficients.karcher(g, max_iter, tol, np))
 
 
-def _model_stock(x: FusedTensor, **_: Any) -> Finish:
+def _model_stock(x: FusedTensor, **_: object) -> Finish:
     return _along_angles(x, lambda g: coefficients.model_stock(g, np))
 
 
 def _weighted_sum(
-    x: FusedTensor, kept: Kept, weight: list[float], normalize: bool, rescale: bool, lambda_: float, **_: Any
+    x: FusedTensor, kept: Kept, weight: list[float], normalize: bool, rescale: bool, lambda_: float, **_: object
 ) -> Finish:
     """B + λ times the weighted sum of what is kept of the task vectors."""
     return x.shifted(weight, lambda_ / normaliser(weight, normalize), kept, x.restoring(kept, rescale))
 
 
 def _election(
-    x: FusedTensor, kept: Kept, weight: list[float], normalize: bool, rescale: bool, lambda_: float, **_: Any
+    x: FusedTensor, kept: Kept, weight: list[float], normalize: bool, rescale: bool, lambda_: float, **_: object
 ) -> Finish:
     """B + λ times the consensus of what is kept of the task vectors."""
     return x.shifted(weight, lambda_, kept, x.restoring(kept, rescale), normalize)

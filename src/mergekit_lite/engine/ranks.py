@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 from ..planning import TensorPlan
 
 
-def _process_group() -> Any:
+def _process_group() -> ModuleType | None:
     """torch.distributed, where somebody has imported and initialised it."""
     dist = sys.modules.get("torch.distributed")
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
@@ -28,7 +29,7 @@ class Ranks:
         if self._dist:
             self._dist.barrier()
 
-    def share(self, value: Any) -> Any:
+    def share(self, value: object) -> Any:
         """Rank 0's value, on every rank."""
         if self._dist is None:
             return value
@@ -36,7 +37,7 @@ class Ranks:
         self._dist.broadcast_object_list(box)
         return box[0]
 
-    def lead(self, work: Callable[[], Any]) -> None:
+    def lead(self, work: Callable[[], object]) -> None:
         """Rank 0 does the work while the others wait; what it raises is raised everywhere."""
         error = None
         if self.rank == 0:
@@ -48,7 +49,7 @@ class Ranks:
         if error is not None:
             raise error
 
-    def gather(self, value: list[Any]) -> list[Any]:
+    def gather(self, value: list[object]) -> list[Any]:
         """All ranks' lists as one, on every rank."""
         if self._dist is None:
             return value

@@ -204,6 +204,6 @@ class LoraSource:
         """The base's; the adapter is in memory."""
         self.base.prefetch(name)
 
-    def fingerprint(self) -> Any:
+    def fingerprint(self) -> object:
         """The base's, and those of the adapter's two files."""
         return [self.base.fingerprint(), *(stat_of(self._adapter_folder / name) for name in (CONFIG, WEIGHTS))]

@@ -50,10 +50,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_object(path, path.read_bytes())
 
 
-def parse_object(path: Path, text: bytes) -> dict[str, Any]:
+def parse_object(path: Path, text: bytes) -> dict[str, object]:
     """`read_json` on what was read of a file; a key that stands twice is an error too."""
 
-    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    def unique(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
         entries = dict(pairs)
         if len(entries) < len(pairs):
             keys = [key for key, _ in pairs]
@@ -133,7 +133,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 def header_bytes(tensors: Sequence[tuple[TensorInfo, int]]) -> bytes:
     """The header of a file that holds these tensors at these offsets, length prefix included, padded to 8 bytes."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for info, offset in tensors:
         place = [offset, offset + info.nbytes]
         entries[info.name] = {"dtype": info.dtype.code, "shape": list(info.shape), "data_offsets": place}

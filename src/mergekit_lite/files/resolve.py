@@ -54,14 +54,14 @@ def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | Non
     return source
 
 
-def _from_state(state: Mapping[str, Any], label: str, config: dict[str, Any] | None = None) -> DictSource:
+def _from_state(state: Mapping[str, Any], label: str, config: dict[str, object] | None = None) -> DictSource:
     bad = [key for key, value in state.items() if not isinstance(value, torch.Tensor) or not isinstance(key, str)]
     if bad or not state:
         raise CheckpointError(f"{label}: a state dict maps names to tensors; {bad[0] if bad else 'this one'} does not")
     return DictSource(state, label, config)
 
 
-def open_source(model: Any, *, allow_pickle: str | None = None, label: str | None = None) -> Source:
+def open_source(model: object, *, allow_pickle: str | None = None, label: str | None = None) -> Source:
     """Whatever a user names a model by, as a `Source`.
 
     Args:

@@ -41,12 +41,12 @@ class Source(Protocol):
         """Let the system fetch a tensor while something else is computed."""
         ...
 
-    def fingerprint(self) -> Any:
+    def fingerprint(self) -> object:
         """Something JSON can hold that changes when the stored values may have."""
         ...
 
 
-def stat_of(path: Path) -> list[Any]:
+def stat_of(path: Path) -> list[object]:
     """What changes when a file does: its size, and when its bytes and its entry were last written.
 
     A tool can set the second back, but not the third.
@@ -120,7 +120,7 @@ class FolderSource:
             size = min(info.nbytes, 1 << 28)
             os.posix_fadvise(self._descriptor(info.file), info.start, size, os.POSIX_FADV_WILLNEED)
 
-    def fingerprint(self) -> Any:
+    def fingerprint(self) -> object:
         """Sizes and times of the files that hold tensors."""
         return [stat_of(file) for file in sorted({info.file for info in self._stored.values() if info.file})]
 
@@ -166,6 +166,6 @@ class DictSource:
     def prefetch(self, name: str) -> None:
         """Nothing to do: it is in memory."""
 
-    def fingerprint(self) -> Any:
+    def fingerprint(self) -> object:
         """Never equal to another run's: memory leaves no trace to compare."""
         return ["memory", id(self), os.getpid()]

@@ -30,7 +30,7 @@ class Call:
     """What a block is called with besides hidden states, and which tokens are no padding."""
 
     arguments: tuple[Any, ...]
-    named: dict[str, Any]
+    named: dict[str, object]
     keep: Tensor | None  # (B * L,)
 
     def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class Skeleton:
         """Blocks call ``forward(number, hidden, arguments, named)`` and keep what they are else looked at for."""
 
         def of(number: int) -> Callable[..., Tensor]:
-            def called(*arguments: Any, **named: Any) -> Tensor:
+            def called(*arguments: object, **named: object) -> Tensor:
                 hidden, rest = (arguments[0], arguments[1:]) if arguments else (named.pop("hidden_states"), ())
                 named = {k: None if isinstance(v, Cache) else v for k, v in named.items()}
                 if "use_cache" in named:

@@ -64,7 +64,7 @@ def calibration_batches(data: Any, source: Source, *, batch_size: int, max_lengt
     ]
 
 
-def _without_padding(row: Mapping[str, Any]) -> Tensor:
+def _without_padding(row: Mapping[str, object]) -> Tensor:
     ids = torch.as_tensor(row["input_ids"], dtype=torch.long)
     mask = row.get("attention_mask")
     return ids if mask is None else ids[torch.as_tensor(mask).bool()]

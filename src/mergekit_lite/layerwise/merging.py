@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -22,8 +21,8 @@ from .states import run_fingerprint
 
 
 def merged_source(
-    models: Sequence[Any],
-    calibration: Sequence[Any],
+    models: Sequence[object],
+    calibration: Sequence[object],
     merge: CalibratedMerge,
     stage: NewFolder,
     *,
@@ -122,6 +121,6 @@ class _Joined:
         """As the part does."""
         self._source(name).prefetch(name)
 
-    def fingerprint(self) -> Any:
+    def fingerprint(self) -> object:
         """Of all parts."""
         return [part.fingerprint() for part in dict.fromkeys(self._of.values())]

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -20,7 +19,7 @@ from .blocks import Batch
 _STATES = "states.safetensors"
 
 
-def run_fingerprint(sources: Sequence[Source], data: Sequence[Sequence[Batch]], settings: Any) -> str:
+def run_fingerprint(sources: Sequence[Source], data: Sequence[Sequence[Batch]], settings: object) -> str:
     """What the result of a run depends on: the models' files, their data and its settings."""
     digest = hashlib.sha256()
     for batch in (b for batches in data for b in batches):

@@ -7,7 +7,7 @@ import hashlib
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ def share_frozen(models: Sequence[Module], *, over_base: bool = False) -> list[M
         models: The components.
         over_base: The last is the base of the others; what they have as it has becomes one tensor.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     base = dict(models[-1].named_parameters()) if over_base else {}
     for model in reversed(models):
         for name, own in model.named_parameters():
@@ -56,7 +56,7 @@ def without_adapter(model: nn.Module) -> PreTrainedModel:
     return copy.deepcopy(model).merge_and_unload() if callable(fold) else model  # pyrefly: ignore
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
+def _attributes(module: nn.Module) -> dict[str, object]:
     """The settings that a module keeps: plain values among its attributes."""
     if isinstance(module, nn.Dropout):
         return {}
@@ -65,7 +65,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in scalars.items() if k not in ignored and "drop" not in k}
 
 
-def _settings(model: nn.Module) -> dict[str, Any]:
+def _settings(model: nn.Module) -> dict[str, object]:
     """What of a config says how the model computes."""
     if not isinstance(model, PreTrainedModel):
         return {}
@@ -73,7 +73,7 @@ def _settings(model: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in model.config.to_dict().items() if k not in ignored and not _COSMETIC.fullmatch(k)}
 
 
-def _is_of_any_length(config: Any) -> bool:
+def _is_of_any_length(config: object) -> bool:
     """Positions are rotary, and turned the same however long the longest input may be."""
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, Mapping) or not rope:
@@ -88,7 +88,9 @@ def _ties(model: nn.Module) -> dict[str, str]:
     return {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
 
 
-def _unequal(where: str, one: dict[str, Any], other: dict[str, Any], labels: tuple[str, str]) -> Iterator[str]:
+def _unequal(
+    where: str, one: Mapping[str, object], other: Mapping[str, object], labels: tuple[str, str]
+) -> Iterator[str]:
     for key in one.keys() & other.keys():
         if one[key] != other[key]:
             yield f"{where}.{key} is {one[key]!r} ({labels[0]}) and {other[key]!r} ({labels[1]})"

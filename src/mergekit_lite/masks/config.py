@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Self
+from typing import Self
 
 MODES = ("accurate", "efficient", "auto")
 GRANULARITIES = ("scalar", "input", "output", "element")
@@ -18,7 +18,7 @@ COEFFICIENTS = ("task", *EVIDENCE, *MIXTURES, "fixed", "uniform")
 DIRECTIONS = ("forward", "reverse", "jensen_shannon", "entropy")
 
 
-def _one_of(owner: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def _one_of(owner: str, name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{owner}: {name} is {value!r}, needed one of {', '.join(allowed)}")
 

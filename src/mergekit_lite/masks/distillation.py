@@ -91,7 +91,7 @@ def distill(
     return loss
 
 
-def _main_input(inputs: Mapping[str, Any]) -> Tensor:
+def _main_input(inputs: Mapping[str, object]) -> Tensor:
     """Token ids, or the first tensor of a model that has none."""
     tensors = [v for v in (inputs.get("input_ids"), *inputs.values()) if isinstance(v, Tensor)]
     if not tensors or not tensors[0].numel():
@@ -201,7 +201,7 @@ def _evidence(
     return evidence(torch.stack(log_probs, 1), examples, prefix=prefix)
 
 
-def _outputs(merger: MaskedModel, hidden: bool, inputs: Mapping[str, Any]) -> Tensor:
+def _outputs(merger: MaskedModel, hidden: bool, inputs: Mapping[str, object]) -> Tensor:
     return merger.final_hidden(**inputs) if hidden else merger.model(**merger.uncached(inputs)).logits
 
 
@@ -218,7 +218,7 @@ def _cached(merger: MaskedModel, kl: KLConfig, count: int, cached: Tensor) -> li
 
 @torch.no_grad()
 def _run_teachers(
-    merger: MaskedModel, shares: Tensor | None, places: tuple[Tensor, ...], hidden: bool, inputs: Mapping[str, Any]
+    merger: MaskedModel, shares: Tensor | None, places: tuple[Tensor, ...], hidden: bool, inputs: Mapping[str, object]
 ) -> list[Tensor | None]:
     """Each component's outputs (N, H) at the supervised positions; it runs on the rows that it has a share in."""
     rows, device = places[0], places[0].device

@@ -186,7 +186,7 @@ class MaskedLayer(nn.Module):
         """Drop what `fold_` keeps."""
         self.folded = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """The merged layer; one component's where the selection says so."""
         k = self.selection.component
         if k is not None:
@@ -207,7 +207,7 @@ class MaskedLayer(nn.Module):
             return checkpoint(blended, use_reentrant=False)
         return blended()
 
-    def stock(self, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+    def stock(self, parameters: Mapping[str, Tensor], *args: object, **kwargs: object) -> Any:
         """The stock layer's own forward, with these in the place of its parameters."""
         first = self.plain
         replaced = {name: first._parameters[name] for name in parameters}

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -61,16 +60,16 @@ class LayerwiseReport(Report):
 
 
 def train_layerwise(
-    paths: Sequence[Any],
-    data: Sequence[Any],
+    paths: Sequence[object],
+    data: Sequence[object],
     out: str | Path,
     *,
-    base: Any = None,
+    base: object = None,
     masks: MaskConfig | None = None,
     training: LayerwiseTraining | None = None,
-    auto_class: Any = AutoModelForCausalLM,
+    auto_class: object = AutoModelForCausalLM,
     progress: bool = True,
-    **options: Any,
+    **options: object,
 ) -> LayerwiseReport:
     """Learn masks block by block, and write the merged model, without a whole model in memory at any time.
 

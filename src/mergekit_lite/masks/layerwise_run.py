@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -224,7 +223,7 @@ class LayerwiseRun:
                 pairs_of_stages.append(json.loads(file.metadata()["errors"]))
         return tuple(tuple(tuple(pair[when]) for pair in pairs_of_stages) for when in (0, 1))
 
-    def bake(self, out: Path, options: Mapping[str, Any]) -> None:
+    def bake(self, out: Path, options: Mapping[str, object]) -> None:
         """Write the merged model, from the components' files and the parts of masks."""
         masks = _Acting(mask_parts(self.folder), self.config, over_base=self.over_base, rename=self._stored_name)
         tensors = self.sources[0].tensors

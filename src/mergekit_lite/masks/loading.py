@@ -26,7 +26,7 @@ def load_components(
     paths: Sequence[str | os.PathLike[str]],
     auto_class: Any,
     dtype: str | torch.dtype,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     *,
     base: str | os.PathLike[str] | None = None,
     low_rank: bool = False,
@@ -81,11 +81,11 @@ def load_components(
 
 
 def refuse_unlike(
-    configs: Sequence[Any],
+    configs: Sequence[object],
     folders: Sequence[str | os.PathLike[str]],
     labels: Sequence[str],
     auto_class: Any,
-    making: Mapping[str, Any],
+    making: Mapping[str, object],
     *,
     strict: bool,
 ) -> None:
@@ -128,7 +128,7 @@ def _with_base(path: str) -> tuple[str, str | None]:
     return base, path
 
 
-def _config(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _config(path: str, options: Mapping[str, object]) -> tuple[object, dict[str, object]]:
     """The config, with what the options say of it, and the other options."""
     try:
         return AutoConfig.from_pretrained(path, return_unused_kwargs=True, **options)  # pyrefly: ignore

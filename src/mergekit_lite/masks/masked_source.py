@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +67,7 @@ class MaskedSource:
         """As the component does."""
         self._inner.prefetch(name)
 
-    def fingerprint(self) -> Any:
+    def fingerprint(self) -> object:
         """The component's, and the masks' values."""
         digest = hashlib.sha256()
         for name in sorted(self._masks):

@@ -57,9 +57,9 @@ class Merger(MaskedModel):
         *,
         base: str | os.PathLike[str] | None = None,
         masks: str | os.PathLike[str] | None = None,
-        auto_class: Any = AutoModelForCausalLM,
+        auto_class: object = AutoModelForCausalLM,
         dtype: str | torch.dtype = "auto",
-        model_options: Mapping[str, Any] | None = None,
+        model_options: Mapping[str, object] | None = None,
         strict: bool = True,
         **config: Any,
     ) -> Self:
@@ -101,13 +101,13 @@ class Merger(MaskedModel):
             merger.load_masks(masks)
         return merger
 
-    def forward(self, *args: Any, kl: KLConfig | None = None, **inputs: Any) -> Any:
+    def forward(self, *args: object, kl: KLConfig | None = None, **inputs: object) -> Any:
         """The merged model's output; with ``kl`` its ``loss`` is that of `distill`, and whole logits are never made."""
         if kl is None:
             return super().forward(*args, **inputs)
         return CausalLMOutput(loss=self.distill(kl, **inputs))
 
-    def save_pretrained(self, *ignored: Any, **named: Any) -> None:
+    def save_pretrained(self, *ignored: object, **named: object) -> None:
         """A merger is no model on disk.
 
         Raises:
@@ -131,7 +131,7 @@ class Merger(MaskedModel):
                 self._raw[name].copy_(values)
         self.unfold_()
 
-    def bake(self, out: str | os.PathLike[str], **options: Any) -> MergeReport:
+    def bake(self, out: str | os.PathLike[str], **options: object) -> MergeReport:
         """Write the merged model as an ordinary checkpoint, streaming, by the engine of `merge_models`.
 
         In accurate mode its logits are this merger's in evaluation mode, bit for bit.

@@ -98,7 +98,7 @@ class MaskedModel(nn.Module):
         """The components'."""
         return self.model.dtype
 
-    def gradient_checkpointing_enable(self, **options: Any) -> None:
+    def gradient_checkpointing_enable(self, **options: object) -> None:
         """Run blocks again in backward, and keep only their inputs until then; options of transformers' models."""
         self.model.gradient_checkpointing_enable(**options)
 
@@ -114,7 +114,7 @@ class MaskedModel(nn.Module):
         """Whether `generate` is there."""
         return self.model.can_generate()
 
-    def generate(self, *args: Any, **options: Any) -> Any:
+    def generate(self, *args: object, **options: object) -> Any:
         """Text by the merged model, or the selected component; weights are blended once for all tokens.
 
         In evaluation mode it takes the memory of one more model while it runs, which `fold_` keeps.
@@ -137,7 +137,7 @@ class MaskedModel(nn.Module):
         """Whether merged weights are kept, and are those of the masks."""
         return all(layer.is_folded for layer in self.layers().values())
 
-    def forward(self, *args: Any, **inputs: Any) -> Any:
+    def forward(self, *args: object, **inputs: object) -> Any:
         """The merged model's output."""
         return self.model(*args, **inputs)
 
@@ -176,7 +176,7 @@ class MaskedModel(nn.Module):
 
     # -- the masks ---------------------------------------------------------------------------------------------
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _apply(self, fn: object, recurse: bool = True) -> Self:
         before, masks = self.model.dtype, {name: mask.data for name, mask in self._raw.items()}
         super()._apply(fn, recurse)
         for name, mask in self._raw.items():  # float32 in any case: a step of training is far below 1
@@ -271,11 +271,11 @@ class MaskedModel(nn.Module):
             )
         return same
 
-    def final_hidden(self, **inputs: Any) -> Tensor:
+    def final_hidden(self, **inputs: object) -> Tensor:
         """The final hidden states, (B, L, H), of whatever runs now: the merged model, or a component."""
         return self.model.base_model(**self.uncached(inputs))[0]
 
-    def uncached(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def uncached(self, inputs: Mapping[str, object]) -> dict[str, object]:
         """A model's inputs, and that it need not keep keys and values."""
         return {**inputs, "use_cache": False} if self.model.can_generate() else dict(inputs)
 

@@ -161,7 +161,7 @@ def _names(labels: Sequence[str], methods: Sequence[str]) -> list[str]:
 class _Task:
     """A task's examples, drawn apart for training and for the table."""
 
-    def __init__(self, run: MaskRun, data: TaskData, tokenizer: Any):
+    def __init__(self, run: MaskRun, data: TaskData, tokenizer: object):
         texts = [
             TextExamples(f, tokenizer, max_length=run.max_length, train_on_inputs=run.train_on_inputs)
             for f in data.files

@@ -142,7 +142,7 @@ def _known(where: str, values: Mapping[str, Any], known: Sequence[str], needed: 
         raise ValueError(f"{where}: has no {lost[0]}")
 
 
-def _numbers(values: Any) -> Any:
+def _numbers(values: object) -> Any:
     """With numbers that YAML reads as text, as 1e-2, as numbers."""
     if not isinstance(values, Mapping):
         return values
@@ -161,7 +161,7 @@ def _built(where: str, kind: Any, values: Any) -> Any:
     return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
-def _task(where: str, index: int, entry: Any) -> TaskData:
+def _task(where: str, index: int, entry: object) -> TaskData:
     entry = {"files": entry} if isinstance(entry, (str, list)) else entry
     if not isinstance(entry, Mapping):
         raise ValueError(f"{where}: entry {index} is {entry!r}, needed a file, a list of files, or files and name")

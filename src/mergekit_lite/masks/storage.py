@@ -117,7 +117,7 @@ def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
     return loaded
 
 
-def check_options(options: Mapping[str, Any]) -> None:
+def check_options(options: Mapping[str, object]) -> None:
     """Refuse what is no option of a bake.
 
     Raises:
@@ -127,7 +127,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"bake: unknown option {unknown[0]!r}; needed some of {', '.join(_OPTIONS)}")
 
 
-def bake(merger: MaskedModel, out: Path, options: Mapping[str, Any]) -> MergeReport:
+def bake(merger: MaskedModel, out: Path, options: Mapping[str, object]) -> MergeReport:
     """`Merger.bake`: from the components' files where their tensors bear the model's names, else from memory."""
     check_options(options)
     masks = {name: mask.detach().cpu() for name, mask in merger.effective_masks().items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -90,7 +91,7 @@ class MaskTrainer(StepTrainer):
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: dict[str, Any],
+        inputs: Mapping[str, object],
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
@@ -100,7 +101,7 @@ class MaskTrainer(StepTrainer):
             loss = loss * self.processes_of_mean()
         return (loss, {}) if return_outputs else loss
 
-    def log(self, logs: dict[str, float], *rest: Any, **named: Any) -> None:
+    def log(self, logs: dict[str, float], *rest: Any, **named: object) -> None:
         """The logs, while it trains with the mean of each component's masks."""
         if "loss" in logs:
             with torch.no_grad():
@@ -111,7 +112,7 @@ class MaskTrainer(StepTrainer):
         super().log(logs, *rest, **named)
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+        self, model: nn.Module, inputs: dict[str, object], prediction_loss_only: bool, ignore_keys: object = None
     ) -> tuple[Tensor, None, None]:
         """The loss; logits are never made."""
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -120,11 +121,11 @@ class MaskTrainer(StepTrainer):
     def _masks_of(self, folder: str | None) -> Path:
         return Path(folder or self.args.output_dir or ".") / MASKS
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
         if self.args.should_save:
             self.merger.save_masks(self._masks_of(output_dir))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: object = None) -> None:
         self.merger.load_masks(self._masks_of(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:

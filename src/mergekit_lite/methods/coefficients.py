@@ -9,6 +9,7 @@ Shape letters: K inputs; ... is nothing where a tensor is taken whole, or its ro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 _COLINEAR = 1e-8  # on sin θ
@@ -20,7 +21,7 @@ def great_circle(
     cosine: Any,  # (...)
     t: float,
     straight: Any,  # (...)
-    xp: Any,
+    xp: ModuleType,
 ) -> Any:  # (..., 2)
     """Coefficients of the point at ``t`` on the arc from input 0 to input 1; on the line where ``straight``."""
     angle = xp.arccos(xp.where(straight, 0.0, cosine))  # kept off ±1, where the gradient is infinite
@@ -30,27 +31,27 @@ def great_circle(
     return xp.where(straight[..., None], line, arc)
 
 
-def cosines(g: Any, xp: Any) -> Any:
+def cosines(g: Any, xp: ModuleType) -> Any:
     """Cosine between inputs 0 and 1 of (..., 2, 2); 0, a right angle, where one of them is zero, as in mergekit."""
     squared = g[..., 0, 0] * g[..., 1, 1]
     defined = squared > 0
     return xp.where(defined, g[..., 0, 1] / xp.sqrt(xp.where(defined, squared, 1.0)), 0.0)
 
 
-def slerp(g: Any, t: float, xp: Any) -> Any:
+def slerp(g: object, t: float, xp: ModuleType) -> Any:
     """Of the base and the model."""
     cosine = cosines(g, xp)
     return great_circle(cosine, t, abs(cosine) > 0.9995, xp)
 
 
-def nuslerp(g: Any, weight: Sequence[float], xp: Any) -> Any:
+def nuslerp(g: object, weight: Sequence[float], xp: ModuleType) -> Any:
     """Of the two models, or their task vectors."""
     t = 0.5 if abs(sum(weight)) < 1e-6 else weight[1] / sum(weight)
     cosine = cosines(g, xp)
     return great_circle(cosine, t, 1 - cosine * cosine <= _COLINEAR**2, xp)
 
 
-def unit_gram(g: Any, eps: float, xp: Any) -> tuple[Any, Any]:
+def unit_gram(g: Any, eps: float, xp: ModuleType) -> tuple[Any, Any]:
     """Dot products of the inputs scaled to length 1 (zero inputs stay zero), and their norms (..., K)."""
     squared = xp.stack([g[..., i, i] for i in range(g.shape[-1])], -1)
     present = squared > 0
@@ -59,7 +60,7 @@ def unit_gram(g: Any, eps: float, xp: Any) -> tuple[Any, Any]:
     return g * inverse[..., :, None] * inverse[..., None, :], norms
 
 
-def multislerp(g: Any, weight: Sequence[float], normalize_weights: bool, eps: float, xp: Any) -> Any:
+def multislerp(g: Any, weight: Sequence[float], normalize_weights: bool, eps: float, xp: ModuleType) -> Any:
     """Direction of the weighted sum of unit inputs, at the weighted mean length; the plain sum where it vanishes."""
     units, norms = unit_gram(g, eps, xp)
     shares = [w / sum(weight) for w in weight] if normalize_weights else list(weight)
@@ -70,7 +71,7 @@ def multislerp(g: Any, weight: Sequence[float], normalize_weights: bool, eps: fl
     return xp.where(length > least, direction / length.clip(min=_TINY) * (w @ norms), w)
 
 
-def karcher(g: Any, max_iter: int, tol: float, xp: Any) -> Any:
+def karcher(g: Any, max_iter: int, tol: float, xp: ModuleType) -> Any:
     """Of the mean direction's fixed-point iteration, which stays in the span of the inputs."""
     units, norms = unit_gram(g, 0.0, xp)
     count = norms.shape[-1]
@@ -99,7 +100,7 @@ def karcher(g: Any, max_iter: int, tol: float, xp: Any) -> Any:
     return mean * (norms.sum() / count) / norms.clip(min=_TINY) * present
 
 
-def model_stock(g: Any, xp: Any) -> Any:  # (..., K)
+def model_stock(g: Any, xp: ModuleType) -> Any:  # (..., K)
     """T / K of every task vector, with t = K cos / (1 + (K - 1) cos)."""
     units, norms = unit_gram(g, 0.0, xp)
     count = norms.shape[-1]

@@ -21,7 +21,7 @@ from .trimming import UNIT, consensus_mean, rescaled
 
 def _dropped(
     tensors: list[Tensor], base: Tensor, density: Sequence[float], rescale: bool, noise: Noise
-) -> Generator[Any, Any, list[Tensor]]:
+) -> Generator[object, object, list[Tensor]]:
     changes = deltas(tensors, base)
     if min(density) >= 1:
         return changes
@@ -53,7 +53,7 @@ def dare_linear(
     normalize: bool = False,
     rescale: bool = True,
     lambda_: float = 1.0,
-) -> Generator[Any, Any, Tensor]:
+) -> Generator[object, object, Tensor]:
     """Keep each change with probability ``density``, restore the L1 norm (``rescale``), then task arithmetic.
 
     Source: DARE (Yu et al., arXiv 2311.03099), with the L1 rescaling that mergekit made the default.
@@ -76,7 +76,7 @@ def dare_ties(
     normalize: bool = False,
     rescale: bool = True,
     lambda_: float = 1.0,
-) -> Generator[Any, Any, Tensor]:
+) -> Generator[object, object, Tensor]:
     """`dare_linear`'s dropping followed by the sign election of `ties`.
 
     Source: DARE (arXiv 2311.03099) and TIES-Merging (arXiv 2306.01708).
@@ -110,7 +110,7 @@ def _sampled_by_magnitude(
     epsilon: Sequence[float],
     rescale: bool,
     noise: Noise,
-) -> Generator[Any, Any, list[Tensor]]:
+) -> Generator[object, object, list[Tensor]]:
     changes = deltas(tensors, base)
     if min(density) >= 1:
         return changes
@@ -151,7 +151,7 @@ def della(
     normalize: bool = True,
     rescale: bool = True,
     lambda_: float = 1.0,
-) -> Generator[Any, Any, Tensor]:
+) -> Generator[object, object, Tensor]:
     """Keep changes with a chance that grows with their rank within the row, then the sign election of `ties`.
 
     The chance runs from density - ε (smallest of the row) to density + ε (largest).
@@ -176,7 +176,7 @@ def della_linear(
     normalize: bool = False,
     rescale: bool = True,
     lambda_: float = 1.0,
-) -> Generator[Any, Any, Tensor]:
+) -> Generator[object, object, Tensor]:
     """`della`'s sampling followed by task arithmetic.
 
     Source: DELLA-Merging (arXiv 2406.11617).

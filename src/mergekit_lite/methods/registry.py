@@ -109,7 +109,7 @@ class Parameter:
         return self.type(value)
 
 
-def _value_type(hint: Any) -> type:
+def _value_type(hint: object) -> type:
     options = [t for t in typing.get_args(hint) if t is not type(None)] or [hint]
     return options[0]
 
@@ -160,7 +160,7 @@ class MergeMethod:
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise ValueError(f"{self.name}: unknown parameter {name!r}; it takes {', '.join(self.parameters)}{hint}")
 
-    def bind(self, number_of_models: int, values: Mapping[str, Any]) -> dict[str, Any]:
+    def bind(self, number_of_models: int, values: Mapping[str, object]) -> dict[str, Any]:
         """Check parameter values and complete them with defaults.
 
         Args:
@@ -214,16 +214,22 @@ class MergeMethod:
             beside = " beside the base model" if self.base == "required" else ""
             raise ValueError(f"{self.name}: got {number_of_models} models{beside}, needed {need}")
 
-    def chunking_for(self, bound: dict[str, Any]) -> Chunking:
+    def chunking_for(self, bound: dict[str, object]) -> Chunking:
         """How a tensor may be cut under these parameters."""
         return self.chunking(bound) if callable(self.chunking) else self.chunking
 
-    def passes_for(self, bound: dict[str, Any]) -> int:
+    def passes_for(self, bound: dict[str, object]) -> int:
         """How often a tensor is read under these parameters."""
         return self.passes(bound) if callable(self.passes) else self.passes
 
     def __call__(
-        self, tensors: Sequence[Tensor], base: Tensor | None = None, *, seed: int = 0, name: str = "", **parameters: Any
+        self,
+        tensors: Sequence[Tensor],
+        base: Tensor | None = None,
+        *,
+        seed: int = 0,
+        name: str = "",
+        **parameters: object,
     ) -> Tensor:
         """Merge tensors of one shape, in float32 or better, rounded once to their promoted dtype. Differentiable.
 
@@ -287,7 +293,7 @@ def merge_method(
     choices: Mapping[str, tuple[str, ...]] | None = None,
     passes: int | Callable[[dict[str, Any]], int] | None = None,
     validate: Callable[[dict[str, Any]], None] | None = None,
-) -> Callable[[Callable[..., Any]], MergeMethod]:
+) -> Callable[[Callable[..., object]], MergeMethod]:
     """Register a function ``(tensors, base, *, parameters) -> Tensor`` as a merge method.
 
     Its keyword-only arguments are its parameters: annotated `PerModel`, one number for each model; else one value for

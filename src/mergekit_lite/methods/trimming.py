@@ -122,7 +122,7 @@ def ties(
 
 def _without_outliers(
     changes: list[Tensor], density: Sequence[float], gamma: Sequence[float], rescale: bool, scope: str
-) -> Generator[Any, Any, list[Tensor]]:
+) -> Generator[object, object, list[Tensor]]:
     """Drop the ⌊γN⌋ largest changes of each model and then the smallest until ⌊dN⌋ are left."""
     if min(density) >= 1:
         return changes
@@ -153,7 +153,7 @@ def breadcrumbs(
     rescale: bool = False,
     lambda_: float = 1.0,
     scope: str = "tensor",
-) -> Generator[Any, Any, Tensor]:
+) -> Generator[object, object, Tensor]:
     """Task arithmetic after dropping each vector's ⌊γN⌋ largest and its smallest changes, keeping ⌊dN⌋.
 
     When d + γ > 1 fewer of the largest are dropped, so that density has its way.
@@ -179,7 +179,7 @@ def breadcrumbs_ties(
     rescale: bool = False,
     lambda_: float = 1.0,
     scope: str = "tensor",
-) -> Generator[Any, Any, Tensor]:
+) -> Generator[object, object, Tensor]:
     """`breadcrumbs` trimming followed by the sign election of `ties`.
 
     Source: Model breadcrumbs (arXiv 2312.06795) and TIES-Merging (arXiv 2306.01708).

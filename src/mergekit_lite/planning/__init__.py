@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from ..dtypes import FLOAT32, FLOAT64, FLOATS, promote
 from ..files import CheckpointError, Source
@@ -138,7 +137,7 @@ def _tensor(slot: Slot, recipe: MergeRecipe, method: MergeMethod, models: Models
     asked = FLOATS[recipe.dtype] if recipe.dtype else None
     dtype = FLOATS[recipe.out_dtype] if recipe.out_dtype else asked or stored
     method.check_inputs(len(inputs), slot.base is not None)
-    common: list[Mapping[str, Any]] = [slot.piece.parameters] if slot.piece else []
+    common: list[Mapping[str, object]] = [slot.piece.parameters] if slot.piece else []
     by_model = [(entry.parameters if entry else {}, i.name) for entry, i in slot.inputs]
     bound = settings_for(method, slot.name, slot.depth, by_model, [*common, recipe.parameters])
     return TensorPlan(

@@ -5,7 +5,7 @@ Nothing but headers, configs and vocabularies is read, except integer and boolea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ _MAY_DIFFER = ("rope_parameters", "rope_theta", "rope_scaling", "max_position_em
 _MAY_DIFFER += ("sliding_window", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def _flat(config: dict[str, Any]) -> dict[str, Any]:
+def _flat(config: Mapping[str, object]) -> dict[str, object]:
     """A config with its parts' configs (``text_config``, …) as dotted keys."""
     flat = dict(config)
     for key, value in config.items():

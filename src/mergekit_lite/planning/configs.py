@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 from ..dtypes import promote
 from ..files import Source
@@ -17,7 +16,7 @@ _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 def output_config(
     sources: Sequence[Source], donor: int, tensors: Sequence[TensorPlan], rows: int | None, slices: Sequence[Slice]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The donor's config with the dtype, tie flag, vocabulary size and layers of the output.
 
     Args:
@@ -49,7 +48,7 @@ def output_config(
     return config
 
 
-def _count_layers(config: dict[str, Any], spans: Sequence[tuple[int, int]]) -> None:
+def _count_layers(config: dict[str, object], spans: Sequence[tuple[int, int]]) -> None:
     old = next((config[k] for k in _LAYER_KEYS if k in config), None)
     for key in _LAYER_KEYS:
         if key in config:

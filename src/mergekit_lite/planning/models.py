@@ -72,7 +72,7 @@ class PlannedSource:
     def prefetch(self, name: str) -> None:
         """Nothing to do."""
 
-    def fingerprint(self) -> Any:
+    def fingerprint(self) -> object:
         """None: there are no values."""
 
 

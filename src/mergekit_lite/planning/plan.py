@@ -155,7 +155,7 @@ class MergePlan(Report):
         """What the planner wants said."""
         return [f"note: {text}" for text in self.notes]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Recipe, sources, sizes and every tensor's shape, dtype, method and shard."""
         return {
             "recipe": self.recipe.to_dict(),

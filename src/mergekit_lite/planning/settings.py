@@ -19,7 +19,7 @@ _SCALARS = (bool, int, float, str)
 _IDLE = {"int8_mask"}
 
 
-def _as_it_is(value: Any) -> Any:
+def _as_it_is(value: object) -> Any:
     return value
 
 
@@ -65,13 +65,13 @@ def evaluate_setting(value: Any, tensor_name: str, depth: float, check: Any = _a
     return check(values[left] + (place - left) * (values[right] - values[left]))
 
 
-def matches(wanted: Any, tensor_name: str) -> bool:
+def matches(wanted: object, tensor_name: str) -> bool:
     """Whether a filter's text is in a tensor's name; none, and ``*``, match every name."""
     return wanted in (None, "*") or str(wanted) in tensor_name
 
 
 def setting(
-    levels: Iterable[Mapping[str, Any]], name: str, tensor_name: str, depth: float, check: Any = _as_it_is
+    levels: Iterable[Mapping[str, object]], name: str, tensor_name: str, depth: float, check: object = _as_it_is
 ) -> Any:
     """The value of parameter ``name`` at the first level that has one for this tensor, else None."""
     for level in levels:
@@ -86,9 +86,9 @@ def settings_for(
     method: MergeMethod,
     name: str,
     depth: float,
-    models: Sequence[tuple[Mapping[str, Any], str]],
-    common: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
+    models: Sequence[tuple[Mapping[str, object], str]],
+    common: Sequence[Mapping[str, object]],
+) -> dict[str, object]:
     """The method's arguments for one tensor.
 
     Args:
@@ -101,7 +101,7 @@ def settings_for(
     Raises:
         ValueError: A required value is missing, or one is out of range.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for key, parameter in method.parameters.items():
 
         def check(value: Any, parameter: Parameter = parameter) -> Any:
@@ -116,7 +116,7 @@ def settings_for(
     return method.bind(len(models), values)
 
 
-def _places(recipe: MergeRecipe) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
+def _places(recipe: MergeRecipe) -> Iterator[tuple[str, Mapping[str, object], bool]]:
     """Every place where parameters stand: its name, they, and whether it is a model's."""
     yield "parameters", recipe.parameters, False
     for entry in recipe.entries():
@@ -125,7 +125,7 @@ def _places(recipe: MergeRecipe) -> Iterator[tuple[str, Mapping[str, Any], bool]
         yield "parameters of a slice", piece.parameters, False
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: object) -> Iterator[object]:
     """The plain values in a setting: of gradients and filter entries, each."""
     if isinstance(value, Mapping):
         yield from _leaves(value.get("value"))

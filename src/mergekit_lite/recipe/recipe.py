@@ -17,7 +17,7 @@ class RecipeError(ValueError):
     """A recipe that does not say something that can be done."""
 
 
-def unknown_keys(where: str, data: Mapping[str, Any], known: Sequence[str]) -> list[str]:
+def unknown_keys(where: str, data: Mapping[str, object], known: Sequence[str]) -> list[str]:
     """Notes on keys that mean nothing; one that looks like a misspelt key raises a `RecipeError`."""
     notes = []
     for key in data:
@@ -28,14 +28,14 @@ def unknown_keys(where: str, data: Mapping[str, Any], known: Sequence[str]) -> l
     return notes
 
 
-def as_mapping(where: str, value: Any) -> dict[str, Any]:
+def as_mapping(where: str, value: object) -> dict[str, Any]:
     """A mapping with text keys, as a dict."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise RecipeError(f"{where}: is {value!r}, needed a mapping of names to values")
     return dict(value)
 
 
-def as_list(where: str, value: Any) -> list[Any]:
+def as_list(where: str, value: object) -> list[object]:
     """A list with at least one entry."""
     if not isinstance(value, (list, tuple)) or not value:
         raise RecipeError(f"{where}: is {value!r}, needed a list with at least one entry")
@@ -67,7 +67,7 @@ class ModelEntry:
                     f"layer_range of {model_label(self.model)}: is {list(self.layer_range)}, needed 0 <= start < end"
                 )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """What its YAML would hold."""
         data: dict[str, Any] = {"model": model_label(self.model)}
         if self.layer_range is not None:
@@ -99,7 +99,7 @@ class Slice:
         if any(s.layer_range is None for s in self.sources):
             raise RecipeError("slice: every source needs a layer_range: [start, end]")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """What its YAML would hold."""
         data: dict[str, Any] = {"sources": [source.to_dict() for source in self.sources]}
         if self.base_model is not None:
@@ -233,7 +233,7 @@ class MergeRecipe:
         """Every model entry, in order of first mention."""
         return [*self.models, *(source for piece in self.slices for source in piece.sources)]
 
-    def mentions(self) -> list[Any]:
+    def mentions(self) -> list[object]:
         """Every model that the recipe names, bases included, each once, in order of first mention."""
         bases = [self.base_model, *(piece.base_model for piece in self.slices)]
         everyone = [*(entry.model for entry in self.entries()), *(base for base in bases if base is not None)]
@@ -243,7 +243,7 @@ class MergeRecipe:
         """The recipes whose results this one merges."""
         return [model for model in self.mentions() if isinstance(model, MergeRecipe)]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """What its YAML would hold; models that are in memory, and stages, appear by label."""
         data: dict[str, Any] = {} if self.name is None else {"name": self.name}
         data["merge_method"] = self.merge_method
@@ -266,7 +266,7 @@ class MergeRecipe:
         return "---\n".join(documents)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -277,7 +277,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def model_label(model: Any) -> str:
+def model_label(model: object) -> str:
     """What to call a model in messages and recipes."""
     if isinstance(model, (str, os.PathLike)):
         return os.fspath(model)
@@ -286,7 +286,7 @@ def model_label(model: Any) -> str:
     return str(getattr(model, "label", f"<{type(model).__name__} in memory>"))
 
 
-def model_key(model: Any) -> Any:
+def model_key(model: object) -> Any:
     """Equal for two mentions of one model."""
     if not isinstance(model, (str, os.PathLike)):
         return id(model)

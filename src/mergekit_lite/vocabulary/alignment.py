@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -107,7 +106,7 @@ def _vocabularies(sources: Sequence[Source], donor: int) -> tuple[list[dict[str,
 
 
 def plan_vocabulary(
-    sources: Sequence[Source], spec: TokenizerSpec, donor: int, base: int | None, index: Mapping[Any, int]
+    sources: Sequence[Source], spec: TokenizerSpec, donor: int, base: int | None, index: Mapping[object, int]
 ) -> Vocabulary:
     """Decide the output's tokens and where each model's rows for them come from.
 
@@ -170,7 +169,7 @@ def plan_vocabulary(
 def _given_row(
     token: str,
     rule: TokenRule,
-    index: Mapping[Any, int],
+    index: Mapping[object, int],
     sources: Sequence[Source],
     vocabularies: Sequence[Mapping[str, int]],
 ) -> tuple[int | None, int]:
@@ -279,7 +278,7 @@ class AlignedSource:
         if name in source.tensors:
             source.prefetch(name)
 
-    def fingerprint(self) -> Any:
+    def fingerprint(self) -> object:
         """The model's own, and where its rows come from."""
         rows = hashlib.sha256(self._model_of.tobytes() + self._row_of.tobytes()).hexdigest()
         return [self._sources[self._index].fingerprint(), rows]

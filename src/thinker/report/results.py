@@ -41,7 +41,7 @@ class Grid(Report):
         """(latents, steps) shares of right symbols."""
         return torch.tensor([[cell.token for cell in row] for row in self.cells])
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """For JSON: both shares, rounded to 4 digits."""
         parts = {
             name: [[round(getattr(c, name), 4) for c in row] for row in self.cells] for name in ("token", "sequence")
@@ -103,7 +103,7 @@ class Curves(Report):
             for step, cell in zip(steps, cells, strict=True)
         ]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """For JSON: the points."""
         return plain({"points": self.rows()})
 

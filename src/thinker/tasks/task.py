@@ -79,7 +79,7 @@ def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
     return put
 
 
-def make_task(name: str, **options: Any) -> Task:
+def make_task(name: str, **options: object) -> Task:
     """A registered task.
 
     Args:

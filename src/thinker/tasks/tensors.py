@@ -138,6 +138,6 @@ class TensorTask(Task):
         return rows._replace(tokens=augmented[0], targets=augmented[1])
 
 
-def _told(value: Any) -> str:
+def _told(value: object) -> str:
     """A tensor's shape and type, or what else came."""
     return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else repr(value)

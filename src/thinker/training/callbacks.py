@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from model_components._folders import write_json
@@ -40,7 +40,7 @@ class ThinkerRun(Protocol):
         """A copy of what training changes."""
         ...
 
-    def restore(self, snapshot: dict[str, Any]) -> None:
+    def restore(self, snapshot: dict[str, object]) -> None:
         """Back to it."""
         ...
 
@@ -80,11 +80,15 @@ class CurriculumCallback(ThinkerCallback):
         self.every = every
         self.before: Counts | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Count from here."""
         self.before = self.trainer.tally.mark()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Report."""
         trainer = self.trainer
         if state.global_step % self.every or not trainer.data.schedule.initial():
@@ -143,13 +147,17 @@ class RewindOnPeak(ThinkerCallback):
         self.last = math.nan  # mean loss of the last window
         self.before: Counts | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Count from here; there is nothing better yet."""
         self.count, self.first, self.last = 0, math.nan, math.nan
         self.before = self.trainer.tally.mark()
         self.newest = self.best = self._point(state.global_step)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Look, keep or go back."""
         assert self.before is not None
         if math.isnan(self.first):
@@ -172,7 +180,9 @@ class RewindOnPeak(ThinkerCallback):
             self.best = self.newest | {"loss": self.last}
         self.newest = self._point(state.global_step)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Not with a peak's weights."""
         assert self.before is not None
         rest = mean_loss(self.trainer.tally.since(self.before))  # of a window that was not whole
@@ -184,7 +194,7 @@ class RewindOnPeak(ThinkerCallback):
     def _difficulty(self) -> float:
         return self.trainer.data.difficulty(self.trainer.batches)
 
-    def _point(self, step: int) -> dict[str, Any]:
+    def _point(self, step: int) -> dict[str, object]:
         return {"loss": math.inf, "step": step, "difficulty": self._difficulty()} | self.trainer.snapshot()
 
     def on_rewind(self) -> None:
@@ -233,7 +243,9 @@ class GridCallback(ThinkerCallback):
         self.options: dict[str, Any] = {"n_latents": n_latents, "n_steps": n_steps, **options}
         self.grids: dict[int, Grid] = {}
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Look."""
         if state.global_step % self.every or not state.is_world_process_zero:
             return

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from model_components._folders import new_file
@@ -225,7 +225,7 @@ class ThinkerTrainer(StepTrainer):
         loss = self.share_of_step(loss, (labels != -100).sum(), num_items_in_batch)
         return (loss, first) if return_outputs else loss
 
-    def predict(self, *ignored: Any, **named: Any) -> Any:
+    def predict(self, *ignored: Any, **named: object) -> Any:
         """There is nothing to predict but what the curriculum draws.
 
         Raises:
@@ -233,7 +233,7 @@ class ThinkerTrainer(StepTrainer):
         """
         raise ValueError("ThinkerTrainer: predict is not there; needed model(tokens, mask), or trainer.evaluate()")
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: object) -> Any:
         """Train, or go on.
 
         Args:
@@ -252,7 +252,7 @@ class ThinkerTrainer(StepTrainer):
             read_state(self._checkpoint / self._state_name(0))
         return super().train(None if self._checkpoint is None else str(self._checkpoint), *rest, **named)
 
-    def log(self, logs: dict[str, float], *rest: Any, **named: Any) -> None:
+    def log(self, logs: dict[str, float], *rest: Any, **named: object) -> None:
         """The logs, with accuracy and difficulty while it trains, and how many losses were not finite."""
         if "loss" in logs:
             counts = self.tally.since(self._logged)
@@ -267,7 +267,7 @@ class ThinkerTrainer(StepTrainer):
         super().log(logs, *rest, **named)
 
     def evaluate(
-        self, eval_dataset: Any = None, *ignored: Any, metric_key_prefix: str = "eval", **named: Any
+        self, eval_dataset: Any = None, *ignored: Any, metric_key_prefix: str = "eval", **named: object
     ) -> dict[str, float]:
         """Token and sequence accuracy on held-out samples of each evaluation length."""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -407,25 +407,33 @@ class _Housekeeping(TrainerCallback):
     def __init__(self, trainer: ThinkerTrainer):
         self.trainer = trainer
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.trainer.data.segments = self.trainer.segments  # another trainer may have the same data
         if self.trainer._checkpoint is not None:
             self.trainer.load_progress(self.trainer._checkpoint)
         self.trainer._start_of_data = self.trainer.data.step - self.trainer.seen
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.save_progress(Path(args.output_dir, f"checkpoint-{state.global_step}"))
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        self.trainer.save_progress(Path(str(args.output_dir), f"checkpoint-{state.global_step}"))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.trainer.data.step = self.trainer.batches  # of workers' copies the data set here knows nothing
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         for parameter in self.trainer.step_loss.parameters():
             if parameter.grad is not None:
                 parameter.grad = self.trainer.accelerator.reduce(parameter.grad, "mean")
         self.trainer.skip_if_not_finite()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.trainer.step_loss.zero_grad()
         if self.trainer.ema is not None:
             self.trainer.ema.update_parameters(self.trainer.thinker)

@@ -83,7 +83,7 @@ class Blend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
         gradients = reduce_any(grad, ctx.weights, ctx.shape, ctx.fused)
         return gradients.to(ctx.dtype), None, *[None] * len(ctx.weights)
 

@@ -227,6 +227,6 @@ class Distillation(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
         gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return *(None if d is None else (d * grad).to(dtype) for d, dtype in gradients), None

@@ -49,7 +49,7 @@ class AccurateLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
         x, trained = ctx.saved_tensors
         need_x, need_masks, need_bias = ctx.needs_input_grad[:3]
         leaf, masks = trained, trained
@@ -111,7 +111,7 @@ class EfficientLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
         x, masks = ctx.saved_tensors
         need_x, need_masks, need_bias = ctx.needs_input_grad[:3]
         g, flat = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
@@ -167,7 +167,7 @@ class Embedding(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
         masks, ids = ctx.saved_tensors
         flat, g = ids.reshape(-1), grad.reshape(-1, grad.shape[-1])
         rows = masks.shape[1] > 1

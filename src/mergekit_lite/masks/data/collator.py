@@ -96,7 +96,7 @@ class MaskCollator:
         given_ids = torch.as_tensor(feature["input_ids"])
         real = torch.as_tensor(feature.get("attention_mask", torch.ones_like(given_ids))).bool()
 
-        def own(values: Any) -> Tensor:
+        def own(values: object) -> Tensor:
             return torch.as_tensor(values)[real][: self.max_length]
 
         ids = own(given_ids)

@@ -41,7 +41,7 @@ class CachedTeachers(Dataset):
         self._paths = sorted(Path(folder).glob("hidden-*.safetensors"))
         self._open: dict[int, Any] = {}  # each process of a loader opens its own
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_open": {}}
 
     def __len__(self) -> int:

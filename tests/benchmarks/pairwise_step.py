@@ -218,6 +218,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=3000, help="of the forward rows; a tenth of it to train on")
+    parser.add_argument("--only", nargs="+", default=[], help="words that a cell's 'mode dtype' must all have")
     options = parser.parse_args(arguments)
     try:
         real.data(DATA), real.minilm()
@@ -226,8 +227,10 @@ def main(arguments: list[str] | None = None) -> None:
         return
     for dtype in (torch.float32, torch.bfloat16):
         for mode, dropout in ((FORWARD, None), (BOTH, None), (BOTH, 0.0)):
-            pairs = options.pairs if mode == FORWARD else options.pairs // 10
-            append("pairwise.csv", measure(mode, dropout, pairs, 32, dtype, options.device, options.runs))
+            if not all(word in f"{mode} {dtype}" for word in options.only):
+                continue
+            pairs, batch = (options.pairs, 32) if mode == FORWARD else (options.pairs // 10, 16)
+            append("pairwise.csv", measure(mode, dropout, pairs, batch, dtype, options.device, options.runs))
     write_table()
 
 

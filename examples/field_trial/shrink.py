@@ -46,7 +46,7 @@ def by_weights(story: Story) -> Any:
 
 def trained_back(story: Story, model: Any) -> Any:
     """After steps towards the merge's logits."""
-    steps = 2 if story.given.smoke else 150
+    steps = 2 if story.given.smoke else 50
     rows = [{n: row[n] for n in ("input_ids", "labels")} for part in story.train for row in part]
     arguments = story.arguments(2e-4, steps, 0, weight_decay=0.0, adam_beta2=0.95)
     trainer: Trainer = KroneckerTrainer(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
+from model_components._devices import find_device
 from model_components._folders import NewFolder, check_new, new_file
 from model_components._hub import find_folder
 
@@ -75,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     for command in (pruning, convert, planning):
         command.add_argument("--no-progress", action="store_true", help="no progress bar")
     for command in (pruning, convert, planning, comparing):
+        command.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
         many = 50_000 if command is pruning else 12_000
         command.add_argument("--tokens", type=int, default=many, help=f"of the text to use (default: {many})")
         command.add_argument("--context", type=int, default=512, help="tokens in a row (default: 512)")
@@ -144,7 +146,7 @@ def _context(options: argparse.Namespace, models: Sequence[PreTrainedModel]) -> 
 
 def _compare(options: argparse.Namespace) -> None:
     tokenizer = options.tokenizer or options.models[0]
-    models = {name: load(name) for name in options.models}
+    models = {name: load(name).to(options.device) for name in options.models}
     loaded = list(models.values())
     texts: dict[str, Any] = {Path(f).stem: tokens(options, f, tokenizer, *loaded) for f in options.text}
     if len(texts) < len(options.text):
@@ -163,7 +165,7 @@ def _prune(options: argparse.Namespace) -> None:
     name = options.tokenizer or options.model
     if is_compressed(options.model):
         raise ValueError(f"prune: {options.model} holds a compressed model, needed a stock one")
-    model = load(options.model)
+    model = load(options.model).to(options.device)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     stored, dtypes = model.dtype, {n: t.dtype for n, t in tensors}
     data = calibration(options, name, model)
@@ -195,7 +197,7 @@ def _convert(options: argparse.Namespace) -> None:
         config = KroneckerConfig(b_shape=tuple(options.b_shape), rank=options.rank, init=init)
     new = NewFolder(options.out, "convert", resumable=True)
     name = options.tokenizer or options.model
-    model = load(options.model)
+    model = load(options.model).to(options.device)
     data = calibration(options, name, model) if options.calibration else None
     with new:
         fitted, quiet = new.place / "fitted", options.no_progress
@@ -217,7 +219,7 @@ def _tokenizer(name: str) -> Any:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    model = load(options.model)
+    model = load(options.model).to(options.device)
     data = calibration(options, options.tokenizer or options.model, model)
     chosen = plan(
         model, budget=options.budget, keep=options.keep, time_budget=options.time_budget, calibration=data,
@@ -234,6 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parser().parse_args(arguments)
     try:
+        options.device = find_device(getattr(options, "device", "cpu"), options.command)
         if options.command == "prune":
             _prune(options)
         elif options.command == "convert":

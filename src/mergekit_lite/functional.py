@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from model_components._devices import find_device
 from model_components._folders import NewFolder, check_new
 
-from ._torch import Tensor, torch
+from ._torch import Tensor
 from .methods import get_method
 from .recipe import MergeRecipe, ModelEntry, model_key
 from .report import MergeReport
@@ -169,7 +170,7 @@ def merge_models(
     if impl not in _IMPLS:
         raise ValueError(f"merge_models: impl is {impl!r}, needed one of {', '.join(_IMPLS)}")
     run = Run(
-        device=_usable(str(device)),
+        device=find_device(str(device), "merge_models"),
         impl=impl,
         limit=parse_size(max_shard_size),
         seed=seed,
@@ -220,19 +221,3 @@ def _merge_calibrated(
 def _default_threads() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, _MOST_THREADS) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def _usable(device: str) -> str:
-    """The device, once something could be put there; one a process under torchrun."""
-    if device == "cpu":
-        return device
-    try:
-        chosen = torch.device(device)
-        if chosen.type == "meta":
-            raise RuntimeError("it holds no values")
-        if chosen.type == "cuda" and chosen.index is None and "LOCAL_RANK" in os.environ:
-            chosen = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.empty(1, device=chosen)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"merge_models: device {device} cannot be used here ({error})") from error
-    return str(chosen)

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from transformers import set_seed
 
+from model_components._devices import find_device
 from model_components._folders import make_folder, write_json
 
 from . import report, schedules
@@ -249,6 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parser().parse_args(arguments)
     try:
+        options.device = find_device(getattr(options, "device", "cpu"), options.command)
         {"train": train, "evaluate": evaluate, "draw": draw}[options.command](options)
     except (ImportError, OSError, TypeError, ValueError) as error:
         print(f"thinker: {error}", file=sys.stderr)

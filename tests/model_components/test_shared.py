@@ -1,5 +1,6 @@
-"""What packages share: modes of modules that come back, and trainers of one shape."""
+"""What packages share: devices, modes of modules that come back, and trainers of one shape."""
 
+import importlib
 import inspect
 
 import pytest
@@ -9,6 +10,7 @@ import transformers
 from heads.pairwise import PairwiseTrainer
 from kronecker import KroneckerTrainer
 from mergekit_lite.masks import MaskTrainer
+from model_components._devices import find_device
 from model_components._modes import evaluating, in_mode
 from model_components._trainer import StepTrainer, TrainerOptions
 from tests.support.models import tiny
@@ -79,3 +81,25 @@ def test_an_optimizer_that_is_asked_for_is_taken(tmp_path):
     asked = (torch.optim.SGD, {"lr": 0.5})
     trainer = ThinkerTrainer(model, arguments, train_dataset=data, optimizer_cls_and_kwargs=asked)
     assert isinstance(trainer.create_optimizer(), torch.optim.SGD)
+
+
+@pytest.mark.parametrize("name", ["nonsense", "meta", "cuda:99"])
+def test_a_device_that_cannot_be_used_is_refused_with_its_name(name):
+    with pytest.raises(ValueError, match=rf"prune: device {name} cannot be used here \("):
+        find_device(name, "prune")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["kronecker", "prune", "model", "out", "--calibration", "text.txt"],
+        ["kronecker", "compare", "model", "--text", "text.txt"],
+        ["thinker", "evaluate", "out"],
+        ["heads.pairwise", "rank", "judge", "rows.json"],
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_commands_look_at_the_device_before_anything_else(command, capsys):
+    main = importlib.import_module(f"{command[0]}.__main__").main
+    assert main([*command[1:], "--device", "nonsense"]) == 1
+    assert f"{command[1]}: device nonsense cannot be used here" in capsys.readouterr().err

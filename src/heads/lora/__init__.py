@@ -6,11 +6,12 @@ from .interchange import export_lora, load_lora
 from .judging import Judge, LikelihoodGain, ReferenceOverlap, WinRate, judge_answers
 from .linear import LoraLinear
 from .merge import MergedLayer, MergeReport, merge_lora
+from .packing import check_packing
 from .prepare import prepare_lora
 from .report import AdapterRow, LoraReport, lora_report
 from .rows import RowReport, alpaca_template, chat_template, read_rows, row_report
 from .split import SplitQKV, join_fused_qkv_, split_fused_qkv_
-from .tuning import Spike, TuningReport, answer_loss, check_packing, tuning_report
+from .tuning import Spike, TuningReport, answer_loss, tuning_report
 
 __all__ = [
     "AccelerationReport",

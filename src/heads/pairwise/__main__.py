@@ -11,6 +11,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from model_components._devices import find_device
 from model_components._folders import new_file
 from model_components._hub import find_folder
 
@@ -94,7 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parser().parse_args(arguments)
     try:
-        model: Any = PairwiseModel.from_pretrained(find_folder(options.model)).eval().to(options.device)
+        device = find_device(options.device, options.command)
+        model: Any = PairwiseModel.from_pretrained(find_folder(options.model)).eval().to(device)
         lines = COMMANDS[options.command](model, options)
         if options.out is None:
             for line in lines:

@@ -4,7 +4,8 @@ from .averaging import linear, nearswap, passthrough, task_arithmetic
 from .dropping import dare_linear, dare_ties, della, della_linear
 from .fusion import arcee_fusion, consensus, ram, ramplus_tl
 from .noise import Noise
-from .registry import METHODS, MergeMethod, Parameter, PerModel, Range, get_method, merge_method
+from .parameters import Parameter, PerModel, Range
+from .registry import METHODS, MergeMethod, get_method, merge_method
 from .selection import Largest, Sum
 from .spectral import iso_c, iso_cts, knots, tsv
 from .spherical import karcher, model_stock, multislerp, nuslerp, slerp

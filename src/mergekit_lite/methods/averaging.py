@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .._torch import Tensor
-from .registry import PerModel, Range, merge_method
+from .parameters import PerModel, Range
+from .registry import merge_method
 
 
 def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

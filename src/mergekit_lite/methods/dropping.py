@@ -15,7 +15,8 @@ from typing import Any
 from .._torch import Tensor, torch
 from .averaging import deltas, normaliser, weighted_sum
 from .noise import Noise
-from .registry import PerModel, Range, merge_method
+from .parameters import PerModel, Range
+from .registry import merge_method
 from .trimming import UNIT, consensus_mean, rescaled
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from .._torch import Tensor, torch
 from .averaging import deltas, weighted_sum
-from .registry import PerModel, Range, merge_method
+from .parameters import PerModel, Range
+from .registry import merge_method
 from .selection import Largest, Sum
 
 

@@ -14,7 +14,6 @@ threshold) yields `Sum` or `Largest` requests and is then a generator; see `merg
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import inspect
@@ -27,91 +26,10 @@ from typing import Any
 from .._torch import Tensor, torch
 from .evaluation import Block, Evaluation, OneBlock
 from .noise import Noise
-
-_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_LARGEST = 3.4028236e38  # of float32, in which methods compute
-
-PerModel = Sequence[float]
-"""Annotation of a parameter that has one value for each model."""
+from .parameters import Parameter, PerModel, Range, value_type
 
 Chunking = str
 """``"elements"``: any stretch; ``"rows"``: whole rows of the last dimension; ``"tensor"``: all at once."""
-
-
-@dataclass(frozen=True)
-class Range:
-    """The interval a parameter must lie in; ends are included unless ``open_low`` / ``open_high``.
-
-    Args:
-        low: Least value.
-        high: Largest value.
-        open_low: Leave the least value out.
-        open_high: Leave the largest value out.
-    """
-
-    low: float = -math.inf
-    high: float = math.inf
-    open_low: bool = False
-    open_high: bool = False
-
-    def __contains__(self, value: float) -> bool:
-        above = value > self.low if self.open_low else value >= self.low
-        return above and (value < self.high if self.open_high else value <= self.high)
-
-    def __str__(self) -> str:
-        left, right = "(" if self.open_low else "[", ")" if self.open_high else "]"
-        return f"{left}{self.low:g}, {self.high:g}{right}"
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One parameter of a method: its public name, type, default, and whether each model has its own value."""
-
-    name: str
-    type: type
-    default: Any = inspect.Parameter.empty
-    per_model: bool = False
-    range: Range | None = None
-    choices: tuple[str, ...] = ()
-
-    @property
-    def required(self) -> bool:
-        """True when there is no default."""
-        return self.default is inspect.Parameter.empty
-
-    @property
-    def argument(self) -> str:
-        """The Python argument's name."""
-        return "lambda_" if self.name == "lambda" else self.name
-
-    def check(self, value: Any, method: str) -> Any:
-        """``value`` in the parameter's type, or a ValueError that says what was needed."""
-        if value is None and self.default is None:
-            return None
-        if self.choices:
-            if value not in self.choices:
-                raise ValueError(f"{method}: {self.name} is {value!r}, needed one of {', '.join(self.choices)}")
-            return value
-        if self.type is bool:
-            truth = _WORDS.get(value.lower()) if isinstance(value, str) else value
-            if not isinstance(truth, (bool, int, float)) or truth not in (0, 1):
-                raise ValueError(f"{method}: {self.name} is {value!r}, needed true or false")
-            return bool(truth)
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                value = float(value)  # YAML reads 1e-5 as text
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _LARGEST:
-            raise ValueError(f"{method}: {self.name} is {value!r}, needed a finite number of float32")
-        if self.type is int and value != int(value):
-            raise ValueError(f"{method}: {self.name} is {value!r}, needed a whole number")
-        if self.range is not None and value not in self.range:
-            raise ValueError(f"{method}: {self.name} is {value:g}, needed a number in {self.range}")
-        return self.type(value)
-
-
-def _value_type(hint: object) -> type:
-    options = [t for t in typing.get_args(hint) if t is not type(None)] or [hint]
-    return options[0]
 
 
 @dataclass(eq=False)
@@ -340,7 +258,7 @@ def merge_method(
             per_model = hint == PerModel
             parameters[public] = Parameter(
                 name=public,
-                type=float if per_model else _value_type(hint),
+                type=float if per_model else value_type(hint),
                 default=argument.default,
                 per_model=per_model,
                 range=(ranges or {}).get(public),

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from .._torch import Tensor, torch
 from .averaging import deltas
-from .registry import PerModel, Range, merge_method
+from .parameters import PerModel, Range
+from .registry import merge_method
 from .trimming import UNIT, ties
 
 _SHARE = {"common_space_fraction": Range(0, 1)}

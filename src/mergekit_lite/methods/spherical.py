@@ -14,7 +14,8 @@ from collections.abc import Generator, Mapping
 from .._torch import Tensor, torch
 from . import coefficients
 from .averaging import deltas, refuse_zero_sum
-from .registry import PerModel, Range, merge_method
+from .parameters import PerModel, Range
+from .registry import merge_method
 from .selection import Sum
 
 _SLICE = 1 << 17

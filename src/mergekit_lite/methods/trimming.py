@@ -13,7 +13,8 @@ from typing import Any
 
 from .._torch import Tensor, torch
 from .averaging import deltas, normaliser, weighted_sum
-from .registry import PerModel, Range, merge_method
+from .parameters import PerModel, Range
+from .registry import merge_method
 from .selection import Cut, Largest, Sum
 
 SCOPES = {"scope": ("tensor", "global")}

@@ -269,7 +269,7 @@ def fold(
         raise ValueError(f"fold: model is {type(model).__name__}, needed a transformers model")
     layers = compressed(model)
     if not layers and not resized(model):
-        raise ValueError("fold: the model has no compressed layer")
+        raise ValueError("fold: the model has no compressed layer; its own save_pretrained writes it")
     refuse_fading(model, "fold")
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

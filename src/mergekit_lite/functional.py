@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from torch import nn
 
 from model_components._devices import find_device
 from model_components._folders import NewFolder, check_new
@@ -48,7 +48,7 @@ def parse_size(size: int | str) -> int:
 
 
 def build_recipe(
-    models: Sequence[object], method: str, base_model: nn.Module, parameters: Mapping[str, object], **rest: Any
+    models: Sequence[object], method: str, base_model: object, parameters: Mapping[str, object], **rest: Any
 ) -> MergeRecipe:
     """A recipe from `merge_models`' arguments: lists of per-model parameters go to their models.
 
@@ -197,6 +197,7 @@ def _merge_calibrated(
     """Merged block by block into a folder beside ``out``, whose parts an ordinary merge then makes a checkpoint of."""
     from .layerwise import CalibratedMerge, merged_source
 
+    started, cpu_started = time.perf_counter(), time.process_time()
     path, settings = check_new(out, "merge"), dict(parameters)
     if isinstance(settings.get("weight"), list):
         settings["weight"] = tuple(settings["weight"])
@@ -215,7 +216,8 @@ def _merge_calibrated(
         raise
     stage.discard()
     assert isinstance(report, MergeReport)
-    return report
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+    return replace(report, seconds=seconds, cpu_seconds=cpu_seconds)
 
 
 def _default_threads() -> int:

@@ -1,6 +1,7 @@
 """Adapters extracted from tuned models and merged with each other, against peft and against merges of whole models."""
 
 import json
+from pathlib import Path
 
 import peft
 import pytest
@@ -113,6 +114,11 @@ def test_extraction_refuses_before_it_writes(tmp_path, capsys):
         extract_lora(grown, base, tmp_path / "out")
     with pytest.raises(PlanError, match=r"has no model\.layers\.3"):
         extract_lora(save(tiny("llama", 1, num_hidden_layers=3), tmp_path / "short"), base, tmp_path / "out")
+    other = save(tiny("gpt2"), tmp_path / "other")
+    count = sum(len(load_file(Path(folder, "model.safetensors"))) for folder in (base, other))  # no name in common
+    with pytest.raises(PlanError, match=rf"this extraction cannot be done \({count} problems\):") as refused:
+        extract_lora(other, base, tmp_path / "out")
+    assert len(refused.value.problems) == count
     with pytest.raises(PlanError, match="nothing to extract"):
         extract_lora(base, base, tmp_path / "out", progress=False)
     for settings, message in [({"rank": 0}, "rank is 0"), ({"energy": 2}, "energy is 2"), ({"dtype": "int8"}, "int8")]:

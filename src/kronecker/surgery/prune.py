@@ -35,13 +35,16 @@ from .heads import check_runs, config_with_heads, cut_heads_, find_attentions, g
 from .neurons import PrunablePart, neurons_to_keep, prunable_parts
 from .stock import Changes, attribute_changes, parameter_shapes, set_attributes_, stock_config
 
+_NEURONS = "neurons"
+
 
 @dataclass(frozen=True)
 class PrunedLayer:
     """One layer that became smaller, was fitted to make up for others, or a block that went."""
 
     name: str
-    before: int  # hidden neurons; of a block parameters
+    unit: str  # what is counted: hidden neurons, groups of heads; of a block that went parameters
+    before: int
     after: int
     error: float  # relative, of what it adds to the stream, on the smaller model's own inputs; of a block its influence
 
@@ -69,8 +72,8 @@ class PruneReport(Report):
 
     def table(self) -> Table:
         """A row for each layer."""
-        rows = [(r.name, f"{r.before:,}", f"{r.after:,}", f"{r.error:.3f}") for r in self.layers]
-        return Table(("layer", "before", "after", "error"), rows)
+        rows = [(r.name, r.unit, f"{r.before:,}", f"{r.after:,}", f"{r.error:.3f}") for r in self.layers]
+        return Table(("layer", "of", "before", "after", "error"), rows)
 
     def remarks(self) -> list[str]:
         """What was not as asked for."""
@@ -184,7 +187,7 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     set_attributes_(changes)
     sizes = {p.name: p.count for p in parts}
     remarks = _rounded(walk.config, first.count, keep[first.name], f"neurons of {first.name}", near=1.0)
-    return [PrunedLayer(n, sizes[n], keep[n], fitted.error**0.5) for n, fitted in done.items()], remarks
+    return [PrunedLayer(n, _NEURONS, sizes[n], keep[n], fitted.error**0.5) for n, fitted in done.items()], remarks
 
 
 def _drop_heads(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
@@ -207,7 +210,8 @@ def _drop_heads(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     with all_or_nothing(model, names), evaluating(model):
         done = walk.fit([*heads, *refits], keep)
         cut_heads_(model, attentions, keep, new_config, walk.data[0])
-    counts = {p.name: (p.count, p.count) for p in parts} | {a.down: (groups, keep) for a in attentions}
+    counts = {p.name: (_NEURONS, p.count, p.count) for p in parts}
+    counts |= {a.down: ("groups of heads", groups, keep) for a in attentions}
     rows = [PrunedLayer(n, *counts[n], fitted.error**0.5) for n, fitted in done.items()]
     return rows, _rounded(walk.config, groups, keep, "groups of heads")
 
@@ -227,14 +231,14 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     rows = []
     for index, influence in gone.items():
         name = f"{stack.name}.{index}"
-        rows.append(PrunedLayer(name, num_parameters(model.get_submodule(name)), 0, influence))
+        rows.append(PrunedLayer(name, "parameters", num_parameters(model.get_submodule(name)), 0, influence))
     left = [p for p in parts if stack.index(p.name) in stay]
     with all_or_nothing(model, (n for p in left for n in p.modules)):
         done = walk.fit(walk.refits(left), stay, dropped={f"{stack.name}.{i}" for i in gone})
     if gone:
         keep_blocks_(model, stack, stay, new_config, places)
     counts = {p.name: p.count for p in left}
-    rows += [PrunedLayer(n, counts[n], counts[n], fitted.error**0.5) for n, fitted in done.items()]
+    rows += [PrunedLayer(n, _NEURONS, counts[n], counts[n], fitted.error**0.5) for n, fitted in done.items()]
     return rows, _rounded(walk.config, stack.count, keep, "blocks")
 
 

@@ -21,7 +21,7 @@ from .report import AdapterModule, AdapterReport
 from .storage import module_of, task_of, truncated, write_adapter
 
 _TABLE = re.compile(r"(^|\.|_)(embed\w*|embeddings?|wpe|wte)(\.|$)")  # rows of which are looked up, not multiplied by
-_SHOWN = 10
+_WHAT = "this extraction"
 
 
 def extract_lora(
@@ -84,7 +84,8 @@ def extract_lora(
     for name in tqdm(names, "extract_lora", disable=not progress, unit="tensor"):
         extraction.take(name)
     if not extraction.modules and not extraction.saved:
-        raise PlanError([f"{tuned.label} and {base.label} differ in no linear layer: there is nothing to extract"])
+        problem = f"{tuned.label} and {base.label} differ in no linear layer: there is nothing to extract"
+        raise PlanError([problem], _WHAT)
     with NewFolder(out, "extract_lora") as folder:
         nbytes = write_adapter(
             folder.folder,
@@ -100,7 +101,7 @@ def extract_lora(
 
 def _common_tensors(base: Source, tuned: Source) -> list[str]:
     """The base's tensors, all of which the tuned model must have in the same shape."""
-    problems = [f"{tuned.label} has no {name}" for name in base.tensors if name not in tuned.tensors][:_SHOWN]
+    problems = [f"{tuned.label} has no {name}" for name in base.tensors if name not in tuned.tensors]
     for name, info in base.tensors.items():
         other = tuned.tensors.get(name)
         if other is not None and other.shape != info.shape:
@@ -109,9 +110,9 @@ def _common_tensors(base: Source, tuned: Source) -> list[str]:
             problems.append(
                 f"{why}: {name} is {list(info.shape)} in {base.label}, {list(other.shape)} in {tuned.label}"
             )
-    problems += [f"{base.label} has no {name}" for name in tuned.tensors if name not in base.tensors][:_SHOWN]
+    problems += [f"{base.label} has no {name}" for name in tuned.tensors if name not in base.tensors]
     if problems:
-        raise PlanError(problems)
+        raise PlanError(problems, _WHAT)
     return list(base.tensors)
 
 
@@ -139,7 +140,7 @@ class _Extraction:
         if not change.any():
             return
         if not np.isfinite(change).all():
-            raise PlanError([f"{name}: one of the models holds NaN or infinity"])
+            raise PlanError([f"{name}: one of the models holds NaN or infinity"], _WHAT)
         if self._is_linear(name, info.shape):
             module = name.removesuffix(".weight")
             change = change.T if self.transposed else change

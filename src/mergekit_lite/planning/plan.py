@@ -26,15 +26,16 @@ class PlanError(ValueError):
 
     Args:
         problems: Every reason that was found.
+        what: Cannot be done.
     """
 
-    def __init__(self, problems: Sequence[str]):
+    def __init__(self, problems: Sequence[str], what: str = "this merge"):
         self.problems = list(problems)
         count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
         lines = [f"- {p}" for p in self.problems[:_SHOWN]]
         if len(self.problems) > _SHOWN:
             lines.append(f"and {len(self.problems) - _SHOWN} more; PlanError.problems has them all")
-        super().__init__(f"this merge cannot be done ({count}):\n" + "\n".join(lines))
+        super().__init__(f"{what} cannot be done ({count}):\n" + "\n".join(lines))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Data-driven merges: against least squares, against a dense merge of whole models, and killed and resumed."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -132,9 +133,12 @@ def dense(paths, kind, data, method, reduce=0.9):
 def test_block_by_block_is_the_dense_merge(kind, method, tmp_path):
     paths = pair(kind, tmp_path)
     save_tokenizer(tmp_path / "0", [f"t{i}" for i in range(96)])
+    begin = time.perf_counter()
     report = merge_models(paths, method, calibration=DATA, out=tmp_path / "out", batch_size=4, progress=False)
+    seconds = time.perf_counter() - begin
     assert (tmp_path / "out" / "tokenizer.json").exists()
     assert report.bytes_written > 0
+    assert 0.9 * seconds <= report.seconds <= seconds  # the blocks' time is in it
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "out"]  # no stage is left
     found = auto_class(kind).from_pretrained(tmp_path / "out").eval()
     expected = dense(paths, kind, DATA, method)

@@ -229,11 +229,12 @@ def checkpoint_of(given: argparse.Namespace, out: Path) -> str | None:
     last = get_last_checkpoint(out / "checkpoints") if given.resume and (out / "checkpoints").is_dir() else None
     if given.resume and last is None:
         print(f"{out} has no checkpoint: starting anew")
-    if last is not None:
-        held = json.loads(place.read_text(encoding="utf-8"))
-        other = [f"{key} {held.get(key)}" for key in told if held.get(key) != told[key]]
+    if last is not None or (place.is_file() and (out / "model").is_dir()):
+        before = json.loads(place.read_text(encoding="utf-8"))
+        other = [f"{key} {before.get(key)}" for key in told if before.get(key) != told[key]]
         if other:
-            raise ValueError(f"--resume: the run in {out} has {', '.join(other)}; needed the same, or another --name")
+            raise ValueError(f"the run in {out} has {', '.join(other)}; needed the same, or another --name")
+    if last is not None:
         state = json.loads((Path(last) / "trainer_state.json").read_text(encoding="utf-8"))
         if state["global_step"] < state["max_steps"]:
             print(f"going on from {last}")

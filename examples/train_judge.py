@@ -233,16 +233,18 @@ def prepared(given: argparse.Namespace, main: bool) -> tuple[str | Path, list[li
 
 
 def flags_of(given: argparse.Namespace) -> dict[str, str]:
-    """What a run that goes on has to have in common with the one before, whose flags are in OUT/flags.json.
+    """What a run that goes on, or is made again, has to have in common with the one in OUT, by its flags.json.
 
     Raises:
-        ValueError: Other flags than those.
+        ValueError: Other flags than those, and --resume, or a judge that would be lost.
     """
     flags = {name: str(value) for name, value in vars(given).items() if name not in MAY_CHANGE}
-    if given.resume and (given.out / "flags.json").is_file():
-        before = json.loads((given.out / "flags.json").read_text(encoding="utf-8"))
+    place, judge = given.out / "flags.json", given.out / "model" / "config.json"
+    if place.is_file() and (given.resume or judge.is_file()):
+        before = json.loads(place.read_text(encoding="utf-8"))
         if other := [f"--{n.replace('_', '-')} {before.get(n)}" for n in flags if flags[n] != before.get(n)]:
-            raise ValueError(f"{given.out} was begun with {', '.join(other)}; needed the same, or no --resume")
+            last = "no --resume" if not judge.is_file() else "another --out"
+            raise ValueError(f"{given.out} was begun with {', '.join(other)}; needed the same, or {last}")
     return flags
 
 

@@ -551,12 +551,14 @@ def test_the_judge_example_runs_and_resumes(tmp_path):
     printed = run_example("train_judge.py", *options, "--resume")
     assert re.search(rf"{last.name} is not whole", printed)
     assert re.search(r"going on from .*checkpoint-3$", printed, re.M)
-    with pytest.raises(AssertionError, match=r"was begun with --batch 8; needed the same, or no --resume"):
-        run_example("train_judge.py", *options, "--resume", "--batch", 4)
+    for flags in (["--resume"], []):  # the judge that is there would be lost
+        with pytest.raises(AssertionError, match=r"was begun with --batch 8; needed the same, or another --out"):
+            run_example("train_judge.py", *options, *flags, "--batch", 4)
     with pytest.raises(AssertionError, match=r"--evaluate .*test\.csv\.gz .*pairs without a label"):
         run_example("train_judge.py", *options, "--evaluate", tmp_path / "test.csv.gz")
     options[3:4] = [tmp_path / "encoder", "--freeze", "bottom:1", "--link", "concat", "--no-append-prompt"]
     assert (out / "model" / "model.safetensors").exists()
+    options[options.index(out)] = tmp_path / "c"
     assert "frozen: embeddings, encoder.layer.0" in run_example("train_judge.py", *options)
 
 
@@ -601,7 +603,7 @@ def test_the_fine_tuning_example_runs_and_resumes(kind, tmp_path):
     state.write_text(json.dumps(json.loads(state.read_text()) | {"global_step": 4}))  # as if it had been stopped there
     assert "going on from" in run_example("finetune_lora.py", *anew, *named)
     assert [row["tokens_per_second"] for row in runs_in(tmp_path / "new")][1] == ""  # of a part of a run
-    with pytest.raises(AssertionError, match=r"--resume: the run in .* has lr"):
+    with pytest.raises(AssertionError, match=r"the run in .* has lr"):
         run_example("finetune_lora.py", *anew, *named, "--lr", "1")
 
 

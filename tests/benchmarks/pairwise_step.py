@@ -161,6 +161,10 @@ def measure(
 ) -> list:
     """Rows of all ways, in turn."""
     impls = [impl for impl in IMPLS if impl != CROSS or importlib.util.find_spec("sentence_transformers")]
+    peaks = {}  # first, while nothing is held here
+    if mode == BOTH:
+        for impl in (OURS, CAREFUL):
+            peaks[impl] = run_alone(prepare, impl, mode, batch, batch, dropout, dtype, device, device=device)[0]
     steps: dict[str, Any] = {impl: prepare(impl, mode, pairs, batch, dropout, dtype, device) for impl in impls}
     tokens = steps[OURS].tokens
     for impl in impls:  # a turn is minutes long: a few pairs warm it up
@@ -171,10 +175,7 @@ def measure(
     shape = f"MiniLM, {pairs} real pairs, {tokens} tokens, batch {batch}{without}"
     rows = []
     for impl, times in results.items():
-        peak = 0
-        if mode == BOTH and impl in (OURS, CAREFUL):
-            peak = run_alone(prepare, impl, mode, batch, batch, dropout, dtype, device, device=device)[0]
-        rows.append(Row.of("pairwise", impl, mode, str(dtype), shape, times, peak, device=device,
+        rows.append(Row.of("pairwise", impl, mode, str(dtype), shape, times, peaks.get(impl, 0), device=device,
                            packages=("torch", "transformers", "sentence-transformers")))  # fmt: skip
     clock = "wall_p50" if device == "cuda" else "cpu_p50"
     told = {row.impl: round(tokens / getattr(row, clock)) for row in rows}

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from model_components._folders import NewFolder, check_new
 
@@ -20,7 +19,7 @@ from ..files.resolve import find_folder
 from ..methods import METHODS, MergeMethod, get_method
 from ..planning import PlanError
 from .report import AdapterModule, AdapterReport
-from .storage import module_of, truncated, write_adapter
+from .storage import module_of, truncated, with_bar, write_adapter
 
 _MUCH = 0.2  # of a change, missed, that is worth a note
 _NEEDS_WEIGHTS = ("slerp", "arcee_fusion")  # which look at the weights themselves and not at their changes alone
@@ -83,7 +82,7 @@ def merge_adapters(
     factors: dict[str, tuple[Array, Array]] = {}
     modules: list[AdapterModule] = []
     names = list(dict.fromkeys(name for adapter in opened for name in adapter.pairs))
-    for name in tqdm(names, "merge_adapters", disable=not progress, unit="module"):
+    for name in with_bar(names, "merge_adapters", "module", progress=progress):
         pairs = [adapter.pairs.get(name) for adapter in opened]
         if merged is None:
             factors[name] = _side_by_side(pairs, bound["weight"])

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from model_components._folders import NewFolder, check_new
 
@@ -18,7 +17,7 @@ from ..planning import PlanError
 from ..recipe import model_label
 from ..vocabulary import HEAD, is_vocabulary_tensor
 from .report import AdapterModule, AdapterReport
-from .storage import module_of, task_of, truncated, write_adapter
+from .storage import module_of, task_of, truncated, with_bar, write_adapter
 
 _TABLE = re.compile(r"(^|\.|_)(embed\w*|embeddings?|wpe|wte)(\.|$)")  # rows of which are looked up, not multiplied by
 _WHAT = "this extraction"
@@ -81,7 +80,7 @@ def extract_lora(
     names = _common_tensors(base, tuned)
     chosen = dtype or promote(tuned.tensors[n].dtype for n in names if tuned.tensors[n].dtype.is_floating_point).name
     extraction = _Extraction(base, tuned, rank, energy, chosen, save_others)
-    for name in tqdm(names, "extract_lora", disable=not progress, unit="tensor"):
+    for name in with_bar(names, "extract_lora", "tensor", progress=progress):
         extraction.take(name)
     if not extraction.modules and not extraction.saved:
         problem = f"{tuned.label} and {base.label} differ in no linear layer: there is nothing to extract"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,15 @@ from .report import AdapterModule
 _TASKS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
 _TASKS |= {"ForConditionalGeneration": "SEQ_2_SEQ_LM", "ForQuestionAnswering": "QUESTION_ANS"}
 _NOTHING = 1e-14  # of the largest eigenvalue: what float64 leaves of a zero
+
+
+def with_bar(names: Sequence[str], operation: str, unit: str, *, progress: bool) -> Iterable[str]:
+    """The names under a progress bar; tqdm is imported only where one is seen."""
+    if not progress:
+        return names
+    from tqdm.auto import tqdm
+
+    return tqdm(names, operation, unit=unit)
 
 
 def task_of(config: Mapping[str, object]) -> str | None:

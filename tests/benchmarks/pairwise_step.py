@@ -188,6 +188,9 @@ def write_table() -> None:
     rows = [row for row in latest("pairwise.csv") if "CPU" in row["hardware"] and row["impl"] in IMPLS]
     found = {(row["mode"], row["dtype"], row["shape"], row["impl"]): row for row in rows}
     kinds = [kind for kind in dict.fromkeys(key[:3] for key in found) if (*kind, CAREFUL) in found]
+    kinds = list(
+        {(mode, dtype, "no attention" in shape): (mode, dtype, shape) for mode, dtype, shape in kinds}.values()
+    )
     if not kinds:
         return
     lines = ["| tokens a second | pairs | dtype | " + " | ".join(IMPLS) + " |", "|---" * (len(IMPLS) + 3) + "|"]

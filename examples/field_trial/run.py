@@ -3,7 +3,7 @@
 Command   make real, then: python examples/field_trial/run.py
 Data      *.json in --data: lists of {"instruction", "input", "output"}, and alpaca_eval_pairs.jsonl.gz for the judge;
           not part of this repository. Without them, or without the model, it says so and ends.
-Time      an hour and a half on 2 CPU cores; what is done is kept in OUT, and the same command goes on
+Time      three hours of CPU time, in all; what is done is kept in OUT, and the same command goes on
 Result    a table for each chapter, beside what one would have used otherwise. Our run: docs/field_trial.md
 """
 

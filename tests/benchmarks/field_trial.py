@@ -53,13 +53,15 @@ def losses(rows: Mapping[str, Any], names: Sequence[str]) -> list[str]:
 
 
 def listed(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A table of other figures, whose names are the columns."""
-    columns = list(dict.fromkeys(name for row in figures.values() for name in row))
-    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for name, row in figures.items():
-        cells = (f"{row[c]:,.4g}" if isinstance(row.get(c), float) else str(row.get(c, "")) for c in columns)
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
+    """Tables of other figures, whose names are the columns: one for all that have the same."""
+    lines: list[str] = []
+    for columns in dict.fromkeys(tuple(row) for row in figures.values()):
+        lines += ["", f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+        for name, row in figures.items():
+            if tuple(row) == columns:
+                cells = (f"{cell:,.4g}" if isinstance(cell, float) else f"{cell:,}" for cell in row.values())
+                lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines[1:]
 
 
 def write_table() -> None:

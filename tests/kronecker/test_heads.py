@@ -75,7 +75,9 @@ def test_what_stays_makes_up_for_the_heads_that_went():
     for refit in ("none", "writing", "all"):
         model = tiny("llama")
         config = PruneConfig(keep=0.5, granularity="head", refit=refit)
-        prune_(model, config, calibration=ids(64, seed=1).split(8), progress=False)
+        report = prune_(model, config, calibration=ids(64, seed=1).split(8), progress=False)
+        assert {r.unit for r in report.layers if r.after < r.before} == {"groups of heads"}
+        assert {r.unit for r in report.layers if r.after == r.before} <= {"neurons"}
         errors[refit] = float((output(model, batch) - before).norm())
     assert errors["writing"] < 0.95 * errors["none"]
     assert errors["all"] < 0.95 * errors["none"]

@@ -515,6 +515,7 @@ def test_without_some_blocks_it_is_a_stock_model(kind, tmp_path):
     gone = [r for r in report.layers if not r.after]
     assert len(gone) == count - model.config.num_hidden_layers
     assert sum(r.before for r in gone) == report.before - report.after
+    assert all(r.unit == ("neurons" if r.after else "parameters") for r in report.layers)
     after = output(model)
     model.save_pretrained(tmp_path)
     stock = auto_class(kind).from_pretrained(tmp_path).eval()

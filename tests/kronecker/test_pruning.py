@@ -471,6 +471,18 @@ def test_the_cache_is_of_one_model_and_one_layout(tmp_path):
     prune_(tiny("llama"), calibration=[ids().view(16, 8)], cache=tmp_path, progress=False)
 
 
+@pytest.mark.parametrize("other", [nn.Tanh(), nn.functional.silu])
+def test_the_cache_sees_another_activation(other, tmp_path):
+    cached, plain = tiny("llama", hidden_act="relu"), tiny("llama", hidden_act="relu")
+    prune_(tiny("llama", hidden_act="relu"), calibration=[ids()], cache=tmp_path, progress=False)
+    for layer in (*cached.model.layers, *plain.model.layers):
+        del layer.mlp.act_fn
+        layer.mlp.act_fn = other
+    prune_(cached, calibration=[ids()], cache=tmp_path, progress=False)
+    prune_(plain, calibration=[ids()], progress=False)
+    assert torch.equal(output(cached), output(plain))
+
+
 @pytest.mark.parametrize("place", range(1, 6))
 def test_an_interrupt_leaves_no_hook_and_no_forward(place, monkeypatch):
     model = tiny("llama")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -59,11 +60,14 @@ class FitCache:
 
 
 def _key(model: nn.Module, settings: object, data: Sequence[Batch]) -> str:
-    """What a fitted part depends on: the weights, the settings and the data."""
+    """What a fitted part depends on: the modules, their weights, the settings and the data."""
     config = getattr(model, "config", None)
     fields = config.to_dict() if isinstance(config, PretrainedConfig) else None
     text = json.dumps([settings, str(type(model)), fields], default=str)
     digest = hashlib.sha256(text.encode())
+    for name, module in model.named_modules():  # a user may have put another activation there
+        functions = {key: value.__qualname__ for key, value in vars(module).items() if inspect.isfunction(value)}
+        digest.update(f"{name} {type(module).__qualname__} {module.extra_repr()} {functions}".encode())
     named = [*model.state_dict().items(), *((n, v) for batch in data for n, v in batch.items())]
     for name, value in named:
         if not isinstance(value, Tensor):

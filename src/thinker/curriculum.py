@@ -14,6 +14,7 @@ from .counters import between, mix, seed_of
 from .holdout import HoldOut
 from .schedules import Fixed, Frontier, Schedule
 from .tasks import Sample, Task
+from .tasks.task import check_sample
 
 Count = int | tuple[int, int] | Callable[[int], int | tuple[int, int]]
 """How many steps or latents: a number, two to draw between, or a function from the longest length to either."""
@@ -43,7 +44,7 @@ class CurriculumDataset(IterableDataset):
         delay: In batches; at least as many as workers draw ahead.
 
     Raises:
-        ValueError: Numbers outside what is said above.
+        ValueError: Numbers outside what is said above, or a task whose samples are not what it says of itself.
 
     >>> from thinker import make_task
     >>> data = CurriculumDataset(make_task("copy"), Frontier(max_length=5), batch_size=2)
@@ -98,6 +99,7 @@ class CurriculumDataset(IterableDataset):
                 f"CurriculumDataset: {type(self.schedule).__name__} goes up to length {longest}; the rows of {task!r} "
                 f"are given, have length 1, and needed no schedule"
             )
+        check_sample(task, self._generator(2), longest)
         self._hold_out = HoldOut(task, holdout, longest, self.device)
         self.step, self.segments = 0, 1
         # rows of (from which batch on, state): shared, so that workers that live on see what the trainer reports

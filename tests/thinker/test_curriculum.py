@@ -187,8 +187,8 @@ def test_rows_that_are_given_have_masks_and_answers_that_do_not_count():
         (lambda: TensorTask(ones(3, 4), ones(3, 4), grid="no"), "grid 'no', augment None; needed True or False"),
         (lambda: TensorTask(ones(3, 4), ones(3, 4), augment=3), "augment 3; needed True or False, and a function"),
         (lambda: TensorTask(ones(3, 4), torch.tensor([[1, 2, -5, -100]] * 3)), "tokens from 1, targets from -5"),
-        (lambda: made_by(lambda g, a, b: a), r"augment made \[8, 4\] of torch.int64; needed tokens and targets"),
-        (lambda: made_by(lambda g, a, b: (a[:, :2], b)), r"augment made tokens \[8, 2\] .*; needed \[8, 4\]"),
+        (lambda: made_by(lambda g, a, b: a), r"augment made \[2, 4\] of torch.int64; needed tokens and targets"),
+        (lambda: made_by(lambda g, a, b: (a[:, :2], b)), r"augment made tokens \[2, 2\] .*; needed \[2, 4\]"),
         (lambda: made_by(lambda g, a, b: (a + 90, b)), "made tokens from .* to .*; needed 0 to 96: say symbols="),
         (lambda: made_by(lambda g, a, b: (a, b - 200)), "made targets from .* to .*; needed -100 to 96"),
         (
@@ -206,6 +206,30 @@ def test_rows_that_are_given_have_masks_and_answers_that_do_not_count():
 def test_rows_that_cannot_be_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+WRONG_SAMPLES = {
+    r"Wrong.sample gives tuple; needed a Sample": tuple,
+    r"tokens of 2 rows have shape \(2, 10\); needed \(2, 9\)": lambda s: s._replace(tokens=ones(2, 10)),
+    r"targets of 2 rows have shape \(2,\); needed \(2, 9\)": lambda s: s._replace(targets=s.targets[:, 0]),
+    r"targets of 2 rows have shape \(1, 9\); needed \(2, 9\)": lambda s: s._replace(targets=s.targets[:1]),
+    r"tokens are torch.int64 from 99 to 99; needed int64 from 0 to 15": lambda s: s._replace(tokens=99 * ones(2, 9)),
+    r"targets are torch.float32 from .*; needed int64": lambda s: s._replace(targets=s.targets.float()),
+    r"targets are torch.int64 from -1 to": lambda s: s._replace(targets=s.targets - 1 - s.targets.min()),
+    r"mask has shape \(2, 8\); needed \(2, 9\)": lambda s: s._replace(mask=s.mask[:, :-1]),
+    r"distance has shape \(9,\); needed \(2, 9\)": lambda s: s._replace(distance=ones(9)),
+    r"key has shape \(2, 1\); needed \(2,\)": lambda s: s._replace(key=ones(2, 1)),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_SAMPLES)
+def test_a_task_whose_samples_are_not_what_it_says_is_refused_before_anything_is_drawn(message):
+    class Wrong(type(make_task("copy"))):
+        def sample(self, generator, batch, length):
+            return WRONG_SAMPLES[message](super().sample(generator, batch, length))
+
+    with pytest.raises(ValueError, match=message):
+        data_of(task=Wrong())
 
 
 def test_a_batch_that_comes_in_segments_is_one_batch_whatever_the_schedule_does():

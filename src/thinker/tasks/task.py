@@ -170,6 +170,30 @@ class Task(ABC):
         return lengths, longest
 
 
+def check_sample(task: Task, generator: torch.Generator, length: int) -> None:
+    """Refuse a task whose samples are not what it says of itself."""
+    sample, name = task.sample(generator, 2, length), type(task).__name__
+    if not isinstance(sample, Sample):
+        raise ValueError(f"{name}.sample gives {type(sample).__name__}; needed a Sample")
+    sizes = len(sample.tokens), sample.targets.shape[-1] if sample.targets.dim() else 0
+    for column, size, dims, high in (
+        ("tokens", task.input_length(length), 2, task.vocab_size),
+        ("targets", task.output_length(length), 3 if task.by_step else 2, task.output_size),
+    ):
+        ids = getattr(sample, column)
+        if ids.dim() != dims or len(ids) != sizes[0] or not 1 <= ids.shape[-1] <= size:
+            needed = f"(2, steps, {size})" if dims == 3 else f"(2, {size})"
+            raise ValueError(f"{name}.sample: {column} of 2 rows have shape {tuple(ids.shape)}; needed {needed}")
+        ids = ids[ids != IGNORED] if column == "targets" else ids
+        if ids.dtype != torch.int64 or (ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < high):
+            span = f" from {ids.min()} to {ids.max()}" if ids.numel() else ""
+            raise ValueError(f"{name}.sample: {column} are {ids.dtype}{span}; needed int64 from 0 to {high - 1}")
+    for column, shape in (("mask", sample.tokens.shape), ("distance", (sizes[0], sizes[1])), ("key", (sizes[0],))):
+        value = getattr(sample, column)
+        if value is not None and value.shape != shape:
+            raise ValueError(f"{name}.sample: {column} has shape {tuple(value.shape)}; needed {tuple(shape)}")
+
+
 def row_words(length: int, device: torch.device) -> Tensor:  # (length,)
     """What `row_key` multiplies the tokens of each place by."""
     return torch.tensor([signed(mix(7, i) | 1) for i in range(length)], device=device)

@@ -1,0 +1,276 @@
+"""Planted errors: small changes at drawn places of the source, one at a time; which of them do the tests not notice?
+
+A change is one that a tired person makes: a comparison that is off by one or turned round, another sign, a condition
+that is negated, a number off by one, a check that is gone. For each, the tests that run its line are run, first some,
+then all; where no test of this process runs it (commands in processes of their own do), all tests of its package are.
+The list goes to results/mutations.json and CONTRIBUTING.md (`make mutations`; about an hour, most of it the first run,
+which notes what each test runs). ``--again`` tries those that were not noticed once more, after a test was written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.benchmarks.results import RESULTS, ROOT, commit, put, today
+
+FOUND, PAGE = RESULTS / "mutations.json", ROOT / "CONTRIBUTING.md"
+COVERAGE = ROOT / "build" / "mutations" / "coverage"
+SHARES = {  # how many of sixty
+    "heads/lora": 9, "heads/pairwise": 10, "kronecker": 12, "mergekit_lite": 10, "mergekit_lite/masks": 8,
+    "model_components": 3, "thinker": 8,
+}  # fmt: skip
+COMPARED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is not": "is", "is": "is not",
+            "not in": "in", "in": "not in"}  # fmt: skip
+REPLACED = {"+": "-", "-": "+", "*": "/", "/": "*", "//": "*", "%": "*", "@": "*", "**": "*", "&": "|", "|": "&"}
+FIRST, PATIENCE = 25, 900  # tests tried before all the others; seconds of one run, a stopped run is noticed
+HARMLESS: dict[tuple[str, str], str] = {}  # by path and new text, judged by reading
+
+
+class Mutation(NamedTuple):
+    """A change of one file."""
+
+    path: str
+    line: int
+    old: str
+    new: str
+    begin: int  # bytes
+    end: int
+
+
+class Places(ast.NodeVisitor):
+    """All changes that a file may have."""
+
+    def __init__(self, folder: Path, path: Path):
+        self.path, self.source = path.relative_to(folder).as_posix(), path.read_bytes()
+        self.starts = [0]
+        for line in self.source.splitlines(keepends=True):
+            self.starts.append(self.starts[-1] + len(line))
+        self.found: list[Mutation] = []
+        self.visit(ast.parse(self.source))
+
+    def offset(self, node: ast.expr | ast.stmt, end: bool = False) -> int:
+        line, column = (node.end_lineno, node.end_col_offset) if end else (node.lineno, node.col_offset)
+        assert line is not None
+        assert column is not None
+        return self.starts[line - 1] + column
+
+    def add(self, node: ast.expr | ast.stmt, begin: int, end: int, new: str) -> None:
+        old = self.source[begin:end].decode()
+        self.found.append(Mutation(self.path, node.lineno, old, new, begin, end))
+
+    def between(self, node: ast.expr, left: ast.expr, right: ast.expr, table: dict[str, str]) -> None:
+        begin, end = self.offset(left, end=True), self.offset(right)
+        old = self.source[begin:end].decode()
+        words = "|".join(re.escape(word) for word in sorted(table, key=len, reverse=True))
+        new, count = re.subn(rf"(?<![\w])({words})(?![\w])", lambda m: table[m[1]], old, count=1)
+        if count:
+            self.add(node, begin, end, new)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        for left, right in zip([node.left, *node.comparators], node.comparators, strict=False):
+            self.between(node, left, right, COMPARED)
+        self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        if not any(isinstance(part, ast.JoinedStr) or _is_text(part) for part in (node.left, node.right)):
+            self.between(node, node.left, node.right, REPLACED)
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        self.between(node, node.values[0], node.values[1], {"and": "or", "or": "and"})
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, bool):
+            self.add(node, self.offset(node), self.offset(node, end=True), str(not node.value))
+        elif isinstance(node.value, int):
+            self.add(node, self.offset(node), self.offset(node, end=True), str(node.value + 1))
+
+    def negate(self, node: ast.If | ast.While | ast.IfExp) -> None:
+        if not (isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            begin, end = self.offset(node.test), self.offset(node.test, end=True)
+            self.add(node.test, begin, end, f"not ({self.source[begin:end].decode()})")
+            self.generic_visit(node)
+
+    visit_If = visit_While = visit_IfExp = negate
+
+    def visit_Raise(self, node: ast.Raise) -> None:  # its message is not looked into
+        self.add(node, self.offset(node), self.offset(node, end=True), "pass")
+
+    def visit_Assert(self, node: ast.Assert) -> None:  # says what cannot be otherwise
+        pass
+
+    visit_JoinedStr = visit_Import = visit_ImportFrom = visit_Assert
+
+    def visit_keyword(self, node: ast.keyword) -> None:
+        if node.arg not in ("strict", "stacklevel"):  # of zip: says what cannot be otherwise
+            self.visit(node.value)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for part in node.body:
+            self.visit(part)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_arg(self, node: ast.arg) -> None:
+        pass
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        for part in (*node.args.defaults, *node.args.kw_defaults, *node.body):
+            if part is not None:
+                self.visit(part)
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def places(folder: Path, group: str) -> list[Mutation]:
+    """All of a package, but none of a kernel: those are compiled, and no line of theirs is seen to run."""
+    source = folder / "src"
+    inner = [source / other for other in SHARES if other.startswith(f"{group}/")]
+    files = [path for path in sorted((source / group).rglob("*.py")) if path.name not in ("_triton.py", "_numba.py")]
+    return [place for path in files if not any(map(path.is_relative_to, inner)) for place in Places(folder, path).found]
+
+
+def drawn(folder: Path, count: int, seed: int) -> list[Mutation]:
+    """Some of every package."""
+    rng, whole = random.Random(seed), sum(SHARES.values())
+    return [
+        place
+        for group, share in SHARES.items()
+        for place in rng.sample(places(folder, group), max(1, round(share * count / whole)))
+    ]
+
+
+def missed(folder: Path, records: list[dict[str, Any]]) -> list[Mutation]:
+    """Those that were not noticed, where they are now."""
+    found = []
+    for record in (record for record in records if not record["noticed"]):
+        same = [
+            place
+            for place in Places(folder, folder / record["path"]).found
+            if (place.old, place.new) == (record["old"], record["new"])
+        ]
+        found.append(min(same, key=lambda place: abs(place.line - record["line"])))
+    return found
+
+
+def run(folder: Path, tests: list[str]) -> str:
+    """Which test of these fails first in a copy of the repository; nothing where all pass."""
+    names = folder / "tests.txt"
+    names.write_text("\n".join(tests), encoding="utf-8")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder / 'src'}{os.pathsep}{folder}"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-rfE", "-p", "no:cacheprovider", f"@{names}"]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "no end"
+    if done.returncode in (0, 5):  # 5: all of them skip
+        return ""
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    if failed is None:
+        raise SystemExit(f"mutations: pytest said\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return failed[1]
+
+
+def trace(folder: Path) -> None:
+    """Which test runs which line of which file."""
+    COVERAGE.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COVERAGE_FILE": str(COVERAGE)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(folder / "src"), str(folder), os.environ.get("PYTHONPATH", "")])
+    watched = ["--cov=src", "--cov-append", "--cov-context=test", "--cov-report="]
+    for part in ("src", *sorted({f"tests/{group.split('/')[0]}" for group in SHARES})):  # some refuse to be watched
+        subprocess.run([sys.executable, "-m", "pytest", "-q", *watched, part], cwd=folder, env=environment, check=False)
+
+
+def tests_of(change: Mutation) -> list[str]:
+    """Those that run its line, in a drawn order; the package's, where none does."""
+    from coverage import CoverageData
+
+    data = CoverageData(str(COVERAGE))
+    data.read()
+    files = [name for name in data.measured_files() if name.endswith(f"/{change.path}")]
+    found = {test for name in files for test in data.contexts_by_lineno(name).get(change.line, []) if test}
+    names = sorted({test.rpartition("|")[0] for test in found})
+    if not names:
+        package = Path(change.path).parts[1]
+        return [change.path, f"tests/{package}"]
+    random.Random(0).shuffle(names)
+    return names
+
+
+def noticed(folder: Path, change: Mutation) -> str:
+    """Which test fails, that passes where nothing is changed."""
+    path, tests = folder / change.path, tests_of(change)
+    whole = path.read_bytes()
+    while tests:
+        path.write_bytes(whole[: change.begin] + change.new.encode() + whole[change.end :])
+        try:
+            failed = run(folder, tests[:FIRST]) or (run(folder, tests) if len(tests) > FIRST else "")
+        finally:
+            path.write_bytes(whole)
+        if failed not in tests or not run(folder, [failed]):
+            return failed
+        tests.remove(failed)  # fails anyhow: on this machine, or beside others
+    return ""
+
+
+def write_table(found: dict[str, Any]) -> None:
+    """What was planted, and what was not noticed."""
+    rows = found["planted"]
+    unseen = [row for row in rows if not row["noticed"]]
+    lines = [
+        f"{len(rows)} errors at drawn places: {len(rows) - len(unseen)} noticed, {len(unseen)} not "
+        f"({found['date']} at {found['commit']}).",
+        "",
+    ]
+    if unseen:
+        lines += ["| not noticed | change | what of it |", "|---|---|---|"]
+    for row in unseen:
+        old, new = (" ".join(row[key].split()).replace("|", "\\|") for key in ("old", "new"))
+        lines.append(f"| `{row['path']}` | `{old}` to `{new}` | {HARMLESS.get((row['path'], row['new']), '')} |")
+    put(PAGE, lines, "mutations")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Plant errors, and write down what became of each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--again", action="store_true", help="only those that were not noticed")
+    options = parser.parse_args(arguments)
+    records = json.loads(FOUND.read_text(encoding="utf-8"))["planted"] if options.again else []
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "main"
+        subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
+        changes = missed(folder, records) if options.again else drawn(folder, options.count, options.seed)
+        records = [record for record in records if record["noticed"]]
+        if not COVERAGE.exists():
+            trace(folder)
+        for number, change in enumerate(changes, 1):
+            by = noticed(folder, change)
+            record = {"path": change.path, "line": change.line, "old": change.old, "new": change.new, "noticed": by}
+            print(f"{number}/{len(changes)} {'noticed' if by else 'NOT NOTICED'} {record}", flush=True)
+            records.append(record)
+    found = {"planted": records, "date": today(), "commit": commit()}
+    FOUND.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_table(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -91,6 +91,14 @@ def chosen_plan(config: ThinkerConfig, plan: FlowPlan | None = None) -> FlowPlan
     return plan or FlowPlan.every_step(memory=config.memory != "none", static=config.num_static_tokens > 0)
 
 
+def chosen_rows(config: ThinkerConfig, plan: FlowPlan | None, n_step: int | None) -> Sequence[FlowRow]:
+    """What each step does, checked."""
+    plan = chosen_plan(config, plan)
+    rows = plan.rows(plan.num_steps(config.n_step) if n_step is None else n_step)
+    check_plan(config, rows)
+    return rows
+
+
 def check_plan(config: ThinkerConfig, rows: Sequence[FlowRow]) -> None:
     """What the rows look up exists, and can be written."""
     if config.memory == "none" and any(row.mem_lookup or row.mem_write for row in rows):

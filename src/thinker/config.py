@@ -18,6 +18,10 @@ MemoryKind = Literal["none", "grow", "window", "static"]
 StepUpdate = Literal["normalized", "replace"]
 OutputSteps = Literal["last", "all"] | Sequence[int]
 
+_KINDS = {"latent_init": LatentInit, "positions": Positions, "memory": MemoryKind, "step_update": StepUpdate}
+_WHOLE = ("vocab_size", "output_size", "hidden_size", "num_heads", "mlp_size", "layers_per_step", "max_input_length",
+          "max_output_length", "num_latents", "n_step", "window", "grid_width", "num_positions")  # fmt: skip
+
 
 def refuse(what: str, got: object, needed: str) -> None:
     """Raise the one kind of error that configs raise."""
@@ -194,21 +198,7 @@ class ThinkerConfig(PreTrainedConfig):
         return super().from_dict(known, **kwargs)
 
     def _check(self) -> None:
-        for name in (
-            "vocab_size",
-            "output_size",
-            "hidden_size",
-            "num_heads",
-            "mlp_size",
-            "layers_per_step",
-            "max_input_length",
-            "max_output_length",
-            "num_latents",
-            "n_step",
-            "window",
-            "grid_width",
-            "num_positions",
-        ):
+        for name in _WHOLE:
             value = getattr(self, name)
             if not is_whole(value) and not (value is None and name in ("num_latents", "window", "grid_width")):
                 refuse(name, value, "a whole number")
@@ -217,14 +207,17 @@ class ThinkerConfig(PreTrainedConfig):
         for name in ("from_end", "sandwich", "decoder_self_attention", "causal", "halting"):
             if not isinstance(getattr(self, name), bool):
                 refuse(name, getattr(self, name), "True or False")
-        for name, kinds in (
-            ("latent_init", LatentInit),
-            ("positions", Positions),
-            ("memory", MemoryKind),
-            ("step_update", StepUpdate),
-        ):
+        for name, kinds in _KINDS.items():
             if getattr(self, name) not in get_args(kinds):
                 refuse(name, getattr(self, name), f"one of {', '.join(get_args(kinds))}")
+        for name in ("latent_noise", "step_rate", "step_noise", "initializer_range"):
+            if not isinstance(getattr(self, name), int | float):
+                refuse(name, getattr(self, name), "a number")
+        self._check_positions()
+        self._check_steps()
+        self._check_latents()
+
+    def _check_positions(self) -> None:
         if self.hidden_size % self.num_heads:
             refuse("num_heads", self.num_heads, f"a divisor of hidden_size, {self.hidden_size}")
         size = self.hidden_size // self.num_heads
@@ -244,24 +237,26 @@ class ThinkerConfig(PreTrainedConfig):
             refuse("separators", self.separators, f"token ids, below vocab_size, {self.vocab_size}")
         if not is_whole(self.max_offset) or self.max_offset < 0 or (self.max_offset and self.positions != "aligned"):
             refuse("max_offset", self.max_offset, '0, or more with positions="aligned"')
-        if (self.memory in ("window", "static")) != (self.memory_size is not None) or (self.memory_size or 1) < 1:
-            refuse("memory_size", self.memory_size, "writes, 1 or more, with memory window or static, and none without")
-        for name in ("latent_noise", "step_rate", "step_noise", "initializer_range"):
-            if not isinstance(getattr(self, name), int | float):
-                refuse(name, getattr(self, name), "a number")
+
+    def _check_steps(self) -> None:
+        size = self.memory_size
+        if (self.memory in ("window", "static")) != (size is not None):
+            refuse("memory_size", size, "writes, 1 or more, with memory window or static, and none without")
+        if size is not None and (not is_whole(size) or size < 1):
+            refuse("memory_size", size, "writes, a whole number, 1 or more")
         plan = FlowPlan(**self.plan) if self.plan else None
         if plan is not None and plan.uses_memory and self.memory == "none":
             refuse("memory", self.memory, 'another, as "grow": the plan uses it')
         if plan is not None and plan.uses_static and not self.num_static_tokens:
             refuse("num_static_tokens", self.num_static_tokens, "some, as 8: the plan looks them up")
-        if self.memory_size is not None and (not is_whole(self.memory_size) or self.memory_size < 1):
-            refuse("memory_size", self.memory_size, "writes, a whole number, 1 or more")
-        if not 0 < self.step_rate <= 1:
-            refuse("step_rate", self.step_rate, "above 0 and at most 1")
         if not is_whole(self.num_static_tokens) or self.num_static_tokens < 0:
             refuse("num_static_tokens", self.num_static_tokens, "a whole number, 0 or more")
+        if not 0 < self.step_rate <= 1:
+            refuse("step_rate", self.step_rate, "above 0 and at most 1")
         if not 0 <= self.step_noise < math.inf:
             refuse("step_noise", self.step_noise, "0 or more, and finite")
+
+    def _check_latents(self) -> None:
         if not 0 < self.latent_noise < math.inf or (self.latent_noise != 1 and self.latent_init != "noise"):
             refuse("latent_noise", self.latent_noise, 'above 0 and finite, and 1 without latent_init="noise"')
         if not 0 < self.initializer_range < math.inf:

@@ -34,6 +34,17 @@ class Frame:
         """Of the latents that are none of padding."""
         return latents.mean(1) if self.real is None else (latents * self.real).sum(1) / self.real.sum(1)
 
+    def residual(
+        self,
+        before: Tensor,  # (B, n, d)
+        after: Tensor,  # (B, n, d)
+    ) -> Tensor:  # (B,)
+        """How far latents moved in a step, as a share of their length; padding apart."""
+        with torch.no_grad():
+            moved, size = (x if self.real is None else x * self.real for x in (after - before, before))
+            moved, size = (torch.linalg.vector_norm(x, dim=(1, 2)) for x in (moved, size))
+            return moved / size.clamp(min=1e-12)
+
     def memory(self, length: int) -> Tensor | None:
         """A look-up sees of each write what self-attention sees of the present."""
         return None if self.own is None else self.own.repeat(1, 1, 1, length // self.own.shape[-1])

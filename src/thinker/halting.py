@@ -12,7 +12,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from .config import is_whole
+from .checks import check_choice
+from .config import ThinkerConfig, is_whole
 from .flow import FlowRow
 from .memory import Memory
 from .state import Context, ThinkerState, Thought
@@ -79,6 +80,14 @@ class ExitRule:
         assert self.every is not None
         first = self.min_steps - self.every * (self.patience - 1 + self.reads_answers)
         return step >= first and (step - self.min_steps) % self.every == 0
+
+
+def check_exit(config: ThinkerConfig, exit_rule: object) -> None:
+    """A rule, or none; without gradients."""
+    if not isinstance(exit_rule, ExitRule | None):
+        raise ValueError(f"LatentThinker: exit_rule is {exit_rule!r}; needed an ExitRule, as ExitRule(kind='kl')")
+    if exit_rule is not None:
+        check_choice(config, "an exit rule", causal=True)
 
 
 class Exits:

@@ -20,15 +20,15 @@ from .checks import (
     check_latents,
     check_mask,
     check_numbers,
-    check_plan,
     check_tokens,
     chosen_plan,
+    chosen_rows,
     chosen_steps,
 )
 from .config import OutputSteps, ThinkerConfig
 from .flow import FlowPlan, FlowRow
 from .frames import Frame, plain_frame, token_frame
-from .halting import ExitRule, Exits, Select, best_rollouts
+from .halting import ExitRule, Exits, Select, best_rollouts, check_exit
 from .layers import Readout, ThinkLayer
 from .memory import Memory, make_memory
 from .positions import Places, Positions
@@ -198,11 +198,8 @@ class LatentThinker(PreTrainedModel):
         """
         config = self.config
         check_numbers(n_step, n_latent, grad_steps, step_noise)
-        if not isinstance(exit_rule, ExitRule | None):
-            raise ValueError(f"LatentThinker: exit_rule is {exit_rule!r}; needed an ExitRule, as ExitRule(kind='kl')")
-        plan = chosen_plan(config, plan)
-        rows = plan.rows(plan.num_steps(config.n_step) if n_step is None else n_step)
-        check_plan(config, rows)
+        check_exit(config, exit_rule)
+        rows = chosen_rows(config, plan, n_step)
         noise = (config.step_noise if self.training else 0.0) if step_noise is None else step_noise
         random = bool(noise) or (carry is None and config.latent_init == "noise")
         if random and generator is None and not self.training and not torch.compiler.is_compiling():
@@ -214,18 +211,10 @@ class LatentThinker(PreTrainedModel):
             check_latents(config, n_latent, carry.latents.shape, context.shape, carried=True)
         keep = chosen_steps(output_steps, rows)
         first_grad = 0 if grad_steps is None else max(0, len(rows) - grad_steps)
-        if exit_rule is not None:
-            check_choice(config, "an exit rule", causal=True)
-        exits = None
-        if exit_rule is not None:
-
-            def answer(latents: Tensor, at: ThinkerState) -> Tensor:
-                return self._decode(latents, out_len, at)
-
-            exits = Exits(
-                exit_rule, context, state, len(rows), answer=answer, halting=self.halt is not None,
-                at_tokens=config.at_tokens,
-            )  # fmt: skip
+        exits = None if exit_rule is None else Exits(
+            exit_rule, context, state, len(rows), answer=lambda latents, at: self._decode(latents, out_len, at),
+            halting=self.halt is not None, at_tokens=config.at_tokens,
+        )  # fmt: skip
         latents, memory = state.latents, state.memory or make_memory(config)
         frame = self._frame(context, latents.shape[1])
         kept, residuals, pooled = {}, [], []
@@ -237,10 +226,7 @@ class LatentThinker(PreTrainedModel):
                 latents, memory = self._step(latents, row, context, memory, frame)
             if number in keep:
                 kept[number] = latents if exits is None else exits.merged(latents)
-            with torch.no_grad():
-                moved, size = (x if frame.real is None else x * frame.real for x in (latents - before, before))
-                moved, size = (torch.linalg.vector_norm(x, dim=(1, 2)) for x in (moved, size))
-                residuals.append(moved / size.clamp(min=1e-12))
+            residuals.append(frame.residual(before, latents))
             if self.halt is not None:
                 pooled.append(frame.mean(latents))
             if exits is not None:

@@ -554,10 +554,10 @@ def test_a_static_memory_is_a_growing_one_without_gradients():
 
 def test_the_write_that_broke_the_early_version_would_break_this_one(monkeypatch):
     """Why a static memory is refused with gradients: without the refusal autograd finds its saved keys overwritten."""
-    from thinker import model as module
+    from thinker import checks
     from thinker.memory import StaticMemory
 
-    monkeypatch.setattr(module, "check_plan", lambda config, rows: None)
+    monkeypatch.setattr(checks, "check_plan", lambda config, rows: None)
     monkeypatch.setattr(StaticMemory, "write", StaticMemory._write)
     out = model_of(memory="static", memory_size=6)(*batch(), n_step=3)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

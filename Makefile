@@ -6,7 +6,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test test-slow real test-real test-peers test-wheel matrix soak check format bench bench-gpu numerics notebooks docs dist clean
+.PHONY: help demo test test-slow real test-real test-peers test-wheel matrix soak mutations check format bench bench-gpu numerics notebooks docs dist clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -66,6 +66,9 @@ matrix: ## run the suite with the lowest, the pinned and the newest versions tha
 
 soak: $(VENV)/.ready ## an hour of merges, bakes, pruning and training under random SIGKILL
 	$(BIN)/python -m tests.soak
+
+mutations: $(VENV)/.ready ## plant 60 errors one by one, and see which of them the tests notice (2 h)
+	$(BIN)/python -m tests.mutations
 
 check: $(VENV)/.ready ## lint, types, import rules
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyrefly check && $(BIN)/lint-imports

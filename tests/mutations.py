@@ -1,10 +1,10 @@
 """Planted errors: small changes at drawn places of the source, one at a time; which of them do the tests not notice?
 
 A change is one that a tired person makes: a comparison that is off by one or turned round, another sign, a condition
-that is negated, a number off by one, a check that is gone. For each, the tests that run its line are run, first some,
-then all; where no test of this process runs it (commands in processes of their own do), all tests of its package are.
-The list goes to results/mutations.json and CONTRIBUTING.md (`make mutations`; about an hour, most of it the first run,
-which notes what each test runs). ``--again`` tries those that were not noticed once more, after a test was written.
+that is negated, a number off by one, a check that is gone. For each, the doctests of its file and the tests of its
+package run, those first that name most of what the file defines. A test that fails without the change, too, does not
+count. The list goes to results/mutations.json, which a run that was stopped goes on from, and to CONTRIBUTING.md
+(`make mutations`; two hours). ``--again`` tries those that were not noticed once more, after a test was written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 from tests.benchmarks.results import RESULTS, ROOT, commit, put, today
 
 FOUND, PAGE = RESULTS / "mutations.json", ROOT / "CONTRIBUTING.md"
-COVERAGE = ROOT / "build" / "mutations" / "coverage"
 SHARES = {  # how many of sixty
     "heads/lora": 9, "heads/pairwise": 10, "kronecker": 12, "mergekit_lite": 10, "mergekit_lite/masks": 8,
     "model_components": 3, "thinker": 8,
@@ -32,7 +31,7 @@ SHARES = {  # how many of sixty
 COMPARED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is not": "is", "is": "is not",
             "not in": "in", "in": "not in"}  # fmt: skip
 REPLACED = {"+": "-", "-": "+", "*": "/", "/": "*", "//": "*", "%": "*", "@": "*", "**": "*", "&": "|", "|": "&"}
-FIRST, PATIENCE = 25, 900  # tests tried before all the others; seconds of one run, a stopped run is noticed
+FIRST, PATIENCE = 2, 1200  # files of tests before all the others; seconds of one run: one that does not end is noticed
 HARMLESS: dict[tuple[str, str], str] = {}  # by path and new text, judged by reading
 
 
@@ -188,45 +187,36 @@ def run(folder: Path, tests: list[str]) -> str:
     return failed[1]
 
 
-def trace(folder: Path) -> None:
-    """Which test runs which line of which file."""
-    COVERAGE.parent.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COVERAGE_FILE": str(COVERAGE)}
-    environment["PYTHONPATH"] = os.pathsep.join([str(folder / "src"), str(folder), os.environ.get("PYTHONPATH", "")])
-    watched = ["--cov=src", "--cov-append", "--cov-context=test", "--cov-report="]
-    for part in ("src", *sorted({f"tests/{group.split('/')[0]}" for group in SHARES})):  # some refuse to be watched
-        subprocess.run([sys.executable, "-m", "pytest", "-q", *watched, part], cwd=folder, env=environment, check=False)
-
-
-def tests_of(change: Mutation) -> list[str]:
-    """Those that run its line, in a drawn order; the package's, where none does."""
-    from coverage import CoverageData
-
-    data = CoverageData(str(COVERAGE))
-    data.read()
-    files = [name for name in data.measured_files() if name.endswith(f"/{change.path}")]
-    found = {test for name in files for test in data.contexts_by_lineno(name).get(change.line, []) if test}
-    names = sorted({test.rpartition("|")[0] for test in found})
-    if not names:
-        package = Path(change.path).parts[1]
-        return [change.path, f"tests/{package}"]
-    random.Random(0).shuffle(names)
-    return names
+def tests_of(folder: Path, change: Mutation) -> list[list[str]]:
+    """Files of tests, the ones that name most of what the changed file defines first; then all of the package."""
+    tree = ast.parse((folder / change.path).read_bytes())
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    package, room = Path(change.path).parts[1:3]
+    places = [folder / "tests" / package / room, folder / "tests" / package]
+    named = {}
+    for path in sorted(next(place for place in places if place.is_dir()).rglob("test_*.py")):
+        words = set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+        named[path.relative_to(folder).as_posix()] = len(names & words)
+    ranked = sorted(named, key=lambda path: -named[path])
+    return [[change.path, *ranked[:FIRST]], ranked[FIRST:]]
 
 
 def noticed(folder: Path, change: Mutation) -> str:
     """Which test fails, that passes where nothing is changed."""
-    path, tests = folder / change.path, tests_of(change)
-    whole = path.read_bytes()
-    while tests:
-        path.write_bytes(whole[: change.begin] + change.new.encode() + whole[change.end :])
-        try:
-            failed = run(folder, tests[:FIRST]) or (run(folder, tests) if len(tests) > FIRST else "")
-        finally:
-            path.write_bytes(whole)
-        if failed not in tests or not run(folder, [failed]):
-            return failed
-        tests.remove(failed)  # fails anyhow: on this machine, or beside others
+    path = folder / change.path
+    whole, beside = path.read_bytes(), []
+    for tests in tests_of(folder, change):
+        while tests:
+            path.write_bytes(whole[: change.begin] + change.new.encode() + whole[change.end :])
+            try:
+                failed = run(folder, [*tests, *beside])
+            finally:
+                path.write_bytes(whole)
+            if not failed:
+                break
+            if failed == "no end" or not run(folder, [failed]):
+                return failed
+            beside.append(f"--deselect={failed}")  # fails anyhow: on this machine, or beside others
     return ""
 
 
@@ -254,22 +244,28 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", action="store_true", help="only those that were not noticed")
     options = parser.parse_args(arguments)
-    records = json.loads(FOUND.read_text(encoding="utf-8"))["planted"] if options.again else []
+    before = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
+    found = {"seed": options.seed, "count": options.count, "date": today(), "commit": commit()}
+    if options.again:
+        found |= {"seed": before["seed"], "count": before["count"]}
+    same = options.again or all(before.get(key) == found[key] for key in ("seed", "count", "commit"))
+    records = before["planted"] if same else []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "main"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
-        changes = missed(folder, records) if options.again else drawn(folder, options.count, options.seed)
-        records = [record for record in records if record["noticed"]]
-        if not COVERAGE.exists():
-            trace(folder)
+        changes = (
+            missed(folder, records) if options.again else drawn(folder, options.count, options.seed)[len(records) :]
+        )
+        records = [record for record in records if record["noticed"] or not options.again]
         for number, change in enumerate(changes, 1):
             by = noticed(folder, change)
             record = {"path": change.path, "line": change.line, "old": change.old, "new": change.new, "noticed": by}
             print(f"{number}/{len(changes)} {'noticed' if by else 'NOT NOTICED'} {record}", flush=True)
             records.append(record)
-    found = {"planted": records, "date": today(), "commit": commit()}
-    FOUND.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    write_table(found)
+            if not options.again:
+                FOUND.write_text(json.dumps(found | {"planted": records}, indent=1) + "\n", encoding="utf-8")
+    FOUND.write_text(json.dumps(found | {"planted": records}, indent=1) + "\n", encoding="utf-8")
+    write_table(found | {"planted": records})
 
 
 if __name__ == "__main__":

@@ -161,14 +161,7 @@ def convert_(
     configs = resolve(model, config, filter_fn, None if data is None else data[0])
     modules = {name: model.get_submodule(name) for name in configs}
     tied = tied_modules(model)
-    other_sizes = {n.rpartition(".")[0] for n in resized(model)}
-    for name, module in modules.items():
-        check_layer("convert_", name, module)
-        check_config(name, module, configs[name], name in tied)
-        if name in other_sizes:
-            raise ValueError(f"convert_: {name} has lost neurons already, needed all of a layer's changes in one call")
-        if fade_in and isinstance(configs[name], PruneConfig):
-            raise ValueError(f"convert_: fade_in of {name}, but PruneConfig leaves nothing to fade in")
+    _check_each(model, configs, tied, fade_in)
     parts = _parts(model, {n: c for n, c in configs.items() if n not in tied and _is_fitted(modules[n], c)}, data)
     if parts and data is None:
         raise ValueError(
@@ -215,15 +208,31 @@ def convert_(
             parameter.requires_grad_(wanted)
         raise
     own_saving_(model)
-    rows = []
-    for name, own in configs.items():
-        layer = model.get_submodule(name)
-        after = sum(p.numel() for p in layer.parameters())
-        start = own.init if name in fitted or own.init != "sequential" else "van_loan"
-        rows.append(LayerReport(name, _structure(layer), sizes[name], after, start, errors[name]))
+    rows = (_row(name, model.get_submodule(name), own, name in fitted, sizes[name], errors[name])
+            for name, own in configs.items())  # fmt: skip
     why = "not part of an MLP" if isinstance(config, Config) and filter_fn is None else "not asked for"
     skipped = {n: why for n, m in model.named_modules() if n not in configs and convertible(m)}
     return ConversionReport(tuple(rows), skipped, before, num_parameters(model), tuple(notes))
+
+
+def _check_each(model: nn.Module, configs: Mapping[str, Config], tied: Iterable[str], fade_in: bool) -> None:
+    """Each layer can be made what its config says."""
+    other_sizes = {n.rpartition(".")[0] for n in resized(model)}
+    for name, config in configs.items():
+        module = model.get_submodule(name)
+        check_layer("convert_", name, module)
+        check_config(name, module, config, name in tied)
+        if name in other_sizes:
+            raise ValueError(f"convert_: {name} has lost neurons already, needed all of a layer's changes in one call")
+        if fade_in and isinstance(config, PruneConfig):
+            raise ValueError(f"convert_: fade_in of {name}, but PruneConfig leaves nothing to fade in")
+
+
+def _row(name: str, layer: nn.Module, config: Config, fitted: bool, before: int, error: float) -> LayerReport:
+    """What became of one layer."""
+    start = config.init if fitted or config.init != "sequential" else "van_loan"
+    after = sum(p.numel() for p in layer.parameters())
+    return LayerReport(name, _structure(layer), before, after, start, error)
 
 
 def _is_fitted(module: nn.Module, config: Config) -> bool:

@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+from transformers import TrainingArguments
+
 from ..checks import check_layout, check_plan
 from ..config import is_whole
 from ..curriculum import CurriculumDataset
 from ..flow import FlowPlan
 from ..losses import StepLoss
 from ..model import LatentThinker
+
+
+def check_kinds(model: object, data: object, step_loss: object, draw_plan: object) -> None:
+    """Refuse what is of another kind than the trainer's own."""
+    if not isinstance(data, CurriculumDataset):
+        raise ValueError(f"ThinkerTrainer: train_dataset is {type(data).__name__}; needed a CurriculumDataset")
+    if not isinstance(model, LatentThinker) or not isinstance(step_loss, StepLoss | None):
+        raise ValueError(
+            f"ThinkerTrainer: model is {type(model).__name__}, step_loss {step_loss!r}; needed a LatentThinker, "
+            f"and a StepLoss, as AllSteps()"
+        )
+    if draw_plan is not None and not callable(draw_plan):
+        raise ValueError(
+            f"ThinkerTrainer: draw_plan is a {type(draw_plan).__name__}; needed a function of a generator and a "
+            f"number of steps, or ThinkerConfig(plan=...) for one plan"
+        )
+
+
+def check_delay(args: TrainingArguments, data: CurriculumDataset) -> None:
+    """Refuse workers that draw farther ahead than a change of the schedule waits."""
+    drawn = args.dataloader_num_workers * (args.dataloader_prefetch_factor or 2)
+    ahead = args.gradient_accumulation_steps + drawn + data.segments - 1
+    if data.schedule.initial() and ahead > data.delay:
+        raise ValueError(
+            f"ThinkerTrainer: batches are drawn {ahead} ahead, the data set's delay is {data.delay}; needed a delay "
+            f"as large"
+        )
 
 
 def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> None:
@@ -27,12 +56,6 @@ def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> 
             f'{config.table_size}; needed at most as many, or latent_init="noise"'
         )
     check_plan(config, plan.rows())
-    labels = data.batch(data.step)["labels"]
-    if labels.is_floating_point() or int(labels.max()) >= data.task.output_size:
-        raise ValueError(
-            f"ThinkerTrainer: answers of {data.task!r} are {labels.dtype} up to {labels.max().item()}; needed int64 "
-            f"below its output_size, {data.task.output_size}"
-        )
 
 
 def check_reach(model: LatentThinker, data: CurriculumDataset, loss: StepLoss) -> None:

@@ -29,7 +29,7 @@ from ..state import ThinkerState
 from .arguments import parameter_groups, thinker_arguments
 from .callbacks import CurriculumCallback, ThinkerCallback
 from .checkpoints import newest_whole, pack_carry, read_state, unpack_carry
-from .fit import check_fit, check_reach, check_segments
+from .fit import check_delay, check_fit, check_kinds, check_reach, check_segments
 from .tally import Tally
 
 logger = logging.get_logger(__name__)
@@ -82,20 +82,7 @@ class ThinkerTrainer(StepTrainer):
         eval_samples: int = 512,
         **options: Unpack[TrainerOptions],
     ):
-        if not isinstance(train_dataset, CurriculumDataset):
-            raise ValueError(
-                f"ThinkerTrainer: train_dataset is {type(train_dataset).__name__}; needed a CurriculumDataset"
-            )
-        if not isinstance(model, LatentThinker) or not isinstance(step_loss, StepLoss | None):
-            raise ValueError(
-                f"ThinkerTrainer: model is {type(model).__name__}, step_loss {step_loss!r}; needed a LatentThinker, "
-                f"and a StepLoss, as AllSteps()"
-            )
-        if draw_plan is not None and not callable(draw_plan):
-            raise ValueError(
-                f"ThinkerTrainer: draw_plan is a {type(draw_plan).__name__}; needed a function of a generator and a "
-                f"number of steps, or ThinkerConfig(plan=...) for one plan"
-            )
+        check_kinds(model, train_dataset, step_loss, draw_plan)
         check_fit(model, train_dataset, model.plan)
         self.draw_plan = draw_plan
         for seed in range(8 if draw_plan else 0):
@@ -128,13 +115,7 @@ class ThinkerTrainer(StepTrainer):
                 f"{self.args.gradient_accumulation_steps}; needed one of them to be 1"
             )
         self.data.rank = self.args.process_index
-        drawn = self.args.dataloader_num_workers * (self.args.dataloader_prefetch_factor or 2)
-        ahead = self.args.gradient_accumulation_steps + drawn + segments - 1
-        if self.data.schedule.initial() and ahead > self.data.delay:
-            raise ValueError(
-                f"ThinkerTrainer: batches are drawn {ahead} ahead, the data set's delay is {self.data.delay}; needed a "
-                f"delay as large"
-            )
+        check_delay(self.args, self.data)
         self.step_loss.to(self.args.device)
         self.ema = None
         if ema is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
+from model_components._commands import GOES_ON, run_command
 from model_components._devices import find_device
-from model_components._folders import NewFolder, check_new, new_file
+from model_components._folders import NewFolder, check_new, is_begun, new_file
 from model_components._hub import find_folder
 
 from .config import GRANULARITIES, INITS, KroneckerConfig, LowRankConfig, PruneConfig
@@ -232,32 +232,27 @@ def _plan(options: argparse.Namespace) -> None:
         print(f"{options.out} is what convert --plan takes")
 
 
+def _fold(options: argparse.Namespace) -> None:
+    check_new(options.out, "fold")
+    model = load(options.model)
+    fold(model, options.out, tokenizer=_tokenizer(options.model))
+    print(f"{options.out} is a stock model of {num_parameters(load(options.out)):,} parameters, "
+          f"{num_parameters(model):,} in {options.model}")  # fmt: skip
+
+
+COMMANDS = {"prune": _prune, "convert": _convert, "plan": _plan, "fold": _fold, "compare": _compare}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parser().parse_args(arguments)
-    try:
+
+    def work() -> None:
         options.device = find_device(getattr(options, "device", "cpu"), options.command)
-        if options.command == "prune":
-            _prune(options)
-        elif options.command == "convert":
-            _convert(options)
-        elif options.command == "plan":
-            _plan(options)
-        elif options.command == "fold":
-            check_new(options.out, "fold")
-            model = load(options.model)
-            fold(model, options.out, tokenizer=_tokenizer(options.model))
-            print(f"{options.out} is a stock model of {num_parameters(load(options.out)):,} parameters, "
-                  f"{num_parameters(model):,} in {options.model}")  # fmt: skip
-        else:
-            _compare(options)
-    except (ValueError, OSError, json.JSONDecodeError) as error:
-        print(f"kronecker: {str(error).removeprefix('kronecker: ')}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("kronecker: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
-    return 0
+        COMMANDS[options.command](options)
+
+    out = getattr(options, "out", None)
+    return run_command("kronecker", work, kept=lambda: GOES_ON if out and is_begun(out) else "")
 
 
 if __name__ == "__main__":

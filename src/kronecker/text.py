@@ -37,11 +37,13 @@ def text_of(path: str | Path) -> str:
     if "\0" in text or text.count("\ufffd") > len(text) * _STRANGE:
         raise ValueError(f"text_of: {path} is no text in UTF-8 or, with its mark, UTF-16; needed such")
     if suffix in (".json", ".jsonl"):
-        lines = [text] if suffix == ".json" else [line for line in text.split("\n") if line.strip()]
-        try:
-            records = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"text_of: {path} is no JSON: {error}") from None
+        records = []
+        for number, line in enumerate([text] if suffix == ".json" else text.split("\n"), 1):
+            try:
+                records += [json.loads(line)] if line.strip() else []
+            except (ValueError, RecursionError) as error:
+                where = f"line {number}: " if suffix == ".jsonl" else ""
+                raise ValueError(f"text_of: {path} is no JSON: {where}{error}") from None
         while len(records) == 1 and isinstance(records[0], list):
             records = records[0]
         text = "\n\n".join("\n".join(_strings(record)) for record in records)

@@ -9,8 +9,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from model_components import __version__
+from model_components._commands import GOES_ON, run_command
+from model_components._folders import is_begun
 
 from ._torch import torch
 from .adapters import extract_lora
@@ -63,56 +66,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if several:
         torch.distributed.init_process_group("gloo")
     try:
-        if options.command == "extract-lora":
-            report = extract_lora(
-                options.model,
-                options.base,
-                options.out,
-                rank=options.rank,
-                energy=options.energy,
-                dtype=options.dtype,
-                save_others=options.save_others,
-                progress=not options.no_progress,
-                allow_pickle=options.allow_pickle,
-            )
-            print(report)
-            return 0
-        if options.command == "masks":
-            from .masks.run import run_masks  # trains with transformers, which no merge imports
-            from .masks.run_config import MaskRun
-
-            print(run_masks(MaskRun.from_yaml(options.config), options.out, progress=not options.no_progress))
-            return 0
-        recipe = load_recipe(options.recipe)
-        if options.command == "plan":
-            limit = parse_size(options.max_shard_size)
-            print(make_plan(recipe, max_shard_size=limit, allow_pickle=options.allow_pickle))
-            return 0
-        report = merge_models(
-            recipe,
-            out=options.out,
-            device=options.device,
-            impl=options.impl,
-            max_shard_size=options.max_shard_size,
-            seed=options.seed,
-            threads=options.threads,
-            progress=not options.no_progress,
-            resume=not options.no_resume,
-            allow_pickle=options.allow_pickle,
-            trust_remote_code=options.trust_remote_code,
-        )
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(report)
-    except (ValueError, OSError) as error:
-        print(f"mergekit-lite: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("mergekit-lite: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
+        return run_command("mergekit-lite", lambda: _run(options), kept=lambda: _kept(options))
     finally:
         if several:
             torch.distributed.destroy_process_group()
-    return 0
+
+
+def _kept(options: argparse.Namespace) -> str:
+    """How to go on after a stop."""
+    out = Path(getattr(options, "out", "."))
+    begun = is_begun(out) or any(out.with_name(f"{out.name}.training").glob("checkpoint-*"))
+    return GOES_ON if begun else ""
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.command == "extract-lora":
+        print(extract_lora(
+            options.model, options.base, options.out, rank=options.rank, energy=options.energy, dtype=options.dtype,
+            save_others=options.save_others, progress=not options.no_progress, allow_pickle=options.allow_pickle,
+        ))  # fmt: skip
+    elif options.command == "masks":
+        from .masks.run import run_masks  # trains with transformers, which no merge imports
+        from .masks.run_config import MaskRun
+
+        print(run_masks(MaskRun.from_yaml(options.config), options.out, progress=not options.no_progress))
+    elif options.command == "plan":
+        limit = parse_size(options.max_shard_size)
+        print(make_plan(load_recipe(options.recipe), max_shard_size=limit, allow_pickle=options.allow_pickle))
+    else:
+        report = merge_models(
+            load_recipe(options.recipe), out=options.out, device=options.device, impl=options.impl,
+            max_shard_size=options.max_shard_size, seed=options.seed, threads=options.threads,
+            progress=not options.no_progress, resume=not options.no_resume, allow_pickle=options.allow_pickle,
+            trust_remote_code=options.trust_remote_code,
+        )  # fmt: skip
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(report)
 
 
 if __name__ == "__main__":

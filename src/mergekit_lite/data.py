@@ -14,12 +14,14 @@ _NEEDED = (
     "messages (a list of role and content), instruction and output (and perhaps input), prompt and completion, or text"
 )
 
+_NO_TEXT = (".csv", ".tsv", ".parquet", ".arrow", ".xlsx", ".gz", ".zip", ".safetensors", ".bin", ".pt")
+
 
 class TextExamples(Dataset):
     """Examples of ``input_ids`` and ``labels`` from text: what a model answers is supervised, what it is asked is not.
 
     Args:
-        source: A ``.json`` (a list) or ``.jsonl`` file of rows, any other file as one plain text, or rows: strings, or
+        source: A ``.json`` (a list) or ``.jsonl`` file of rows, a text file as one plain text, or rows: strings, or
             mappings (a `datasets.Dataset`'s, too) with ``messages``, of which every turn of the assistant is
             supervised; with ``instruction``, ``output`` and perhaps ``input``; with ``prompt`` and ``completion``; or
             with ``text``, all of which is supervised.
@@ -153,6 +155,8 @@ def _read(source: Any) -> tuple[str, list[object]]:
     path = Path(source)
     if not path.is_file():
         raise ValueError(f"TextExamples: {path} is not there; needed a file")
+    if path.suffix.lower() in _NO_TEXT:
+        raise ValueError(f"TextExamples: {path} is no running text; needed .jsonl or .json rows, or a text file")
     text = path.read_text(encoding="utf-8")
     try:
         if path.suffix in (".jsonl", ".ndjson"):

@@ -147,8 +147,11 @@ def merge_models(
         if method is not None and method not in CALIBRATED:
             raise ValueError(f"merge_models: {method!r} is no method with calibration: {', '.join(CALIBRATED)}")
         if isinstance(models, MergeRecipe) or out is None or calibration is None:
-            lost = "a list of models" if isinstance(models, MergeRecipe) else "out" if out is None else "calibration"
-            raise ValueError(f"merge_models: {method} needed {lost}: models in a list, calibration for each, and out")
+            lost = "models in a list" if isinstance(models, MergeRecipe) else "out=" if out is None else "calibration="
+            raise ValueError(
+                f"merge_models: {method or 'calibration'} came without {lost}; needed models in a list, calibration= "
+                "with a file or rows for each of them, and out="
+            )
         if odd := [name for name, value in extra.items() if value]:
             raise ValueError(f"merge_models: {method} has no {odd[0]}; needed none of {', '.join(extra)}")
         chosen = {"threads": threads, "device": device, "impl": impl, "seed": seed, "max_shard_size": max_shard_size}
@@ -161,7 +164,11 @@ def merge_models(
         recipe = models
     else:
         if isinstance(models, (str, os.PathLike, Mapping)) or not isinstance(models, Sequence) or not models:
-            raise ValueError(f"merge_models: models is {type(models).__name__}, needed a list with at least one model")
+            recipe_file = isinstance(models, (str, os.PathLike)) and os.fspath(models).endswith((".yml", ".yaml"))
+            hint = f", or load_recipe({os.fspath(models)!r})" if recipe_file else ""
+            raise ValueError(
+                f"merge_models: models is {type(models).__name__}, needed a list with at least one model{hint}"
+            )
         names = {"dtype": dtype, "out_dtype": out_dtype}
         rest = {k: str(v).removeprefix("torch.") for k, v in names.items() if v is not None}
         recipe = build_recipe(models, method or "linear", base_model, parameters, **rest)
@@ -205,16 +212,12 @@ def _merge_calibrated(
         merge = CalibratedMerge(method=method, **settings)
     except TypeError as error:
         raise ValueError(f"merge_models: {method}: {str(error).partition(' ')[2]}") from error
-    stage = NewFolder(path.with_name(f"{path.name}.blocks"), "merge", resumable=True).open()
-    try:
+    with NewFolder(path.with_name(f"{path.name}.blocks"), "merge", resumable=True) as stage:
         source = merged_source(
             models, calibration, merge, stage, resume=options["resume"], progress=options["progress"]
         )
         report = merge_models([source], "passthrough", out=path, **options)
-    except BaseException:
-        stage.close()
-        raise
-    stage.discard()
+        stage.discard()
     assert isinstance(report, MergeReport)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     return replace(report, seconds=seconds, cpu_seconds=cpu_seconds)

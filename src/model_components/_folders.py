@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import json
 import os
 import secrets
@@ -70,6 +71,13 @@ def check_new(out: str | os.PathLike[str], operation: str) -> Path:
 
 def _told(to: str, error: OSError) -> OutputError:
     return error if isinstance(error, OutputError) else OutputError(f"{to}: cannot be written ({error.strerror})")
+
+
+def is_begun(out: str | os.PathLike[str]) -> bool:
+    """Whether an interrupted run left work beside ``out`` that the same run takes up."""
+    path = Path(os.path.abspath(out))
+    hidden = (part for place in path.parent.glob(f".{glob.escape(path.name)}.*partial") for part in place.rglob("*"))
+    return any(part.is_file() and part.name != _MARKER for part in hidden)
 
 
 def make_folder(path: str | os.PathLike[str], operation: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ def find_folder(place: str | Path, *, patterns: Sequence[str] = PATTERNS, **hub:
         return user_path(before)
     match = _NAME.fullmatch(name)
     if name.startswith((".", "/", "~")) or match is None:
-        raise ValueError(f"{name}: there is no such folder")
+        raise ValueError(f"{name}: there is no such folder{_nearest(folder)}")
     import huggingface_hub
 
     hub = {"revision": match["revision"], **{key: value for key, value in hub.items() if value is not None}}
@@ -58,7 +59,16 @@ def find_folder(place: str | Path, *, patterns: Sequence[str] = PATTERNS, **hub:
         return Path(huggingface_hub.snapshot_download(match["name"], allow_patterns=list(patterns), **hub))
     except Exception as error:  # huggingface_hub raises many unrelated classes for "not there" and "no network"
         reason = str(error).strip().split("\n")[0]
+        if near := _nearest(folder):
+            raise ValueError(f"{name}: there is no such folder{near}") from error
         raise ValueError(f"{name}: there is no such folder, and the hub did not give it ({reason})") from error
+
+
+def _nearest(folder: Path) -> str:
+    """A question after a folder of nearly that name."""
+    beside = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
+    near = difflib.get_close_matches(folder.name, beside, n=1, cutoff=0.8)
+    return f"; did you mean {folder.with_name(near[0])}?" if near else ""
 
 
 def split_revision(place: str | Path) -> tuple[str, str | None]:

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from transformers import set_seed
 
+from model_components._commands import run_command
 from model_components._devices import find_device
 from model_components._folders import make_folder, write_json
 
@@ -98,9 +99,11 @@ def told_of(options: argparse.Namespace) -> dict[str, Any]:
         plan = Path(plan).read_text(encoding="utf-8")
     return {
         "task": options.task, "options": recipe.get("options", {}) | settings(options.options), "model": model,
-        "length": options.length or recipe.get("length", 20), "steps": [least, most], "plan": plan,
+        "length": recipe.get("length", 20) if options.length is None else options.length, "steps": [least, most],
+        "plan": plan,
         "schedule": options.schedule or recipe.get("schedule", "frontier"), "batch": recipe.get("batch", 64),
-        "iterations": options.iterations or recipe.get("iterations", 2400 if _noise(model) else 500),
+        "iterations": recipe.get("iterations", 2400 if _noise(model) else 500)
+        if options.iterations is None else options.iterations,
         "lengths": options.lengths, "seed": options.seed,
     }  # fmt: skip
 
@@ -132,8 +135,9 @@ def data_of(told: dict[str, Any]) -> CurriculumDataset:
 
 def train(options: argparse.Namespace) -> None:
     """A model, its figures and its log in a folder."""
-    told = told_of(options)
-    out = options.out or Path("runs/thinker", options.task)
+    told, out = told_of(options), folder_of(options)
+    if told["iterations"] < 1:
+        raise ValueError(f"iterations is {told['iterations']}; needed 1 or more")
     set_seed(told["seed"])
     data, plan, choices = data_of(told), plan_of(told), dict(told["model"])
     if choices.get("positions") == "aligned":
@@ -163,6 +167,8 @@ def train(options: argparse.Namespace) -> None:
     loss: dict[str, Any] = {"step_loss": Reach(window=choices["window"])} if at_tokens and "window" in choices else {}
     trainer = ThinkerTrainer(model, arguments, train_dataset=data, callbacks=[RewindOnPeak()], **loss)
     checkpoint = whole_checkpoint(out / "checkpoints") if options.resume else None
+    if options.resume and checkpoint is None:
+        print(f"thinker: {out} has no checkpoint to go on from; it begins anew", file=sys.stderr)
     begin = time.process_time()
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.process_time() - begin
@@ -178,6 +184,11 @@ def train(options: argparse.Namespace) -> None:
     for length, (symbols, rows) in result["by_length"].items():
         print(f"{length:>6} {symbols:>8.4f} {rows:>8.4f}{'  (longer)' if length > told['length'] else ''}")
     print(f"\n{out}: model/, result.json; next: python -m thinker evaluate {out}, python -m thinker draw {out}")
+
+
+def folder_of(options: argparse.Namespace) -> Path:
+    """Where a run is, or will be."""
+    return options.out or Path("runs/thinker", options.task)
 
 
 def whole_checkpoint(folder: Path) -> str | None:
@@ -249,13 +260,19 @@ def draw(options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parser().parse_args(arguments)
-    try:
+
+    def work() -> None:
         options.device = find_device(getattr(options, "device", "cpu"), options.command)
-        {"train": train, "evaluate": evaluate, "draw": draw}[options.command](options)
-    except (ImportError, OSError, TypeError, ValueError) as error:
-        print(f"thinker: {error}", file=sys.stderr)
-        return 1
-    return 0
+        try:
+            {"train": train, "evaluate": evaluate, "draw": draw}[options.command](options)
+        except TypeError as error:  # of values that were given as NAME=VALUE
+            raise ValueError(error) from error
+
+    def kept() -> str:
+        begun = options.command == "train" and whole_checkpoint(folder_of(options) / "checkpoints")
+        return "the same command with --resume goes on from here" if begun else ""
+
+    return run_command("thinker", work, kept=kept)
 
 
 if __name__ == "__main__":

@@ -184,7 +184,8 @@ class ThinkerConfig(PreTrainedConfig):
         super().__init__(**rest)
         for name in _strangers(rest):
             near = difflib.get_close_matches(name, _fields(), 1)
-            refuse(name, rest[name], f"{near[0]}, or was another meant?" if near else "none of that name")
+            asked = f"; did you mean {near[0]}?" if near else f"; needed some of {', '.join(_fields())}"
+            raise ValueError(f"ThinkerConfig: there is no {name} (which is {rest[name]!r} here){asked}")
 
     def __setattr__(self, key: str, value: object) -> None:
         """Keep a plan as a JSON file has it, also where it is given to ``from_pretrained`` or set later."""

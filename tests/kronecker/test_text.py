@@ -71,6 +71,9 @@ def test_what_is_no_text_is_refused_and_marks_are_read(tmp_path):
     (tmp_path / "d.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match="is no JSON"):
         text_of(tmp_path / "d.json")
+    (tmp_path / "e.jsonl").write_text('{"text": "x"}\n\n{"text": "y"}\n{"text":')
+    with pytest.raises(ValueError, match=r"e\.jsonl is no JSON: line 4: "):
+        text_of(tmp_path / "e.jsonl")
 
 
 def test_long_words_are_read_until_there_are_enough():

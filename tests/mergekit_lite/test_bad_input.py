@@ -214,6 +214,22 @@ def test_recipes(text, message):
         load_recipe(text + "\n")
 
 
+def test_a_file_that_is_no_recipe_is_named_and_not_shown_whole(tmp_path):
+    for text, message in (
+        ("word " * 10_000, "is 'word .*', needed a mapping"),
+        ("", "is empty"),
+        ("a: 1", "merge_method"),
+    ):
+        (tmp_path / "recipe.yml").write_text(text)
+        with pytest.raises(RecipeError, match=rf"recipe .*recipe\.yml: .*{message}") as caught:
+            load_recipe(tmp_path / "recipe.yml")
+        assert len(str(caught.value)) < 500
+    with pytest.raises(ValueError, match=r"models is str, needed a list .*, or load_recipe\('ties.yml'\)"):
+        merge_models("ties.yml", out=tmp_path / "out")
+    with pytest.raises(ValueError, match="'TIES' is unknown; did you mean ties"):
+        merge_models([{}], "TIES")
+
+
 def test_recipe_values_that_only_the_plan_can_judge(paths, out):
     def plan(text):
         merge_models(load_recipe(text), out=out, progress=False)

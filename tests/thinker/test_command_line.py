@@ -94,3 +94,16 @@ def test_what_is_refused(arguments, message, tmp_path, capsys):
     assert main([*given, *(SHORT if given[0] == "train" else [])]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("option", ["--length", "--iterations"])
+def test_nothing_is_not_the_default(option, tmp_path, capsys):
+    assert main(["train", "copy", *SHORT, option, "0", "--out", str(tmp_path / "a")]) == 1
+    assert "needed" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_run_that_is_not_there_cannot_be_gone_on_with_and_that_is_said(tmp_path, capsys):
+    given = ["train", "copy", *SHORT, "--iterations", "2", "--samples", "8", "--out", str(tmp_path / "a"), "--resume"]
+    assert main(given) == 0
+    assert f"{tmp_path / 'a'} has no checkpoint to go on from; it begins anew" in capsys.readouterr().err

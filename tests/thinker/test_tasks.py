@@ -354,7 +354,7 @@ def test_a_users_own_task():
     ("call", "message"),
     [
         (lambda g: make_task("juggle"), "no task 'juggle'; needed one of add, add_columns, brackets"),
-        (lambda g: make_task("copy", symbol=3), "'copy' with symbol; needed some of symbols"),
+        (lambda g: make_task("copy", symbol=3), "'copy' has no such options as symbol; it has symbols"),
         (lambda g: register_task("test_x")(int), "needed a class under Task, or SequenceTask"),
         (lambda g: make_task("copy", symbols=1), "symbols is 1; needed 2 or more"),
         (lambda g: make_task("copy").sample(g, 2, 0), "Copy: length 0; needed 1 or more"),

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from model_components._commands import run_command
 from model_components._hub import split_revision
 
 from .interchange import load_lora
@@ -37,26 +38,25 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parser().parse_args(arguments)
+    return run_command("heads.lora", lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> None:
+    place, revision = split_revision(options.model)
+    hub = {"revision": revision} if revision else {}
+    base: Any = AutoModelForCausalLM.from_pretrained(place, dtype="auto", **hub)
+    model = load_lora(base, options.adapter, accelerate=False)
+    if options.command == "show":
+        print(lora_report(model))
+        return
     try:
-        place, revision = split_revision(options.model)
-        hub = {"revision": revision} if revision else {}
-        base: Any = AutoModelForCausalLM.from_pretrained(place, dtype="auto", **hub)
-        model = load_lora(base, options.adapter, accelerate=False)
-        if options.command == "show":
-            print(lora_report(model))
-            return 0
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(place, **hub)
-        except (OSError, ValueError):
-            tokenizer = None
-        print(merge_lora(
-            model, options.out, dtype=options.dtype, max_lost=options.max_lost, tokenizer=tokenizer,
-            progress=not options.no_progress,
-        ))  # fmt: skip
-    except (OSError, RuntimeError, ValueError) as error:
-        print(f"heads.lora: {error}", file=sys.stderr)
-        return 1
-    return 0
+        tokenizer = AutoTokenizer.from_pretrained(place, **hub)
+    except (OSError, ValueError):
+        tokenizer = None
+    print(merge_lora(
+        model, options.out, dtype=options.dtype, max_lost=options.max_lost, tokenizer=tokenizer,
+        progress=not options.no_progress,
+    ))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -134,6 +134,8 @@ def read_rows(
 
 
 def _parsed(operation: str, path: str | Path) -> list[Any]:
+    if not Path(path).is_file():
+        raise ValueError(f"{operation}: {path} is not there; needed a file of JSON, or of JSON lines")
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from model_components._commands import run_command
 from model_components._devices import find_device
 from model_components._folders import new_file
 from model_components._hub import find_folder
@@ -56,7 +57,8 @@ def judged(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
         else:
             pairs.append(pair._replace(label=None))
     if not pairs:
-        raise ValueError(f"judge: {options.file} has no pair in {len(told)} rows; needed prompt, a and b in each")
+        why = f" (line {told[0]['line']}: {told[0]['error']})" if told else ""
+        raise ValueError(f"judge: {options.file} has no pair in {len(told)} rows; needed prompt, a and b in each{why}")
     data = model.dataset(pairs, progress=not options.no_progress)
     predictions = predict_pairs(model, data, batch_size=options.batch_size, progress=not options.no_progress)
     verdicts = iter(zip(predictions.verdicts, predictions.probabilities.tolist(), strict=True))
@@ -68,14 +70,22 @@ def judged(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
 
 
 def ranked(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
-    """A line for each row: places of its answers, the best first, and their scores."""
+    """A line for each row: places of its answers, the best first, and their scores; or why there are none."""
+    first, good = None, False
     for line, row in tqdm(raw_rows(options.file), "ranking", disable=options.no_progress, leave=False, delay=1):
         answers = row.get("answers") if isinstance(row, Mapping) else None
-        if not isinstance(answers, list) or "prompt" not in row:
-            raise ValueError(f"rank: line {line} has no prompt and list of answers; needed both")
-        ranking = model.rank(row["prompt"], answers, batch_size=options.batch_size)
-        scores = [round(score, 4) for score in ranking.scores.tolist()]
+        try:
+            if not isinstance(answers, list) or "prompt" not in row:
+                raise ValueError("no prompt and list of answers; needed both")
+            ranking = model.rank(row["prompt"], answers, batch_size=options.batch_size)
+        except ValueError as error:
+            first = first or f" (line {line}: {error})"
+            yield json.dumps({"line": line, "error": str(error)}, ensure_ascii=False)
+            continue
+        good, scores = True, [round(score, 4) for score in ranking.scores.tolist()]
         yield json.dumps({"line": line, "order": list(ranking.order), "scores": scores})
+    if not good:
+        raise ValueError(f"rank: {options.file} has no row with a prompt and a list of answers{first or ''}")
 
 
 def reported(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
@@ -94,20 +104,19 @@ COMMANDS = {"judge": judged, "rank": ranked, "report": reported}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parser().parse_args(arguments)
-    try:
-        device = find_device(options.device, options.command)
-        model: Any = PairwiseModel.from_pretrained(find_folder(options.model)).eval().to(device)
-        lines = COMMANDS[options.command](model, options)
-        if options.out is None:
-            for line in lines:
-                print(line, flush=True)
-            return 0
-        with new_file(options.out, options.command) as part, part.open("w", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        print(f"heads.pairwise: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command("heads.pairwise", lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> None:
+    device = find_device(options.device, options.command)
+    model: Any = PairwiseModel.from_pretrained(find_folder(options.model)).eval().to(device)
+    lines = COMMANDS[options.command](model, options)
+    if options.out is None:
+        for line in lines:
+            print(line, flush=True)
+        return
+    with new_file(options.out, options.command) as part, part.open("w", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in lines)
 
 
 if __name__ == "__main__":

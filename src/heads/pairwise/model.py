@@ -79,7 +79,10 @@ class PairwiseModel(SavedJudge):
     def __init__(self, config: PairwiseConfig, encoder: PreTrainedModel | None = None):
         super().__init__(config)
         if config.encoder is None:
-            raise ValueError("PairwiseModel: config.encoder is None; needed an encoder's config, or from_encoder")
+            raise ValueError(
+                "PairwiseModel: there is no encoder in its config, so it is no judge; needed one that was trained and "
+                "saved, or from_encoder, which makes a new one"
+            )
         dtype_asked = {"dtype": torch.get_default_dtype()}  # what from_pretrained was asked for, not what was saved
         inner: Any = AutoModel.from_config(config.encoder, **dtype_asked) if encoder is None else encoder
         for module in () if encoder is None else inner.modules():

@@ -26,6 +26,8 @@ from .metrics import (
 from .packing import PackingReport
 from .pairs import Pair, as_pairs, said_by
 
+_ENOUGH = 100  # pairs to fit a temperature on
+
 
 @dataclass(frozen=True)
 class PairwiseReport(Report):
@@ -72,8 +74,11 @@ class PairwiseReport(Report):
         return Table(("verdicts of", *names), rows)
 
     def remarks(self) -> list[str]:
-        """What was seen in training, what was cut, and how the encoder ran."""
-        return [*self.seen, str(self.cut), str(self.packing)]
+        """Whether probabilities mean anything, what was seen in training, what was cut, how the encoder ran."""
+        metrics = self.metrics
+        worse = f"log-loss {metrics.log_loss:.4f} is above that of the labels' own shares, {metrics.log_loss_prior:.4f}"
+        told = [f"{worse}: its probabilities are worse than none; calibrate_ it on a hundred held-out pairs or more"]
+        return [*told * (metrics.log_loss > metrics.log_loss_prior), *self.seen, str(self.cut), str(self.packing)]
 
     def plot(self, ax: Axes | None = None) -> Figure:
         """A reliability diagram: accuracy by confidence, bins as large as they are full (extra ``plot``).
@@ -187,7 +192,9 @@ class CalibrationReport(Report):
     def summary(self) -> list[str]:
         """One line."""
         end = "" if LEAST < self.temperature < MOST else ", the limit: pairs are few, or other than those of training"
-        losses = f"log-loss {self.before:.4f}, now {self.after:.4f}"
+        if not end and self.pairs < _ENOUGH:
+            end = f"; {_ENOUGH} pairs or more say it better"
+        losses = f"log-loss {self.before:.4f} before, {self.after:.4f} after"
         return [f"{losses} on {self.pairs} pairs (temperature {self.temperature:.3g}{end})"]
 
 

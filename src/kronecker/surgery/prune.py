@@ -130,7 +130,10 @@ def prune_(
     """
     config = config or PruneConfig()
     if not isinstance(config, PruneConfig):
-        raise ValueError(f"prune_: config is a {type(config).__name__}, needed a PruneConfig; convert_ takes it")
+        raise ValueError(
+            f"prune_: config is a {type(config).__name__}, needed a PruneConfig, as "
+            f"PruneConfig(keep=0.5); other structures are for convert_"
+        )
     check_model("prune_", model)
     _refuse(model)
     walk = _Walk(model, config, batches(calibration, model, "prune_"), cache, progress)

@@ -294,6 +294,6 @@ def get_method(name: str) -> MergeMethod:
     """
     if name in METHODS:
         return METHODS[name]
-    near = difflib.get_close_matches(name, METHODS, n=3, cutoff=0.4)
+    near = difflib.get_close_matches(name.lower(), METHODS, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(f"merge method {name!r} is unknown; {hint}All: {', '.join(sorted(METHODS))}")

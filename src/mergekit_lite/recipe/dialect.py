@@ -85,6 +85,14 @@ def load_recipe(path_or_text: str | os.PathLike[str]) -> MergeRecipe:
             text = Path(text).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise RecipeError(f"recipe {text}: is not text in UTF-8 ({error})") from error
+        try:
+            return _of_text(text)
+        except RecipeError as error:
+            raise RecipeError(f"recipe {os.fspath(path_or_text)}: {str(error).removeprefix('recipe: ')}") from error
+    return _of_text(text)
+
+
+def _of_text(text: str) -> MergeRecipe:
     documents = [as_mapping("recipe", data) for data in _load_yaml(text)]
     if not documents:
         raise RecipeError("recipe: is empty, needed a mapping of keys to values")

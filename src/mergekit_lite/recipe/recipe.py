@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,14 +32,14 @@ def unknown_keys(where: str, data: Mapping[str, object], known: Sequence[str]) -
 def as_mapping(where: str, value: object) -> dict[str, Any]:
     """A mapping with text keys, as a dict."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise RecipeError(f"{where}: is {value!r}, needed a mapping of names to values")
+        raise RecipeError(f"{where}: is {reprlib.repr(value)}, needed a mapping of names to values")
     return dict(value)
 
 
 def as_list(where: str, value: object) -> list[object]:
     """A list with at least one entry."""
     if not isinstance(value, (list, tuple)) or not value:
-        raise RecipeError(f"{where}: is {value!r}, needed a list with at least one entry")
+        raise RecipeError(f"{where}: is {reprlib.repr(value)}, needed a list with at least one entry")
     return list(value)
 
 

@@ -101,7 +101,7 @@ def make_task(name: str, **options: object) -> Task:
         return TASKS[name](**options)
     except TypeError:
         known = ", ".join(inspect.signature(TASKS[name]).parameters) or "no options"
-        raise ValueError(f"make_task: {name!r} with {', '.join(options)}; needed some of {known}") from None
+        raise ValueError(f"make_task: {name!r} has no such options as {', '.join(options)}; it has {known}") from None
 
 
 class Task(ABC):

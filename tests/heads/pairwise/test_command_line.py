@@ -47,8 +47,24 @@ def test_answers_are_put_in_order(place, capsys):
     assert told["order"] == list(found.order)
     (place / "rows.json").write_text(json.dumps([{"prompt": "w1"}]))
     assert main(["rank", str(place / "judge"), str(place / "rows.json"), "--out", str(place / "none.jsonl")]) == 1
-    assert "rank: line 1 has no prompt and list of answers" in capsys.readouterr().err
+    assert "(line 1: no prompt and list of answers; needed both)" in capsys.readouterr().err
     assert not (place / "none.jsonl").exists()
+
+
+def test_rows_that_cannot_be_ranked_say_why_and_the_others_are(place, capsys):
+    rows = [{"prompt": "w1", "answers": []}, {"prompt": "w1", "answers": ["w2", "w3"]}, {"answers": ["w2"]}]
+    (place / "rows.json").write_text(json.dumps(rows))
+    assert main(["rank", str(place / "judge"), str(place / "rows.json"), "--no-progress"]) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["line"] for row in told] == [1, 2, 3]
+    assert ["error" in row for row in told] == [True, False, True]
+    assert sorted(told[1]["order"]) == [0, 1]
+
+
+def test_a_file_without_pairs_says_what_its_first_row_lacks(place, capsys):
+    (place / "rows.csv").write_text("question,answer1,answer2\nq,x,y\n")
+    assert main(["judge", str(place / "judge"), str(place / "rows.csv"), "--no-progress"]) == 1
+    assert "among question, answer1, answer2)" in capsys.readouterr().err
 
 
 def test_a_report_has_its_baselines(place, capsys):

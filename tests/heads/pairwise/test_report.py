@@ -122,6 +122,14 @@ def test_calibration_keeps_verdicts_and_lowers_the_log_loss(link):
     assert float(model.head.temperature) == pytest.approx(report.temperature)
     assert calibrate_(model, data, progress=False).temperature == pytest.approx(report.temperature, rel=1e-4)
     assert "log-loss" in str(report)
+    with torch.no_grad():
+        model.head.temperature.fill_(0.02)
+    assert "its probabilities are worse than none; calibrate_ it on" in str(
+        pairwise_report(model, data, progress=False)
+    )
+    assert "worse than none" not in str(after)
+    few = model.dataset(data.pairs[:40], progress=False)
+    assert "; 100 pairs or more say it better)" in str(calibrate_(model, few, progress=False))
 
 
 def test_the_report_says_everything_and_draws(tmp_path):

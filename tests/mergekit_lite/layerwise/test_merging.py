@@ -324,3 +324,11 @@ def test_fisher_goes_on_after_the_model_that_it_was_at(tmp_path, monkeypatch):
     assert files[0].read_bytes() == files[1].read_bytes()
     merge_models(paths, "fisher", calibration=DATA[::-1], out=tmp_path / "other", progress=False)
     assert len(seen) == 5  # of other data nothing is taken up
+
+
+def test_data_that_are_refused_leave_nothing_behind(tmp_path):
+    models = pair("llama", tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(ValueError, match="needed"):
+        merge_models(models, "regmean", calibration=[[], []], out=tmp_path / "out", progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before

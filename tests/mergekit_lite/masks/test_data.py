@@ -191,3 +191,9 @@ def test_files(tmp_path):
     assert "".join(pieces.decoded(i)[1:-1] for i in range(4)) == "a plain text, cut into pieces"
     with pytest.raises(ValueError, match="is not the JSON that its name says"):
         TextExamples(tmp_path / "b.json", tokenizer())
+
+
+def test_a_table_is_no_running_text(tmp_path):
+    (tmp_path / "pairs.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=r"pairs\.csv is no running text; needed .jsonl or .json rows, or a text file"):
+        TextExamples(tmp_path / "pairs.csv", tokenizer())

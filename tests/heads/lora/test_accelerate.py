@@ -275,6 +275,18 @@ def test_a_base_weight_that_is_trained_too():
     assert_same(expected, run(model))
 
 
+@pytest.mark.parametrize("few", [0, 10**9])
+def test_dropout_of_all_leaves_the_stock_layer(few, monkeypatch):
+    monkeypatch.setattr(heads.lora.linear, "_FEW", few)
+    model = peft_model("llama", lora_dropout=1.0).train()
+    accelerate_lora_(model)
+    output = model(input_ids=IDS)[0]
+    with model.disable_adapter():
+        torch.testing.assert_close(output, model(input_ids=IDS)[0], rtol=0, atol=0)
+    output.sum().backward()
+    assert all(p.grad is None or not p.grad.any() for n, p in model.named_parameters() if "lora_" in n)
+
+
 def test_dropout_drops_in_training_alone():
     model = peft_model("llama", lora_dropout=0.5)
     accelerate_lora_(model)

@@ -154,6 +154,8 @@ def test_what_trl_cuts_and_leaves_out_is_counted(tmp_path):
     assert "as long as max_length, so that they are cut or just fit: 1" in str(report)
     trainer.train_dataset.set_format("torch")
     assert row_report(rows, trainer) == report
+    trainer.train_dataset = trainer.train_dataset.select_columns(["input_ids", "labels"])
+    assert row_report(rows, trainer) == report
     bare = read_rows([{"instruction": "", "output": "a b c"}], plain)
     assert row_report(bare, trainer_of(tmp_path, bare)).trained_tokens == 3  # nothing predicts a first token
     for changes in ({"packing": True}, {"packing": True, "packing_strategy": "wrapped"}):

@@ -42,6 +42,7 @@ from heads.pairwise import (
     read_pairs,
     split_pairs,
 )
+from heads.pairwise.__main__ import column
 from heads.pairwise.rows import each_pair
 
 SURFACE = ["length", "style", "overlap"]
@@ -67,6 +68,14 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = made.add_argument
     add("--data", help="a file, or a data set's hub id; made-up pairs without it")
+    add(
+        "--columns",
+        nargs="+",
+        default=[],
+        metavar="NAME=OWN",
+        type=column,
+        help="where --data has other names: prompt=question a=first b=second label=better",
+    )
     add("--evaluate", nargs="+", default=[], metavar="FILE", help="further labelled pairs to be judged in the end")
     add("--submit", type=Path, metavar="FILE", help="pairs without labels: verdicts go to OUT/submission.csv")
     add("--split", nargs=3, type=float, default=[0.7, 0.1, 0.2], metavar="SHARE", help="training, validation, test")
@@ -99,7 +108,7 @@ def pairs_of(given: argparse.Namespace, main: bool) -> list[list]:
     """Training, validation and test pairs, of different prompts where there are enough."""
     if given.data is None:
         return [made_up(count // (8 if given.smoke else 1), seed) for seed, count in enumerate((4000, 400, 1000))]
-    pairs, report = read_pairs(given.data)
+    pairs, report = read_pairs(given.data, columns=dict(given.columns))
     if main:
         print(f"{given.data}: {report}")
     if any(pair.label is None for pair in pairs):

@@ -23,6 +23,14 @@ from .report import pairwise_report
 from .rows import each_pair, raw_rows, read_pairs
 
 
+def column(text: str) -> tuple[str, str]:
+    """Of ``NAME=OWN``, for argparse."""
+    name, sign, own = text.partition("=")
+    if not sign:
+        raise argparse.ArgumentTypeError(f"{text!r} has no sign; needed NAME=OWN")
+    return name, own
+
+
 def parser() -> argparse.ArgumentParser:
     """The arguments."""
     top = argparse.ArgumentParser(prog="python -m heads.pairwise", description="Judge answers by a trained model.")
@@ -42,6 +50,11 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--batch-size", type=int, default=32, help="pairs at once (default: 32)")
         command.add_argument("--out", type=Path, help="file to write (default: print)")
         command.add_argument("--no-progress", action="store_true", help="no progress bar")
+    for command in (judging, reporting):
+        command.add_argument(
+            "--columns", nargs="+", default=[], metavar="NAME=OWN", type=column,
+            help="where the file has other names: prompt=question a=first b=second",
+        )  # fmt: skip
     reporting.add_argument("--train", metavar="FILE", help="the pairs it was trained on: baselines are fitted on them")
     return top
 
@@ -49,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
 def judged(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
     """A line for each row: its verdict, or why there is none."""
     pairs, told = [], []
-    for line, row, pair in each_pair(options.file):
+    for line, row, pair in each_pair(options.file, columns=dict(options.columns)):
         known = {"id": row["id"]} if isinstance(row, Mapping) and "id" in row else {}
         told.append({"line": line, **known})
         if isinstance(pair, ValueError):
@@ -90,8 +103,9 @@ def ranked(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
 
 def reported(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
     """The report."""
-    pairs, read = read_pairs(options.file)
-    train = read_pairs(options.train)[0] if options.train else None
+    columns = dict(options.columns)
+    pairs, read = read_pairs(options.file, columns=columns)
+    train = read_pairs(options.train, columns=columns)[0] if options.train else None
     progress = not options.no_progress
     data = model.dataset(pairs, progress=progress)
     yield f"{options.file}: {read}"

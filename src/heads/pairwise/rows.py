@@ -67,7 +67,10 @@ def _listed(lines: Sequence[int]) -> str:
 
 
 def read_pairs(
-    source: str | Path | Iterable[Mapping[str, object]], *, max_bad: float = 0.01
+    source: str | Path | Iterable[Mapping[str, object]],
+    *,
+    columns: Mapping[str, str] | None = None,
+    max_bad: float = 0.01,
 ) -> tuple[list[Pair], ReadReport]:
     """Pairs from a file, a data set of the hub, or from rows such as a `datasets` data set's.
 
@@ -87,13 +90,16 @@ def read_pairs(
     Args:
         source: A ``.csv``, ``.json`` or ``.jsonl`` file, also with ``.gz``; a ``.parquet`` file or a hub id such as
             ``owner/name``, which ``datasets`` reads; rows; or a pandas data frame.
+        columns: Where rows have other names: from one of those above to the rows' own, as
+            ``{"prompt": "question", "a": "first", "b": "second", "label": "better"}``.
         max_bad: Share of the rows that may be bad; they are left out and reported.
 
     Returns:
         Pairs, and the report.
 
     Raises:
-        ValueError: A file that cannot be read, more bad rows than allowed (with their lines), no pair at all.
+        ValueError: A file that cannot be read, more bad rows than allowed (with their lines), no pair at all; a name
+            in ``columns`` that is none of those above.
 
     >>> row = {"prompt": "2 + 2?", "response_a": "4", "response_b": "5", "winner": "model_a", "model_a": "x"}
     >>> pairs, report = read_pairs([row, row | {"winner": "tie (bothbad)"}])
@@ -104,12 +110,12 @@ def read_pairs(
     """
     pairs: list[Pair] = []
     bad: dict[str, list[int]] = {}
-    columns: dict[str, None] = {}
+    seen: dict[str, None] = {}
     count = 0
-    for line, row, pair in each_pair(source):
+    for line, row, pair in each_pair(source, columns=columns):
         count += 1
         if isinstance(row, Mapping):
-            columns |= dict.fromkeys(map(str, row))
+            seen |= dict.fromkeys(map(str, row))
         if isinstance(pair, ValueError):
             bad.setdefault(str(pair), []).append(line)
         else:
@@ -119,31 +125,47 @@ def read_pairs(
         raise ValueError(f"read_pairs: {wrong} of {count} rows are bad, {max_bad:.0%} may be (max_bad): {_told(bad)}")
     if not pairs:
         raise ValueError("read_pairs: there are no rows")
-    ignored = tuple(name.encode(errors="replace").decode() for name in columns if name not in COLUMNS)
+    known = COLUMNS | set((columns or {}).values())
+    ignored = tuple(name.encode(errors="replace").decode() for name in seen if name not in known)
     empty = sum(not said_by("assistant", pair.a).strip() or not said_by("assistant", pair.b).strip() for pair in pairs)
     lines = {what: tuple(numbers) for what, numbers in bad.items()}
     return pairs, ReadReport(count, len(pairs), empty, count_labels(pairs), lines, ignored)
 
 
-def each_pair(source: object) -> Iterator[tuple[int, Any, Pair | ValueError]]:
+def each_pair(
+    source: object, *, columns: Mapping[str, str] | None = None
+) -> Iterator[tuple[int, Any, Pair | ValueError]]:
     """Line numbers, rows, and the pairs that they are, or why one is none.
 
     Args:
         source: As of `read_pairs`.
+        columns: As of `read_pairs`.
 
     Raises:
-        ValueError: A file that cannot be read.
+        ValueError: A file that cannot be read; a name of a column that is none.
 
     >>> [pair if isinstance(pair, Pair) else str(pair) for _, _, pair in each_pair([{"a": "4", "b": "5"}])]
     ['no prompt beside a and b']
     """
+    if odd := [name for name in columns or {} if name not in COLUMNS]:
+        raise ValueError(f"read_pairs: columns names {odd[0]!r}; needed some of {', '.join(sorted(COLUMNS))}")
     for line, row in raw_rows(source):
         try:
             if isinstance(row, ValueError):
                 raise row
-            yield line, row, pair_of(row)
+            yield line, row, pair_of(_renamed(row, columns or {}))
         except ValueError as error:
             yield line, row, error
+
+
+def _renamed(row: Any, columns: Mapping[str, str]) -> Any:
+    """A row under the names that `pair_of` knows."""
+    if not columns or not isinstance(row, Mapping):
+        return row
+    if lost := [own for own in columns.values() if own not in row]:
+        raise ValueError(f"no {lost[0]!r} among {', '.join(map(str, row))}")
+    rest = {name: value for name, value in row.items() if name not in columns.values()}
+    return rest | {name: row[own] for name, own in columns.items()}
 
 
 def raw_rows(source: Any) -> Iterator[tuple[int, Any]]:

@@ -89,3 +89,13 @@ def test_what_is_wrong_is_said_in_a_line(changes, said, place, capsys):
     given = ["judge", str(place / "judge"), str(place / "pairs.jsonl"), "--no-progress"]
     assert main([changes.get(k, part) for k, part in enumerate(given)]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_a_file_with_columns_of_its_own_is_judged(place, capsys):
+    (place / "rows.csv").write_text("question,answer1,answer2\nw1,w2,w3\n")
+    given = ["judge", str(place / "judge"), str(place / "rows.csv"), "--no-progress"]
+    assert main([*given, "--columns", "prompt=question", "a=answer1", "b=answer2"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] in ("A", "B", "tie")
+    with pytest.raises(SystemExit):
+        main([*given, "--columns", "question"])
+    assert "needed NAME=OWN" in capsys.readouterr().err

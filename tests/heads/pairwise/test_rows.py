@@ -299,3 +299,15 @@ def test_many_reasons_are_counted():
         read_pairs([PLAIN, *rows])
     assert len(str(caught.value)) < 2000
     assert "\ud83d" not in str(read_pairs([PLAIN | {"\ud83d": 1}])[1])
+
+
+def test_columns_of_other_names():
+    rows = [{"question": "q", "first": "x", "second": "y", "better": "b", "prompt": "not this", "id": k} for k in "cd"]
+    names = {"prompt": "question", "a": "first", "b": "second", "label": "better"}
+    pairs, report = read_pairs(rows, columns=names)
+    assert pairs == read_pairs([{"prompt": "q", "a": "x", "b": "y", "label": "b"}] * 2)[0]
+    assert report.ignored == ("id",)
+    with pytest.raises(ValueError, match="columns names 'answer'; needed some of a, b, "):
+        read_pairs(rows, columns={"answer": "first"})
+    with pytest.raises(ValueError, match="no 'thrid' among question, first"):
+        read_pairs(rows, columns=names | {"b": "thrid"})

@@ -44,7 +44,10 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m thinker", description="Train a latent thinker, and look at it.")
     commands = top.add_subparsers(dest="command", required=True)
     training = commands.add_parser("train", help="train on a task: a folder with the model, and what it can do")
-    training.add_argument("task", choices=sorted(name for name, task in TASKS.items() if not task.by_step))
+    training.add_argument(
+        "task", choices=sorted(name for name, task in TASKS.items() if not task.by_step),
+        help="of `thinker.tasks`; what has an answer at each step (hops) needs ThinkerTrainer",
+    )  # fmt: skip
     training.add_argument("--out", type=Path, help="folder to write (default: runs/thinker/TASK)")
     training.add_argument("--options", nargs="*", default=[], metavar="NAME=VALUE", help="of the task: symbols=32")
     training.add_argument(

@@ -287,6 +287,12 @@ def test_rates_fall_from_layer_to_layer():
         parameter_groups(model, learning_rate=1.0, layer_decay=0)
 
 
+def test_what_lies_above_the_layers_has_the_top_layers_rate():
+    model = model_of("llama")
+    groups = parameter_groups(model, learning_rate=1.0, layer_decay=0.5)
+    assert [g["lr"] for g in groups if any(p is model.encoder.norm.weight for p in g["params"])] == [1.0]
+
+
 @pytest.mark.parametrize("kind", ["bert", "modernbert", "llama"])
 def test_lora_on_the_encoder(kind, tmp_path):
     model = model_of(kind)

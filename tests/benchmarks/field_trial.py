@@ -56,7 +56,8 @@ def listed(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Tables of other figures, whose names are the columns: one for all that have the same."""
     lines: list[str] = []
     for columns in dict.fromkeys(tuple(row) for row in figures.values()):
-        lines += ["", f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+        names = " | ".join(columns).replace("cpu_seconds", "CPU s")
+        lines += ["", f"| | {names} |", "|---" * (len(columns) + 1) + "|"]
         for name, row in figures.items():
             if tuple(row) == columns:
                 cells = (f"{cell:,.4g}" if isinstance(cell, float) else f"{cell:,}" for cell in row.values())

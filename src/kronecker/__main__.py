@@ -92,6 +92,8 @@ def load(name: str) -> PreTrainedModel:
         raise ValueError(f"kronecker: {error}") from error
     if is_compressed(name):
         return from_pretrained(name)
+    if Path(name, "adapter_config.json").is_file() and not Path(name, "config.json").is_file():
+        raise ValueError(f"kronecker: {name} is an adapter, needed a whole model: merge it first")
     try:
         config = AutoConfig.from_pretrained(name)
     except OSError as error:

@@ -262,3 +262,11 @@ def test_every_tensor_keeps_its_own_type(place):
     assert {n: t.dtype for n, t in kept.items()} == {n: t.dtype for n, t in before.items()}
     name = next(n for n in kept if "e_score" in n)
     assert torch.equal(kept[name], before[name])
+
+
+def test_an_adapter_is_no_model(place, capsys):
+    (place / "adapter").mkdir()
+    (place / "adapter" / "adapter_config.json").write_text("{}")
+    given = ["prune", str(place / "adapter"), str(place / "out"), "--calibration", str(place / "text.txt")]
+    assert main(given) == 1
+    assert "adapter is an adapter, needed a whole model: merge it first" in capsys.readouterr().err

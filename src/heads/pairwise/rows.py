@@ -88,8 +88,9 @@ def read_pairs(
     ``generator_1`` and ``generator_2``, or ``gen_a`` and ``gen_b``. A missing answer is an empty one.
 
     Args:
-        source: A ``.csv``, ``.json`` or ``.jsonl`` file, also with ``.gz``; a ``.parquet`` file or a hub id such as
-            ``owner/name``, which ``datasets`` reads; rows; or a pandas data frame.
+        source: A ``.csv`` (by commas, semicolons or tabs), ``.json`` or ``.jsonl`` file, also with ``.gz``; a
+            ``.parquet`` file or a hub id such as ``owner/name``, which ``datasets`` reads; rows; or a pandas data
+            frame.
         columns: Where rows have other names: from one of those above to the rows' own, as
             ``{"prompt": "question", "a": "first", "b": "second", "label": "better"}``.
         max_bad: Share of the rows that may be bad; they are left out and reported.
@@ -214,7 +215,9 @@ def raw_rows(source: Any) -> Iterator[tuple[int, Any]]:
 
 def _csv(file: IO[str], path: Path) -> Iterator[tuple[int, object]]:
     csv.field_size_limit(1 << 30)
-    reader = csv.DictReader(file)
+    header = file.readline()
+    file.seek(0)
+    reader = csv.DictReader(file, delimiter=max(",;\t", key=header.count))
     for row in reader:
         more = row.pop(None, None)  # pyrefly: ignore
         yield reader.line_num, ValueError(f"{len(more)} more fields than the header") if more else row

@@ -311,3 +311,11 @@ def test_columns_of_other_names():
         read_pairs(rows, columns={"answer": "first"})
     with pytest.raises(ValueError, match="no 'thrid' among question, first"):
         read_pairs(rows, columns=names | {"b": "thrid"})
+
+
+@pytest.mark.parametrize("sign", [",", ";", "\t"])
+def test_columns_may_be_apart_by_other_signs(sign, tmp_path):
+    rows = [["prompt", "a", "b", "winner"], ["p, q; r", "x\ty", "", "a"]]
+    with (tmp_path / "pairs.csv").open("w", newline="", encoding="utf-8-sig") as file:
+        csv.writer(file, delimiter=sign).writerows(rows)
+    assert read_pairs(tmp_path / "pairs.csv")[0] == [Pair("p, q; r", "x\ty", "", 0)]

@@ -157,7 +157,7 @@ def test_wrong_encoders_and_tokenizers_are_refused():
         PairwiseModel.from_encoder(tiny("bert"), tokenizer_of(), max_tokens=99)
     with pytest.raises(ValueError, match="there is no option pool; there are link, pooling"):
         PairwiseModel.from_encoder(tiny("bert"), pool="max")
-    with pytest.raises(ValueError, match=r"config\.encoder is None"):
+    with pytest.raises(ValueError, match="there is no encoder in its config, so it is no judge"):
         PairwiseModel(PairwiseConfig())
     with pytest.raises(ValueError, match=r"gives .*; needed a last_hidden_state"):
         encode_padded(tiny("classifier"), torch.tensor([5]), [1], None)

@@ -234,7 +234,7 @@ def test_weights_in_bfloat16_are_rounded_once(tmp_path):
     ("options", "message"),
     [
         ({"calibration": DATA[:1]}, "2 models, calibration for 1"),
-        ({"calibration": None}, "regmean needed calibration: models in a list"),
+        ({"calibration": None}, "regmean came without calibration=; needed models in a list"),
         ({"calibration": "rows.json"}, "calibration is 'rows.json'; needed a list"),
         ({"calibration": DATA, "base_model": "x"}, "regmean has no base_model"),
         ({"calibration": DATA, "reduce": 2.0}, "reduce is 2.0, needed 0 to 1"),

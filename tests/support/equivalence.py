@@ -124,9 +124,7 @@ def judge(
         error, allowed = (got.double() - true).abs(), (own[name].double() - true).abs()
         eps = torch.finfo(dtype).eps
         floor = scale * min(_FLOOR, torch.finfo(working).eps)
-        few = (
-            max(_RMS_ULPS, _MAX_ULPS * true.numel() ** -0.5) if true.numel() else _RMS_ULPS
-        )  # of one number: the maximum
+        few = max(_RMS_ULPS, _MAX_ULPS * true.numel() ** -0.5)  # of one number the maximum is the root mean square
         measures = {
             "maximum": (error.max(), _TIMES * allowed.max() + _MAX_ULPS * eps * true.abs().max() + floor),
             "rms": (rms(error), _TIMES * rms(allowed) + few * eps * rms(true) + floor),

@@ -37,13 +37,16 @@ CASES = [
 CASES += [("forward", "hard", "input", 1, 0)] + [("forward", "task", g, 1, 0) for g in GRANULARITIES]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+DRAWS = [(torch.float32, 0), (torch.float32, 400), (torch.bfloat16, 0), (torch.float16, 0)]
+
+
+@pytest.mark.parametrize(("dtype", "draw"), DRAWS)  # one draw may hide a rounding that another shows
 @pytest.mark.parametrize(("direction", "kind", "granularity", "temperature", "cross_entropy"), CASES)
-def test_masked_kl(direction, kind, granularity, temperature, cross_entropy, dtype):
+def test_masked_kl(direction, kind, granularity, temperature, cross_entropy, dtype, draw):
     if dtype == torch.float16 and direction != "forward":
         pytest.skip("the definition itself underflows to NaN in float16: it sets no budget")
-    teachers = [made(N, H, seed=k).to(dtype) for k in range(K)]
-    heads = [made(V, H, seed=10 + k).to(dtype) for k in range(K)]
+    teachers = [made(N, H, seed=draw + k).to(dtype) for k in range(K)]
+    heads = [made(V, H, seed=draw + 10 + k).to(dtype) for k in range(K)]
     options = {
         "coefficients": shares(kind),
         "confidence_temperature": 0.0 if kind == "hard" else 0.7,
@@ -62,7 +65,8 @@ def test_masked_kl(direction, kind, granularity, temperature, cross_entropy, dty
         own = own.to(student.dtype) if isinstance(own, torch.Tensor) else own
         return reference.masked_kl(student, *cast, masks, **options | {"coefficients": own})
 
-    inputs = {"student": made(N, H, seed=20), "masks": made(K, *mask_shape((V, H), granularity), seed=21).abs()}
+    masks = made(K, *mask_shape((V, H), granularity), seed=draw + 21).abs()
+    inputs = {"student": made(N, H, seed=draw + 20), "masks": masks}
     case = f"{direction}, {kind}, T {temperature}, cross-entropy {cross_entropy}"
     judge(f"masked_kl, {granularity}", "eager", fast, dense, inputs, dtype=dtype, case=case)
 

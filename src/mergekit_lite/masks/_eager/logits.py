@@ -63,8 +63,7 @@ def sum_of(terms: Tensor) -> Tensor:
 def log_softmax_(logits: Tensor) -> None:
     """In place."""
     for piece in stretches(logits):
-        rows = logits[piece]
-        torch.sub(rows, torch.logsumexp(rows, -1, keepdim=True), out=rows)
+        logits[piece] = logits[piece].log_softmax(-1)  # less its maximum first: more exact than less logsumexp
 
 
 def entropies(logs: Tensor) -> Tensor:  # (N, 1)

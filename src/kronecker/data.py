@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,10 +11,13 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 Batch = Mapping[str, Any]
+_OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "decoder_attention_mask")
 
 
 def batches(calibration: Iterable[object], model: nn.Module, operation: str) -> list[dict[str, Any]]:
     """Calibration data as keyword arguments of the model, on its device: from dicts, or from tensors of token ids.
+
+    Rows of a tokenized data set are dicts, too: their lists become tensors, their texts are left out.
 
     Raises:
         ValueError: No batch, or one that the model could not be run on: text, ids that are no integers or outside the
@@ -31,13 +35,13 @@ def batches(calibration: Iterable[object], model: nn.Module, operation: str) -> 
                 f"{operation}: a batch of calibration is a {type(item).__name__}, needed a tensor of token ids (B, T) "
                 f"or a dict of the model's arguments; a tokenizer makes them from text"
             )
-        batch = {"input_ids": item} if isinstance(item, Tensor) else dict(item)
+        batch = {"input_ids": item} if isinstance(item, Tensor) else _as_tensors(item)
         if not any(isinstance(v, Tensor) and v.numel() for k, v in batch.items() if k not in ("labels", "label")):
             raise ValueError(f"{operation}: a batch of calibration has no tensor but {sorted(batch)}, needed token ids")
         if any(isinstance(v, Tensor) and not v.dim() for k, v in batch.items() if k.endswith("input_ids")):
             raise ValueError(f"{operation}: token ids are one number, needed (B, T)")
         for name, value in batch.items():
-            if isinstance(value, Tensor) and name in ("input_ids", "attention_mask") and value.dim() == 1:
+            if isinstance(value, Tensor) and name in _OF_TOKENS and value.dim() == 1:
                 batch[name] = value[None]
         config, main = getattr(model, "config", None), getattr(model, "main_input_name", "input_ids")
         if main != "input_ids" and main not in batch:
@@ -53,6 +57,18 @@ def batches(calibration: Iterable[object], model: nn.Module, operation: str) -> 
     if not checked:
         raise ValueError(f"{operation}: calibration is empty, needed batches of token ids")
     return checked
+
+
+def _as_tensors(row: Mapping[str, object]) -> dict[str, Any]:
+    """Lists of numbers as tensors; a row's texts are no argument of a model."""
+    batch = {}
+    for name, value in row.items():
+        if isinstance(value, list):
+            with contextlib.suppress(ValueError, TypeError):  # ragged, or of words: as it came
+                value = torch.tensor(value)
+        if not isinstance(value, str):
+            batch[name] = value
+    return batch
 
 
 def check_model(operation: str, model: object) -> None:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 
+import datasets
 import peft
 import pytest
 import torch
@@ -345,6 +346,8 @@ def test_configs_round_trip():
         ([], "calibration is empty"),
         (["text"], "a batch of calibration is a str"),
         ([{}], r"has no tensor but \[\]"),
+        ([{"text": "so it came"}], r"has no tensor but \[\]"),
+        ([{"input_ids": ["so", "it"]}], r"has no tensor but \['input_ids'\]"),
         ([{"labels": torch.ones(2, 3)}], r"has no tensor but \['labels'\]"),
         ([torch.tensor([[3, 96]])], "token ids go from 3 to 96, needed 0 to 95"),
         ([torch.tensor([[-1, 5]])], "token ids go from -1 to 5, needed 0 to 95"),
@@ -358,6 +361,14 @@ def test_bad_calibration_changes_nothing(calibration, message):
     with pytest.raises(ValueError, match=message):
         prune_(model, calibration=calibration, progress=False)
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+
+
+def test_rows_of_a_tokenized_data_set_are_calibration():
+    rows = [{"text": "so it came", "input_ids": row.tolist(), "attention_mask": [1] * 16} for row in ids()]
+    models = tiny("llama"), tiny("llama")
+    for model, calibration in zip(models, (datasets.Dataset.from_list(rows), ids().split(1)), strict=True):
+        prune_(model, calibration=calibration, progress=False)
+    assert torch.equal(output(models[0]), output(models[1]))
 
 
 def test_models_that_cannot_be_pruned_are_refused():

@@ -110,8 +110,8 @@ def prune_(
     Args:
         model: A transformers model, or any model whose MLPs can be found; changed in place.
         config: What to drop; default: half of the hidden neurons.
-        calibration: Batches: dicts of the model's arguments, or tensors of token ids (B, T). 50,000 tokens of the text
-            that it is for are good, 12,000 will do.
+        calibration: Batches: dicts of the model's arguments (a tokenized `datasets.Dataset`'s rows, too), or tensors of
+            token ids (B, T). 50,000 tokens of the text that it is for are good, 12,000 will do.
         cache: A folder that keeps each fitted MLP, so that an interrupted call that is made again goes on.
         progress: Show a progress bar.
 

@@ -312,6 +312,7 @@ KRONECKER_ROWS = [
 ]
 KRONECKER_ROWS += [("kron_linear", "fused", "float32"), ("kron_embedding", "eager", "float32")]
 KRONECKER_ROWS += [(op, "eager", "float32") for op in ("van_loan", "van_loan, normalized", "prune", "als", "to_linear")]
+KRONECKER_ROWS += [(op, "eager", "float32") for op in ("low_rank_linear", "low_rank_embedding")]
 KRONECKER_ROWS += [("fold", "stock checkpoint", d) for d in ("float32", "bfloat16")]
 
 

@@ -16,7 +16,7 @@ from model_components import __version__ as __version__
 from .config import KroneckerConfig, LowRankConfig, PruneConfig
 from .functional import kron_embedding, kron_linear
 from .krony import load_krony
-from .layers.embedding import KroneckerEmbedding
+from .layers.embedding import KroneckerEmbedding, LowRankEmbedding
 from .layers.experts import KroneckerExperts
 from .layers.linear import KroneckerLinear, LowRankLinear
 from .losses import DistillConfig
@@ -46,6 +46,7 @@ __all__ = [
     "KroneckerTrainer",
     "LayerReport",
     "LowRankConfig",
+    "LowRankEmbedding",
     "LowRankLinear",
     "Plan",
     "PruneConfig",

@@ -21,7 +21,7 @@ from model_components._folders import NewFolder, check_new, make_folder
 from model_components._hub import find_folder
 
 from .config import Config, KroneckerConfig, PruneConfig
-from .layers.embedding import KroneckerEmbedding
+from .layers.embedding import smaller_embedding
 from .layers.experts import KroneckerExperts, is_experts
 from .layers.linear import SmallerLinear, smaller_linear
 from .structures import from_dict, to_dict
@@ -190,7 +190,7 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
             module = model.get_submodule(name)
         except AttributeError:
             raise ValueError(f"from_pretrained: {mark['class']} has no layer {name}") from None
-        put(model, name, _empty(module, from_dict(values)))
+        put(model, name, empty_layer(module, from_dict(values)))
     shapes = {name: torch.Size(shape) for name, shape in mark["shapes"].items()}
     set_parameters_(model, {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()})
     state = model.state_dict()
@@ -218,14 +218,14 @@ def _local(folder: str | Path) -> Path:
         raise ValueError(f"from_pretrained: {error}") from error
 
 
-def _empty(module: nn.Module, config: Config) -> nn.Module:
-    """A smaller layer in the place of a stock one."""
-    if isinstance(config, KroneckerConfig) and isinstance(module, nn.Embedding):
-        return KroneckerEmbedding.like(module, config)
-    if isinstance(config, KroneckerConfig) and is_experts(module):
-        return KroneckerExperts(module, config)
+def empty_layer(module: nn.Module, config: Config) -> nn.Module:
+    """A smaller layer in the place of a stock one; a linear layer's bias goes with it."""
     if isinstance(config, PruneConfig):
         raise ValueError(f"from_pretrained: {config} is no layer's config")
+    if isinstance(config, KroneckerConfig) and is_experts(module):
+        return KroneckerExperts(module, config)
+    if isinstance(module, nn.Embedding):
+        return smaller_embedding(module, config)
     return smaller_linear(module, config)
 
 

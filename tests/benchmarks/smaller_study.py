@@ -83,6 +83,8 @@ STRUCTURES: dict[float | str, dict[str, Config | None]] = {
         "neurons instead": PruneConfig(),
         "table as (1, 2)": KroneckerConfig(b_shape=(1, 2), init="van_loan"),
         "table as 2 x (1, 4)": KroneckerConfig(b_shape=(1, 4), rank=2, init="van_loan"),
+        "table of low rank, nearest": LowRankConfig(init="svd"),
+        "table of low rank": LowRankConfig(),
     },
 }
 
@@ -181,7 +183,7 @@ def make_smaller(task: Any, name: str, budget: float | str, structure: str) -> n
             config = PruneConfig(budget=left)
         prune_(model, config, calibration=task.calibration, cache=place, progress=False)
     elif budget == TABLE:
-        convert_(model, {task.table: config}, progress=False)
+        convert_(model, {task.table: config}, calibration=task.calibration, progress=False)
     else:
         convert_(model, config, calibration=task.calibration, cache=place, progress=False)
     return model

@@ -78,7 +78,7 @@ def _body(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) -> nn.Mod
 
 def _captured(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) -> list[list[Call]]:
     """Each block's calls in one forward."""
-    keep = _not_padding(batch)
+    keep = not_padding(batch)
     calls: list[list[Call]] = [[] for _ in blocks]
 
     def hook(index: int) -> Callable:
@@ -106,7 +106,7 @@ def _captured(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) -> li
     return calls
 
 
-def _not_padding(batch: Batch) -> Tensor | None:
+def not_padding(batch: Batch) -> Tensor | None:
     """Which of a batch's tokens its mask keeps, flat; None where there is no such mask."""
     mask = batch.get("attention_mask")
     return None if mask is None or mask.dim() != 2 else mask.reshape(-1).bool()
@@ -186,7 +186,7 @@ class WholeModel(Call):
     """A whole model as one block."""
 
     def __init__(self, batch: Batch):
-        self.batch, self.hidden, self.keep = without_labels(batch), torch.empty(0), _not_padding(batch)
+        self.batch, self.hidden, self.keep = without_labels(batch), torch.empty(0), not_padding(batch)
 
     def run(self, block: nn.Module) -> Tensor:
         """Nothing goes from one block to the next."""

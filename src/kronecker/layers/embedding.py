@@ -1,18 +1,52 @@
-"""`KroneckerEmbedding`: an embedding table held as factors."""
+"""`KroneckerEmbedding` and `LowRankEmbedding`: embedding tables made of smaller ones.
+
+Letters: V rows of width H; for low rank A is (r, H) and B (V, r).
+"""
 
 from __future__ import annotations
 
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import KroneckerConfig
+from ..config import KroneckerConfig, LowRankConfig
 from ..functional import kron_embedding
-from .weights import KroneckerLayer, start
+from .weights import KroneckerLayer, SmallerWeight, start
 
 
-class KroneckerEmbedding(KroneckerLayer):
+class SmallerEmbedding(SmallerWeight):
+    """What tables of smaller weights share: a stock table's sizes, and the way back to one."""
+
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
+
+    @classmethod
+    def like(cls, embedding: nn.Embedding, config: object) -> Self:
+        """An empty table of a dense one's sizes, dtype and device."""
+        weight, padding = embedding.weight, embedding.padding_idx
+        rows, columns = weight.shape
+        layer = cls(rows, columns, config, padding_idx=padding, dtype=weight.dtype, device="meta")  # pyrefly: ignore
+        return layer.to_empty(device=weight.device)
+
+    @torch.no_grad()
+    def to_embedding(self) -> nn.Embedding:
+        """The dense `nn.Embedding` with the same rows."""
+        table = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
+        table.weight = nn.Parameter(self.dense_weight())
+        return table
+
+    def _sizes(self) -> tuple[int, int]:
+        return self.num_embeddings, self.embedding_dim
+
+    def extra_repr(self) -> str:
+        """Sizes, structure and compression."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, {super().extra_repr()}"
+
+
+class KroneckerEmbedding(SmallerEmbedding, KroneckerLayer):
     """An embedding whose table is Σ_r s_r A_r ⊗ B_r; rows are made from gathered rows of the factors.
 
     Args:
@@ -38,16 +72,8 @@ class KroneckerEmbedding(KroneckerLayer):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
-        super().__init__(num_embeddings, embedding_dim, config, dtype, device)
+        KroneckerLayer.__init__(self, num_embeddings, embedding_dim, config, dtype, device)
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
-
-    @classmethod
-    def like(cls, embedding: nn.Embedding, config: KroneckerConfig) -> Self:
-        """An empty table of a dense one's sizes, dtype and device."""
-        weight, padding = embedding.weight, embedding.padding_idx
-        rows, columns = weight.shape
-        layer = cls(rows, columns, config, padding_idx=padding, dtype=weight.dtype, device="meta")
-        return layer.to_empty(device=weight.device)
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, config: KroneckerConfig) -> Self:
@@ -56,17 +82,71 @@ class KroneckerEmbedding(KroneckerLayer):
         layer.set_factors_(start(embedding.weight.detach(), layer.b_shape, config, None, alone=True))
         return layer
 
-    @torch.no_grad()
-    def to_embedding(self) -> nn.Embedding:
-        """The dense `nn.Embedding` with the same rows."""
-        table = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
-        table.weight = nn.Parameter(self.dense_weight())
-        return table
-
     def forward(self, ids: Tensor) -> Tensor:
         """Ids (*B,) to rows (*B, embedding_dim)."""
         return kron_embedding(ids, self.a, self.b, self.scales)
 
-    def extra_repr(self) -> str:
-        """Sizes, shapes and compression."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, {super().extra_repr()}"
+
+class LowRankEmbedding(SmallerEmbedding):
+    """An embedding whose rows are those of B (V, r) times A (r, H).
+
+    Its parameters are ``a`` and ``b``. A head that is tied to the table is a `LowRankLinear` with the same two.
+
+    Args:
+        num_embeddings: V.
+        embedding_dim: H.
+        config: Its rank.
+        padding_idx: Kept for `to_embedding`; its row is not forced to zero.
+        dtype: Of the parameters.
+        device: Of the parameters.
+
+    Raises:
+        ValueError: A rank above the smaller of the two sizes.
+
+    Source: ALBERT's factorized table (arXiv 1909.11942, section 3.1).
+
+    >>> table = LowRankEmbedding(50257, 768, LowRankConfig(rank=64))
+    >>> table
+    LowRankEmbedding(50257, 768, rank 64, 8.5% of the dense weight)
+    >>> table(torch.tensor([[1, 50256]])).shape
+    torch.Size([1, 2, 768])
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        config: LowRankConfig,
+        *,
+        padding_idx: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__()
+        self.config = config
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        rank = config.rank_of(num_embeddings, embedding_dim, operation="LowRankEmbedding")
+        place = {"dtype": dtype or torch.get_default_dtype(), "device": device}
+        self.a = nn.Parameter(torch.empty(rank, embedding_dim, **place))
+        self.b = nn.Parameter(torch.empty(num_embeddings, rank, **place))
+        if self.a.device.type != "meta":
+            nn.init.normal_(self.a, std=rank**-0.5)
+            nn.init.normal_(self.b)
+
+    def dense_weight(self) -> Tensor:
+        """B A, (num_embeddings, embedding_dim), differentiable."""
+        return self.b @ self.a
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Ids (*B,) to rows (*B, embedding_dim)."""
+        return F.embedding(ids, self.b) @ self.a
+
+    @property
+    def structure(self) -> str:
+        """The rank."""
+        return f"rank {len(self.a)}"
+
+
+def smaller_embedding(embedding: nn.Embedding, config: KroneckerConfig | LowRankConfig) -> SmallerEmbedding:
+    """The empty table that a config makes of a dense one."""
+    return (KroneckerEmbedding if isinstance(config, KroneckerConfig) else LowRankEmbedding).like(embedding, config)

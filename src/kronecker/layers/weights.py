@@ -39,7 +39,7 @@ class StandsFor(nn.Module):
 
 
 class SmallerWeight(StandsFor):
-    """A weight that is made of smaller parameters, of which ``a`` is the largest."""
+    """A weight that is made of two smaller parameters, or several of each."""
 
     stands_for = ("weight",)
     a: nn.Parameter

@@ -60,8 +60,8 @@ def check_own(operation: str, model: nn.Module, names: Collection[str]) -> None:
 
 def check_config(name: str, module: nn.Module, config: Config, tied: bool) -> None:
     """Refuse what a config cannot make of a layer."""
-    if isinstance(config, LowRankConfig) and (tied or not is_linear(module)):
-        raise ValueError(f"convert_: {name} is tied or not a linear layer; LowRankConfig needs one of its own")
+    if isinstance(config, LowRankConfig) and is_experts(module):
+        raise ValueError(f"convert_: {name} is a stack of experts; LowRankConfig needs a linear layer or an embedding")
     if isinstance(config, PruneConfig):
         if tied or not (is_linear(module) or is_experts(module)):
             raise ValueError(f"convert_: {name} is tied or not a linear layer; PruneConfig needs all layers of an MLP")

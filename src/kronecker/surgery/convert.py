@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,16 +20,17 @@ from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig
 from ..data import Batch, batches, check_model, tokens_seen
 from ..fitting.cache import FitCache
 from ..fitting.fit import UNKNOWN, Fitted, Part, fit_
-from ..init import relative_error
+from ..fitting.tables import TableUse, low_rank_table, uses_of
+from ..init import low_rank, relative_error
 from ..layers.embedding import KroneckerEmbedding
 from ..layers.experts import GROUPED, KroneckerExperts, is_experts, layout_of
-from ..layers.linear import KroneckerLinear, LowRankLinear, SmallerLinear
+from ..layers.linear import KroneckerLinear, SmallerLinear
 from ..layers.weights import SmallerWeight, dense
-from ..storage import own_saving_, resized
+from ..storage import empty_layer, own_saving_, resized
 from ..structures import structure_of
 from .beside import beside
 from .checks import check_config, check_layer, tied_modules
-from .finding import COMPRESSED, convertible, is_linear, mlps_if_any, put, resolve, snapshot
+from .finding import COMPRESSED, convertible, is_embedding, is_linear, mlps_if_any, put, resolve, snapshot
 
 
 @dataclass(frozen=True)
@@ -128,14 +128,16 @@ def convert_(
     by layer; `preset` and `plan` give such maps. Tied weights stay tied. ``model.save_pretrained`` writes the smaller
     weights from then on, for `kronecker.from_pretrained`; `prune_` makes a stock model.
 
-    The matrices of an MLP are fitted together, block by block, on what the smaller model feeds them.
+    The matrices of an MLP are fitted together, block by block, on what the smaller model feeds them; a table of
+    embeddings of low rank on how often tokens are looked up, and on what a head that is tied to it reads.
 
     Args:
         model: Changed in place.
         config: One config, or a map from patterns to configs.
         filter_fn: (name, module) to whether to convert it.
-        calibration: Batches for ``init="sequential"`` and for `PruneConfig`: dicts of the model's arguments, or tensors
-            of token ids (B, T). 50,000 tokens of the text it is for are good, 12,000 will do.
+        calibration: Batches for ``init="sequential"`` and for `PruneConfig`: dicts of the model's arguments (a
+            tokenized `datasets.Dataset`'s rows, too), or tensors of token ids (B, T). 50,000 tokens of the text it is
+            for are good, 12,000 will do.
         fade_in: Keep each original linear layer beside its factors and run it alone at first, for `FadeIn`.
         cache: A folder that keeps each fitted part, so that an interrupted fit goes on; not with ``fade_in``.
         progress: Show a progress bar.
@@ -163,9 +165,10 @@ def convert_(
     tied = tied_modules(model)
     _check_each(model, configs, tied, fade_in)
     parts = _parts(model, {n: c for n, c in configs.items() if n not in tied and _is_fitted(modules[n], c)}, data)
-    if parts and data is None:
+    tables = _fitted_tables(model, configs, tied)
+    if data is None and (needing := [c for p in parts for c in p.configs.values()] + [configs[n] for n in tables]):
         raise ValueError(
-            f"convert_: {next(iter(parts[0].configs.values()))} looks at what layers see, needed calibration data "
+            f"convert_: {needing[0]} looks at what layers see, needed calibration data "
             f"(batches of token ids), or a config with another init"
         )
     before = num_parameters(model)
@@ -185,6 +188,7 @@ def convert_(
 
     try:
         with evaluating(model):
+            uses = uses_of(model, tables, data, "convert_") if data is not None and tables else {}
             if data is not None and parts:
                 settings = {n: [structure_of(c), asdict(c)] for n, c in configs.items()}
                 fits = FitCache(None if fade_in else cache, model, settings, data, "convert_")
@@ -195,7 +199,7 @@ def convert_(
                 notes = tokens_seen(data, widest)
                 notes += [f"{n}: {UNKNOWN}" for n, fit in done.items() if "unknown" in fit.notes]
             for name in (n for n in configs if n not in fitted):  # after the walk, which begins with the original
-                errors[name] = _convert_alone(model, name, configs[name], tied)
+                errors[name] = _convert_alone(model, name, configs[name], tied, uses.get(name))
                 if fade_in and isinstance(layer := model.get_submodule(name), SmallerLinear) and name not in tied:
                     layer.fade_in_(beside(modules[name], name))
         for name, module in original.items():
@@ -230,9 +234,31 @@ def _check_each(model: nn.Module, configs: Mapping[str, Config], tied: Iterable[
 
 def _row(name: str, layer: nn.Module, config: Config, fitted: bool, before: int, error: float) -> LayerReport:
     """What became of one layer."""
-    start = config.init if fitted or config.init != "sequential" else "van_loan"
+    by_weight = isinstance(config, KroneckerConfig) and config.init == "sequential" and not fitted
+    start = "van_loan" if by_weight else config.init
     after = sum(p.numel() for p in layer.parameters())
     return LayerReport(name, _structure(layer), before, after, start, error)
+
+
+def _fitted_tables(
+    model: nn.Module, configs: Mapping[str, Config], tied: Mapping[str, list[str]]
+) -> dict[str, list[str]]:
+    """Tables of low rank that are fitted to how tokens use them, each with the layers that are tied to it.
+
+    Raises:
+        ValueError: Tied layers without an embedding among them, whose rows nothing looks up.
+    """
+    found: dict[str, list[str]] = {}
+    for name, config in configs.items():
+        others = tied.get(name, [])
+        module = model.get_submodule(name)
+        if not isinstance(config, LowRankConfig) or config.init == "svd" or (is_linear(module) and not others):
+            continue
+        if not any(is_embedding(model.get_submodule(n)) for n in (name, *others)):
+            raise ValueError(f"convert_: {name} is {others[0]}, too, and no embedding; needed init='svd'")
+        if not any(n in found for n in others):
+            found[name] = others
+    return found
 
 
 def _is_fitted(module: nn.Module, config: Config) -> bool:
@@ -280,40 +306,57 @@ def _structure(layer: nn.Module) -> str:
     return "experts"
 
 
-def _convert_alone(model: nn.Module, name: str, config: Config, tied: Mapping[str, list[str]]) -> float:
-    """Convert one layer by its weights alone; whatever shares its weight shares its factors. Returns the error."""
+def _convert_alone(
+    model: nn.Module, name: str, config: Config, tied: Mapping[str, list[str]], use: TableUse | None
+) -> float:
+    """Convert one layer without the block's walk; what shares its weight shares its factors. Returns the error."""
     module = model.get_submodule(name)
-    if isinstance(config, LowRankConfig):
-        smaller, weight = LowRankLinear.from_linear(module, config), dense(module).double()
-        put(model, name, smaller)
-        return float((smaller.dense_weight().detach().double() - weight).norm() / weight.norm())
-    assert isinstance(config, KroneckerConfig)
     if isinstance(module, COMPRESSED):
         return float("nan")  # came along with the one it is tied to
+    assert not isinstance(config, PruneConfig)
     if is_experts(module):
+        assert isinstance(config, KroneckerConfig)
         stack = KroneckerExperts.from_experts(module, config)
         smaller, weights = stack.dense_weights(), dict(module.named_parameters(recurse=False))
         parts = [(weights[n] - w).square().sum() for n, w in smaller.items()]
         put(model, name, stack)
         energies = [weights[n].square().sum() for n in smaller]
         return float((torch.stack(parts).sum() / torch.stack(energies).sum()).detach().sqrt())
-    weight = dense(module)
     others = tied.get(name, [])
-    if others and config.init == "sequential":
+    if others and config.init == "sequential" and isinstance(config, KroneckerConfig):
         config = replace(config, init="van_loan")
-    if isinstance(module, nn.Embedding):
-        layer: Any = KroneckerEmbedding.from_embedding(module, config)
-    else:
-        layer = KroneckerLinear.from_linear(module, config)
+    layer, error = _converted(module, config, use)
     put(model, name, layer)
     for other in others:
         twin = model.get_submodule(other)
-        if isinstance(twin, nn.Embedding):
-            shared: Any = KroneckerEmbedding.like(twin, config)
-        else:
-            shared = KroneckerLinear.like(twin, config)
+        shared = empty_layer(twin, config)
+        if isinstance(shared, SmallerLinear):
             shared.bias = twin.bias  # pyrefly: ignore
-        shared.a, shared.b, shared.scales = layer.a, layer.b, layer.scales
+        shared._parameters |= {n: p for n, p in layer._parameters.items() if n != "bias"}
         put(model, other, shared)
-    a, b = layer.a.detach(), scaled(layer.b, layer.scales).detach()
-    return relative_error(weight, a, b)
+    return error
+
+
+@torch.no_grad()
+def _converted(
+    module: nn.Module, config: KroneckerConfig | LowRankConfig, use: TableUse | None
+) -> tuple[nn.Module, float]:
+    """The smaller layer of one that stands alone, by its weight or by how tokens use it, and the relative error."""
+    if isinstance(config, KroneckerConfig):
+        if isinstance(module, nn.Embedding):
+            layer = KroneckerEmbedding.from_embedding(module, config)
+        else:
+            layer = KroneckerLinear.from_linear(module, config)
+        return layer, relative_error(dense(module), layer.a, scaled(layer.b, layer.scales))
+    weight, smaller = dense(module), empty_layer(module, config)
+    assert isinstance(smaller, SmallerWeight)
+    rank = config.rank_of(*weight.shape)
+    if use is None:
+        a, b = low_rank(weight, rank)
+        error = float((b.double() @ a.double() - weight.double()).norm() / weight.double().norm())
+    else:
+        a, b, share = low_rank_table(weight, rank, use)
+        error = share**0.5
+    smaller.a.copy_(a)
+    smaller.b.copy_(b)
+    return smaller, error

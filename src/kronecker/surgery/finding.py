@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..config import Config
-from ..layers.embedding import KroneckerEmbedding
+from ..layers.embedding import SmallerEmbedding
 from ..layers.experts import KroneckerExperts, is_experts
 from ..layers.linear import SmallerLinear
 from . import mlps
 from .mlps import Mlp
 
-COMPRESSED = (SmallerLinear, KroneckerEmbedding, KroneckerExperts)
+COMPRESSED = (SmallerLinear, SmallerEmbedding, KroneckerExperts)
 
 
 def is_linear(module: nn.Module) -> bool:

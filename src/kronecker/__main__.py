@@ -17,7 +17,7 @@ from model_components._devices import find_device
 from model_components._folders import NewFolder, check_new, is_begun, new_file
 from model_components._hub import find_folder
 
-from .config import GRANULARITIES, INITS, KroneckerConfig, LowRankConfig, PruneConfig
+from .config import GRANULARITIES, INITS, Config, KroneckerConfig, LowRankConfig, PruneConfig
 from .data import positions_of
 from .planning import plan
 from .presets import PRESETS, preset
@@ -41,14 +41,17 @@ def parser() -> argparse.ArgumentParser:
     share.add_argument("--budget", type=int, help="parameters of the whole model, instead of --keep")
     pruning.add_argument("--granularity", choices=GRANULARITIES, default="neuron", help="what goes (default: neuron)")
     pruning.add_argument("--multiple-of", type=int, default=1, help="round sizes to this (default: 1)")
-    convert = commands.add_parser("convert", help="compress a model by low rank or Kronecker sums and write it")
+    convert = commands.add_parser("convert", help="compress a model's MLPs by low rank or Kronecker sums and write it")
     convert.add_argument("model", help="folder or hub id of a transformers model")
     convert.add_argument("out", help="folder to write; must not exist or be empty")
     what = convert.add_mutually_exclusive_group(required=True)
     what.add_argument("--preset", choices=PRESETS, help="for GPT-2 124M")
     what.add_argument("--plan", help="JSON file that `plan` wrote")
-    what.add_argument("--b-shape", type=int, nargs=2, metavar=("O2", "I2"), help="Kronecker sums for all MLPs")
-    what.add_argument("--low-rank", type=float, metavar="KEEP", help="two thin matrices of this share for all MLPs")
+    what.add_argument("--b-shape", type=int, nargs=2, metavar=("O2", "I2"), help="Kronecker sums")
+    what.add_argument("--low-rank", type=float, metavar="KEEP", help="two thin matrices of this share")
+    convert.add_argument(
+        "--layers", nargs="+", metavar="PATTERN", help="these instead of the MLPs, such as '*embed_tokens'"
+    )
     convert.add_argument("--rank", type=int, default=1, help="terms, with --b-shape (default: 1)")
     convert.add_argument("--init", choices=INITS, help="where Kronecker factors start (default: sequential)")
     planning = commands.add_parser("plan", help="choose what each MLP becomes within a budget of parameters")
@@ -197,6 +200,10 @@ def _convert(options: argparse.Namespace) -> None:
     else:
         init = options.init or "sequential"
         config = KroneckerConfig(b_shape=tuple(options.b_shape), rank=options.rank, init=init)
+    if options.layers:
+        if not isinstance(config, Config):
+            raise ValueError("convert: presets and plans name their layers, needed --layers with another option")
+        config = dict.fromkeys(options.layers, config)
     new = NewFolder(options.out, "convert", resumable=True)
     name = options.tokenizer or options.model
     model = load(options.model).to(options.device)

@@ -22,6 +22,7 @@ from kronecker import (
 )
 from kronecker.__main__ import main
 from kronecker.data import positions_of
+from kronecker.surgery.finding import COMPRESSED
 from kronecker.text import strided, text_batches, text_of
 from tests.support.models import save, save_tokenizer, tiny
 
@@ -163,6 +164,13 @@ def test_a_plan_of_neurons_for_all_ends_as_a_stock_model(place, capsys):
         torch.testing.assert_close(small(ids).logits, stock(ids).logits)
     assert main(["convert", model, str(place / "thin"), "--low-rank", "0.5", *text]) == 0
     assert "LowRankLinear" in str(from_pretrained(place / "thin"))
+    assert main(["convert", model, str(place / "table"), "--low-rank", "0.5", "--layers", "*.wte", *text]) == 0
+    assert [n for n, m in from_pretrained(place / "table").named_modules() if isinstance(m, COMPRESSED)] == [
+        "transformer.wte",
+        "lm_head",
+    ]
+    assert main(["convert", model, str(place / "new"), "--preset", "gpt2-96m", "--layers", "*.wte", *text]) == 1
+    assert "needed --layers with another option" in capsys.readouterr().err
     assert main(["convert", str(place / "absent"), str(place / "new"), "--low-rank", "0.5", *text]) == 1
     assert "absent: there is no such folder" in capsys.readouterr().err
     assert main(["prune", model, str(place / "new"), "--tokenizer", "no/such", *text]) == 1

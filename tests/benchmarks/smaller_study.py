@@ -47,6 +47,7 @@ PLOT = ROOT / "docs" / "smaller_models.svg"
 STEPS, SEEDS, BATCH, CONTEXT = 300, (0, 1, 2), 2, 128
 BUDGETS, TABLE = (0.75, 0.5, 0.25), "table"  # shares of MLPs; half of the embeddings
 RATES = {"smollm2": 2e-4, "minilm": 2e-4}
+AUTOCAST = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # elsewhere a product takes 50 times as long as in float32
 
 
 def kronecker(b_shape: tuple[int, int], rank: int) -> KroneckerConfig:
@@ -190,11 +191,11 @@ def make_smaller(task: Any, name: str, budget: float | str, structure: str) -> n
 
 
 def trained(task: Any, name: str, model: nn.Module, seed: int, steps: int, rate: float) -> nn.Module:
-    """After distilled steps, in bfloat16 autocast."""
+    """After distilled steps, in bfloat16 autocast where the processor computes in it."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, max_steps=steps, per_device_train_batch_size=BATCH if name == "smollm2" else 8, learning_rate=rate,
-            lr_scheduler_type="cosine", warmup_steps=steps // 20, weight_decay=0.0, adam_beta2=0.95, bf16=True,
+            lr_scheduler_type="cosine", warmup_steps=steps // 20, weight_decay=0.0, adam_beta2=0.95, bf16=AUTOCAST,
             use_cpu=True, seed=seed, data_seed=seed, report_to="none", save_strategy="no", disable_tqdm=True,
             logging_strategy="no",
         )  # fmt: skip
@@ -245,6 +246,7 @@ def run_cell(task: Any, name: str, budget: float | str, structure: str, seed: in
     model = make_smaller(task, name, budget, structure)
     fitted = time.process_time() - begin
     row: dict[str, Any] = {"model": name, "budget": budget, "structure": structure, "seed": seed, "steps": steps}
+    row |= {} if AUTOCAST else {"autocast": False}
     row |= {"share": round(mlp_share(task, model), 4), "time": round(time_ratio(task, model), 3)}
     row["before"] = round(task.judge(model), 4)
     begin = time.process_time()
@@ -277,12 +279,14 @@ def write_table() -> None:
                 if same:
                     lines.append(_line(rows, budget, structure, same))
     rows = found["rows"]
+    others = dict.fromkeys(r["structure"] for r in rows if not r.get("autocast", True))
+    exact = f" ({', '.join(others)}: in float32, on a processor without bfloat16)" if others else ""
     text = (
-        f"Parameters: of the MLPs, or half of the table of embeddings. Fitted on 12,288 tokens by the same walk (the "
-        f"table: nearest to its weight), then distilled in bfloat16 autocast, {BATCH} x {CONTEXT} tokens a "
-        "step (MiniLM: 8 x 128); mean, range and number of orders of data. Time: forward of 512 tokens against the "
-        "original's, in turns on one thread, beside other work. At equal time: what dropped neurons give at the row's "
-        "time, between the budgets measured. "
+        "Parameters: of the MLPs, or half of the table of embeddings. Fitted on 12,288 tokens by the same walk (a "
+        "table's Kronecker sums, and the low rank called nearest: to its weight alone), then distilled in bfloat16 "
+        f"autocast{exact}, {BATCH} x {CONTEXT} tokens a step (MiniLM: 8 x 128); mean, range and "
+        "number of orders of data. Time: forward of 512 tokens against the original's, in turns on one thread, "
+        "beside other work. At equal time: what dropped neurons give at the row's time, between the budgets measured. "
         f"Measured to {max(r['date'] for r in rows)} at {', '.join(dict.fromkeys(r['commit'] for r in rows))}."
     )
     put(KRONECKER_GUIDE, [*lines[1:], "", text], "study")

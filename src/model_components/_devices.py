@@ -1,8 +1,13 @@
-"""A device by its name, once something could be put there."""
+"""A device by its name, once something could be put there; and a dtype that it does not compute in."""
 
 from __future__ import annotations
 
 import os
+import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def find_device(name: str, operation: str) -> str:
@@ -28,3 +33,16 @@ def find_device(name: str, operation: str) -> str:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"{operation}: device {name} cannot be used here ({error})") from error
     return str(device)
+
+
+def warn_if_slow(operation: str, module: nn.Module) -> None:
+    """Warn of bfloat16 on a processor without instructions for it, where a product takes some 50 times as long."""
+    import torch
+
+    slow = [p for p in module.parameters() if p.device.type == "cpu" and p.dtype == torch.bfloat16]
+    if slow and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        warnings.warn(
+            f"{operation}: {type(module).__name__} is in bfloat16, which this processor has no instructions for; "
+            "float32 is many times as fast here",
+            stacklevel=3,
+        )

@@ -11,7 +11,7 @@ from heads.pairwise import PairwiseTrainer
 from kronecker import KroneckerTrainer
 from mergekit_lite.masks import MaskTrainer
 from model_components._commands import GOES_ON, run_command
-from model_components._devices import find_device
+from model_components._devices import find_device, warn_if_slow
 from model_components._folders import NewFolder, is_begun
 from model_components._modes import evaluating, in_mode
 from model_components._trainer import StepTrainer, TrainerOptions
@@ -19,6 +19,7 @@ from tests.support.models import tiny
 from thinker import CurriculumDataset, LatentThinker, ThinkerConfig, ThinkerTrainer, evaluate_lengths, make_task
 from thinker.schedules import Fixed
 
+SLOW = "encode_: Linear is in bfloat16, which this processor has no instructions for"
 TRAINERS = (KroneckerTrainer, MaskTrainer, PairwiseTrainer, ThinkerTrainer)
 
 
@@ -152,3 +153,17 @@ def test_ctrl_c_is_a_line_in_every_command(package, given, monkeypatch, capsys, 
     monkeypatch.setattr(module, work.get(package, "find_device"), stop)
     assert module.main(given) == 130
     assert "stopped; nothing was kept" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_dtype_that_a_processor_does_not_compute_in_is_said(computes, monkeypatch, recwarn):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: computes)
+    warn_if_slow("encode_", torch.nn.Linear(2, 2))
+    warn_if_slow("encode_", torch.nn.Linear(2, 2, dtype=torch.bfloat16, device="meta"))
+    assert not recwarn
+    if computes:
+        warn_if_slow("encode_", torch.nn.Linear(2, 2, dtype=torch.bfloat16))
+        assert not recwarn
+    else:
+        with pytest.warns(UserWarning, match=SLOW):
+            warn_if_slow("encode_", torch.nn.Linear(2, 2, dtype=torch.bfloat16))

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from tqdm.auto import tqdm
 
+from model_components._devices import warn_if_slow
 from model_components._folders import new_file
 from model_components._modes import evaluating
 
@@ -50,6 +51,7 @@ def encoded(model: Any, sequences: Sequence[Tokens], cache: str | Path | None, p
             f"encode_: {len(trained)} tensors train that answers go through, such as {trained[0]}; needed "
             "freeze_(model, 'all') before, and a pooling without weights"
         )
+    warn_if_slow("encode_", model.encoder)
     kinds = model.pool.pooling
     folders: dict[str, Path] = {} if cache is None else _folders(model, Path(cache))
     keys = [_key(one) for one in sequences]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from model_components._devices import warn_if_slow
 from model_components._modes import evaluating
 
 from .collate import Answer, PairwiseCollator, PairwiseDataset, flat_batch
@@ -97,6 +98,8 @@ def predict_pairs(
     if not len(data) or batch_size < 1:
         raise ValueError(f"predict_pairs: {len(data)} pairs in batches of {batch_size}; needed 1 or more of both")
     data.check_encoded("predict_pairs", model)
+    if not data.encoded:
+        warn_if_slow("predict_pairs", model.encoder)
     order = sorted(range(len(data)), key=lambda i: data.lengths[i])
     collate, device = PairwiseCollator(), next(model.parameters()).device
     made, turned, scores = [], [], []

@@ -13,6 +13,7 @@ from transformers import EvalPrediction, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.training_args import ParallelMode
 
+from model_components._devices import warn_if_slow
 from model_components._trainer import StepTrainer, TrainerOptions
 
 from .collate import PairwiseCollator, PairwiseDataset
@@ -128,6 +129,8 @@ class PairwiseTrainer(StepTrainer):
                 "freeze_(model, 'all'), or a dataset without encode_"
             )
         data.check_encoded("PairwiseTrainer", held)
+        if not data.encoded:
+            warn_if_slow("PairwiseTrainer", held.encoder)
         if all(label == 2 or (isinstance(label, tuple) and label[2:] == (1.0,)) for label in data.labels):
             raise ValueError("PairwiseTrainer: every label is a tie; needed pairs of which some are won")
         won = count_labels(data.pairs)[:2]

@@ -96,6 +96,8 @@ def test_moments_add_up_and_a_corrected_bias_gives_the_mean():
     found = als(whole.centred(), prune(weight, (2, 1)))
     fixed = correct_bias(whole, found.weight()).float()
     torch.testing.assert_close((x @ found.weight().T + fixed).mean(0), y.mean(0), rtol=1e-4, atol=1e-4)
+    one = correct_bias(Moments.of(x[:1], weight, bias), found.weight()).float()
+    torch.testing.assert_close(x[0] @ found.weight().T + one, y[0], rtol=1e-4, atol=1e-4)
 
 
 def test_random_keeps_the_size_of_activations():

@@ -287,6 +287,16 @@ def test_dropout_of_all_leaves_the_stock_layer(few, monkeypatch):
     assert all(p.grad is None or not p.grad.any() for n, p in model.named_parameters() if "lora_" in n)
 
 
+@pytest.mark.parametrize(("tokens", "training", "lean"), [(256, True, False), (257, True, True), (257, False, False)])
+def test_many_tokens_under_dropout_keep_no_mask(tokens, training, lean, monkeypatch):
+    model, ran = peft_model("llama", lora_dropout=0.5).train(training), []
+    stock = heads.lora.linear.run
+    monkeypatch.setattr(heads.lora.linear, "run", lambda *args, **named: ran.append(1) or stock(*args, **named))
+    accelerate_lora_(model)
+    model(input_ids=torch.full((tokens // 16 + 1, 16), 3).flatten()[:tokens].view(tokens, 1))
+    assert bool(ran) == lean
+
+
 def test_dropout_drops_in_training_alone():
     model = peft_model("llama", lora_dropout=0.5)
     accelerate_lora_(model)

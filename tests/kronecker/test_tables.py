@@ -14,6 +14,7 @@ from kronecker import (
     convert_,
     fold,
     from_pretrained,
+    prune_,
     revert_,
 )
 from kronecker.fitting.tables import READ_IN, TableUse, low_rank_table, uses_of
@@ -135,6 +136,18 @@ def test_tables_and_mlps_in_one_call_and_a_stock_trainer(tmp_path):
     KroneckerTrainer(model, arguments, train_dataset=rows, teacher=tiny("gpt2")).train()
     assert not torch.equal(model.transformer.wte.b, before)
     assert model.lm_head.b is model.transformer.wte.b
+
+
+def test_neurons_go_before_a_table_does(tmp_path):
+    model, data = tiny("bert"), [ids(8, seed=1)]
+    convert_(model, {"*word_embeddings": LowRankConfig()}, calibration=data, progress=False)
+    with pytest.raises(ValueError, match=r"word_embeddings is compressed already; needed a stock model, and convert_"):
+        prune_(model, PruneConfig(), calibration=data, progress=False)
+    model = tiny("bert")
+    prune_(model, PruneConfig(), calibration=data, progress=False)
+    convert_(model, {"*word_embeddings": LowRankConfig()}, calibration=data, progress=False)
+    model.save_pretrained(tmp_path / "small")
+    assert torch.equal(output(from_pretrained(tmp_path / "small")), output(model))
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from .blocks import (
 )
 from .checks import check_own
 from .convert import num_parameters
-from .finding import all_or_nothing
+from .finding import COMPRESSED, all_or_nothing
 from .heads import check_runs, config_with_heads, cut_heads_, find_attentions, groups_to_keep
 from .neurons import PrunablePart, neurons_to_keep, prunable_parts
 from .stock import Changes, attribute_changes, parameter_shapes, set_attributes_, stock_config
@@ -263,5 +263,9 @@ def _refuse(model: nn.Module) -> None:
     if torch.is_inference_mode_enabled():
         raise ValueError("prune_: torch.inference_mode is on, needed a place where gradients can be taken")
     for name, module in model.named_modules():
+        if isinstance(module, COMPRESSED):
+            raise ValueError(
+                f"prune_: {name} is compressed already; needed a stock model, and convert_ for the rest after prune_"
+            )
         if name and isinstance(module, PreTrainedModel) and not isinstance(model, PreTrainedModel):
             raise ValueError(f"prune_: {name} within {type(model).__name__} has a config of its own; prune_ that model")

@@ -111,7 +111,7 @@ def users_files(tmp_path, monkeypatch):
 def test_every_snippet_of_the_readme_runs_as_it_stands(users_files):
     """Each in a namespace of its own, with fewer steps."""
     snippets = snippets_of("README.md")
-    assert len(snippets) == 6
+    assert len(snippets) == 7
     for code in snippets:
         exec(re.sub(r"max_steps=\d+", "max_steps=2", code), {})
     for made in ("merged", "masked", "smaller", "tuned"):
@@ -338,7 +338,7 @@ def test_the_snippets_about_smaller_models_run(tmp_path, monkeypatch):
     Path("texts.json").write_text(json.dumps([" ".join(words[i] for i in picked)]))
     guide = (ROOT / "docs" / "kronecker.md").read_text(encoding="utf-8")
     snippets, namespace = re.findall(r"```python\n(.*?)```", guide, re.S), {}
-    assert len(snippets) == 6
+    assert len(snippets) == 7
     for code in snippets:
         code = code.replace("50_000", "1_000").replace("5_000", "300").replace("context=256", "context=32")
         code = re.sub(r"max_steps=\d+", 'max_steps=2, report_to="none", use_cpu=True', code).replace(

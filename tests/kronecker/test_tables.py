@@ -6,6 +6,8 @@ import transformers
 from torch import nn
 
 from kronecker import (
+    KroneckerConfig,
+    KroneckerEmbedding,
     KroneckerTrainer,
     LowRankConfig,
     LowRankEmbedding,
@@ -136,6 +138,14 @@ def test_tables_and_mlps_in_one_call_and_a_stock_trainer(tmp_path):
     KroneckerTrainer(model, arguments, train_dataset=rows, teacher=tiny("gpt2")).train()
     assert not torch.equal(model.transformer.wte.b, before)
     assert model.lm_head.b is model.transformer.wte.b
+
+
+def test_kronecker_factors_of_a_table_look_at_its_weight_alone():
+    table = nn.Embedding(12, 8)
+    starts = [KroneckerConfig(b_shape=(1, 2)), KroneckerConfig(b_shape=(1, 2), init="van_loan")]
+    first, second = (KroneckerEmbedding.from_embedding(table, config).dense_weight() for config in starts)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, table.weight)
 
 
 def test_neurons_go_before_a_table_does(tmp_path):

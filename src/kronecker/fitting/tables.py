@@ -25,6 +25,11 @@ class TableUse:
     counts: Tensor  # (V,), how often each row is looked up
     inputs: Tensor | None  # Σ x xᵀ, (H, H), of what a tied layer multiplies with it
 
+    @property
+    def looked_up(self) -> int:
+        """How many rows are looked up at all."""
+        return int((self.counts > 0).sum())
+
 
 @torch.no_grad()
 def uses_of(

@@ -198,6 +198,8 @@ def convert_(
                 widest = max((dense(m).shape[1] for n, m in modules.items() if n in fitted and is_linear(m)), default=0)
                 notes = tokens_seen(data, widest)
                 notes += [f"{n}: {UNKNOWN}" for n, fit in done.items() if "unknown" in fit.notes]
+            notes += [f"{n}: calibration tokens look up {use.looked_up:,} of {len(use.counts):,} rows"
+                      for n, use in uses.items()]  # fmt: skip
             for name in (n for n in configs if n not in fitted):  # after the walk, which begins with the original
                 errors[name] = _convert_alone(model, name, configs[name], tied, uses.get(name))
                 if fade_in and isinstance(layer := model.get_submodule(name), SmallerLinear) and name not in tied:
@@ -332,7 +334,7 @@ def _convert_alone(
         shared = empty_layer(twin, config)
         if isinstance(shared, SmallerLinear):
             shared.bias = twin.bias  # pyrefly: ignore
-        shared._parameters |= {n: p for n, p in layer._parameters.items() if n != "bias"}
+        shared._parameters.update({n: p for n, p in layer._parameters.items() if n != "bias"})
         put(model, other, shared)
     return error
 

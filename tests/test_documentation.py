@@ -111,7 +111,7 @@ def users_files(tmp_path, monkeypatch):
 def test_every_snippet_of_the_readme_runs_as_it_stands(users_files):
     """Each in a namespace of its own, with fewer steps."""
     snippets = snippets_of("README.md")
-    assert len(snippets) == 7
+    assert len(snippets) == 6
     for code in snippets:
         exec(re.sub(r"max_steps=\d+", "max_steps=2", code), {})
     for made in ("merged", "masked", "smaller", "tuned"):

@@ -15,12 +15,13 @@ Letters: n tokens; p, u index A's rows and columns, q, v those of B.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from model_components._autograd import Context
 
 ORDERS = ("b_first", "a_first", "rebuild")
 _WORTH = 1.3  # two products have overheads; below this gain the weight is rebuilt instead
@@ -121,6 +122,10 @@ def _few(a: Tensor, rows: Tensor) -> Tensor:
     return torch.bmm(a, rows.transpose(1, 2)).sum(0, dtype=_work(rows.dtype)).to(rows.dtype)
 
 
+def _plus(total: Tensor | None, part: Tensor) -> Tensor:
+    return part if total is None else total + part
+
+
 def _blocks(x: Tensor, alone: int) -> Iterator[slice]:
     """Stretches of tokens; one of all where the small factor has size one there, so that nothing is permuted."""
     tokens = x.shape[0]
@@ -133,7 +138,7 @@ class _BFirst(torch.autograd.Function):
     """Σ_v with B, then the product with A. Saves x and the factors; what lies between is made again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:  # (N, I), factors
+    def forward(ctx: Context, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:  # (N, I), factors
         ctx.save_for_backward(x, a, b, scales)
         b = scaled(b, scales)
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
@@ -150,14 +155,14 @@ class _BFirst(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
         x, a, b, scales = ctx.saved_tensors
         small, packed = scaled(b, scales), _packed(a)
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
         need_x, need_a, need_b = _needs(ctx)
         dx = None
         da = torch.zeros(o1, r * i1, dtype=_work(a.dtype), device=a.device) if need_a else None
-        db: Any = 0
+        db = None
         for block in _blocks(x, o2):
             xb = x[block]
             n = xb.shape[0]
@@ -170,17 +175,17 @@ class _BFirst(torch.autograd.Function):
                 if need_x:
                     dx = _put(dx, block, outward(dt, small), len(x))
                 if need_b:
-                    db = db + gram(dt, xb)
+                    db = _plus(db, gram(dt, xb))
         da = None if da is None else da.view(o1, r, i1).transpose(0, 1).to(a.dtype)
         dx = _whole(dx, *x.shape) if need_x else None
-        return dx, da, *(small_gradients(db, b, scales) if need_b else (None, None))
+        return dx, da, *(small_gradients(db, b, scales) if db is not None else (None, None))
 
 
 class _AFirst(torch.autograd.Function):
     """The product with A, then Σ_q with B. Saves x, the factors and x Aᵀ, dear to make again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:  # (N, I), factors
+    def forward(ctx: Context, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:  # (N, I), factors
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
         n, out, saved = x.shape[0], None, None
         flat, turned = a.reshape(r * o1, i1), scaled(b, scales).transpose(1, 2)
@@ -198,13 +203,13 @@ class _AFirst(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
         x, a, b, scales, kept = ctx.saved_tensors
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
         need_x, need_a, need_b = _needs(ctx)
         dx = None
         da = torch.zeros(r * o1, i1, dtype=_work(a.dtype), device=a.device) if need_a else None
-        db: Any = 0
+        db = None
         flat, turned = a.reshape(r * o1, i1), scaled(b, scales).transpose(1, 2)
         for block in _blocks(x, i2):
             n = x[block].shape[0]
@@ -216,23 +221,23 @@ class _AFirst(torch.autograd.Function):
                 if da is not None:
                     _add_product(da, ds.T, _split(x[block], i1, i2))
             if need_b:
-                db = db + gram(kept[block].transpose(0, 1), g).transpose(1, 2)
+                db = _plus(db, gram(kept[block].transpose(0, 1), g).transpose(1, 2))
         da = None if da is None else da.view(r, o1, i1).to(a.dtype)
         dx = _whole(dx, *x.shape) if need_x else None
-        return dx, da, *(small_gradients(db, b, scales) if need_b else (None, None))
+        return dx, da, *(small_gradients(db, b, scales) if db is not None else (None, None))
 
 
 class _Rebuild(torch.autograd.Function):
     """The weight for one dense product, dropped after it and built again in backward. Saves x and the factors."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:  # (N, I), factors
+    def forward(ctx: Context, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:  # (N, I), factors
         ctx.save_for_backward(x, a, b, scales)
         return F.linear(x, build(a, scaled(b, scales)))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
         x, a, b, scales = ctx.saved_tensors
         small = scaled(b, scales)
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
@@ -264,7 +269,7 @@ def plain(x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None, order: str) ->
     return (s @ b.permute(0, 2, 1).reshape(r * i2, o2)).reshape(-1, o1 * o2)
 
 
-def _needs(ctx: Any) -> tuple[bool, bool, bool]:
+def _needs(ctx: Context) -> tuple[bool, bool, bool]:
     """Whether x, A, and B or its scales need gradients."""
     x, a, b, scales = ctx.needs_input_grad
     return x, a, b or scales

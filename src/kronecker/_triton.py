@@ -13,13 +13,13 @@ Imported only when chosen. With TRITON_INTERPRET=1 the kernels run on CPU tensor
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
+
+from model_components._autograd import Context
 
 from ._eager import small_gradients
 
@@ -279,11 +279,11 @@ def _(
     return _like(x, a, b, need_x, need_a, need_b)
 
 
-def _saved(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+def _saved(ctx: Context, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, a, b, scales = ctx.saved_tensors
     need_x, need_a, need_b, need_scales = ctx.needs_input_grad
     dx, da, db = kron_matmul_backward(grad, x, a, b, scales, need_x, need_a, need_b or need_scales)

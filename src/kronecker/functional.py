@@ -6,11 +6,12 @@ Letters: r terms; A is (r, O1, I1), B is (r, O2, I2); out_features O = O1 O2, in
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from model_components._autograd import Context
 
 from . import reference
 from ._eager import CONTRACTIONS, ORDERS, order_of, plain, scaled, small_gradients
@@ -172,7 +173,7 @@ class _Embedding(torch.autograd.Function):
     """Saves the ids and the factors; gathers again in backward, where what belongs to one row is summed in float32."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:
+    def forward(ctx: Context, ids: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:
         ctx.save_for_backward(ids, a, b, scales)
         p, q = _rows(ids, b)
         products = torch.einsum("rnu,rnv->nuv", a.index_select(1, p), scaled(b, scales).index_select(1, q))
@@ -180,7 +181,7 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
         ids, a, b, scales = ctx.saved_tensors
         p, q = _rows(ids, b)
         better = torch.float32 if a.dtype in (torch.float16, torch.bfloat16) else torch.float64

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from model_components._autograd import Context
 
 from . import narrow, reference
 
@@ -111,8 +114,9 @@ class _Tensors(NamedTuple):
 
     @classmethod
     def of(cls, dtype: torch.dtype, tensors: Sequence[Tensor | None]) -> _Tensors:
-        cast: list[Any] = [None if t is None else t.to(dtype) for t in tensors]
-        return cls(cast[0], cast[1], cast[2:])
+        weight, bias, *factors = [None if t is None else t.to(dtype) for t in tensors]
+        assert weight is not None
+        return cls(weight, bias, [factor for factor in factors if factor is not None])
 
 
 class _Piece(NamedTuple):
@@ -141,12 +145,16 @@ def _pieces(plan: _Plan, t: _Tensors, seeds: Tensor | None, x: Tensor) -> Iterat
             )
 
 
-def _backend(plan: _Plan) -> Any:
+def _backend(plan: _Plan) -> ModuleType:
     if not plan.fused:
         return narrow
     from . import _triton
 
     return _triton
+
+
+class _LoraContext(Context, Protocol):
+    plan: _Plan
 
 
 class _Lora(torch.autograd.Function):
@@ -156,7 +164,7 @@ class _Lora(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: _Plan, seeds: Tensor | None, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: _LoraContext, x: Tensor, plan: _Plan, seeds: Tensor | None, *tensors: Tensor | None) -> Tensor:
         ctx.plan = plan
         ctx.save_for_backward(x, seeds, *tensors)
         t = _Tensors.of(x.dtype, tensors)
@@ -166,7 +174,7 @@ class _Lora(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
+    def backward(ctx: _LoraContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
         plan = ctx.plan
         x, seeds, *tensors = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
@@ -196,7 +204,7 @@ class _Lora(torch.autograd.Function):
 
 def _differentiable(
     plan: _Plan, needs: Sequence[bool], grad: Tensor, x: Tensor, seeds: Tensor | None, tensors: Sequence[Tensor | None]
-) -> Any:
+) -> tuple[Tensor | None, ...]:
     """Backward that can be differentiated once more: of plain products, with everything that they keep."""
     masks: list[Tensor | None] = [None] * len(plan.adapters)
     for k, p in enumerate(one.dropout_p for one in plan.adapters):

@@ -15,7 +15,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from model_components._devices import warn_if_slow
 from model_components._folders import new_file
 from model_components._modes import evaluating
 
+from .judge import Judge
 from .template import Tokens, sequence_batch
 
 _TOKENS = 8192  # of a batch
@@ -38,7 +38,7 @@ _ELSEWHERE = ("_name_or_path", "architectures", "dtype", "transformers_version",
 
 
 @torch.no_grad()
-def encoded(model: Any, sequences: Sequence[Tokens], cache: str | Path | None, progress: bool) -> np.ndarray:
+def encoded(model: Judge, sequences: Sequence[Tokens], cache: str | Path | None, progress: bool) -> np.ndarray:
     """(S, W) float32 features of sequences, of which equal ones are encoded once.
 
     Raises:
@@ -121,7 +121,7 @@ def _found(folder: Path | None) -> dict[bytes, np.ndarray]:
     return rows
 
 
-def _folders(model: Any, cache: Path) -> dict[str, Path]:
+def _folders(model: Judge, cache: Path) -> dict[str, Path]:
     """Where features of each kind of pooling lie."""
     config = {name: value for name, value in model.encoder.config.to_dict().items() if name not in _ELSEWHERE}
     beside = [type(model.encoder).__name__, json.dumps(config, sort_keys=True, default=str), *_adapters(model)]
@@ -129,13 +129,13 @@ def _folders(model: Any, cache: Path) -> dict[str, Path]:
     return {kind: folder / (kind if kind != "attention" else f"{kind}-{_hashed(pool)}") for kind in pool.pooling}
 
 
-def _adapters(model: Any) -> list[str]:
+def _adapters(model: Judge) -> list[str]:
     """What peft's layers in the encoder do with their weights."""
     layers = {name: m for name, m in model.encoder.named_modules() if hasattr(m, "disable_adapters")}
     return [repr((name, *(getattr(m, part, None) for part in _ADAPTERS))) for name, m in layers.items()]
 
 
-def fingerprint(model: Any) -> str:
+def fingerprint(model: Judge) -> str:
     """What tells one encoder and its pooling from another in milliseconds: a few numbers of each tensor."""
     digest = hashlib.sha256(repr((type(model.encoder).__name__, model.pool.pooling, _adapters(model))).encode())
     for tensor in (*model.encoder.state_dict().values(), *model.pool.state_dict().values()):

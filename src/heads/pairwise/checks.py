@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from model_components._modes import evaluating
 
-from .packing import PackingReport, encode_padded
+from .packing import PackingReport, embedding_weight, encode_padded
 
 
 @torch.no_grad()
-def check_encoder(encoder: Any) -> None:
+def check_encoder(encoder: PreTrainedModel) -> None:
     """Refuse what gives no hidden states of two tokens."""
     try:
         with evaluating(encoder):
@@ -23,9 +21,9 @@ def check_encoder(encoder: Any) -> None:
         raise ValueError(f"from_encoder: {type(encoder).__name__} cannot read two tokens: {error}") from error
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, encoder: Any) -> None:
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, encoder: PreTrainedModel) -> None:
     """Refuse a tokenizer whose ids mean something else to the encoder."""
-    rows = len(encoder.get_input_embeddings().weight)
+    rows = len(embedding_weight(encoder))
     if len(tokenizer) > rows:
         raise ValueError(
             f"from_encoder: the tokenizer has {len(tokenizer)} tokens, the encoder {rows}; is it another's?"

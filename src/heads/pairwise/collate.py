@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -21,7 +21,8 @@ from model_components._report import Report
 
 from .cache import encoded, fingerprint
 from .config import CLASSES, PairwiseConfig
-from .pairs import Words, as_pairs, check_words, count_labels, said_by
+from .judge import Judge
+from .pairs import Words, WordsLike, as_pairs, check_words, count_labels, said_by
 from .surface import surface_of
 from .template import Template, Tokens, sequence_batch
 
@@ -91,7 +92,12 @@ class PairwiseDataset(Dataset):
     """
 
     def __init__(
-        self, pairs: Sequence[Any], tokenizer: PreTrainedTokenizerBase, config: PairwiseConfig, *, progress: bool = True
+        self,
+        pairs: Sequence[object],
+        tokenizer: PreTrainedTokenizerBase,
+        config: PairwiseConfig,
+        *,
+        progress: bool = True,
     ):
         self.pairs = as_pairs("PairwiseDataset", pairs, config.num_classes)
         self.labels = [pair.label for pair in self.pairs]
@@ -145,7 +151,7 @@ class PairwiseDataset(Dataset):
         """Whether the answers have features of a frozen encoder."""
         return self._features is not None
 
-    def encode_(self, model: nn.Module, *, cache: str | Path | None = None, progress: bool = True) -> None:
+    def encode_(self, model: Judge, *, cache: str | Path | None = None, progress: bool = True) -> None:
         """Let a model's encoder read each answer once, and keep its features: a head alone trains on them in seconds.
 
         Args:
@@ -160,7 +166,7 @@ class PairwiseDataset(Dataset):
         self._features = encoded(model, [self.answer(k).tokens for k in range(2 * len(self))], cache, progress)
         self._features_of = fingerprint(model)
 
-    def check_encoded(self, operation: str, model: nn.Module) -> None:
+    def check_encoded(self, operation: str, model: Judge) -> None:
         """Refuse features that are another encoder's, or of another pooling.
 
         Raises:
@@ -216,7 +222,7 @@ def _surfaces(answers: Sequence[tuple[Words, Words]], config: PairwiseConfig) ->
 
 
 def answers_to(
-    prompt: Words, answers: Sequence[Words], tokenizer: PreTrainedTokenizerBase, config: PairwiseConfig
+    prompt: WordsLike, answers: Sequence[WordsLike], tokenizer: PreTrainedTokenizerBase, config: PairwiseConfig
 ) -> list[Answer]:
     """Several answers to one prompt; refuses what is neither text nor turns."""
     try:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from model_components._report import Report
+
+from .judge import Judge
 
 
 @dataclass(frozen=True)
@@ -24,24 +26,24 @@ class FreezeReport(Report):
         return [f"frozen: {what} ({self.frozen_parameters:,} parameters); {self.trained_parameters:,} train"]
 
 
-def encoder_layers(operation: str, encoder: nn.Module, instead: str) -> tuple[str, list[nn.Module]]:
-    """Name and items of an encoder's list of layers.
+def encoder_layers(operation: str, encoder: PreTrainedModel, instead: str) -> tuple[str, nn.ModuleList]:
+    """Name and list of an encoder's layers.
 
     Raises:
         ValueError: It has none of as many as its config says, as where layers share parameters.
     """
-    config: Any = encoder.config
+    config = encoder.config
     wanted = config.num_hidden_layers
     for name, module in encoder.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == wanted and getattr(config, "num_hidden_groups", 0) != 1:
-            return name, list(module)
+            return name, module
     raise ValueError(
         f"{operation}: {type(encoder).__name__} has no list of {wanted} layers (do they share parameters?); needed "
         f"{instead}"
     )
 
 
-def keep_lowest_(encoder: Any, depth: int) -> None:
+def keep_lowest_(encoder: PreTrainedModel, depth: int) -> None:
     """Take away an encoder's layers above the lowest ``depth``, in place.
 
     Raises:
@@ -50,15 +52,15 @@ def keep_lowest_(encoder: Any, depth: int) -> None:
     count = encoder.config.num_hidden_layers
     if not 1 <= depth <= count:
         raise ValueError(f"from_encoder: depth is {depth}, and {type(encoder).__name__} has {count} layers")
-    name, _ = encoder_layers("from_encoder", encoder, "depth=None")
-    del encoder.get_submodule(name)[depth:]
+    _, layers = encoder_layers("from_encoder", encoder, "depth=None")
+    del layers[depth:]
     encoder.config.num_hidden_layers = depth
     kinds = getattr(encoder.config, "layer_types", None)
     if kinds:
         encoder.config.layer_types = kinds[:depth]
 
 
-def freeze_(model: Any, what: str) -> FreezeReport:
+def freeze_(model: Judge, what: str) -> FreezeReport:
     """Freeze part of a `PairwiseModel`'s encoder, in place; the rest of the encoder trains, and so does the head.
 
     Args:
@@ -89,7 +91,7 @@ def freeze_(model: Any, what: str) -> FreezeReport:
     return FreezeReport(tuple(name for name, _ in parts), counts[False], counts[True])
 
 
-def _parts(encoder: Any, what: str) -> list[tuple[str, nn.Module]]:
+def _parts(encoder: PreTrainedModel, what: str) -> list[tuple[str, nn.Module]]:
     if what == "none":
         return []
     if what == "all":
@@ -110,7 +112,12 @@ def _parts(encoder: Any, what: str) -> list[tuple[str, nn.Module]]:
 
 
 def parameter_groups(
-    model: Any, *, learning_rate: float, weight_decay: float = 0.0, layer_decay: float = 1.0, head_lr_ratio: float = 1.0
+    model: Judge,
+    *,
+    learning_rate: float,
+    weight_decay: float = 0.0,
+    layer_decay: float = 1.0,
+    head_lr_ratio: float = 1.0,
 ) -> list[dict[str, object]]:
     """Groups for an optimizer: the encoder's rate falls from layer to layer towards the embeddings.
 
@@ -133,7 +140,7 @@ def parameter_groups(
     if not 0 < layer_decay <= 1:
         raise ValueError(f"parameter_groups: layer_decay is {layer_decay}, needed a share in (0, 1]")
     depth_of: dict[int, int] = {}
-    layers = encoder_layers("parameter_groups", model.encoder, "layer_decay=1")[1] if layer_decay < 1 else []
+    layers = list(encoder_layers("parameter_groups", model.encoder, "layer_decay=1")[1]) if layer_decay < 1 else []
     for depth, layer in enumerate(layers):
         depth_of |= {id(p): len(layers) - 1 - depth for p in layer.parameters()}
     lowest = _parts(model.encoder, "embeddings") if layers else []

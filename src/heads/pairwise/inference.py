@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from model_components._devices import warn_if_slow
@@ -19,7 +18,11 @@ from model_components._modes import evaluating
 from .collate import Answer, PairwiseCollator, PairwiseDataset, flat_batch
 from .config import CLASSES
 from .functional import log_probabilities, swapped
+from .judge import Judge
 from .links import SCORED
+
+Sides = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""(P, W) features of A and of B, and their (P, F) surface features, if any."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def verdicts_of(found: Tensor) -> Tensor:
 
 @torch.no_grad()
 def predict_pairs(
-    model: Any, data: PairwiseDataset, *, batch_size: int = 32, parts: bool = False, progress: bool = True
+    model: Judge, data: PairwiseDataset, *, batch_size: int = 32, parts: bool = False, progress: bool = True
 ) -> Predictions:
     """A model's verdicts on a data set, in its order; pairs of like length share a batch.
 
@@ -108,12 +111,14 @@ def predict_pairs(
         for start in tqdm(range(0, len(order), batch_size), "judging", disable=not progress, leave=False, delay=1):
             batch = collate([data[i] for i in order[start : start + batch_size]])
             batch = {name: value.to(device) for name, value in batch.items() if name != "labels"}
-            sides, found = _judged(model, batch)
-            made.append(log_probabilities(found.logits.float()).cpu())
-            turned.append(swapped(log_probabilities(found.swapped_logits.float())).cpu())
-            scores += [] if found.scores is None else [found.scores.cpu()]
-            for part, kept in alike.items():
-                kept.append(log_probabilities(model.compare(*sides, alike=part).logits.float()).cpu())
+            sides = _sides(model, batch)
+            with torch.autocast(device.type, enabled=False):
+                first, second, both_scores = _verdicts(model, sides)
+                for part, kept in alike.items():
+                    kept.append(_verdicts(model, sides, part)[0].cpu())
+            made.append(first.cpu())
+            turned.append(second.cpu())
+            scores += [] if both_scores is None else [both_scores.cpu()]
     back = torch.tensor(order).argsort()
     first = torch.cat(made)[back]
     if not torch.isfinite(first).all():
@@ -123,7 +128,7 @@ def predict_pairs(
 
 
 @torch.no_grad()
-def sides_of(model: nn.Module, data: PairwiseDataset, numbers: Sequence[int], batch_size: int = 32) -> list[Tensor]:
+def sides_of(model: Judge, data: PairwiseDataset, numbers: Sequence[int], batch_size: int = 32) -> list[Tensor]:
     """Features of A and of B of these pairs, and their surface features, on the CPU."""
     collate, device = PairwiseCollator(), next(model.parameters()).device
     sides: list[list[Tensor]] = [[], [], [], []]
@@ -136,23 +141,30 @@ def sides_of(model: nn.Module, data: PairwiseDataset, numbers: Sequence[int], ba
     return [torch.cat(kept) for kept in sides]
 
 
-def _judged(model: Any, batch: dict[str, Tensor]) -> tuple[list[Any], Any]:
-    """Features and surface features of A and B, and what the model makes of them in both orders."""
-    sides = _sides(model, batch)
-    with torch.autocast(batch["pairs"].device.type, enabled=False):
-        return sides, model.compare(*sides, both_orders=True)
+def _verdicts(model: Judge, sides: Sides, alike: str | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(P, C) log-probabilities, those of the other order in this order's columns, and (P, 2) scores or None."""
+    found = model.compare(*sides, both_orders=True, alike=alike)
+    assert found.logits is not None
+    assert found.swapped_logits is not None
+    both = log_probabilities(found.logits.float()), swapped(log_probabilities(found.swapped_logits.float()))
+    return *both, found.scores
 
 
-def _sides(model: Any, batch: dict[str, Tensor]) -> list[Any]:
+def _sides(model: Judge, batch: dict[str, Tensor]) -> Sides:
     """Features of A and of B, and their surface features or None, of a batch."""
     rest = {name: value for name, value in batch.items() if name not in ("pairs", "surface", "features")}
     features = batch["features"] if "features" in batch else model.features(**rest)
-    places = batch["pairs"].unbind(1)
-    return [None if part is None else part[k] for part in (features, batch.get("surface")) for k in places]
+    return _parted(features, batch.get("surface"), *batch["pairs"].unbind(1))
+
+
+def _parted(features: Tensor, surface: Tensor | None, a: Tensor, b: Tensor) -> Sides:
+    if surface is None:
+        return features[a], features[b], None, None
+    return features[a], features[b], surface[a], surface[b]
 
 
 @torch.no_grad()
-def rank_answers(model: Any, answers: Sequence[Answer], batch_size: int) -> Ranking:
+def rank_answers(model: Judge, answers: Sequence[Answer], batch_size: int) -> Ranking:
     """What `PairwiseModel.rank` says of answers."""
     device, count = next(model.parameters()).device, len(answers)
     features, looks = [], []
@@ -174,9 +186,7 @@ def rank_answers(model: Any, answers: Sequence[Answer], batch_size: int) -> Rank
                 logits = model.head.linked(scores[first], scores[second]) / model.head.temperature
                 shares.append(log_probabilities(logits).exp().cpu())
                 continue
-            both_sides = [part if part is None else part[k] for part in (states, surface) for k in (first, second)]
-            comparison = model.compare(*both_sides, both_orders=True)
-            orders = [log_probabilities(comparison.logits), swapped(log_probabilities(comparison.swapped_logits))]
+            orders = _verdicts(model, _parted(states, surface, first, second))[:2]
             shares.append(torch.stack(orders).exp().mean(0).cpu())
     wins = _wins(torch.cat(shares) if shares else torch.zeros(0, 2), pairs.cpu(), count)
     strengths = bradley_terry(wins.clamp(1e-9, 1 - 1e-9)) if scores is None else scores.double().cpu()

@@ -8,14 +8,12 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import ModelOutput
 
 from model_components._hub import hub_id, split_revision
 
@@ -23,23 +21,12 @@ from .checks import check_encoder, check_tokenizer, most_tokens
 from .collate import PairwiseDataset, answers_to
 from .config import PairwiseConfig
 from .freeze import keep_lowest_
-from .functional import pairwise_loss, swap_divergence, swapped
 from .inference import Predictions, Ranking, predict_pairs, rank_answers
-from .links import SCORED, PairwiseHead, Pool
-from .packing import ATTENTION, PackingReport, check_packing, encode_packed, encode_padded
+from .links import PairwiseHead, Pool
+from .packing import PackingReport, check_packing
+from .pairs import WordsLike
 from .saving import SavedJudge
-from .surface import SURFACE, columns_of
 from .template import Template
-
-
-@dataclass
-class PairwiseOutput(ModelOutput):
-    """Logits of A, B and tie, (P, C), and with labels the loss; scores (P, 2) and the other order's logits, if any."""
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    scores: Tensor | None = None
-    swapped_logits: Tensor | None = None
 
 
 class PairwiseModel(SavedJudge):
@@ -169,131 +156,18 @@ class PairwiseModel(SavedJudge):
             Template(tokenizer, config)  # refuses what leaves no room for text
         return model
 
-    @property
-    def packs(self) -> bool:
-        """Whether sequences go through the encoder without padding now."""
-        return self.packing.packed and self._base.config._attn_implementation == ATTENTION
-
-    @property
-    def _base(self) -> Any:
-        """The encoder without what peft may have put around it."""
-        return self.encoder.get_base_model() if hasattr(self.encoder, "get_base_model") else self.encoder
-
-    def get_input_embeddings(self) -> Any:
-        """The encoder's."""
-        return self.encoder.get_input_embeddings()
-
-    def features(
-        self, input_ids: Tensor, lengths: Tensor, begins: Tensor | None = None, token_type_ids: Tensor | None = None
-    ) -> Tensor:
-        """(S, W) float32 features of S sequences, whose T tokens are one flat run.
-
-        Args:
-            input_ids: (T,).
-            lengths: (S,) tokens of each, at least 1.
-            begins: (S,), where answers begin in their sequences; default at once.
-            token_type_ids: (T,); None for encoders that have no types, or zeros.
-
-        Raises:
-            ValueError: Lengths that do not add up to T.
-        """
-        sizes = lengths.tolist()
-        if sum(sizes) != len(input_ids) or min(sizes, default=0) < 1:
-            raise ValueError(f"PairwiseModel: lengths are {sizes!r:.60} for {len(input_ids)} tokens; needed their sum")
-        kinds = token_type_ids if (getattr(self.config.encoder, "type_vocab_size", 0) or 0) > 1 else None
-        if self.packs:
-            states = encode_packed(self.encoder, input_ids, sizes, kinds, self.packing.offset)
-        else:
-            states = encode_padded(self.encoder, input_ids, sizes, kinds)
-        with torch.autocast(states.device.type, enabled=False):
-            return self.pool(states, lengths, torch.zeros_like(lengths) if begins is None else begins)
-
-    def forward(
-        self, input_ids: Tensor | None = None, lengths: Tensor | None = None, pairs: Tensor | None = None,
-        begins: Tensor | None = None, token_type_ids: Tensor | None = None, surface: Tensor | None = None,
-        features: Tensor | None = None, labels: Tensor | None = None, both_orders: bool = False,
-    ) -> PairwiseOutput:  # fmt: skip
-        """Logits of pairs of sequences; `PairwiseCollator` makes the arguments.
-
-        Args:
-            input_ids: (T,) tokens of all sequences.
-            lengths: (S,).
-            pairs: (P, 2), which sequences are A and B.
-            begins: (S,); see `features`.
-            token_type_ids: (T,).
-            surface: (S, F) surface features, for a model that looks at them.
-            features: (S, W) in place of tokens, of a data set that was encoded.
-            labels: (P,) classes or (P, C) shares.
-            both_orders: Also give the logits with A and B exchanged.
-
-        Raises:
-            ValueError: Lengths or labels that do not fit; neither tokens nor features.
-        """
-        if features is None:
-            if input_ids is None or lengths is None:
-                raise ValueError("PairwiseModel: input_ids, lengths and features are None; needed tokens or features")
-            features = self.features(input_ids, lengths, begins, token_type_ids)
-        if pairs is None:
-            raise ValueError("PairwiseModel: pairs are None; needed which sequences are compared")
-        with torch.autocast(features.device.type, enabled=False):
-            sides = [features[pairs[:, k]] for k in (0, 1)]
-            looks = [None if surface is None else surface[pairs[:, k]] for k in (0, 1)]
-            return self.compare(*sides, *looks, labels=labels, both_orders=both_orders)
-
-    def compare(
-        self, a: Tensor, b: Tensor, surface_a: Tensor | None = None, surface_b: Tensor | None = None, *,
-        labels: Tensor | None = None, both_orders: bool = False, alike: str | None = None,
-    ) -> PairwiseOutput:  # fmt: skip
-        """The same from (P, W) features of A and of B and (P, F) surface features, which need no encoder.
-
-        Args:
-            a: Of A.
-            b: Of B.
-            surface_a: Of A.
-            surface_b: Of B.
-            labels: (P,) classes or (P, C) shares.
-            both_orders: Also give the logits with A and B exchanged.
-            alike: Take both answers to be the same in this: ``"encoder"``, ``"length"``, ``"style"``, ``"overlap"``.
-        """
-        dtype = self.head.outer.weight.dtype
-        a, b = a.to(dtype), b.to(dtype)
-        surface_a, surface_b = (look if look is None else look.to(dtype) for look in (surface_a, surface_b))
-        if alike == "encoder":
-            a = b = (a + b) / 2
-        elif alike is not None and surface_a is not None and surface_b is not None:
-            columns = columns_of([alike])
-            mean = (surface_a[:, columns] + surface_b[:, columns]) / 2
-            surface_a, surface_b = surface_a.clone(), surface_b.clone()
-            surface_a[:, columns] = surface_b[:, columns] = mean
-        divisor = 1.0 if self.training else self.head.temperature
-        consistent = self.config.swap_consistency if self.config.link == "concat" and labels is not None else 0.0
-        loss = scores = other = None
-        if self.config.link in SCORED:
-            scores = torch.stack([self.head.score(a, surface_a), self.head.score(b, surface_b)], -1)
-            logits = self.head.linked(*scores.unbind(-1)) / divisor
-            other = swapped(logits) if both_orders else None
-        else:
-            logits = self.head(a, b, surface_a, surface_b) / divisor
-            other = self.head(b, a, surface_b, surface_a) / divisor if both_orders or consistent else None
-        if labels is not None:
-            smoothing = self.config.label_smoothing
-            loss = pairwise_loss(logits, labels, label_smoothing=smoothing)
-            if consistent and other is not None:
-                turned = pairwise_loss(swapped(other), labels, label_smoothing=smoothing)
-                loss = (loss + turned) / 2 + consistent * swap_divergence(logits, other)
-        return PairwiseOutput(loss, logits, None if self.training else scores, other if both_orders else None)
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """What verdicts may be made of: the encoder, and kinds of surface features."""
-        return ("encoder", *(kind for kind in SURFACE if kind in self.config.surface))
-
-    def dataset(self, pairs: Sequence[Any], *, progress: bool = True) -> PairwiseDataset:
+    def dataset(self, pairs: Sequence[object], *, progress: bool = True) -> PairwiseDataset:
         """Pairs as this model reads them."""
         return PairwiseDataset(pairs, self._own_tokenizer, self.config, progress=progress)
 
     def predict(
-        self, prompts: Sequence[Any], a: Sequence[Any], b: Sequence[Any], *, batch_size: int = 32, progress: bool = True
+        self,
+        prompts: Sequence[WordsLike],
+        a: Sequence[WordsLike],
+        b: Sequence[WordsLike],
+        *,
+        batch_size: int = 32,
+        progress: bool = True,
     ) -> Predictions:
         """Verdicts on many pairs.
 
@@ -316,7 +190,7 @@ class PairwiseModel(SavedJudge):
         data = self.dataset(list(zip(prompts, a, b, strict=True)), progress=progress)
         return predict_pairs(self, data, batch_size=batch_size, progress=progress)
 
-    def rank(self, prompt: Any, answers: Sequence[Any], *, batch_size: int = 256) -> Ranking:
+    def rank(self, prompt: WordsLike, answers: Sequence[WordsLike], *, batch_size: int = 256) -> Ranking:
         """The order of several answers to one prompt, each of which is encoded once.
 
         A link that has scores puts answers in their order; another compares each pair, in both orders, and the scores
@@ -337,7 +211,7 @@ class PairwiseModel(SavedJudge):
         return rank_answers(self, answers_to(prompt, answers, self._own_tokenizer, self.config), batch_size)
 
     @property
-    def _own_tokenizer(self) -> Any:
+    def _own_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
             raise ValueError("PairwiseModel: it has no tokenizer; needed model.tokenizer = the encoder's")
         return self.tokenizer

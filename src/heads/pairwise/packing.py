@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -117,16 +117,29 @@ def encode_padded(
     return _states(encoder, encoder(input_ids=ids, attention_mask=mask.long(), **options))[mask]
 
 
-def _states(encoder: nn.Module, output: Any) -> Tensor:
+def _states(encoder: nn.Module, output: object) -> Tensor:
     states = getattr(output, "last_hidden_state", None)
     if states is None:
-        fields = sorted(output) if hasattr(output, "keys") else type(output).__name__
+        fields = sorted(output) if isinstance(output, Mapping) else type(output).__name__
         raise ValueError(f"PairwiseModel: {type(encoder).__name__} gives {fields}; needed a last_hidden_state")
     return states
 
 
+def base_of(encoder: PreTrainedModel) -> PreTrainedModel:
+    """An encoder without what peft may have put around it."""
+    base = getattr(encoder, "get_base_model", None)
+    return encoder if base is None else base()
+
+
+def embedding_weight(encoder: PreTrainedModel) -> Tensor:
+    """(V, W), of the tokens."""
+    weight = encoder.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
 @torch.no_grad()
-def check_packing(encoder: Any) -> PackingReport:
+def check_packing(encoder: PreTrainedModel) -> PackingReport:
     """Try on three short sequences whether packing an encoder changes what it computes. Once for each class.
 
     Packed states must be those of the sequences alone, and what one sequence holds must not move a bit of another's.
@@ -143,7 +156,7 @@ def check_packing(encoder: Any) -> PackingReport:
     >>> print(check_packing(BertModel(config)))
     BertModel: packed, no padding
     """
-    base = encoder.get_base_model() if hasattr(encoder, "get_base_model") else encoder  # peft's wrapper
+    base = base_of(encoder)
     before = base.config._attn_implementation
     told = ("pad_token_id", "position_embedding_type", "is_decoder", "layer_types", "sliding_window", "use_cache")
     kind = (type(base), base.device.type, *(str(getattr(base.config, name, None)) for name in told))
@@ -153,7 +166,7 @@ def check_packing(encoder: Any) -> PackingReport:
     return _CHECKED[kind]
 
 
-def _tried(encoder: Any) -> PackingReport:
+def _tried(encoder: PreTrainedModel) -> PackingReport:
     name = type(encoder).__name__
     if "position_ids" not in inspect.signature(encoder.forward).parameters:
         return PackingReport(name, False, "it takes no position ids")
@@ -161,7 +174,7 @@ def _tried(encoder: Any) -> PackingReport:
         return PackingReport(name, False, "its attention is its own and cannot be told where sequences end")
     if encoder.dtype != torch.float32:  # half precision could not tell positions apart
         encoder = copy.deepcopy(encoder).float()
-    before, weight = encoder.config._attn_implementation, encoder.get_input_embeddings().weight
+    before, weight = encoder.config._attn_implementation, embedding_weight(encoder)
     most, window = (
         getattr(encoder.config, "max_position_embeddings", None),
         getattr(encoder.config, "sliding_window", None),

@@ -36,6 +36,9 @@ class Turn(NamedTuple):
 Words = str | tuple[Turn, ...]
 """A text, or turns of a conversation."""
 
+WordsLike = str | Sequence[Turn | tuple[str, str] | Mapping[str, str]]
+"""What `check_words` takes for it."""
+
 
 class Pair(NamedTuple):
     """A prompt, two answers, which is better, and who wrote them.

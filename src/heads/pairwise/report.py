@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -23,6 +22,7 @@ from .metrics import (
     pairwise_metrics,
     shares_of,
 )
+from .model import PairwiseModel
 from .packing import PackingReport
 from .pairs import Pair, as_pairs, said_by
 
@@ -132,7 +132,7 @@ def _told(accuracy: float, near: float, loss: float, error: float) -> tuple[str,
 
 
 def pairwise_report(
-    model: Any, data: PairwiseDataset, *, train: Sequence[Pair] | None = None, batch_size: int = 32,
+    model: PairwiseModel, data: PairwiseDataset, *, train: Sequence[Pair] | None = None, batch_size: int = 32,
     progress: bool = True,
 ) -> PairwiseReport:  # fmt: skip
     """A model's metrics on labelled pairs, and what verdicts are worth that need no encoder.
@@ -198,7 +198,9 @@ class CalibrationReport(Report):
         return [f"{losses} on {self.pairs} pairs (temperature {self.temperature:.3g}{end})"]
 
 
-def calibrate_(model: Any, data: PairwiseDataset, *, batch_size: int = 32, progress: bool = True) -> CalibrationReport:
+def calibrate_(
+    model: PairwiseModel, data: PairwiseDataset, *, batch_size: int = 32, progress: bool = True
+) -> CalibrationReport:
     """Set a model's temperature so that its probabilities on held-out pairs are as good as they can be, in place.
 
     Verdicts stay what they are. The temperature is a buffer of the head's and divides logits in evaluation.

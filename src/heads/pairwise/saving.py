@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from model_components._folders import make_folder, new_file
 from model_components._hub import hub_id, upload
 
 from .checks import most_tokens
 from .config import PairwiseConfig
+from .judge import Judge
 from .links import SCORED
 from .packing import check_packing
 
@@ -22,11 +23,8 @@ _CARD = "README.md"
 _FROM_HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
 
 
-class SavedJudge(PreTrainedModel):
+class SavedJudge(Judge):
     """The part of `PairwiseModel` that has to do with files."""
-
-    config: PairwiseConfig  # pyrefly: ignore[bad-override]
-    tokenizer: PreTrainedTokenizerBase | None = None
 
     @classmethod
     def from_pretrained(cls, place: Any, *args: object, **kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from .freeze import parameter_groups
 from .functional import log_probabilities
 from .guard import DeadRunGuard
 from .inference import sides_of
+from .judge import Judge
 from .metrics import pairwise_metrics
 from .pairs import count_labels
 
@@ -91,7 +92,6 @@ class PairwiseTrainer(StepTrainer):
         if self.args.label_smoothing_factor:
             raise ValueError("PairwiseTrainer: label_smoothing_factor is set; needed the model's label_smoothing")
         self.layer_decay, self.head_lr_ratio = layer_decay, head_lr_ratio
-        judge: Any = self.model
         self.args.remove_unused_columns = False  # the collator reads them
         self.args.dataloader_pin_memory &= self.args.device.type != "cpu"  # there is nothing to pin memory for
         if self.args.ddp_find_unused_parameters is None:
@@ -103,61 +103,66 @@ class PairwiseTrainer(StepTrainer):
                     isinstance(one, PairwiseDataset) and len(one) and one.labels[0] is not None
                 ):
                     raise ValueError(f"PairwiseTrainer: {name} is {_told(one)}; needed a PairwiseDataset with labels")
-        if not any(p.requires_grad for p in judge.parameters()):
+        if not any(p.requires_grad for p in self.judge.parameters()):
             raise ValueError("PairwiseTrainer: nothing is trainable")
-        self._begin(judge)
+        self._begin(self.judge)
         self.guard = (DeadRunGuard() if guard is True else guard) or None
         if self.guard is not None:
             self.guard.trainer = self
             self.add_callback(self.guard)
 
+    @property
+    def judge(self) -> Judge:
+        """The model, which peft may have wrapped."""
+        model: Any = self.model
+        return model
+
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A model for a run, whose head starts from what the data are like."""
-        judge = super().call_model_init(trial)
+        judge: Any = super().call_model_init(trial)
         if hasattr(self, "train_dataset"):  # not as long as the stock trainer is being made
             self._begin(judge)
         return judge
 
-    def _begin(self, held: Any) -> None:
+    def _begin(self, judge: Judge) -> None:
         """Start a new head from what the data are like: the share of ties, and how features are spread."""
         data: Any = self.train_dataset
         if data is None:
             return
-        if data.encoded and any(p.requires_grad for part in (held.encoder, held.pool) for p in part.parameters()):
+        if data.encoded and any(p.requires_grad for part in (judge.encoder, judge.pool) for p in part.parameters()):
             raise ValueError(
                 "PairwiseTrainer: train_dataset holds features of a frozen encoder, and the encoder trains; needed "
                 "freeze_(model, 'all'), or a dataset without encode_"
             )
-        data.check_encoded("PairwiseTrainer", held)
+        data.check_encoded("PairwiseTrainer", judge)
         if not data.encoded:
-            warn_if_slow("PairwiseTrainer", held.encoder)
+            warn_if_slow("PairwiseTrainer", judge.encoder)
         if all(label == 2 or (isinstance(label, tuple) and label[2:] == (1.0,)) for label in data.labels):
             raise ValueError("PairwiseTrainer: every label is a tie; needed pairs of which some are won")
         won = count_labels(data.pairs)[:2]
-        if held.config.link == "concat" and not held.config.swap_consistency and not all(won):
+        if judge.config.link == "concat" and not judge.config.swap_consistency and not all(won):
             raise ValueError(
                 f"PairwiseTrainer: {CLASSES[won.index(max(won))]} wins every pair, and link 'concat' would learn the "
                 "side; needed another link, swap_consistency=1.0, or pairs in both orders"
             )
-        if not held.head.untrained:
+        if not judge.head.untrained:
             return
-        if not any(p.requires_grad for p in held.head.parameters()):
+        if not any(p.requires_grad for p in judge.head.parameters()):
             raise ValueError(
                 "PairwiseTrainer: the head is new and frozen, so that no gradient reaches the encoder; needed "
                 "model.head.requires_grad_(True)"
             )
-        if held.config.ties:
+        if judge.config.ties:
             least = 0.5 / len(data)
             ties = sum(label[2] if isinstance(label, tuple) else label == 2 for label in data.labels) / len(data)
-            held.head.set_tie_rate_(min(max(ties, least), 1 - least))
+            judge.head.set_tie_rate_(min(max(ties, least), 1 - least))
         some = range(0, len(data), max(1, len(data) // (_ALL if data.encoded else _SOME)))
-        held.head.fit_(*sides_of(held, data, some))
+        judge.head.fit_(*sides_of(judge, data, some))
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         """Batches of like length for an encoder that is padded."""
         data: Any = self.train_dataset if train_dataset is None else train_dataset
-        judge: Any = self.model
-        if judge.packs or data.encoded:
+        if self.judge.packs or data.encoded:
             return super()._get_train_sampler(train_dataset)
         size = self.args.train_batch_size * self.args.gradient_accumulation_steps
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
@@ -166,7 +171,7 @@ class PairwiseTrainer(StepTrainer):
     def optimizer_groups(self) -> list[dict[str, object]]:
         """`parameter_groups` at the arguments' rate and decay."""
         return parameter_groups(
-            self.model, learning_rate=self.args.learning_rate, weight_decay=self.args.weight_decay,
+            self.judge, learning_rate=self.args.learning_rate, weight_decay=self.args.weight_decay,
             layer_decay=self.layer_decay, head_lr_ratio=self.head_lr_ratio,
         )  # fmt: skip
 

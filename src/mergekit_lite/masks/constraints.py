@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from model_components._autograd import Context
+
+
+class _ClampContext(Context, Protocol):
+    ends: tuple[float, float]
 
 
 class _Clamp(torch.autograd.Function):
     """clamp whose gradient stays alive at the ends: it is cut only where a descent step would lead further outside."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, low: float, high: float) -> Tensor:
+    def forward(ctx: _ClampContext, values: Tensor, low: float, high: float) -> Tensor:
         ctx.save_for_backward(values)
         ctx.ends = low, high
         return values.clamp(low, high)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyrefly: ignore
+    def backward(ctx: _ClampContext, grad: Tensor) -> tuple[Tensor, None, None]:  # pyrefly: ignore
         (values,) = ctx.saved_tensors
         low, high = ctx.ends
         outwards = ((values < low) & (grad > 0)) | ((values > high) & (grad < 0))

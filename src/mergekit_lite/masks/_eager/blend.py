@@ -10,11 +10,13 @@ once. A baked checkpoint is made by the same operations, so it holds the same bi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from model_components._autograd import Context
 
 _STRETCH = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements blended at a time: what a cache holds; on a GPU, few launches
 
@@ -73,17 +75,24 @@ def reduce_eager(grad: Tensor, weights: Sequence[Tensor], shape: Sequence[int]) 
     return out
 
 
+class _BlendContext(Context, Protocol):
+    weights: tuple[Tensor, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    fused: bool
+
+
 class Blend(torch.autograd.Function):
     """Saves the masks' shape and no tensor; the weights are frozen and resident, so references to them cost nothing."""
 
     @staticmethod
-    def forward(ctx: Any, masks: Tensor, fused: bool, *weights: Tensor) -> Tensor:
+    def forward(ctx: _BlendContext, masks: Tensor, fused: bool, *weights: Tensor) -> Tensor:
         ctx.weights, ctx.shape, ctx.dtype, ctx.fused = weights, masks.shape, masks.dtype, fused
         return blend_any(weights, masks, fused)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
+    def backward(ctx: _BlendContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
         gradients = reduce_any(grad, ctx.weights, ctx.shape, ctx.fused)
         return gradients.to(ctx.dtype), None, *[None] * len(ctx.weights)
 

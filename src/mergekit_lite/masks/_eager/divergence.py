@@ -13,11 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from model_components._autograd import Context
 
 from .blend import part_of, reduce_any, work_dtype
 from .logits import Heads, chunks, entropies, log_softmax_, logaddexp_, stretches, sum_of
@@ -55,7 +57,7 @@ class _Work:
         labels: Tensor | None,
         normalizer: float | Tensor,
         objective: Objective,
-        gradients: tuple[bool, bool, bool],
+        gradients: Sequence[bool],
     ):
         self.student, self.teachers, self.heads, self.bias = student, teachers, heads, bias
         self.labels, self.normalizer, self.objective = labels, normalizer, objective
@@ -207,18 +209,21 @@ def _between(cumulative: list[list[int]], chunk: slice) -> list[int]:
     return [b - a for a, b in zip(before, cumulative[chunk.stop - 1], strict=True)]
 
 
+class _DistillationContext(Context, Protocol):
+    dtypes: list[torch.dtype | None]
+
+
 class Distillation(torch.autograd.Function):
     """Saves the gradients that forward made: (N, H), the head masks' and the bias's; backward scales them."""
 
     @staticmethod
     def forward(
-        ctx: Any, student: Tensor, masks: Tensor | None, bias: Tensor | None, arguments: dict[str, Any]
+        ctx: _DistillationContext, student: Tensor, masks: Tensor | None, bias: Tensor | None, arguments: dict[str, Any]
     ) -> Tensor:
-        gradients = tuple(ctx.needs_input_grad[:3])
         heads = Heads(arguments["heads"], masks, arguments["biases"])
         work = _Work(
             student, arguments["teachers"], heads, bias, arguments["labels"], arguments["normalizer"],
-            arguments["objective"], gradients,
+            arguments["objective"], ctx.needs_input_grad[:3],
         )  # fmt: skip
         work.run()
         ctx.save_for_backward(work.d_student, work.d_masks, work.d_bias)
@@ -227,6 +232,6 @@ class Distillation(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
+    def backward(ctx: _DistillationContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
         gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return *(None if d is None else (d * grad).to(dtype) for d, dtype in gradients), None

@@ -9,12 +9,14 @@ Letters: K components, O out_features, I in_features, V vocabulary, H hidden siz
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from model_components._autograd import Context
 
 from .blend import blend_any, part_of, pieces, reduce_any, work_dtype
 
@@ -30,6 +32,13 @@ def _column_blocks(weights: Sequence[Tensor], transposed: bool) -> Iterator[slic
     return pieces(in_features, max(_NARROWEST, budget // max(1, out_features)))
 
 
+class _WeightsContext(Context, Protocol):
+    weights: tuple[Tensor, ...]
+    rule: Rule | None
+    transposed: bool
+    fused: bool
+
+
 class AccurateLinear(torch.autograd.Function):
     """Saves x and the trained masks. One product forward and two backward, for any number of components.
 
@@ -39,8 +48,8 @@ class AccurateLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, masks: Tensor, bias: Tensor | None, rule: Rule | None, transposed: bool, fused: bool,
-        *weights: Tensor,
+        ctx: _WeightsContext, x: Tensor, masks: Tensor, bias: Tensor | None, rule: Rule | None, transposed: bool,
+        fused: bool, *weights: Tensor,
     ) -> Tensor:  # fmt: skip
         ctx.weights, ctx.rule, ctx.transposed, ctx.fused = weights, rule, transposed, fused
         ctx.save_for_backward(x, masks)
@@ -49,7 +58,7 @@ class AccurateLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
+    def backward(ctx: _WeightsContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
         x, trained = ctx.saved_tensors
         need_x, need_masks, need_bias = ctx.needs_input_grad[:3]
         leaf, masks = trained, trained
@@ -91,7 +100,9 @@ class EfficientLinear(torch.autograd.Function):
     """Saves x and the masks. K products forward and K backward (2 K for output masks); no weight is ever built."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, masks: Tensor, bias: Tensor | None, transposed: bool, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: _WeightsContext, x: Tensor, masks: Tensor, bias: Tensor | None, transposed: bool, *weights: Tensor
+    ) -> Tensor:
         ctx.weights, ctx.transposed = weights, transposed
         ctx.save_for_backward(x, masks)
         flat = x.reshape(-1, x.shape[-1])
@@ -111,7 +122,7 @@ class EfficientLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
+    def backward(ctx: _WeightsContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
         x, masks = ctx.saved_tensors
         need_x, need_masks, need_bias = ctx.needs_input_grad[:3]
         g, flat = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
@@ -158,7 +169,7 @@ class Embedding(torch.autograd.Function):
     """Gathers rows, then blends them: never (V, H). Saves the ids and the masks, and gathers again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, masks: Tensor, ids: Tensor, fused: bool, *weights: Tensor) -> Tensor:
+    def forward(ctx: _WeightsContext, masks: Tensor, ids: Tensor, fused: bool, *weights: Tensor) -> Tensor:
         ctx.weights, ctx.fused = weights, fused
         ctx.save_for_backward(masks, ids)
         flat = ids.reshape(-1)
@@ -167,7 +178,7 @@ class Embedding(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
+    def backward(ctx: _WeightsContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
         masks, ids = ctx.saved_tensors
         flat, g = ids.reshape(-1), grad.reshape(-1, grad.shape[-1])
         rows = masks.shape[1] > 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from typing import Any
 
 from .._torch import Tensor, torch
 from ..dtypes import Array, stored_of, tensor_of, to_torch
@@ -30,7 +29,7 @@ _LARGE = 10**9  # a size at which two tensors that ask for different shares ask 
 class StreamBlocks:
     """The blocks of one planned tensor, read on demand and cast to the dtype to compute in."""
 
-    def __init__(self, t: TensorPlan, sources: Sequence[Source], device: Any, cached: bool):
+    def __init__(self, t: TensorPlan, sources: Sequence[Source], device: str | torch.device, cached: bool):
         self._plan, self._sources, self._device = t, sources, device
         self.total = t.info.count
         row = block_shape(t.shape, "rows")[1] if t.chunking == "rows" else 1
@@ -82,14 +81,14 @@ class _Shifted:
     def __init__(self, collector: Collector, first: int):
         self._collector, self._first, self.done = collector, first, True
 
-    def answer(self, block: int) -> Any:
+    def answer(self, block: int) -> object:
         return self._collector.answer(self._first + block)
 
 
 class StreamingEngine:
     """Runs a plan's torch functions: measures each tensor, then hands every finished block to a sink."""
 
-    def __init__(self, plan: MergePlan, seed: int, device: Any, executor: Executor | None):
+    def __init__(self, plan: MergePlan, seed: int, device: str | torch.device, executor: Executor | None):
         self.plan, self._seed, self._device, self._executor = plan, seed, torch.device(device), executor
         self._global: dict[str, list[_Shifted]] = {}
 

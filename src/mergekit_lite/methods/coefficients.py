@@ -10,7 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import TypeVar
+
+from .._torch import Tensor
+from ..dtypes import Array
+
+A = TypeVar("A", Tensor, Array)
 
 _COLINEAR = 1e-8  # on sin θ
 _CANCELLED = 1e-6  # a sum of unit vectors this short is what rounding leaves of nothing
@@ -18,11 +23,11 @@ _TINY = 1e-300
 
 
 def great_circle(
-    cosine: Any,  # (...)
+    cosine: A,  # (...)
     t: float,
-    straight: Any,  # (...)
+    straight: Tensor | Array,  # (...), whether
     xp: ModuleType,
-) -> Any:  # (..., 2)
+) -> A:  # (..., 2)
     """Coefficients of the point at ``t`` on the arc from input 0 to input 1; on the line where ``straight``."""
     angle = xp.arccos(xp.where(straight, 0.0, cosine))  # kept off ±1, where the gradient is infinite
     sine = xp.sin(angle)
@@ -31,27 +36,27 @@ def great_circle(
     return xp.where(straight[..., None], line, arc)
 
 
-def cosines(g: Any, xp: ModuleType) -> Any:
+def cosines(g: A, xp: ModuleType) -> A:
     """Cosine between inputs 0 and 1 of (..., 2, 2); 0, a right angle, where one of them is zero, as in mergekit."""
     squared = g[..., 0, 0] * g[..., 1, 1]
     defined = squared > 0
     return xp.where(defined, g[..., 0, 1] / xp.sqrt(xp.where(defined, squared, 1.0)), 0.0)
 
 
-def slerp(g: object, t: float, xp: ModuleType) -> Any:
+def slerp(g: A, t: float, xp: ModuleType) -> A:
     """Of the base and the model."""
     cosine = cosines(g, xp)
     return great_circle(cosine, t, abs(cosine) > 0.9995, xp)
 
 
-def nuslerp(g: object, weight: Sequence[float], xp: ModuleType) -> Any:
+def nuslerp(g: A, weight: Sequence[float], xp: ModuleType) -> A:
     """Of the two models, or their task vectors."""
     t = 0.5 if abs(sum(weight)) < 1e-6 else weight[1] / sum(weight)
     cosine = cosines(g, xp)
     return great_circle(cosine, t, 1 - cosine * cosine <= _COLINEAR**2, xp)
 
 
-def unit_gram(g: Any, eps: float, xp: ModuleType) -> tuple[Any, Any]:
+def unit_gram(g: A, eps: float, xp: ModuleType) -> tuple[A, A]:
     """Dot products of the inputs scaled to length 1 (zero inputs stay zero), and their norms (..., K)."""
     squared = xp.stack([g[..., i, i] for i in range(g.shape[-1])], -1)
     present = squared > 0
@@ -60,7 +65,7 @@ def unit_gram(g: Any, eps: float, xp: ModuleType) -> tuple[Any, Any]:
     return g * inverse[..., :, None] * inverse[..., None, :], norms
 
 
-def multislerp(g: Any, weight: Sequence[float], normalize_weights: bool, eps: float, xp: ModuleType) -> Any:
+def multislerp(g: A, weight: Sequence[float], normalize_weights: bool, eps: float, xp: ModuleType) -> A:
     """Direction of the weighted sum of unit inputs, at the weighted mean length; the plain sum where it vanishes."""
     units, norms = unit_gram(g, eps, xp)
     shares = [w / sum(weight) for w in weight] if normalize_weights else list(weight)
@@ -71,7 +76,7 @@ def multislerp(g: Any, weight: Sequence[float], normalize_weights: bool, eps: fl
     return xp.where(length > least, direction / length.clip(min=_TINY) * (w @ norms), w)
 
 
-def karcher(g: Any, max_iter: int, tol: float, xp: ModuleType) -> Any:
+def karcher(g: A, max_iter: int, tol: float, xp: ModuleType) -> A:
     """Of the mean direction's fixed-point iteration, which stays in the span of the inputs."""
     units, norms = unit_gram(g, 0.0, xp)
     count = norms.shape[-1]
@@ -100,7 +105,7 @@ def karcher(g: Any, max_iter: int, tol: float, xp: ModuleType) -> Any:
     return mean * (norms.sum() / count) / norms.clip(min=_TINY) * present
 
 
-def model_stock(g: Any, xp: ModuleType) -> Any:  # (..., K)
+def model_stock(g: A, xp: ModuleType) -> A:  # (..., K)
     """T / K of every task vector, with t = K cos / (1 + (K - 1) cos)."""
     units, norms = unit_gram(g, 0.0, xp)
     count = norms.shape[-1]

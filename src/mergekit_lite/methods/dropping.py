@@ -9,20 +9,21 @@ Notation: D_i = W_i - B, p the chance of keeping an element, λ the overall scal
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .._torch import Tensor, torch
 from .averaging import deltas, normaliser, weighted_sum
 from .noise import Noise
-from .parameters import PerModel, Range
+from .parameters import Bound, PerModel, Range
 from .registry import merge_method
+from .selection import Asking
 from .trimming import UNIT, consensus_mean, rescaled
 
 
 def _dropped(
     tensors: list[Tensor], base: Tensor, density: Sequence[float], rescale: bool, noise: Noise
-) -> Generator[object, object, list[Tensor]]:
+) -> Asking[list[Tensor]]:
     changes = deltas(tensors, base)
     if min(density) >= 1:
         return changes
@@ -30,7 +31,7 @@ def _dropped(
     return (yield from rescaled(changes, remaining)) if rescale else remaining
 
 
-def dropping_passes(parameters: dict[str, Any]) -> int:
+def dropping_passes(parameters: Bound) -> int:
     """Reads of a method that drops at random: one for the norms that are restored, one for the result."""
     return 2 if min(parameters["density"]) < 1 and parameters["rescale"] else 1
 
@@ -54,7 +55,7 @@ def dare_linear(
     normalize: bool = False,
     rescale: bool = True,
     lambda_: float = 1.0,
-) -> Generator[object, object, Tensor]:
+) -> Asking[Tensor]:
     """Keep each change with probability ``density``, restore the L1 norm (``rescale``), then task arithmetic.
 
     Source: DARE (Yu et al., arXiv 2311.03099), with the L1 rescaling that mergekit made the default.
@@ -77,7 +78,7 @@ def dare_ties(
     normalize: bool = False,
     rescale: bool = True,
     lambda_: float = 1.0,
-) -> Generator[object, object, Tensor]:
+) -> Asking[Tensor]:
     """`dare_linear`'s dropping followed by the sign election of `ties`.
 
     Source: DARE (arXiv 2311.03099) and TIES-Merging (arXiv 2306.01708).
@@ -111,7 +112,7 @@ def _sampled_by_magnitude(
     epsilon: Sequence[float],
     rescale: bool,
     noise: Noise,
-) -> Generator[object, object, list[Tensor]]:
+) -> Asking[list[Tensor]]:
     changes = deltas(tensors, base)
     if min(density) >= 1:
         return changes
@@ -122,7 +123,7 @@ def _sampled_by_magnitude(
     return (yield from rescaled(changes, remaining)) if rescale else remaining
 
 
-def _check_spread(parameters: dict[str, Any]) -> None:
+def _check_spread(parameters: Bound) -> None:
     for density, epsilon in zip(parameters["density"], parameters["epsilon"], strict=True):
         if density < 1 and not (density - epsilon > 0 and density + epsilon < 1):
             raise ValueError(
@@ -152,7 +153,7 @@ def della(
     normalize: bool = True,
     rescale: bool = True,
     lambda_: float = 1.0,
-) -> Generator[object, object, Tensor]:
+) -> Asking[Tensor]:
     """Keep changes with a chance that grows with their rank within the row, then the sign election of `ties`.
 
     The chance runs from density - ε (smallest of the row) to density + ε (largest).
@@ -177,7 +178,7 @@ def della_linear(
     normalize: bool = False,
     rescale: bool = True,
     lambda_: float = 1.0,
-) -> Generator[object, object, Tensor]:
+) -> Asking[Tensor]:
     """`della`'s sampling followed by task arithmetic.
 
     Source: DELLA-Merging (arXiv 2406.11617).

@@ -13,22 +13,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from .._torch import Tensor, torch
 from .noise import Noise
-from .selection import Largest, Selector, Sum, Summation
+from .parameters import Bound
+from .selection import Asking, Largest, Request, Selector, Summation, T
 
 _SAMPLE = 1 << 14
 
-Request = Sum | Largest
 Collector = Summation | Selector
 
 
 class Answering(Protocol):
     """What knows a request's answer."""
 
-    def answer(self, block: int) -> Any:
+    def answer(self, block: int) -> object:
         """The answer as it applies to block number ``block``."""
         ...
 
@@ -93,8 +93,8 @@ class Evaluation:
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        parameters: dict[str, Any],
+        function: Callable[..., Tensor | Asking[Tensor]],
+        parameters: Bound,
         blocks: Blocks,
         noise: Noise | None = None,
         executor: Executor | None = None,
@@ -105,7 +105,7 @@ class Evaluation:
         self._first: Tensor | None = None
         self.passes = 0
 
-    def map(self, work: Callable[[int], Any]) -> list[Any]:
+    def map(self, work: Callable[[int], T]) -> list[T]:
         """``work(i)`` for every block number, in order."""
         numbers = range(len(self._blocks))
         if self._executor is None or len(self._blocks) == 1:

@@ -5,18 +5,17 @@ Notation: D_i = W_i - B; a model is active where |D_i| > ε.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable
 
 from .._torch import Tensor, torch
 from .averaging import deltas, weighted_sum
 from .parameters import PerModel, Range
 from .registry import merge_method
-from .selection import Largest, Sum
+from .selection import Asking, Largest, Sum
 
 
 @merge_method("arcee_fusion", base="required", inputs=(1, 1), chunking="rows")
-def arcee_fusion(tensors: list[Tensor], base: Tensor) -> Generator[Any, Any, Tensor]:
+def arcee_fusion(tensors: list[Tensor], base: Tensor) -> Asking[Tensor]:
     """Take the model's value where the change is important, the base's elsewhere.
 
     Importance: |W - B| times the Kullback-Leibler divergence of the row's softmax(W) from softmax(B). Important: at
@@ -34,7 +33,7 @@ def arcee_fusion(tensors: list[Tensor], base: Tensor) -> Generator[Any, Any, Ten
         divergence = (log_p.exp() * (log_p - log_q)).sum(-1, keepdim=True).clamp(min=0)
         return (model - base).abs() * divergence
 
-    def above(share: float) -> Any:  # rank from the top of the lower order statistic at this quantile
+    def above(share: float) -> Callable[[int], int]:  # rank from the top of the lower order statistic at this quantile
         return lambda n: n - int(share * (n - 1))
 
     cuts = yield [Largest(importance, above(q)) for q in (0.25, 0.5, 0.75)]
@@ -66,7 +65,7 @@ def ram(tensors: list[Tensor], base: Tensor, *, epsilon: float = 1e-5) -> Tensor
 )
 def ramplus_tl(
     tensors: list[Tensor], base: Tensor, *, r: float = 0.1, alpha: float = 0.2, epsilon: float = 1e-5
-) -> Generator[Any, Any, Tensor]:
+) -> Asking[Tensor]:
     """`ram`, with a model's unique changes scaled by 1 + r clamp(shared / unique, 0, α), its own counts in the tensor.
 
     Shared: elements where the model and another are active; unique: where it alone is.

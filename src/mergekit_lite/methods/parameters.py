@@ -17,6 +17,13 @@ PerModel = Sequence[float]
 """Annotation of a parameter that has one value for each model."""
 
 
+Value = bool | int | float | str | None
+"""What a method's argument may be, of one model."""
+
+Bound = dict[str, Any]
+"""A method's keyword arguments, checked and complete."""
+
+
 @dataclass(frozen=True)
 class Range:
     """The interval a parameter must lie in; ends are included unless ``open_low`` / ``open_high``.
@@ -48,7 +55,7 @@ class Parameter:
 
     name: str
     type: type
-    default: Any = inspect.Parameter.empty
+    default: object = inspect.Parameter.empty
     per_model: bool = False
     range: Range | None = None
     choices: tuple[str, ...] = ()
@@ -63,7 +70,7 @@ class Parameter:
         """The Python argument's name."""
         return "lambda_" if self.name == "lambda" else self.name
 
-    def check(self, value: Any, method: str) -> Any:
+    def check(self, value: object, method: str) -> Value:
         """``value`` in the parameter's type, or a ValueError that says what was needed."""
         if value is None and self.default is None:
             return None

@@ -26,7 +26,7 @@ from typing import Any
 from .._torch import Tensor, torch
 from .evaluation import Block, Evaluation, OneBlock
 from .noise import Noise
-from .parameters import Parameter, PerModel, Range, value_type
+from .parameters import Bound, Parameter, PerModel, Range, value_type
 
 Chunking = str
 """``"elements"``: any stretch; ``"rows"``: whole rows of the last dimension; ``"tensor"``: all at once."""
@@ -54,9 +54,9 @@ class MergeMethod:
     parameters: Mapping[str, Parameter]
     base: str = "unused"
     inputs: tuple[int, int | None] = (1, None)
-    chunking: Chunking | Callable[[dict[str, Any]], Chunking] = "tensor"
-    passes: int | Callable[[dict[str, Any]], int] = 1
-    validate: Callable[[dict[str, Any]], None] | None = None
+    chunking: Chunking | Callable[[Bound], Chunking] = "tensor"
+    passes: int | Callable[[Bound], int] = 1
+    validate: Callable[[Bound], None] | None = None
     noisy: bool = field(default=False)
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class MergeMethod:
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise ValueError(f"{self.name}: unknown parameter {name!r}; it takes {', '.join(self.parameters)}{hint}")
 
-    def bind(self, number_of_models: int, values: Mapping[str, object]) -> dict[str, Any]:
+    def bind(self, number_of_models: int, values: Mapping[str, object]) -> Bound:
         """Check parameter values and complete them with defaults.
 
         Args:
@@ -94,7 +94,7 @@ class MergeMethod:
         parameters = {("lambda" if k == "lambda_" else k): v for k, v in values.items()}
         for name in parameters:
             self.parameter(name)
-        bound: dict[str, Any] = {}
+        bound: Bound = {}
         for name, parameter in self.parameters.items():
             if name not in parameters and parameter.required:
                 raise ValueError(f"{self.name}: parameter {name!r} is required and was not given")
@@ -206,11 +206,11 @@ def merge_method(
     *,
     base: str = "unused",
     inputs: tuple[int, int | None] = (1, None),
-    chunking: Chunking | Callable[[dict[str, Any]], Chunking] = "tensor",
+    chunking: Chunking | Callable[[Bound], Chunking] = "tensor",
     ranges: Mapping[str, Range] | None = None,
     choices: Mapping[str, tuple[str, ...]] | None = None,
-    passes: int | Callable[[dict[str, Any]], int] | None = None,
-    validate: Callable[[dict[str, Any]], None] | None = None,
+    passes: int | Callable[[Bound], int] | None = None,
+    validate: Callable[[Bound], None] | None = None,
 ) -> Callable[[Callable[..., object]], MergeMethod]:
     """Register a function ``(tensors, base, *, parameters) -> Tensor`` as a merge method.
 

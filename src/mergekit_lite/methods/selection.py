@@ -10,8 +10,9 @@ that the rank lies on. Elements that equal the threshold are kept lowest index f
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -234,3 +235,9 @@ class Sum:
     def start(self, total: int, sample: Tensor) -> Summation:
         """What collects the sum."""
         return Summation()
+
+
+T = TypeVar("T")
+Request = Sum | Largest
+Asking = Generator[Request | list[Largest], Any, T]
+"""What a method is that yields requests and returns T; to a `Sum` comes a tensor, to a `Largest` a `Cut`."""

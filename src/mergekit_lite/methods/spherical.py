@@ -9,14 +9,14 @@ Shape letters: K inputs, R rows (1 when a tensor is taken whole).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 
 from .._torch import Tensor, torch
 from . import coefficients
 from .averaging import deltas, refuse_zero_sum
 from .parameters import PerModel, Range
 from .registry import merge_method
-from .selection import Sum
+from .selection import Asking, Sum
 
 _SLICE = 1 << 17
 
@@ -49,7 +49,7 @@ def combine(tensors: list[Tensor], factors: Tensor) -> Tensor:
 
 
 @merge_method("slerp", base="required", inputs=(1, 1), chunking="elements", ranges={"t": Range(0, 1)})
-def slerp(tensors: list[Tensor], base: Tensor, *, t: float) -> Generator[object, object, Tensor]:
+def slerp(tensors: list[Tensor], base: Tensor, *, t: float) -> Asking[Tensor]:
     """Spherical interpolation from the base (t=0) to the model (t=1): (sin((1-t)θ) B + sin(tθ) W) / sin θ.
 
     θ is the angle between the flattened tensors; where |cos θ| > 0.9995 the line is taken instead of the arc.
@@ -83,7 +83,7 @@ def nuslerp(
     weight: PerModel,
     nuslerp_flatten: bool = True,
     nuslerp_row_wise: bool = False,
-) -> Generator[object, object, Tensor]:
+) -> Asking[Tensor]:
     """Spherical interpolation of two models at t = w_2 / (w_1 + w_2); with a base, of their task vectors.
 
     The angle is taken over the whole tensor, or with ``nuslerp_flatten=False`` over each vector along the last
@@ -120,7 +120,7 @@ def multislerp(
     weight: PerModel,
     normalize_weights: bool = True,
     eps: float = 1e-8,
-) -> Generator[object, object, Tensor]:
+) -> Asking[Tensor]:
     """Weighted mean direction of any number of models, at the weighted mean length; with a base, of task vectors.
 
     m = normalised Σ w_i u_i; the tangent vectors w_i (u_i - <u_i, m> m) at m are averaged and mapped back to the
@@ -139,9 +139,7 @@ def multislerp(
 
 
 @merge_method("karcher", chunking="elements", ranges={"max_iter": Range(0), "tol": Range(0)})
-def karcher(
-    tensors: list[Tensor], base: None, *, max_iter: int = 10, tol: float = 1e-5
-) -> Generator[object, object, Tensor]:
+def karcher(tensors: list[Tensor], base: None, *, max_iter: int = 10, tol: float = 1e-5) -> Asking[Tensor]:
     """Riemannian (Karcher) mean of the models' directions on the sphere, at their mean length; equal weights.
 
     Fixed point: m ← cos|T| m + sin|T| T/|T| with T the mean of θ_i / sin θ_i (u_i - cos θ_i m), until |T| < ``tol``
@@ -166,7 +164,7 @@ def _model_stock_chunking(parameters: Mapping[str, object]) -> str:
     chunking=_model_stock_chunking,
     passes=lambda parameters: 1 if parameters["filter_wise"] else 2,
 )
-def model_stock(tensors: list[Tensor], base: Tensor, *, filter_wise: bool = False) -> Generator[object, object, Tensor]:
+def model_stock(tensors: list[Tensor], base: Tensor, *, filter_wise: bool = False) -> Asking[Tensor]:
     """T mean(W) + (1 - t) B with t = K cos / (1 + (K - 1) cos), cos the mean cosine between task vectors.
 
     One t a tensor, or a row with ``filter_wise``. Where the denominator vanishes t is 0; a zero task vector counts

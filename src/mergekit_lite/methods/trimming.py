@@ -8,14 +8,14 @@ Notation: D_i = W_i - B, d the density, N elements of a tensor, λ the overall s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._torch import Tensor, torch
 from .averaging import deltas, normaliser, weighted_sum
-from .parameters import PerModel, Range
+from .parameters import Bound, PerModel, Range
 from .registry import merge_method
-from .selection import Cut, Largest, Sum
+from .selection import Asking, Cut, Largest, Sum
 
 SCOPES = {"scope": ("tensor", "global")}
 UNIT = Range(0, 1, open_low=True)
@@ -48,7 +48,7 @@ def l1(x: Tensor) -> Tensor:
     return x.abs().sum(dtype=torch.float64)
 
 
-def rescaled(changes: list[Tensor], remaining: list[Tensor]) -> Generator[Any, Any, list[Tensor]]:
+def rescaled(changes: list[Tensor], remaining: list[Tensor]) -> Asking[list[Tensor]]:
     """The kept changes, each model's scaled so that its L1 norm over the tensor is what it was before."""
     pairs = list(zip(changes, remaining, strict=True))
     norms = yield Sum(lambda: torch.stack([torch.stack([l1(c), l1(k)]) for c, k in pairs]))
@@ -56,7 +56,7 @@ def rescaled(changes: list[Tensor], remaining: list[Tensor]) -> Generator[Any, A
     return [k * s.to(k.dtype) for k, s in zip(remaining, scales, strict=True)]
 
 
-def largest_magnitudes(changes: list[Tensor], counts: list[Any], scope: str) -> Generator[Any, Any, list[Cut]]:
+def largest_magnitudes(changes: list[Tensor], counts: Sequence[Callable[[int], int]], scope: str) -> Asking[list[Cut]]:
     """For each model, the cut that keeps its ``counts[i](N)`` largest changes."""
     return (
         yield [
@@ -84,7 +84,7 @@ def middle_counts(density: Sequence[float], gamma: Sequence[float]) -> list[Call
     return [lambda n, p=p: outer(n, *p) for p in pairs] + [lambda n, p=p: inner(n, *p) for p in pairs]
 
 
-def trimming_passes(parameters: dict[str, Any]) -> int:
+def trimming_passes(parameters: Bound) -> int:
     """Reads of a method that trims: one for thresholds, one for the norms that are restored, one for the result."""
     return 1 if min(parameters["density"]) >= 1 else 2 + parameters["rescale"]
 
@@ -102,7 +102,7 @@ def ties(
     rescale: bool = False,
     lambda_: float = 1.0,
     scope: str = "tensor",
-) -> Generator[Any, Any, Tensor]:
+) -> Asking[Tensor]:
     """Trim each task vector to its largest d·N changes, elect a sign, average what agrees: B + λ mean.
 
     k = max(1, ⌊d·N⌋) for each tensor, or over all tensors with ``scope="global"``. ``rescale`` restores each trimmed
@@ -123,7 +123,7 @@ def ties(
 
 def _without_outliers(
     changes: list[Tensor], density: Sequence[float], gamma: Sequence[float], rescale: bool, scope: str
-) -> Generator[object, object, list[Tensor]]:
+) -> Asking[list[Tensor]]:
     """Drop the ⌊γN⌋ largest changes of each model and then the smallest until ⌊dN⌋ are left."""
     if min(density) >= 1:
         return changes
@@ -154,7 +154,7 @@ def breadcrumbs(
     rescale: bool = False,
     lambda_: float = 1.0,
     scope: str = "tensor",
-) -> Generator[object, object, Tensor]:
+) -> Asking[Tensor]:
     """Task arithmetic after dropping each vector's ⌊γN⌋ largest and its smallest changes, keeping ⌊dN⌋.
 
     When d + γ > 1 fewer of the largest are dropped, so that density has its way.
@@ -180,7 +180,7 @@ def breadcrumbs_ties(
     rescale: bool = False,
     lambda_: float = 1.0,
     scope: str = "tensor",
-) -> Generator[object, object, Tensor]:
+) -> Asking[Tensor]:
     """`breadcrumbs` trimming followed by the sign election of `ties`.
 
     Source: Model breadcrumbs (arXiv 2312.06795) and TIES-Merging (arXiv 2306.01708).
@@ -200,7 +200,7 @@ def breadcrumbs_ties(
     ranges={"select_topk": Range(0, 1)},
     passes=lambda parameters: 4 if parameters["select_topk"] < 1 else 2,
 )
-def sce(tensors: list[Tensor], base: Tensor, *, select_topk: float = 1.0) -> Generator[Any, Any, Tensor]:
+def sce(tensors: list[Tensor], base: Tensor, *, select_topk: float = 1.0) -> Asking[Tensor]:
     """Select the positions of largest variance over models, calculate weights from energy, erase minority signs.
 
     Kept: the ⌊select_topk · m⌋ positions of largest population variance among the m where it is not 0. Model

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..dtypes import Array
 from ..files import CheckpointError, Source, open_source
@@ -24,10 +23,10 @@ class Models:
     """
 
     sources: Sequence[Source]
-    index: Mapping[Any, int]
+    index: Mapping[str | int, int]
     donor: int
 
-    def of(self, model: Any) -> int:
+    def of(self, model: object) -> int:
         """The place of a model of the recipe."""
         return self.index[model_key(model)]
 
@@ -90,7 +89,7 @@ def open_models(
         The models, or None where one could not be opened, and the reasons.
     """
     problems: list[str] = []
-    index: dict[Any, int] = {}
+    index: dict[str | int, int] = {}
     sources: list[Source] = []
     for model in recipe.mentions():
         try:

@@ -12,6 +12,7 @@ from ..dtypes import DType
 from ..files import Source, TensorInfo
 from ..files.headers import header_bytes
 from ..methods import MergeMethod
+from ..methods.parameters import Bound
 from ..recipe import MergeRecipe
 from ..vocabulary import Vocabulary
 
@@ -57,7 +58,7 @@ class TensorPlan:
     inputs: tuple[Input, ...]
     base: Input | None
     method: MergeMethod | None
-    parameters: dict[str, Any]
+    parameters: Bound
     chunking: str
     passes: int
     shard: int = 0

@@ -6,12 +6,15 @@ parameter that has one value for all models is not looked up at a model: as in m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..methods import METHODS, MergeMethod, Parameter
 from ..recipe import MergeRecipe, RecipeError, model_label
 from ..recipe.recipe import as_mapping, unknown_keys
+
+Check = Callable[[object], Any]
+"""From a plain value to the parameter's type."""
 
 _MISSING = object()
 _SCALARS = (bool, int, float, str)
@@ -19,11 +22,11 @@ _SCALARS = (bool, int, float, str)
 _IDLE = {"int8_mask"}
 
 
-def _as_it_is(value: object) -> Any:
+def _as_it_is(value: object) -> object:
     return value
 
 
-def evaluate_setting(value: Any, tensor_name: str, depth: float, check: Any = _as_it_is) -> Any:
+def evaluate_setting(value: object, tensor_name: str, depth: float, check: Check = _as_it_is) -> Any:
     """A parameter's value for one tensor.
 
     Args:
@@ -71,8 +74,8 @@ def matches(wanted: object, tensor_name: str) -> bool:
 
 
 def setting(
-    levels: Iterable[Mapping[str, object]], name: str, tensor_name: str, depth: float, check: object = _as_it_is
-) -> Any:
+    levels: Iterable[Mapping[str, object]], name: str, tensor_name: str, depth: float, check: Check = _as_it_is
+) -> object:
     """The value of parameter ``name`` at the first level that has one for this tensor, else None."""
     for level in levels:
         if name in level:
@@ -104,7 +107,7 @@ def settings_for(
     values: dict[str, object] = {}
     for key, parameter in method.parameters.items():
 
-        def check(value: Any, parameter: Parameter = parameter) -> Any:
+        def check(value: object, parameter: Parameter = parameter) -> object:
             return parameter.check(value, method.name)
 
         if parameter.per_model:

@@ -6,7 +6,7 @@ What has no effect there has none here and is noted; what would change the resul
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,15 @@ _IDLE = {
 }
 
 
+ModelOf = Callable[[str], object]
+"""From a model's name to what it stands for."""
+
+
 class _UniqueKeys(yaml.SafeLoader):
     """YAML in which a key may stand once in a mapping."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+        seen: set[object] = set()
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
@@ -50,7 +54,7 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _load_yaml(text: str) -> list[Any]:
+def _load_yaml(text: str) -> list[object]:
     try:
         return [data for data in yaml.load_all(text, _UniqueKeys) if data is not None]
     except yaml.YAMLError as error:
@@ -99,7 +103,7 @@ def _of_text(text: str) -> MergeRecipe:
     return _final_stage(documents)
 
 
-def _final_stage(documents: list[dict[str, Any]]) -> MergeRecipe:
+def _final_stage(documents: list[dict[str, object]]) -> MergeRecipe:
     """The recipe that several documents make together."""
     if len(documents) == 1:
         return parse_recipe(documents[0])
@@ -107,15 +111,15 @@ def _final_stage(documents: list[dict[str, Any]]) -> MergeRecipe:
     if any(not isinstance(name, str) for name in names if name is not None) or names.count(None) > 1:
         raise RecipeError("recipe: of several documents each needs a name, but for the one that is the result")
     for name in names:
-        if name is not None and (Path(name).name != name or name.startswith(".")):
+        if isinstance(name, str) and (Path(name).name != name or name.startswith(".")):
             raise RecipeError(f"recipe: a stage cannot be called {name!r}; needed a plain name")
     if twice := [name for name in names if names.count(name) > 1]:
         raise RecipeError(f"recipe: two documents have the name {twice[0]!r}")
     by_name = dict(zip(names, documents, strict=True))
-    finished: dict[Any, MergeRecipe] = {}
-    under_way: list[Any] = []
+    finished: dict[object, MergeRecipe] = {}
+    under_way: list[object] = []
 
-    def stage(name: Any) -> MergeRecipe:
+    def stage(name: object) -> MergeRecipe:
         if name in under_way:
             raise RecipeError(f"recipe: the stages {', '.join(map(str, under_way))} need each other in a circle")
         if name not in finished:
@@ -130,7 +134,7 @@ def _final_stage(documents: list[dict[str, Any]]) -> MergeRecipe:
     return result
 
 
-def parse_recipe(data: Mapping[str, Any], model_of: Any = str) -> MergeRecipe:
+def parse_recipe(data: Mapping[str, object], model_of: ModelOf = str) -> MergeRecipe:
     """A recipe from what its YAML holds.
 
     Args:
@@ -145,11 +149,11 @@ def parse_recipe(data: Mapping[str, Any], model_of: Any = str) -> MergeRecipe:
 
 
 class _Parser:
-    def __init__(self, model_of: Any):
+    def __init__(self, model_of: ModelOf):
         self._model_of = model_of
         self.notes: list[str] = []
 
-    def _known(self, where: str, data: Mapping[str, Any], known: list[str]) -> None:
+    def _known(self, where: str, data: Mapping[str, object], known: list[str]) -> None:
         self.notes += unknown_keys(where, data, known)
 
     def recipe(self, data: dict[str, Any]) -> MergeRecipe:
@@ -191,11 +195,11 @@ class _Parser:
         data |= {"models": module.get("models"), "slices": module.get("slices")}
         data["parameters"] = {**data["parameters"], **inner}
 
-    def _model(self, where: str, value: Any) -> Any:
+    def _model(self, where: str, value: object) -> object:
         """A model's name; mergekit's mapping of path, revision and adapter becomes the text it stands for."""
         return self._model_of(_reference(where, value))
 
-    def _entry(self, where: str, value: Any, *, in_slice: bool = False) -> ModelEntry:
+    def _entry(self, where: str, value: object, *, in_slice: bool = False) -> ModelEntry:
         if isinstance(value, str):
             return ModelEntry(model=self._model(where, value))
         data = as_mapping(where, value)
@@ -213,7 +217,7 @@ class _Parser:
             parameters=_parameters(f"{where} parameters", data.get("parameters")),
         )
 
-    def _slice(self, value: Any) -> Slice:
+    def _slice(self, value: object) -> Slice:
         data = as_mapping("slices", value)
         self._known("slices", data, ["sources", "base_model", "parameters", "residual_weight"])
         if data.get("residual_weight") is not None:
@@ -226,7 +230,7 @@ class _Parser:
             parameters=_parameters("slices parameters", data.get("parameters")),
         )
 
-    def _tokenizer(self, source: Any, tokenizer: Any) -> TokenizerSpec | None:
+    def _tokenizer(self, source: object, tokenizer: object) -> TokenizerSpec | None:
         if source is not None and tokenizer is not None:
             raise RecipeError("recipe: give tokenizer or tokenizer_source, not both")
         if source is not None:
@@ -236,20 +240,21 @@ class _Parser:
         data = as_mapping("tokenizer", tokenizer)
         self._known("tokenizer", data, ["source", "tokens", "pad_to_multiple_of"])
         tokens = as_mapping("tokenizer tokens", data.get("tokens") or {})
+        multiple: Any = data.get("pad_to_multiple_of")  # which `TokenizerSpec` checks
         return TokenizerSpec(
             source=_reference("tokenizer source", data.get("source") or "union"),
             tokens={token: self._token_rule(f"tokenizer tokens {token!r}", rule) for token, rule in tokens.items()},
-            pad_to_multiple_of=data.get("pad_to_multiple_of"),
+            pad_to_multiple_of=multiple,
         )
 
-    def _token_rule(self, where: str, value: Any) -> TokenRule:
+    def _token_rule(self, where: str, value: object) -> TokenRule:
         data = as_mapping(where, value)
         self._known(where, data, ["source", "force"])
         source, force = data.get("source"), bool(data.get("force"))
         kind = source.get("kind") if isinstance(source, Mapping) else None
         if source is None:
             return TokenRule(force=force)
-        if kind is None:
+        if not isinstance(source, Mapping) or kind is None:
             return TokenRule(model=self._model(f"{where} source", source), force=force)
         if kind == "zero":
             return TokenRule(zero=True, force=force)
@@ -272,8 +277,8 @@ def _whole(value: Any) -> Any:
         return value
 
 
-def _parameters(where: str, value: Any) -> dict[str, Any]:
-    def check(part: Any, depth: int) -> None:
+def _parameters(where: str, value: object) -> dict[str, object]:
+    def check(part: object, depth: int) -> None:
         if depth > _DEPTH:  # an alias may even hold itself
             raise RecipeError(f"{where}: a value is nested too deep, needed numbers, gradients and filter entries")
         if not isinstance(part, (Mapping, list, bool, int, float, str, type(None))):
@@ -286,7 +291,7 @@ def _parameters(where: str, value: Any) -> dict[str, Any]:
     return parameters
 
 
-def _reference(where: str, value: Any) -> str:
+def _reference(where: str, value: object) -> str:
     """The text that names a model: ``PATH``, ``PATH@REVISION``, either with ``+ADAPTER``."""
     if isinstance(value, str) and value:
         return value

@@ -7,7 +7,6 @@ import os
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import yaml
 
@@ -29,7 +28,7 @@ def unknown_keys(where: str, data: Mapping[str, object], known: Sequence[str]) -
     return notes
 
 
-def as_mapping(where: str, value: object) -> dict[str, Any]:
+def as_mapping(where: str, value: object) -> dict[str, object]:
     """A mapping with text keys, as a dict."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise RecipeError(f"{where}: is {reprlib.repr(value)}, needed a mapping of names to values")
@@ -56,9 +55,9 @@ class ModelEntry:
         RecipeError: A layer range that is none.
     """
 
-    model: Any
+    model: object
     layer_range: tuple[int, int] | None = None
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.layer_range is not None:
@@ -70,7 +69,7 @@ class ModelEntry:
 
     def to_dict(self) -> dict[str, object]:
         """What its YAML would hold."""
-        data: dict[str, Any] = {"model": model_label(self.model)}
+        data: dict[str, object] = {"model": model_label(self.model)}
         if self.layer_range is not None:
             data["layer_range"] = list(self.layer_range)
         return data | ({"parameters": _plain(self.parameters)} if self.parameters else {})
@@ -90,8 +89,8 @@ class Slice:
     """
 
     sources: tuple[ModelEntry, ...]
-    base_model: Any = None
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    base_model: object = None
+    parameters: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         lengths = {s.layer_range[1] - s.layer_range[0] for s in self.sources if s.layer_range}
@@ -102,7 +101,7 @@ class Slice:
 
     def to_dict(self) -> dict[str, object]:
         """What its YAML would hold."""
-        data: dict[str, Any] = {"sources": [source.to_dict() for source in self.sources]}
+        data: dict[str, object] = {"sources": [source.to_dict() for source in self.sources]}
         if self.base_model is not None:
             data["base_model"] = model_label(self.base_model)
         return data | ({"parameters": _plain(self.parameters)} if self.parameters else {})
@@ -120,15 +119,15 @@ class TokenRule:
         force: Also for models that have the token.
     """
 
-    model: Any = None
+    model: object = None
     token: str | None = None
     token_id: int | None = None
     zero: bool = False
     force: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """What its YAML would hold."""
-        source: Any = None if self.model is None else model_label(self.model)
+        source: object = None if self.model is None else model_label(self.model)
         if self.zero:
             source = {"kind": "zero"}
         elif self.token is not None or self.token_id is not None:
@@ -161,9 +160,9 @@ class TokenizerSpec:
         if pad is not None and (type(pad) is not int or pad < 1):
             raise RecipeError(f"tokenizer pad_to_multiple_of: is {pad!r}, needed a whole number above 0")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """What its YAML would hold."""
-        data: dict[str, Any] = {"source": self.source}
+        data: dict[str, object] = {"source": self.source}
         if self.tokens:
             data["tokens"] = {token: rule.to_dict() for token, rule in self.tokens.items()}
         return data | ({"pad_to_multiple_of": self.pad_to_multiple_of} if self.pad_to_multiple_of else {})
@@ -199,8 +198,8 @@ class MergeRecipe:
     merge_method: str
     models: tuple[ModelEntry, ...] = ()
     slices: tuple[Slice, ...] = ()
-    base_model: Any = None
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    base_model: object = None
+    parameters: Mapping[str, object] = field(default_factory=dict)
     dtype: str | None = None
     out_dtype: str | None = None
     tokenizer: TokenizerSpec | None = None
@@ -246,7 +245,7 @@ class MergeRecipe:
 
     def to_dict(self) -> dict[str, object]:
         """What its YAML would hold; models that are in memory, and stages, appear by label."""
-        data: dict[str, Any] = {} if self.name is None else {"name": self.name}
+        data: dict[str, object] = {} if self.name is None else {"name": self.name}
         data["merge_method"] = self.merge_method
         if self.models:
             data["models"] = [entry.to_dict() for entry in self.models]
@@ -267,7 +266,7 @@ class MergeRecipe:
         return "---\n".join(documents)
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -287,7 +286,7 @@ def model_label(model: object) -> str:
     return str(getattr(model, "label", f"<{type(model).__name__} in memory>"))
 
 
-def model_key(model: object) -> Any:
+def model_key(model: object) -> str | int:
     """Equal for two mentions of one model."""
     if not isinstance(model, (str, os.PathLike)):
         return id(model)

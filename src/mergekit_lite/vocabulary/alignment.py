@@ -106,7 +106,7 @@ def _vocabularies(sources: Sequence[Source], donor: int) -> tuple[list[dict[str,
 
 
 def plan_vocabulary(
-    sources: Sequence[Source], spec: TokenizerSpec, donor: int, base: int | None, index: Mapping[object, int]
+    sources: Sequence[Source], spec: TokenizerSpec, donor: int, base: int | None, index: Mapping[str | int, int]
 ) -> Vocabulary:
     """Decide the output's tokens and where each model's rows for them come from.
 
@@ -169,7 +169,7 @@ def plan_vocabulary(
 def _given_row(
     token: str,
     rule: TokenRule,
-    index: Mapping[object, int],
+    index: Mapping[str | int, int],
     sources: Sequence[Source],
     vocabularies: Sequence[Mapping[str, int]],
 ) -> tuple[int | None, int]:

@@ -28,7 +28,10 @@ from .tasks import TASKS, AtTokens, make_task
 from .training import RewindOnPeak, ThinkerTrainer, thinker_arguments
 from .training.checkpoints import newest_whole
 
-RECIPES: dict[str, dict[str, Any]] = {  # what a task needs beyond the defaults
+Told = dict[str, Any]
+"""What a run is, or came to, as its JSON files have it."""
+
+RECIPES: dict[str, Told] = {  # what a task needs beyond the defaults
     "reverse": {"iterations": 1000, "model": {"from_end": True}},
     "roll": {"iterations": 1000, "model": {"from_end": True}},
     "add": {
@@ -81,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def settings(pairs: Sequence[str]) -> dict[str, Any]:
+def settings(pairs: Sequence[str]) -> Told:
     """Names and values of ``NAME=VALUE``.
 
     Raises:
@@ -92,7 +95,7 @@ def settings(pairs: Sequence[str]) -> dict[str, Any]:
     return {name: yaml.safe_load(value) for name, value in (pair.split("=", 1) for pair in pairs)}
 
 
-def told_of(options: argparse.Namespace) -> dict[str, Any]:
+def told_of(options: argparse.Namespace) -> Told:
     """What a run is, for the folder: enough to make its data again."""
     recipe = RECIPES.get(options.task, {})
     model = recipe.get("model", {}) | settings(options.model)
@@ -115,16 +118,16 @@ def _noise(model: Mapping[str, object]) -> bool:
     return model.get("latent_init") == "noise"
 
 
-def plan_of(told: dict[str, Any]) -> FlowPlan:
+def plan_of(told: Told) -> FlowPlan:
     """What each step does."""
     if told["plan"] in ("every_step", "read_once"):
         return getattr(FlowPlan, told["plan"])(memory=told["model"].get("memory", "none") != "none")
     return FlowPlan.from_table(told["plan"])
 
 
-def data_of(told: dict[str, Any]) -> CurriculumDataset:
+def data_of(told: Told) -> CurriculumDataset:
     """The data of a run; where latents are the tokens, it thinks a step a token and six more."""
-    task, numbers = make_task(told["task"], **told["options"]), dict[str, Any]()
+    task, numbers = make_task(told["task"], **told["options"]), Told()
     if told["model"].get("latent_init") == "tokens":
         task, numbers["n_step"] = AtTokens(task), lambda length: (1, length + 6)
     else:
@@ -146,7 +149,7 @@ def train(options: argparse.Namespace) -> None:
     if choices.get("positions") == "aligned":
         choices["separators"] = data.task.separators
     at_tokens = choices.get("latent_init") == "tokens"
-    usual: dict[str, Any] = {}
+    usual: Told = {}
     if not at_tokens:
         usual = {"num_latents": 16 if _noise(choices) else 8, "n_step": plan.num_steps(told["steps"][1]), "plan": plan}
     usual = {**data.sizes(max([told["length"], *told["lengths"]])), **usual, **choices}
@@ -167,7 +170,7 @@ def train(options: argparse.Namespace) -> None:
         seed=told["seed"], use_cpu=options.device == "cpu", logging_steps=max(1, min(50, iterations // 10)),
         disable_tqdm=options.no_progress,
     )  # fmt: skip
-    loss: dict[str, Any] = {"step_loss": Reach(window=choices["window"])} if at_tokens and "window" in choices else {}
+    loss: Told = {"step_loss": Reach(window=choices["window"])} if at_tokens and "window" in choices else {}
     trainer = ThinkerTrainer(model, arguments, train_dataset=data, callbacks=[RewindOnPeak()], **loss)
     checkpoint = whole_checkpoint(out / "checkpoints") if options.resume else None
     if options.resume and checkpoint is None:
@@ -202,7 +205,7 @@ def whole_checkpoint(folder: Path) -> str | None:
         return None
 
 
-def figures(model: LatentThinker, data: CurriculumDataset, told: dict[str, Any], samples: int) -> dict[str, Any]:
+def figures(model: LatentThinker, data: CurriculumDataset, told: Told, samples: int) -> Told:
     """Accuracy by length, and by latents and steps."""
     shortest, longest = data.schedule.min_length, told["length"]
     shorter = [] if told["schedule"] == "fixed" else range(shortest, longest, max(1, longest // 4))
@@ -212,7 +215,7 @@ def figures(model: LatentThinker, data: CurriculumDataset, told: dict[str, Any],
         n: evaluate_lengths(model, data, [n], n_step=n_step and 2 * n + 6, samples=samples)[n] for n in lengths
     }
     at = by_length[longest]
-    result: dict[str, Any] = {
+    result: Told = {
         "task": told["task"], "length": longest, "token": round(at.token, 5), "sequence": round(at.sequence, 5),
         "by_length": {n: (round(a.token, 4), round(a.sequence, 4)) for n, a in by_length.items()},
     }  # fmt: skip

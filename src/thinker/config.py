@@ -120,7 +120,7 @@ class ThinkerConfig(PreTrainedConfig):
         latent_init: LatentInit | None = None,
         latent_noise: float = 1.0,
         n_step: int = 4,
-        plan: FlowPlan | Mapping[str, Any] | None = None,
+        plan: FlowPlan | Mapping[str, object] | None = None,
         positions: Positions = "learned",
         from_end: bool = False,
         num_positions: int | None = None,

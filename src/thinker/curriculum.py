@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -18,6 +18,48 @@ from .tasks.task import check_sample
 
 Count = int | tuple[int, int] | Callable[[int], int | tuple[int, int]]
 """How many steps or latents: a number, two to draw between, or a function from the longest length to either."""
+
+
+StateDict = dict[str, Any]
+"""What a resume needs, as `torch.save` writes it."""
+
+
+class Rows(TypedDict):
+    """Inputs and answers of B rows.
+
+    Attributes:
+        input_ids: (B, L).
+        attention_mask: (B, L).
+        labels: (B, O), or (B, T, O) of each step, with -100 where there is no answer.
+        counted: Like the labels, which answers count.
+        lengths: (B,).
+        distance: (B, O), where the task has them.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    labels: Tensor
+    counted: Tensor
+    lengths: Tensor
+    distance: NotRequired[Tensor]
+
+
+class Batch(Rows):
+    """Rows to train on, and how many steps and latents (or all) to think with.
+
+    Attributes:
+        n_step: Steps.
+        n_latent: Latents; None for all.
+        step: The batch's number.
+        segment: Which of its runs it is.
+        rank: The process's number.
+    """
+
+    n_step: int
+    n_latent: int | None
+    step: int
+    segment: int
+    rank: int
 
 
 class CurriculumDataset(IterableDataset):
@@ -174,14 +216,8 @@ class CurriculumDataset(IterableDataset):
         row[1:] = state
         row[0] = start  # last: workers find a row by it
 
-    def batch(self, step: int) -> dict[str, Any]:
-        """Batch number ``step``; where ``segments`` are more than 1, each drawn batch comes so many times.
-
-        Returns:
-            ``input_ids`` (B, L), ``attention_mask`` (B, L), ``labels`` (B, O), or (B, T, O) of each step, with -100
-            where there is no answer, ``counted`` like them, which answers count, ``lengths`` (B,), ``distance`` (B, O)
-            where the task has them, and numbers: ``n_step``, ``n_latent`` (or none), ``step``, ``segment``, ``rank``.
-        """
+    def batch(self, step: int) -> Batch:
+        """Batch number ``step``; where ``segments`` are more than 1, each drawn batch comes so many times."""
         segment = step % self.segments
         first = step - segment  # that the schedule's state is one for all
         generator = self._generator(1, self.rank, first)
@@ -192,7 +228,8 @@ class CurriculumDataset(IterableDataset):
         longest, n_latent = int(lengths.max()), None
         if self.n_latent is not None:
             n_latent = between(_pair("n_latent", self.n_latent, longest), mix(self.seed, 5, first))
-        return _as_dict(self.task, sample, lengths) | {
+        return {
+            **_rows(self.task, sample, lengths),
             "n_step": between(_pair("n_step", self.n_step, longest), mix(self.seed, 4, step)),
             "n_latent": n_latent,
             "step": step,
@@ -200,7 +237,7 @@ class CurriculumDataset(IterableDataset):
             "rank": self.rank,
         }
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         """From the present step on; several workers take turns."""
         info = get_worker_info()
         stride = 1
@@ -214,7 +251,7 @@ class CurriculumDataset(IterableDataset):
         """Which rows training never sees."""
         return self._hold_out.rows(sample, lengths)
 
-    def held_out(self, batch: int, length: int, *, seed: int = 0) -> dict[str, Any]:
+    def held_out(self, batch: int, length: int, *, seed: int = 0) -> Rows:
         """A batch of held-out inputs of one length; where none are held out, of any.
 
         Args:
@@ -225,9 +262,9 @@ class CurriculumDataset(IterableDataset):
         if batch < 1:
             raise ValueError(f"CurriculumDataset: held_out of {batch} rows; needed 1 or more")
         sample = self._hold_out.sample(self._generator(3, seed, length), batch, length)
-        return _as_dict(self.task, sample, torch.full((len(sample.tokens),), length, device=self.device))
+        return _rows(self.task, sample, torch.full((len(sample.tokens),), length, device=self.device))
 
-    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+    def state_dict(self, step: int | None = None) -> StateDict:
         """What a resume needs: the number of batches that were trained on, the schedule's states.
 
         Args:
@@ -239,7 +276,7 @@ class CurriculumDataset(IterableDataset):
             "states": self._states.tolist(),
         }  # fmt: skip
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Go on from there.
 
         Raises:
@@ -273,12 +310,14 @@ def _pair(name: str, count: Count, length: int) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
-def _as_dict(task: Task, sample: Sample, lengths: Tensor) -> dict[str, Any]:
-    batch = {
+def _rows(task: Task, sample: Sample, lengths: Tensor) -> Rows:
+    rows: Rows = {
         "input_ids": sample.tokens,
         "attention_mask": sample.mask,
         "labels": sample.targets,
         "counted": task.accuracy_mask(sample),
         "lengths": lengths,
     }
-    return batch if sample.distance is None else batch | {"distance": sample.distance}
+    if sample.distance is not None:
+        rows["distance"] = sample.distance
+    return rows

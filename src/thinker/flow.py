@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -156,7 +156,7 @@ class FlowPlan:
         ... ''') == FlowPlan((FlowRow(read_input=True), FlowRow(output=True)))
         True
         """
-        rows: list[Mapping[str, Any]] = []
+        rows: list[Mapping[str, object]] = []
         if isinstance(table, str):
             lines = [line.strip() for line in table.splitlines() if line.strip()]
             for bar in (str.removeprefix, str.removesuffix):  # where the first line has one, all lines have

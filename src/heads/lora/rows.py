@@ -16,7 +16,10 @@ _WITHOUT_INPUT = "an instruction that describes a task"
 _ROWS_NAMED = 5  # in an error
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
-Template = Callable[[Mapping[str, Any]], dict[str, Any]]
+Row = Mapping[str, Any]
+"""Of instruction data: fields by name."""
+
+Template = Callable[[Row], dict[str, Any]]
 """A row to ``prompt`` and ``completion``, both texts or both lists of messages."""
 
 
@@ -58,7 +61,7 @@ def alpaca_template(row: Mapping[str, object]) -> dict[str, Any]:
     return {"prompt": "\n\n".join(parts), "completion": row["output"]}
 
 
-def chat_template(row: Mapping[str, Any]) -> dict[str, Any]:
+def chat_template(row: Row) -> dict[str, Any]:
     """The same as messages, which the tokenizer's own chat template lays out; a row may be of ``messages``, too.
 
     The last message, the assistant's, is the completion, and all before it are the prompt: of several answers in a
@@ -86,9 +89,7 @@ def chat_template(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt": list(messages[:-1]), "completion": [messages[-1]]} | tools
 
 
-def read_rows(
-    source: str | Path | Iterable[Mapping[str, Any]], template: Template = alpaca_template
-) -> list[dict[str, Any]]:
+def read_rows(source: str | Path | Iterable[Row], template: Template = alpaca_template) -> list[dict[str, Any]]:
     """Rows of a JSON list, of JSON lines or of any iterable, as ``prompt`` and ``completion``.
 
     ``datasets.Dataset.from_list`` of them is what `trl.SFTTrainer` takes; it trains the completion and its end. Rows
@@ -151,7 +152,7 @@ def _parsed(operation: str, path: str | Path) -> list[Any]:
     return rows[0] if whole else rows
 
 
-def _templated(operation: str, template: Template, row: Mapping[str, Any], number: int) -> dict[str, Any]:
+def _templated(operation: str, template: Template, row: Row, number: int) -> dict[str, Any]:
     """What a template makes of a row; what goes wrong in it is told with the row's number."""
     try:
         example = template(row)
@@ -171,7 +172,7 @@ def _templated(operation: str, template: Template, row: Mapping[str, Any], numbe
     return dict(example)
 
 
-def _says_something(part: str | Sequence[Mapping[str, Any]]) -> bool:
+def _says_something(part: str | Sequence[Row]) -> bool:
     if isinstance(part, str):
         return bool(part.strip())
     return any(message.get("tool_calls") or (message.get("content") or "").strip() for message in part)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from model_components._modes import evaluating
 
 from ..checks import check_layout, chosen_plan
-from ..curriculum import CurriculumDataset
+from ..curriculum import CurriculumDataset, Rows
 from ..flow import FlowPlan
 from ..losses import exact, labels_of_steps
 from ..model import LatentThinker
@@ -20,7 +19,7 @@ from .results import Accuracy, Calibration, Curves, Grid
 @torch.no_grad()
 def accuracies(
     model: LatentThinker,
-    batch: dict[str, Any],
+    batch: Rows,
     *,
     n_steps: Sequence[int],
     n_latent: int | None = None,
@@ -218,12 +217,12 @@ def evaluate_halting(
     _check_data("evaluate_halting", model, data)
     if not model.config.halting:
         raise ValueError("evaluate_halting: the model has no halting head; needed ThinkerConfig(halting=True)")
-    batch = {k: v.to(model.device) for k, v in data.held_out(samples, length, seed=seed).items()}
-    labels = model.answers_of(batch["labels"])
+    rows = data.held_out(samples, length, seed=seed)
+    labels = model.answers_of(rows["labels"].to(model.device))
     with evaluating(model):
         out = model(
-            batch["input_ids"], batch["attention_mask"], out_len=labels.shape[-1], n_step=n_step, plan=plan,
-            output_steps="all",
+            rows["input_ids"].to(model.device), rows["attention_mask"].to(model.device), out_len=labels.shape[-1],
+            n_step=n_step, plan=plan, output_steps="all",
         )  # fmt: skip
     said = out.halt_logits[:, torch.tensor(out.output_steps, device=model.device) - 1].float().sigmoid().flatten()
     right = exact(out, labels).float().flatten()

@@ -95,7 +95,7 @@ class Curves(Report):
     n_steps: tuple[tuple[int, ...], ...]  # of each length
     cells: tuple[tuple[Accuracy, ...], ...]
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, float]]:
         """A mapping for each point: length, steps, shares of right symbols and of right rows."""
         return [
             {"length": length, "steps": step, "symbols": cell.token, "rows": cell.sequence}

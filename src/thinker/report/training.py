@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from model_components._report import Axes, Figure, axes_for
 
 
-def plot_training(history: Sequence[dict[str, Any]], ax: Axes | None = None) -> Figure:
+def plot_training(history: Sequence[Mapping[str, float]], ax: Axes | None = None) -> Figure:
     """Loss, accuracy and difficulty by step (extra ``plot``).
 
     Args:

@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,7 +122,7 @@ class TensorTask(Task):
         rows = self._rows.rows(chosen.to(self.tokens.device)).map(lambda column: column.to(generator.device))
         if self.augment is None:
             return rows
-        augmented: Any = self.augment(generator, rows.tokens, rows.targets)
+        augmented: object = self.augment(generator, rows.tokens, rows.targets)
         if not isinstance(augmented, tuple) or len(augmented) != 2:
             raise ValueError(f"TensorTask: augment made {_told(augmented)}; needed tokens and targets")
         kinds = (("tokens", 0, self.vocab_size), ("targets", IGNORED, self.output_size))

@@ -44,7 +44,7 @@ def thinker_arguments(output_dir: str | Path, **changes: Any) -> TrainingArgumen
     return TrainingArguments(output_dir=str(output_dir), **(recipe | changes))
 
 
-def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, object]]:
     """Weight decay on matrices of linear layers only: not on embeddings, positions, latents, norms, biases.
 
     Args:
@@ -59,5 +59,5 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
     for parameter in model.parameters():
         if parameter.requires_grad:
             by_kind[id(parameter) in matrices].append(parameter)
-    groups = [{"params": by_kind[True], "weight_decay": weight_decay}, {"params": by_kind[False], "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    kinds = ((by_kind[True], weight_decay), (by_kind[False], 0.0))
+    return [{"params": parameters, "weight_decay": decay} for parameters, decay in kinds if parameters]

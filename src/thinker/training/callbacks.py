@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from model_components._folders import write_json
 
-from ..curriculum import CurriculumDataset
+from ..curriculum import CurriculumDataset, StateDict
 from ..model import LatentThinker
 from ..report import Grid, evaluate_grid
 from .tally import Counts, Tally, mean_loss
@@ -36,7 +36,7 @@ class ThinkerRun(Protocol):
         """Where this process is in the data."""
         ...
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> StateDict:
         """A copy of what training changes."""
         ...
 
@@ -58,11 +58,11 @@ class ThinkerCallback(TrainerCallback):
 
     trainer: ThinkerRun
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """What a resume needs."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Go on from there."""
 
     def on_rewind(self) -> None:
@@ -102,11 +102,11 @@ class CurriculumCallback(ThinkerCallback):
         """Count from here."""
         self.before = self.trainer.tally.mark()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """What was reported."""
         return {"before": self.before}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Go on."""
         self.before = self.trainer.tally.loaded(state["before"])
 
@@ -141,8 +141,8 @@ class RewindOnPeak(ThinkerCallback):
             )
         self.factor, self.margin, self.every, self.limit, self.cooling = factor, margin, every, limit, cooling
         self.count = 0
-        self.best: dict[str, Any] = {}
-        self.newest: dict[str, Any] = {}  # where the present window began
+        self.best: StateDict = {}
+        self.newest: StateDict = {}  # where the present window began
         self.first = math.nan  # loss of the first step
         self.last = math.nan  # mean loss of the last window
         self.before: Counts | None = None
@@ -208,11 +208,11 @@ class RewindOnPeak(ThinkerCallback):
         self.trainer.restore(self.best)
         self.trainer.log({"rewinds": self.count, "peak": self.last, "rewound_to_step": self.best["step"]})
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The count, the best point and the present window's beginning."""
         return {k: getattr(self, k) for k in ("count", "best", "newest", "first", "last", "before")}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Go on."""
         for name in ("count", "best", "newest", "first", "last"):
             setattr(self, name, state[name])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..config import ThinkerConfig
+from ..curriculum import StateDict
 from ..memory import make_memory
 from ..positions import Places
 from ..state import ThinkerState
@@ -18,7 +18,7 @@ from ..state import ThinkerState
 logger = logging.get_logger(__name__)
 
 
-def pack_carry(carry: ThinkerState | None) -> dict[str, Any] | None:
+def pack_carry(carry: ThinkerState | None) -> StateDict | None:
     """A carry as what `torch.load` reads without trusting anyone."""
     if carry is None:
         return None
@@ -26,7 +26,7 @@ def pack_carry(carry: ThinkerState | None) -> dict[str, Any] | None:
     return {"latents": carry.latents, "memory": memory, "drawn": carry.places.drawn, "offset": carry.places.offset}
 
 
-def unpack_carry(packed: dict[str, Any] | None, config: ThinkerConfig, device: torch.device) -> ThinkerState | None:
+def unpack_carry(packed: StateDict | None, config: ThinkerConfig, device: torch.device) -> ThinkerState | None:
     """What `pack_carry` packed."""
     if packed is None:
         return None
@@ -41,7 +41,7 @@ def unpack_carry(packed: dict[str, Any] | None, config: ThinkerConfig, device: t
     return ThinkerState(packed["latents"].to(device), memory, places)
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> StateDict:
     """What `ThinkerTrainer` wrote into a checkpoint.
 
     Raises:

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,12 @@ from model_components._trainer import StepTrainer, TrainerOptions
 
 from ..config import is_whole
 from ..counters import seed_of
-from ..curriculum import CurriculumDataset
+from ..curriculum import Batch, CurriculumDataset, StateDict
 from ..flow import FlowPlan
 from ..losses import LastAndRandom, StepLoss, labels_of_steps
 from ..model import LatentThinker
 from ..report import evaluate_lengths
-from ..state import ThinkerState
+from ..state import ThinkerOutput, ThinkerState
 from .arguments import parameter_groups, thinker_arguments
 from .callbacks import CurriculumCallback, ThinkerCallback
 from .checkpoints import newest_whole, pack_carry, read_state, unpack_carry
@@ -131,7 +131,7 @@ class ThinkerTrainer(StepTrainer):
             self.add_callback(CurriculumCallback())
         self.add_callback(_Housekeeping(self))  # last: it loads what the others know
 
-    def add_callback(self, callback: Any) -> None:
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """A callback, or a class of one, that may be a `ThinkerCallback`."""
         super().add_callback(callback)
         for known in self.callback_handler.callbacks:
@@ -162,20 +162,20 @@ class ThinkerTrainer(StepTrainer):
         persistent = bool(workers) and self.args.dataloader_persistent_workers
         return DataLoader(self.data, batch_size=None, num_workers=workers, persistent_workers=persistent, **options)
 
-    def optimizer_groups(self) -> list[dict[str, Any]]:
+    def optimizer_groups(self) -> list[dict[str, object]]:
         """`parameter_groups`, and what the loss learns."""
         assert self.model is not None
         groups = parameter_groups(self.model, weight_decay=self.args.weight_decay)
         learned = [p for p in self.step_loss.parameters() if p.requires_grad]
-        return groups + ([{"params": learned, "weight_decay": 0.0}] if learned else [])
+        return [*groups, {"params": learned, "weight_decay": 0.0}] if learned else groups
 
-    def compute_loss(
+    def compute_loss(  # pyrefly: ignore[bad-override]
         self,
         model: nn.Module,
-        inputs: dict[str, Any],
+        inputs: Batch,
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, ThinkerOutput]:
         """The step loss, over the answers of the whole step."""
         n_step, n_latent, distance = inputs["n_step"], inputs["n_latent"], inputs.get("distance")
         labels, counted = (self.thinker.answers_of(inputs[name], n_latent) for name in ("labels", "counted"))
@@ -206,7 +206,7 @@ class ThinkerTrainer(StepTrainer):
         loss = self.share_of_step(loss, (labels != -100).sum(), num_items_in_batch)
         return (loss, first) if return_outputs else loss
 
-    def predict(self, *ignored: Any, **named: object) -> Any:
+    def predict(self, *ignored: object, **named: object) -> NoReturn:
         """There is nothing to predict but what the curriculum draws.
 
         Raises:
@@ -325,7 +325,7 @@ class ThinkerTrainer(StepTrainer):
             else:
                 callback.on_rewind()  # it was not there: it counts from here
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> StateDict:
         """A copy of what training changes: weights, what the loss learns, optimizer, moving average, schedule."""
         return copy.deepcopy(
             {
@@ -337,7 +337,7 @@ class ThinkerTrainer(StepTrainer):
             }
         )
 
-    def restore(self, snapshot: dict[str, Any]) -> None:
+    def restore(self, snapshot: StateDict) -> None:
         """Back to a `snapshot`; the stream of data and the schedule of learning rates go on."""
         snapshot, optimizer = copy.deepcopy(snapshot), _bare(self.optimizer)
         rates = [group["lr"] for group in optimizer.param_groups]

@@ -36,7 +36,7 @@ class TextExamples(Dataset):
 
     def __init__(
         self,
-        source: str | Path | Iterable[Any],
+        source: str | Path | Iterable[object],
         tokenizer: Any,
         *,
         max_length: int = 512,
@@ -79,7 +79,7 @@ class TextExamples(Dataset):
         text = "".join(p if isinstance(p, str) else self.tokenizer.decode([p]) for p in parts)
         return text + "⟧" * before
 
-    def _example(self, where: str, row: Any) -> list[dict[str, list[int]]]:
+    def _example(self, where: str, row: object) -> list[dict[str, list[int]]]:
         """One row's, or a plain text's pieces."""
         if isinstance(row, str):
             ids = self.tokenizer(row)["input_ids"]
@@ -96,7 +96,7 @@ class TextExamples(Dataset):
             labels.append(token if asked or self.train_on_inputs else -100)
         return [{"input_ids": ids[: self.max_length], "labels": labels[: self.max_length]}]
 
-    def _laid_out(self, where: str, row: Any) -> tuple[str, list[tuple[int, int]] | None]:
+    def _laid_out(self, where: str, row: object) -> tuple[str, list[tuple[int, int]] | None]:
         """A row's text, and from where to where it is supervised; None: all of it, as a plain text."""
         if not isinstance(row, Mapping):
             raise ValueError(f"TextExamples: {where} is a {type(row).__name__}; needed a text, or a mapping")
@@ -113,7 +113,7 @@ class TextExamples(Dataset):
             return row["text"], None
         raise ValueError(f"TextExamples: {where} has {', '.join(map(str, row)) or 'nothing'}; needed {_NEEDED}")
 
-    def _conversation(self, where: str, messages: Any) -> tuple[str, list[tuple[int, int]]]:
+    def _conversation(self, where: str, messages: object) -> tuple[str, list[tuple[int, int]]]:
         """Of messages, each turn of the assistant with what ends it."""
         good = isinstance(messages, Sequence) and not isinstance(messages, str) and all(
             isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
@@ -143,7 +143,7 @@ class TextExamples(Dataset):
         return "".join(m["content"] + (end if m["role"] == "assistant" else "\n") for m in messages)
 
 
-def _read(source: Any) -> tuple[str, list[object]]:
+def _read(source: object) -> tuple[str, list[object]]:
     """What to call it, and its rows."""
     if isinstance(source, Mapping) or not isinstance(source, (str, Path, Iterable)):
         raise ValueError(f"TextExamples: source is a {type(source).__name__}; needed a file, or rows")

@@ -82,7 +82,7 @@ def merge_models(
     models: Sequence[object] | MergeRecipe,
     method: str | None = None,
     *,
-    base_model: Any = None,
+    base_model: object = None,
     out: str | os.PathLike[str] | None = None,
     dtype: str | TorchDType | None = None,
     out_dtype: str | TorchDType | None = None,
@@ -194,9 +194,9 @@ def merge_models(
 
 
 def _merge_calibrated(
-    models: Sequence[Any],
+    models: Sequence[object],
     method: str,
-    calibration: Sequence[Any],
+    calibration: Sequence[object],
     out: str | os.PathLike[str],
     parameters: Mapping[str, Any],
     options: Mapping[str, Any],

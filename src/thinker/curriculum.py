@@ -303,7 +303,7 @@ class CurriculumDataset(IterableDataset):
 
 def _pair(name: str, count: Count, length: int) -> tuple[int, int]:
     value = count(length) if callable(count) else count
-    pair: Any = (value, value) if is_whole(value) else value
+    pair: object = (value, value) if is_whole(value) else value
     if not isinstance(pair, Sequence) or len(pair) != 2 or not all(map(is_whole, pair)) or not 1 <= pair[0] <= pair[1]:
         where = f" at length {length}" if callable(count) else ""
         raise ValueError(f"CurriculumDataset: {name} is {value!r}{where}; needed a number from 1, or two in order")

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from model_components._report import Report, Table
 
 from .functional import IMPLS
-from .linear import LeanForward, can_be_lean, lean, route
+from .linear import LeanForward, can_be_lean, lean, lora_layers, route
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ def accelerate_lora_(model: nn.Module, *, impl: str = "auto") -> AccelerationRep
     """
     if impl not in IMPLS or impl == "reference":
         raise ValueError(f"accelerate_lora_: impl is {impl!r}, needed auto, eager or fused")
-    layers: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
+    layers = lora_layers(model)
     if not layers:
         raise ValueError(
             f"accelerate_lora_: {type(model).__name__} has no LoRA layers; needed a model of peft.get_peft_model or "
@@ -77,7 +75,7 @@ def accelerate_lora_(model: nn.Module, *, impl: str = "auto") -> AccelerationRep
                 skipped[name] = f"lora.{kind.__name__}"
                 continue
             layer.__class__ = lean(kind)
-        layer.impl = impl
+        vars(layer)["impl"] = impl
         chosen_path = (
             "its forward was replaced, by an accelerate hook, say" if "forward" in vars(layer) else route(layer)
         )
@@ -106,7 +104,7 @@ def restore_lora_(model: nn.Module) -> int:
     >>> restore_lora_(model), restore_lora_(model)
     (1, 0)
     """
-    layers: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, LeanForward)}
+    layers: dict[str, LeanForward] = {name: m for name, m in model.named_modules() if isinstance(m, LeanForward)}
     for name, layer in layers.items():
         _forget_own_forward(layer)
         if LeanForward not in type(layer).__bases__ or "forward" in vars(layer):
@@ -116,12 +114,12 @@ def restore_lora_(model: nn.Module) -> int:
             )
     for layer in layers.values():
         layer.__class__ = lean(type(layer))
-        layer.__dict__.pop("impl", None)
+        vars(layer).pop("impl", None)
     return len(layers)
 
 
-def _forget_own_forward(layer: nn.Module) -> None:
+def _forget_own_forward(layer: object) -> None:
     """A forward that an instance has, though it is but its class's own: what accelerate's hooks leave behind."""
     forward = vars(layer).get("forward")
-    if forward is not None and getattr(forward, "__func__", None) is type(layer).forward:
-        del layer.forward
+    if forward is not None and getattr(forward, "__func__", None) is getattr(type(layer), "forward", None):
+        del vars(layer)["forward"]

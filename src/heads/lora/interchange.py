@@ -76,7 +76,7 @@ def load_lora(
         raise ValueError(f"{operation}: {path / 'adapter_config.json'} cannot be read: {error}") from error
     if not isinstance(config, LoraConfig):
         raise ValueError(f"{operation}: {path} holds an adapter of {config.peft_type}, needed LoRA")
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
     split = any(f".{FUSED}.{part}." in name for name in shapes for part in PARTS)
     split = split and not any(isinstance(m, SplitQKV) for m in base.modules())
     if split and isinstance(model, PeftModel):
@@ -128,7 +128,9 @@ def _shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _compare(operation: str, path: Path, shapes: dict[str, tuple[int, ...]], base: Any, config: LoraConfig) -> None:
+def _compare(
+    operation: str, path: Path, shapes: dict[str, tuple[int, ...]], base: nn.Module, config: LoraConfig
+) -> None:
     """Refuse a checkpoint of another base model; ``base`` has no memory."""
     of = f"{operation}: {path}, trained on {config.base_model_name_or_path},"
     modules = {name for name, _ in base.named_modules()}
@@ -184,12 +186,13 @@ def export_lora(model: PeftModel, out: str | Path, *, adapter_name: str = "defau
     operation = "export_lora"
     if adapter_name not in model.peft_config:
         raise ValueError(f"{operation}: adapter_name is {adapter_name!r}, the model has {sorted(model.peft_config)}")
-    base: Any = model.get_base_model()
+    base = model.get_base_model()
     fused = [name for name, m in base.named_modules() if isinstance(m, SplitQKV)]
     if not fused:
         raise ValueError(f"{operation}: nothing was split; needed a model of prepare_lora(..., split_fused_qkv=True)")
     check_new(out, operation)
-    config: Any = copy.deepcopy(model.peft_config[adapter_name])
+    config = copy.deepcopy(model.peft_config[adapter_name])
+    assert isinstance(config, LoraConfig)
     if config.use_dora or config.lora_bias or config.bias != "none":
         raise ValueError(
             f"{operation}: use_dora is {config.use_dora}, lora_bias {config.lora_bias} and bias {config.bias!r}; "
@@ -207,7 +210,7 @@ def export_lora(model: PeftModel, out: str | Path, *, adapter_name: str = "defau
             config.rank_pattern[re.escape(name)] = rank
             config.alpha_pattern[re.escape(name)] = scaling * (rank**0.5 if config.use_rslora else rank)
     if isinstance(config.target_modules, (set, list, tuple)):
-        config.target_modules = (set(config.target_modules) - set(PARTS)) | {FUSED}
+        config.target_modules = sorted({*config.target_modules, FUSED} - set(PARTS))
     else:
         config.target_modules = sorted(
             {re.sub(r"\.lora_.*", "", k.removeprefix(PREFIX)) for k in tensors if ".lora_" in k}

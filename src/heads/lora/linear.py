@@ -67,6 +67,11 @@ def can_be_lean(kind: type) -> bool:
     return kind.__name__ in KINDS and kind.__module__.startswith("peft.tuners.lora")
 
 
+def lora_layers(model: nn.Module) -> dict[str, lora.LoraLayer]:
+    """All of peft's LoRA layers, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, lora.LoraLayer)}
+
+
 @cache
 def lean(kind: type) -> type:
     """The class that gives a class of peft's our forward, and for that class peft's again."""

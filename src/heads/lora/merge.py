@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from model_components._folders import NewFolder, check_new
 from model_components._report import Axes, Figure, Report, Table, bars
 
+from .linear import lora_layers
 from .split import PARTS, SplitQKV
 
 _SHOWN = 5  # layers of a printed report
@@ -140,9 +141,9 @@ def merge_lora(
     if unknown or not names:
         raise ValueError(f"{operation}: adapters are {names}, the model has {sorted(model.peft_config)}")
     check_new(out, operation)
-    base: Any = model.get_base_model()
+    base = model.get_base_model()
     stored = dtype or next(base.parameters()).dtype
-    adapted = {name: layer for name, layer in base.named_modules() if isinstance(layer, LoraLayer)}
+    adapted = lora_layers(base)
     for name, wrapper in base.named_modules():
         if isinstance(wrapper, AuxiliaryTrainingWrapper) and not isinstance(wrapper, ModulesToSaveWrapper):
             raise ValueError(f"{operation}: {name} is a {type(wrapper).__name__}; needed peft's own merge_and_unload")
@@ -168,7 +169,7 @@ def merge_lora(
     return MergeReport(new.out, str(stored).removeprefix("torch."), tuple(layers))
 
 
-def _check_layer(operation: str, name: str, layer: Any) -> None:
+def _check_layer(operation: str, name: str, layer: LoraLayer) -> None:
     """Refuse what only peft can merge."""
     if isinstance(layer.base_layer, BaseTunerLayer):
         kind = type(layer.base_layer).__name__
@@ -229,7 +230,7 @@ def _state(
     wrappers = {n: m for n, m in base.named_modules() if isinstance(m, ModulesToSaveWrapper)}
     state: dict[str, Tensor] = {}
     cast: dict[tuple, Tensor] = {}
-    adapted = {n for n, m in base.named_modules() if isinstance(m, LoraLayer)}
+    adapted = lora_layers(base)
     for key, tensor in base.state_dict(keep_vars=True).items():
         name, _, last = key.rpartition(".")
         place, value = key, tensor.detach()

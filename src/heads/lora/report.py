@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from peft.tuners.lora.layer import LoraLayer
+from peft import PeftMixedModel, PeftModel
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from transformers import PreTrainedModel
 
 from model_components._modes import in_mode
 from model_components._report import Axes, Figure, Report, Table, bars
 
-from .linear import LoraLinear
+from .linear import LoraLinear, lora_layers
 from .prepare import PREFIX
 
 USUAL_SCALING = (0.1, 4.0)
@@ -112,7 +113,7 @@ class LoraReport(Report):
 
 def saved_activation_bytes(model: nn.Module, batch: int, context: int) -> int:
     """Bytes that autograd would keep for one training step, from a run on tensors that hold no numbers."""
-    storages: dict[int, Any] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     with in_mode(model, training=True), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         fake_tensors: dict[str, Tensor] = {
             name: fake.from_tensor(t) for name, t in (*model.named_parameters(), *model.named_buffers())
@@ -163,7 +164,7 @@ def lora_report(
     """
     if (batch is None) != (context is None):
         raise ValueError(f"lora_report: batch is {batch} and context {context}, needed both or neither")
-    layers: dict[str, Any] = {n.removeprefix(PREFIX): m for n, m in model.named_modules() if isinstance(m, LoraLayer)}
+    layers = {name.removeprefix(PREFIX): layer for name, layer in lora_layers(model).items()}
     rows: list[AdapterRow] = []
     zero: list[str] = []
     broken: list[str] = []
@@ -172,9 +173,7 @@ def lora_report(
         for adapter in layer.active_adapters:
             if adapter not in layer.r:
                 continue
-            embedding = adapter in layer.lora_embedding_A
-            a = layer.lora_embedding_A[adapter] if embedding else layer.lora_A[adapter].weight
-            b = layer.lora_embedding_B[adapter] if embedding else layer.lora_B[adapter].weight
+            a, b = _factors_of(layer, adapter)
             rank, scaling = int(layer.r[adapter]), float(layer.scaling[adapter])
             meta = a.device.type == "meta"
             step = float("nan") if meta else scaling * float(a.detach().float().flatten(1).norm(dim=1).sum())
@@ -203,12 +202,19 @@ def lora_report(
     )  # fmt: skip
 
 
+def _factors_of(layer: LoraLayer, adapter: str) -> tuple[Tensor, Tensor]:
+    """A and B of a linear layer's adapter, or of an embedding's."""
+    if adapter in layer.lora_embedding_A:
+        return layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
+    return layer.lora_A[adapter].get_parameter("weight"), layer.lora_B[adapter].get_parameter("weight")
+
+
 def _some(names: list[str]) -> str:
     return f"{len(names)} adapters ({names[0]}, ...)"
 
 
 def _warnings(
-    model: Any, layers: Mapping[str, object], rows: list[AdapterRow], zero: list[str], broken: list[str],
+    model: nn.Module, layers: Mapping[str, object], rows: list[AdapterRow], zero: list[str], broken: list[str],
     copied: list[str], base_vocab_size: int | None,
 ) -> list[str]:  # fmt: skip
     warnings = []
@@ -230,14 +236,14 @@ def _warnings(
         targets = config.target_modules if not isinstance(config.target_modules, str) else ()
         unused = [t for t in targets or () if not any(n == t or n.endswith(f".{t}") for n in layers)]
         warnings += [f"adapter {name!r} has the target {t!r}, which matched no layer" for t in sorted(unused)]
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    embedding = base.get_input_embeddings() if hasattr(base, "get_input_embeddings") else None
-    if base_vocab_size is not None and embedding is not None and embedding.weight.shape[0] > base_vocab_size:
-        for kind, get in (("embedding", base.get_input_embeddings), ("head", base.get_output_embeddings)):
-            part = get()
-            if part is not None and not any(p.requires_grad for p in part.parameters()):
+    base = model.get_base_model() if isinstance(model, PeftModel | PeftMixedModel) else model
+    if base_vocab_size is not None and isinstance(base, PreTrainedModel):
+        tables = {"embedding": base.get_input_embeddings(), "head": base.get_output_embeddings()}
+        grown = next(tables["embedding"].parameters()).shape[0]
+        for kind, table in tables.items() if grown > base_vocab_size else ():
+            if table is not None and not any(p.requires_grad for p in table.parameters()):
                 warnings.append(
-                    f"the vocabulary grew from {base_vocab_size} to {embedding.weight.shape[0]} and the {kind} is not "
-                    "trained: its new rows stay as they were made; add it to modules_to_save or to the targets"
+                    f"the vocabulary grew from {base_vocab_size} to {grown} and the {kind} is not trained: its new "
+                    "rows stay as they were made; add it to modules_to_save or to the targets"
                 )
     return warnings

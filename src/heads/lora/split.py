@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -49,9 +47,9 @@ def _fuse(module: nn.Module, state: dict[str, Tensor], prefix: str, _: object) -
     """The parts' entries become the fused layer's."""
     if all(isinstance(module.get_submodule(name), Conv1D) for name in PARTS):
         for which, dim in (("weight", 1), ("bias", 0)):
-            parts: list[Any] = [state.pop(f"{prefix}{name}.{which}", None) for name in PARTS]
-            if all(part is not None for part in parts):
-                state[prefix + which] = torch.cat(parts, dim)
+            names = [f"{prefix}{name}.{which}" for name in PARTS]
+            if all(name in state for name in names):
+                state[prefix + which] = torch.cat([state.pop(name) for name in names], dim)
 
 
 def _unfuse(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
@@ -81,20 +79,19 @@ def split_fused_qkv_(model: nn.Module) -> list[str]:
     Raises:
         ValueError: There is none: other architectures keep q, k and v apart, or fuse them differently.
     """
-    fused_names = [
-        name
+    fused = {
+        name: m
         for name, m in model.named_modules()
         if isinstance(m, Conv1D) and name.rpartition(".")[2] == FUSED and m.nf == 3 * m.nx
-    ]
-    if not fused_names:
+    }
+    if not fused:
         raise ValueError(
             f"split_fused_qkv_: {type(model).__name__} has no {FUSED} of (I, 3 I); needed GPT-2's fused projection"
         )
-    for name in fused_names:
+    for name, layer in fused.items():
         parent, _, child = name.rpartition(".")
-        layer: Any = model.get_submodule(name)
         setattr(model.get_submodule(parent), child, SplitQKV(layer))
-    return fused_names
+    return list(fused)
 
 
 def join_fused_qkv_(model: nn.Module) -> list[str]:
@@ -111,8 +108,8 @@ def join_fused_qkv_(model: nn.Module) -> list[str]:
     """
     split_names = [name for name, m in model.named_modules() if isinstance(m, SplitQKV)]
     for name in split_names:
-        parts: list[Any] = [model.get_submodule(f"{name}.{part}") for part in PARTS]
-        if not all(isinstance(part, Conv1D) for part in parts):
+        parts = [part for part in map(model.get_submodule(name).get_submodule, PARTS) if isinstance(part, Conv1D)]
+        if len(parts) < len(PARTS):
             raise ValueError(f"join_fused_qkv_: {name} carries an adapter; needed merge_and_unload() before")
         fused = Conv1D.__new__(Conv1D)
         nn.Module.__init__(fused)

@@ -99,7 +99,7 @@ def baseline_verdicts(train: Sequence[Pair], test: Sequence[Pair], *, classes: i
         tfidf = [csr_array((len(side), 1)) for side in texts]
     spread = np.abs(a - b).std(0) + 1e-9
 
-    def worded(one: Any, other: Any, style: np.ndarray) -> Any:
+    def worded(one: Any, other: object, style: np.ndarray) -> Any:
         style = style / spread
         return hstack([one - other, csr_array(np.c_[style, np.abs(style)])]).tocsr()
 
@@ -187,7 +187,7 @@ def _shares(pairs: Sequence[Pair], classes: int) -> np.ndarray:
 
 def _fitted(model: Any, seen: tuple[Any, Any], labels: np.ndarray, new: tuple[Any, Any]) -> Tensor:
     """Verdicts on new pairs, the mean of both orders, of a model fitted on both orders of those seen."""
-    stack: Callable[[list[Any]], Any] = np.concatenate
+    stack: Callable[[list[Any]], object] = np.concatenate
     if not isinstance(seen[0], np.ndarray):
         from scipy.sparse import vstack
 

@@ -55,7 +55,7 @@ def _attention(
     return output[None], None
 
 
-def _mask(*args: Any, **options: Any) -> Tensor | None:
+def _mask(*args: Any, **options: object) -> Tensor | None:
     """No mask in a packed run, where it would have T x T entries; else stock sdpa's."""
     return None if _PACKED.get() else sdpa_mask(*args, **options)
 
@@ -93,7 +93,7 @@ def encode_packed(
     places = torch.arange(len(input_ids), device=input_ids.device) - starts.repeat_interleave(
         sizes, output_size=ends[-1]
     )
-    options: dict[str, Any] = {"position_ids": (places + offset)[None], _ENDS: ends}
+    options: dict[str, object] = {"position_ids": (places + offset)[None], _ENDS: ends}
     if token_type_ids is not None:
         options["token_type_ids"] = token_type_ids[None]
     before = _PACKED.set(True)
@@ -110,7 +110,7 @@ def encode_padded(
     sizes = list(lengths)
     mask = pad_sequence([torch.ones(n, dtype=torch.bool, device=input_ids.device) for n in sizes], batch_first=True)
     fill = getattr(encoder.config, "pad_token_id", None) or 0
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     if token_type_ids is not None:
         options["token_type_ids"] = pad_sequence(list(token_type_ids.split(sizes)), batch_first=True)
     ids = pad_sequence(list(input_ids.split(sizes)), batch_first=True, padding_value=fill)

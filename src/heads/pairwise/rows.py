@@ -159,7 +159,7 @@ def each_pair(
             yield line, row, error
 
 
-def _renamed(row: Any, columns: Mapping[str, str]) -> Any:
+def _renamed(row: object, columns: Mapping[str, str]) -> Any:
     """A row under the names that `pair_of` knows."""
     if not columns or not isinstance(row, Mapping):
         return row

@@ -45,7 +45,7 @@ class SavedJudge(Judge):
         return loaded
 
     def save_pretrained(
-        self, save_directory: Any, is_main_process: bool = True, *args: Any, report: object = None, **kwargs: Any
+        self, save_directory: Any, is_main_process: bool = True, *args: Any, report: object = None, **kwargs: object
     ) -> None:
         """Config, safetensors, a card and, where the model has one, the tokenizer.
 

@@ -194,7 +194,7 @@ def _told(data: object) -> str:
 
 
 def _metrics(found: EvalPrediction) -> dict[str, float]:
-    logits: Any = found.predictions
-    labels: Any = found.label_ids
+    logits: object = found.predictions
+    labels: object = found.label_ids
     metrics = pairwise_metrics(log_probabilities(torch.as_tensor(logits).double()), torch.as_tensor(labels))
     return {name: getattr(metrics, name) for name in ("accuracy", "log_loss", "calibration_error")}

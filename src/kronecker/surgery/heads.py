@@ -40,7 +40,7 @@ def find_attentions(model: PreTrainedModel) -> list[Attention]:
 
     By shapes: the widths of queries, keys and values are those that the config's numbers of heads give.
     """
-    config: Any = model.config.get_text_config()
+    config: object = model.config.get_text_config()
     heads: int = getattr(config, "num_attention_heads", None) or 0
     groups: int = getattr(config, "num_key_value_heads", None) or heads
     attentions = []

@@ -94,10 +94,9 @@ def find_mlps(
             while trials:
                 trials, now = _apart(trials, taken=_names(confirmed))
                 confirmed += _tried(model, now, runs, rows)[0]
-        kinds = {
-            _kind(m) for m in confirmed
-        }  # square matrices are attention's nearly always, and what is done to those
-        for mlp in (mlp for run in runs for mlp in run.hypotheses if run.square):  # reaches far
+        kinds = {_kind(m) for m in confirmed}
+        # Square matrices are attention's nearly always, and what is done to those reaches far.
+        for mlp in (mlp for run in runs for mlp in run.hypotheses if run.square):
             if (_kind(mlp) in kinds or not kinds) and _names(confirmed).isdisjoint((*mlp.ups, mlp.down)):
                 confirmed += _tried(model, [mlp], runs, rows)[0]
         confirmed = _read_once(model, confirmed, runs, rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -37,7 +36,7 @@ def stock_config(
         for chosen in itertools.combinations(places, count):
             config = copy.deepcopy(before)
             for path, name, new in chosen:
-                holder: Any = config
+                holder: object = config
                 for step in path:
                     holder = getattr(holder, step)
                 setattr(holder, name, new)

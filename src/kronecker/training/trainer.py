@@ -151,7 +151,7 @@ class KroneckerTrainer(StepTrainer):
         finally:
             self.model_accepts_loss_kwargs = before
 
-    def log(self, logs: dict[str, float], *rest: Any, **named: Any) -> None:
+    def log(self, logs: dict[str, float], *rest: Any, **named: object) -> None:
         """The logs, with norms of each group's parameters and gradients while it trains."""
         if "loss" in logs and self.optimizer is not None:
             groups = getattr(self.optimizer, "optimizer", self.optimizer).param_groups

@@ -34,7 +34,7 @@ def merge_adapters(
     dtype: str | None = None,
     seed: int = 0,
     progress: bool = True,
-    **parameters: Any,
+    **parameters: object,
 ) -> AdapterReport:
     """Merge LoRA adapters of one base into one adapter.
 
@@ -167,7 +167,7 @@ def _side_by_side(pairs: Sequence[Pair | None], weights: Sequence[float]) -> tup
 
 
 def _merged_change(
-    method: MergeMethod, pairs: Sequence[Pair | None], bound: dict[str, Any], seed: int, name: str
+    method: MergeMethod, pairs: Sequence[Pair | None], bound: dict[str, object], seed: int, name: str
 ) -> Array:
     """The method on the changes themselves; an adapter without the module changes nothing there."""
     shape = next((pair.up.shape[0], pair.down.shape[1]) for pair in pairs if pair is not None)

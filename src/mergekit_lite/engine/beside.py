@@ -6,7 +6,6 @@ import contextlib
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -144,7 +143,7 @@ def _is_local(part: str) -> bool:
 def model_card(plan: MergePlan) -> str:
     """A README for the merged checkpoint; it names no folder of this machine."""
     ids = list(dict.fromkeys(name for source in plan.sources if (name := _id_of(source)) is not None))
-    data: dict[str, Any] = {"library_name": "transformers", "tags": ["merge", "mergekit-lite", "model-components"]}
+    data: dict[str, object] = {"library_name": "transformers", "tags": ["merge", "mergekit-lite", "model-components"]}
     if ids:
         data |= {"base_model": ids, "base_model_relation": "merge"}
     recipe, listed = plan.recipe.to_yaml(), []

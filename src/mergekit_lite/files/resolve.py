@@ -38,7 +38,7 @@ def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | Non
             f"{label}: holds only pickled weights ({files[0].name}), which can run code when loaded. Convert them to "
             'safetensors, or pass allow_pickle="weights_only" to load tensors and nothing else'
         )
-    state: dict[str, Any] = {}
+    state: dict[str, object] = {}
     for file in files:
         try:
             loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)

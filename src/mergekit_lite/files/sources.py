@@ -71,7 +71,7 @@ class FolderSource:
         self.label, self._stored, self.folder = label, tensors, folder
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
-        self.config: dict[str, Any] = {}
+        self.config: dict[str, object] = {}
         self.stem = (stem_of(folder) if folder is not None else None) or "model"
         if folder is not None and (folder / "config.json").exists():
             self.config = read_json(folder / "config.json")

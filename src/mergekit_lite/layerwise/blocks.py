@@ -29,7 +29,7 @@ Weights = Source | Mapping[str, Tensor]
 class Call:
     """What a block is called with besides hidden states, and which tokens are no padding."""
 
-    arguments: tuple[Any, ...]
+    arguments: tuple[object, ...]
     named: dict[str, object]
     keep: Tensor | None  # (B * L,)
 

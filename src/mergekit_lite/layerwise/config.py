@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import AutoModelForCausalLM
 
@@ -30,7 +29,7 @@ class CalibratedMerge:
     method: str
     weight: tuple[float, ...] | None = None
     reduce: float = 0.9
-    auto_class: Any = AutoModelForCausalLM
+    auto_class: object = AutoModelForCausalLM
     batch_size: int = 8
     max_length: int = 512
 

@@ -243,7 +243,7 @@ class AccurateMaskedLinear(MaskedLayer):
         bias = self.merged("bias") if "bias" in self.masks else None
         return masked_linear(x, weights, masks, bias, rule=rule, mode=self.mode, transposed=self.transposed)
 
-    def stock(self, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+    def stock(self, parameters: Mapping[str, Tensor], *args: Any, **kwargs: object) -> Any:
         """The stock layer's product."""
         return linear(args[0], parameters["weight"], parameters.get("bias"), self.transposed)
 

@@ -26,7 +26,7 @@ class StoredAs(NamedTuple):
     """What a component was loaded from, and what its files' sizes and times were; None where no merge reads them."""
 
     name: str
-    fingerprint: Any
+    fingerprint: object
 
 
 class MaskedModel(nn.Module):

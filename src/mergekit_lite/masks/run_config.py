@@ -61,7 +61,7 @@ class MaskRun:
     base: str | None = None
     masks: MaskConfig = field(default_factory=MaskConfig)
     kl: KLConfig = field(default_factory=KLConfig)
-    training: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, object] = field(default_factory=dict)
     compare: tuple[str, ...] | None = None
     held_out: float = 0.1
     max_length: int = 512
@@ -132,7 +132,7 @@ class MaskRun:
             raise ValueError(f"MaskRun: held_out is {self.held_out!r}, needed a share, or a number of examples")
 
 
-def _known(where: str, values: Mapping[str, Any], known: Sequence[str], needed: Sequence[str] = ()) -> None:
+def _known(where: str, values: Mapping[str, object], known: Sequence[str], needed: Sequence[str] = ()) -> None:
     for name in values:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, 1)
@@ -154,7 +154,7 @@ def _numbers(values: object) -> Any:
     return numbers
 
 
-def _built(where: str, kind: Any, values: Any) -> Any:
+def _built(where: str, kind: Any, values: object) -> Any:
     if not isinstance(values, Mapping):
         raise ValueError(f"{where} is {values!r}, needed fields of {kind.__name__}")
     _known(where, values, [f.name for f in fields(kind)])
@@ -170,7 +170,7 @@ def _task(where: str, index: int, entry: object) -> TaskData:
     files = [files] if isinstance(files, str) else files
     if not isinstance(files, list) or not files or not all(isinstance(f, str) for f in files):
         raise ValueError(f"{where}: files of entry {index} are {files!r}, needed names of files")
-    component: Any = entry.get("component", index)
+    component: object = entry.get("component", index)
     if not isinstance(component, int) or isinstance(component, bool):
         raise ValueError(f"{where}: component of entry {index} is {component!r}, needed the index of one")
     return TaskData(files=tuple(files), name=str(entry.get("name", Path(files[0]).stem)), component=component)

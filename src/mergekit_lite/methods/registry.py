@@ -244,7 +244,7 @@ def merge_method(
     >>> _ = METHODS.pop("largest_value")
     """
 
-    def decorate(function: Callable[..., Any]) -> MergeMethod:
+    def decorate(function: Callable[..., object]) -> MergeMethod:
         if name in METHODS:
             raise ValueError(f"merge_method: a method called {name!r} is registered already")
         hints = typing.get_type_hints(function)

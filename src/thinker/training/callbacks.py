@@ -237,7 +237,7 @@ class GridCallback(ThinkerCallback):
         n_latents: Sequence[int],
         n_steps: Sequence[int],
         out: str | Path | None = None,
-        **options: Any,
+        **options: object,
     ):
         self.every, self.out = every, None if out is None else Path(out)
         self.options: dict[str, Any] = {"n_latents": n_latents, "n_steps": n_steps, **options}

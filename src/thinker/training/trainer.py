@@ -248,7 +248,7 @@ class ThinkerTrainer(StepTrainer):
         super().log(logs, *rest, **named)
 
     def evaluate(
-        self, eval_dataset: Any = None, *ignored: Any, metric_key_prefix: str = "eval", **named: object
+        self, eval_dataset: object = None, *ignored: object, metric_key_prefix: str = "eval", **named: object
     ) -> dict[str, float]:
         """Token and sequence accuracy on held-out samples of each evaluation length."""
         data = self.eval_dataset if eval_dataset is None else eval_dataset

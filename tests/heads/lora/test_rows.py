@@ -144,12 +144,12 @@ def test_what_trl_trains(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_what_trl_cuts_and_leaves_out_is_counted(tmp_path):
     long = "a b c d e f g h i j"
-    texts = ((long, "x"), ("a", long), ("a", "b"))
+    texts = ((long, "x"), ("a", long), ("a", "b"), ("b", "a"))
     rows = read_rows([{"instruction": asked, "output": said} for asked, said in texts], plain)
     trainer = trainer_of(tmp_path, rows, max_length=8)
     report = row_report(rows, trainer)
-    assert (report.rows, report.kept, report.full) == (3, 2, 1)
-    assert (report.tokens, report.trained_tokens) == (8 + 3, 7 + 2)
+    assert (report.rows, report.kept, report.full) == (4, 3, 1)
+    assert (report.tokens, report.trained_tokens) == (8 + 2 * 3, 7 + 2 * 2)
     assert "left out, since max_length leaves nothing of their answers: 1" in str(report)
     assert "as long as max_length, so that they are cut or just fit: 1" in str(report)
     trainer.train_dataset.set_format("torch")

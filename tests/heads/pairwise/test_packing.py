@@ -108,6 +108,7 @@ def test_positions_of_ones_own_are_found():
     assert check_packing(tiny("roberta")).offset == 2  # counted from the padding id
     assert check_packing(tiny("bert")).offset == 0
     assert check_packing(tiny("roberta", pad_token_id=4)).offset == 5
+    assert check_packing(tiny("roberta", pad_token_id=0)).offset == 1
 
 
 def test_what_our_attention_does_not_have_is_padded():

@@ -47,7 +47,7 @@ class MaskCollator:
         if not isinstance(self.pad_token_id, int) or isinstance(self.pad_token_id, bool):
             raise ValueError(f"MaskCollator: pad_token_id is {self.pad_token_id!r}, needed a token's id (any will do)")
 
-    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, features: Sequence[Mapping[str, object]]) -> dict[str, Tensor]:
         """A batch.
 
         Raises:
@@ -101,7 +101,7 @@ class MaskCollator:
 
         ids = own(given_ids)
         labels = feature.get("labels", feature.get("label"))
-        example: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        example: dict[str, object] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if feature.get("task") is not None:
             example["task"] = _component(feature["task"])
         example["position_ids"] = torch.arange(len(ids))

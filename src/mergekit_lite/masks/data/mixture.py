@@ -38,7 +38,7 @@ class TaskMixture(Dataset):
 
     def __init__(
         self,
-        datasets: Sequence[Any],
+        datasets: Sequence[object],
         *,
         weights: Sequence[float] | str | None = None,
         temperature: float | None = None,
@@ -94,7 +94,7 @@ class TaskStream(IterableDataset):
     [{'input_ids': [2], 'task': 1}, {'input_ids': [2], 'task': 1}]
     """
 
-    def __init__(self, datasets: Sequence[Any], *, weights: Sequence[float] | None = None, seed: int = 0):
+    def __init__(self, datasets: Sequence[object], *, weights: Sequence[float] | None = None, seed: int = 0):
         self.datasets, self.seed = _of_components("TaskStream", datasets), seed
         self.weights = [1.0] * len(self.datasets) if weights is None else list(weights)
         _check_weights("TaskStream", self.weights, [1] * len(self.datasets))

@@ -56,7 +56,9 @@ def test_a_low_rank_layer_is_the_dense_one(granularity):
     base = nn.Linear(5, 4)
     parts = [(torch.randn(2, 5), torch.randn(4, 2)) for _ in range(2)]
     config = MaskConfig(granularity=granularity)
-    layer = LowRankMaskedLinear([LowRankLinear(base, a, b, 0.5) for a, b in parts], config, base=base)
+    adapted = [LowRankLinear(base, a, b, 0.5) for a, b in parts]
+    assert not any(factor.requires_grad for component in adapted for factor in (component.down, component.up))
+    layer = LowRankMaskedLinear(adapted, config, base=base)
     values = layer.masks["weight"]
     values.data.normal_()
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback
+
+TrainData = Any
+"""What a stock trainer takes: a data set of torch's or of `datasets`, or a list of examples."""
+
+Loss = Tensor | tuple[Tensor, object]
+"""What ``compute_loss`` returns: a loss, or it and the model's outputs."""
 
 
 class TrainerOptions(TypedDict, total=False):
@@ -29,7 +35,9 @@ class TrainerOptions(TypedDict, total=False):
 class StepTrainer(Trainer):
     """A `transformers.Trainer` whose losses are means over all items of a step, whatever the micro-batches."""
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[object], num_batches: int, device: torch.device
+    ) -> tuple[list, Tensor | int | None]:
         """The batches of a step; none when a finished run is resumed, which the stock trainer gives a step more."""
         if self.state.global_step >= self.state.max_steps:
             return [], None
@@ -66,3 +74,8 @@ class StepTrainer(Trainer):
     def unwrapped(self) -> Any:
         """The model, out of what wraps it in training with several processes."""
         return self.accelerator.unwrap_model(self.model)
+
+
+def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """An optimizer, out of what accelerate wraps it in."""
+    return getattr(optimizer, "optimizer", optimizer)

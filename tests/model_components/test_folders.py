@@ -311,17 +311,24 @@ def test_a_result_that_becomes_a_link_meanwhile(tmp_path):
     assert (tmp_path / "work" / "thesis").read_text() == "x"
 
 
-def test_an_error_on_the_way_lets_go_of_the_lock(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), r"cannot be written \(No space left on device\)"),
+        (KeyboardInterrupt("stopped"), "stopped"),
+    ],
+)
+def test_an_error_on_the_way_lets_go_of_the_lock(tmp_path, monkeypatch, error, told):
     real = os.mkdir
 
     def full(path, *rest):
         if str(path).endswith("result"):
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise error
         return real(path, *rest)
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "mkdir", full)
-        with pytest.raises(OutputError, match=r"cannot be written \(No space left on device\)"):
+        with pytest.raises((OutputError, KeyboardInterrupt), match=told):
             save(tmp_path / "m")
     save(tmp_path / "m")
 

@@ -14,7 +14,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.training_args import ParallelMode
 
 from model_components._devices import warn_if_slow
-from model_components._trainer import StepTrainer, TrainerOptions
+from model_components._trainer import Loss, StepTrainer, TrainData, TrainerOptions
 
 from .collate import PairwiseCollator, PairwiseDataset
 from .config import CLASSES
@@ -71,7 +71,7 @@ class PairwiseTrainer(StepTrainer):
         model: nn.Module | None = None,
         args: TrainingArguments | None = None,
         *,
-        train_dataset: Any = None,
+        train_dataset: TrainData = None,
         layer_decay: float = 1.0,
         head_lr_ratio: float = 10.0,
         guard: DeadRunGuard | bool = True,
@@ -126,7 +126,7 @@ class PairwiseTrainer(StepTrainer):
 
     def _begin(self, judge: Judge) -> None:
         """Start a new head from what the data are like: the share of ties, and how features are spread."""
-        data: Any = self.train_dataset
+        data: TrainData = self.train_dataset
         if data is None:
             return
         if data.encoded and any(p.requires_grad for part in (judge.encoder, judge.pool) for p in part.parameters()):
@@ -159,9 +159,9 @@ class PairwiseTrainer(StepTrainer):
         some = range(0, len(data), max(1, len(data) // (_ALL if data.encoded else _SOME)))
         judge.head.fit_(*sides_of(judge, data, some))
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+    def _get_train_sampler(self, train_dataset: TrainData = None) -> Sampler | None:
         """Batches of like length for an encoder that is padded."""
-        data: Any = self.train_dataset if train_dataset is None else train_dataset
+        data: TrainData = self.train_dataset if train_dataset is None else train_dataset
         if self.judge.packs or data.encoded:
             return super()._get_train_sampler(train_dataset)
         size = self.args.train_batch_size * self.args.gradient_accumulation_steps
@@ -176,9 +176,9 @@ class PairwiseTrainer(StepTrainer):
         )  # fmt: skip
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
+        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Loss:  # fmt: skip
         """The model's loss, as its part of the pairs of the whole step."""
         outputs = model(**inputs)
         if model.training and self.guard is not None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..layers.linear import SmallerLinear
 from .parameters import factor_parameters
+
+
+def _model_in(told: Mapping[str, object]) -> nn.Module:
+    """The model, of what a trainer tells its callbacks."""
+    model = told["model"]
+    assert isinstance(model, nn.Module)
+    return model
 
 
 class FreezePretrained(TrainerCallback):
@@ -37,25 +44,26 @@ class FreezePretrained(TrainerCallback):
         return phase % 2 == 0 if self.repeat else phase == 0
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Remember what is frozen anyway."""
-        if not factor_parameters(kwargs["model"]):
-            kind = type(kwargs["model"]).__name__
+        model = _model_in(kwargs)
+        if not factor_parameters(model):
+            kind = type(model).__name__
             raise ValueError(f"FreezePretrained: {kind} has no factors, so that nothing would learn; leave it out")
-        self._kept = {id(p) for p in kwargs["model"].parameters() if not p.requires_grad}
+        self._kept = {id(p) for p in model.parameters() if not p.requires_grad}
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Set what learns."""
-        self._set(kwargs["model"], self.frozen_at(state.global_step))
+        self._set(_model_in(kwargs), self.frozen_at(state.global_step))
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Release what this froze."""
-        self._set(kwargs["model"], frozen=False)
+        self._set(_model_in(kwargs), frozen=False)
 
     def _set(self, model: nn.Module, frozen: bool) -> None:
         left = factor_parameters(model) | self._kept
@@ -98,19 +106,19 @@ class FadeIn(TrainerCallback):
         return 1.0 if since >= self.over else (since + 1) / (self.over + 1)
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Refuse a model without the originals that it still needs."""
-        layers = [m for m in kwargs["model"].modules() if isinstance(m, SmallerLinear)]
+        layers = [m for m in _model_in(kwargs).modules() if isinstance(m, SmallerLinear)]
         over = all(self.share(i, state.global_step) == 1.0 for i in range(len(layers)))
         if not any(layer.original is not None for layer in layers) and (not state.global_step or not over):
             raise ValueError("FadeIn: no layer has its original; convert with convert_(..., fade_in=True)")
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Set every layer's share; an original whose share is gone is dropped."""
-        layers = [m for m in kwargs["model"].modules() if isinstance(m, SmallerLinear)]
+        layers = [m for m in _model_in(kwargs).modules() if isinstance(m, SmallerLinear)]
         for place, layer in enumerate(layers if self.order == "low_to_high" else reversed(layers)):
             if layer.original is not None:
                 layer.share = self.share(place, state.global_step)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from model_components._folders import make_folder
-from model_components._trainer import StepTrainer, TrainerOptions
+from model_components._trainer import Loss, StepTrainer, TrainData, TrainerOptions, bare_optimizer
 
 from ..losses import DistillConfig, TeacherMlps, targets_of, token_errors, token_loss
 from ..storage import has_smaller_layers, is_compressed, read_files, write_files
@@ -51,7 +51,7 @@ class KroneckerTrainer(StepTrainer):
         model: nn.Module,
         args: TrainingArguments,
         *,
-        train_dataset: Any = None,
+        train_dataset: TrainData = None,
         teacher: nn.Module | None = None,
         distill: DistillConfig | None = None,
         pretrained_learning_rate: float | None = None,
@@ -99,7 +99,7 @@ class KroneckerTrainer(StepTrainer):
         inputs: dict[str, Any],
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
+    ) -> Loss:
         """The weighted sum of `DistillConfig`; without a teacher the model's own loss."""
         if self.distill is None or self.teacher is None or not model.training:
             return self._own_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -143,7 +143,9 @@ class KroneckerTrainer(StepTrainer):
             )
         return logits
 
-    def _own_loss(self, model: nn.Module, inputs: dict[str, object], return_outputs: bool, items: Any) -> Any:
+    def _own_loss(
+        self, model: nn.Module, inputs: dict[str, object], return_outputs: bool, items: Tensor | int | None
+    ) -> Loss:
         """The stock trainer's loss, with the stock flag."""
         before, self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs, self._accepts
         try:
@@ -151,18 +153,17 @@ class KroneckerTrainer(StepTrainer):
         finally:
             self.model_accepts_loss_kwargs = before
 
-    def log(self, logs: dict[str, float], *rest: Any, **named: object) -> None:
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """The logs, with norms of each group's parameters and gradients while it trains."""
         if "loss" in logs and self.optimizer is not None:
-            groups = getattr(self.optimizer, "optimizer", self.optimizer).param_groups
-            for group in groups:
+            for group in bare_optimizer(self.optimizer).param_groups:
                 kind = group_kind(group)
                 parameters = [p.detach() for p in group["params"]]
                 logs[f"norm/{kind}"] = _norm(parameters, logs.get(f"norm/{kind}"))
             logs |= self._gradients
-        super().log(logs, *rest, **named)
+        super().log(logs, start_time)
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """A checkpoint that `from_pretrained` loads; tied factors are written once."""
         folder = make_folder(output_dir or self.args.output_dir or ".", "KroneckerTrainer")
         if has_smaller_layers(self.unwrapped()):
@@ -173,7 +174,7 @@ class KroneckerTrainer(StepTrainer):
         else:
             super()._save(output_dir, state_dict)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if is_compressed(resume_from_checkpoint):
             self.unwrapped().load_state_dict(read_files(Path(resume_from_checkpoint))[1])
         else:
@@ -200,14 +201,13 @@ class _GradientNorms(TrainerCallback):
         self.norms = norms
 
     def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         every = max(1, int(state.logging_steps or 1))
         if (state.global_step + 1) % every and state.global_step:
             return
         self.norms.clear()
-        optimizer = kwargs["optimizer"]
-        for group in getattr(optimizer, "optimizer", optimizer).param_groups:
+        for group in bare_optimizer(kwargs["optimizer"]).param_groups:
             gradients = [p.grad for p in group["params"] if p.grad is not None]
             name = f"gradient/{group_kind(group)}"
             self.norms[name] = _norm(gradients, self.norms.get(name))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from model_components._trainer import StepTrainer, TrainerOptions
+from model_components._trainer import Loss, StepTrainer, TrainData, TrainerOptions
 
 from .config import KLConfig
 from .data import TaskMixture, TaskStream
@@ -55,7 +55,7 @@ class MaskTrainer(StepTrainer):
         model: Merger,
         args: TrainingArguments,
         *,
-        train_dataset: Any = None,
+        train_dataset: TrainData = None,
         kl: KLConfig | None = None,
         **options: Unpack[TrainerOptions],
     ):
@@ -94,14 +94,14 @@ class MaskTrainer(StepTrainer):
         inputs: Mapping[str, object],
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
+    ) -> Loss:
         """`Merger.distill`, over the positions of all micro-batches and ranks of a step."""
         loss = model(kl=self.kl, normalizer=num_items_in_batch, **inputs).loss
         if num_items_in_batch is not None:
             loss = loss * self.processes_of_mean()
         return (loss, {}) if return_outputs else loss
 
-    def log(self, logs: dict[str, float], *rest: Any, **named: object) -> None:
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """The logs, while it trains with the mean of each component's masks."""
         if "loss" in logs:
             with torch.no_grad():
@@ -109,14 +109,16 @@ class MaskTrainer(StepTrainer):
                 sums = torch.stack([m.float().flatten(1).sum(1) for m in masks]).sum(0)
             places = sum(m[0].numel() for m in masks)
             logs |= {f"mask_{k}": round(float(s) / places, 5) for k, s in enumerate(sums)}
-        super().log(logs, *rest, **named)
+        super().log(logs, start_time)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, object], prediction_loss_only: bool, ignore_keys: object = None
     ) -> tuple[Tensor, None, None]:
         """The loss; logits are never made."""
         with torch.no_grad(), self.compute_loss_context_manager():
-            return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        assert isinstance(loss, Tensor)
+        return loss.detach(), None, None
 
     def _masks_of(self, folder: str | None) -> Path:
         return Path(folder or self.args.output_dir or ".") / MASKS

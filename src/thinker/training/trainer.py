@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from model_components._folders import new_file
-from model_components._trainer import StepTrainer, TrainerOptions
+from model_components._trainer import StepTrainer, TrainerOptions, bare_optimizer
 
 from ..config import is_whole
 from ..counters import seed_of
@@ -214,7 +215,7 @@ class ThinkerTrainer(StepTrainer):
         """
         raise ValueError("ThinkerTrainer: predict is not there; needed model(tokens, mask), or trainer.evaluate()")
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: object) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: object) -> TrainOutput:
         """Train, or go on.
 
         Args:
@@ -233,7 +234,7 @@ class ThinkerTrainer(StepTrainer):
             read_state(self._checkpoint / self._state_name(0))
         return super().train(None if self._checkpoint is None else str(self._checkpoint), *rest, **named)
 
-    def log(self, logs: dict[str, float], *rest: Any, **named: object) -> None:
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """The logs, with accuracy and difficulty while it trains, and how many losses were not finite."""
         if "loss" in logs:
             counts = self.tally.since(self._logged)
@@ -245,7 +246,7 @@ class ThinkerTrainer(StepTrainer):
                 logs["loss"] = logs["loss"] if finite else math.nan
         if "train_loss" in logs and not float(self.tally.counts["loss"][1]):
             logs["train_loss"] = math.nan  # the stock trainer's is a mean over none
-        super().log(logs, *rest, **named)
+        super().log(logs, start_time)
 
     def evaluate(
         self, eval_dataset: object = None, *ignored: object, metric_key_prefix: str = "eval", **named: object
@@ -331,7 +332,7 @@ class ThinkerTrainer(StepTrainer):
             {
                 "model": self.thinker.state_dict(),
                 "step_loss": self.step_loss.state_dict(),
-                "optimizer": _bare(self.optimizer).state_dict(),
+                "optimizer": bare_optimizer(self.optimizer).state_dict(),
                 "ema": None if self.ema is None else self.ema.state_dict(),
                 "schedule": self.data.newest_state(),
             }
@@ -339,7 +340,7 @@ class ThinkerTrainer(StepTrainer):
 
     def restore(self, snapshot: StateDict) -> None:
         """Back to a `snapshot`; the stream of data and the schedule of learning rates go on."""
-        snapshot, optimizer = copy.deepcopy(snapshot), _bare(self.optimizer)
+        snapshot, optimizer = copy.deepcopy(snapshot), bare_optimizer(self.optimizer)
         rates = [group["lr"] for group in optimizer.param_groups]
         self.thinker.load_state_dict(snapshot["model"])
         self.step_loss.load_state_dict(snapshot["step_loss"])
@@ -359,7 +360,7 @@ class ThinkerTrainer(StepTrainer):
         scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         if hasattr(scheduler, "base_lrs"):
             scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
-        for group in _bare(self.optimizer).param_groups:
+        for group in bare_optimizer(self.optimizer).param_groups:
             group["lr"] *= factor
 
     def skip_if_not_finite(self) -> None:
@@ -369,17 +370,13 @@ class ThinkerTrainer(StepTrainer):
             return
         gradients = [p.grad for p in (*self.model.parameters(), *self.step_loss.parameters()) if p.grad is not None]
         if gradients and not bool(torch.stack([g.isfinite().all() for g in gradients]).all()):
-            _bare(self.optimizer).zero_grad(set_to_none=True)
+            bare_optimizer(self.optimizer).zero_grad(set_to_none=True)
             self._skipped += 1
             if self._skipped in (1, 10, 100, 1000):
                 logger.warning(
                     "ThinkerTrainer: gradients of step %d are not finite; it is skipped (%d so far)",
                     self.state.global_step + 1, self._skipped,
                 )  # fmt: skip
-
-
-def _bare(optimizer: Any) -> torch.optim.Optimizer:
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 class _Housekeeping(TrainerCallback):

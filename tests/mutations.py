@@ -232,8 +232,10 @@ def write_table(found: dict[str, Any]) -> None:
     """What was planted, and what was not noticed."""
     rows = found["planted"]
     unseen = [row for row in rows if not row["noticed"]]
+    again = sum(row.get("again", False) for row in rows if row["noticed"])
+    later = f", {again} of them at a second try, after tests were written" if again else ""
     lines = [
-        f"{len(rows)} errors at drawn places: {len(rows) - len(unseen)} noticed, {len(unseen)} not "
+        f"{len(rows)} errors at drawn places: {len(rows) - len(unseen)} noticed{later}; {len(unseen)} not "
         f"({found['date']} at {found['commit']}).",
         "",
     ]
@@ -272,6 +274,7 @@ def main(arguments: list[str] | None = None) -> None:
         for number, change in enumerate(changes, 1):
             by = noticed(folder, change)
             record = {"path": change.path, "line": change.line, "old": change.old, "new": change.new, "noticed": by}
+            record |= {"again": True} if options.again else {}
             print(f"{number}/{len(changes)} {'noticed' if by else 'NOT NOTICED'} {record}", flush=True)
             records.append(record)
             if not options.again:

@@ -153,7 +153,7 @@ def _compare(options: argparse.Namespace) -> None:
     tokenizer = options.tokenizer or options.models[0]
     models = {name: load(name).to(options.device) for name in options.models}
     loaded = list(models.values())
-    texts: dict[str, Any] = {Path(f).stem: tokens(options, f, tokenizer, *loaded) for f in options.text}
+    texts = {Path(f).stem: tokens(options, f, tokenizer, *loaded) for f in options.text}
     if len(texts) < len(options.text):
         raise ValueError(f"compare: files of one name, {', '.join(options.text)}; needed names that differ")
     if options.stride is not None:

@@ -134,7 +134,7 @@ class TextExamples(Dataset):
             )
         return text, spans  # nothing after the last answer
 
-    def _text(self, messages: Sequence[Any], *, prompt: bool = False) -> str:
+    def _text(self, messages: Sequence[Mapping[str, str]], *, prompt: bool = False) -> str:
         if getattr(self.tokenizer, "chat_template", None):
             if not messages:
                 return ""

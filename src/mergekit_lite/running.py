@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 from model_components import __version__
 from model_components._folders import NewFolder, OutputError, write_json
@@ -28,6 +28,9 @@ from .files.headers import read_json
 from .planning import MergePlan, TensorPlan, make_plan
 from .recipe import MergeRecipe, model_label
 from .report import MergeReport
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 _STAGE = "stage.json"
 
@@ -52,7 +55,7 @@ class Bar:
     """A progress bar of bytes written; tqdm is imported only where one is seen."""
 
     def __init__(self, plan: MergePlan, *, hidden: bool):
-        self._bar: Any = None
+        self._bar: tqdm | None = None
         if not hidden:
             from tqdm.auto import tqdm
 

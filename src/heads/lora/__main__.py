@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -44,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> None:
     place, revision = split_revision(options.model)
     hub = {"revision": revision} if revision else {}
-    base: Any = AutoModelForCausalLM.from_pretrained(place, dtype="auto", **hub)
+    base = AutoModelForCausalLM.from_pretrained(place, dtype="auto", **hub)
     model = load_lora(base, options.adapter, accelerate=False)
     if options.command == "show":
         print(lora_report(model))

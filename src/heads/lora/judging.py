@@ -81,8 +81,7 @@ class LikelihoodGain:
         Raises:
             ValueError: They are more than the model has positions.
         """
-        language_model: Any = self.model
-        most = getattr(language_model.config, "max_position_embeddings", None)
+        most = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
         if most is not None and len(before) + len(answer) > most:
             raise ValueError(
                 f"LikelihoodGain: {len(before)} tokens of prompt and {len(answer)} of answer; the model has {most} "

@@ -174,7 +174,7 @@ def _check_layer(operation: str, name: str, layer: LoraLayer) -> None:
     if isinstance(layer.base_layer, BaseTunerLayer):
         kind = type(layer.base_layer).__name__
         raise ValueError(f"{operation}: {name} stands on another adapter, a {kind}; needed peft's own merge of both")
-    weight: Any = getattr(layer.base_layer, "weight", None)
+    weight = getattr(layer.base_layer, "weight", None)
     if isinstance(layer, lora.layer.ParamWrapper) or weight is None:
         raise ValueError(f"{operation}: {name} is a lora.{type(layer).__name__}, whose merge peft alone can do")
     if "weight" not in layer.base_layer._parameters:
@@ -239,7 +239,7 @@ def _state(
             place = f"{name.removesuffix('.base_layer')}.{last}"
             value = merged[place]
         elif wrapper is not None:
-            saved: Any = wrappers[wrapper].modules_to_save
+            saved = wrappers[wrapper].modules_to_save
             active = next((n for n in names if n in saved), None)
             inside = "original_module." if active is None else f"modules_to_save.{active}."
             rest = key.removeprefix(f"{wrapper}.")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from model_components._modes import evaluating
 
 
 @torch.no_grad()
-def check_packing(model: nn.Module, *, length: int = 8) -> None:
+def check_packing(model: PreTrainedModel, *, length: int = 8) -> None:
     """Refuse a model in which packed examples see each other.
 
     Two examples are packed, the first is exchanged, and the second's logits must not move by a bit. TRL warns of every
@@ -28,8 +26,7 @@ def check_packing(model: nn.Module, *, length: int = 8) -> None:
     >>> check_packing(GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=4, n_layer=1, n_head=1)))
     """
     device = next(model.parameters()).device
-    language_model: Any = model
-    vocabulary = language_model.get_input_embeddings().weight.shape[0]
+    vocabulary = next(model.get_input_embeddings().parameters()).shape[0]
     first = torch.arange(2 * length, device=device).remainder(vocabulary)[None]
     other = first.clone()
     other[:, :length] = (other[:, :length] + vocabulary // 2).remainder(vocabulary)

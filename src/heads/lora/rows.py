@@ -19,11 +19,14 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 Row = Mapping[str, Any]
 """Of instruction data: fields by name."""
 
-Template = Callable[[Row], dict[str, Any]]
-"""A row to ``prompt`` and ``completion``, both texts or both lists of messages."""
+Example = dict[str, Any]
+"""``prompt`` and ``completion``, both texts or both lists of messages, and perhaps ``tools``."""
+
+Template = Callable[[Row], Example]
+"""What makes an example of a row."""
 
 
-def alpaca_template(row: Mapping[str, object]) -> dict[str, Any]:
+def alpaca_template(row: Row) -> Example:
     r"""Prompt and completion, as texts, of a row with ``instruction``, ``input`` (may be empty) and ``output``.
 
     Source: the format of Stanford Alpaca, in which many checkpoints have been trained.
@@ -61,7 +64,7 @@ def alpaca_template(row: Mapping[str, object]) -> dict[str, Any]:
     return {"prompt": "\n\n".join(parts), "completion": row["output"]}
 
 
-def chat_template(row: Row) -> dict[str, Any]:
+def chat_template(row: Row) -> Example:
     """The same as messages, which the tokenizer's own chat template lays out; a row may be of ``messages``, too.
 
     The last message, the assistant's, is the completion, and all before it are the prompt: of several answers in a
@@ -89,7 +92,7 @@ def chat_template(row: Row) -> dict[str, Any]:
     return {"prompt": list(messages[:-1]), "completion": [messages[-1]]} | tools
 
 
-def read_rows(source: str | Path | Iterable[Row], template: Template = alpaca_template) -> list[dict[str, Any]]:
+def read_rows(source: str | Path | Iterable[Row], template: Template = alpaca_template) -> list[Example]:
     """Rows of a JSON list, of JSON lines or of any iterable, as ``prompt`` and ``completion``.
 
     ``datasets.Dataset.from_list`` of them is what `trl.SFTTrainer` takes; it trains the completion and its end. Rows
@@ -134,7 +137,7 @@ def read_rows(source: str | Path | Iterable[Row], template: Template = alpaca_te
     return usable
 
 
-def _parsed(operation: str, path: str | Path) -> list[Any]:
+def _parsed(operation: str, path: str | Path) -> list[Row]:
     if not Path(path).is_file():
         raise ValueError(f"{operation}: {path} is not there; needed a file of JSON, or of JSON lines")
     try:
@@ -152,7 +155,7 @@ def _parsed(operation: str, path: str | Path) -> list[Any]:
     return rows[0] if whole else rows
 
 
-def _templated(operation: str, template: Template, row: Row, number: int) -> dict[str, Any]:
+def _templated(operation: str, template: Template, row: Row, number: int) -> Example:
     """What a template makes of a row; what goes wrong in it is told with the row's number."""
     try:
         example = template(row)

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +14,9 @@ from tqdm.auto import tqdm
 
 from model_components._modes import evaluating
 from model_components._report import Axes, Figure, Report, axes_for
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _IGNORED = -100  # a label that is not trained
 _WINDOW, _FEWEST = 40, 10  # logs that say what is usual, and how few will do
@@ -116,11 +119,11 @@ class TuningReport(Report):
         return figure
 
 
-def _exponential(losses: object) -> Any:
+def _exponential(losses: object) -> np.ndarray:
     return torch.as_tensor(losses).double().clamp(max=700.0).exp().numpy()
 
 
-def _logarithm(perplexities: object) -> Any:
+def _logarithm(perplexities: object) -> np.ndarray:
     return torch.as_tensor(perplexities).double().clamp(min=1e-300).log().numpy()
 
 
@@ -133,7 +136,7 @@ def _finite(looks: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def tuning_report(
-    log: Sequence[Mapping[str, Any]], *, held_out: str = "eval_loss", tolerance: float = 0.01
+    log: Sequence[Mapping[str, float]], *, held_out: str = "eval_loss", tolerance: float = 0.01
 ) -> TuningReport:
     """What the log of a trainer says: `transformers.Trainer`, `trl.SFTTrainer` or any on top of them.
 

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -123,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     device = find_device(options.device, options.command)
-    model: Any = PairwiseModel.from_pretrained(find_folder(options.model)).eval().to(device)
+    model = PairwiseModel.from_pretrained(find_folder(options.model)).eval().to(device)
     lines = COMMANDS[options.command](model, options)
     if options.out is None:
         for line in lines:

@@ -99,7 +99,7 @@ def baseline_verdicts(train: Sequence[Pair], test: Sequence[Pair], *, classes: i
         tfidf = [csr_array((len(side), 1)) for side in texts]
     spread = np.abs(a - b).std(0) + 1e-9
 
-    def worded(one: Any, other: object, style: np.ndarray) -> Any:
+    def worded(one: Any, other: Any, style: np.ndarray) -> csr_array:
         style = style / spread
         return hstack([one - other, csr_array(np.c_[style, np.abs(style)])]).tocsr()
 
@@ -179,15 +179,18 @@ def _sides(pairs: Sequence[Pair]) -> list[list[Words]]:
     return [[pair.a for pair in pairs], [pair.b for pair in pairs]]
 
 
+_Sides = tuple[Any, Any]  # features of A over B and of B over A, dense or sparse
+
+
 def _shares(pairs: Sequence[Pair], classes: int) -> np.ndarray:
     labels: list[object] = [pair.label for pair in pairs]
     hard = [label if isinstance(label, tuple) else tuple(float(k == label) for k in range(classes)) for label in labels]
     return np.array(hard)
 
 
-def _fitted(model: Any, seen: tuple[Any, Any], labels: np.ndarray, new: tuple[Any, Any]) -> Tensor:
+def _fitted(model: Any, seen: _Sides, labels: np.ndarray, new: _Sides) -> Tensor:
     """Verdicts on new pairs, the mean of both orders, of a model fitted on both orders of those seen."""
-    stack: Callable[[list[Any]], object] = np.concatenate
+    stack: Callable[[list], object] = np.concatenate
     if not isinstance(seen[0], np.ndarray):
         from scipy.sparse import vstack
 

@@ -142,7 +142,7 @@ class PairwiseDataset(Dataset):
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         index = range(len(self))[index]
         return {"answers": [self.answer(2 * index + k) for k in (0, 1)], "label": self._label(self.labels[index])}
 

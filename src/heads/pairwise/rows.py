@@ -135,7 +135,7 @@ def read_pairs(
 
 def each_pair(
     source: object, *, columns: Mapping[str, str] | None = None
-) -> Iterator[tuple[int, Any, Pair | ValueError]]:
+) -> Iterator[tuple[int, object, Pair | ValueError]]:
     """Line numbers, rows, and the pairs that they are, or why one is none.
 
     Args:
@@ -159,7 +159,7 @@ def each_pair(
             yield line, row, error
 
 
-def _renamed(row: object, columns: Mapping[str, str]) -> Any:
+def _renamed(row: object, columns: Mapping[str, str]) -> object:
     """A row under the names that `pair_of` knows."""
     if not columns or not isinstance(row, Mapping):
         return row
@@ -245,7 +245,7 @@ def _json_lines(file: IO[str], path: Path) -> Iterator[tuple[int, object]]:
 _READERS = {".csv": _csv, ".json": _json, ".jsonl": _json_lines}
 
 
-def _of_datasets(source: str, name: str, **options: Any) -> Any:
+def _of_datasets(source: str, name: str, **options: Any) -> Iterable[object]:
     try:
         from datasets import load_dataset
     except ImportError as error:

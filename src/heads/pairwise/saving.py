@@ -27,7 +27,7 @@ class SavedJudge(Judge):
     """The part of `PairwiseModel` that has to do with files."""
 
     @classmethod
-    def from_pretrained(cls, place: Any, *args: object, **kwargs: Any) -> Any:
+    def from_pretrained(cls, place: str | os.PathLike[str], *args: object, **kwargs: Any) -> Any:
         """A model that `save_pretrained` wrote, in float32 unless ``dtype`` says otherwise, with its tokenizer."""
         if "torch_dtype" not in kwargs:
             kwargs.setdefault("dtype", torch.float32)
@@ -45,7 +45,12 @@ class SavedJudge(Judge):
         return loaded
 
     def save_pretrained(
-        self, save_directory: Any, is_main_process: bool = True, *args: Any, report: object = None, **kwargs: object
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        *args: Any,
+        report: object = None,
+        **kwargs: object,
     ) -> None:
         """Config, safetensors, a card and, where the model has one, the tokenizer.
 

@@ -101,7 +101,7 @@ def num_parameters(model: nn.Module) -> int:
     """Parameters, tied ones once.
 
     Args:
-        model: Any module.
+        model: A module of any kind.
 
     Returns:
         Their number, trainable or not.

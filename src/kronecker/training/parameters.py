@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from ..layers.weights import KroneckerLayer
 from ..surgery.finding import COMPRESSED
+
+Group = dict[str, Any]
+"""Of an optimizer: ``params``, ``name``, ``lr``, ``weight_decay``."""
 
 
 def factor_parameters(model: nn.Module) -> set[int]:
@@ -49,7 +51,7 @@ def parameter_groups(
     [('factors', 2), ('pretrained', 1)]
     """
     factors = factor_parameters(model)
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[str, Group] = {}
     for module in model.modules():
         if not isinstance(module, COMPRESSED):
             continue
@@ -77,6 +79,6 @@ def parameter_groups(
     return filled
 
 
-def group_kind(group: Mapping[str, Any]) -> str:
+def group_kind(group: Group) -> str:
     """``factors``, ``scales`` or ``pretrained``."""
     return group.get("name", "pretrained").split(" ")[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from ..files import CheckpointError
 from ..files.adapter import Adapter, Pair
 from ..files.resolve import find_folder
 from ..methods import METHODS, MergeMethod, get_method
+from ..methods.parameters import Bound
 from ..planning import PlanError
 from .report import AdapterModule, AdapterReport
 from .storage import module_of, truncated, with_bar, write_adapter
@@ -117,7 +117,7 @@ def _method(name: str) -> MergeMethod | None:
     return get_method(name)
 
 
-def _cat_weights(count: int, parameters: dict[str, Any]) -> dict[str, Any]:
+def _cat_weights(count: int, parameters: Bound) -> Bound:
     if unknown := sorted(parameters.keys() - {"weight"}):
         raise ValueError(f"merge_adapters: cat has no parameter {unknown[0]!r}; it takes weight")
     weight = parameters.get("weight", 1.0)

@@ -45,7 +45,7 @@ def _kernel(function: Callable[..., object], **options: Any) -> Any:
         return njit(**options)(function)
 
 
-def _summing(function: Callable[..., object]) -> Any:
+def _summing(function: Callable[..., object]) -> Callable[..., Any]:
     """A kernel whose sums may be reordered, so that they run in vectors."""
     return _kernel(function, fastmath={"reassoc"})
 

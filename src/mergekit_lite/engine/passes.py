@@ -10,9 +10,10 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from ..dtypes import BFLOAT16, FLOAT32, Array, numbers
 from ..files import Source
@@ -21,6 +22,8 @@ from ..planning import TensorPlan
 from . import _numba as kernels
 from .facts import BLOCK
 from .hashing import hash_bytes
+
+T = TypeVar("T")
 
 _STRETCHES, _STRETCH = 32, 2048  # the sample that thresholds start from
 
@@ -39,7 +42,7 @@ class Buffers(threading.local):
     def __init__(self) -> None:
         self._arrays: dict[tuple[str, str], Array] = {}
 
-    def get(self, name: str, rows: int, columns: int, dtype: Any) -> Array:
+    def get(self, name: str, rows: int, columns: int, dtype: npt.DTypeLike) -> Array:
         """The buffer of that name and dtype, of at least so many rows."""
         key = (name, np.dtype(dtype).str)
         array = self._arrays.get(key)
@@ -105,7 +108,7 @@ class FusedTensor:
             if hashed is not None:
                 hashed.append(hash_bytes(stored))
 
-    def each(self, work: Callable[[Array, int, int, int], object], hashes: list[list[str]] | None = None) -> list[Any]:
+    def each(self, work: Callable[[Array, int, int, int], T], hashes: list[list[str]] | None = None) -> list[T]:
         """``work(raw, count, place, block)`` for every block; one pass over the tensor.
 
         ``hashes``, one empty list for each block, takes the hashes of every input's block.
@@ -114,7 +117,7 @@ class FusedTensor:
         places = range(0, self._size, BLOCK)
         rows = len(self.plan.everything)
 
-        def one(block: int) -> Any:
+        def one(block: int) -> T:
             raw = self._buffers.get("raw", rows, BLOCK, self._dtype)
             count = min(BLOCK, self._size - places[block])
             self._read(places[block], count, raw, None if hashes is None else hashes[block])

@@ -7,7 +7,7 @@ a pass over all blocks, and answers how a block of the result is made. The formu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypedDict, Unpack
 
 import numpy as np
 
@@ -65,6 +65,15 @@ def _model_stock(x: FusedTensor, **_: object) -> Finish:
     return _along_angles(x, lambda g: coefficients.model_stock(g, np))
 
 
+class _Weighing(TypedDict):
+    """How what is kept of task vectors is added up."""
+
+    weight: list[float]
+    normalize: bool
+    rescale: bool
+    lambda_: float
+
+
 def _weighted_sum(
     x: FusedTensor, kept: Kept, weight: list[float], normalize: bool, rescale: bool, lambda_: float, **_: object
 ) -> Finish:
@@ -93,23 +102,23 @@ def _drawn(x: FusedTensor, density: Sequence[float]) -> Kept:
     return Kept() if min(density) >= 1 else x.drawn(density)
 
 
-def _ties(x: FusedTensor, density: list[float], **rest: Any) -> Finish:
+def _ties(x: FusedTensor, density: list[float], **rest: Unpack[_Weighing]) -> Finish:
     return _election(x, _largest(x, density), **rest)
 
 
-def _breadcrumbs(x: FusedTensor, density: list[float], gamma: list[float], **rest: Any) -> Finish:
+def _breadcrumbs(x: FusedTensor, density: list[float], gamma: list[float], **rest: Unpack[_Weighing]) -> Finish:
     return _weighted_sum(x, _middling(x, density, gamma), **rest)
 
 
-def _breadcrumbs_ties(x: FusedTensor, density: list[float], gamma: list[float], **rest: Any) -> Finish:
+def _breadcrumbs_ties(x: FusedTensor, density: list[float], gamma: list[float], **rest: Unpack[_Weighing]) -> Finish:
     return _election(x, _middling(x, density, gamma), **rest)
 
 
-def _dare_linear(x: FusedTensor, density: list[float], **rest: Any) -> Finish:
+def _dare_linear(x: FusedTensor, density: list[float], **rest: Unpack[_Weighing]) -> Finish:
     return _weighted_sum(x, _drawn(x, density), **rest)
 
 
-def _dare_ties(x: FusedTensor, density: list[float], **rest: Any) -> Finish:
+def _dare_ties(x: FusedTensor, density: list[float], **rest: Unpack[_Weighing]) -> Finish:
     return _election(x, _drawn(x, density), **rest)
 
 

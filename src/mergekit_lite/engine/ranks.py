@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TypeVar
 
 from ..planning import TensorPlan
+
+T = TypeVar("T")
 
 
 def _process_group() -> ModuleType | None:
@@ -29,7 +31,7 @@ class Ranks:
         if self._dist:
             self._dist.barrier()
 
-    def share(self, value: object) -> Any:
+    def share(self, value: T) -> T:
         """Rank 0's value, on every rank."""
         if self._dist is None:
             return value
@@ -49,11 +51,11 @@ class Ranks:
         if error is not None:
             raise error
 
-    def gather(self, value: list[object]) -> list[Any]:
+    def gather(self, value: list[T]) -> list[T]:
         """All ranks' lists as one, on every rank."""
         if self._dist is None:
             return value
-        boxes: list[Any] = [None] * self.count
+        boxes: list[list[T]] = [[]] * self.count
         self._dist.all_gather_object(boxes, value)
         return [item for box in boxes for item in box]
 

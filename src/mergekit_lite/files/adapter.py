@@ -7,12 +7,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ..dtypes import Array, numbers
-from .headers import CheckpointError, TensorInfo, read_header, read_json
+from .headers import CheckpointError, Json, TensorInfo, read_header, read_json
 from .sources import FolderSource, Source, stat_of
 
 _LORA_KEY = re.compile(
@@ -25,7 +24,7 @@ _RESIDUAL = ("pissa", "olora", "corda", "loftq")  # initialisations that subtrac
 CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")  # their linear layers store (in, out)
 
 
-def read_adapter_config(adapter: Path) -> dict[str, Any]:
+def read_adapter_config(adapter: Path) -> Json:
     """The settings of a plain LoRA adapter.
 
     Raises:
@@ -55,7 +54,7 @@ def read_adapter_config(adapter: Path) -> dict[str, Any]:
     return settings
 
 
-def _pattern(settings: dict[str, Any], key: str, module: str, default: float) -> float:
+def _pattern(settings: Json, key: str, module: str, default: float) -> float:
     for pattern, value in (settings.get(key) or {}).items():
         try:
             if re.match(rf"(.*\.)?({pattern})$", module):
@@ -65,7 +64,7 @@ def _pattern(settings: dict[str, Any], key: str, module: str, default: float) ->
     return default
 
 
-def scale_of(settings: dict[str, Any], module: str) -> tuple[int, float]:
+def scale_of(settings: Json, module: str) -> tuple[int, float]:
     """Rank of a module's pair by an adapter's config, and the factor s of its product B A."""
     rank = _pattern(settings, "rank_pattern", module, settings["r"])
     alpha = _pattern(settings, "alpha_pattern", module, settings["lora_alpha"])

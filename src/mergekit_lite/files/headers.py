@@ -41,7 +41,11 @@ class TensorInfo:
         return self.count * self.dtype.itemsize
 
 
-def read_json(path: Path) -> dict[str, Any]:
+Json = dict[str, Any]
+"""An object of a JSON file: a config, an index, settings."""
+
+
+def read_json(path: Path) -> Json:
     """The object in a JSON file.
 
     Raises:

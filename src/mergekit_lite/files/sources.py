@@ -10,13 +10,13 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from .._torch import Tensor
 from ..dtypes import Array, byte_view, from_torch, stored_of
-from .headers import CheckpointError, TensorInfo, read_json, stem_of
+from .headers import CheckpointError, Json, TensorInfo, read_json, stem_of
 from .quantised import Float8
 
 
@@ -26,7 +26,7 @@ class Source(Protocol):
 
     label: str
     tensors: dict[str, TensorInfo]
-    config: dict[str, Any]
+    config: Json
     folder: Path | None
 
     def read(self, name: str, start: int, stop: int) -> Array:
@@ -136,7 +136,7 @@ class DictSource:
         CheckpointError: A tensor that is sparse, has no storage (meta), or is of a dtype that no file holds.
     """
 
-    def __init__(self, state: Mapping[str, Tensor], label: str, config: dict[str, Any] | None = None):
+    def __init__(self, state: Mapping[str, Tensor], label: str, config: Json | None = None):
         self.label, self.config = label, config or {}
         self.folder: Path | None = None
         self._state: dict[str, Tensor] = {}

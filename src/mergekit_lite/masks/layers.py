@@ -21,6 +21,9 @@ from .config import MaskConfig
 from .constraints import acting_masks, angle_between, initial_masks, mask_shape, unconstrain
 from .functional import blend, masked_embedding, masked_linear
 
+Output = Any
+"""Of a stock module: a tensor, a tuple, what transformers returns."""
+
 _WORTH_REPEATING = 1 << 16  # elements of a parameter; smaller ones are kept by autograd
 
 
@@ -186,7 +189,7 @@ class MaskedLayer(nn.Module):
         """Drop what `fold_` keeps."""
         self.folded = None
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Output:
         """The merged layer; one component's where the selection says so."""
         k = self.selection.component
         if k is not None:
@@ -196,10 +199,10 @@ class MaskedLayer(nn.Module):
             return self.stock(folded, *args, **kwargs)
         return self.run(*args, **kwargs)
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Output:
         """The merged layer's arithmetic: the stock forward on blended parameters."""
 
-        def blended() -> Any:
+        def blended() -> Output:
             return self.stock({name: self.merged(name) for name in self.masks}, *args, **kwargs)
 
         large = any(p.numel() >= _WORTH_REPEATING for p in self.plain.parameters(recurse=False))
@@ -207,7 +210,7 @@ class MaskedLayer(nn.Module):
             return checkpoint(blended, use_reentrant=False)
         return blended()
 
-    def stock(self, parameters: Mapping[str, Tensor], *args: object, **kwargs: object) -> Any:
+    def stock(self, parameters: Mapping[str, Tensor], *args: object, **kwargs: object) -> Output:
         """The stock layer's own forward, with these in the place of its parameters."""
         first = self.plain
         replaced = {name: first._parameters[name] for name in parameters}
@@ -243,7 +246,7 @@ class AccurateMaskedLinear(MaskedLayer):
         bias = self.merged("bias") if "bias" in self.masks else None
         return masked_linear(x, weights, masks, bias, rule=rule, mode=self.mode, transposed=self.transposed)
 
-    def stock(self, parameters: Mapping[str, Tensor], *args: Any, **kwargs: object) -> Any:
+    def stock(self, parameters: Mapping[str, Tensor], *args: Any, **kwargs: object) -> Output:
         """The stock layer's product."""
         return linear(args[0], parameters["weight"], parameters.get("bias"), self.transposed)
 

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from ..report import MergeReport
 from .config import KLConfig, MaskConfig
 from .distillation import distill
+from .layers import Output
 from .loading import load_components
 from .model import MaskedModel
 from .report import MaskReport
@@ -101,7 +102,7 @@ class Merger(MaskedModel):
             merger.load_masks(masks)
         return merger
 
-    def forward(self, *args: object, kl: KLConfig | None = None, **inputs: object) -> Any:
+    def forward(self, *args: object, kl: KLConfig | None = None, **inputs: object) -> Output:
         """The merged model's output; with ``kl`` its ``loss`` is that of `distill`, and whole logits are never made."""
         if kl is None:
             return super().forward(*args, **inputs)

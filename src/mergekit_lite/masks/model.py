@@ -15,7 +15,7 @@ from model_components._modes import evaluating
 
 from .components import component_hashes, refuse_different, refuse_not_finite, share_frozen, without_adapter
 from .config import MaskConfig
-from .layers import MaskedLayer, Selection
+from .layers import MaskedLayer, Output, Selection
 from .low_rank import LowRankLinear, has_factors
 from .surgery import Surgeon, recipe_weights
 
@@ -98,7 +98,7 @@ class MaskedModel(nn.Module):
         """The components'."""
         return self.model.dtype
 
-    def gradient_checkpointing_enable(self, **options: object) -> None:
+    def gradient_checkpointing_enable(self, **options: Any) -> None:
         """Run blocks again in backward, and keep only their inputs until then; options of transformers' models."""
         self.model.gradient_checkpointing_enable(**options)
 
@@ -114,7 +114,7 @@ class MaskedModel(nn.Module):
         """Whether `generate` is there."""
         return self.model.can_generate()
 
-    def generate(self, *args: object, **options: object) -> Any:
+    def generate(self, *args: object, **options: object) -> Output:
         """Text by the merged model, or the selected component; weights are blended once for all tokens.
 
         In evaluation mode it takes the memory of one more model while it runs, which `fold_` keeps.
@@ -137,7 +137,7 @@ class MaskedModel(nn.Module):
         """Whether merged weights are kept, and are those of the masks."""
         return all(layer.is_folded for layer in self.layers().values())
 
-    def forward(self, *args: object, **inputs: object) -> Any:
+    def forward(self, *args: object, **inputs: object) -> Output:
         """The merged model's output."""
         return self.model(*args, **inputs)
 

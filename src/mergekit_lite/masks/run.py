@@ -27,6 +27,7 @@ from ..files import open_source
 from ..functional import CALIBRATED, merge_models
 from ..methods import get_method
 from .data import MaskCollator, TaskMixture
+from .data.collator import Example
 from .merger import Merger
 from .run_config import MaskRun, TaskData
 from .storage import MASKS
@@ -177,7 +178,7 @@ class _Task:
 
 @torch.no_grad()
 def held_out_losses(
-    model: nn.Module, tasks: Sequence[Sequence[Any]], collator: MaskCollator, *, batch_size: int = 8
+    model: nn.Module, tasks: Sequence[Sequence[Example]], collator: MaskCollator, *, batch_size: int = 8
 ) -> tuple[float, ...]:
     """Nats a supervised token of each task's examples.
 

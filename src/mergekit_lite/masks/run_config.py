@@ -83,7 +83,7 @@ class MaskRun:
         if not isinstance(values, Mapping):
             raise ValueError(f"{path}: holds a {type(values).__name__}, needed components, data, masks, ...")
         _known(str(path), values, [f.name for f in fields(cls)], needed=("components", "data"))
-        settings: dict[str, Any] = dict(values)
+        settings = dict(values)
         for name, kind in (("masks", MaskConfig), ("kl", KLConfig)):
             settings[name] = _built(f"{path}: {name}", kind, _numbers(settings.get(name, {})))
         if not isinstance(settings.get("training", {}), Mapping):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainingArguments
 
 from model_components._trainer import Loss, StepTrainer, TrainData, TrainerOptions
@@ -141,7 +142,7 @@ class MaskTrainer(StepTrainer):
         return merger
 
 
-def shard_frozen_(merger: Merger, mesh: Any = None) -> list[str]:
+def shard_frozen_(merger: Merger, mesh: DeviceMesh | None = None) -> list[str]:
     """Shard the blocks' frozen weights over the ranks (FSDP2), for models larger than one card; masks stay whole.
 
     Each block is gathered when it runs, forward and backward, and let go after. Call it in every process, before the

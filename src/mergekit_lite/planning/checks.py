@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from ..dtypes import Array
 from ..files import CheckpointError, Source
 from ..vocabulary import is_vocabulary_tensor, read_vocabulary
 from .layout import Slot
@@ -117,7 +117,7 @@ def check_copies(tensors: Sequence[TensorPlan], models: Models) -> list[str]:
 
 
 def _equal(t: TensorPlan, first: Input, other: Input, models: Models) -> bool:
-    def read(i: Input, begin: int) -> Any:
+    def read(i: Input, begin: int) -> Array:
         return models.sources[i.source].read(i.name, begin, min(begin + CHUNK, t.info.count))
 
     return all(np.array_equal(read(first, begin), read(other, begin)) for begin in range(0, t.info.count, CHUNK))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from model_components._report import Report, Table
 
 from ..dtypes import DType
 from ..files import Source, TensorInfo
-from ..files.headers import header_bytes
+from ..files.headers import Json, header_bytes
 from ..methods import MergeMethod
 from ..methods.parameters import Bound
 from ..recipe import MergeRecipe
@@ -100,7 +99,7 @@ class MergePlan(Report):
     sources: list[Source]
     tensors: list[TensorPlan]
     shards: list[str]
-    config: dict[str, Any]
+    config: Json
     donor: int
     vocabulary: Vocabulary | None
     notes: list[str] = field(default_factory=list)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +48,7 @@ class Grid(Report):
         return plain({"n_latents": self.n_latents, "n_steps": self.n_steps, **parts})
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Grid:
+    def from_dict(cls, found: Mapping[str, list]) -> Grid:
         """What `to_dict` gave, again."""
         pairs = [zip(*rows, strict=True) for rows in zip(found["token"], found["sequence"], strict=True)]
         cells = tuple(tuple(Accuracy(token, sequence) for token, sequence in row) for row in pairs)

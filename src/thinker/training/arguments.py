@@ -48,7 +48,7 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
     """Weight decay on matrices of linear layers only: not on embeddings, positions, latents, norms, biases.
 
     Args:
-        model: Any module.
+        model: A module of any kind.
         weight_decay: Of the matrices.
 
     Returns:

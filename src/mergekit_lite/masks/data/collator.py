@@ -5,10 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
+
+Example = Mapping[str, Any]
+"""``input_ids``, and perhaps ``labels``, ``task`` and what else a tokenizer gives: tensors, or lists of numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +50,7 @@ class MaskCollator:
         if not isinstance(self.pad_token_id, int) or isinstance(self.pad_token_id, bool):
             raise ValueError(f"MaskCollator: pad_token_id is {self.pad_token_id!r}, needed a token's id (any will do)")
 
-    def __call__(self, features: Sequence[Mapping[str, object]]) -> dict[str, Tensor]:
+    def __call__(self, features: Sequence[Example]) -> dict[str, Tensor]:
         """A batch.
 
         Raises:
@@ -92,7 +95,7 @@ class MaskCollator:
             batch["teacher_hidden"] = torch.cat([e["teacher_hidden"] for e in examples])
         return batch
 
-    def _example(self, feature: Mapping[str, Any]) -> dict[str, Any]:
+    def _example(self, feature: Example) -> Example:
         given_ids = torch.as_tensor(feature["input_ids"])
         real = torch.as_tensor(feature.get("attention_mask", torch.ones_like(given_ids))).bool()
 
@@ -101,7 +104,7 @@ class MaskCollator:
 
         ids = own(given_ids)
         labels = feature.get("labels", feature.get("label"))
-        example: dict[str, object] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        example: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if feature.get("task") is not None:
             example["task"] = _component(feature["task"])
         example["position_ids"] = torch.arange(len(ids))
@@ -119,7 +122,7 @@ class MaskCollator:
         return example
 
 
-def _component(task: Any) -> int:
+def _component(task: SupportsIndex) -> int:
     """A task as a component's index, whatever kind of whole number it is."""
     try:
         index = -1 if isinstance(task, bool) else operator.index(task)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from .collator import Example
+
+_Place = tuple[int, int, int]  # a component, its data set, an example of that
 
 
 class TaskMixture(Dataset):
@@ -69,7 +73,7 @@ class TaskMixture(Dataset):
     def __len__(self) -> int:
         return len(self._places)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         task, dataset, place = self._places[index]
         return {**self.datasets[task][dataset][place], "task": task}
 
@@ -99,7 +103,7 @@ class TaskStream(IterableDataset):
         self.weights = [1.0] * len(self.datasets) if weights is None else list(weights)
         _check_weights("TaskStream", self.weights, [1] * len(self.datasets))
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[dict[str, object]]:
         worker = get_worker_info()
         rng = random.Random(f"{self.seed} {0 if worker is None else worker.id}")
         streams = [_endless(parts, k) for k, parts in enumerate(self.datasets)]
@@ -108,7 +112,7 @@ class TaskStream(IterableDataset):
             yield {**next(streams[task]), "task": task}
 
 
-def _of_components(operation: str, datasets: Any) -> list[list[Any]]:
+def _of_components(operation: str, datasets: Sequence[object]) -> list[list[Any]]:
     """For each component a list of data sets."""
     if isinstance(datasets, Mapping):
         raise ValueError(f"{operation}: datasets is a mapping, needed a list in the order of the components")
@@ -119,7 +123,7 @@ def _of_components(operation: str, datasets: Any) -> list[list[Any]]:
     return [list(d) if isinstance(d, (list, tuple)) and d and not isinstance(d[0], Mapping) else [d] for d in datasets]
 
 
-def _by_tokens(parts: Sequence[Any]) -> float:
+def _by_tokens(parts: Sequence[Sequence[Example]]) -> float:
     """The reciprocal of the mean number of supervised tokens of a component's examples; 0 where there are none."""
     count, tokens = 0, 0
     for example in (part[i] for part in parts for i in range(len(part))):
@@ -147,13 +151,13 @@ def _shares(total: int, weights: Sequence[float]) -> list[int]:
     return counts
 
 
-def _drawn(rng: random.Random, places: list[Any], count: int) -> list[Any]:
+def _drawn(rng: random.Random, places: list[_Place], count: int) -> list[_Place]:
     """So many of them, each as often as any other, but for one."""
     whole, rest = divmod(count, len(places)) if places else (0, 0)
     return places * whole + rng.sample(places, rest)
 
 
-def _endless(parts: Sequence[Any], component: int) -> Iterator[Mapping[str, Any]]:
+def _endless(parts: Sequence[Iterable[Example]], component: int) -> Iterator[Example]:
     while True:
         empty = True
         for part in parts:

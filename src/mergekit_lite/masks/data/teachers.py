@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -22,7 +22,7 @@ from model_components._modes import evaluating
 from ..config import KLConfig
 from ..distillation import positions
 from ..merger import Merger
-from .collator import MaskCollator
+from .collator import Example, MaskCollator
 
 _SHARD = 512  # examples in a file
 _SEEN = ("input_ids", "attention_mask", "token_type_ids", "labels", "label", "task")  # what the collator reads
@@ -36,10 +36,10 @@ class CachedTeachers(Dataset):
         folder: Where it wrote.
     """
 
-    def __init__(self, dataset: Any, folder: str | os.PathLike[str]):
+    def __init__(self, dataset: Sequence[Example], folder: str | os.PathLike[str]):
         self._dataset = dataset
         self._paths = sorted(Path(folder).glob("hidden-*.safetensors"))
-        self._open: dict[int, Any] = {}  # each process of a loader opens its own
+        self._open: dict[int, safe_open] = {}  # each process of a loader opens its own
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_open": {}}
@@ -47,7 +47,7 @@ class CachedTeachers(Dataset):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         shard, place = divmod(index, _SHARD)
         if shard not in self._open:
             self._open[shard] = safe_open(self._paths[shard], "pt")
@@ -58,7 +58,7 @@ class CachedTeachers(Dataset):
 @torch.no_grad()
 def cache_teachers(
     merger: Merger,
-    dataset: Any,
+    dataset: Sequence[Example],
     collator: MaskCollator,
     folder: str | os.PathLike[str],
     *,

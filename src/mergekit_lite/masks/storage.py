@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model_components._folders import new_file
+from model_components._folders import check_new, new_file
 
 from ..dtypes import tensor_of
 from ..files import CheckpointError, DictSource, LoraSource, Source, open_source
@@ -130,6 +130,7 @@ def check_options(options: Mapping[str, object]) -> None:
 def bake(merger: MaskedModel, out: Path, options: Mapping[str, object]) -> MergeReport:
     """`Merger.bake`: from the components' files where their tensors bear the model's names, else from memory."""
     check_options(options)
+    check_new(out, "bake")
     masks = {name: mask.detach().cpu() for name, mask in merger.effective_masks().items()}
     if bad := [name for name, mask in masks.items() if not torch.isfinite(mask).all()]:
         raise ValueError(f"bake: the mask of {bad[0]} is not finite ({len(bad)} such); training has diverged")

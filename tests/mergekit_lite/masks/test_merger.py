@@ -206,6 +206,8 @@ def test_baking_reads_the_components_files_in_blocks_and_keeps_what_lies_beside(
     assert {fact.method for fact in report.tensors} == {"linear"}  # it went through the engine, tensor by tensor
     in_memory = Merger([tiny("llama", seed) for seed in range(2)], merger.mask_config)
     in_memory.bake(tmp_path / "memory", progress=False)
+    with pytest.raises(ValueError, match=f"bake to {tmp_path / 'memory'}"):
+        in_memory.bake(tmp_path / "memory")
     a, b = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / n) for n in ("out", "memory"))
     assert torch.equal(logits(a), logits(b))
 

@@ -1,8 +1,10 @@
 """Merges, bakes, pruning and training, killed at random moments: nothing is lost, nothing is left behind (`make soak`).
 
 Each job is a command that a user runs, on a model of a few million parameters. It is started and killed (SIGKILL)
-until it happens to end by itself; what it wrote must be what an undisturbed run writes, to the bit. One process merges
-over and over, whose memory and open files are counted. The summary goes to results/soak.json and docs/scale.md.
+until it happens to end by itself; what it wrote must be what an undisturbed run writes, to the bit. A kill between the
+moment when a result gets its name and the end may leave the hidden folder, without a result: the next run to that name
+must clear it. One process merges over and over, whose memory and open files are counted. The summary goes to
+results/soak.json and docs/scale.md.
 """
 
 from __future__ import annotations
@@ -113,7 +115,7 @@ def run(folder: Path, job: str, out: str, kill_after: float | None) -> int:
 
 def soak(folder: Path, minutes: float, seed: int) -> dict[str, Any]:
     """Jobs until the time is over; what was counted."""
-    rng, counts = random.Random(seed), {job: {"done": 0, "killed": 0} for job in JOBS}
+    rng, counts = random.Random(seed), {job: {"done": 0, "killed": 0, "cleared": 0} for job in JOBS}
     truth, usual = {}, {}
     for job in JOBS:
         begin = time.monotonic()
@@ -121,7 +123,7 @@ def soak(folder: Path, minutes: float, seed: int) -> dict[str, Any]:
         usual[job], truth[job] = time.monotonic() - begin, digest(folder / f"truth-{job}")
     end, number = time.monotonic() + 60 * minutes, 0
     while time.monotonic() < end:
-        job, out = rng.choice(list(JOBS)), f"out-{number}"
+        job, out, late = rng.choice(list(JOBS)), f"out-{number}", False
         number += 1
         while run(folder, job, out, rng.uniform(0.1, 1.4) * usual[job]) < 0:
             counts[job]["killed"] += 1
@@ -129,15 +131,25 @@ def soak(folder: Path, minutes: float, seed: int) -> dict[str, Any]:
             if done.exists() and digest(folder / out) != truth[job]:
                 raise SystemExit(f"soak: {out} ({job}) has its name and is not whole")
             if done.exists():
-                break  # killed after its end
+                late = True
+                break
         if digest(folder / out) != truth[job]:
             raise SystemExit(f"soak: {out} ({job}) is other than an undisturbed run's")
         counts[job]["done"] += 1
+        if late and (hidden := _hidden(folder, out)) and not any((path / "result").exists() for path in hidden):
+            counts[job]["cleared"] += 1
+            shutil.rmtree(folder / out)
+            run(folder, job, out, None)
+        if left := _hidden(folder, out):
+            raise SystemExit(f"soak: {job} left {[path.name for path in left]}")
         shutil.rmtree(folder / out)
-        if left := [path.name for path in folder.iterdir() if path.name.startswith(f".{out}")]:
-            raise SystemExit(f"soak: {job} left {left}")
         print(f"{job:6s} whole after {counts[job]['killed']} kills in all", flush=True)
     return counts
+
+
+def _hidden(folder: Path, out: str) -> list[Path]:
+    """What lies beside a result, under its name with a dot before it."""
+    return [path for path in folder.iterdir() if path.name.startswith(f".{out}.")]
 
 
 def steady(folder: Path, merges: int) -> dict[str, Any]:
@@ -153,12 +165,13 @@ def write_table(found: dict[str, Any]) -> None:
     """The page's summary."""
     lines = ["| job | ended whole | killed on the way |", "|---|---|---|"]
     lines += [f"| {job} | {row['done']} | {row['killed']} |" for job, row in found["jobs"].items()]
-    steady = found["steady"]
+    steady, cleared = found["steady"], sum(row["cleared"] for row in found["jobs"].values())
+    beside = f" but for {cleared} hidden folders without a result, which the next run cleared" if cleared else ""
     memory, files = [f"{size / 1e6:.0f} MB" for size in steady["bytes"]], steady["files"]
     lines += [
         "",
-        f"{found['minutes']:.0f} minutes; each result is an undisturbed run's, to the bit, and nothing was left beside "
-        f"it. One process that merged {steady['merges']} times held {memory[0]} and {files[0]} open files after "
+        f"{found['minutes']:.0f} minutes; each result is an undisturbed run's, to the bit, and nothing was left beside it"
+        f"{beside}. One process that merged {steady['merges']} times held {memory[0]} and {files[0]} open files after "
         f"a quarter of them, {memory[1]} and {files[1]} at the end. "
         f"{found['hardware']}; {found['date']} at {found['commit']}.",
     ]

@@ -170,8 +170,9 @@ def write_table(found: dict[str, Any]) -> None:
     memory, files = [f"{size / 1e6:.0f} MB" for size in steady["bytes"]], steady["files"]
     lines += [
         "",
-        f"{found['minutes']:.0f} minutes; each result is an undisturbed run's, to the bit, and nothing was left beside it"
-        f"{beside}. One process that merged {steady['merges']} times held {memory[0]} and {files[0]} open files after "
+        f"{found['minutes']:.0f} minutes; each result is an undisturbed run's, to the bit, and nothing was left beside "
+        f"it{beside}. "
+        f"One process that merged {steady['merges']} times held {memory[0]} and {files[0]} open files after "
         f"a quarter of them, {memory[1]} and {files[1]} at the end. "
         f"{found['hardware']}; {found['date']} at {found['commit']}.",
     ]

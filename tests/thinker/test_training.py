@@ -720,10 +720,16 @@ def test_a_checkpoint_cut_short_is_passed_over(tmp_path, caplog):
     trainer_of(tmp_path, max_steps=6, save_strategy="steps", save_steps=2).train()
     state = tmp_path / "checkpoint-6" / "thinker_state.pt"
     state.write_bytes(state.read_bytes()[:100])
-    again = trainer_of(tmp_path, max_steps=6)
+    begins = []
+
+    class NotesBegin(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            begins.append(state.global_step)
+
+    again = trainer_of(tmp_path, max_steps=6, callbacks=[NotesBegin()])
     again.train(resume_from_checkpoint=True)
     assert "checkpoint-6 is not whole and is passed over" in caplog.text
-    assert again._initial_global_step == 4
+    assert begins == [4]
     with pytest.raises(ValueError, match=r"thinker_state[.]pt cannot be read .*; needed a whole checkpoint"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     with pytest.raises(ValueError, match="has no whole checkpoint to resume from"):

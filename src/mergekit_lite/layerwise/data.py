@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,17 @@ def calibration_batches(data: Any, source: Source, *, batch_size: int, max_lengt
         max_length: Tokens of an example; more are cut off.
 
     Raises:
-        ValueError: None of these, or nothing in it.
+        ValueError: None of these, or nothing in it; a token that the model does not have.
     """
+    made = _batched(data, source, batch_size, max_length)
+    size = (source.config.get("text_config") or source.config).get("vocab_size", math.inf)
+    for ids in (batch["input_ids"] for batch in made):
+        if (odd := ids[(ids < 0) | (ids >= size)]).numel():
+            raise ValueError(f"calibration of {source.label}: a token is {int(odd[0])}; needed 0 or more, below {size}")
+    return made
+
+
+def _batched(data: Any, source: Source, batch_size: int, max_length: int) -> list[Batch]:
     if isinstance(data, Tensor) or (isinstance(data, Mapping) and "input_ids" in data):
         data = [data]  # one batch
     if isinstance(data, Mapping):

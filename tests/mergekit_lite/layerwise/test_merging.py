@@ -243,6 +243,8 @@ def test_weights_in_bfloat16_are_rounded_once(tmp_path):
         ({"calibration": [[], DATA[1]]}, "are empty; needed examples"),
         ({"calibration": [[{"input_ids": []}], DATA[1]]}, "has no token; needed one or more"),
         ({"calibration": [[torch.ones(3).long()], DATA[1]]}, r"calibration: a tensor is \[3\]"),
+        ({"calibration": [DATA[0], [torch.full((1, 3), 10**6)]]}, "a token is 1000000; needed 0 or more, below "),
+        ({"calibration": [[{"input_ids": [1, -1]}], DATA[1]]}, "a token is -1; needed 0 or more, below "),
         ({"calibration": [{"train": ["a"]}, DATA[1]]}, "is a mapping of train; needed rows, or input_ids"),
         ({"calibration": DATA, "device": "cuda"}, "regmean has no device; needed none of base_model, out_dtype"),
     ],

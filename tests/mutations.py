@@ -233,7 +233,7 @@ def write_table(found: dict[str, Any]) -> None:
     rows = found["planted"]
     unseen = [row for row in rows if not row["noticed"]]
     again = sum(row.get("again", False) for row in rows if row["noticed"])
-    later = f", {again} of them at a second try, after tests were written" if again else ""
+    later = f", {again} of them only at a second try" if again else ""
     lines = [
         f"{len(rows)} errors at drawn places: {len(rows) - len(unseen)} noticed{later}; {len(unseen)} not "
         f"({found['date']} at {found['commit']}).",

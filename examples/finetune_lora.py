@@ -261,7 +261,7 @@ def tune(given: argparse.Namespace) -> None:
     length = min(given.max_length, getattr(base.config, "max_position_embeddings", given.max_length))
     model = trainable(given, base)
     if given.pack:
-        lora.check_packing(model)
+        lora.check_packed_examples(model)
     optimizer = None
     if given.loraplus is not None:
         optimizer = create_loraplus_optimizer(

@@ -43,7 +43,7 @@ from heads.pairwise import (
     split_pairs,
 )
 from heads.pairwise.__main__ import column
-from heads.pairwise.rows import each_pair
+from heads.pairwise.data.rows import each_pair
 
 SURFACE = ["length", "style", "overlap"]
 MAY_CHANGE = ("out", "trials", "resume", "submit", "evaluate")  # flags that what is in OUT does not depend on

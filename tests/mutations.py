@@ -33,13 +33,11 @@ COMPARED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", 
             "not in": "in", "in": "not in"}  # fmt: skip
 REPLACED = {"+": "-", "-": "+", "*": "/", "/": "*", "//": "*", "%": "*", "@": "*", "**": "*", "&": "|", "|": "&"}
 FIRST, PATIENCE = 2, 1200  # files of tests before all the others; seconds of one run: one that does not end is noticed
-HARMLESS: dict[tuple[str, str], str] = {  # by path and new text, judged by reading
-    ("src/kronecker/_eager.py", 'not (order == "b_first")'): "both orders are one product; their speed differs",
-    (
-        "src/kronecker/surgery/mlps.py",
-        " and ",
-    ): "what may be tried all at once is tried one by one",
-    ("src/mergekit_lite/engine/streaming.py", "2"): "blocks are of an even number anyhow, and only rows are counted so",
+HARMLESS: dict[str, str] = {  # by the line when it is changed, judged by reading
+    'if not (order == "b_first"):': "both orders are one product; their speed differs",
+    "if not mlps and _tried(model, mlps, runs, rows)[1]:": "what may be tried all at once is tried one by one",
+    'row = block_shape(t.shape, "rows")[1] if t.chunking == "rows" else 2': "blocks are of an even number anyhow, and "
+    "only rows are counted so",
 }
 
 
@@ -52,6 +50,7 @@ class Mutation(NamedTuple):
     new: str
     begin: int  # bytes
     end: int
+    changed: str  # the line where it begins, when it is changed
 
 
 class Places(ast.NodeVisitor):
@@ -72,8 +71,10 @@ class Places(ast.NodeVisitor):
         return self.starts[line - 1] + column
 
     def add(self, node: ast.expr | ast.stmt, begin: int, end: int, new: str) -> None:
-        old = self.source[begin:end].decode()
-        self.found.append(Mutation(self.path, node.lineno, old, new, begin, end))
+        old, line = self.source[begin:end].decode(), self.source.count(b"\n", 0, begin)
+        after = self.source.find(b"\n", end)
+        changed = self.source[self.starts[line] : begin].decode() + new + self.source[end:after].decode()
+        self.found.append(Mutation(self.path, node.lineno, old, new, begin, end, changed.strip()))
 
     def between(self, node: ast.expr, left: ast.expr, right: ast.expr, table: dict[str, str]) -> None:
         begin, end = self.offset(left, end=True), self.offset(right)
@@ -163,13 +164,13 @@ def drawn(folder: Path, count: int, seed: int) -> list[Mutation]:
 
 
 def missed(folder: Path, records: list[dict[str, Any]]) -> list[Mutation]:
-    """Those that were not noticed, where they are now."""
+    """Those that were not noticed, where they are now: the same change that makes the same line."""
     found = []
     for record in (record for record in records if not record["noticed"]):
         same = [
             place
             for place in Places(folder, folder / record["path"]).found
-            if (place.old, place.new) == (record["old"], record["new"])
+            if (place.old, place.new, place.changed) == (record["old"], record["new"], record["changed"])
         ]
         found.append(min(same, key=lambda place: abs(place.line - record["line"])))
     return found
@@ -232,18 +233,19 @@ def write_table(found: dict[str, Any]) -> None:
     """What was planted, and what was not noticed."""
     rows = found["planted"]
     unseen = [row for row in rows if not row["noticed"]]
-    again = sum(row.get("again", False) for row in rows if row["noticed"])
-    later = f", {again} of them only at a second try" if again else ""
+    later = sum("again" in row for row in rows if row["noticed"])
+    since = f", and {later} more since tests were written for them ({found['again']})" if later else ""
     lines = [
-        f"{len(rows)} errors at drawn places: {len(rows) - len(unseen)} noticed{later}; {len(unseen)} not "
-        f"({found['date']} at {found['commit']}).",
+        f"{len(rows)} errors at drawn places: {len(rows) - len(unseen) - later} noticed ({found['date']} at "
+        f"{found['commit']}){since}; {len(unseen)} not.",
         "",
     ]
     if unseen:
         lines += ["| not noticed | change | what of it |", "|---|---|---|"]
     for row in unseen:
         old, new = (" ".join(row[key].split()).replace("|", "\\|") for key in ("old", "new"))
-        lines.append(f"| `{row['path']}` | `{old}` to `{new}` | {HARMLESS.get((row['path'], row['new']), '')} |")
+        told = HARMLESS.get(row["changed"], "")
+        lines.append(f"| `{row['path']}` | `{old}` to `{new}` | {told} |")
     put(PAGE, lines, "mutations")
 
 
@@ -255,25 +257,24 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--again", action="store_true", help="only those that were not noticed")
     options = parser.parse_args(arguments)
     before = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
-    found = {"seed": options.seed, "count": options.count, "date": today(), "commit": commit().rstrip("+")}
-    if options.again:
-        found |= {"seed": before["seed"], "count": before["count"]}
-    stopped = before and len(before["planted"]) < before["count"]
-    same = options.again or (stopped and all(before[key] == found[key] for key in ("seed", "count")))
-    records = before["planted"] if same else []
-    if same and not options.again:
-        found["commit"] = before["commit"]
+    asked, now = {"seed": options.seed, "count": options.count}, commit().rstrip("+")
+    stopped = before and len(before["planted"]) < before["drawn"] and before.items() >= asked.items()
+    found = before if options.again or stopped else asked | {"date": today(), "commit": now, "planted": []}
+    records = found.pop("planted")
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "main"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
-        subprocess.run(["git", "checkout", "-q", found["commit"]], cwd=folder, check=True)
-        changes = (
-            missed(folder, records) if options.again else drawn(folder, options.count, options.seed)[len(records) :]
-        )
+        if options.again:
+            found["again"] = f"{today()} at {now}"
+            changes = missed(folder, records)
+        else:
+            subprocess.run(["git", "checkout", "-q", found["commit"]], cwd=folder, check=True)
+            every = drawn(folder, options.count, options.seed)
+            found["drawn"], changes = len(every), every[len(records) :]
         records = [record for record in records if record["noticed"] or not options.again]
         for number, change in enumerate(changes, 1):
             by = noticed(folder, change)
-            record = {"path": change.path, "line": change.line, "old": change.old, "new": change.new, "noticed": by}
+            record = {key: getattr(change, key) for key in ("path", "line", "old", "new", "changed")} | {"noticed": by}
             record |= {"again": True} if options.again else {}
             print(f"{number}/{len(changes)} {'noticed' if by else 'NOT NOTICED'} {record}", flush=True)
             records.append(record)

@@ -14,8 +14,8 @@ become products of thin matrices, or ``Σ_r s_r A_r ⊗ B_r``, sums of Kronecker
 from model_components import __version__ as __version__
 
 from .config import KroneckerConfig, LowRankConfig, PruneConfig
+from .data.text import strided, text_batches, text_of
 from .functional import kron_embedding, kron_linear
-from .krony import load_krony
 from .layers.embedding import KroneckerEmbedding, LowRankEmbedding
 from .layers.experts import KroneckerExperts
 from .layers.linear import KroneckerLinear, LowRankLinear
@@ -23,11 +23,11 @@ from .losses import DistillConfig
 from .planning import Plan, plan
 from .presets import PRESETS, preset
 from .report import Comparison, compare, perplexity
-from .storage import fold, from_pretrained, save_pretrained
+from .storage.checkpoints import fold, from_pretrained, save_pretrained
+from .storage.krony import load_krony
 from .surgery.convert import ConversionReport, LayerReport, convert_, num_parameters
 from .surgery.prune import PruneReport, prune_
 from .surgery.revert import revert_
-from .text import strided, text_batches, text_of
 from .training.callbacks import FadeIn, FreezePretrained
 from .training.parameters import parameter_groups
 from .training.trainer import KroneckerTrainer

@@ -18,15 +18,15 @@ from model_components._folders import NewFolder, check_new, is_begun, new_file
 from model_components._hub import find_folder
 
 from .config import GRANULARITIES, INITS, Config, KroneckerConfig, LowRankConfig, PruneConfig
-from .data import positions_of
+from .data.batches import positions_of
+from .data.text import strided, text_batches, text_of
 from .planning import plan
 from .presets import PRESETS, preset
 from .report import compare
-from .storage import fold, from_pretrained, is_compressed, model_class, write_files
+from .storage.checkpoints import fold, from_pretrained, is_compressed, model_class, write_files
 from .structures import STRUCTURES, from_json, to_json
 from .surgery.convert import convert_, num_parameters
 from .surgery.prune import prune_
-from .text import strided, text_batches, text_of
 
 
 def parser() -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from model_components._report import Axes, Figure, Report, Table, axes_for
 
-from .data import positions_of
+from .data.batches import positions_of
 from .surgery.convert import num_parameters
 
 _PROMPT = 8  # tokens that generation starts from

@@ -28,10 +28,10 @@ from .tasks import TASKS, AtTokens, make_task
 from .training import RewindOnPeak, ThinkerTrainer, thinker_arguments
 from .training.checkpoints import newest_whole
 
-Told = dict[str, Any]
-"""What a run is, or came to, as its JSON files have it."""
+Settings = dict[str, Any]
+"""Names and values: a run's settings and figures, as its JSON files have them, or a call's options."""
 
-RECIPES: dict[str, Told] = {  # what a task needs beyond the defaults
+RECIPES: dict[str, Settings] = {  # what a task needs beyond the defaults
     "reverse": {"iterations": 1000, "model": {"from_end": True}},
     "roll": {"iterations": 1000, "model": {"from_end": True}},
     "add": {
@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def settings(pairs: Sequence[str]) -> Told:
+def settings(pairs: Sequence[str]) -> Settings:
     """Names and values of ``NAME=VALUE``.
 
     Raises:
@@ -95,7 +95,7 @@ def settings(pairs: Sequence[str]) -> Told:
     return {name: yaml.safe_load(value) for name, value in (pair.split("=", 1) for pair in pairs)}
 
 
-def told_of(options: argparse.Namespace) -> Told:
+def told_of(options: argparse.Namespace) -> Settings:
     """What a run is, for the folder: enough to make its data again."""
     recipe = RECIPES.get(options.task, {})
     model = recipe.get("model", {}) | settings(options.model)
@@ -118,16 +118,16 @@ def _noise(model: Mapping[str, object]) -> bool:
     return model.get("latent_init") == "noise"
 
 
-def plan_of(told: Told) -> FlowPlan:
+def plan_of(told: Settings) -> FlowPlan:
     """What each step does."""
     if told["plan"] in ("every_step", "read_once"):
         return getattr(FlowPlan, told["plan"])(memory=told["model"].get("memory", "none") != "none")
     return FlowPlan.from_table(told["plan"])
 
 
-def data_of(told: Told) -> CurriculumDataset:
+def data_of(told: Settings) -> CurriculumDataset:
     """The data of a run; where latents are the tokens, it thinks a step a token and six more."""
-    task, numbers = make_task(told["task"], **told["options"]), Told()
+    task, numbers = make_task(told["task"], **told["options"]), Settings()
     if told["model"].get("latent_init") == "tokens":
         task, numbers["n_step"] = AtTokens(task), lambda length: (1, length + 6)
     else:
@@ -149,7 +149,7 @@ def train(options: argparse.Namespace) -> None:
     if choices.get("positions") == "aligned":
         choices["separators"] = data.task.separators
     at_tokens = choices.get("latent_init") == "tokens"
-    usual: Told = {}
+    usual: Settings = {}
     if not at_tokens:
         usual = {"num_latents": 16 if _noise(choices) else 8, "n_step": plan.num_steps(told["steps"][1]), "plan": plan}
     usual = {**data.sizes(max([told["length"], *told["lengths"]])), **usual, **choices}
@@ -170,7 +170,7 @@ def train(options: argparse.Namespace) -> None:
         seed=told["seed"], use_cpu=options.device == "cpu", logging_steps=max(1, min(50, iterations // 10)),
         disable_tqdm=options.no_progress,
     )  # fmt: skip
-    loss: Told = {"step_loss": Reach(window=choices["window"])} if at_tokens and "window" in choices else {}
+    loss: Settings = {"step_loss": Reach(window=choices["window"])} if at_tokens and "window" in choices else {}
     trainer = ThinkerTrainer(model, arguments, train_dataset=data, callbacks=[RewindOnPeak()], **loss)
     checkpoint = whole_checkpoint(out / "checkpoints") if options.resume else None
     if options.resume and checkpoint is None:
@@ -205,7 +205,7 @@ def whole_checkpoint(folder: Path) -> str | None:
         return None
 
 
-def figures(model: LatentThinker, data: CurriculumDataset, told: Told, samples: int) -> Told:
+def figures(model: LatentThinker, data: CurriculumDataset, told: Settings, samples: int) -> Settings:
     """Accuracy by length, and by latents and steps."""
     shortest, longest = data.schedule.min_length, told["length"]
     shorter = [] if told["schedule"] == "fixed" else range(shortest, longest, max(1, longest // 4))
@@ -215,7 +215,7 @@ def figures(model: LatentThinker, data: CurriculumDataset, told: Told, samples: 
         n: evaluate_lengths(model, data, [n], n_step=n_step and 2 * n + 6, samples=samples)[n] for n in lengths
     }
     at = by_length[longest]
-    result: Told = {
+    result: Settings = {
         "task": told["task"], "length": longest, "token": round(at.token, 5), "sequence": round(at.sequence, 5),
         "by_length": {n: (round(a.token, 4), round(a.sequence, 4)) for n, a in by_length.items()},
     }  # fmt: skip

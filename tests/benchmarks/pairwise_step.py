@@ -210,7 +210,8 @@ def write_table() -> None:
         "",
         "MiniLM, 6 layers, AlpacaEval's pairs; real tokens, CPU seconds of one thread, medians of "
         f"{some['runs']}; in brackets how many times as long as ours. Forward is from texts to verdicts: the careful "
-        f"way sorts single texts by length and batches them by tokens, under sdpa. {some['hardware']}; "
+        f"way sorts single texts by length and batches them by tokens, under sdpa. Lines may be of different "
+        f"processors: compare along a line, not between lines. {some['hardware']}; "
         f"{some['versions']}; {some['date']} at {', '.join(dict.fromkeys(row['commit'] for row in rows))}.",
     ]
     put(GUIDE, lines, "speed")

@@ -17,6 +17,7 @@ import math
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ from kronecker import (
     prune_,
 )
 from kronecker.config import Config
+from kronecker.data.text import text_batches
 from kronecker.surgery.finding import find_mlps
-from kronecker.text import text_batches
 from tests.benchmarks.results import KRONECKER_GUIDE, RESULTS, ROOT, commit, put, today
 from tests.support import real
 
@@ -169,6 +170,7 @@ class Encoder:
 
 
 TASKS: dict[str, Callable[[], Any]] = {"smollm2": Language, "minilm": Encoder}
+NAMES = {"smollm2": "SmolLM2-135M", "minilm": "MiniLM"}
 
 
 def make_smaller(task: Any, name: str, budget: float | str, structure: str) -> nn.Module:
@@ -266,11 +268,9 @@ def write_table() -> None:
         if not rows:
             continue
         unit = TASKS[name].unit
-        title = {"smollm2": "SmolLM2-135M: held-out loss", "minilm": "MiniLM: cosine to the original's embeddings"}[
-            name
-        ]
+        measure = {"loss": "held-out loss", "cosine": "cosine to the original's embeddings"}[unit]
         original = f", the original's {found['originals'][name]:.3f}" if unit == "loss" else ""
-        lines += ["", f"**{title}**{original}", ""]
+        lines += ["", f"**{NAMES[name]}: {measure}**{original}", ""]
         lines += ["| parameters | structure | time | before training | after 300 steps | at equal time |"]
         lines += ["|---" * 6 + "|"]
         for budget in (*BUDGETS, TABLE):
@@ -279,8 +279,9 @@ def write_table() -> None:
                 if same:
                     lines.append(_line(rows, budget, structure, same))
     rows = found["rows"]
-    others = dict.fromkeys(r["structure"] for r in rows if not r.get("autocast", True))
-    exact = f" ({', '.join(others)}: in float32, on a processor without bfloat16)" if others else ""
+    others = Counter((r["structure"], r["model"]) for r in rows if not r.get("autocast", True))
+    told = ", ".join(f"{count} of {structure}, {NAMES[model]}" for (structure, model), count in others.items())
+    exact = f" (in float32, on a processor without bfloat16: {told})" if others else ""
     text = (
         "Parameters: of the MLPs, or half of the table of embeddings. Fitted on 12,288 tokens by the same walk (a "
         "table's Kronecker sums, and the low rank called nearest: to its weight alone), then distilled in bfloat16 "
@@ -347,7 +348,7 @@ def draw(found: dict) -> None:
         if name == "smollm2" and name in found["originals"]:
             axes.axhline(found["originals"][name], color="0.6", linewidth=0.8)
         axes.set(xlabel="parameters of the MLPs, %", ylabel={"smollm2": "held-out loss", "minilm": "cosine"}[name])
-        axes.set_title({"smollm2": "SmolLM2-135M", "minilm": "MiniLM"}[name], fontsize=10)
+        axes.set_title(NAMES[name], fontsize=10)
         axes.legend(frameon=False)
     figure.savefig(PLOT, metadata={"Date": None})
 

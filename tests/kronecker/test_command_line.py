@@ -21,9 +21,9 @@ from kronecker import (
     prune_,
 )
 from kronecker.__main__ import main
-from kronecker.data import positions_of
+from kronecker.data.batches import positions_of
+from kronecker.data.text import strided, text_batches, text_of
 from kronecker.surgery.finding import COMPRESSED
-from kronecker.text import strided, text_batches, text_of
 from tests.support.models import save, save_tokenizer, tiny
 
 WORDS = ["<unk>", *(f"w{i}" for i in range(95))]

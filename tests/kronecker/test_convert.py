@@ -32,7 +32,7 @@ from kronecker import (
     revert_,
     save_pretrained,
 )
-from kronecker.data import batches
+from kronecker.data.batches import batches
 from kronecker.fitting.block import blocks_with
 from kronecker.fitting.calls import calls_of, outputs_of
 from kronecker.fitting.stream import stream_kind
@@ -479,7 +479,7 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
     def full(*given, **named):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("kronecker.storage.save_file", full)
+    monkeypatch.setattr("kronecker.storage.checkpoints.save_file", full)
     with pytest.raises(OSError, match="No space"):
         save_pretrained(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

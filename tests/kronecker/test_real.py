@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from kronecker import KroneckerConfig, PruneConfig, convert_, fold, perplexity, prune_
-from kronecker.text import text_batches
+from kronecker.data.text import text_batches
 from tests.support import real
 
 pytestmark = pytest.mark.real

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kronecker import PruneConfig, convert_, plan, prune_, text_batches, text_of
-from kronecker.data import tokens_seen
+from kronecker.data.batches import tokens_seen
 from tests.support.models import tiny
 
 

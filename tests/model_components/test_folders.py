@@ -3,6 +3,7 @@
 import ast
 import errno
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -415,6 +416,23 @@ def test_a_drive_without_locks_is_written_to_and_a_broken_one_is_not(tmp_path, m
     else:
         with pytest.raises(OutputError, match="Input/output error"):
             save(tmp_path / "m")
+
+
+def test_a_kill_after_the_name_leaves_no_result_and_the_next_run_clears_it(tmp_path):
+    out = tmp_path / "m"
+    killed = """
+import os, sys
+from model_components._folders import NewFolder
+NewFolder.discard = lambda self: os._exit(9)
+with NewFolder(sys.argv[1], "save") as new:
+    (new.folder / "a").write_text("whole")
+"""
+    assert subprocess.run([sys.executable, "-c", killed, out], check=False).returncode == 9
+    assert (out / "a").read_text() == "whole"
+    assert os.listdir(hidden(out)) == [".made-by-model-components"]
+    shutil.rmtree(out)
+    save(out)
+    assert not hidden(out).exists()
 
 
 def test_the_marker_is_there_before_anything_else_and_goes_last(tmp_path, monkeypatch):

@@ -1,17 +1,18 @@
 """LoRA with peft's configs, layers and files: a lean forward, exact interchange, and tuning that can be watched."""
 
-from .accelerate import AccelerationReport, accelerate_lora_, restore_lora_
+from .data.packing import check_packed_examples
+from .data.rows import RowReport, alpaca_template, chat_template, read_rows, row_report
 from .functional import lora_linear
-from .interchange import export_lora, load_lora
 from .judging import Judge, LikelihoodGain, ReferenceOverlap, WinRate, judge_answers
-from .linear import LoraLinear
-from .merge import MergedLayer, MergeReport, merge_lora
-from .packing import check_packing
-from .prepare import prepare_lora
-from .report import AdapterRow, LoraReport, lora_report
-from .rows import RowReport, alpaca_template, chat_template, read_rows, row_report
-from .split import SplitQKV, join_fused_qkv_, split_fused_qkv_
-from .tuning import Spike, TuningReport, answer_loss, tuning_report
+from .layers import LoraLinear
+from .losses import answer_loss
+from .report.adapters import AdapterRow, LoraReport, lora_report
+from .report.training import Spike, TuningReport, tuning_report
+from .storage.adapters import export_lora, load_lora
+from .storage.merge import MergedLayer, MergeReport, merge_lora
+from .surgery.accelerate import AccelerationReport, accelerate_lora_, restore_lora_
+from .surgery.prepare import prepare_lora
+from .surgery.split import SplitQKV, join_fused_qkv_, split_fused_qkv_
 
 __all__ = [
     "AccelerationReport",
@@ -32,7 +33,7 @@ __all__ = [
     "alpaca_template",
     "answer_loss",
     "chat_template",
-    "check_packing",
+    "check_packed_examples",
     "export_lora",
     "join_fused_qkv_",
     "judge_answers",

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from model_components._commands import run_command
 from model_components._hub import split_revision
 
-from .interchange import load_lora
-from .merge import merge_lora
-from .report import lora_report
+from .report.adapters import lora_report
+from .storage.adapters import load_lora
+from .storage.merge import merge_lora
 
 
 def parser() -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from .narrow import Dropout
+from ._eager.products import Dropout
 
 _PARTS = 256  # programs that outer_kernel aims at
 _INTERPRETED = knobs.runtime.interpret  # when kernels are made, which is now
@@ -27,7 +27,7 @@ _INTERPRETED = knobs.runtime.interpret  # when kernels are made, which is now
 
 @triton.jit
 def _kept(value, row, column, threshold):
-    """`value` where the dropout keeps it, else 0. `narrow.Dropout.keep` in a kernel."""
+    """`value` where the dropout keeps it, else 0. `products.Dropout.keep` in a kernel."""
     word = (row[:, None] ^ column[None, :]) * 0x7FEB352D
     word = (word ^ ((word >> 15) & 0x1FFFF)) * -2073254261
     return tl.where(word >= threshold, value, 0.0)
@@ -189,7 +189,7 @@ _NOTHING = (None, None, 0)
 
 
 def add_(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, drop: Dropout | None) -> None:
-    """`narrow.add_` by kernels."""
+    """`products.add_` by kernels."""
     up_(y, down(x, a, 1.0, *(drop or _NOTHING)), b, scale, *_NOTHING)
 
 
@@ -204,7 +204,7 @@ def gradients(
     need_a: bool,
     need_b: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`narrow.gradients` by kernels."""
+    """`products.gradients` by kernels."""
     da = db = None
     if dx is not None or need_a:
         g = down(grad, b.T, scale, *_NOTHING)

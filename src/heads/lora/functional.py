@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .autograd import Adapter, autocast_dtype, run, transforming
+from ._eager.autograd import Adapter, autocast_dtype, run, transforming
 
 IMPLS = ("reference", "eager", "fused", "auto")
 

@@ -3,21 +3,22 @@
 What functions return, and the definitions of links and losses, are in the modules: ``heads.pairwise.functional``, ...
 """
 
-from .baselines import baseline_verdicts
-from .collate import PairwiseCollator, PairwiseDataset
 from .config import PairwiseConfig
-from .freeze import freeze_, parameter_groups
-from .guard import DeadRunError, DeadRunGuard
+from .data.collate import PairwiseCollator, PairwiseDataset
+from .data.rows import read_pairs
 from .inference import bradley_terry, predict_pairs
-from .links import PairwiseHead
-from .metrics import pairwise_metrics
+from .layers import PairwiseHead
 from .model import PairwiseModel
 from .packing import check_packing
 from .pairs import Pair, Turn, split_pairs
-from .report import calibrate_, pairwise_report
+from .report.baselines import baseline_verdicts
+from .report.evaluation import calibrate_, pairwise_report
+from .report.metrics import pairwise_metrics
 from .reward import PairwiseForSequenceClassification
-from .rows import read_pairs
-from .training import PairwiseTrainer
+from .surgery import freeze_
+from .training.guard import DeadRunError, DeadRunGuard
+from .training.parameters import parameter_groups
+from .training.trainer import PairwiseTrainer
 
 __all__ = [
     "DeadRunError",

@@ -16,10 +16,10 @@ from model_components._folders import new_file
 from model_components._hub import find_folder
 
 from .config import CLASSES
+from .data.rows import each_pair, raw_rows, read_pairs
 from .inference import predict_pairs
 from .model import PairwiseModel
-from .report import pairwise_report
-from .rows import each_pair, raw_rows, read_pairs
+from .report.evaluation import pairwise_report
 
 
 def column(text: str) -> tuple[str, str]:

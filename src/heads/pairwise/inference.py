@@ -15,11 +15,11 @@ from tqdm.auto import tqdm
 from model_components._devices import warn_if_slow
 from model_components._modes import evaluating
 
-from .collate import Answer, PairwiseCollator, PairwiseDataset, flat_batch
 from .config import CLASSES
+from .data.collate import Answer, PairwiseCollator, PairwiseDataset, flat_batch
 from .functional import log_probabilities, swapped
 from .judge import Judge
-from .links import SCORED
+from .layers import SCORED
 
 Sides = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """(P, W) features of A and of B, and their (P, F) surface features, if any."""

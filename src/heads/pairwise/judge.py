@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 
 from .config import PairwiseConfig
 from .functional import pairwise_loss, swap_divergence, swapped
-from .links import SCORED, PairwiseHead, Pool
+from .layers import SCORED, PairwiseHead, Pool
 from .packing import ATTENTION, PackingReport, base_of, encode_packed, encode_padded
 from .surface import SURFACE, columns_of
 

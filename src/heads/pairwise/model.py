@@ -18,15 +18,15 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, 
 from model_components._hub import hub_id, split_revision
 
 from .checks import check_encoder, check_tokenizer, most_tokens
-from .collate import PairwiseDataset, answers_to
 from .config import PairwiseConfig
-from .freeze import keep_lowest_
+from .data.collate import PairwiseDataset, answers_to
+from .data.template import Template
 from .inference import Predictions, Ranking, predict_pairs, rank_answers
-from .links import PairwiseHead, Pool
+from .layers import PairwiseHead, Pool
 from .packing import PackingReport, check_packing
 from .pairs import WordsLike
-from .saving import SavedJudge
-from .template import Template
+from .storage import SavedJudge
+from .surgery import keep_lowest_
 
 
 class PairwiseModel(SavedJudge):

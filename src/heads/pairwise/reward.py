@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from .config import PairwiseConfig
-from .links import SCORED
+from .layers import SCORED
 from .model import PairwiseModel
 
 

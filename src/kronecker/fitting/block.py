@@ -13,7 +13,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
-from ..data import Batch
+from ..data.batches import Batch
 from ..layers.experts import is_experts
 from ..surgery.finding import blocks_of
 from ..surgery.heads import Attention

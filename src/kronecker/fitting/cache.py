@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from model_components._folders import new_file
 
-from ..data import Batch
+from ..data.batches import Batch
 
 
 class FitCache:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from transformers import Cache
 
-from ..data import Batch, without_labels
+from ..data.batches import Batch, without_labels
 
 
 @dataclass

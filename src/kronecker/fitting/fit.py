@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from transformers.pytorch_utils import Conv1D
 
 from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig
-from ..data import Batch
+from ..data.batches import Batch
 from ..init import Factors
 from ..layers.experts import KroneckerExperts, is_experts
 from ..layers.linear import KroneckerLinear, LowRankLinear, smaller_linear

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..data import Batch, without_labels
+from ..data.batches import Batch, without_labels
 from ..layers.weights import dense
 from .calls import not_padding, tokens, watched
 

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from model_components._modes import evaluating
 
 from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig, is_number, is_whole
-from ..data import Batch, batches, first_output
+from ..data.batches import Batch, batches, first_output
 from ..fitting.block import Block, blocks_with
 from ..fitting.calls import WholeModel, outputs_of, tokens
 from ..fitting.fit import Part, fit_part, place_

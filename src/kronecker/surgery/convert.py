@@ -17,7 +17,7 @@ from model_components._report import Axes, Figure, Report, Table, bars
 
 from .._eager import scaled
 from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig
-from ..data import Batch, batches, check_model, tokens_seen
+from ..data.batches import Batch, batches, check_model, tokens_seen
 from ..fitting.cache import FitCache
 from ..fitting.fit import UNKNOWN, Fitted, Part, fit_
 from ..fitting.tables import TableUse, low_rank_table, uses_of
@@ -26,7 +26,7 @@ from ..layers.embedding import KroneckerEmbedding
 from ..layers.experts import GROUPED, KroneckerExperts, is_experts, layout_of
 from ..layers.linear import KroneckerLinear, SmallerLinear
 from ..layers.weights import SmallerWeight, dense
-from ..storage import empty_layer, own_saving_, resized
+from ..storage.checkpoints import empty_layer, own_saving_, resized
 from ..structures import structure_of
 from .beside import beside
 from .checks import check_config, check_layer, tied_modules

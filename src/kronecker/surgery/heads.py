@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..config import PruneConfig
-from ..data import first_output
+from ..data.batches import first_output
 from ..layers.weights import bias_of, dense
 from .finding import is_linear, set_parameters_
 from .stock import attribute_changes, empty, parameter_shapes, set_attributes_

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from model_components._modes import evaluating
 
-from ..data import first_output, positions_of
+from ..data.batches import first_output, positions_of
 
 _TOKENS, _ROWS = 8, 4  # of what a model is tried with: that many tokens of our own, or rows of a batch, twice
 _NEAR = 1e-2  # of a layer's input: far above the rounding of two equal rows, far below what is added to one of them

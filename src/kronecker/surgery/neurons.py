@@ -11,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..config import Config, KroneckerConfig, PruneConfig
-from ..data import Batch
+from ..data.batches import Batch
 from ..fitting.experts import experts_shapes
 from ..layers.experts import GROUPED, is_experts, layout_of
 from ..layers.weights import bias_of, dense

@@ -15,7 +15,7 @@ from model_components._modes import evaluating
 from model_components._report import Axes, Figure, Report, Table, bars
 
 from ..config import PruneConfig
-from ..data import Batch, batches, check_model, tokens_seen
+from ..data.batches import Batch, batches, check_model, tokens_seen
 from ..fitting.block import blocks_with
 from ..fitting.cache import FitCache
 from ..fitting.fit import UNKNOWN, Fitted, Part, fit_

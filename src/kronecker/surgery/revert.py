@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..storage import compressed, dense_again, own_saving_, refuse_fading
+from ..storage.checkpoints import compressed, dense_again, own_saving_, refuse_fading
 from .finding import put
 
 

@@ -14,7 +14,7 @@ from model_components._folders import make_folder
 from model_components._trainer import Loss, StepTrainer, TrainData, TrainerOptions, bare_optimizer
 
 from ..losses import DistillConfig, TeacherMlps, targets_of, token_errors, token_loss
-from ..storage import has_smaller_layers, is_compressed, read_files, write_files
+from ..storage.checkpoints import has_smaller_layers, is_compressed, read_files, write_files
 from ..surgery.finding import COMPRESSED
 from .callbacks import FadeIn, FreezePretrained
 from .parameters import group_kind, parameter_groups

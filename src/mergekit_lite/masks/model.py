@@ -98,7 +98,7 @@ class MaskedModel(nn.Module):
         """The components'."""
         return self.model.dtype
 
-    def gradient_checkpointing_enable(self, **options: Any) -> None:
+    def gradient_checkpointing_enable(self, **options: object) -> None:
         """Run blocks again in backward, and keep only their inputs until then; options of transformers' models."""
         self.model.gradient_checkpointing_enable(**options)
 

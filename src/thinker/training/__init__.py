@@ -1,7 +1,8 @@
 """`ThinkerTrainer`, its callbacks, and the recipe's arguments."""
 
-from .arguments import parameter_groups, thinker_arguments
+from .arguments import thinker_arguments
 from .callbacks import CurriculumCallback, GridCallback, RewindOnPeak, ThinkerCallback
+from .parameters import parameter_groups
 from .trainer import ThinkerTrainer
 
 __all__ = [

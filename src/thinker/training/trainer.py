@@ -27,10 +27,11 @@ from ..losses import LastAndRandom, StepLoss, labels_of_steps
 from ..model import LatentThinker
 from ..report import evaluate_lengths
 from ..state import ThinkerOutput, ThinkerState
-from .arguments import parameter_groups, thinker_arguments
+from .arguments import thinker_arguments
 from .callbacks import CurriculumCallback, ThinkerCallback
 from .checkpoints import newest_whole, pack_carry, read_state, unpack_carry
 from .fit import check_delay, check_fit, check_kinds, check_reach, check_segments
+from .parameters import parameter_groups
 from .tally import Tally
 
 logger = logging.get_logger(__name__)
@@ -166,9 +167,10 @@ class ThinkerTrainer(StepTrainer):
     def optimizer_groups(self) -> list[dict[str, object]]:
         """`parameter_groups`, and what the loss learns."""
         assert self.model is not None
-        groups = parameter_groups(self.model, weight_decay=self.args.weight_decay)
+        rate, decay = self.args.learning_rate, self.args.weight_decay
+        groups = parameter_groups(self.model, learning_rate=rate, weight_decay=decay)
         learned = [p for p in self.step_loss.parameters() if p.requires_grad]
-        return [*groups, {"params": learned, "weight_decay": 0.0}] if learned else groups
+        return [*groups, {"params": learned, "lr": rate, "weight_decay": 0.0}] if learned else groups
 
     def compute_loss(  # pyrefly: ignore[bad-override]
         self,

@@ -13,8 +13,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners import lora
 from torch import nn
 
-import heads.lora.autograd
-import heads.lora.linear
+import heads.lora._eager.autograd
+import heads.lora.layers
 from heads.lora import LoraLinear, accelerate_lora_, restore_lora_
 from tests.support.equivalence import judge
 from tests.support.models import tiny
@@ -107,8 +107,8 @@ def test_many_tokens_in_float32_go_through_one_merged_weight(kind, monkeypatch):
     with torch.no_grad():
         expected = model(input_ids=ids)[0]
     accelerate_lora_(model)
-    count, real = [], heads.lora.linear.merged
-    monkeypatch.setattr(heads.lora.linear, "merged", lambda *given: count.append(1) or real(*given))
+    count, real = [], heads.lora.layers.merged
+    monkeypatch.setattr(heads.lora.layers, "merged", lambda *given: count.append(1) or real(*given))
     with torch.no_grad():
         torch.testing.assert_close(model(input_ids=ids)[0], expected, rtol=1e-4, atol=1e-5)
         assert count
@@ -152,7 +152,7 @@ def test_inference_mode_and_another_dtype():
 @pytest.mark.parametrize("few", [0, 10**9])
 def test_second_derivatives_are_pefts(few, monkeypatch):
     """By plain products, and by the function of our own, whose dropout is the same in both."""
-    monkeypatch.setattr(heads.lora.linear, "_FEW", few)
+    monkeypatch.setattr(heads.lora.layers, "_FEW", few)
     model = peft_model("llama", torch.float64)
     layer = next(m for m in model.modules() if isinstance(m, lora.Linear))
     a = layer.lora_A["default"].weight
@@ -277,7 +277,7 @@ def test_a_base_weight_that_is_trained_too():
 
 @pytest.mark.parametrize("few", [0, 10**9])
 def test_dropout_of_all_leaves_the_stock_layer(few, monkeypatch):
-    monkeypatch.setattr(heads.lora.linear, "_FEW", few)
+    monkeypatch.setattr(heads.lora.layers, "_FEW", few)
     model = peft_model("llama", lora_dropout=1.0).train()
     accelerate_lora_(model)
     output = model(input_ids=IDS)[0]
@@ -290,8 +290,8 @@ def test_dropout_of_all_leaves_the_stock_layer(few, monkeypatch):
 @pytest.mark.parametrize(("tokens", "training", "lean"), [(256, True, False), (257, True, True), (257, False, False)])
 def test_many_tokens_under_dropout_keep_no_mask(tokens, training, lean, monkeypatch):
     model, ran = peft_model("llama", lora_dropout=0.5).train(training), []
-    stock = heads.lora.linear.run
-    monkeypatch.setattr(heads.lora.linear, "run", lambda *args, **named: ran.append(1) or stock(*args, **named))
+    stock = heads.lora.layers.run
+    monkeypatch.setattr(heads.lora.layers, "run", lambda *args, **named: ran.append(1) or stock(*args, **named))
     accelerate_lora_(model)
     model(input_ids=torch.full((tokens // 16 + 1, 16), 3).flatten()[:tokens].view(tokens, 1))
     assert bool(ran) == lean
@@ -441,7 +441,7 @@ def test_float32_adapters_under_bfloat16_lose_little(monkeypatch):
         model(input_ids=ids)[0].double().square().mean().backward()
         return {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
 
-    monkeypatch.setattr(heads.lora.autograd, "_SMALL", 0)  # so few tokens would not be cast
+    monkeypatch.setattr(heads.lora._eager.autograd, "_SMALL", 0)  # so few tokens would not be cast
     errors = dict.fromkeys(("ours", "peft", "peft, bfloat16 adapters"), 0.0)
     for seed, way in itertools.product(range(4), errors):
         generator = torch.Generator().manual_seed(seed)

@@ -6,7 +6,8 @@ import itertools
 import pytest
 import torch
 
-from heads.lora import lora_linear, narrow, reference
+from heads.lora import lora_linear, reference
+from heads.lora._eager import products
 from tests.benchmarks.measure import saved_bytes
 from tests.support.equivalence import judge, place
 
@@ -98,7 +99,7 @@ def test_the_mask_is_the_same_everywhere_and_drops_the_share_that_it_should():
     for seed in (SEED, torch.tensor(0), torch.tensor(2**62)):
         for p in (0.05, 0.5, 0.9):
             mask = reference.keep_mask(seed, 700, 300, p)
-            assert torch.equal(mask, narrow.dropout(seed, 700, 300, p).keep(slice(0, 700)).bool())
+            assert torch.equal(mask, products.dropout(seed, 700, 300, p).keep(slice(0, 700)).bool())
             deviation = (p * (1 - p) / mask.numel()) ** 0.5
             assert abs(mask.double().mean() - (1 - p)) < 5 * deviation
             for dim in (0, 1):  # no row or column is special
@@ -227,10 +228,10 @@ def test_bad_input_is_refused(case):
 
 
 def test_the_gradient_of_a_is_not_summed_in_half_precision(monkeypatch):
-    monkeypatch.setattr(narrow, "_BLOCK", 8)
+    monkeypatch.setattr(products, "_BLOCK", 8)
     tokens = 4096  # a running sum in bfloat16 would stand still after 256 of 1024 like parts
     x, grad = torch.ones(tokens, 2, dtype=torch.bfloat16), torch.ones(tokens, 3, dtype=torch.bfloat16)
     a, b = torch.ones(1, 2, dtype=torch.bfloat16), torch.ones(3, 1, dtype=torch.bfloat16)
-    drop = narrow.dropout(torch.tensor(0), tokens, 2, 1e-6)
-    da, _ = narrow.gradients(grad, x, a, b, 1.0, drop, None, True, False)
+    drop = products.dropout(torch.tensor(0), tokens, 2, 1e-6)
+    da, _ = products.gradients(grad, x, a, b, 1.0, drop, None, True, False)
     torch.testing.assert_close(da.float(), torch.full((1, 2), 3.0 * tokens), rtol=0.01, atol=0)

@@ -214,7 +214,7 @@ def test_merging_refuses_a_folder_with_something_in_it_and_leaves_nothing_when_i
     (tmp_path / "full" / "file").write_text("")
     with pytest.raises(ValueError, match="is not empty"):
         merge_lora(model, tmp_path / "full")
-    monkeypatch.setattr("heads.lora.merge._write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("heads.lora.storage.merge._write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         merge_lora(model, tmp_path / "out", progress=False)
     assert [p.name for p in tmp_path.iterdir()] == ["full"]
@@ -617,11 +617,11 @@ def test_split_adapters_are_refused_by_a_model_that_is_not_split(tmp_path):
 
 
 def test_what_came_to_be_there_during_a_merge_stays(tmp_path, monkeypatch):
-    import heads.lora.interchange
-    import heads.lora.merge
+    import heads.lora.storage.adapters
+    import heads.lora.storage.merge
 
     model = spoken(get_peft_model(tiny("llama"), config_of("llama")[1]))
-    write = heads.lora.merge._write
+    write = heads.lora.storage.merge._write
 
     def slow(*given):
         write(*given)
@@ -629,7 +629,7 @@ def test_what_came_to_be_there_during_a_merge_stays(tmp_path, monkeypatch):
         (tmp_path / "m" / "thesis").write_text("x")
 
     with monkeypatch.context() as patched:
-        patched.setattr(heads.lora.merge, "_write", slow)
+        patched.setattr(heads.lora.storage.merge, "_write", slow)
         with pytest.raises(OutputError, match="something was put there meanwhile"):
             merge_lora(model, tmp_path / "m", progress=False)
     assert (tmp_path / "m" / "thesis").read_text() == "x"
@@ -637,8 +637,8 @@ def test_what_came_to_be_there_during_a_merge_stays(tmp_path, monkeypatch):
     split = prepare_lora(tiny("gpt2"), LoraConfig(target_modules=TARGETS["gpt2"]), split_fused_qkv=True)
     assert export_lora(split, tmp_path / "stock") == tmp_path / "stock"
     with monkeypatch.context() as patched:  # refused before any work
-        patched.setattr(heads.lora.merge, "_measured", lambda *given: 1 / 0)
-        patched.setattr(heads.lora.interchange, "get_peft_model_state_dict", lambda *given, **named: 1 / 0)
+        patched.setattr(heads.lora.storage.merge, "_measured", lambda *given: 1 / 0)
+        patched.setattr(heads.lora.storage.adapters, "get_peft_model_state_dict", lambda *given, **named: 1 / 0)
         with pytest.raises(OutputError, match="a file is there"):
             merge_lora(model, tmp_path / "file", progress=False)
         with pytest.raises(OutputError, match="a file is there"):

@@ -70,6 +70,16 @@ def test_the_first_step_is_what_adam_does():
     assert statistics.fmean(steps[16, 8]) == pytest.approx(statistics.fmean(steps[4, 8]), rel=0.2)
 
 
+class Own(nn.Sequential):
+    """No model of transformers: it has a table and a layer."""
+
+    def __init__(self):
+        super().__init__(nn.Embedding(5, 4), nn.Linear(4, 4))
+
+    def get_input_embeddings(self):
+        return self[0]
+
+
 def test_warnings():
     def told(model, **options):
         return " | ".join(lora_report(model, **options).warnings)
@@ -91,5 +101,8 @@ def test_warnings():
     assert "the head" not in told(prepared(modules_to_save=["lm_head", "embed_tokens"]), base_vocab_size=90)
     next(p for n, p in model.named_parameters() if "lora_A" in n).data[0, 0] = float("nan")
     assert "1 adapters (model.layers.0.self_attn.q_proj, ...) have numbers that are not finite" in told(model)
+    own = get_peft_model(Own(), LoraConfig(target_modules=["1"]))
+    assert "the embedding is not trained" in told(own, base_vocab_size=4)
+    assert "is not trained" not in told(own, base_vocab_size=5)
     unmatched = get_peft_model(tiny("llama"), LoraConfig(target_modules=["q_proj", "wq"], r=2))
     assert "has the target 'wq', which matched no layer" in told(unmatched)

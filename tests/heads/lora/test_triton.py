@@ -34,11 +34,12 @@ def test_kernels_compile_for_gpus_that_are_not_here():
 
 
 def test_operators_are_registered_soundly():
-    from heads.lora import _triton, narrow
+    from heads.lora import _triton
+    from heads.lora._eager import products
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x, a, h = (torch.randn(shape, device=device) for shape in ((5, 6), (3, 6), (5, 3)))
-    for drop in ((None, None, 0), tuple(narrow.dropout(torch.tensor(3, device=device), 5, 6, 0.5))):
+    for drop in ((None, None, 0), tuple(products.dropout(torch.tensor(3, device=device), 5, 6, 0.5))):
         tests = ("test_schema", "test_faketensor")  # `autograd._Lora` is what differentiates them
         torch.library.opcheck(_triton.down, (x, a, 0.5, *drop), test_utils=tests)
         torch.library.opcheck(_triton.up_, (x.clone(), h, a.T, 0.5, *drop), test_utils=tests)
@@ -46,11 +47,12 @@ def test_operators_are_registered_soundly():
 
 
 def test_sums_over_many_tokens_are_made_in_parts():
-    from heads.lora import _triton, narrow
+    from heads.lora import _triton
+    from heads.lora._eager import products
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     h, x = torch.randn(700, 5, device=device), torch.randn(700, 40, device=device)
-    drop = narrow.dropout(torch.tensor(3, device=device), 700, 40, 0.3)
+    drop = products.dropout(torch.tensor(3, device=device), 700, 40, 0.3)
     for given, seen in (((None, None, 0), x), (tuple(drop), x * drop.keep(slice(None)))):
         expected = 0.5 * h.double().T @ seen.double()
         torch.testing.assert_close(_triton.outer(h, x, 0.5, *given).double(), expected, rtol=1e-5, atol=1e-4)

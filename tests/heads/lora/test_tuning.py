@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 from peft.optimizers import create_loraplus_optimizer
 
-from heads.lora import answer_loss, check_packing, prepare_lora, tuning_report
+from heads.lora import answer_loss, check_packed_examples, prepare_lora, tuning_report
 from tests.heads.lora.test_rows import trainer_of
 from tests.support.models import tiny
 
@@ -97,7 +97,7 @@ def test_the_loss_is_of_tokens_whatever_the_batch(tmp_path):
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2", "qwen3"])
 def test_rows_that_trl_packs_are_as_if_alone(kind, tmp_path):
     model = tiny(kind).double()
-    check_packing(model)
+    check_packed_examples(model)
     found = []
     for packing in (False, True):
         trainer = trainer_of(tmp_path / str(packing), ROWS, model=model, packing=packing, max_length=48)
@@ -128,9 +128,9 @@ def test_a_model_in_which_packed_examples_see_each_other_is_refused():
             return self.inner(input_ids=input_ids, use_cache=use_cache)
 
     with pytest.raises(ValueError, match="in Forgetful packed examples see each other"):
-        check_packing(Forgetful())
+        check_packed_examples(Forgetful())
     with pytest.raises(ValueError, match=r"BertForSequenceClassification gives \[1, 3\] for 16 tokens"):
-        check_packing(tiny("classifier"))
+        check_packed_examples(tiny("classifier"))
 
 
 def log_of(train, held=(), norms=None):

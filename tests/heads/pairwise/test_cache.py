@@ -7,8 +7,9 @@ from peft import LoraConfig, get_peft_model
 from tests.heads.pairwise.support import model_of, pairs_of
 from transformers import TrainingArguments
 
-from heads.pairwise import PairwiseTrainer, cache, freeze_, pairwise_report, predict_pairs
-from heads.pairwise.template import Tokens
+from heads.pairwise import PairwiseTrainer, freeze_, pairwise_report, predict_pairs
+from heads.pairwise.data import cache
+from heads.pairwise.data.template import Tokens
 
 KINDS = ("bert", "llama", "mpnet")
 

@@ -7,7 +7,7 @@ from tokenizers import normalizers, pre_tokenizers
 from transformers import BertConfig
 
 from heads.pairwise import PairwiseCollator, PairwiseConfig, PairwiseDataset, Turn
-from heads.pairwise.template import cut_middle
+from heads.pairwise.data.template import cut_middle
 
 
 def config_of(**changes):

@@ -8,7 +8,7 @@ from tests.support.equivalence import judge
 
 from heads.pairwise import PairwiseHead
 from heads.pairwise.functional import log_probabilities, swapped
-from heads.pairwise.links import Pool
+from heads.pairwise.layers import Pool
 from heads.pairwise.surface import NAMES, SURFACE, columns_of
 
 FAIR = ("davidson", "rao-kupper", "antisymmetric")

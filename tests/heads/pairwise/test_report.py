@@ -7,7 +7,7 @@ import torch
 from tests.heads.pairwise.support import model_of, pairs_of
 
 from heads.pairwise import Pair, calibrate_, pairwise_metrics, pairwise_report, predict_pairs
-from heads.pairwise.metrics import calibration_bins, fit_temperature
+from heads.pairwise.report.metrics import calibration_bins, fit_temperature
 
 
 def test_metrics_are_what_they_say():

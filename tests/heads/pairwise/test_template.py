@@ -6,7 +6,7 @@ from tokenizers import pre_tokenizers
 from transformers import BertConfig
 
 from heads.pairwise import PairwiseConfig, Turn
-from heads.pairwise.template import Template
+from heads.pairwise.data.template import Template
 
 CHAT = (
     "{% if messages[0]['role'] != 'system' %}<cls> w80 <sep> {% endif %}"

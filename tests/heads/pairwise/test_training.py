@@ -9,7 +9,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from heads.pairwise import DeadRunError, DeadRunGuard, PairwiseTrainer, freeze_, pairwise_report
 from heads.pairwise.inference import sides_of
-from heads.pairwise.training import _Buckets
+from heads.pairwise.training.trainer import _Buckets
 
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 

@@ -5,13 +5,21 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor
 
 Example = Mapping[str, Any]
 """``input_ids``, and perhaps ``labels``, ``task`` and what else a tokenizer gives: tensors, or lists of numbers."""
+
+
+class Examples(Protocol):
+    """Examples by their number: a list, or a data set of torch's or of `datasets`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Example: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from .collator import Example
+from .collator import Example, Examples
 
 _Place = tuple[int, int, int]  # a component, its data set, an example of that
 
@@ -123,7 +123,7 @@ def _of_components(operation: str, datasets: Sequence[object]) -> list[list[Any]
     return [list(d) if isinstance(d, (list, tuple)) and d and not isinstance(d[0], Mapping) else [d] for d in datasets]
 
 
-def _by_tokens(parts: Sequence[Sequence[Example]]) -> float:
+def _by_tokens(parts: Sequence[Examples]) -> float:
     """The reciprocal of the mean number of supervised tokens of a component's examples; 0 where there are none."""
     count, tokens = 0, 0
     for example in (part[i] for part in parts for i in range(len(part))):

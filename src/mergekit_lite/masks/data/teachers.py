@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from model_components._modes import evaluating
 from ..config import KLConfig
 from ..distillation import positions
 from ..merger import Merger
-from .collator import Example, MaskCollator
+from .collator import Examples, MaskCollator
 
 _SHARD = 512  # examples in a file
 _SEEN = ("input_ids", "attention_mask", "token_type_ids", "labels", "label", "task")  # what the collator reads
@@ -36,7 +35,7 @@ class CachedTeachers(Dataset):
         folder: Where it wrote.
     """
 
-    def __init__(self, dataset: Sequence[Example], folder: str | os.PathLike[str]):
+    def __init__(self, dataset: Examples, folder: str | os.PathLike[str]):
         self._dataset = dataset
         self._paths = sorted(Path(folder).glob("hidden-*.safetensors"))
         self._open: dict[int, safe_open] = {}  # each process of a loader opens its own
@@ -58,7 +57,7 @@ class CachedTeachers(Dataset):
 @torch.no_grad()
 def cache_teachers(
     merger: Merger,
-    dataset: Sequence[Example],
+    dataset: Examples,
     collator: MaskCollator,
     folder: str | os.PathLike[str],
     *,

@@ -16,15 +16,15 @@ from transformers.training_args import ParallelMode
 from model_components._devices import warn_if_slow
 from model_components._trainer import Loss, StepTrainer, TrainData, TrainerOptions
 
-from .collate import PairwiseCollator, PairwiseDataset
-from .config import CLASSES
-from .freeze import parameter_groups
-from .functional import log_probabilities
+from ..config import CLASSES
+from ..data.collate import PairwiseCollator, PairwiseDataset
+from ..functional import log_probabilities
+from ..inference import sides_of
+from ..judge import Judge
+from ..pairs import count_labels
+from ..report.metrics import pairwise_metrics
 from .guard import DeadRunGuard
-from .inference import sides_of
-from .judge import Judge
-from .metrics import pairwise_metrics
-from .pairs import count_labels
+from .parameters import parameter_groups
 
 _SOME, _ALL = 256, 20_000  # pairs whose features' spread is taken for that of all: read for this, and encoded already
 

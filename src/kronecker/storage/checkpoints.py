@@ -20,14 +20,14 @@ from transformers.initialization import no_init_weights
 from model_components._folders import NewFolder, check_new, make_folder
 from model_components._hub import find_folder
 
-from .config import Config, KroneckerConfig, PruneConfig
-from .layers.embedding import smaller_embedding
-from .layers.experts import KroneckerExperts, is_experts
-from .layers.linear import SmallerLinear, smaller_linear
-from .structures import from_dict, to_dict
-from .surgery.finding import COMPRESSED, mlps_if_any, put, set_parameters_
-from .surgery.stock import empty, parameter_shapes
-from .surgery.unread import smallest_stock
+from ..config import Config, KroneckerConfig, PruneConfig
+from ..layers.embedding import smaller_embedding
+from ..layers.experts import KroneckerExperts, is_experts
+from ..layers.linear import SmallerLinear, smaller_linear
+from ..structures import from_dict, to_dict
+from ..surgery.finding import COMPRESSED, mlps_if_any, put, set_parameters_
+from ..surgery.stock import empty, parameter_shapes
+from ..surgery.unread import smallest_stock
 
 MARK = "kronecker.json"
 WEIGHTS = "model.safetensors"

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from model_components._autograd import Context
 
-from . import narrow, reference
+from .. import reference
+from . import products
 
 _SMALL = 1 << 20  # multiplications up to which float32 products are cheaper than casting float32 factors
 _FEW = 1 << 15  # outputs up to which half precision adds a product faster than it accumulates one
@@ -127,7 +128,7 @@ class _Piece(NamedTuple):
     a: Tensor
     b: Tensor
     scale: float
-    drop: narrow.Dropout | None
+    drop: products.Dropout | None
 
 
 def _pieces(plan: _Plan, t: _Tensors, seeds: Tensor | None, x: Tensor) -> Iterator[_Piece]:
@@ -135,7 +136,7 @@ def _pieces(plan: _Plan, t: _Tensors, seeds: Tensor | None, x: Tensor) -> Iterat
         drop = None
         if one.dropout_p:
             assert seeds is not None
-            drop = narrow.dropout(seeds[k], x.shape[0], x.shape[1], one.dropout_p)
+            drop = products.dropout(seeds[k], x.shape[0], x.shape[1], one.dropout_p)
         for start, stop in one.spans or ((None, None),):
             rows, rows_dropped = slice(start, stop), drop
             if drop is not None and one.spans is not None:
@@ -147,8 +148,8 @@ def _pieces(plan: _Plan, t: _Tensors, seeds: Tensor | None, x: Tensor) -> Iterat
 
 def _backend(plan: _Plan) -> ModuleType:
     if not plan.fused:
-        return narrow
-    from . import _triton
+        return products
+    from .. import _triton
 
     return _triton
 
@@ -277,7 +278,7 @@ def _uses_fused(impl: str, x: Tensor) -> bool:
     """Whether the Triton path runs; an explicit choice that cannot run raises."""
     if impl != "fused":  # "auto" is eager until a row measured on a GPU says that the kernels are faster there
         return False
-    from . import _triton
+    from .. import _triton
 
     reason = _triton.unsupported(x)
     if reason is not None:

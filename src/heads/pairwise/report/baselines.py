@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .functional import swapped
+from ..functional import swapped
+from ..pairs import Pair, Words, said_by
+from ..surface import surfaces_of
 from .metrics import alike, at_verdict, pairwise_metrics, shares_of
-from .pairs import Pair, Words, said_by
-from .surface import surfaces_of
 
 NEAR = 1.2  # times as long as the other, at most
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as module_state
 from transformers.pytorch_utils import Conv1D
 
-from .autograd import Adapter, Spans, add_adapters, autocast_dtype, linear, run, transforming
+from ._eager.autograd import Adapter, Spans, add_adapters, autocast_dtype, linear, run, transforming
 
 BASE = "__base__"  # peft's name for no adapter in a mixed batch
 STOCK = (nn.Linear, Conv1D)  # layers whose product we make ourselves

@@ -1,4 +1,4 @@
-"""Which of an encoder's parameters train, and at which rate."""
+"""Changing an encoder in place: which of its layers are there, and which of them train."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def freeze_(model: Judge, what: str) -> FreezeReport:
     """
     if any("lora_" in name for name, _ in model.named_parameters()):
         raise ValueError("freeze_: the model has adapters, and peft has frozen the rest; needed a model without")
-    parts = _parts(model.encoder, what)
+    parts = encoder_parts(model.encoder, what)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     for _, module in parts:
@@ -91,7 +91,8 @@ def freeze_(model: Judge, what: str) -> FreezeReport:
     return FreezeReport(tuple(name for name, _ in parts), counts[False], counts[True])
 
 
-def _parts(encoder: PreTrainedModel, what: str) -> list[tuple[str, nn.Module]]:
+def encoder_parts(encoder: PreTrainedModel, what: str) -> list[tuple[str, nn.Module]]:
+    """Names and modules of the part of an encoder that ``what`` of `freeze_` names."""
     if what == "none":
         return []
     if what == "all":
@@ -109,49 +110,3 @@ def _parts(encoder: PreTrainedModel, what: str) -> list[tuple[str, nn.Module]]:
     if not 0 < int(count) <= len(layers):
         raise ValueError(f"freeze_: what is {what!r}, and {type(encoder).__name__} has {len(layers)} layers")
     return parts + [(f"{name}.{k}", layers[k]) for k in range(int(count))]
-
-
-def parameter_groups(
-    model: Judge,
-    *,
-    learning_rate: float,
-    weight_decay: float = 0.0,
-    layer_decay: float = 1.0,
-    head_lr_ratio: float = 1.0,
-) -> list[dict[str, object]]:
-    """Groups for an optimizer: the encoder's rate falls from layer to layer towards the embeddings.
-
-    The top layer has ``learning_rate``, the next ``layer_decay`` of it, and so on; the embeddings are below the lowest
-    layer (Howard and Ruder, "ULMFiT", 2018). Biases and norms are not decayed.
-
-    Args:
-        model: A `PairwiseModel`, bare.
-        learning_rate: Of the encoder's top layer.
-        weight_decay: Of weights.
-        layer_decay: In (0, 1].
-        head_lr_ratio: The head's rate over ``learning_rate``.
-
-    Returns:
-        Groups; the first has ``learning_rate``, which a trainer logs, where any of the encoder's top layer trains.
-
-    Raises:
-        ValueError: A decay outside (0, 1], or one below 1 for an encoder whose layers share parameters.
-    """
-    if not 0 < layer_decay <= 1:
-        raise ValueError(f"parameter_groups: layer_decay is {layer_decay}, needed a share in (0, 1]")
-    depth_of: dict[int, int] = {}
-    layers = list(encoder_layers("parameter_groups", model.encoder, "layer_decay=1")[1]) if layer_decay < 1 else []
-    for depth, layer in enumerate(layers):
-        depth_of |= {id(p): len(layers) - 1 - depth for p in layer.parameters()}
-    lowest = _parts(model.encoder, "embeddings") if layers else []
-    for _, module in lowest:
-        depth_of |= {id(p): len(layers) for p in module.parameters()}
-    head = {id(p) for part in (model.pool, model.head) for p in part.parameters()}
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            rate = head_lr_ratio if id(parameter) in head else layer_decay ** depth_of.get(id(parameter), 0)
-            decay = weight_decay if parameter.dim() > 1 else 0.0
-            groups.setdefault((learning_rate * rate, decay), []).append(parameter)
-    ordered = sorted(groups.items(), key=lambda group: group[0][0] != learning_rate)
-    return [{"params": held, "lr": rate, "weight_decay": decay} for (rate, decay), held in ordered]

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from peft import PeftMixedModel, PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
-from transformers import PreTrainedModel
 
 from model_components._modes import in_mode
 from model_components._report import Axes, Figure, Report, Table, bars
 
-from .linear import LoraLinear, lora_layers
-from .prepare import PREFIX
+from ..layers import LoraLinear, lora_layers
+from ..surgery.prepare import PREFIX
 
 USUAL_SCALING = (0.1, 4.0)
 """Outside of this, ``scaling`` is worth a second look."""
@@ -236,14 +235,20 @@ def _warnings(
         targets = config.target_modules if not isinstance(config.target_modules, str) else ()
         unused = [t for t in targets or () if not any(n == t or n.endswith(f".{t}") for n in layers)]
         warnings += [f"adapter {name!r} has the target {t!r}, which matched no layer" for t in sorted(unused)]
-    base = model.get_base_model() if isinstance(model, PeftModel | PeftMixedModel) else model
-    if base_vocab_size is not None and isinstance(base, PreTrainedModel):
-        tables = {"embedding": base.get_input_embeddings(), "head": base.get_output_embeddings()}
-        grown = next(tables["embedding"].parameters()).shape[0]
-        for kind, table in tables.items() if grown > base_vocab_size else ():
-            if table is not None and not any(p.requires_grad for p in table.parameters()):
-                warnings.append(
-                    f"the vocabulary grew from {base_vocab_size} to {grown} and the {kind} is not trained: its new "
-                    "rows stay as they were made; add it to modules_to_save or to the targets"
-                )
-    return warnings
+    return warnings + ([] if base_vocab_size is None else _untrained_tables(model, base_vocab_size))
+
+
+def _untrained_tables(model: Any, base_vocab_size: int) -> list[str]:
+    """Warnings of tables that grew and do not learn."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(base, "get_input_embeddings"):
+        return []
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    tables = {"embedding": base.get_input_embeddings(), "head": head}
+    size = tables["embedding"].weight.shape[0]
+    return [
+        f"the vocabulary grew from {base_vocab_size} to {size} and the {kind} is not trained: its new rows stay as "
+        "they were made; add it to modules_to_save or to the targets"
+        for kind, table in tables.items()
+        if size > base_vocab_size and table is not None and not any(p.requires_grad for p in table.parameters())
+    ]

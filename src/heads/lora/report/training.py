@@ -1,24 +1,20 @@
-"""Watching a model while it is tuned: what a trainer's log says, and a loss exact by tokens."""
+"""`tuning_report`: what a trainer's log says of a run."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import nn
-from tqdm.auto import tqdm
 
-from model_components._modes import evaluating
 from model_components._report import Axes, Figure, Report, axes_for
 
 if TYPE_CHECKING:
     import numpy as np
 
-_IGNORED = -100  # a label that is not trained
 _WINDOW, _FEWEST = 40, 10  # logs that say what is usual, and how few will do
 _SUSTAINED, _SINGLE = 5.0, 15.0  # deviations above it: of two logs of three, of one
 _ENOUGH = 5  # of what is left of looks when a parabola is taken away
@@ -247,41 +243,3 @@ def _spikes(train: Sequence[tuple[int, float]], norms: Sequence[float | None]) -
             spikes.append(one)
         last = place
     return spikes
-
-
-@torch.no_grad()
-def answer_loss(
-    model: nn.Module, dataset: Any, collator: Callable[[Sequence[object]], Mapping[str, object]], *,
-    batch_size: int = 8, progress: bool = True,
-) -> tuple[float, float]:  # fmt: skip
-    """Mean loss of all trained tokens, and its perplexity; the batch size changes neither.
-
-    A trainer's own ``eval_loss`` is a mean of the batches' means, which depends on the batch size.
-
-    Args:
-        model: A causal language model.
-        dataset: Examples with ``input_ids`` and ``labels``, such as ``trainer.eval_dataset``.
-        collator: Examples to a batch of tensors, such as ``trainer.data_collator``.
-        batch_size: Examples at once.
-        progress: Show a bar.
-
-    Returns:
-        Loss in nats a token, and e to that.
-
-    Raises:
-        ValueError: No token is trained.
-    """
-    device = next(model.parameters()).device
-    total, count = 0.0, 0
-    with evaluating(model):
-        for start in tqdm(range(0, len(dataset), batch_size), "evaluating", disable=not progress, leave=False):
-            batch = collator([dataset[i] for i in range(start, min(start + batch_size, len(dataset)))])
-            batch = {k: v.to(device) for k, v in batch.items() if isinstance(v, torch.Tensor)}
-            labels = batch.pop("labels")[:, 1:].flatten()
-            logits = model(**batch, use_cache=False).logits[:, :-1].flatten(0, 1).float()
-            total += float(nn.functional.cross_entropy(logits, labels, ignore_index=_IGNORED, reduction="sum"))
-            count += int((labels != _IGNORED).sum())
-    if not count:
-        raise ValueError("answer_loss: no token of the data set is trained")
-    loss = total / count
-    return loss, _perplexity(loss)

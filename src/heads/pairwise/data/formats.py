@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .pairs import Pair, Turn, Words, check_label, plain, sound, turns_of
+from ..pairs import Pair, Turn, Words, check_label, plain, sound, turns_of
 
 _ROLES = {"user": "user", "human": "user", "prompter": "user", "assistant": "assistant", "gpt": "assistant",
           "bot": "assistant", "model": "assistant", "system": "system"}  # fmt: skip

@@ -15,9 +15,9 @@ from typing import IO, Any
 from model_components._hub import hub_id
 from model_components._report import Report
 
-from .config import CLASSES
+from ..config import CLASSES
+from ..pairs import Pair, count_labels, said_by
 from .formats import COLUMNS, pair_of
-from .pairs import Pair, count_labels, said_by
 
 _SHOWN, _LONGEST = 5, 200  # line numbers, and different reasons, in a message; characters of a reason
 

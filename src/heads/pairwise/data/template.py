@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from .config import PairwiseConfig
-from .pairs import ROLES, Turn, Words, turns_of
+from ..config import PairwiseConfig
+from ..pairs import ROLES, Turn, Words, turns_of
 
 _MARKS = tuple(f"zqx{k}xqz" for k in "abcde")  # stand for texts where a chat template is taken apart
 

@@ -1,15 +1,16 @@
-"""check_packing: whether examples laid side by side in a row are strangers to each other."""
+"""`check_packed_examples`: whether examples that are packed into one row see each other."""
 
 from __future__ import annotations
 
 import torch
+from peft import PeftModel
 from transformers import PreTrainedModel
 
 from model_components._modes import evaluating
 
 
 @torch.no_grad()
-def check_packing(model: PreTrainedModel, *, length: int = 8) -> None:
+def check_packed_examples(model: PreTrainedModel | PeftModel, *, length: int = 8) -> None:
     """Refuse a model in which packed examples see each other.
 
     Two examples are packed, the first is exchanged, and the second's logits must not move by a bit. TRL warns of every
@@ -23,7 +24,7 @@ def check_packing(model: PreTrainedModel, *, length: int = 8) -> None:
         ValueError: They did; the model gives no logits of every token.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
-    >>> check_packing(GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=4, n_layer=1, n_head=1)))
+    >>> check_packed_examples(GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=4, n_layer=1, n_head=1)))
     """
     device = next(model.parameters()).device
     vocabulary = next(model.get_input_embeddings().parameters()).shape[0]
@@ -35,12 +36,12 @@ def check_packing(model: PreTrainedModel, *, length: int = 8) -> None:
         runs = [model(input_ids=ids, position_ids=positions, use_cache=False)[0] for ids in (first, other)]
     if runs[0].dim() != 3 or runs[0].shape[1] != 2 * length:
         raise ValueError(
-            f"check_packing: {type(model).__name__} gives {list(runs[0].shape)} for {2 * length} tokens; needed "
-            "logits of every token, as of a causal language model"
+            f"check_packed_examples: {type(model).__name__} gives {list(runs[0].shape)} for {2 * length} tokens; "
+            "needed logits of every token, as of a causal language model"
         )
     logits = [run[:, length:] for run in runs]
     if not torch.equal(*logits):
         raise ValueError(
-            f"check_packing: in {type(model).__name__} packed examples see each other (logits move by "
+            f"check_packed_examples: in {type(model).__name__} packed examples see each other (logits move by "
             f"{float((logits[0] - logits[1]).abs().max()):.2g}); needed packing=False"
         )

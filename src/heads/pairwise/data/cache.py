@@ -27,7 +27,7 @@ from model_components._devices import warn_if_slow
 from model_components._folders import new_file
 from model_components._modes import evaluating
 
-from .judge import Judge
+from ..judge import Judge
 from .template import Tokens, sequence_batch
 
 _TOKENS = 8192  # of a batch

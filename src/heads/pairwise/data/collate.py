@@ -19,11 +19,11 @@ from transformers import PreTrainedTokenizerBase
 
 from model_components._report import Report
 
+from ..config import CLASSES, PairwiseConfig
+from ..judge import Judge
+from ..pairs import Words, WordsLike, as_pairs, check_words, count_labels, said_by
+from ..surface import surface_of
 from .cache import encoded, fingerprint
-from .config import CLASSES, PairwiseConfig
-from .judge import Judge
-from .pairs import Words, WordsLike, as_pairs, check_words, count_labels, said_by
-from .surface import surface_of
 from .template import Template, Tokens, sequence_batch
 
 _CHUNK = 256  # pairs that are tokenised at once

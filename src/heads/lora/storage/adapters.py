@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from model_components._folders import NewFolder, check_new
 from model_components._hub import find_folder
 
-from .accelerate import accelerate_lora_
-from .prepare import PREFIX, check_adapter_name, inject, is_quantised, quiet, skeleton
-from .split import FUSED, PARTS, SplitQKV, split_fused_qkv_
+from ..surgery.accelerate import accelerate_lora_
+from ..surgery.prepare import PREFIX, check_adapter_name, inject, is_quantised, quiet, skeleton
+from ..surgery.split import FUSED, PARTS, SplitQKV, split_fused_qkv_
 
 WEIGHTS = "adapter_model.safetensors"
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .config import CLASSES
-from .functional import log_probabilities
-from .metrics import alike
+from ..config import CLASSES
+from ..functional import log_probabilities
+from ..report.metrics import alike
 
 _SAMPLED, _EACH = 8, 4096  # weights that are watched, and how many numbers of each
 _STEPS_TO_MOVE = 10  # after warm-up: LoRA's A waits for B, and B for a new head

@@ -9,9 +9,12 @@ import torch
 
 from model_components._report import Axes, Figure, Report, Table, axes_for
 
+from ..data.collate import CutReport, PairwiseDataset
+from ..inference import Predictions, predict_pairs
+from ..model import PairwiseModel
+from ..packing import PackingReport
+from ..pairs import Pair, as_pairs, said_by
 from .baselines import Rival, near_accuracy, near_in_length, needs_scikit_learn, rivals_of
-from .collate import CutReport, PairwiseDataset
-from .inference import Predictions, predict_pairs
 from .metrics import (
     LEAST,
     MOST,
@@ -22,9 +25,6 @@ from .metrics import (
     pairwise_metrics,
     shares_of,
 )
-from .model import PairwiseModel
-from .packing import PackingReport
-from .pairs import Pair, as_pairs, said_by
 
 _ENOUGH = 100  # pairs to fit a temperature on
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.initialization import no_init_weights
 
-from .config import KroneckerConfig
-from .layers.linear import KroneckerLinear
-from .storage import own_saving_
-from .surgery.finding import put
+from ..config import KroneckerConfig
+from ..layers.linear import KroneckerLinear
+from ..surgery.finding import put
+from .checkpoints import own_saving_
 
 _HEAD_WIDTH = 64  # of GPT-2 in every size
 _PREFIXES = ("_orig_mod.", "module.")  # of torch.compile and DDP

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from model_components._report import Report, Table
 
-from .config import CLASSES
-from .inference import verdicts_of
+from ..config import CLASSES
+from ..inference import verdicts_of
 
 _BINS = 15
 LEAST, MOST = 0.02, 50.0  # temperatures

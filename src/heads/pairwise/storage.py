@@ -16,7 +16,7 @@ from model_components._hub import hub_id, upload
 from .checks import most_tokens
 from .config import PairwiseConfig
 from .judge import Judge
-from .links import SCORED
+from .layers import SCORED
 from .packing import check_packing
 
 _CARD = "README.md"

@@ -10,8 +10,8 @@ from torch import nn
 
 from model_components._report import Report, Table
 
-from .functional import IMPLS
-from .linear import LeanForward, can_be_lean, lean, lora_layers, route
+from ..functional import IMPLS
+from ..layers import LeanForward, can_be_lean, lean, lora_layers, route
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ def accelerate_lora_(model: nn.Module, *, impl: str = "auto") -> AccelerationRep
                 skipped[name] = f"lora.{kind.__name__}"
                 continue
             layer.__class__ = lean(kind)
-        vars(layer)["impl"] = impl
+        assert isinstance(layer, LeanForward)
+        layer.impl = impl
         chosen_path = (
             "its forward was replaced, by an accelerate hook, say" if "forward" in vars(layer) else route(layer)
         )

@@ -25,8 +25,8 @@ from transformers.pytorch_utils import Conv1D
 from model_components._folders import NewFolder, check_new
 from model_components._report import Axes, Figure, Report, Table, bars
 
-from .linear import lora_layers
-from .split import PARTS, SplitQKV
+from ..layers import lora_layers
+from ..surgery.split import PARTS, SplitQKV
 
 _SHOWN = 5  # layers of a printed report
 

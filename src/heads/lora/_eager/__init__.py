@@ -1,0 +1,1 @@
+"""The eager path: autograd, and the products with low-rank factors."""

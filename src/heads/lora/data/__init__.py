@@ -1,0 +1,1 @@
+"""Rows of instructions, and whether packed rows stay apart."""

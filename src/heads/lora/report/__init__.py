@@ -1,0 +1,1 @@
+"""What an adapter costs, and what a trainer's log says."""

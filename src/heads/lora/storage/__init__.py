@@ -1,0 +1,1 @@
+"""peft's files in and out, and checkpoints with adapters merged in."""

@@ -1,0 +1,1 @@
+"""Pairs from files and data sets, as tokens, in batches; features of a frozen encoder, kept."""

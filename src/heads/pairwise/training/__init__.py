@@ -1,0 +1,1 @@
+"""The trainer, its groups of parameters, and a guard against dead runs."""

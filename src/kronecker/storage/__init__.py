@@ -1,0 +1,1 @@
+"""Compressed models on disk, and checkpoints of Krony-PT."""

@@ -1,0 +1,28 @@
+"""`parameter_groups`: which of a thinker's parameters decay."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def parameter_groups(model: nn.Module, *, learning_rate: float, weight_decay: float = 0.01) -> list[dict[str, object]]:
+    """Optimizer groups: matrices of linear layers decay; embeddings, positions, latents, norms and biases do not.
+
+    Args:
+        model: A module of any kind.
+        learning_rate: Of all parameters.
+        weight_decay: Of the matrices.
+
+    Returns:
+        What a torch optimizer takes: the matrices, then the rest; a group without parameters is left out.
+    """
+    matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    by_kind: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            by_kind[id(parameter) in matrices].append(parameter)
+    return [
+        {"params": parameters, "lr": learning_rate, "weight_decay": weight_decay if decays else 0.0}
+        for decays, parameters in by_kind.items()
+        if parameters
+    ]

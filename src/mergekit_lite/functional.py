@@ -205,11 +205,9 @@ def _merge_calibrated(
     from .layerwise import CalibratedMerge, merged_source
 
     started, cpu_started = time.perf_counter(), time.process_time()
-    path, settings = check_new(out, "merge"), dict(parameters)
-    if isinstance(settings.get("weight"), list):
-        settings["weight"] = tuple(settings["weight"])
+    path = check_new(out, "merge")
     try:
-        merge = CalibratedMerge(method=method, **settings)
+        merge = CalibratedMerge(method=method, **parameters)
     except TypeError as error:
         raise ValueError(f"merge_models: {method}: {str(error).partition(' ')[2]}") from error
     with NewFolder(path.with_name(f"{path.name}.blocks"), "merge", resumable=True) as stage:

@@ -17,7 +17,7 @@ class MergeReport(Report):
     Args:
         out: The folder.
         paths: Its weight files.
-        bytes_read: Bytes that were read, all passes together.
+        bytes_read: Bytes that all merging passes read; hashes of inputs take one more where torch functions merge.
         bytes_written: Bytes of tensors.
         seconds: Wall time.
         cpu_seconds: CPU time of this process, all threads.

@@ -7,6 +7,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2ForSequenceClassification, T5Config, T5Model
 
 from mergekit_lite import PlanError, extract_lora, merge_adapters, merge_models
 from mergekit_lite.__main__ import main
@@ -94,6 +95,34 @@ def test_what_is_no_product_is_left_with_a_figure_or_saved_whole(tmp_path):
     loaded = peft.PeftModel.from_pretrained(tiny("llama", 1), tmp_path / "whole")
     ids = torch.arange(10)[None]
     torch.testing.assert_close(loaded(ids).logits, tuned.eval()(ids).logits, atol=1e-5, rtol=1e-4)
+
+
+def test_a_linear_head_of_gpt2_and_a_table_of_biases_are_told_from_conv1d_and_products(tmp_path):
+    """GPT-2's blocks store (in, out), its classifier (out, in); T5's relative biases are looked up."""
+    torch.manual_seed(0)
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 8, "pad_token_id": 0}
+    base, tuned = (GPT2ForSequenceClassification(GPT2Config(**sizes)) for _ in range(2))
+    tuned.load_state_dict(base.state_dict())
+    block = tuned.transformer.h[0]
+    for weight in (tuned.score.weight, block.attn.c_proj.weight, block.mlp.c_fc.weight):
+        weight.data += torch.randn_like(weight)
+    extract_lora(tuned, base, tmp_path / "gpt2", rank=8, progress=False)
+    base.save_pretrained(tmp_path / "base")
+    ours = merge_models([f"{tmp_path / 'base'}+{tmp_path / 'gpt2'}"], "passthrough", progress=False)
+    merged = peft.PeftModel.from_pretrained(base, tmp_path / "gpt2").merge_and_unload()
+    for name, weight in tuned.state_dict().items():
+        torch.testing.assert_close(merged.state_dict()[name], weight, rtol=0, atol=1e-5)
+        if name in ours:
+            torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-5)
+
+    base, tuned = (T5Model(T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)) for _ in range(2))
+    tuned.load_state_dict(base.state_dict())
+    attention = tuned.encoder.block[0].layer[0].SelfAttention
+    for weight in (attention.relative_attention_bias.weight, attention.q.weight):
+        weight.data += 1
+    report = extract_lora(tuned, base, tmp_path / "t5", progress=False)
+    assert [m.name for m in report.modules] == ["encoder.block.0.layer.0.SelfAttention.q"]
+    assert list(report.left) == ["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"]
 
 
 def test_a_tied_embedding_is_left_since_peft_would_untie_it(tmp_path):
@@ -210,6 +239,7 @@ def test_merged_adapters_refuse_what_has_no_factors(tmp_path):
         ("cat", {"density": 1}, "cat has no parameter 'density'"),
         ("cat", {"weight": [1, 2, 3]}, "needed a number, or one for each of 2"),
         ("ties", {"weight": [1]}, "weight has 1 values"),
+        ("ties", {"weight": 1, "density": 0.5, "scope": "global"}, "modules are merged one by one: needed 'tensor'"),
     ]:
         with pytest.raises(ValueError, match=message):
             merge_adapters([tmp_path / "x", tmp_path / "x"], method, out=tmp_path / "out", **parameters)
@@ -223,7 +253,8 @@ def test_single_files_and_diffusers_folders(tmp_path):
         (tmp_path / str(number)).mkdir()
         save_file(state, tmp_path / str(number) / "diffusion_pytorch_model.safetensors")
         (tmp_path / str(number) / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
-    merge_models([tmp_path / "0.safetensors", tmp_path / "1"], weight=[1, 3], out=tmp_path / "one", progress=False)
+    (tmp_path / "0.safetensors").rename(tmp_path / "0+a.safetensors")  # no adapter, where there is such a file
+    merge_models([tmp_path / "0+a.safetensors", tmp_path / "1"], weight=[1, 3], out=tmp_path / "one", progress=False)
     settings = {"weight": [1, 3], "max_shard_size": 100, "progress": False}
     merge_models([tmp_path / "0", tmp_path / "1.safetensors"], out=tmp_path / "two", **settings)
     assert (tmp_path / "two" / "diffusion_pytorch_model.safetensors.index.json").exists()

@@ -435,6 +435,15 @@ def test_a_hub_id_is_fetched_with_weights_and_texts_only(tmp_path, monkeypatch):
     assert "model*.safetensors" in asked["someone/model"]
     assert not any("bin" in pattern for pattern in asked["someone/model"])
 
+    pickles = tmp_path / "cache"
+    (pickles / "model.safetensors").unlink()
+    with pytest.raises(PlanError, match=r'holds no model.safetensors .*\(allow_pickle="weights_only" asks for more\)'):
+        merge_models(["someone/model"], "passthrough", progress=False)
+    torch.save(model.state_dict(), pickles / "pytorch_model.bin")
+    merged = merge_models(["someone/model"], "passthrough", progress=False, allow_pickle="weights_only")
+    assert torch.equal(merged["lm_head.weight"], model.lm_head.weight)
+    assert "pytorch_model*.bin" in asked["someone/model"]
+
     def offline(name, revision, allow_patterns):
         raise OSError("no network")
 

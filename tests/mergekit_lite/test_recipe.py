@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mergekit_lite.running
-from mergekit_lite import MergeRecipe, ModelEntry, PlanError, RecipeError, load_recipe, make_plan, merge_models
+from mergekit_lite import MergeRecipe, ModelEntry, PlanError, RecipeError, Slice, load_recipe, make_plan, merge_models
 from mergekit_lite.planning import evaluate_setting, setting
 from mergekit_lite.recipe import parse_recipe
 
@@ -208,6 +208,17 @@ parameters: {{weight: 0.5}}
     merged = merge_models(load_recipe(text), progress=False)
     assert merged["layers.0.w"].tolist() == [1 + 0.5 * 9]
     assert merged["layers.1.w"].tolist() == [200 + 0.5 * (20 - 200)]
+
+
+def test_one_slice_object_may_stand_twice_and_has_sources(tmp_path):
+    model = folder_of(tmp_path / "m", **{f"layers.{i}.w": [float(i)] for i in range(3)}, norm=[9.0])
+    piece = Slice(sources=(ModelEntry(model=model, layer_range=(1, 3)),))
+    merged = merge_models(MergeRecipe(merge_method="passthrough", slices=(piece, piece)), progress=False)
+    assert {n: v.tolist() for n, v in merged.items()} == {
+        "layers.0.w": [1.0], "layers.1.w": [2.0], "layers.2.w": [1.0], "layers.3.w": [2.0], "norm": [9.0]
+    }  # fmt: skip
+    with pytest.raises(RecipeError, match="slice: it has no sources"):
+        Slice(sources=())
 
 
 def test_what_is_wrong_with_the_last_stage_is_said_before_the_first_is_merged(three, tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 import mergekit_lite.engine.streaming
@@ -134,3 +134,30 @@ def test_special_tokens_keep_their_rows_in_a_union(tmp_path):
     theirs = load_file(tmp_path / "q" / "model.safetensors")["model.embed_tokens.weight"]
     torch.testing.assert_close(rows[at["d"]], theirs[4])
     torch.testing.assert_close(rows[at["<only-q>"]], theirs[6])
+
+
+def write(folder, vocabulary, tied, **tables):
+    folder.mkdir()
+    Tokenizer(models.WordLevel(vocabulary, unk_token="a")).save(str(folder / "tokenizer.json"))
+    save_file(
+        {f"{name.replace('__', '.')}.weight": torch.tensor(rows)[:, None] for name, rows in tables.items()},
+        folder / "model.safetensors",
+    )
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": tied}))
+
+
+def test_a_tied_model_gives_the_head_of_a_token_that_the_untied_one_lacks(tmp_path):
+    rows = {"model__embed_tokens": [1.0, 1.0], "lm_head": [10.0, 10.0]}
+    write(tmp_path / "untied", {"a": 0, "b": 1}, False, **rows)
+    write(tmp_path / "tied", {"a": 0, "b": 1, "x": 2}, True, model__embed_tokens=[4.0, 4.0, 4.0])
+    text = f"merge_method: linear\nmodels: [{tmp_path}/untied, {tmp_path}/tied]\nparameters: {{weight: 1}}\n"
+    merged = merge_models(load_recipe(text + "tokenizer_source: union"), progress=False)
+    assert merged["lm_head.weight"].tolist() == [[7.0], [7.0], [4.0]]
+
+
+def test_ids_with_a_gap_past_the_embedding(tmp_path):
+    write(tmp_path / "m", {"a": 0, "b": 1, "z": 4}, True, model__embed_tokens=[1.0, 3.0])
+    text = f"merge_method: passthrough\nmodels: [{tmp_path}/m]\ntokenizer_source: base"
+    merged = merge_models(load_recipe(text), progress=False)["model.embed_tokens.weight"]
+    mean = pytest.approx((1 + 3 + 0) / 3)  # of the three tokens: the model has no row for the third
+    assert merged.flatten().tolist() == [1.0, 3.0, mean, mean, 0.0]

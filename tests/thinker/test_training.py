@@ -217,7 +217,8 @@ def test_segments_are_steps_of_their_own_from_where_the_latents_had_come(tmp_pat
     trainer = trainer_of(tmp_path, data=data, segments=3, step_loss=AllSteps(), **SGD)
     trainer.train()
     model, carry = model_of().train(), None
-    optimizer = torch.optim.SGD(parameter_groups(model, weight_decay=0.01), lr=SGD["learning_rate"])
+    rate = SGD["learning_rate"]
+    optimizer = torch.optim.SGD(parameter_groups(model, learning_rate=rate, weight_decay=0.01), lr=rate)
     plain = data_of(n_step=(2, 4))
     seen = []
     for step in range(6):
@@ -755,7 +756,7 @@ def test_workers_change_nothing(tmp_path):
 
 def test_groups_decay_matrices_only():
     model = model_of(latent_init="table", num_static_tokens=2, halting=True)
-    decayed, rest = parameter_groups(model, weight_decay=0.3)
+    decayed, rest = parameter_groups(model, learning_rate=1.0, weight_decay=0.3)
     assert (decayed["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
     names = {id(p): n for n, p in model.named_parameters()}
     spared = {names[id(p)] for p in rest["params"]}

@@ -74,6 +74,8 @@ def merge_adapters(
         raise ValueError(f"merge_adapters: dtype is {dtype!r}, needed one of {', '.join(FLOATS)}")
     merged = _method(method)
     bound = merged.bind(len(adapters), parameters) if merged else _cat_weights(len(adapters), parameters)
+    if bound.get("scope") == "global":
+        raise ValueError("merge_adapters: scope is 'global'; modules are merged one by one: needed 'tensor'")
     check_new(out, "merge_adapters")
     opened, notes = _open(adapters)
     largest = max(pair.down.shape[0] for adapter in opened for pair in adapter.pairs.values())

@@ -12,14 +12,16 @@ from model_components._folders import NewFolder, check_new
 
 from ..dtypes import FLOATS, Array, numbers, promote
 from ..files import Source, open_source
-from ..files.adapter import CONV1D
+from ..files.adapter import stores_transposed
 from ..planning import PlanError
 from ..recipe import model_label
 from ..vocabulary import HEAD, is_vocabulary_tensor
 from .report import AdapterModule, AdapterReport
 from .storage import module_of, task_of, truncated, with_bar, write_adapter
 
-_TABLE = re.compile(r"(^|\.|_)(embed\w*|embeddings?|wpe|wte)(\.|$)")  # rows of which are looked up, not multiplied by
+_TABLE = re.compile(  # rows of which are looked up, not multiplied by
+    r"(^|\.|_)(embed\w*|embeddings?|wpe|wte|relative_attention_bias)(\.|$)"
+)
 _WHAT = "this extraction"
 
 
@@ -93,7 +95,7 @@ def extract_lora(
             base_model=model_label(base_model),
             task_type=task_of(base.config),
             saved=extraction.saved,
-            fan_in_fan_out=extraction.transposed,
+            fan_in_fan_out=any(stores_transposed(base.config, module) for module in extraction.factors),
         )
     return AdapterReport(Path(out), extraction.modules, sorted(extraction.saved), extraction.left, nbytes)
 
@@ -122,7 +124,6 @@ class _Extraction:
         self._base, self._tuned, self._rank, self._energy = base, tuned, rank, energy
         self._dtype, self._save_others = FLOATS[dtype], save_others
         self._tied = base.config.get("tie_word_embeddings", not any(HEAD.search(n) for n in base.tensors))
-        self.transposed = base.config.get("model_type") in CONV1D
         self.factors: dict[str, tuple[Array, Array]] = {}
         self.modules: list[AdapterModule] = []
         self.saved: dict[str, Array] = {}
@@ -142,7 +143,7 @@ class _Extraction:
             raise PlanError([f"{name}: one of the models holds NaN or infinity"], _WHAT)
         if self._is_linear(name, info.shape):
             module = name.removesuffix(".weight")
-            change = change.T if self.transposed else change
+            change = change.T if stores_transposed(self._base.config, module) else change
             up, down = truncated(change, self._rank, self._energy)
             self.factors[module] = up, down
             self.modules.append(module_of(module, change, up, down, self._dtype))

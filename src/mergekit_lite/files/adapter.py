@@ -21,7 +21,8 @@ _PAIRS = (["lora_A", "lora_B"], ["lora_embedding_A", "lora_embedding_B"])
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _RESIDUAL = ("pissa", "olora", "corda", "loftq")  # initialisations that subtract the adapter from the base
-CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")  # their linear layers store (in, out)
+_CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+_CONV1D_LAYERS = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)$")
 
 
 def read_adapter_config(adapter: Path) -> Json:
@@ -52,6 +53,19 @@ def read_adapter_config(adapter: Path) -> Json:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise CheckpointError(f"adapter {adapter}: its config has {value!r} as a rank or alpha, needed a number")
     return settings
+
+
+def stores_transposed(config: Mapping[str, object], module: str, otherwise: bool = False) -> bool:
+    """Whether a layer's weight is (in, out): a Conv1D of GPT-2's family, whose heads are ordinary layers.
+
+    Args:
+        config: The model's.
+        module: The layer's name.
+        otherwise: What to say of layers of other families.
+    """
+    if config.get("model_type") not in _CONV1D_MODELS:
+        return otherwise
+    return bool(_CONV1D_LAYERS.search(module))
 
 
 def _pattern(settings: Json, key: str, module: str, default: float) -> float:
@@ -137,8 +151,6 @@ class LoraSource:
         self.base, self._adapter_folder = base, folder
         self.config = dict(base.config)
         self.adapter = adapter = Adapter(folder)
-        # peft's flag is that of the last layer it saw, so the architecture's own word comes first.
-        self._transposed = bool(adapter.settings.get("fan_in_fan_out")) or base.config.get("model_type") in CONV1D
         self._pairs = {f"{module}.weight": self._turned(f"{module}.weight", p) for module, p in adapter.pairs.items()}
         self._replaced: dict[str, Array] = {}
         self.tensors = dict(base.tensors)
@@ -177,9 +189,14 @@ class LoraSource:
         return Pair(down, up, pair.scale)
 
     def _is_transposed(self, name: str, product: tuple[int, int]) -> bool:
-        """Whether the stored weight is (in, out): its shape says so; a square one goes by peft's fan_in_fan_out."""
-        shape = self.base.tensors[name].shape
-        return self._transposed if product[0] == product[1] else shape == product[::-1]
+        """Whether the stored weight is (in, out): its shape says so, and of a square one its family, else peft's flag.
+
+        The flag comes last because it is that of the last layer that peft saw.
+        """
+        if product[0] != product[1]:
+            return self.base.tensors[name].shape == product[::-1]
+        flag = bool(self.adapter.settings.get("fan_in_fan_out"))
+        return stores_transposed(self.config, name.removesuffix(".weight"), flag)
 
     def read(self, name: str, start: int, stop: int) -> Array:
         """Elements of the folded weight: float32 where an adapter changes it, as stored elsewhere."""

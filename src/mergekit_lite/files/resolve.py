@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from .headers import STEMS, CheckpointError, read_folder, read_header, read_json
 from .quantised import METHODS
 from .sources import DictSource, FolderSource, Source
 
-_PATTERNS = [
+_PICKLES = "pytorch_model*.bin"
+_PATTERNS = (
     *(f"{stem}*.safetensors" for stem in STEMS),
     "adapter_*.safetensors",
     "*.json",
@@ -26,11 +27,11 @@ _PATTERNS = [
     "*.txt",
     "*.jinja",
     "*.py",
-]
+)
 
 
 def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | None:
-    files = sorted(folder.glob("pytorch_model*.bin"))
+    files = sorted(folder.glob(_PICKLES))
     if not files:
         return None
     if allow_pickle != "weights_only":
@@ -82,7 +83,7 @@ def open_source(model: object, *, allow_pickle: str | None = None, label: str | 
     if not isinstance(model, (str, os.PathLike)):
         raise CheckpointError(f"a model is a path, a hub id, a module or a state dict, not {type(model).__name__}")
     text = os.fspath(model)
-    if not _hub.user_path(text).is_dir() and "+" in text:
+    if "+" in text and not _hub.user_path(text).exists():
         base, _, adapter = text.rpartition("+")
         return LoraSource(open_source(base, allow_pickle=allow_pickle), find_folder(adapter))
     if text.endswith(".safetensors") and _hub.user_path(text).is_file():
@@ -92,9 +93,15 @@ def open_source(model: object, *, allow_pickle: str | None = None, label: str | 
     if tensors is None:
         if (folder / CONFIG).exists():
             raise CheckpointError(f"{text}: is a LoRA adapter; name it as MODEL+{text}")
+        if allow_pickle == "weights_only":
+            folder = find_folder(text, (*_PATTERNS, _PICKLES))  # of the hub's files, pickles come when nothing else is
         pickled = _pickled(folder, allow_pickle, text)
         if pickled is None:
-            raise CheckpointError(f"{text}: holds no {' and no '.join(f'{stem}.safetensors' for stem in STEMS)}")
+            where = (
+                "" if _hub.user_path(text).is_dir() or allow_pickle else ' (allow_pickle="weights_only" asks for more)'
+            )
+            names = " and no ".join(f"{stem}.safetensors" for stem in STEMS)
+            raise CheckpointError(f"{text}: holds no {names}{where}")
         return pickled
     source = FolderSource(folder, label or text, tensors)
     if quantised := source.config.get("quantization_config"):
@@ -120,13 +127,13 @@ def _from_module(model: torch.nn.Module, label: str) -> DictSource:
     return DictSource(state, label, config)
 
 
-def find_folder(name: str) -> Path:
-    """The folder of that path, or of the snapshot of a hub id, ``@revision`` included.
+def find_folder(name: str, patterns: Sequence[str] = _PATTERNS) -> Path:
+    """The folder of that path, or of the snapshot of a hub id, ``@revision`` included, with files of those patterns.
 
     Raises:
         CheckpointError: There is none, and the hub did not give it.
     """
     try:
-        return _hub.find_folder(name, patterns=_PATTERNS)
+        return _hub.find_folder(name, patterns=patterns)
     except ValueError as error:
         raise CheckpointError(str(error)) from error

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +19,7 @@ class CalibratedMerge:
     Args:
         method: ``"regmean"``, ``"regmean++"`` (inputs come through the blocks merged so far), ``"activation"``, or
             ``"fisher"``, for which one whole model is resident.
-        weight: How much each model counts; default: alike.
+        weight: How much each model counts, or a number for all; default: alike.
         reduce: What entries of Gram matrices off the diagonal are multiplied by; at ``"activation"`` they are not made.
         auto_class: Of transformers.
         batch_size: Examples that run at once.
@@ -27,7 +30,7 @@ class CalibratedMerge:
     """
 
     method: str
-    weight: tuple[float, ...] | None = None
+    weight: float | Sequence[float] | None = None
     reduce: float = 0.9
     auto_class: object = AutoModelForCausalLM
     batch_size: int = 8
@@ -36,8 +39,8 @@ class CalibratedMerge:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"merge_models: {self.method!r} is no method with calibration: {', '.join(METHODS)}")
-        if not 0 <= self.reduce <= 1:
-            raise ValueError(f"merge_models: reduce is {self.reduce}, needed 0 to 1")
+        if not isinstance(self.reduce, Real) or not 0 <= self.reduce <= 1:
+            raise ValueError(f"merge_models: reduce is {self.reduce!r}, needed 0 to 1")
         if self.batch_size < 1 or self.max_length < 2:
             raise ValueError(
                 f"merge_models: batch_size {self.batch_size}, max_length {self.max_length}; needed 1 and 2 or more"
@@ -45,10 +48,12 @@ class CalibratedMerge:
 
     def shares(self, count: int) -> list[float]:
         """Of each model, that sum to one."""
-        weight = self.weight or (1.0,) * count
-        if len(weight) != count or min(weight) < 0 or not sum(weight) > 0:
-            raise ValueError(f"merge_models: weight is {weight}, needed {count} numbers from 0, not all 0")
-        return [w / sum(weight) for w in weight]
+        given = 1.0 if self.weight is None else self.weight
+        weights = [given] * count if isinstance(given, Real) else list(given)
+        sound = len(weights) == count and all(isinstance(w, Real) and 0 <= w < math.inf for w in weights)
+        if not sound or not sum(weights) > 0:
+            raise ValueError(f"merge_models: weight is {self.weight}, needed {count} numbers from 0, not all 0")
+        return [float(w) / float(sum(weights)) for w in weights]
 
     @property
     def diagonal(self) -> bool:

@@ -130,14 +130,14 @@ def stacked_slices(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layo
     before: list[Slot] = []
     after: list[Slot] = []
     first = 0
-    for piece in recipe.slices:
+    for number, piece in enumerate(recipe.slices):
         base = recipe.base_model if piece.base_model is None else piece.base_model
         stack = _Piece(piece, base, models, uses_base, problems)
         layers += stack.layers(first)
         first += stack.length
         for name in stack.outside():
-            place, end = (recipe.slices[0], before) if _is_before_layers(name) else (recipe.slices[-1], after)
-            if piece is place and (slot := stack.slot(name, [name] * stack.count, 0.0)):
+            place, end = (0, before) if _is_before_layers(name) else (len(recipe.slices) - 1, after)
+            if number == place and (slot := stack.slot(name, [name] * stack.count, 0.0)):
                 end.append(slot)
     slots = [*before, *layers, *after]
     names = [slot.name for slot in slots]

@@ -85,7 +85,7 @@ class Slice:
         parameters: The method's, for these layers.
 
     Raises:
-        RecipeError: Sources without layers, or of different lengths.
+        RecipeError: No sources, sources without layers, or of different lengths.
     """
 
     sources: tuple[ModelEntry, ...]
@@ -93,6 +93,8 @@ class Slice:
     parameters: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not self.sources:
+            raise RecipeError("slice: it has no sources, needed one or more")
         lengths = {s.layer_range[1] - s.layer_range[0] for s in self.sources if s.layer_range}
         if len(lengths) > 1:
             raise RecipeError(f"slice: its sources span {sorted(lengths)} layers, needed one length")

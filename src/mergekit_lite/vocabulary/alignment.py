@@ -243,20 +243,27 @@ class AlignedSource:
         return np.concatenate(pieces)[start - first * width : stop - first * width]
 
     def _rows(self, model: int, name: str, first: int, count: int, width: int) -> Array:
+        stored = self._stored_name(model, name)
+        assert stored is not None
+        return self._sources[model].read(stored, first * width, (first + count) * width)
+
+    def _stored_name(self, model: int, name: str) -> str | None:
+        """Under which a model stores a tensor of rows: that of its embedding for a tied head."""
         source = self._sources[model]
-        there = name if name in source.tensors else next(n for n in source.tensors if EMBEDDING.search(n))
-        return source.read(there, first * width, (first + count) * width)
+        if name in source.tensors or not HEAD.search(name) or not source.config.get("tie_word_embeddings", True):
+            return name if name in source.tensors else None
+        return next((n for n in source.tensors if EMBEDDING.search(n)), None)
 
     def _average_row(self, name: str, width: int) -> Array:
         """The mean of this model's rows for all tokens, in float64 until the end."""
         if name not in self._averages:
-            rows = np.sort(np.fromiter(self._vocabulary.tokens.values(), np.int64, len(self._vocabulary.tokens)))
-            total = np.zeros(width)
-            for begin in range(0, len(rows), step := max(1, _AVERAGED // width)):
-                part = rows[begin : begin + step]
-                first, last = int(part[0]), int(part[-1]) + 1
-                stretch = numbers(self.read(name, first * width, last * width)).reshape(-1, width)
-                total += stretch[part - first].sum(0, dtype=np.float64)
+            rows = np.unique(np.fromiter(self._vocabulary.tokens.values(), np.int64, len(self._vocabulary.tokens)))
+            step, total = max(1, _AVERAGED // width), np.zeros(width)
+            for run in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):  # padding may lie between
+                for begin in range(0, len(run), step):
+                    first, last = int(run[begin]), int(run[begin : begin + step][-1]) + 1
+                    stretch = numbers(self.read(name, first * width, last * width)).reshape(-1, width)
+                    total += stretch.sum(0, dtype=np.float64)
             self._averages[name] = (total / max(1, len(rows))).astype(np.float32)
         return self._averages[name]
 
@@ -264,7 +271,7 @@ class AlignedSource:
         having = [
             numbers(self._rows(model, name, int(rows[row]), 1, width))
             for model, rows in enumerate(self._vocabulary.has)
-            if rows[row] >= 0 and name in self._sources[model].tensors
+            if rows[row] >= 0 and self._stored_name(model, name) is not None
         ]
         return np.mean(having, 0) if having else np.zeros(width, np.float32)
 

@@ -1,3 +1,3 @@
-"""Heads and adapters for models that exist: `heads.lora`, peft's LoRA with a fused forward, and instruction tuning."""
+"""Add-ons for models: `heads.lora`, peft's LoRA with a leaner forward; `heads.pairwise`, which answer is better."""
 
 from model_components import __version__ as __version__

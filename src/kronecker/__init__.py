@@ -1,4 +1,4 @@
-"""Smaller layers in the place of a model's own, from the best start known without training, and the way back.
+"""Make pretrained models smaller: fewer neurons, low rank or Kronecker sums, fitted to data, then trained back.
 
 `prune_` drops hidden neurons, fits the rest to make up for them and leaves a stock model. With `convert_` weights
 become products of thin matrices, or ``Σ_r s_r A_r ⊗ B_r``, sums of Kronecker products; `plan` chooses for a budget;

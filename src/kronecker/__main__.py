@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     comparing = commands.add_parser("compare", help="parameters, perplexity and speed of models")
     comparing.add_argument("models", nargs="+", help="folders, compressed or not")
     comparing.add_argument("--text", required=True, nargs="+", help="files as for --calibration, each a column")
-    comparing.add_argument("--stride", type=int, help="windows that overlap, from one to the next (default: none)")
+    comparing.add_argument("--stride", type=int, help="tokens between the starts of overlapping windows")
     for command in (pruning, convert, planning):
         command.add_argument(
             "--calibration",
@@ -107,18 +107,18 @@ def load(name: str) -> PreTrainedModel:
         raise ValueError(f"kronecker: {name} does not say its architecture in config.json")
     try:
         loaded: Any = model_class(architectures[0], "kronecker").from_pretrained(name, output_loading_info=True)
-        model, said = loaded
+        model, loading_info = loaded
     except Exception as error:  # whatever a damaged file or a config that was edited gives
         raise ValueError(f"kronecker: {name} cannot be loaded: {type(error).__name__}: {error}") from error
     for what in ("missing_keys", "mismatched_keys"):
-        if said[what]:
-            names = sorted(map(str, said[what]))
+        if loading_info[what]:
+            names = sorted(map(str, loading_info[what]))
             raise ValueError(
                 f"kronecker: {name} has no {names[0]} that fits its config "
                 f"({len(names)} weights, which would be random)"
             )
-    if said["unexpected_keys"]:
-        print(f"kronecker: {len(said['unexpected_keys'])} weights in {name} are not the model's", file=sys.stderr)
+    if unexpected := loading_info["unexpected_keys"]:
+        print(f"kronecker: {len(unexpected)} weights in {name} are not used by the model", file=sys.stderr)
     return model.eval()
 
 

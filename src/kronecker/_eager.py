@@ -6,8 +6,8 @@ Everything is made of three sums over the small factor and one large product:
 - `outward`: (q, n, r, u), (r, q, v) → (n, u, v), the sum over q and r: its adjoint
 - `gram`: (q, n, r, u), (n, u, v) → (r, q, v), the sum over n and u: the small factor's gradient
 
-B first is inward then a product with A, the sum over r inside it; A first is its adjoint with the roles of in and out
-exchanged. Each costs r |A| min(O2, I2) multiply-adds a token in the large product.
+"B first" is `inward`, then one product with A that also sums over r; "A first" is a product with A, then `outward`.
+The large product costs r O1 I1 multiply-adds a token, times O2 for B first and times I2 for A first.
 
 Letters: n tokens; p, u index A's rows and columns, q, v those of B.
 """
@@ -127,7 +127,7 @@ def _plus(total: Tensor | None, part: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor, alone: int) -> Iterator[slice]:
-    """Stretches of tokens; one of all where the small factor has size one there, so that nothing is permuted."""
+    """Slices of at most `_BLOCK` tokens on a CPU; a single one on a GPU, or where B's side ``alone`` is 1."""
     tokens = x.shape[0]
     step = _BLOCK if x.device.type == "cpu" and alone > 1 else max(1, tokens)
     for start in range(0, max(1, tokens), step):
@@ -182,7 +182,7 @@ class _BFirst(torch.autograd.Function):
 
 
 class _AFirst(torch.autograd.Function):
-    """The product with A, then Σ_q with B. Saves x, the factors and x Aᵀ, dear to make again."""
+    """A first, then B. Saves x, the factors and, where B or the scales learn, x Aᵀ, which is costly to recompute."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:  # (N, I), factors
@@ -254,7 +254,7 @@ class _Rebuild(torch.autograd.Function):
 
 
 def plain(x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None, order: str) -> Tensor:  # (N, I) to (N, O)
-    """The same by torch's own operations, and nothing hangs on the number of tokens: for graphs and transforms."""
+    """`kron_linear` in plain torch operations that do not depend on the number of tokens: to trace and transform."""
     b = scaled(b, scales)
     (r, o1, i1), (_, o2, i2) = a.shape, b.shape
     if order == "rebuild":
@@ -275,13 +275,13 @@ def _needs(ctx: Context) -> tuple[bool, bool, bool]:
     return x, a, b or scales
 
 
-def _put(out: Tensor | None, block: slice, made: Tensor, n: int) -> Tensor:
-    """Rows of a result of ``n`` rows; where one block is all of it, without a copy."""
+def _put(out: Tensor | None, block: slice, rows: Tensor, n: int) -> Tensor:
+    """Write a block's rows into a result of ``n`` rows; a block that is the whole result is returned as it is."""
     if out is None:
-        if len(made) == n:
-            return made
-        out = made.new_empty(n, *made.shape[1:])
-    out[block] = made
+        if len(rows) == n:
+            return rows
+        out = rows.new_empty(n, *rows.shape[1:])
+    out[block] = rows
     return out
 
 

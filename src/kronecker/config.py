@@ -134,7 +134,7 @@ class LowRankConfig:
         init: ``"sequential"``: the best on calibration data, by the singular values of the weight times the root of
             its inputs' second moments (SVD-LLM, arXiv 2403.07378), block by block on what the smaller model feeds it;
             ``"svd"``: the nearest weight.
-        epochs: Of descent after that, over the calibration tokens, on all matrices of an MLP together; 0: none.
+        epochs: Epochs of gradient descent after that, on all matrices of an MLP together; 0 for none.
 
     Raises:
         ValueError: A value out of range.
@@ -206,8 +206,8 @@ class PruneConfig:
         refit: What is fitted towards the original's outputs: ``"writing"``: the matrix that writes the block's width,
             by least squares in closed form; ``"all"``: then also those that feed it, by descent on the same error,
             layer by layer; ``"none"``: nothing.
-        epochs: Of that descent, over the calibration tokens.
-        multiple_of: Sizes are rounded to a multiple of this (and those of experts to one of 8).
+        epochs: Epochs of that descent over the calibration tokens.
+        multiple_of: Numbers of neurons are rounded to a multiple of this (those of experts also to one of 8).
         ridge: What the fit in closed form adds to the inputs' second moments, as a share of their mean; it pulls
             towards the matrix as it was.
 
@@ -254,7 +254,7 @@ class PruneConfig:
 
     @property
     def init(self) -> str:
-        """As the other configs have it: fitted to calibration data."""
+        """Always fitted to calibration data; the other configs have a field of this name."""
         return "sequential"
 
     def neurons(self, count: int, multiple_of: int | None = None) -> int:

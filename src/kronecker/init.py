@@ -1,7 +1,7 @@
-"""Starts: weights, or what a layer sees and should say, become factors.
+"""How factors start: from a weight alone, or from a layer's inputs and wanted outputs.
 
-Each is a pure function that returns `Factors` with their error. Van Loan looks at the weight alone; `als` at what goes
-in (`Moments`), which is what quality follows: the weight's own error does not predict it.
+`random`, `van_loan`, `prune` and `als` return `Factors` with their error. Van Loan uses the weight alone, `als` the
+inputs and outputs (`Moments`); quality follows the error of the outputs, not that of the weight.
 
 Letters: r terms; p, u index A's rows and columns, q, v those of B; O = O1 O2, I = I1 I2.
 """
@@ -210,7 +210,7 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
 
 
 def _solve(normal: Tensor, right: Tensor) -> Tensor:
-    """A symmetric positive (semi)definite system; a breath of a diagonal keeps dependent terms apart."""
+    """Solve a symmetric positive (semi)definite system; a tiny diagonal makes it solvable when terms are dependent."""
     scale = normal.diagonal().mean().clamp_min(1e-300)
     factor, info = torch.linalg.cholesky_ex(
         normal + 1e-10 * scale * torch.eye(len(normal), dtype=normal.dtype, device=normal.device)

@@ -29,7 +29,7 @@ class DistillConfig:
         logits: Weight of T² KL(teacher ‖ student) over the vocabulary.
         temperature: T of both distributions.
         hidden: Weight of the squared error of hidden states, ‖s - t‖² / ‖t‖² of each token, a mean over layers.
-        layers: Weight of the same for what each MLP says to the teacher's real input: each learns alone, and at once.
+        layers: Weight of the same error for each MLP's output on the teacher's input to it; all MLPs learn in parallel.
 
     Raises:
         ValueError: A negative weight, all of them zero, a temperature that is not positive.
@@ -107,7 +107,7 @@ def token_errors(student: Tensor, teacher: Tensor, keep: Tensor) -> Tensor:
 
 
 class TeacherMlps:
-    """A teacher's MLPs, watched, and the student's on the same inputs.
+    """Compares each MLP of the student with the teacher's on the teacher's inputs.
 
     Args:
         teacher: The original model.

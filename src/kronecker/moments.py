@@ -13,9 +13,9 @@ RIDGE = 3e-2
 
 @dataclass
 class Moments:
-    """What a layer sees and should say, over calibration tokens: all that least squares needs.
+    """A layer's inputs x and wanted outputs y, summed over calibration tokens in float64: all that least squares needs.
 
-    Sums over tokens, in float64.
+    ``mean_x`` and ``mean_y`` are sums, too; divide them by ``count``.
     """
 
     inputs: Tensor  # Σ x xᵀ, (I, I)
@@ -50,7 +50,7 @@ class Moments:
 
     @classmethod
     def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Moments:
-        """Of inputs (N, I), where the layer should go on saying what it says."""
+        """Moments of inputs (N, I) where the wanted outputs are the layer's own."""
         moments = cls.zeros(*weight.shape, device=weight.device)
         moments.add(x, torch.nn.functional.linear(x, weight, bias))
         return moments
@@ -84,9 +84,9 @@ class Moments:
 
 
 def positive(moment: Tensor) -> tuple[Tensor, Tensor]:
-    """A second moment with as much of a ridge as its rounding takes, and its Cholesky factor.
+    """A second moment with the smallest ridge that makes it positive definite, and its Cholesky factor.
 
-    Sums over tokens whose mean is far from zero lose, less the mean, more digits than a small ridge makes up for.
+    Where the mean of tokens is far from zero, subtracting it loses more digits than a small ridge makes up for.
     """
     ridge, eye = 0.0, torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
     size = max(float(moment.diagonal().abs().mean()), 1e-300)
@@ -96,5 +96,5 @@ def positive(moment: Tensor) -> tuple[Tensor, Tensor]:
         if not int(wrong):
             return damped, root
         if ridge > 1:
-            raise ValueError("kronecker: second moments are not finite, needed inputs that are numbers")
+            raise ValueError("kronecker: second moments are not finite, needed calibration without inf or nan")
         ridge = max(1e-8, 10 * ridge)

@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     extract.add_argument("base", help="what it was tuned from")
     extract.add_argument("out", help="folder to write; must not exist or be empty")
     extract.add_argument("--rank", type=int, default=16, help="largest rank of a module (default: 16)")
-    extract.add_argument("--energy", type=float, default=1.0, help="share of a change at which fewer directions do")
+    extract.add_argument("--energy", type=float, default=1.0, help="share of a change's squared norm that is enough")
     extract.add_argument("--dtype", help="of the factors (default: the model's)")
     extract.add_argument("--save-others", action="store_true", help="save changed embeddings, heads and norms whole")
     extract.add_argument("--no-progress", action="store_true", help="no progress bar")
@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace) -> None:
             save_others=options.save_others, progress=not options.no_progress, allow_pickle=options.allow_pickle,
         ))  # fmt: skip
     elif options.command == "masks":
-        from .masks.run import run_masks  # trains with transformers, which no merge imports
+        from .masks.run import run_masks  # imports transformers, which a recipe's merge does not need
         from .masks.run_config import MaskRun
 
         print(run_masks(MaskRun.from_yaml(options.config), options.out, progress=not options.no_progress))

@@ -27,7 +27,7 @@ class TextExamples(Dataset):
             with ``text``, all of which is supervised.
         tokenizer: Of transformers; its chat template lays out messages and instructions; without one they are
             separated by lines.
-        max_length: Rows lose what is longer; a plain text is cut into pieces of so many tokens.
+        max_length: Most tokens of an example: a row is cut off there, a plain text is cut into pieces.
         train_on_inputs: Supervise what is asked, too.
 
     Raises:
@@ -80,7 +80,7 @@ class TextExamples(Dataset):
         return text + "⟧" * before
 
     def _example(self, where: str, row: object) -> list[dict[str, list[int]]]:
-        """One row's, or a plain text's pieces."""
+        """The examples of one row: one, or a plain text's pieces."""
         if isinstance(row, str):
             ids = self.tokenizer(row)["input_ids"]
             pieces = [ids[start : start + self.max_length] for start in range(0, len(ids), self.max_length)]
@@ -114,7 +114,7 @@ class TextExamples(Dataset):
         raise ValueError(f"TextExamples: {where} has {', '.join(map(str, row)) or 'nothing'}; needed {_NEEDED}")
 
     def _conversation(self, where: str, messages: object) -> tuple[str, list[tuple[int, int]]]:
-        """Of messages, each turn of the assistant with what ends it."""
+        """A conversation as text, and where the assistant's turns stand in it, each with what ends it."""
         good = isinstance(messages, Sequence) and not isinstance(messages, str) and all(
             isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
             for m in messages
@@ -144,7 +144,7 @@ class TextExamples(Dataset):
 
 
 def _read(source: object) -> tuple[str, list[object]]:
-    """What to call it, and its rows."""
+    """A name of the source for messages, and its rows."""
     if isinstance(source, Mapping) or not isinstance(source, (str, Path, Iterable)):
         raise ValueError(f"TextExamples: source is a {type(source).__name__}; needed a file, or rows")
     if not isinstance(source, (str, Path)):

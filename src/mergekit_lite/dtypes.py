@@ -42,7 +42,7 @@ FLOAT32 = DType("float32", "F32", "f4", True)
 FLOAT16 = DType("float16", "F16", "f2", True)
 BFLOAT16 = DType("bfloat16", "BF16", "u2", True)
 FLOAT8 = DType("float8_e4m3fn", "F8_E4M3", "u1", True)
-"""Only read: a source shows such tensors as numbers in bfloat16."""
+"""Read, never written: a source lists such tensors as bfloat16."""
 
 _WHOLE = [
     DType("int64", "I64", "i8"),

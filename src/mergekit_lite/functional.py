@@ -25,12 +25,7 @@ if TYPE_CHECKING:
 
 _MOST_THREADS = 8
 _IMPLS = ("auto", "eager", "fused")
-CALIBRATED = (
-    "regmean",
-    "regmean++",
-    "activation",
-    "fisher",
-)  # methods that look at data; mergekit_lite.layerwise has them
+CALIBRATED = ("regmean", "regmean++", "activation", "fisher")  # methods that look at data: mergekit_lite.layerwise
 
 
 def parse_size(size: int | str) -> int:
@@ -142,8 +137,8 @@ def merge_models(
     {'w': tensor([3.0000, 3.5000])}
     """
     if calibration is not None or method in CALIBRATED:
-        extra = {"base_model": base_model, "out_dtype": out_dtype, "allow_pickle": allow_pickle}
-        extra |= {"device": None if str(device) == "cpu" else device}  # blocks run on the CPU
+        unsupported = {"base_model": base_model, "out_dtype": out_dtype, "allow_pickle": allow_pickle}
+        unsupported |= {"device": None if str(device) == "cpu" else device}  # blocks run on the CPU
         if method is not None and method not in CALIBRATED:
             raise ValueError(f"merge_models: {method!r} is no method with calibration: {', '.join(CALIBRATED)}")
         if isinstance(models, MergeRecipe) or out is None or calibration is None:
@@ -152,8 +147,8 @@ def merge_models(
                 f"merge_models: {method or 'calibration'} came without {lost}; needed models in a list, calibration= "
                 "with a file or rows for each of them, and out="
             )
-        if odd := [name for name, value in extra.items() if value]:
-            raise ValueError(f"merge_models: {method} has no {odd[0]}; needed none of {', '.join(extra)}")
+        if passed := [name for name, value in unsupported.items() if value]:
+            raise ValueError(f"merge_models: {method} has no {passed[0]}; needed none of {', '.join(unsupported)}")
         chosen = {"threads": threads, "device": device, "impl": impl, "seed": seed, "max_shard_size": max_shard_size}
         chosen |= {"dtype": dtype, "progress": progress, "resume": resume, "trust_remote_code": trust_remote_code}
         return _merge_calibrated(models, method or CALIBRATED[0], calibration, out, parameters, chosen)
@@ -201,7 +196,7 @@ def _merge_calibrated(
     parameters: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> MergeReport:
-    """Merged block by block into a folder beside ``out``, whose parts an ordinary merge then makes a checkpoint of."""
+    """Merge into parts in a folder beside ``out``, then let a ``passthrough`` merge make a checkpoint of them."""
     from .layerwise import CalibratedMerge, merged_source
 
     started, cpu_started = time.perf_counter(), time.process_time()

@@ -45,7 +45,7 @@ def task_arithmetic(
 
 
 def nearswap(tensors: list[Tensor], base: Tensor, *, t: float) -> Tensor:
-    """W W + (1 - w) B with w = t / |B - W|, at most 1."""
+    """The mixture w W + (1 - w) B with w = t / |B - W|, at most 1."""
     w = (t / (base - tensors[0]).abs().clamp(min=1e-6)).clamp(0, 1)
     return w * tensors[0] + (1 - w) * base
 

@@ -24,7 +24,7 @@ class MergeReport(Report):
         peak_memory: Largest resident size of this process so far, bytes (imports included).
         resumed: Weight files that an earlier, interrupted run had finished.
         tensors: One entry for each tensor.
-        notes: What the plan wanted said.
+        notes: What a user should know.
     """
 
     out: Path
@@ -47,6 +47,6 @@ class MergeReport(Report):
         ]
 
     def remarks(self) -> list[str]:
-        """What was resumed of an interrupted run, and what the planner wants said."""
+        """How many files an interrupted run had finished, and the notes."""
         resumed = f"{len(self.resumed)} of {len(self.paths)} files were there from an interrupted run"
         return [*([resumed] if self.resumed else []), *(f"note: {text}" for text in self.notes)]

@@ -63,12 +63,12 @@ class Bar:
             self._bar = tqdm(total=plan.bytes_written, unit="B", unit_scale=True, desc=name)
 
     def update(self, count: int) -> None:
-        """So many bytes more are written."""
+        """Advance by ``count`` bytes."""
         if self._bar is not None:
             self._bar.update(count)
 
     def say(self, text: str) -> None:
-        """What takes a while now."""
+        """Show what is being done."""
         if self._bar is not None:
             self._bar.set_postfix_str(text)
 
@@ -90,12 +90,12 @@ def _running(plan: MergePlan, run: Run, ranks: Ranks) -> Iterator[tuple[Engine, 
 
 
 def merge_in_memory(recipe: MergeRecipe, run: Run) -> tuple[dict[str, Tensor], MergePlan]:
-    """The merged state dict, and the plan that made it; what the plan notes is warned of."""
+    """The merged state dict and its plan; the plan's notes become warnings."""
     stages: dict[int, Source] = {}
     for stage in recipe.stages():
-        state, made_by = merge_in_memory(stage, run)
-        source = DictSource(state, model_label(stage), made_by.config)
-        source.folder = made_by.sources[made_by.donor].folder
+        state, stage_plan = merge_in_memory(stage, run)
+        source = DictSource(state, model_label(stage), stage_plan.config)
+        source.folder = stage_plan.sources[stage_plan.donor].folder
         stages[id(stage)] = source
     plan = make_plan(recipe, threads=run.threads, allow_pickle=run.allow_pickle, stages=stages or None)
     for note in plan.notes:
@@ -143,16 +143,16 @@ def merge_to_folder(recipe: MergeRecipe, out: Path, run: Run) -> MergeReport:
 
 @contextlib.contextmanager
 def _stages_beside(recipe: MergeRecipe, out: Path, run: Run, ranks: Ranks) -> Iterator[dict[int, Source]]:
-    """The results of the recipes that stand among the models, in a hidden folder that goes when the merge is done.
+    """Merge the recipes that stand among the models into a hidden folder, which is removed when the merge is done.
 
-    An interrupted run leaves those that are whole, and a later one takes them where they are what it would make.
+    An interrupted run leaves the finished ones; a later run uses those that have the fingerprint it expects.
     """
     if not recipe.stages():
         yield {}
         return
     folder = NewFolder(out.with_name(f"{out.name}.stages"), "merge", resumable=True)
     stages: dict[int, Source] = {}
-    make_plan(recipe, allow_pickle=run.allow_pickle)  # what is wrong with the last stage is said before the first
+    make_plan(recipe, allow_pickle=run.allow_pickle)  # check the last stage before the first is merged
     ranks.lead(folder.open)
     try:
         for stage in recipe.stages():
@@ -172,7 +172,7 @@ def _stages_beside(recipe: MergeRecipe, out: Path, run: Run, ranks: Ranks) -> It
 
 
 def _stage_mark(stage: MergeRecipe, run: Run) -> str | None:
-    """What a stage's result depends on; None where it has stages of its own, which are made anew."""
+    """The fingerprint of a stage's plan; None where it has stages of its own: such a stage is always merged again."""
     if stage.stages():
         return None
     return plan_fingerprint(make_plan(stage, allow_pickle=run.allow_pickle), run.seed, __version__)
@@ -211,17 +211,17 @@ def _write(
                 folder.create(shard)
             ranks.barrier()
             folder.open_shard(shard)
-            mine, own = ranks.mine(members), []
-            for t, done in zip(mine, engine.run_all(mine, folder.write), strict=True):
-                own.append(done)
+            mine, facts_of_rank = ranks.mine(members), []
+            for t, tensor_fact in zip(mine, engine.run_all(mine, folder.write), strict=True):
+                facts_of_rank.append(tensor_fact)
                 bar.update(t.nbytes * ranks.count)
             folder.close_shard(shard)
-            together = sorted(ranks.gather(own), key=lambda f: order[f.name])
+            facts_of_shard = sorted(ranks.gather(facts_of_rank), key=lambda f: order[f.name])
             if hashing is not None:
                 hashing.result()
             if ranks.rank == 0:
-                hashing = executor.submit(folder.finish, shard, together)
-                facts += together
+                hashing = executor.submit(folder.finish, shard, facts_of_shard)
+                facts += facts_of_shard
         if hashing is not None:
             hashing.result()
         facts = ranks.share(facts)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Context(Protocol):
-    """An operation that keeps more on it has a subclass that says what."""
+    """What all operations use; one that sets more attributes declares them in a subclass."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]

@@ -12,9 +12,9 @@ def run_command(program: str, work: Callable[[], object], *, kept: Callable[[], 
     """Do the work of a command.
 
     Args:
-        program: Whose lines they are.
-        work: What may fail, or be stopped.
-        kept: After a stop, how to go on; nothing where nothing was kept.
+        program: The command's name, with which its error lines begin.
+        work: What the command does.
+        kept: What to say after a stop about how to go on; empty if nothing was kept.
 
     Returns:
         The exit status: 1 after an error, 130 after Ctrl-C.

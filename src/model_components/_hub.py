@@ -65,7 +65,7 @@ def find_folder(place: str | Path, *, patterns: Sequence[str] = PATTERNS, **hub:
 
 
 def _nearest(folder: Path) -> str:
-    """A question after a folder of nearly that name."""
+    """The end of a message: "did you mean" a folder of nearly that name beside it; empty if there is none."""
     beside = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
     near = difflib.get_close_matches(folder.name, beside, n=1, cutoff=0.8)
     return f"; did you mean {folder.with_name(near[0])}?" if near else ""

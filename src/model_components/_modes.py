@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Every module in one mode; afterwards frozen norms, say, that a user put into evaluation still are."""
+    """Put every module into one mode; afterwards each is in the mode it was in."""
     before = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:

@@ -20,7 +20,7 @@ else:  # names for signatures; matplotlib itself is imported when a plot is aske
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text; the first column is aligned at its left, and so is the last if it says sentences."""
+    """Cells as text; the first column is left-aligned, and with ``sentences`` so is the last."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -124,7 +124,7 @@ def needs_matplotlib(operation: str) -> None:
 
 
 def axes_for(ax: Axes | None, operation: str, *, width: float = 6.4, height: float = 4.0) -> tuple[Figure, Axes]:
-    """The axes given and their figure, or new ones, in inches, that no window and no global state belong to.
+    """The given axes and their figure, or a new figure (sizes in inches) outside of pyplot's global state.
 
     A new figure shows itself in a notebook, where others do so only after pyplot has been used.
 

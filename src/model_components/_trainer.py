@@ -1,4 +1,4 @@
-"""What the trainers of all packages share: the stock options by name, the share of a step, one step and no more."""
+"""What the trainers of all packages share: typed options, and losses that are means over a whole step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StepTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[object], num_batches: int, device: torch.device
     ) -> tuple[list, Tensor | int | None]:
-        """The batches of a step; none when a finished run is resumed, which the stock trainer gives a step more."""
+        """The batches of a step; none after the last step, where a stock trainer that resumes would take one more."""
         if self.state.global_step >= self.state.max_steps:
             return [], None
         return super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -77,5 +77,5 @@ class StepTrainer(Trainer):
 
 
 def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """An optimizer, out of what accelerate wraps it in."""
+    """The optimizer inside accelerate's wrapper, or the given one if it is not wrapped."""
     return getattr(optimizer, "optimizer", optimizer)

@@ -1,4 +1,4 @@
-"""A latent workspace: read once, think n steps, answer; more steps and latents, a better answer.
+"""Small models that read an input once, think for n steps and answer; each call says how many steps.
 
 >>> model = LatentThinker(ThinkerConfig(vocab_size=16, max_input_length=20, max_output_length=20)).eval()
 >>> tokens = torch.randint(16, (2, 7))

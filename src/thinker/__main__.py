@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     training.add_argument("--plan", default="every_step", help="every_step, read_once, or a file with a table")
     training.add_argument("--steps", type=int, nargs=2, default=[1, 6], metavar=("LEAST", "MOST"), help="of thought")
     training.add_argument("--iterations", type=int, help="of training (default: 500, or the task's)")
-    training.add_argument("--lengths", type=int, nargs="*", default=[], help="longer ones that it can be asked")
+    training.add_argument("--lengths", type=int, nargs="*", default=[], help="longer ones to make room for")
     training.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder")
     training.add_argument("--no-progress", action="store_true", help="no progress bar")
     looking = commands.add_parser("evaluate", help="accuracy of a trained one by length and steps")
@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     )
     looking.add_argument("--n-steps", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="of thought")
     looking.add_argument("--json", type=Path, help="file to write figures to")
-    drawing = commands.add_parser("draw", help="pictures of training and of what was found, into the folder")
+    drawing = commands.add_parser("draw", help="draw training and accuracy, into the folder")
     for command in (looking, drawing):
         command.add_argument("out", type=Path, help="folder that train wrote")
     for command in (training, looking):
@@ -96,7 +96,7 @@ def settings(pairs: Sequence[str]) -> Settings:
 
 
 def told_of(options: argparse.Namespace) -> Settings:
-    """What a run is, for the folder: enough to make its data again."""
+    """The settings of a run, from which its data can be made again."""
     recipe = RECIPES.get(options.task, {})
     model = recipe.get("model", {}) | settings(options.model)
     least, most = options.steps
@@ -157,7 +157,7 @@ def train(options: argparse.Namespace) -> None:
     if not options.resume and (out / "result.json").exists():
         raise ValueError(f"{out} has a run already; needed another --out, or --resume to go on with it")
     if options.resume and (out / "run.json").is_file():
-        before = held(out, "run.json")
+        before = read_json(out, "run.json")
         changed = [name for name in told if told[name] != before.get(name) and name != "iterations"]
         if changed:
             raise ValueError(
@@ -229,7 +229,7 @@ def figures(model: LatentThinker, data: CurriculumDataset, told: Settings, sampl
     return result
 
 
-def held(out: Path, name: str) -> Any:
+def read_json(out: Path, name: str) -> Any:
     """A file that `train` wrote.
 
     Raises:
@@ -242,7 +242,7 @@ def held(out: Path, name: str) -> Any:
 
 def evaluate(options: argparse.Namespace) -> None:
     """A trained model by length and steps."""
-    told = held(options.out, "run.json")
+    told = read_json(options.out, "run.json")
     model = LatentThinker.from_pretrained(options.out / "model").to(options.device)
     lengths = options.lengths or sorted({told["length"], *told["lengths"]})
     options_of_grid = {"n_steps": options.n_steps, "samples": options.samples, "seed": options.seed}
@@ -254,8 +254,8 @@ def evaluate(options: argparse.Namespace) -> None:
 
 def draw(options: argparse.Namespace) -> None:
     """Pictures of training, and of accuracy by latents and steps."""
-    result = held(options.out, "result.json")
-    plot_training(held(options.out, "log.json")).savefig(options.out / "training.png")
+    result = read_json(options.out, "result.json")
+    plot_training(read_json(options.out, "log.json")).savefig(options.out / "training.png")
     drawn = ["training.png"]
     if "grid" in result:
         report.Grid.from_dict(result["grid"]).plot().savefig(options.out / "grid.png")

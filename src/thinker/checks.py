@@ -14,7 +14,7 @@ from .tasks import AtTokens, Task
 
 
 def check_layout(operation: str, config: ThinkerConfig, task: Task) -> None:
-    """Latents at the tokens take tasks that are laid out so, and no others."""
+    """Refuse a task whose layout is not the model's: `AtTokens` goes with latents at the tokens, and only with them."""
     if config.at_tokens != isinstance(task, AtTokens):
         has = 'latent_init="tokens"' if config.at_tokens else f"latent_init={config.latent_init!r}"
         needed = "AtTokens(task)" if config.at_tokens else 'a plain task, or a model with latent_init="tokens"'
@@ -31,17 +31,17 @@ def check_tokens(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None, *, 
             f"ids (B, L), none of the two 0"
         )
     if mask is not None and mask.shape != tokens.shape:
-        turned = "; that is time first: transpose it" if mask.shape == tokens.shape[::-1] else ""
+        hint = "; that is time first: transpose it" if mask.shape == tokens.shape[::-1] else ""
         raise ValueError(
-            f"LatentThinker: mask has shape {list(mask.shape)}, tokens {list(tokens.shape)}; needed the same{turned}"
+            f"LatentThinker: mask has shape {list(mask.shape)}, tokens {list(tokens.shape)}; needed the same{hint}"
         )
     if tokens.shape[1] > config.max_input_length:
-        turned = ""
+        hint = ""
         if tokens.shape[0] <= config.max_input_length:
-            turned = "; if these are time first, (L, B), transpose them"
+            hint = "; if these are time first, (L, B), transpose them"
         raise ValueError(
             f"LatentThinker: tokens (B, L) have shape {list(tokens.shape)}, so L is {tokens.shape[1]}; needed at most "
-            f"max_input_length, {config.max_input_length}{turned}"
+            f"max_input_length, {config.max_input_length}{hint}"
         )
     if values:
         low, high = int(tokens.min()), int(tokens.max())
@@ -100,7 +100,7 @@ def chosen_rows(config: ThinkerConfig, plan: FlowPlan | None, n_step: int | None
 
 
 def check_plan(config: ThinkerConfig, rows: Sequence[FlowRow]) -> None:
-    """What the rows look up exists, and can be written."""
+    """Refuse rows that look up or write what the model does not have, or a static memory with gradients."""
     if config.memory == "none" and any(row.mem_lookup or row.mem_write for row in rows):
         raise ValueError(
             'LatentThinker: the plan uses the memory, but memory is "none"; needed ThinkerConfig(memory="grow"), or a '
@@ -126,7 +126,7 @@ def check_labels(config: ThinkerConfig, labels: Tensor, logits: Sequence[int]) -
     known = labels[labels != -100]
     if not known.numel():
         raise ValueError("LatentThinker: every label is -100, of which there is no mean loss; needed an answer")
-    if known.numel() and (int(known.min()) < 0 or int(known.max()) >= config.output_size):
+    if int(known.min()) < 0 or int(known.max()) >= config.output_size:
         raise ValueError(
             f"LatentThinker: labels from {int(known.min())} to {int(known.max())}; needed 0 to output_size - 1, "
             f"{config.output_size - 1}, and -100 where there is no answer"
@@ -134,7 +134,7 @@ def check_labels(config: ThinkerConfig, labels: Tensor, logits: Sequence[int]) -
 
 
 def check_choice(config: ThinkerConfig, what: str, *, causal: bool = False) -> None:
-    """Exits and rollouts choose by whole answers, which gradients must not, and a causal flow only where it may."""
+    """Refuse exits and rollouts with gradients on, and in a causal flow unless ``causal`` allows it."""
     if torch.is_grad_enabled():
         raise ValueError(f"LatentThinker: {what} with gradients on; needed torch.no_grad()")
     if config.causal and not causal:

@@ -36,7 +36,8 @@ def is_whole(value: object) -> bool:
 class ThinkerConfig(PreTrainedConfig):
     """The sizes and choices of a `LatentThinker`.
 
-    The defaults are the recipe that solves copying, reversing and addition in seconds on a CPU.
+    The defaults learn to copy in seconds on a CPU; the recipe for reversing adds ``from_end=True``, that for addition
+    ``positions="aligned"``.
 
     Args:
         vocab_size: Token ids of the input are below it.
@@ -89,8 +90,8 @@ class ThinkerConfig(PreTrainedConfig):
             at its neighbours, in a grid (``"rotary_2d"``) at the eight around it. What a latent knows then travels one
             place a step, as in a scan; default everywhere.
         halting: A head that says when to stop; starts with zero weights and a bias of -5.
-        initializer_range: Standard deviation of embeddings, positions, latents and static tokens at the start. A small
-            one (0.02) never solves copying.
+        initializer_range: Standard deviation of the initial embeddings, positions, latents and static tokens. With a
+            small one (0.02) copying is not learned in the time of the recipe.
         **rest: Of `transformers.PreTrainedConfig`.
 
     Raises:
@@ -184,16 +185,16 @@ class ThinkerConfig(PreTrainedConfig):
         super().__init__(**rest)
         for name in _strangers(rest):
             near = difflib.get_close_matches(name, _fields(), 1)
-            asked = f"; did you mean {near[0]}?" if near else f"; needed some of {', '.join(_fields())}"
-            raise ValueError(f"ThinkerConfig: there is no {name} (which is {rest[name]!r} here){asked}")
+            hint = f"; did you mean {near[0]}?" if near else f"; needed some of {', '.join(_fields())}"
+            raise ValueError(f"ThinkerConfig: there is no {name} (which is {rest[name]!r} here){hint}")
 
     def __setattr__(self, key: str, value: object) -> None:
-        """Keep a plan as a JSON file has it, also where it is given to ``from_pretrained`` or set later."""
+        """Store a plan as plain lists, as in JSON, also one given to ``from_pretrained`` or set later."""
         super().__setattr__(key, _plain(value) if key == "plan" else value)
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, object], **kwargs: object) -> Any:
-        """As transformers reads a saved config, in which trainers may have left fields of other models (use_cache)."""
+        """Read a saved config, without fields of other models (``use_cache``) that trainers may have left in it."""
         strangers = _strangers(config_dict)
         known = {name: value for name, value in config_dict.items() if name not in strangers}
         return super().from_dict(known, **kwargs)
@@ -306,7 +307,7 @@ def _plain(plan: Any) -> dict[str, object] | None:
 
 
 def _fields() -> list[str]:
-    """Of a `ThinkerConfig` itself."""
+    """Names of the fields that `ThinkerConfig` adds to transformers' own."""
     return [n for n in inspect.signature(ThinkerConfig.__init__).parameters if n not in ("self", "rest")]
 
 

@@ -51,7 +51,7 @@ class Batch(Rows):
         n_step: Steps.
         n_latent: Latents; None for all.
         step: The batch's number.
-        segment: Which of its runs it is.
+        segment: Which of the trainer's segments of these rows it is, from 0.
         rank: The process's number.
     """
 
@@ -78,12 +78,12 @@ class CurriculumDataset(IterableDataset):
             length to either. Processes draw the same where their batches are as long.
         n_latent: Latents likewise; none: the model's own.
         holdout: Share of inputs, by hash, that training never sees and `held_out` gives; the same inputs with every
-            seed. Lengths with fewer than 1000 inputs have none held out, but rows that are given are however few. With
+            seed. Lengths with fewer than 1000 inputs have none held out, but rows that are given do, however few. With
             0 `held_out` draws from all: for test data of their own.
         seed: Of everything drawn.
         rank: Whose stream, in training with several processes.
         device: Where batches are made.
-        delay: In batches; at least as many as workers draw ahead.
+        delay: How many batches later a report takes effect; at least as many as workers draw ahead.
 
     Raises:
         ValueError: Numbers outside what is said above, or a task whose samples are not what it says of itself.
@@ -219,7 +219,7 @@ class CurriculumDataset(IterableDataset):
     def batch(self, step: int) -> Batch:
         """Batch number ``step``; where ``segments`` are more than 1, each drawn batch comes so many times."""
         segment = step % self.segments
-        first = step - segment  # that the schedule's state is one for all
+        first = step - segment  # so that all segments have the same rows
         generator = self._generator(1, self.rank, first)
         lengths = self.schedule.lengths(generator, self.batch_size, first, self.state_at(first))
         sample = self.task.sample(generator, self.batch_size, lengths)
@@ -252,7 +252,7 @@ class CurriculumDataset(IterableDataset):
         return self._hold_out.rows(sample, lengths)
 
     def held_out(self, batch: int, length: int, *, seed: int = 0) -> Rows:
-        """A batch of held-out inputs of one length; where none are held out, of any.
+        """A batch of held-out inputs of one length, or of any inputs where none of that length are held out.
 
         Args:
             batch: Rows; of rows that are given (whose length is 1) at most as many as there are, each once.

@@ -13,8 +13,8 @@ import torch
 class FlowRow(NamedTuple):
     """One step; within it the order is: read, static look-up, memory look-up, self-attention, MLP, write, output.
 
-    Only the MLP is always there. A row of nothing else but ``self_attention``, which is on unless it is said, is pure
-    thinking.
+    Every step runs the MLP, and self-attention unless a row turns it off. A row with nothing else neither reads nor
+    writes: it only thinks.
     """
 
     read_input: bool = False
@@ -74,7 +74,7 @@ class FlowPlan:
     def every_step(
         cls, n_step: int | None = None, *, memory: bool = True, static: bool = False, self_attention: bool = True
     ) -> FlowPlan:
-        """Do all the time: each step reads, looks up, writes and outputs.
+        """Every step reads, looks up, writes and outputs.
 
         Args:
             n_step: Fixed length; default: any.
@@ -146,7 +146,7 @@ class FlowPlan:
                 in the columns' order.
 
         Raises:
-            ValueError: A column or cell that is none.
+            ValueError: A column that plans do not have, or a cell that is neither 1 nor 0.
 
         >>> FlowPlan.from_table('''
         ... step | read_input | output
@@ -202,7 +202,7 @@ class FlowPlan:
         return len(self.prologue) + len(self.epilogue) or len(self.loop)
 
     def num_steps(self, usual: int) -> int:
-        """How many steps to take when nobody says: its own number, or with a loop ``usual``, if that is enough."""
+        """Steps to take: with a loop ``usual``, or `min_steps` if that is more; without one the plan's own number."""
         return max(usual, self.min_steps) if self.loop else self.min_steps
 
     def rows(self, n_step: int | None = None) -> tuple[FlowRow, ...]:

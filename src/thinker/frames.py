@@ -16,7 +16,7 @@ from .state import Context
 
 @dataclass(frozen=True)
 class Frame:
-    """Masks of one number of latents, and how far rotary queries turn.
+    """Where n latents may look, and how far rotary positions turn them.
 
     Args:
         read: (B or 1, 1, 1 or n, L), True where the input may be read; none: everywhere.
@@ -31,7 +31,7 @@ class Frame:
     real: Tensor | None = None
 
     def mean(self, latents: Tensor) -> Tensor:  # (B, n, d) to (B, d)
-        """Of the latents that are none of padding."""
+        """The mean over the latents that are not padding."""
         return latents.mean(1) if self.real is None else (latents * self.real).sum(1) / self.real.sum(1)
 
     def residual(
@@ -39,14 +39,14 @@ class Frame:
         before: Tensor,  # (B, n, d)
         after: Tensor,  # (B, n, d)
     ) -> Tensor:  # (B,)
-        """How far latents moved in a step, as a share of their length; padding apart."""
+        """‖after - before‖ / ‖before‖ over the latents that are not padding."""
         with torch.no_grad():
             moved, size = (x if self.real is None else x * self.real for x in (after - before, before))
             moved, size = (torch.linalg.vector_norm(x, dim=(1, 2)) for x in (moved, size))
             return moved / size.clamp(min=1e-12)
 
     def memory(self, length: int) -> Tensor | None:
-        """A look-up sees of each write what self-attention sees of the present."""
+        """The mask of a memory look-up: `own`, once for each write."""
         return None if self.own is None else self.own.repeat(1, 1, 1, length // self.own.shape[-1])
 
 
@@ -68,7 +68,7 @@ def token_frame(
             near = near & ((axis[:, -n:, None] - axis[:, None]).abs() < window)
     if causal:
         near = near & (after >= 0)
-    # padding, which nothing looks at, must look somewhere
+    # padding sees itself: a softmax over nothing is nan
     read = near[:, None] if context.mask is None else near[:, None] & context.mask[:, None, None] | (after == 0)
     real = None if context.mask is None else context.mask[:, -n:, None].to(context.keys_values[0][0].dtype)
     return Frame(read, read[..., -n:], angles(context.index[:, -n:]), real)

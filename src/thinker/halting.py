@@ -21,7 +21,7 @@ from .state import Context, ThinkerState, Thought
 ExitKind = Literal["residual", "kl", "argmax", "halt"]
 Select = Literal["residual", "confidence"]
 
-_CROWD = 7 / 8  # closing ranks copies keys and values: it pays once an eighth of the rows has stopped
+_CROWD = 7 / 8  # dropping rows copies keys and values: it pays once an eighth of them has stopped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,8 @@ class ExitRule:
             to nothing too; ``"kl"``, mean KL(answer ‖ answer at the look before), and ``"argmax"``, the answer stayed
             the same: these read the answer off at every look.
         threshold: Stop below it (residual, kl) or above it (halt); default 0.03, 1e-3, 0.5.
-        patience: At how many looks one after the other.
-        min_steps: Never before; nothing is looked at that cannot matter.
+        patience: How many successive looks must agree.
+        min_steps: The first step at which a row may stop; earlier looks are taken only where the rule needs them.
         every: Steps from one look to the next; default 4 for ``"kl"`` and ``"argmax"``, 1 for the others. A look at a
             step that does not output waits for the next that does.
 
@@ -72,11 +72,11 @@ class ExitRule:
 
     @property
     def reads_answers(self) -> bool:
-        """It compares answers, and so needs one look before the first that can end anything."""
+        """Whether it compares each answer with that of the look before, and so needs one look more."""
         return self.kind in ("kl", "argmax")
 
     def looks_at(self, step: int) -> bool:
-        """Whether this step, counted from 1, is looked at: every so many, none that cannot matter."""
+        """Whether this step, counted from 1, is looked at: each ``every`` steps, from the first that can matter."""
         assert self.every is not None
         first = self.min_steps - self.every * (self.patience - 1 + self.reads_answers)
         return step >= first and (step - self.min_steps) % self.every == 0
@@ -103,7 +103,7 @@ class Exits:
         at_tokens: Answers are at the input's tokens.
     """
 
-    SAME = object()  # nobody left
+    SAME = object()  # the batch stays as it is
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Exits:
         self.num_steps = num_steps
 
     def merged(self, latents: Tensor) -> Tensor:
-        """The latents of every row: those here, and where the others stopped."""
+        """The latents of every row: the present ones of those in the batch, the last ones of those that stopped."""
         whole, here = self.latents.clone(), self.going.nonzero()[:, 0]
         return whole.index_copy_(0, self.rows[here], latents[here])
 
@@ -145,7 +145,7 @@ class Exits:
         residual: Tensor,
         halted: Tensor | None,
     ) -> Any:
-        """Note a step; what goes on: `SAME`, a smaller (context, latents, memory), or none when all have stopped."""
+        """Note a step; returns `SAME`, or (context, latents, memory) of the rows that go on, or None if none does."""
         self.residuals[self.rows, number - 1] = torch.where(self.going, residual.float(), 0.0)
         if self.halted is not None and halted is not None:
             self.halted[self.rows, number - 1] = torch.where(self.going, halted.float(), 0.0)
@@ -177,7 +177,7 @@ class Exits:
         return self.context, latents[keep], None if memory is None else memory.map(lambda t: t[keep])
 
     def _calm(self, latents: Tensor, residual: Tensor, halted: Tensor | None) -> Tensor:
-        """Which rows here did not change much in this step."""
+        """Which rows of the batch meet the threshold in this step."""
         kind, threshold = self.rule.kind, self.rule.threshold
         assert threshold is not None
         if kind == "residual":

@@ -45,12 +45,12 @@ class HoldOut:
         """
         wrong = self.rows(sample, lengths).nonzero()[:, 0]
         if sample.distance is not None:
-            sample = sample._replace(distance=sample.distance.clone())  # it may be one row, shown as many
+            sample = sample._replace(distance=sample.distance.clone())  # an expanded view cannot be written to
         for _ in range(64):
             if not len(wrong):
                 return sample
             these = lengths[wrong]
-            if self.task.by_step:  # one more row, for as many steps as the batch has
+            if self.task.by_step:  # and a row of the longest length, for the same number of steps
                 these = torch.cat([these, lengths.amax()[None]])
             again = self.task.sample(generator, len(these), these).rows(torch.arange(len(wrong), device=wrong.device))
             for whole, part in zip(sample, again, strict=True):
@@ -69,7 +69,7 @@ class HoldOut:
         )
 
     def sample(self, generator: torch.Generator, batch: int, length: int) -> Sample:
-        """Rows that are held out; of a length of which none are, any.
+        """Held-out rows, or any rows of a length of which none are held out.
 
         Of rows that are given at most as many as there are, each once.
 

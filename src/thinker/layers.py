@@ -48,11 +48,11 @@ class Attention(nn.Module):
         mask: Tensor | None = None,
         turn: Tensor | None = None,  # (B or 1, n, h / 2)
     ) -> Tensor:  # (B, n, d)
-        """What ``x`` finds there."""
+        """Attend from ``x`` to the keys and values of `project`."""
         query = self.query(self.norm(x)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         if turn is not None:
             query = rotate(query, turn)
-        batch = max(x.shape[0], keys_values[0].shape[0])  # what is the same for all rows is projected once
+        batch = max(x.shape[0], keys_values[0].shape[0])  # answer queries and static tokens are one row for all
         query, keys, values = (t.expand(batch, -1, -1, -1) for t in (query, *keys_values))
         return self.out(attention(query, keys, values, mask=mask))
 
@@ -74,7 +74,7 @@ class SelfAttention(nn.Module):
         mask: Tensor | None = None,
         turn: Tensor | None = None,  # (B or 1, n, h / 2)
     ) -> Tensor:  # (B, n, d)
-        """What ``x`` finds in itself."""
+        """Attend from ``x`` to itself."""
         projected = self.query_key_value(self.norm(x)).unflatten(-1, (3, self.num_heads, -1))
         query, keys, values = projected.permute(2, 0, 3, 1, 4).unbind(0)
         if turn is not None:
@@ -125,7 +125,7 @@ class ThinkLayer(nn.Module):
         self_mask: Tensor | None = None,
         turn: Tensor | None = None,
     ) -> Tensor:  # (B, n, d)
-        """One pass; a look-up in an empty memory is none."""
+        """Run the parts that ``row`` asks for; a look-up in an empty memory is left out."""
         if row.read_input:
             z = z + self._after("read", self.read(z, read, read_mask, turn))
         if row.static_mem_lookup and static is not None:

@@ -38,8 +38,8 @@ from .state import Context, ThinkerOutput, ThinkerState, Thought
 class LatentThinker(PreTrainedModel):
     """Latents that read once, think n steps, and answer.
 
-    Batch first everywhere. Keys and values of the input are projected once and read by every step. How many steps and
-    latents is said with each call; with latents that start from noise, more of them is a better answer.
+    Batch first everywhere. Keys and values of the input are projected once and read by every step. Each call says
+    how many steps and latents; a model whose latents start from noise can think with more of them than in training.
 
     Args:
         config: Sizes and choices.
@@ -110,7 +110,7 @@ class LatentThinker(PreTrainedModel):
         labels: Tensor,  # (..., O)
         n_latent: int | None = None,
     ) -> Tensor:  # (..., n) or the same
-        """The labels that so many latents answer: with fewer latents than tokens (causal) those of the last tokens."""
+        """The labels that the latents answer: all, or with fewer latents than tokens (causal) the last ``n_latent``."""
         if not self.config.at_tokens:
             return labels
         return labels[..., -(self.config.latents_for(labels.shape[-1]) if n_latent is None else n_latent) :]
@@ -185,10 +185,10 @@ class LatentThinker(PreTrainedModel):
             n_latent: Latents; default the config's, or the carry's.
             plan: What each step does; default the model's.
             carry: Go on from there.
-            output_steps: Whose latents to keep, counted from 1: ``"last"``, ``"all"`` that the plan outputs, or some.
+            output_steps: Steps whose latents to keep: the ``"last"`` or ``"all"`` that output, or a list, from 1 on.
             grad_steps: Only the last so many steps have gradients (truncated backpropagation); default all.
-            exit_rule: When a row may stop early (without gradients); rows that did leave the batch. In a causal flow
-                how many steps a row takes depends on all of its tokens: do not score predictions of the next one so.
+            exit_rule: When a row may stop early (without gradients); rows that stopped leave the batch. In a causal
+                model the number of steps depends on later tokens too: do not score next-token predictions with it.
             out_len: Of the answer that an exit by ``"kl"`` or ``"argmax"`` watches; default the longest.
             step_noise: Standard deviation; default the config's in training, none in evaluation.
             generator: Of noise and noise latents; in evaluation, without one, the same each time.
@@ -297,8 +297,8 @@ class LatentThinker(PreTrainedModel):
             carry: Of an earlier output.
             exit_rule: Rows may stop early.
             rollouts: Think so many times with different noise, and keep each row's best (without gradients).
-            select: The best is the one that moved least at the end, or the one surest of its answer.
-            step_noise: Standard deviation of noise before each step; for rollouts 0.01 when nothing says.
+            select: The best rollout: ``"residual"``, which moved least at the end, or ``"confidence"`` in its answer.
+            step_noise: Standard deviation of noise before each step; rollouts default to the config's, or to 0.01.
             generator: Of everything drawn.
 
         Raises:

@@ -1,4 +1,4 @@
-"""How input and answer are told where they are.
+"""Positions of input tokens and of answer symbols.
 
 Shapes: B batch, L input length, O answer length, d width.
 """
@@ -89,9 +89,9 @@ class Positions(nn.Module):
         super().__init__()
         self.config = config
         d, kind = config.hidden_size, config.positions
-        some = config.num_positions
-        inputs = {"random": some, "cyclic": some, "aligned": config.longest + config.max_offset}
-        inputs, outputs = inputs.get(kind, config.max_input_length), config.max_output_length
+        num = config.num_positions
+        table_sizes = {"random": num, "cyclic": num, "aligned": config.longest + config.max_offset}
+        inputs, outputs = table_sizes.get(kind, config.max_input_length), config.max_output_length
         self.input = nn.Embedding(inputs, d) if kind in ("learned", "cyclic", "random", "aligned") else None
         self.end = nn.Embedding(config.max_input_length, d) if config.from_end else None
         if config.at_tokens:
@@ -156,7 +156,7 @@ class Positions(nn.Module):
         return token_index(tokens, mask)[..., None]
 
     def angles(self, index: Tensor) -> Tensor | None:  # (B or 1, n, h / 2)
-        """By how much rotary positions turn keys and queries at what `index` gave; each axis turns a share alike.
+        """Angles that rotary positions turn keys and queries by; each axis of `index` turns an equal share of a head.
 
         In two dimensions a neighbour is a quarter turn away in the fastest pair, and the base is 30: a grid's sides are
         short (on axes, Heo et al. 2024, section 3.1).
@@ -170,7 +170,7 @@ class Positions(nn.Module):
         return torch.cat([math.pi / 2 * angles(axis, size, base=30.0) for axis in index.unbind(-1)], -1)
 
     def queries(self, out_len: int, places: Places, device: torch.device) -> Tensor:  # (1, O, d)
-        """What the answer's positions ask with."""
+        """The queries that read the answer off, one for each of its positions."""
         assert self.output is not None
         index = torch.arange(out_len, device=device)[None] + places.offset
         if places.drawn is not None:

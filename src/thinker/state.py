@@ -43,7 +43,7 @@ class Context:
         return keys.shape[0], keys.shape[2]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Context:
-        """With other rows: every tensor that has rows, changed."""
+        """The context with ``change`` (rows chosen, repeated) applied to every tensor that has one row an input."""
         return replace(
             self,
             keys_values=tuple((change(k), change(v)) for k, v in self.keys_values),
@@ -68,7 +68,7 @@ class ThinkerState:
     places: Places
 
     def map(self, change: Callable[[Tensor], Tensor]) -> ThinkerState:
-        """With other rows."""
+        """The state with ``change`` applied to its latents and memory."""
         memory = None if self.memory is None else self.memory.map(change)
         return replace(self, latents=change(self.latents), memory=memory)
 
@@ -79,7 +79,7 @@ class ThinkerState:
 
 @dataclass(frozen=True)
 class Thought:
-    """What `LatentThinker.think` found.
+    """What `LatentThinker.think` returns.
 
     Args:
         state: After the last step of each row.

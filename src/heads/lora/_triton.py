@@ -22,7 +22,7 @@ from triton import knobs
 from ._eager.products import Dropout
 
 _PARTS = 256  # programs that outer_kernel aims at
-_INTERPRETED = knobs.runtime.interpret  # when kernels are made, which is now
+_INTERPRETED = knobs.runtime.interpret  # @triton.jit decides this once, at import
 
 
 @triton.jit
@@ -107,10 +107,10 @@ def unsupported(x: Tensor) -> str | None:
 
 
 def tiles(rank: int, half: bool, *, hashed: bool = False) -> dict[str, int]:
-    """Tokens, columns and ranks of a tile: float32 products, which no tensor core makes, leave fewer registers.
+    """Tokens, columns and ranks of a tile, small enough to stay in registers.
 
-    So do 64 ranks, and the dropout's hash of every element before a product (``hashed``): at 64 columns triton 3.6
-    spills.
+    Float32 products, which use no tensor core, need more registers. So do 64 ranks, and hashing every element for the
+    dropout before a product (``hashed``): with 64 columns triton 3.6 spills.
     """
     ranks = max(16, min(64, triton.next_power_of_2(rank)))
     if not half:

@@ -62,7 +62,7 @@ class LikelihoodGain:
 
     Args:
         model: A causal language model, better than the one that is judged.
-        tokenizer: Its tokenizer. Text before an answer is taken as it is: with its chat template, if it has one.
+        tokenizer: Its tokenizer. Prompts are not put into its chat template: give them with it, if it has one.
 
     Raises:
         ValueError: The tokenizer has neither a beginning nor an end token to put before a bare answer.
@@ -76,10 +76,10 @@ class LikelihoodGain:
 
     @torch.no_grad()
     def log_likelihood(self, before: Sequence[int], answer: Sequence[int]) -> float:
-        """Of an answer's tokens after those before it, in nats.
+        """Log-likelihood of an answer's tokens after those of ``before``, in nats.
 
         Raises:
-            ValueError: They are more than the model has positions.
+            ValueError: Together they are more than the model has positions.
         """
         most = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
         if most is not None and len(before) + len(answer) > most:
@@ -109,7 +109,7 @@ class WinRate:
         references: Answers to beat, by prompt.
 
     Raises:
-        ValueError: The model is another.
+        ValueError: The model has no ``predict``.
     """
 
     def __init__(self, model: Any, references: Mapping[str, str]):

@@ -21,15 +21,15 @@ STOCK = (nn.Linear, Conv1D)  # layers whose product we make ourselves
 KINDS = ("Linear", "Linear8bitLt", "Linear4bit", "HqqLoraLinear", "TorchaoLoraLinear")
 """peft's layers whose forward is the base layer's plus the adapters': their class can be exchanged for ours."""
 
-_FEW = 256  # tokens up to which a dropout's mask is better kept than made again
-_MERGE_ABOVE = 2  # times the tokens at which both orders take as many flops: a merged weight also has to be written
+_FEW = 256  # tokens up to which keeping a dropout's mask is cheaper than computing it again
+_MERGE_ABOVE = 2  # times the break-even in flops, since a merged weight also has to be written to memory
 _PLAIN = (nn.Parameter, Tensor, FakeTensor)
 
 
 class LeanForward:
     """A forward for peft's LoRA layers: the layer's own product, and updates added to it in place.
 
-    What it cannot do is peft's own forward, each time it is asked for: see `route`. Everything but the forward is
+    Calls that it does not support go to peft's own forward, see `route`. Everything but the forward is
     peft's: parameters, state dict, merging, switching, several adapters (active together or one a sample).
 
     Attributes:
@@ -63,7 +63,7 @@ class LoraLinear(LeanForward, lora.Linear):
 
 
 def can_be_lean(kind: type) -> bool:
-    """Whether a class is one of peft's whose forward ours can stand for; a user's own of the same name is not."""
+    """Whether a class is peft's own and named in `KINDS`; a user's class of the same name is not."""
     return kind.__name__ in KINDS and kind.__module__.startswith("peft.tuners.lora")
 
 
@@ -74,7 +74,7 @@ def lora_layers(model: nn.Module) -> dict[str, lora.LoraLayer]:
 
 @cache
 def lean(kind: type) -> type:
-    """The class that gives a class of peft's our forward, and for that class peft's again."""
+    """Exchange peft's layer class for ours with the lean forward, and ours for peft's."""
     if kind is lora.Linear:
         return LoraLinear
     if LeanForward in kind.__bases__:
@@ -83,7 +83,7 @@ def lean(kind: type) -> type:
 
 
 class Route(NamedTuple):
-    """How a layer goes: what it is made of just now."""
+    """What a layer's output is computed from in one call."""
 
     base: nn.Module
     weight: Tensor | None  # None: the base layer's own forward is called
@@ -92,9 +92,9 @@ class Route(NamedTuple):
 
 
 def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
-    """What a layer's output is made of, with its active adapters or those named in spans; or why peft has to make it.
+    """What this call is computed from, by the active adapters or those named in spans; or, as text, why peft does it.
 
-    It is asked in every call, since adapters, hooks, dtypes and parameters may change between any two.
+    Evaluated in every call, since adapters, hooks, dtypes and parameters may have changed since the last one.
     """
     if (
         module_state._global_forward_hooks or module_state._global_forward_pre_hooks
@@ -141,7 +141,7 @@ def _is_touched(module: nn.Module) -> bool:
 
 
 def _is_plain(weight: Any) -> bool:
-    """Whether a weight is all there, in floating numbers; DeepSpeed's ZeRO-3 marks what it has taken away."""
+    """Whether a weight is an ordinary floating tensor, whole on this process (ZeRO-3 marks others by ``ds_id``)."""
     return type(weight) in _PLAIN and weight.is_floating_point() and not hasattr(weight, "ds_id")
 
 
@@ -149,23 +149,23 @@ def _is_sharded(weight: object) -> bool:
     return hasattr(weight, "device_mesh") or hasattr(weight, "ds_id")
 
 
-def compute(found: Route, x: Tensor, impl: str) -> Tensor:
-    """A layer's output: by plain products, or by `_Lora` where there is much to drop or kernels are asked for."""
-    base, weight, factors, adapters = found
+def compute(chosen_path: Route, x: Tensor, impl: str) -> Tensor:
+    """A layer's output: by `_Lora` for dropout over many tokens or for the fused kernels, else by plain products."""
+    base, weight, factors, adapters = chosen_path
     flat = x.reshape(-1, x.shape[-1])
     if weight is None or (weight.dtype != x.dtype and autocast_dtype(x) is None):  # which raises as a stock layer does
         y = base(x)
         return add_adapters(y.reshape(-1, y.shape[-1]), flat, factors, adapters).view(y.shape)
     transposed, bias = type(base) is Conv1D, base._parameters.get("bias")
-    watched = transforming()
+    in_transform = transforming()
     drops = not torch.compiler.is_compiling() and any(0 < one.dropout_p < 1 for one in adapters)
-    if not watched and (impl == "fused" or (drops and flat.shape[0] > _FEW)):
+    if not in_transform and (impl == "fused" or (drops and flat.shape[0] > _FEW)):
         y = run(flat, weight, bias, factors, adapters, transposed=transposed, impl=impl)
     elif _merges(flat, weight, factors, adapters):
         y = linear(flat, merged(weight, factors, adapters, transposed), bias, transposed)
     else:
         y = linear(flat, weight, bias, transposed)
-        y = add_adapters(y, flat, factors, adapters, in_place=not watched)
+        y = add_adapters(y, flat, factors, adapters, in_place=not in_transform)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -189,7 +189,7 @@ def merged(weight: Tensor, factors: Sequence[Tensor], adapters: Sequence[Adapter
 
 
 def spans_of(names: Sequence[str], each: int) -> dict[str, Spans]:
-    """For each adapter its ranges of tokens, where every sample has ``each``; neighbours are one range.
+    """Each adapter's ranges of tokens, where every sample has ``each`` tokens; adjacent samples make one range.
 
     >>> spans_of(["a", "a", "__base__", "b", "a"], 10)
     {'a': ((0, 20), (40, 50)), 'b': ((30, 40),)}

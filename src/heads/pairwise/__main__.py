@@ -42,9 +42,9 @@ def parser() -> argparse.ArgumentParser:
         ranking: "rows with a prompt and a list of answers",
         reporting: "labelled pairs",
     }
-    for command, held in files.items():
+    for command, description in files.items():
         command.add_argument("model", help="folder or hub id of a judge")
-        command.add_argument("file", help=held)
+        command.add_argument("file", help=description)
         command.add_argument("--device", default="cpu", help="to run on (default: cpu)")
         command.add_argument("--batch-size", type=int, default=32, help="pairs at once (default: 32)")
         command.add_argument("--out", type=Path, help="file to write (default: print)")

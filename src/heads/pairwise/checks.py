@@ -29,7 +29,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, encoder: PreTrainedModel
             f"from_encoder: the tokenizer has {len(tokenizer)} tokens, the encoder {rows}; is it another's?"
         )
     for name in ("pad", "cls", "sep", "bos", "eos"):
-        theirs, ours = (getattr(held, f"{name}_token_id", None) for held in (encoder.config, tokenizer))
+        theirs, ours = (getattr(side, f"{name}_token_id", None) for side in (encoder.config, tokenizer))
         if theirs is not None and ours is not None and theirs != ours:
             raise ValueError(
                 f"from_encoder: the tokenizer's {name}_token_id is {ours}, the encoder's {theirs}; is it another's?"

@@ -27,8 +27,8 @@ class PairwiseConfig(PreTrainedConfig):
     Args:
         encoder: The encoder's config, or its dictionary.
         link: From features to A, B or tie. ``"davidson"`` and ``"rao-kupper"`` give each answer one score and learn how
-            often close ones tie; ``"antisymmetric"`` compares both, and knows most; ``"concat"``, a classifier over
-            both side by side, is the early baseline and the only one whose verdict depends on which answer is called A.
+            often close ones tie; ``"antisymmetric"`` compares both directly; ``"concat"``, a classifier over
+            both side by side, is a baseline, and the only one whose verdict depends on which answer is called A.
         pooling: ``"mean"`` of an answer's last hidden states, the sequence's ``"first"`` or ``"last"`` one, the
             ``"max"`` of each channel, or a learned ``"attention"``; or several of them, side by side.
         ties: Whether there is a class for ties.

@@ -115,7 +115,7 @@ def _not_fused(query: Tensor, dropout_p: float) -> str | None:
 
 @lru_cache(maxsize=1)
 def _varlen() -> Any:
-    """Torch's variable-length attention; None where it is missing, or an early form."""
+    """Torch's variable-length attention; None in a torch without it, or without the arguments needed here."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -142,7 +142,7 @@ def _places(ends: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _near(length: int, window: int, causal: bool, device: torch.device) -> Tensor:
-    """(length, length), which tokens are at most ``window`` apart; of them, the later see the earlier if causal."""
+    """(length, length): which keys each query sees: at most ``window`` away and, if causal, not later than itself."""
     place = torch.arange(length, device=device)
     apart = place[:, None] - place[None]
     return (apart.abs() <= window) & (apart >= 0) if causal else apart.abs() <= window

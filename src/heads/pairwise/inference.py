@@ -70,7 +70,7 @@ class Ranking:
 
 
 def verdicts_of(found: Tensor) -> Tensor:
-    """(N, C) log-probabilities to (N,) classes; A and B that are both the likeliest make a tie, of two classes, too.
+    """(N, C) log-probabilities to (N,) classes; where A and B are equally likely and likeliest it is 2, a tie.
 
     >>> verdicts_of(torch.tensor([[0.1, 0.9, 0.0], [0.5, 0.5, 0.0]])), verdicts_of(torch.tensor([[0.5, 0.5]]))
     (tensor([1, 2]), tensor([2]))
@@ -89,11 +89,11 @@ def predict_pairs(
         model: A `PairwiseModel`.
         data: Pairs, with labels or without.
         batch_size: Pairs at once.
-        parts: Give verdicts for answers that were alike in one part, too.
+        parts: Also predict, for each part of the model, as if both answers were alike in it.
         progress: Show a bar.
 
     Returns:
-        Verdicts (N,) and probabilities (N, C), one row a pair.
+        One row a pair, in the data's order.
 
     Raises:
         ValueError: No pairs, or numbers that are not finite.
@@ -165,7 +165,7 @@ def _parted(features: Tensor, surface: Tensor | None, a: Tensor, b: Tensor) -> S
 
 @torch.no_grad()
 def rank_answers(model: Judge, answers: Sequence[Answer], batch_size: int) -> Ranking:
-    """What `PairwiseModel.rank` says of answers."""
+    """Score, compare and order answers, for `PairwiseModel.rank`."""
     device, count = next(model.parameters()).device, len(answers)
     features, looks = [], []
     with evaluating(model), torch.autocast(device.type, enabled=False):

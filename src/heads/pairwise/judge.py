@@ -30,7 +30,7 @@ class PairwiseOutput(ModelOutput):
 
 
 class Judge(PreTrainedModel):
-    """An encoder, a pooling and a head, and what they compute; `PairwiseModel` makes, keeps and asks them."""
+    """An encoder, a pooling and a head, and what they compute; `PairwiseModel` adds making, saving and predicting."""
 
     config: PairwiseConfig  # pyrefly: ignore[bad-override]
     encoder: PreTrainedModel
@@ -66,7 +66,7 @@ class Judge(PreTrainedModel):
         Args:
             input_ids: (T,).
             lengths: (S,) tokens of each, at least 1.
-            begins: (S,), where answers begin in their sequences; default at once.
+            begins: (S,), where answers begin in their sequences; by default at the first token.
             token_type_ids: (T,); None for encoders that have no types, or zeros.
 
         Raises:
@@ -119,7 +119,7 @@ class Judge(PreTrainedModel):
         self, a: Tensor, b: Tensor, surface_a: Tensor | None = None, surface_b: Tensor | None = None, *,
         labels: Tensor | None = None, both_orders: bool = False, alike: str | None = None,
     ) -> PairwiseOutput:  # fmt: skip
-        """The same from (P, W) features of A and of B and (P, F) surface features, which need no encoder.
+        """Logits of pairs from (P, W) features and (P, F) surface features of A and B, without the encoder.
 
         Args:
             a: Of A.

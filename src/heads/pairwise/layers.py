@@ -26,8 +26,8 @@ class PairwiseHead(nn.Module):
 
     - ``"davidson"`` and ``"rao-kupper"`` give each answer a score, by a network on its features and one on its surface.
     - ``"antisymmetric"`` compares: a weighted difference of the features, and a network that sees a few of their
-      combinations, differences and means, beside the surface of both. What it says in one order less what it says in
-      the other is the win's, and the sum the tie's.
+      combinations, differences and means, beside the surface of both. Half the difference of its outputs for both
+      orders goes into the win's logit, half their sum into the tie's.
     - ``"concat"`` is a classifier over both answers' features, side by side.
 
     But for ``"concat"``, swapping the answers swaps the first two logits and moves no bit: both answers go through the
@@ -69,7 +69,7 @@ class PairwiseHead(nn.Module):
                 self.inner = nn.Sequential(nn.Linear(width, hidden_features), nn.GELU(), nn.Dropout(dropout))
                 width = hidden_features
             self.beside = _network(looks, hidden_features or _INNER, 1, dropout) if looks else None
-        concat = link == "concat"  # elsewhere only differences count
+        concat = link == "concat"  # in the other links a bias would cancel, or favour a side
         self.outer = nn.Linear(width, 2 + ties if concat else 1, bias=concat)
         self.tie = nn.Parameter(torch.zeros(())) if ties and link != "concat" else None
         self.temperature: Tensor
@@ -85,7 +85,7 @@ class PairwiseHead(nn.Module):
         return [self.outer] if beside is None else [self.outer, beside[-1]]
 
     def reset_parameters(self) -> None:
-        """Last layers of zeros: every verdict is open at first, with a third of each where there are ties."""
+        """Zero the last layers: at first all classes are equally likely."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 module.reset_parameters()
@@ -186,7 +186,7 @@ class PairwiseHead(nn.Module):
 
 
 def _network(width: int, inner: int, outs: int, dropout: float) -> nn.Sequential:
-    """What reads encodings of the surface, and combinations of features."""
+    """A network for encodings of the surface and combinations of features."""
     return nn.Sequential(
         nn.Dropout(dropout / 2), nn.Linear(width, inner), nn.GELU(), nn.Dropout(dropout),
         nn.Linear(inner, inner), nn.GELU(), nn.Dropout(dropout), nn.Linear(inner, outs, bias=False),

@@ -100,13 +100,13 @@ class PairwiseModel(SavedJudge):
         """A new head on a pretrained encoder.
 
         Args:
-            encoder: A folder, a hub id, or a model, which is taken over: of one with a head of its own the encoder
-                inside, without its pooler, in ``dtype`` and with our attention.
+            encoder: A folder, a hub id, or a model, which is changed in place: of a model with a head its encoder is
+                taken, loses its pooler, is cast to ``dtype`` and gets our attention.
             tokenizer: The encoder's, or where it is; loaded from the encoder's place when None and a place is given.
-            dtype: Of the encoder's weights; None keeps the checkpoint's. bfloat16 serves one that stays frozen; half
-                precision is else for those who know that the encoder can be trained in it.
-            depth: How many of the encoder's layers there are to be, the lowest; default all. Fewer are cheaper, and
-                can judge better.
+            dtype: Of the encoder's weights; None keeps the checkpoint's. bfloat16 is good for an encoder that stays
+                frozen; train one in half precision only if you know that it can be.
+            depth: How many of the encoder's layers to keep, from the lowest; default all. Fewer are cheaper, and can
+                judge better.
             revision: Of encoder and tokenizer on the hub.
             token: Of the hub.
             trust_remote_code: Run code that comes with a model.

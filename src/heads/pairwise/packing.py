@@ -1,9 +1,8 @@
 """Sequences of a batch as one flat run of tokens through a stock encoder, without padding and without leaks.
 
 transformers' encoders take position ids of packed examples and, under sdpa or eager attention, let the examples see
-each other in silence. Here an attention function of our own is registered, which is told where sequences end; what it
-cannot be told through is not packed, and `check_packing` finds out by trying. Causal models are packed as those that
-see both ways.
+each other in silence. Here an attention function of our own is registered, which is told where sequences end. Encoders
+that do not pass this on to it are padded; `check_packing` finds out by trying. Causal models are packed, too.
 
 Shapes: T tokens of all sequences, S sequences, L the longest, W width of the encoder.
 """
@@ -143,7 +142,7 @@ def check_packing(encoder: PreTrainedModel) -> PackingReport:
     """Try on three short sequences whether packing an encoder changes what it computes. Once for each class.
 
     Packed states must be those of the sequences alone, and what one sequence holds must not move a bit of another's.
-    The encoder's attention becomes ours where they are; else it stays as it is.
+    If so, the encoder's attention is set to ours, in place; else it stays as it is.
 
     Args:
         encoder: A model of transformers with a ``last_hidden_state``.
@@ -158,8 +157,8 @@ def check_packing(encoder: PreTrainedModel) -> PackingReport:
     """
     base = base_of(encoder)
     before = base.config._attn_implementation
-    told = ("pad_token_id", "position_embedding_type", "is_decoder", "layer_types", "sliding_window", "use_cache")
-    kind = (type(base), base.device.type, *(str(getattr(base.config, name, None)) for name in told))
+    fields = ("pad_token_id", "position_embedding_type", "is_decoder", "layer_types", "sliding_window", "use_cache")
+    kind = (type(base), base.device.type, *(str(getattr(base.config, name, None)) for name in fields))
     if kind not in _CHECKED:
         _CHECKED[kind] = _tried(base)
     base.config._attn_implementation = ATTENTION if _CHECKED[kind].packed else before

@@ -59,7 +59,7 @@ class Pair(NamedTuple):
 
 
 def turns_of(role: str, words: Words) -> tuple[Turn, ...]:
-    """Turns, of which a text is one; an empty prompt is none.
+    """Words as turns: a text becomes one turn, an empty prompt none.
 
     >>> turns_of("user", "Hello"), turns_of("user", "")
     ((Turn(role='user', text='Hello'),), ())
@@ -70,7 +70,7 @@ def turns_of(role: str, words: Words) -> tuple[Turn, ...]:
 
 
 def said_by(role: str, words: Words) -> str:
-    r"""What one role says in it, turns parted by an empty line; of a plain text all.
+    r"""The turns of one role, joined by empty lines; a plain text as it is.
 
     >>> said_by("assistant", (Turn("assistant", "One."), Turn("user", "And?"), Turn("assistant", "Two.")))
     'One.\n\nTwo.'
@@ -79,7 +79,7 @@ def said_by(role: str, words: Words) -> str:
 
 
 def plain(value: object) -> Any:
-    """Lists and None as Python has them, whether numpy, pandas or parquet had them otherwise."""
+    """Arrays and tuples as lists, nan as None: what numpy, pandas and parquet make of lists and None."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return None if isinstance(value, float) and value != value else list(value) if isinstance(value, tuple) else value
 
@@ -150,7 +150,7 @@ def as_pairs(operation: str, pairs: Iterable[object], classes: int = 3) -> list[
 def split_pairs(pairs: Sequence[Pair], shares: Sequence[float] = (0.8, 0.1, 0.1), *, seed: int = 0) -> list[list[Pair]]:
     """Parts of these shares, for training, validation and test, of which no two have a prompt in common.
 
-    Where there are fewer than ten prompts a part, pairs are drawn instead, prompts or not.
+    With fewer than ten prompts a part, single pairs are drawn instead, and parts may share prompts.
 
     Args:
         pairs: In any order, which the parts keep.

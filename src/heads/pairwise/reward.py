@@ -40,13 +40,13 @@ class PairwiseForSequenceClassification(PairwiseModel):
     """
 
     def __init__(self, config: PairwiseConfig, encoder: PreTrainedModel | None = None):
-        for what, held, right, needed in (
+        for what, value, right, needed in (
             ("link", config.link, config.link in SCORED, f"one that has scores: {' or '.join(SCORED)}"),
             ("pooling", config.pooling, {*config.pooling} <= {"first", "last"}, "first, last or both"),
             ("surface", config.surface, not config.surface, "none, as it is not in token ids"),
         ):
             if not right:
-                raise ValueError(f"PairwiseForSequenceClassification: {what} is {held!r}; needed {needed}")
+                raise ValueError(f"PairwiseForSequenceClassification: {what} is {value!r}; needed {needed}")
         config.num_labels = 1
         super().__init__(config, encoder)
 

@@ -26,7 +26,7 @@ SURFACE = {
     ),
     "overlap": ("words of the prompt", "prompt covered"),
 }  # fmt: skip
-"""Names of the features, by kind. Counts are logarithms of one more, the others shares."""
+"""Names of the features, by kind. Counts enter as log(1 + count); the others are ratios or flags."""
 
 NAMES = tuple(name for names in SURFACE.values() for name in names)
 

@@ -22,7 +22,7 @@ def batches(calibration: Iterable[object], model: nn.Module, operation: str) -> 
     Raises:
         ValueError: No batch, or one that the model could not be run on: text, ids that are no integers or outside the
             vocabulary, rows that are longer than the model has positions for, nothing but labels; padding for an
-            encoder-decoder, whose two masks are not told apart.
+            encoder-decoder.
     """
     check_model(operation, model)
     if not isinstance(calibration, Iterable):
@@ -72,7 +72,7 @@ def _as_tensors(row: Mapping[str, object]) -> dict[str, Any]:
 
 
 def check_model(operation: str, model: object) -> None:
-    """Refuse what is no model, such as its folder's name, and one with adapters, whose matrices are neither's alone."""
+    """Refuse what is no module, such as a folder's name, and a model with peft adapters, which must be merged first."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"{operation}: model is a {type(model).__name__}, needed a loaded model")
     for name, module in model.named_modules():
@@ -111,7 +111,7 @@ def _check_two_sides(operation: str, batch: Batch) -> None:
         raise ValueError(f"{operation}: a batch has {sorted(batch)}, needed decoder_input_ids for an encoder-decoder")
     masks = [batch[n] for n in ("attention_mask", "decoder_attention_mask") if isinstance(batch.get(n), Tensor)]
     if not all(bool(mask.all()) for mask in masks):
-        raise ValueError(f"{operation}: padding of an encoder-decoder is not told apart, needed batches without any")
+        raise ValueError(f"{operation}: a batch for an encoder-decoder has padding, needed batches without any")
 
 
 def positions_of(model: nn.Module) -> int | None:

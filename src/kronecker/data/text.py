@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_STRANGE = 0.01  # share of characters that are none, in a text
-_LABELS = ("role", "from", "type")  # of a chat's turns and their parts: no text
+_STRANGE = 0.01  # a file with more undecodable characters than this share is no text
+_LABELS = ("role", "from", "type")  # fields of a chat's turns that hold no text
 
 
 def text_of(path: str | Path) -> str:
-    """A text file's text; of a JSON list or JSON lines of records their strings, records apart by a blank line.
+    """A text file's text; for JSON or JSON lines all strings of the records, a blank line between records.
 
-    Of records that are chats the turns' texts.
+    For records that are chats, the texts of the turns.
 
     Args:
         path: A text file, ``.json`` or ``.jsonl``.
@@ -31,9 +31,9 @@ def text_of(path: str | Path) -> str:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"text_of: {path} is not a file, needed one of text, or of JSON records with texts")
-    held, suffix = path.read_bytes(), path.suffix.lower()
-    wide = held.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    text = held.decode("utf-16" if wide else "utf-8-sig", errors="replace")
+    content, suffix = path.read_bytes(), path.suffix.lower()
+    is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    text = content.decode("utf-16" if is_utf16 else "utf-8-sig", errors="replace")
     if "\0" in text or text.count("\ufffd") > len(text) * _STRANGE:
         raise ValueError(f"text_of: {path} is no text in UTF-8 or, with its mark, UTF-16; needed such")
     if suffix in (".json", ".jsonl"):

@@ -1,8 +1,7 @@
-"""One block of a model on its way: what its layers see in the smaller model, and what they should give.
+"""One block: the inputs of its layers in the smaller model, and the outputs that they should give.
 
-Two copies of the hidden states walk through the blocks, the original model's and the smaller one's. What a layer should
-give is what the original gave at the original's states; an MLP also makes up for what the residual stream has lost
-before it, where the stream can be read.
+Two copies of the hidden states go through the blocks, the original model's and the smaller one's. A layer's target is
+its output in the original model; an MLP's also includes what the residual stream has lost so far, where it can be read.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class Block:
         self.module = model.get_submodule(name)
         self.kinds: dict[str, str | None] = {}  # where the residual stream that each MLP adds to can be read
         self.ran: list[str] = []  # the layers that write an MLP's output, and the singles, in the order they run
-        self.said: dict[str, list[Tensor]] = {}  # by the original's singles, batch by batch
-        self.wanted: dict[str, list[Tensor]] = {}  # of each MLP and, where it can be read, of the stream together
+        self.said: dict[str, list[Tensor]] = {}  # outputs of the original's singles, batch by batch
+        self.wanted: dict[str, list[Tensor]] = {}  # target of each MLP, plus the residual stream where it can be read
 
     def original(self, states: Sequence[Tensor]) -> list[Tensor]:
         """Run it as it is on the original's states; returns its outputs, and keeps what its layers should give."""
@@ -71,11 +70,13 @@ class Block:
         return outputs
 
     def look_ahead(self, outputs: Sequence[Tensor], later: Sequence[Tensor]) -> None:
-        """Ask for what the original has some blocks later, too, where an MLP's output is added to the block's.
+        """Add to the targets of MLPs what the dropped blocks after this one would have added to the stream.
+
+        Only for MLPs whose output is added to the block's output.
 
         Args:
-            outputs: The original's after this block.
-            later: The same after the blocks that go.
+            outputs: The original's hidden states after this block.
+            later: The original's hidden states after the dropped blocks.
         """
         for mlp in (m for m in self.mlps if self.kinds[m.down] == "output"):
             pairs = zip(self.wanted[mlp.down], outputs, later, self.calls, strict=True)
@@ -147,9 +148,9 @@ class Block:
     def _run(
         self, call: Call, hidden: Tensor, singles: Sequence[str] = ()
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor, Tensor]]]:
-        """The block's output; and by name each MLP's input, its last layer's input and its output, without padding.
+        """The block's output and, by name, (MLP's input, last layer's input, output) without padding.
 
-        And the same of single layers, whose input is there twice.
+        For single layers the first two are the same.
         """
         inputs: dict[str, Tensor] = {}
         seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}

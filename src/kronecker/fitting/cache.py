@@ -23,11 +23,11 @@ class FitCache:
     """A folder of fitted parts, each a file, for one model, one set of settings and one calibration.
 
     Args:
-        folder: Where they are; None keeps nothing.
-        model: Before anything is changed.
-        settings: What else a fit depends on, as JSON has it.
+        folder: Where the files are; None stores nothing.
+        model: The model before anything is changed.
+        settings: What else a fit depends on; JSON values.
         data: The calibration batches.
-        operation: Whose errors they are.
+        operation: The name that error messages begin with.
     """
 
     def __init__(

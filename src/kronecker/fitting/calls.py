@@ -36,13 +36,13 @@ class Stop(Exception):
 
 
 def calls_of(model: nn.Module, blocks: Sequence[nn.Module], data: Sequence[Batch]) -> list[list[Call]] | None:
-    """For each block the arguments it gets in the original model; hidden states only for the first.
+    """The arguments that each block gets in the original model; hidden states are stored for the first block only.
 
-    Where those arguments do not depend on what blocks give, which the first batch shows (nearly always: they are masks
-    and positions), the other batches pass the blocks by.
+    The arguments are nearly always masks and positions. If on the first batch they are the same when blocks return
+    their inputs unchanged, the other batches are run that way, without computing the blocks.
 
     Returns:
-        The calls; None where a block does not read just what the one before it gives.
+        One list of calls for each block; None where a block's input is not the output of the one before it.
     """
     body, outputs, inputs = _body(model, blocks, data[0]), [], []
 

@@ -31,7 +31,7 @@ class FactorFit(NamedTuple):
 
     weights: MlpWeights
     error: float  # relative, squared
-    order: Tensor | None  # of its hidden neurons, where it is another one
+    order: Tensor | None  # the new order of its hidden neurons; None: unchanged
 
 
 def fit_factors(

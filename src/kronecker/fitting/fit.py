@@ -29,7 +29,7 @@ from .factors import fit_factors
 from .mlp import MlpWeights, Seen
 from .neurons import fit_heads, fit_neurons
 
-UNKNOWN = "fitted in closed form alone; its function between matrices is not known"
+UNKNOWN = "fitted in closed form only, since what it computes between its matrices is not known"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from .descent import descended
 from .elimination import eliminate, refitted
 from .mlp import MlpWeights, Seen
 
-_RIDGE = 1e-3  # for the choice of neurons: with the fit's own, neurons that others can stand for look worth keeping
+_RIDGE = 1e-3  # to choose neurons; with the fit's larger ridge, neurons that others could replace would be kept
 
 
 def normal_equations(weights: MlpWeights, seen: Seen, ridge: float) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from ..layers.weights import dense
 from .calls import not_padding, tokens, watched
 
 READ_IN = 0.03
-"""Of what is asked of a table that also reads out, the share that its rows are as vectors; the rest is logits."""
+"""For a table that is tied to a head: the weight of its rows' own error; the rest is that of the logits."""
 _ROWS = 8192  # in float64 at once
 
 

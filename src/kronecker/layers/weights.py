@@ -20,8 +20,8 @@ from ..moments import Moments
 class StandsFor(nn.Module):
     """A layer whose state has, beside its parameters, an empty tensor under the name of each weight it stands for.
 
-    transformers then refuses files with that state, whoever wrote them: without such names it would make up random
-    weights.
+    Plain transformers then raises on a file with that state; without these names it would initialise the weights at
+    random.
     """
 
     stands_for: tuple[str, ...]
@@ -150,8 +150,8 @@ def start(
 ) -> init.Factors:
     """The factors that a config's ``init`` gives a weight.
 
-    A sequential fit starts from pruning and, for more terms, from Van Loan, and goes on by alternating least squares on
-    what the layer sees; where nothing is seen (``alone``: embeddings, tied weights) it is Van Loan's.
+    ``"sequential"`` starts from pruning (one term) or Van Loan (more) and goes on by alternating least squares on the
+    layer's moments; with ``alone`` (embeddings, tied weights), where there are no moments, it is Van Loan's start.
     """
     weight, name = weight.contiguous(), config.init
     if alone and name == "sequential":

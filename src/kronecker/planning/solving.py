@@ -69,7 +69,7 @@ def _at_price(
 
 
 def _spend(options: Mapping[str, tuple[Choice, ...]], limits: Limits, chosen: dict[str, Choice]) -> dict[str, Choice]:
-    """The same with what is left of the limits spent on whatever lowers the error most."""
+    """Improve choices greedily: as long as the limits allow it, take the one that lowers the error most."""
     while True:
         steps = [
             (chosen[n].error ** 2 - c.error**2, n, c)

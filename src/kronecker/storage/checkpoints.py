@@ -107,7 +107,7 @@ def _save_compressed(
 
 
 def refuse_fading(model: nn.Module, operation: str) -> None:
-    """While originals still run, factors alone are another function."""
+    """Refuse a model that still runs originals beside its factors: the factors alone compute something else."""
     fading = [n for n, m in compressed(model).items() if isinstance(m, SmallerLinear) and m.original is not None]
     if fading:
         raise ValueError(

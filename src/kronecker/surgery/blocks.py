@@ -101,7 +101,7 @@ def config_with_blocks(model: PreTrainedModel, stack: Stack, stay: Sequence[int]
 
 
 def new_places(model: nn.Module, stack: Stack, stay: Sequence[int], config: PretrainedConfig | None) -> Changes:
-    """What blocks know of their places, as it becomes when only these stay.
+    """The changes to attributes in which blocks store their index, such as ``layer_idx``, when only ``stay`` are left.
 
     Raises:
         ValueError: A family whose blocks depend on their places in another way: loaded again they would be others.

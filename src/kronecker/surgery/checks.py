@@ -14,7 +14,7 @@ from .finding import COMPRESSED, is_linear
 
 
 def tied_modules(model: nn.Module) -> dict[str, list[str]]:
-    """Modules that share a weight, by the name of the embedding among them."""
+    """For each module that shares its weight, the names of the others that have the same one."""
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
@@ -53,7 +53,7 @@ def check_own(operation: str, model: nn.Module, names: Collection[str]) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = holders.setdefault(id(parameter), name)
         if first != name and any(n.rpartition(".")[0] in names for n in (name, first)):
-            raise ValueError(f"{operation}: {name} is {first}, too; needed layers that share no weight")
+            raise ValueError(f"{operation}: {name} and {first} are one weight; needed layers that share no weight")
     for name in names:
         check_layer(operation, name, model.get_submodule(name))
 

@@ -42,8 +42,8 @@ class LayerReport:
         structure: Number and shapes of its parts.
         before: Parameters.
         after: Parameters now.
-        init: The start that it got: Van Loan's where a fit is not possible.
-        error: Relative: of its weight, or where it was fitted of its outputs or its MLP's.
+        init: The start that it got; ``"van_loan"`` where a fit was not possible.
+        error: Relative error of the weight or, where it was fitted, of the outputs of the layer or its MLP.
     """
 
     name: str
@@ -257,7 +257,7 @@ def _fitted_tables(
         if not isinstance(config, LowRankConfig) or config.init == "svd" or (is_linear(module) and not others):
             continue
         if not any(is_embedding(model.get_submodule(n)) for n in (name, *others)):
-            raise ValueError(f"convert_: {name} is {others[0]}, too, and no embedding; needed init='svd'")
+            raise ValueError(f"convert_: {name} is tied to {others[0]} and to no embedding; needed init='svd'")
         if not any(n in found for n in others):
             found[name] = others
     return found
@@ -311,7 +311,7 @@ def _structure(layer: nn.Module) -> str:
 def _convert_alone(
     model: nn.Module, name: str, config: Config, tied: Mapping[str, list[str]], use: TableUse | None
 ) -> float:
-    """Convert one layer without the block's walk; what shares its weight shares its factors. Returns the error."""
+    """Convert one layer by itself; layers tied to it get the same factors. Returns the relative error."""
     module = model.get_submodule(name)
     if isinstance(module, COMPRESSED):
         return float("nan")  # came along with the one it is tied to

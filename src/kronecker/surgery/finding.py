@@ -70,7 +70,7 @@ def find_mlps(model: nn.Module, batch: Mapping[str, object] | None = None) -> li
 
 
 def mlps_if_any(model: nn.Module, batch: Mapping[str, object] | None = None) -> list[Mlp]:
-    """As `find_mlps`; none in a model that cannot be run without knowing more of it."""
+    """As `find_mlps`, but an empty list where the model cannot be run to find them."""
     try:
         return find_mlps(model, batch)
     except ValueError:
@@ -86,8 +86,8 @@ def resolve(
     """The layers to compress, by name in the model's order, each with its config.
 
     A single config means the MLPs and experts, with opposite shapes for the layer that writes the block's width; with a
-    ``filter_fn``, whatever that accepts. A map gives patterns (`fnmatch`) literal configs, the first that fits. With
-    ``batch`` a model is run to find its MLPs that reads neither tokens nor images.
+    ``filter_fn``, whatever that accepts. In a map, the first pattern (`fnmatch`) that fits a layer's name gives its
+    config. ``batch`` is what a model is run with to find its MLPs where it reads neither tokens nor images.
     """
     modules = dict(model.named_modules())
     resolved: dict[str, Config] = {}

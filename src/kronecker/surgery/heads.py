@@ -1,7 +1,6 @@
 """Attention heads that go: which layers make them, and the stock model without them.
 
-Query heads that share a key and a value (grouped-query attention) go together: a group is the unit. Letters: g groups;
-d the outputs of the writing layer's inputs that belong to one of them.
+Query heads that share a key and a value (grouped-query attention) are dropped together: the unit is a group.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class Attention:
 
 
 def find_attentions(model: PreTrainedModel) -> list[Attention]:
-    """Modules with four linear layers: three that heads are made by, and one that reads them.
+    """Modules with four linear layers: three that make queries, keys and values, and one that reads the heads.
 
-    By shapes: the widths of queries, keys and values are those that the config's numbers of heads give.
+    Found by shape: their widths are those that the config's numbers of heads give.
     """
     config: object = model.config.get_text_config()
     heads: int = getattr(config, "num_attention_heads", None) or 0
@@ -137,7 +136,7 @@ def check_runs(model: PreTrainedModel, config: PretrainedConfig, batch: Mapping)
         try:
             first_output(empty(type(model), copy.deepcopy(one)), on_meta)
         except Exception as error:
-            if one is model.config:  # it cannot be tried without numbers
+            if one is model.config:  # even the unchanged model cannot run on the meta device: nothing is learnt
                 return
             raise ValueError(
                 f"prune_: {type(model).__name__} cannot be run with fewer heads ({type(error).__name__}: {error}); "
@@ -148,10 +147,10 @@ def check_runs(model: PreTrainedModel, config: PretrainedConfig, batch: Mapping)
 def cut_heads_(
     model: PreTrainedModel, attentions: Sequence[Attention], keep: int, config: PretrainedConfig, batch: Mapping
 ) -> None:
-    """Leave out the groups that nothing reads; what the model says of a batch stays what it was.
+    """Remove the groups that nothing reads, and check that the model's output on a batch is unchanged.
 
     Raises:
-        ValueError: It does not: heads of this family differ by their place (ALiBi).
+        ValueError: The output changed: heads of this family differ by their place (ALiBi).
     """
     before, changes = first_output(model, batch), attribute_changes(model, config)
     for attention in attentions:

@@ -246,7 +246,7 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
 
 
 def _refuse_nothing(config: PruneConfig, count: int, what: str) -> None:
-    """Where all stays after rounding, and that was not asked for."""
+    """Refuse a share below 1 of which, after rounding, nothing is dropped."""
     if config.budget is None and config.share < 1:
         sizes = f" or multiple_of below {config.multiple_of}" if config.multiple_of > 1 else ""
         raise ValueError(f"prune_: all {count} {what} would stay of {config.share:.1%}; needed a smaller keep{sizes}")
@@ -259,7 +259,7 @@ def _rounded(config: PruneConfig, count: int, keep: int, what: str, *, near: flo
 
 
 def _refuse(model: nn.Module) -> None:
-    """What cannot be pruned, whatever is in it."""
+    """Refuse inference mode, a compressed model, and a transformers model inside another module."""
     if torch.is_inference_mode_enabled():
         raise ValueError("prune_: torch.inference_mode is on, needed a place where gradients can be taken")
     for name, module in model.named_modules():

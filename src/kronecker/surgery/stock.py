@@ -82,7 +82,7 @@ Changes = list[tuple[nn.Module, str, object]]  # modules, their attributes, and 
 
 
 def set_attributes_(changes: Changes) -> Changes:
-    """Make them; returns those that take them back."""
+    """Apply changes; returns the changes that undo them."""
     before = [(module, name, vars(module).get(name)) for module, name, _ in changes]
     for module, name, value in changes:
         vars(module)[name] = value

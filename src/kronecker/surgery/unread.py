@@ -1,6 +1,6 @@
-"""The smallest stock model of the same function: hidden neurons that nothing reads go, too short layers are filled up.
+"""The smallest stock model of the same function: without unread hidden neurons, short layers padded with zeros.
 
-A stock config has one size for all layers, so that the layer that needs most neurons says how many all of them have.
+A stock config has one size for all layers: that of the layer that needs the most neurons.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def smallest_stock(
     Raises:
         ValueError: A layer is smaller that is in none of the MLPs.
     """
-    unsmaller = empty(type(model), model.config)
-    stock = parameter_shapes(unsmaller)
-    hidden = [*(_of_mlp(unsmaller, mlp) for mlp in mlps), *_of_experts(model)]
+    stock_model = empty(type(model), model.config)
+    stock = parameter_shapes(stock_model)
+    hidden = [*(_of_mlp(stock_model, mlp) for mlp in mlps), *_of_experts(model)]
     sizes: dict[int, int] = {}
     for before in {part.count(stock) for part in hidden}:  # one field of the config
         alike = [part for part in hidden if part.count(stock) == before]

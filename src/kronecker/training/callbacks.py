@@ -11,9 +11,9 @@ from ..layers.linear import SmallerLinear
 from .parameters import factor_parameters
 
 
-def _model_in(told: Mapping[str, object]) -> nn.Module:
-    """The model, of what a trainer tells its callbacks."""
-    model = told["model"]
+def _model_in(arguments: Mapping[str, object]) -> nn.Module:
+    """The model among the arguments that a trainer passes to its callbacks."""
+    model = arguments["model"]
     assert isinstance(model, nn.Module)
     return model
 

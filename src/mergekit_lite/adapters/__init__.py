@@ -1,4 +1,4 @@
-"""LoRA adapters made of what they are the difference of: extracted from tuned models, and merged with each other."""
+"""LoRA adapters: extracted from tuned models, and merged with each other."""
 
 from .combination import merge_adapters
 from .extraction import extract_lora

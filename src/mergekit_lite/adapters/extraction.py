@@ -19,7 +19,7 @@ from ..vocabulary import HEAD, is_vocabulary_tensor
 from .report import AdapterModule, AdapterReport
 from .storage import module_of, task_of, truncated, with_bar, write_adapter
 
-_TABLE = re.compile(  # rows of which are looked up, not multiplied by
+_TABLE = re.compile(  # embeddings: rows are looked up, not multiplied
     r"(^|\.|_)(embed\w*|embeddings?|wpe|wte|relative_attention_bias)(\.|$)"
 )
 _WHAT = "this extraction"

@@ -41,7 +41,7 @@ def truncated(
     rank: int,
     energy: float = 1.0,
 ) -> tuple[Array, Array]:
-    """The best factors B (out, r) and A (r, in) of a change, of equal length direction by direction.
+    """The best factors B (out, r) and A (r, in) of a change; both have the roots of its singular values.
 
     Found from the eigenvectors of the smaller of the two Gram matrices, in float64.
 
@@ -109,7 +109,7 @@ def write_adapter(
             file.write(byte_view(np.ascontiguousarray(value)))
     ranks = {module: down.shape[0] for module, (_, down) in factors.items()}
     largest = max(ranks.values(), default=1)
-    odd = {module: r for module, r in ranks.items() if r != largest}
+    smaller = {module: r for module, r in ranks.items() if r != largest}
     settings = {
         "peft_type": "LORA",
         "task_type": task_type,
@@ -117,8 +117,8 @@ def write_adapter(
         "inference_mode": True,
         "r": largest,
         "lora_alpha": largest,
-        "rank_pattern": odd,
-        "alpha_pattern": odd,
+        "rank_pattern": smaller,
+        "alpha_pattern": smaller,
         "target_modules": sorted(ranks),
         "modules_to_save": sorted(name.removesuffix(".weight") for name in saved or {}) or None,
         "fan_in_fan_out": fan_in_fan_out,

@@ -120,7 +120,7 @@ class Engine:
         return replace(self._torch_engine().run(t, sink), inputs=self._hashes(t))
 
     def _hashes(self, t: TensorPlan) -> tuple[str, ...]:
-        """Of every input's stored values, in the blocks of the compiled engine."""
+        """Hashes of every input's stored values, by the same blocks as in the compiled engine."""
         if not self._hashing:
             return ()
         sources, count = self.plan.sources, t.info.count

@@ -382,7 +382,7 @@ def gram(raw, n, rows, shifted, sums):
 
 @_kernel
 def _keep(kept, deltas, count, place, second, words):
-    """Set to 0 what a method drops of every model's row of a tile; ``kept`` is `fused.Kept`'s tuple."""
+    """Set to 0 what a method drops of every model's row of a tile; ``kept`` is `passes.Kept.arguments`."""
     kind, cuts, budgets, keys, wholes, limits = kept
     for k in range(deltas.shape[0]):
         row = deltas[k, :count]
@@ -468,7 +468,7 @@ def shift(raw, n, models, place, kept, scales, weights, vote, out):
 def window(raw, n, models, lows, highs, top, patterns, above, inside):
     """Of the magnitudes of every task vector: how many lie above a window, and which patterns inside it.
 
-    There may be several rounds of K windows. The patterns go to ``patterns`` (windows, n). Answers whether one is NaN.
+    Window w looks at model w modulo K. The patterns go to ``patterns`` (windows, n). Answers whether one is NaN.
     """
     base, deltas = np.empty(TILE, np.float32), np.empty((models, TILE), np.float32)
     largest = np.uint32(0)

@@ -70,10 +70,10 @@ def _write_tokenizer(plan: MergePlan, folder: Path, trust_remote_code: bool) -> 
         plan.vocabulary.write_tokenizer(folder)
     else:
         folders = [_donor_folder(plan), *(source.folder for source in plan.sources)]
-        having = [f for f in folders if f and any((f / name).exists() for name in TOKENIZER_FILES)]
+        tokenizers = [f for f in folders if f and any((f / name).exists() for name in TOKENIZER_FILES)]
         for name in TOKENIZER_FILES:
-            if having and (having[0] / name).exists():
-                shutil.copyfile(having[0] / name, folder / name)
+            if tokenizers and (tokenizers[0] / name).exists():
+                shutil.copyfile(tokenizers[0] / name, folder / name)
     settings = folder / "tokenizer_config.json"
     if settings.exists() and not trust_remote_code:
         _without(settings, "auto_map")
@@ -185,8 +185,8 @@ def _described(plan: MergePlan, facts: Sequence[TensorFact]) -> list[dict[str, o
         for i, digest in zip(t.everything, f.inputs, strict=True):
             lines[i.source].append(f"{i.name} {digest}\n")
     described = []
-    for source, own in zip(plan.sources, lines, strict=True):
-        entry: dict[str, object] = {"model": source.label, "values": hash_bytes("".join(sorted(set(own))).encode())}
+    for source, hashes in zip(plan.sources, lines, strict=True):
+        entry: dict[str, object] = {"model": source.label, "values": hash_bytes("".join(sorted(set(hashes))).encode())}
         if source.folder is not None and (cached := cached_commit(source.folder)):
             entry |= {"hub_id": cached[0], "commit": cached[1]}
         if source.folder is not None and (source.folder / MANIFEST).is_file():  # a merge itself

@@ -30,8 +30,8 @@ from .hashing import hash_file, is_hash_of
 def method_hash(function: Callable[..., object]) -> str:
     """A hash of what a method does: its body and defaults, and the numbers, texts and functions that it refers to.
 
-    What else it refers to cannot be compared, and makes the hash one that no other run has. The package's own methods
-    are known by the package's version.
+    Of modules and classes only names count. Other objects cannot be compared, and make the hash one that no other
+    run has. The package's own methods are known by the package's version.
     """
     if str(getattr(function, "__module__", "")).startswith("mergekit_lite."):
         return "own"

@@ -37,7 +37,7 @@ def float32(values: Sequence[float] | Array) -> Array:
 
 
 class Buffers(threading.local):
-    """What one thread reads into and writes from; made when first asked for, and as large as was ever asked."""
+    """One thread's arrays, allocated when first asked for and used again."""
 
     def __init__(self) -> None:
         self._arrays: dict[tuple[str, str], Array] = {}
@@ -236,7 +236,7 @@ class FusedTensor:
         return finish
 
     def selected(self, share: float) -> tuple[bool, np.float32, Selector | None]:
-        """The cut that keeps a share of the columns whose variance is not 0: whether there is one, and which."""
+        """Whether columns are selected, the cut on their variance, and its selector; a share of variances above 0."""
         if share >= 1:
             return False, np.float32(0), None
         sample = self._sample()

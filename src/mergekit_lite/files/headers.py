@@ -1,4 +1,4 @@
-"""What a checkpoint says it holds, read from headers, indexes and configs alone, and never believed unchecked."""
+"""What a checkpoint holds, by its headers, indexes and configs, which are checked and not trusted."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of a safetensors file, from its header alone.
 
     Raises:
-        CheckpointError: Truncated, overlapping or trailing data, holes, an unknown dtype, a size that the shape denies.
+        CheckpointError: Truncated, overlapping or trailing data, holes, an unknown dtype, a wrong size.
     """
     size = path.stat().st_size
     with path.open("rb") as file:

@@ -47,10 +47,7 @@ class Source(Protocol):
 
 
 def stat_of(path: Path) -> list[object]:
-    """What changes when a file does: its size, and when its bytes and its entry were last written.
-
-    A tool can set the second back, but not the third.
-    """
+    """What changes when a file does: size, modification time, and change time, which tools cannot set back."""
     status = path.stat()
     return [path.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
@@ -64,7 +61,7 @@ class FolderSource:
         tensors: From its headers.
 
     Raises:
-        CheckpointError: A config that is none, or scales of float8 tensors that do not fit them.
+        CheckpointError: A config that is no JSON object, or scales of float8 tensors that do not fit them.
     """
 
     def __init__(self, folder: Path | None, label: str, tensors: dict[str, TensorInfo]):
@@ -102,7 +99,7 @@ class FolderSource:
         return True
 
     def _fill(self, name: str, start: int, out: Array) -> None:
-        """Read with pread into memory that is there."""
+        """Read into ``out`` with preadv; safe from any thread."""
         info = self._stored[name]
         assert info.file is not None
         view = byte_view(out)

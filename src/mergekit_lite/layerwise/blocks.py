@@ -80,7 +80,7 @@ class Skeleton:
         return [n for n, _ in self.model.named_parameters() if not n.startswith(f"{self.path}.")]
 
     def load_outside(self, weights: Weights) -> None:
-        """Give what is in no block these weights."""
+        """Load the weights of everything that is in no block."""
         tied = {id(p): n for n, p in reversed(list(self.model.named_parameters(remove_duplicate=False)))}
         loaded = {n: self.parameter(weights, n) for n in self.outside()}
         for name, parameter in list(self.model.named_parameters(remove_duplicate=False)):
@@ -126,12 +126,12 @@ class Skeleton:
     def _fill(self, module: nn.Module, own: str, weights: Weights, name: str) -> None:
         """Give a buffer a source's value; merged weights have none."""
         if not isinstance(weights, Mapping):
-            stored, held = self.stored_name(weights, name), module.get_buffer(own)
-            value = tensor_of(weights.read(stored, 0, weights.tensors[stored].count)).view(held.shape)
-            module.register_buffer(own, value.to(self.dtype if held.is_floating_point() else held.dtype))
+            stored, buffer = self.stored_name(weights, name), module.get_buffer(own)
+            value = tensor_of(weights.read(stored, 0, weights.tensors[stored].count)).view(buffer.shape)
+            module.register_buffer(own, value.to(self.dtype if buffer.is_floating_point() else buffer.dtype))
 
     def stored_name(self, source: Source, name: str) -> str:
-        """What a source calls a parameter: some files leave out, or add, the name of what lies below the head.
+        """What a source calls a parameter: some files leave out, or add, the prefix of the model below the head.
 
         Raises:
             CheckpointError: It does not have it.
@@ -180,7 +180,7 @@ class Skeleton:
 
     @contextmanager
     def _instead(self, forward: Callable[..., Tensor]) -> Iterator[None]:
-        """Blocks call ``forward(number, hidden, arguments, named)`` and keep what they are else looked at for."""
+        """Blocks call ``forward(number, hidden, arguments, named)`` in place of their own; their attributes stay."""
 
         def of(number: int) -> Callable[..., Tensor]:
             def called(*arguments: object, **named: object) -> Tensor:
@@ -209,7 +209,7 @@ def linear_layers(block: nn.Module) -> dict[str, nn.Module]:
 @contextmanager
 def inputs_seen(layers: Mapping[str, nn.Module], see: Callable[[str, Tensor], None]) -> Iterator[None]:
     """Call ``see(name, input)`` whenever one of the layers runs."""
-    handles = [m.register_forward_pre_hook(lambda _, given, n=n: see(n, given[0])) for n, m in layers.items()]
+    handles = [m.register_forward_pre_hook(lambda _, inputs, n=n: see(n, inputs[0])) for n, m in layers.items()]
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What the inputs of a linear layer say of how weights are to be merged: sums that grow with tokens, then one solve.
+"""The merged weight of a linear layer from its inputs: sums over tokens, then one solve.
 
 Sums are float64. RegMean (Jin et al., arXiv 2212.09849): W = (Σ_k W_k G_k)(Σ_k G_k)⁻¹ with G_k = X_kᵀ X_k / N_k, whose
 entries off the diagonal are multiplied by ``reduce``; with only the diagonal kept, columns are averaged by the mean

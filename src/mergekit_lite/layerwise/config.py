@@ -1,4 +1,4 @@
-"""What a user chooses of a data-driven merge."""
+"""Settings of a data-driven merge."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ METHODS = ("regmean", "regmean++", "activation", "fisher")
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedMerge:
-    """How a data-driven merge is made, whatever is merged.
+    """Settings of a data-driven merge.
 
     Args:
         method: ``"regmean"``, ``"regmean++"`` (inputs come through the blocks merged so far), ``"activation"``, or
@@ -47,7 +47,7 @@ class CalibratedMerge:
             )
 
     def shares(self, count: int) -> list[float]:
-        """Of each model, that sum to one."""
+        """Each model's share; together they are 1."""
         given = 1.0 if self.weight is None else self.weight
         weights = [given] * count if isinstance(given, Real) else list(given)
         sound = len(weights) == count and all(isinstance(w, Real) and 0 <= w < math.inf for w in weights)

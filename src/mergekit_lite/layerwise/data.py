@@ -29,12 +29,12 @@ def calibration_batches(data: Any, source: Source, *, batch_size: int, max_lengt
     Raises:
         ValueError: None of these, or nothing in it; a token that the model does not have.
     """
-    made = _batched(data, source, batch_size, max_length)
+    batches = _batched(data, source, batch_size, max_length)
     size = (source.config.get("text_config") or source.config).get("vocab_size", math.inf)
-    for ids in (batch["input_ids"] for batch in made):
-        if (odd := ids[(ids < 0) | (ids >= size)]).numel():
-            raise ValueError(f"calibration of {source.label}: a token is {int(odd[0])}; needed 0 or more, below {size}")
-    return made
+    for ids in (batch["input_ids"] for batch in batches):
+        if (bad := ids[(ids < 0) | (ids >= size)]).numel():
+            raise ValueError(f"calibration of {source.label}: a token is {int(bad[0])}; needed 0 or more, below {size}")
+    return batches
 
 
 def _batched(data: Any, source: Source, batch_size: int, max_length: int) -> list[Batch]:

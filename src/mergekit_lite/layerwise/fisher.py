@@ -1,7 +1,7 @@
 """Fisher-weighted averages: each parameter of a model counts by how much the model's output hangs on it.
 
 A backward pass needs the whole model: one model, its gradient and the sum of their squares are resident at a time. What
-is found of a model is a file, so that an interrupted merge does not look at it again.
+was computed for a model is kept in a file, so that an interrupted merge need not repeat it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def fisher_information(
         progress: Show a bar.
 
     Returns:
-        For each parameter, by name, as many numbers as it has.
+        The information of each parameter, by name, in its shape.
     """
     parameters = {name: p.requires_grad_() for name, p in model.named_parameters()}
     totals = {name: torch.zeros_like(p) for name, p in parameters.items()}
@@ -99,7 +99,7 @@ def write_fisher_parts(
         data: For each its batches.
         shares: How much each counts.
         folder: Where parts are written.
-        mark: What the merge depends on; what an earlier merge with it found is taken up.
+        mark: A fingerprint of models and data; what an earlier merge with the same one computed is used.
         progress: Show bars.
     """
     files = [folder / f"information-{k:05d}.safetensors" for k in range(len(sources))]
@@ -126,10 +126,10 @@ def write_fisher_parts(
 def _is_of(file: Path, mark: str) -> bool:
     if not file.is_file():
         return False
-    with safe_open(file, "pt") as held:
-        return (held.metadata() or {}).get("mark") == mark
+    with safe_open(file, "pt") as stored:
+        return (stored.metadata() or {}).get("mark") == mark
 
 
 def _read(file: Path, name: str) -> Tensor:
-    with safe_open(file, "pt") as held:
-        return held.get_tensor(name)
+    with safe_open(file, "pt") as stored:
+        return stored.get_tensor(name)

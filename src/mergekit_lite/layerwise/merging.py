@@ -88,16 +88,17 @@ def check_alike(sources: Sequence[Source]) -> None:
         CheckpointError: With the first difference.
     """
     shapes = [{n: i.shape for n, i in s.tensors.items()} for s in sources]
-    for source, own in zip(sources[1:], shapes[1:], strict=True):
-        if odd := sorted(n for n in shapes[0].keys() | own.keys() if shapes[0].get(n) != own.get(n)):
+    for source, other in zip(sources[1:], shapes[1:], strict=True):
+        if unlike := sorted(n for n in shapes[0].keys() | other.keys() if shapes[0].get(n) != other.get(n)):
+            name = unlike[0]
             raise CheckpointError(
-                f"{source.label} and {sources[0].label}: {odd[0]} is {own.get(odd[0])} and {shapes[0].get(odd[0])} "
-                f"({len(odd)} such); data-driven merges needed models of one architecture"
+                f"{source.label} and {sources[0].label}: {name} is {other.get(name)} and {shapes[0].get(name)} "
+                f"({len(unlike)} such); data-driven merges needed models of one architecture"
             )
 
 
 class _Joined:
-    """Parts of one model as a source: config and tokenizer are the first model's, and tensors that no part has."""
+    """The merged parts as one source; config, tokenizer and tensors that no part has are the first model's."""
 
     def __init__(self, first: Source, parts: Iterable[Source]):
         self.label, self.config, self.folder, self._first = "merged", first.config, first.folder, first

@@ -1,4 +1,4 @@
-"""`BlockMerge`: where a merge is that goes block by block, and each of its steps."""
+"""`BlockMerge`: the state of a merge that goes block by block, and its steps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BlockMerge:
         return run_fingerprint(self.sources, self.data, [self.merge.method, self.shares, self.merge.reduce])
 
     def begin(self) -> None:
-        """To where the first block is called."""
+        """Run every model's data up to the first block."""
         for outside, batches in zip(self._outsides(), self.data, strict=True):
             self.skeleton.load_outside(outside)
             calls, hidden = self.skeleton.calls(batches)
@@ -50,7 +50,7 @@ class BlockMerge:
             self.hidden.append(hidden)
 
     def _outsides(self) -> Sequence[Weights]:
-        """What each model's data meet before and after the blocks: its own weights, or the merged ones."""
+        """For each model the weights outside the blocks that its data run through: its own, or averages."""
         if self.merge.method != "regmean++":
             return self.sources
         average = {n: self._average([self.skeleton.parameter(s, n) for s in self.sources], n)
@@ -101,7 +101,7 @@ class BlockMerge:
         self._write(len(self.skeleton.blocks), merged)
 
     def _of_head(self) -> list[InputStatistics]:
-        """What each model's head reads."""
+        """Statistics of what each model's head reads."""
         statistics_of_parts = []
         for outside, batches, hidden, calls in zip(self._outsides(), self.data, self.hidden, self.calls, strict=True):
             self.skeleton.load_outside(outside)
@@ -154,7 +154,7 @@ class BlockMerge:
             save_file(named, part)
 
     def save(self, done: int, mark: str) -> None:
-        """Where an interrupted run goes on."""
+        """Save where an interrupted run goes on."""
         states = {f"{k}.{i}": h for k, batches in enumerate(self.hidden) for i, h in enumerate(batches)}
         save_states(self.folder, states, done=done, mark=mark, job="merge")
 

@@ -24,8 +24,8 @@ def run_fingerprint(sources: Sequence[Source], data: Sequence[Sequence[Batch]], 
     digest = hashlib.sha256()
     for batch in (b for batches in data for b in batches):
         digest.update(repr([(k, v.tolist()) for k, v in sorted(batch.items())]).encode())
-    told = [[s.fingerprint() for s in sources], settings, digest.hexdigest()]
-    return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
+    described = [[s.fingerprint() for s in sources], settings, digest.hexdigest()]
+    return hashlib.sha256(json.dumps(described, default=str).encode()).hexdigest()
 
 
 def save_states(folder: Path, states: Mapping[str, Tensor], *, done: int, mark: str, job: str) -> None:
@@ -48,7 +48,7 @@ def load_states(folder: Path, mark: str) -> tuple[int, dict[str, Tensor]]:
     if not path.is_file():
         return 0, {}
     with safe_open(path, "pt") as file:
-        told = file.metadata() or {}
-        if told.get("mark") != mark:
+        metadata = file.metadata() or {}
+        if metadata.get("mark") != mark:
             return 0, {}
-        return int(told["done"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
+        return int(metadata["done"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping

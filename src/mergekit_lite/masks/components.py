@@ -35,7 +35,7 @@ def share_frozen(models: Sequence[Module], *, over_base: bool = False) -> list[M
 
     Args:
         models: The components.
-        over_base: The last is the base of the others; what they have as it has becomes one tensor.
+        over_base: The last model is the base; parameters of the others that equal the base's share its tensor.
     """
     memo: dict[int, object] = {}
     base = dict(models[-1].named_parameters()) if over_base else {}
@@ -154,8 +154,8 @@ def refuse_different(
         models: The components.
         labels: What to call them.
         values: Also compare buffers (not on the meta device).
-        strict: Refuse other settings and buffers too; else a warning says whose are used.
-        whose: They are.
+        strict: Refuse different settings and buffers too; else warn.
+        whose: Whose settings and buffers are used, for the warning.
 
     Raises:
         ValueError: With the first 5 differences.
@@ -164,7 +164,7 @@ def refuse_different(
         raise ValueError(f"Merger: got {len(models)} model, needed at least two")
     pairs = [(models[0], other, (labels[0], label)) for other, label in zip(models[1:], labels[1:], strict=True)]
     say_or_refuse([line for one, other, names in pairs for line in _differences(one, other, names)])
-    if strict or values:  # what is let pass is said once, when all is known
+    if strict or values:  # without strict the one warning is given by the call that also compares buffers
         lines = [line for one, other, names in pairs for line in _different_settings(one, other, names, values)]
         say_or_refuse(lines, strict=strict, whose=whose)
 

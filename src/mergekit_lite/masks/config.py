@@ -36,10 +36,10 @@ class _Json:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """From `to_json`'s text.
+        """Read what `to_json` wrote.
 
         Raises:
-            ValueError: A field that there is not, or a bad value.
+            ValueError: An unknown field, or a bad value.
         """
         values = json.loads(text)
         known = [f.name for f in fields(cls)]  # pyrefly: ignore
@@ -60,13 +60,14 @@ class MaskConfig(_Json):
             (``"output"``) or element (``"element"``). Vectors (biases, norms) have one value an element unless
             ``"scalar"``. An embedding is read as the output head it may be tied to: ``"input"`` is one value for each
             hidden feature, ``"output"`` one for each token.
-        constraint: What the K values at a place must satisfy. ``"auto"`` is ``"sum_to_one"``, or over a base
-            ``"none"``: free masks over whole weights also scale what the components have in common. ``"unit_interval"``
-            (each in 0..1), ``"symmetric"`` (each in -1..1), ``"unit_sphere"`` (squares sum to one); or functions of
-            what is trained: ``"sigmoid"``, ``"tanh"``, ``"cosine"``, and ``"spherical"`` (the coefficients of spherical
-            interpolation between two components, by their weights' angle). See `constrain`.
-        modules: Patterns of module names, as ``("model.layers.*.mlp.*",)``: masks over the others keep their initial
-            value; default: all are trained.
+        constraint: What the K mask values of one weight element must satisfy. ``"auto"`` is ``"none"`` over a base,
+            else ``"sum_to_one"``, since free masks over whole weights would also scale what the components have in
+            common. ``"unit_interval"`` (each in 0..1), ``"symmetric"`` (each in -1..1), ``"unit_sphere"`` (squares sum
+            to one); or functions of the trained values: ``"sigmoid"``, ``"tanh"``, ``"cosine"``, and ``"spherical"``
+            (the coefficients of spherical interpolation between two components, by their weights' angle). See
+            `constrain`.
+        modules: Patterns of module names such as ``("model.layers.*.mlp.*",)``: only masks over matching modules are
+            trained, the others keep their initial value; default: all are trained.
         initial: A number for every mask; ``"average"`` (1 / K); ``"component:1"`` (that component alone);
             ``"random"`` (uniform in 0..1, then divided by their sum); or the path of a YAML recipe (`linear` or
             `task_arithmetic`) whose weights are taken.
@@ -105,7 +106,7 @@ class MaskConfig(_Json):
         ):
             raise ValueError(f"MaskConfig: modules is {self.modules!r}, needed a tuple of patterns, or None")
         if self.granularity == "element" and self.constraint == "spherical":
-            raise ValueError("MaskConfig: constraint 'spherical' needs an angle, and an element alone has none")
+            raise ValueError("MaskConfig: constraint 'spherical' cannot do granularity 'element'; needed another one")
         if self.granularity == "element" and self.mode == "efficient":
             raise ValueError(
                 f"MaskConfig: mode {self.mode!r} cannot do granularity 'element', which masks weights and not inputs "
@@ -127,22 +128,23 @@ class KLConfig(_Json):
     """What the merged model is trained towards: ``KL(Σ_k c_k component k, merged)``, averaged over positions.
 
     Args:
-        coefficients: Where the teachers' shares c_k come from: ``"task"`` (the component whose index is the example's
-            ``task``); ``"evidence"``, which asks for no task: how probable each component finds the example, c_k
-            proportional to Π_t p_k(x_t) over its supervised tokens, ``"prefix_evidence"`` over those before each;
-            ``"confidence"`` (per token, softmax of minus the teachers' entropies), ``"entropy"`` (per token, inverse to
-            them, and logits are mixed, as this package's origin did); ``"fixed"`` (``shares``) or ``"uniform"``.
-        shares: One a component, for ``"fixed"``; divided by their sum.
-        confidence_temperature: Of ``"confidence"``; 0 takes the teacher of least entropy alone.
+        coefficients: Where the teachers' shares c_k come from. ``"task"``: 1 for the component whose index is the
+            example's ``task``. ``"evidence"``, which needs no task: by how probable each component finds the example,
+            c_k proportional to Π_t p_k(x_t) over its supervised tokens; ``"prefix_evidence"``: at each position, over
+            the supervised tokens before it. ``"confidence"``: per token, the softmax of minus the teachers' entropies;
+            ``"entropy"``: per token, in proportion to 1 / entropy, and logits are mixed instead of probabilities.
+            ``"fixed"``: ``shares``. ``"uniform"``: all alike.
+        shares: One number a component, for ``"fixed"``; divided by their sum.
+        confidence_temperature: Of the softmax of ``"confidence"``; at 0 the teacher of least entropy has all.
         temperature: T: logits of students and teachers are divided by it, the loss is multiplied by T².
         direction: ``"forward"`` KL(teacher, merged), ``"reverse"`` KL(merged, teacher), ``"jensen_shannon"``;
-            ``"entropy"``, that of the merged model whatever the components say (AdaMerging's loss, a baseline).
+            ``"entropy"``, the merged model's own entropy, without teachers (AdaMerging's loss, a baseline).
         cross_entropy: Weight of the cross-entropy towards the labels, added.
         l1: Weight of the mean absolute mask.
         l2: Weight of the mean squared mask.
         similarity: Weight of the mean cosine similarity between the components' masks: pulls them apart.
         closeness: Weight of the mean squared difference between the components' masks: pulls them together.
-        decay: Weight of mean(m_k²) of all components but the first, divided by that of all: towards the first.
+        decay: Weight of the share that all components but the first have in Σ mask²: pulls towards the first.
 
     Raises:
         ValueError: A value outside these.
@@ -165,7 +167,7 @@ class KLConfig(_Json):
 
     @property
     def penalises(self) -> bool:
-        """Whether masks add to the loss."""
+        """Whether a penalty on masks has a weight above 0."""
         return any((self.l1, self.l2, self.similarity, self.closeness, self.decay))
 
     def __post_init__(self) -> None:
@@ -175,7 +177,7 @@ class KLConfig(_Json):
         _at_least("KLConfig", 0, **{name: getattr(self, name) for name in weights})
         _at_least("KLConfig", 1e-6, temperature=self.temperature)
         if (self.shares is None) == (self.coefficients == "fixed"):
-            raise ValueError("KLConfig: shares belong to coefficients='fixed', and that needs them")
+            raise ValueError("KLConfig: shares belong to coefficients='fixed'; needed both, or neither")
         if self.shares is not None:
             _at_least("KLConfig", 0, **{f"shares[{i}]": v for i, v in enumerate(self.shares)})
             if not sum(self.shares) > 0:

@@ -61,9 +61,6 @@ def constrain(
             spherical interpolation at t = sigmoid(x).
         angle: Of ``"spherical"``: a scalar, between the components' weights, see `angle_between`.
 
-    Source: sigmoid, tanh, cosine and spherical as in the masks that this package grew out of (arcee's DAM, arXiv
-    2410.08371, has none).
-
     Returns:
         Masks (K, ...).
 
@@ -92,7 +89,7 @@ def constrain(
 
 
 def acting_masks(raw: Tensor, constraint: str, *, angle: Tensor | None = None, over_base: bool = False) -> Tensor:
-    """`constrain`, and over a base what the components' masks leave of 1, after them.
+    """The masks to multiply by: `constrain`, and over a base its own, 1 minus their sum, as the last.
 
     Args:
         raw: As for `constrain`.
@@ -108,10 +105,11 @@ def acting_masks(raw: Tensor, constraint: str, *, angle: Tensor | None = None, o
 
 
 def unconstrain(masks: Tensor, constraint: str) -> Tensor:
-    """What `constrain` makes such masks of; those that break the constraint are first moved to where it holds.
+    """Trained values for which `constrain` gives these masks, or masks near them where they break the constraint.
 
     Raises:
-        ValueError: Masks from which no gradient leads away, or not two of them for ``"spherical"``.
+        ValueError: Sums other than 1 for ``"sum_to_one"``, masks at which a constraint's gradient is zero or undefined,
+            or not two of them for ``"spherical"``.
 
     >>> constrain(unconstrain(torch.tensor([0.9, 0.1]), "sigmoid"), "sigmoid")
     tensor([0.9000, 0.1000])

@@ -128,12 +128,12 @@ def positions(
 
 
 def _refuse_leaks(merger: MaskedModel, inputs: Mapping[str, Any]) -> None:
-    """Examples packed into a row are kept apart by their positions, which not every attention looks at."""
-    places = inputs.get("position_ids")
-    if places is None or not bool((places[:, 1:] <= places[:, :-1]).any()):
+    """Refuse packed rows where attention would look across examples: only ``position_ids`` keep those apart."""
+    position_ids = inputs.get("position_ids")
+    if position_ids is None or not bool((position_ids[:, 1:] <= position_ids[:, :-1]).any()):
         return
     attention = str(getattr(merger.model.config, "_attn_implementation", ""))
-    if not merger.model.can_generate() or ("flash" in attention and places.shape[0] > 1):
+    if not merger.model.can_generate() or ("flash" in attention and position_ids.shape[0] > 1):
         raise ValueError(
             f"Merger.distill: packed rows, but {type(merger.model).__name__} with {attention or 'its'} attention would "
             "look across examples; needed a decoder (one row a batch with flash attention), or MaskCollator(pack=False)"
@@ -143,7 +143,7 @@ def _refuse_leaks(merger: MaskedModel, inputs: Mapping[str, Any]) -> None:
 def _shares(
     merger: MaskedModel, kl: KLConfig, task: Tensor | None, where: Tensor, places: tuple[Tensor, ...]
 ) -> Tensor | None:
-    """The teachers' coefficients (N, K); None: what teachers find says them."""
+    """The teachers' coefficients (N, K); None if they depend on the teachers' outputs."""
     count = merger.count
     if kl.direction == "entropy" or not places[0].numel():  # no teacher runs
         return torch.zeros(places[0].numel(), count, device=where.device)
@@ -172,12 +172,12 @@ def _shares(
     return nn.functional.one_hot(task_of_place[places].long(), count).float()
 
 
-def _examples(ids: Tensor, places: Tensor | None) -> Tensor:  # (B, L)
-    """The number of the example that each token is of: rows, or what packed rows hold."""
+def _examples(ids: Tensor, position_ids: Tensor | None) -> Tensor:  # (B, L)
+    """For each token the number of its example: a row, or in packed rows what ``position_ids`` count anew."""
     starts = torch.zeros_like(ids)
     starts[:, 0] = 1
-    if places is not None:
-        starts[:, 1:] = places[:, 1:] <= places[:, :-1]
+    if position_ids is not None:
+        starts[:, 1:] = position_ids[:, 1:] <= position_ids[:, :-1]
     return (starts.flatten().cumsum(0) - 1).view_as(ids)
 
 
@@ -231,11 +231,11 @@ def _run_teachers(
             if used.numel() == 0:
                 logits_of_teachers.append(None)
                 continue
-            own, place = rows[used].unique(return_inverse=True)
-            part = {n: v[own] if isinstance(v, Tensor) and v.shape[:1] == (batch,) else v for n, v in inputs.items()}
+            kept, row = rows[used].unique(return_inverse=True)  # rows of the batch, and of what is left of it
+            part = {n: v[kept] if isinstance(v, Tensor) and v.shape[:1] == (batch,) else v for n, v in inputs.items()}
             with merger.component(k):
                 outputs = _outputs(merger, hidden, part)
-            chosen = outputs[(place, *(p[used] for p in places[1:]))]
+            chosen = outputs[(row, *(p[used] for p in places[1:]))]
             full = chosen.new_zeros(count, chosen.shape[-1])
             full[used] = chosen
             logits_of_teachers.append(full)

@@ -102,8 +102,8 @@ def masked_linear(
         masks: (K, 1, 1) scalar, (K, 1, I) input, (K, O, 1) output or (K, O, I) element masks; the last two sizes
             swapped when ``transposed``.
         bias: The merged bias, (O,).
-        rule: Makes the masks that act of ``masks``, as a constraint does; it runs again in backward, so that nothing it
-            gives is kept.
+        rule: A function from ``masks`` to the masks to multiply by, such as a constraint. It runs again in backward, so
+            that its result need not be kept.
         mode: ``"accurate"``, ``"efficient"`` (``Σ (m_k x) @ W_k.T``) or ``"auto"``: efficient up to
             `FEW_TOKENS` (`FEW_TOKENS_TRAINING` with gradients), where it is the faster one.
         transposed: Weights are stored (I, O), as GPT-2's `Conv1D` does.
@@ -150,7 +150,7 @@ def masked_linear(
 
 
 def _linear_mode(mode: str, x: Tensor, masks: Tensor, in_features: int) -> str:
-    """Accurate or efficient, of what was asked for."""
+    """Resolve ``"auto"``; refuse a mode that there is not, or that cannot do these masks."""
     element = masks.shape[1] > 1 and masks.shape[2] > 1
     if mode == "auto":
         training = torch.is_grad_enabled() and (x.requires_grad or masks.requires_grad)

@@ -1,4 +1,4 @@
-"""The modules: one frozen stock layer a component, masks over them, and the merged layer as their forward.
+"""Masked layers: the components' stock layers, frozen, masks over their parameters, and the merged layer as forward.
 
 A masked layer keeps the components' own layers as ``components`` and one mask tensor for each of their parameters in
 ``masks``. `Selection` says whether the merged layer or one component runs.
@@ -24,7 +24,7 @@ from .functional import blend, masked_embedding, masked_linear
 Output = Any
 """Of a stock module: a tensor, a tuple, what transformers returns."""
 
-_WORTH_REPEATING = 1 << 16  # elements of a parameter; smaller ones are kept by autograd
+_WORTH_REPEATING = 1 << 16  # elements of a parameter from which its blend is made again in backward, not kept
 
 
 @dataclass
@@ -44,7 +44,7 @@ class MaskedLayer(nn.Module):
         config: Mode, granularity, constraint and initial value.
         base: The stock layer that masks lie over the differences from: ``base + Σ mask_k * (component k - base)``.
         selection: Shared with other layers; default: one of its own.
-        masks: Ready mask parameters by parameter name (tied weights); others are made.
+        masks: Existing mask parameters to use, by parameter name, for tied weights; the others are created.
         initial: Initial value by parameter name, where it is not the config's.
         trained: Whether masks are trained, or keep their initial value.
         generator: What random masks are drawn from; default: one of the config's seed.
@@ -102,8 +102,8 @@ class MaskedLayer(nn.Module):
                 continue
             value = 0.0 if same else initial(name) if initial else self.config.initial
             shape = mask_shape(first.shape, self.config.granularity, self.transposed)
-            begun = unconstrain(initial_masks(count, shape, value, generator), self._constraint(name))
-            self.masks[name] = nn.Parameter(begun.to(first.device), requires_grad=trained and not same)
+            raw = unconstrain(initial_masks(count, shape, value, generator), self._constraint(name))
+            self.masks[name] = nn.Parameter(raw.to(first.device), requires_grad=trained and not same)
         if self.config.constraint == "spherical":
             for name, mask in self.masks.items():
                 angle = angle_between(self.frozen(name), mask.shape[1:])
@@ -123,14 +123,14 @@ class MaskedLayer(nn.Module):
         return name in self._same
 
     def mask(self, name: str) -> Tensor:
-        """The constrained mask over each of a parameter's `frozen` values, (K, broadcasts over it); the base's last."""
+        """The constrained masks over a parameter's `frozen` values, (as many, broadcasts over it); a base's is last."""
         return self._rule(name)(self.masks[name])
 
     def _constraint(self, name: str) -> str:
         return "none" if name in self._same else self.config.constraint
 
     def _rule(self, name: str) -> Callable[[Tensor], Tensor]:
-        """From what is trained to the masks that act."""
+        """The function from the trained values to the constrained masks."""
         angle = self._buffers.get(f"{name}_angle")
         return partial(acting_masks, constraint=self._constraint(name), angle=angle, over_base=self.over_base)
 
@@ -144,7 +144,7 @@ class MaskedLayer(nn.Module):
         """The parameter of whatever runs: the selected component's, the folded one, or the merged one, built anew."""
         if self.selection.component is not None:
             return getattr(self.components[self.selection.component], name)
-        folded = self._fold()
+        folded = self._usable_fold()
         return self.merged(name) if folded is None else folded[name]
 
     @property
@@ -179,8 +179,8 @@ class MaskedLayer(nn.Module):
         """Whether merged parameters are kept, and are those of the masks."""
         return self.folded is not None and self._folded_at == self._versions()
 
-    def _fold(self) -> dict[str, Tensor] | None:
-        """The folded parameters, as long as they are those of the masks."""
+    def _usable_fold(self) -> dict[str, Tensor] | None:
+        """The folded parameters in evaluation mode; dropped first if the masks have changed since."""
         if not self.is_folded:
             self.folded = None
         return None if self.training else self.folded
@@ -194,7 +194,7 @@ class MaskedLayer(nn.Module):
         k = self.selection.component
         if k is not None:
             return self.components[k](*args, **kwargs)
-        folded = self._fold()
+        folded = self._usable_fold()
         if folded is not None:
             return self.stock(folded, *args, **kwargs)
         return self.run(*args, **kwargs)
@@ -254,7 +254,7 @@ class AccurateMaskedLinear(MaskedLayer):
 class EfficientMaskedLinear(AccurateMaskedLinear):
     """K frozen `nn.Linear` and masks: ``Σ (m_k x) @ W_k.T + Σ m_k b_k``; no weight is ever built.
 
-    Equal to the accurate layer but for rounding: one of each product, where the accurate one has one of the weight.
+    Equal to the accurate layer up to rounding: here each product is rounded, there the blended weight.
 
     >>> EfficientMaskedLinear([nn.Linear(4, 3), nn.Linear(4, 3)])(torch.zeros(5, 4)).shape
     torch.Size([5, 3])

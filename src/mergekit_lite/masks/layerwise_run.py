@@ -89,7 +89,7 @@ class LayerwiseRun:
         return self.skeleton.model.dtype
 
     def _hashes(self) -> list[str]:
-        """Of the components, as a `Merger` has them."""
+        """The components' hashes, equal to those of `MaskedModel.hashes`."""
         model = self.skeleton.model
         pairs = [self._pairs(source) for source in self.sources]
         if all(own is not None for own in pairs[:-1]):
@@ -129,7 +129,7 @@ class LayerwiseRun:
             return (file.metadata() or {}).get("mark") == self.mark
 
     def begin(self, states: Mapping[str, Tensor]) -> None:
-        """To the first block, or to where an interrupted run was."""
+        """Make the calls of all blocks, and the states before the first one or, from ``states``, the current one."""
         outside = [self.skeleton.without_blocks(source) for source in self.sources]
         surgeon, _ = self._masked(outside, 0)
         merged = {name: layer.merged(own).detach() for name, (layer, own) in surgeon.layers.items()}
@@ -239,7 +239,7 @@ class LayerwiseRun:
 
 
 class _Acting(Mapping[str, Tensor]):
-    """Masks as they act, read from their parts when they are asked for."""
+    """The constrained masks by name, each read from its file when it is asked for."""
 
     def __init__(self, parts: Sequence[Path], config: MaskConfig, *, over_base: bool, rename: Callable[[str], str]):
         self.config, self.over_base = config, over_base

@@ -40,7 +40,7 @@ def load_components(
         dtype: ``"auto"`` or one.
         options: Of ``auto_class.from_pretrained``; what is a field of the config overrides it.
         base: Loaded after them.
-        low_rank: Leave adapters of the base's linear layers as they are: the base's weights, shared, and factors.
+        low_rank: Keep adapters of the base's linear layers as factors beside its shared weights; do not fold them in.
         strict: Refuse settings that differ, or warn.
 
     Returns:
@@ -60,16 +60,16 @@ def load_components(
     labels = [own if adapter is None else f"{own}+{adapter}" for own, adapter in names]
     refuse_unlike(configs, bases, labels, auto_class, making, strict=strict)
     models: list[PreTrainedModel] = []
-    for (own, adapter), config, rest in reversed(list(zip(names, configs, unused, strict=True))):  # a base comes first
+    for (own, adapter), config, rest in reversed(list(zip(names, configs, unused, strict=True))):  # the base first
         model = None
         if low_rank and models and adapter is not None and _are_one(own, bases[-1]) and names[-1][1] is None:
             model = with_adapter(models[-1], Adapter(find_folder(adapter)))
         if model is None:
-            model, told = auto_class.from_pretrained(
+            model, loading_info = auto_class.from_pretrained(
                 own, config=config, dtype=dtype, output_loading_info=True, **where | rest
             )
             model.eval()
-            if lost := sorted(told["missing_keys"]):
+            if lost := sorted(loading_info["missing_keys"]):
                 raise ValueError(
                     f"Merger: {own} has no {lost[0]} ({len(lost)} such), which {type(model).__name__} would draw anew; "
                     "needed a checkpoint of the whole model"
@@ -96,8 +96,8 @@ def refuse_unlike(
         folders: Where they are, or hub ids.
         labels: What to call them.
         auto_class: Of transformers.
-        making: Of its ``from_config``.
-        strict: Or warn.
+        making: More arguments of its ``from_config``.
+        strict: Raise; else warn.
     """
     with torch.device("meta"):
         described = [auto_class.from_config(config, **making) for config in configs]

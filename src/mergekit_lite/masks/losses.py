@@ -1,4 +1,4 @@
-"""What masks learn from: `masked_kl`, distillation towards the components, and `mask_penalty`, which checks them.
+"""What masks learn from: `masked_kl`, distillation towards the components, and `mask_penalty`, which regularises.
 
 Letters: N positions, H hidden size, V vocabulary, K components.
 """
@@ -68,8 +68,8 @@ def masked_kl(
         A scalar, float32 (float64 for float64 inputs); NaN where a logit is. With N = 0 a zero that has a graph.
 
     Raises:
-        ValueError: Shapes that do not fit, a missing teacher that has a share, shares or temperatures that are none,
-            labels outside the vocabulary, an unknown direction.
+        ValueError: Shapes that do not fit, a missing teacher that has a share, invalid shares or temperatures, labels
+            outside the vocabulary, an unknown direction.
 
     Source: Hinton et al., arXiv 1503.02531; gradients made in forward after Hsu et al., arXiv 2410.10989.
 

@@ -96,7 +96,7 @@ class LowRankMaskedLinear(MaskedLayer):
 
 
 def are_thin(components: Sequence[nn.Module], base: nn.Module) -> bool:
-    """Whether each component is the base's layer with an adapter beside it, or that layer itself, and one is the first.
+    """Whether every component is the base's layer, with or without an adapter, and at least one has an adapter.
 
     Args:
         components: Layers at one place.
@@ -109,9 +109,9 @@ def are_thin(components: Sequence[nn.Module], base: nn.Module) -> bool:
 
 
 def adapted_layers(model: PreTrainedModel, adapter: Adapter) -> dict[str, Pair] | None:
-    """The factors of an adapter by the model's names of modules, but for those that are zero.
+    """An adapter's factors by the model's module names, without those that are zero.
 
-    None where it changes more than weights of `nn.Linear` that are theirs alone: then it is to be folded in.
+    None if it changes anything but untied weights of `nn.Linear`; then it has to be folded in.
 
     Args:
         model: What it is an adapter of.

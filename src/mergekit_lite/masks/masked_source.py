@@ -14,7 +14,7 @@ from ..files import Source, TensorInfo
 
 
 class MaskedSource:
-    """A component times its mask, as a source of a linear merge: products in float32, the sum's terms.
+    """A component times its mask: one term of the sum that a linear merge computes, in float32 or better.
 
     Args:
         inner: The component's tensors.
@@ -22,7 +22,7 @@ class MaskedSource:
         masks: All masks, (K, broadcasts over the tensor), on the CPU.
         dtypes: What the merger holds, and in which dtype. Other tensors are left out.
         rounds: Whether values are rounded to that dtype first, as where the merger holds whole weights.
-        lone: Give float tensors that have no mask as they are; one source of a merge does.
+        lone: Give float tensors that have no mask as they are, else as zeros; one source of a merge must be so.
     """
 
     def __init__(

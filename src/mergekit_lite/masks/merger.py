@@ -93,9 +93,9 @@ class Merger(MaskedModel):
             paths, auto_class, dtype, model_options or {}, base=base,
             low_rank=base is not None and settings.granularity != "element", strict=strict,
         )  # fmt: skip
-        begun = replace(settings, initial="average") if masks is not None else settings  # its recipe may be gone
-        above = {} if base is None else {"base": models.pop()}
-        merger = cls(models, begun, labels=labels, strict=strict, **above)
+        start = replace(settings, initial="average") if masks is not None else settings  # its recipe may be gone
+        base_model = None if base is None else models.pop()
+        merger = cls(models, start, base=base_model, labels=labels, strict=strict)
         merger.mask_config = settings.resolved(over_base=base is not None)
         merger.sources = [stored_as(label) for label in labels]
         if masks is not None:
@@ -109,7 +109,7 @@ class Merger(MaskedModel):
         return CausalLMOutput(loss=self.distill(kl, **inputs))
 
     def save_pretrained(self, *ignored: object, **named: object) -> None:
-        """A merger is no model on disk.
+        """Refused: a merger is saved as a merged model (`bake`) or as masks (`save_masks`).
 
         Raises:
             ValueError: Always.

@@ -23,16 +23,16 @@ _HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "l
 
 
 class StoredAs(NamedTuple):
-    """What a component was loaded from, and what its files' sizes and times were; None where no merge reads them."""
+    """Where a component was loaded from, and its files' sizes and times; None for files that no merge can read."""
 
     name: str
     fingerprint: object
 
 
 class MaskedModel(nn.Module):
-    """What distillation and storage work on: the components, the masks, and whichever of them runs now.
+    """The part of `Merger` that distillation and storage work on: components, masks, and the choice of what runs.
 
-    `Merger`, which people hold, says what the arguments are and what is refused.
+    Its arguments, and what it refuses, are documented at `Merger`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class MaskedModel(nn.Module):
         models = [without_adapter(model) for model in (models if base is None else [*models, base])]
         labels = labels or [m.config.name_or_path or f"model {k}" for k, m in enumerate(models)]
         self.labels = list(labels)
-        whole = [k for k, model in enumerate(models) if not has_factors(model)]  # others are the base's modules
+        whole = [k for k, model in enumerate(models) if not has_factors(model)]  # the others are copies of the base
         if len(whole) > 1 or base is None:
             whose = "first component's" if base is None else "base's"
             refuse_different([models[k] for k in whole], [labels[k] for k in whole], strict=strict, whose=whose)
@@ -103,7 +103,7 @@ class MaskedModel(nn.Module):
         self.model.gradient_checkpointing_enable(**options)
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
-        """The same by the name that transformers has for it from version 5.20 or so."""
+        """`gradient_checkpointing_enable`, by the name that newer versions of transformers call."""
         self.model.activation_checkpointing_enable(**options)
 
     def gradient_checkpointing_disable(self) -> None:
@@ -115,9 +115,9 @@ class MaskedModel(nn.Module):
         return self.model.can_generate()
 
     def generate(self, *args: object, **options: object) -> Output:
-        """Text by the merged model, or the selected component; weights are blended once for all tokens.
+        """Generate with the merged model, or the selected component.
 
-        In evaluation mode it takes the memory of one more model while it runs, which `fold_` keeps.
+        In evaluation mode weights are blended once for all tokens, and take the memory of one more model while it runs.
 
         Args:
             *args: Of transformers' ``generate``.
@@ -143,7 +143,7 @@ class MaskedModel(nn.Module):
 
     @contextlib.contextmanager
     def component(self, k: int) -> Iterator[Self]:
-        """Within it, component ``k`` runs, with its own weights and bits; a base is the one after the last.
+        """Within this context component ``k`` runs, with exactly its own weights; the base comes after the last.
 
         Raises:
             ValueError: There is no such component.
@@ -174,12 +174,10 @@ class MaskedModel(nn.Module):
             layer.unfold_()
         return self
 
-    # -- the masks ---------------------------------------------------------------------------------------------
-
     def _apply(self, fn: object, recurse: bool = True) -> Self:
         before, masks = self.model.dtype, {name: mask.data for name, mask in self._raw.items()}
         super()._apply(fn, recurse)
-        for name, mask in self._raw.items():  # float32 in any case: a step of training is far below 1
+        for name, mask in self._raw.items():  # masks stay float32: half precision would round training steps away
             if mask.dtype != masks[name].dtype:
                 mask.data = masks[name].to(mask.device)
         self.unfold_()
@@ -192,19 +190,19 @@ class MaskedModel(nn.Module):
         return {n.removeprefix("model."): m for n, m in self.named_modules() if isinstance(m, MaskedLayer)}
 
     def masks(self) -> dict[str, nn.Parameter]:
-        """What is trained, by the name of the weight that it lies over, a tied weight's once; see `constrain`."""
+        """The mask parameters, before `constrain`, by the name of their weight; tied weights share one."""
         return dict(self._raw)
 
     def effective_masks(self) -> dict[str, Tensor]:
-        """The masks as they act: constrained, and a base's, which is what the others leave of 1, after them."""
+        """The constrained masks, by weight name; over a base its own, 1 minus the sum of the others, is the last."""
         return {name: layer.mask(own) for name, (layer, own) in self._layers.items()}
 
     def places(self) -> dict[str, tuple[MaskedLayer, str]]:
-        """Of each masked weight the layer that has it, and what it is called there."""
+        """By weight name: the masked layer that owns the weight, and the parameter's name in that layer."""
         return dict(self._layers)
 
     def trained_masks(self) -> list[Tensor]:
-        """The components' masks as they act, of weights whose masks are trained."""
+        """The constrained masks of weights whose masks are trained, without a base's."""
         trained = [place for name, place in self._layers.items() if self._raw[name].requires_grad]
         return [layer.mask(own)[: self.count] for layer, own in trained]
 
@@ -242,8 +240,6 @@ class MaskedModel(nn.Module):
             else:
                 yield name, getattr(module, own)
         yield from sorted(self._stored_buffers.items())
-
-    # -- what a loss asks for ----------------------------------------------------------------------------------
 
     def output_head(self) -> MaskedLayer | None:
         """The output head where logits are exactly its product with the final hidden state, else None."""

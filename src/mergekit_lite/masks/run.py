@@ -142,14 +142,14 @@ def _refuse_method(name: str, run: MaskRun) -> None:
 
 
 def _claim(training: Path, run: MaskRun) -> None:
-    """Note which run a folder of checkpoints is of; refuse one of another."""
-    told, path = plain(run), training / "run.json"
+    """Write a run's settings into its folder of checkpoints; refuse a folder of a run with others."""
+    settings, path = plain(run), training / "run.json"
     if path.is_file():
-        if json.loads(path.read_text(encoding="utf-8")) != told:
+        if json.loads(path.read_text(encoding="utf-8")) != settings:
             raise ValueError(f"masks: {training} is of a run with other settings; name another OUT, or remove it")
         return
     make_folder(training, "masks")
-    write_json(path, told, "masks")
+    write_json(path, settings, "masks")
 
 
 def _names(labels: Sequence[str], methods: Sequence[str]) -> list[str]:

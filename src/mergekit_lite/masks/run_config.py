@@ -44,8 +44,7 @@ class MaskRun:
         masks: Fields of `MaskConfig`.
         kl: Fields of `KLConfig`.
         training: Fields of `TrainingArguments`; by default 300 steps of 8 examples at a rate of 3e-2.
-        compare: Methods of `merge_models` that stand beside in the table; default: linear and regmean, or over a base
-            task_arithmetic too.
+        compare: Methods of `merge_models` that the table compares with; default: see `methods`.
         held_out: The share of each task's examples that is kept for the table, or how many of them.
         max_length: Tokens of an example.
         train_on_inputs: Supervise what is asked, too.
@@ -53,7 +52,7 @@ class MaskRun:
         seed: Of the split and the training.
 
     Raises:
-        ValueError: A field that there is not, or a value that it cannot have.
+        ValueError: An unknown field, or a bad value.
     """
 
     components: tuple[str, ...]
@@ -99,7 +98,7 @@ class MaskRun:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """What ``compare`` says, or by default."""
+        """``compare``; by default linear, regmean (if all components have data), and over a base task_arithmetic."""
         if self.compare is not None:
             return self.compare
         followed = len({data.component for data in self.data}) == len(self.components)

@@ -97,10 +97,10 @@ def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
                 f"load_masks: {path} was made for other components: number {k} was {names[k]} with sha256 "
                 f"{other[:12]}…, here it is {merger.labels[k]} with {own[:12]}…"
             )
-    made, config = MaskConfig.from_json(metadata["config"]), merger.mask_config
-    if (made.granularity, made.constraint) != (config.granularity, config.constraint):
+    saved, config = MaskConfig.from_json(metadata["config"]), merger.mask_config
+    if (saved.granularity, saved.constraint) != (config.granularity, config.constraint):
         raise ValueError(
-            f"load_masks: {path} has {made.granularity} masks with constraint {made.constraint}, this merger "
+            f"load_masks: {path} has {saved.granularity} masks with constraint {saved.constraint}, this merger "
             f"{config.granularity} with {config.constraint}"
         )
     loaded: dict[str, Tensor] = {}

@@ -63,21 +63,21 @@ class Surgeon:
         self.generator = torch.Generator().manual_seed(config.seed)
         self.layers: dict[str, tuple[MaskedLayer, str]] = {}
         self.raw: dict[str, nn.Parameter] = {}
-        self._masks: dict[int, nn.Parameter] = {}  # of a frozen tensor that was met, for ties
-        self._made: dict[int, MaskedLayer] = {}
+        self._masks: dict[int, nn.Parameter] = {}  # by the id of the frozen tensor: tied weights share a mask
+        self._replacements: dict[int, MaskedLayer] = {}  # by the id of the module that was replaced
 
     def replace(self, module: nn.Module, others: Sequence[nn.Module], prefix: str = "") -> None:
         """Replace the children of ``module``, whose counterparts are the children of ``others``."""
         for name, child in list(module.named_children()):
             pairs = [getattr(o, name) for o in others]
-            if id(child) in self._made:
-                setattr(module, name, self._made[id(child)])
+            if id(child) in self._replacements:
+                setattr(module, name, self._replacements[id(child)])
                 continue
             path = f"{prefix}{name}."
             self.replace(child, pairs, path)
             if next(child.named_parameters(recurse=False), None) is not None:
-                self._made[id(child)] = self.layer(child, pairs, path)
-                setattr(module, name, self._made[id(child)])
+                self._replacements[id(child)] = self.layer(child, pairs, path)
+                setattr(module, name, self._replacements[id(child)])
 
     def trains(self, module: str) -> bool:
         """Whether the masks over a module are trained."""
@@ -113,7 +113,7 @@ def recipe_weights(path: str, labels: Sequence[str], *, over_base: bool = False)
         path: YAML of a `linear` or `task_arithmetic` merge, gradients and filters included. Its models, and its base,
             are among the components.
         labels: The components, as the recipe names them.
-        over_base: The last is a base, whose weight must be what the others leave of 1; it is left out.
+        over_base: The last label is the base; its weight must be 1 minus the sum of the others, and is left out.
 
     Raises:
         ValueError: Another method, or models that are no components.

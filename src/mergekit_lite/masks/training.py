@@ -173,9 +173,9 @@ def shard_frozen_(merger: Merger, mesh: DeviceMesh | None = None) -> list[str]:
     lists = {n: m for n, m in merger.model.named_modules() if isinstance(m, nn.ModuleList)}
     blocks = {
         f"{name}.{i}": block
-        for name, frozen in lists.items()
+        for name, modules in lists.items()
         if not any(name.startswith(f"{other}.") for other in lists) and not name.endswith("components")
-        for i, block in enumerate(frozen)
+        for i, block in enumerate(modules)
     }
     if not blocks:
         raise ValueError(f"shard_frozen_: {type(merger.model).__name__} has no list of blocks")

@@ -44,13 +44,13 @@ def cosines(g: A, xp: ModuleType) -> A:
 
 
 def slerp(g: A, t: float, xp: ModuleType) -> A:
-    """Of the base and the model."""
+    """Coefficients of the base and the model."""
     cosine = cosines(g, xp)
     return great_circle(cosine, t, abs(cosine) > 0.9995, xp)
 
 
 def nuslerp(g: A, weight: Sequence[float], xp: ModuleType) -> A:
-    """Of the two models, or their task vectors."""
+    """Coefficients of the two models, or of their task vectors."""
     t = 0.5 if abs(sum(weight)) < 1e-6 else weight[1] / sum(weight)
     cosine = cosines(g, xp)
     return great_circle(cosine, t, 1 - cosine * cosine <= _COLINEAR**2, xp)
@@ -77,7 +77,7 @@ def multislerp(g: A, weight: Sequence[float], normalize_weights: bool, eps: floa
 
 
 def karcher(g: A, max_iter: int, tol: float, xp: ModuleType) -> A:
-    """Of the mean direction's fixed-point iteration, which stays in the span of the inputs."""
+    """Coefficients by fixed-point iteration for the mean direction, which stays in the span of the inputs."""
     units, norms = unit_gram(g, 0.0, xp)
     count = norms.shape[-1]
     present = xp.where(norms > 0, xp.ones_like(norms), xp.zeros_like(norms))
@@ -106,7 +106,7 @@ def karcher(g: A, max_iter: int, tol: float, xp: ModuleType) -> A:
 
 
 def model_stock(g: A, xp: ModuleType) -> A:  # (..., K)
-    """T / K of every task vector, with t = K cos / (1 + (K - 1) cos)."""
+    """The coefficient t / K of every task vector, with t = K cos / (1 + (K - 1) cos)."""
     units, norms = unit_gram(g, 0.0, xp)
     count = norms.shape[-1]
     pairs = sum(units[..., i, j] for i in range(count) for j in range(i))

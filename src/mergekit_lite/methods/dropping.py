@@ -1,6 +1,6 @@
 """Methods that drop changes at random: dare_linear, dare_ties, della, della_linear.
 
-Draws are counter-based (`mergekit_lite.noise`): keyed by seed, tensor name and model index, so a result does not
+Draws are counter-based (`methods.noise`): keyed by seed, tensor name and model index, so a result does not
 depend on order, threads, device or which other tensors are merged. ``density=1`` draws nothing and equals the
 deterministic method.
 

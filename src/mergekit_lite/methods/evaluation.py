@@ -155,9 +155,9 @@ class Evaluation:
         for block in self._blocks.sample():
             requests, _ = self._replay(block, 0)
             assert requests is not None
-            for held, request in zip(values, requests, strict=True):
+            for scores, request in zip(values, requests, strict=True):
                 if isinstance(request, Largest):
-                    held.append(request.compute().detach().flatten())
+                    scores.append(request.compute().detach().flatten())
         return values
 
     def measure(self) -> None:

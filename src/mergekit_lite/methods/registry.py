@@ -9,7 +9,7 @@ A method is one pure function of tensors, and its signature is its schema:
 Keyword-only arguments are the parameters. `PerModel` marks one number for each model; a plain type is one value
 for all; no default means required. A trailing underscore is dropped from the public name (``lambda_``). An argument
 called ``noise`` receives the random source. A method that needs something of the whole tensor first (a norm, a
-threshold) yields `Sum` or `Largest` requests and is then a generator; see `mergekit_lite.evaluate`.
+threshold) yields `Sum` or `Largest` requests and is then a generator; see `mergekit_lite.methods.evaluation`.
 """
 
 from __future__ import annotations

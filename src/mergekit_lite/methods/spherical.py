@@ -165,8 +165,9 @@ def _model_stock_chunking(parameters: Mapping[str, object]) -> str:
     passes=lambda parameters: 1 if parameters["filter_wise"] else 2,
 )
 def model_stock(tensors: list[Tensor], base: Tensor, *, filter_wise: bool = False) -> Asking[Tensor]:
-    """T mean(W) + (1 - t) B with t = K cos / (1 + (K - 1) cos), cos the mean cosine between task vectors.
+    """Interpolate from base to mean: t mean(W) + (1 - t) B, with t = K cos / (1 + (K - 1) cos).
 
+    cos is the mean cosine between task vectors.
     One t a tensor, or a row with ``filter_wise``. Where the denominator vanishes t is 0; a zero task vector counts
     as cosine 0.
     Source: Model Stock (Jang et al., arXiv 2403.19522).

@@ -1,4 +1,4 @@
-"""make_plan: everything that can be wrong is looked for in headers and configs, and all of it is said at once."""
+"""make_plan: checks a recipe against headers and configs, and lists every problem at once."""
 
 from __future__ import annotations
 

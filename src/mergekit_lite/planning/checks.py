@@ -37,7 +37,7 @@ def _flat(config: Mapping[str, object]) -> dict[str, object]:
     flat = dict(config)
     for key, value in config.items():
         if key.endswith("_config") and isinstance(value, dict):
-            flat |= {f"{key}.{inner}": held for inner, held in _flat(value).items()}
+            flat |= {f"{key}.{inner}": part for inner, part in _flat(value).items()}
     return flat
 
 

@@ -79,7 +79,7 @@ def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout
 
     Args:
         recipe: With ``models``.
-        models: They, opened.
+        models: The recipe's models, opened.
         uses_base: Whether the method treats the base apart; else it is one more model.
     """
     layout = Layout([], [], [])
@@ -168,7 +168,7 @@ class _Piece:
             available = 1 + max((layer for layer in layers if layer is not None), default=-1)
             if stop > available:
                 problems.append(f"slice: layer_range ends at {stop}, {models.label(member)} has {available} layers")
-                self.length = 0  # of what is there, nothing can be laid out
+                self.length = 0  # lays out nothing of a slice that does not fit
 
     def outside(self) -> list[str]:
         """The tensors that are in no layer."""
@@ -199,7 +199,7 @@ class _Piece:
         base = None
         if self._base is not None:
             base = next((i for _, i in inputs if i.source == self._base), None)
-            if base is None:  # not among the sources: its layers are the first source's, by number
+            if base is None:  # not among the sources: it gives the layers that the first source gives
                 alias = self._models.alias(self._base, names[0])
                 if alias is None:
                     self._problems.append(f"{name}: the base model {self._models.label(self._base)} has no {names[0]}")

@@ -101,6 +101,6 @@ def open_models(
     if problems:
         return None, problems
     donor = index[model_key(recipe.base_model)] if recipe.base_model is not None else 0
-    if not sources[donor].config:  # a state dict, say: the first that has a config knows what the others are
+    if not sources[donor].config:  # a state dict, say: then the first model that has a config is the donor
         donor = next((i for i, source in enumerate(sources) if source.config), donor)
     return Models(sources, index, donor), []

@@ -26,7 +26,7 @@ class PlanError(ValueError):
 
     Args:
         problems: Every reason that was found.
-        what: Cannot be done.
+        what: What cannot be done, in the message.
     """
 
     def __init__(self, problems: Sequence[str], what: str = "this merge"):
@@ -92,7 +92,7 @@ class MergePlan(Report):
         donor: Which source gives tokenizer and other files.
         vocabulary: How the vocabularies are joined; None: they are alike.
         notes: What a user should know.
-        threads: That will merge, for the estimate of memory.
+        threads: How many will merge, for the estimate of memory.
     """
 
     recipe: MergeRecipe
@@ -153,7 +153,7 @@ class MergePlan(Report):
         return Table(("models", models), list(rows.items()), sentences=True)
 
     def remarks(self) -> list[str]:
-        """What the planner wants said."""
+        """The notes."""
         return [f"note: {text}" for text in self.notes]
 
     def to_dict(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What a recipe's parameters come to for one tensor: gradients over the layers, filters by name, places by precedence.
+"""A method's arguments for one tensor, from a recipe's values, gradients over layers and filters by name.
 
 A value is looked up from the most specific place to the least: the slice's source or model, the slice, the recipe. A
 parameter that has one value for all models is not looked up at a model: as in mergekit, it has no effect there.
@@ -18,7 +18,7 @@ Check = Callable[[object], Any]
 
 _MISSING = object()
 _SCALARS = (bool, int, float, str)
-# Of mergekit's methods, some take parameters that change nothing in any of them.
+# parameters that mergekit takes and that change no result
 _IDLE = {"int8_mask"}
 
 
@@ -120,7 +120,7 @@ def settings_for(
 
 
 def _places(recipe: MergeRecipe) -> Iterator[tuple[str, Mapping[str, object], bool]]:
-    """Every place where parameters stand: its name, they, and whether it is a model's."""
+    """Every place where parameters stand: its name, the parameters, and whether it is a model's."""
     yield "parameters", recipe.parameters, False
     for entry in recipe.entries():
         yield f"parameters of {model_label(entry.model)}", entry.parameters, True

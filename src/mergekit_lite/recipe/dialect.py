@@ -1,6 +1,6 @@
 """load_recipe: the YAML that mergekit users have on disk, read as mergekit reads it.
 
-What has no effect there has none here and is noted; what would change the result is refused.
+What has no effect in mergekit has none here and is noted; what would change the result and is not supported is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .recipe import (
 
 _RECIPE = ["merge_method", "models", "slices", "modules", "base_model", "parameters", "dtype", "out_dtype"]
 _RECIPE += ["tokenizer", "tokenizer_source", "chat_template", "name"]
-_DEPTH = 6  # of a list of filter entries with gradients, and some to spare
+_DEPTH = 6  # deepest nesting of parameters; filter entries with gradients need 4
 _IDLE = {
     "random_seed": "a recipe's random_seed has no effect; give the seed as merge_models(seed=...) or --seed",
 }
@@ -182,7 +182,7 @@ class _Parser:
         )
 
     def _open_modules(self, data: dict[str, Any]) -> None:
-        """A model of one module, which is what ``models`` or ``slices`` say without that level."""
+        """Replace ``modules``, which must have one entry, by what that entry says, in place."""
         modules = as_mapping("modules", data["modules"])
         if len(modules) != 1:
             raise RecipeError("recipe: recipes of several modules are not supported; merge each module on its own")
@@ -270,7 +270,7 @@ class _Parser:
 
 
 def _whole(value: Any) -> Any:
-    """A whole number that YAML gives as text or with a point."""
+    """The whole number in ``"3"`` or ``3.0``; anything else as it is, for `ModelEntry` to refuse."""
     try:
         return int(value) if not isinstance(value, bool) and float(value) == int(float(value)) else value
     except (TypeError, ValueError, OverflowError):
@@ -279,7 +279,7 @@ def _whole(value: Any) -> Any:
 
 def _parameters(where: str, value: object) -> dict[str, object]:
     def check(part: object, depth: int) -> None:
-        if depth > _DEPTH:  # an alias may even hold itself
+        if depth > _DEPTH:  # a YAML alias may contain itself
             raise RecipeError(f"{where}: a value is nested too deep, needed numbers, gradients and filter entries")
         if not isinstance(part, (Mapping, list, bool, int, float, str, type(None))):
             raise RecipeError(f"{where}: has {part!r}, needed numbers, texts, gradients and filter entries")

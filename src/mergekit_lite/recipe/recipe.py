@@ -52,7 +52,7 @@ class ModelEntry:
         parameters: The method's, for this model; numbers, gradients or filters.
 
     Raises:
-        RecipeError: A layer range that is none.
+        RecipeError: A layer range that is not 0 <= start < end.
     """
 
     model: object
@@ -114,7 +114,7 @@ class TokenRule:
     """Where one token's row comes from.
 
     Args:
-        model: The model that gives it; None for a row of zeros.
+        model: The model that gives it; None where the rule names none.
         token: The model's token to take it from, where that has another name there.
         token_id: The model's row to take, in place of ``token``.
         zero: A row of zeros.
@@ -176,8 +176,8 @@ class MergeRecipe:
 
     Args:
         merge_method: Name in the table of methods.
-        models: Whole models, or
-        slices: runs of layers; exactly one of the two.
+        models: Whole models; a recipe has either these or slices.
+        slices: Runs of layers.
         base_model: The base, for methods that use one; to others it is one more model.
         parameters: Values for every model and layer that has none of its own.
         dtype: Dtype of the output (and float64 computes in float64); values are never rounded to it on the way.
@@ -185,7 +185,7 @@ class MergeRecipe:
         tokenizer: Vocabulary of the output; None leaves embeddings and tokenizer as the models have them.
         chat_template: ``"auto"`` (the one most models have), a name, Jinja text, or a path to it.
         notes: What `load_recipe` read that has no effect.
-        name: What later stages of a recipe in several call its result.
+        name: By which later stages list its result as a model.
 
     A model may be a `MergeRecipe` itself: a stage, which is merged first.
 

@@ -1,4 +1,4 @@
-"""Where each model's row for each token of the output is read, and the models as they look through that.
+"""For each row of the output's vocabulary, the row and model to read it from; and the models seen that way.
 
 A model that lacks a token of the output gets, for that token, the base model's row, or else the mean of the rows
 of the models that have it; a recipe's ``tokens`` entry can name the row to take. Rows past the last token (padding) are
@@ -114,7 +114,7 @@ def plan_vocabulary(
         sources: The models, base included.
         spec: The recipe's tokenizer entry.
         donor: The model whose ids are kept where the source is base or union.
-        base: The recipe's base, whose rows come first where another model has none.
+        base: The recipe's base, whose row a model takes that lacks the token.
         index: From a model's key to its place in ``sources``.
 
     Raises:
@@ -211,7 +211,7 @@ class AlignedSource:
         embedding = next((info for name, info in named.items() if EMBEDDING.search(name)), None)
         for head in {name for other in sources for name in other.tensors if HEAD.search(name)} - named.keys():
             if embedding is not None and source.config.get("tie_word_embeddings", True):
-                named[head] = embedding  # a tied head has tokens of its own here: those of untied models' heads
+                named[head] = embedding  # another model has an untied head: here the tied embedding stands for it
         self.tensors = {
             name: TensorInfo(name, (vocabulary.rows, *info.shape[1:]), info.dtype)
             if is_vocabulary_tensor(name)
@@ -268,12 +268,12 @@ class AlignedSource:
         return self._averages[name]
 
     def _mean_row(self, name: str, row: int, width: int) -> Array:
-        having = [
+        rows_of_models = [
             numbers(self._rows(model, name, int(rows[row]), 1, width))
             for model, rows in enumerate(self._vocabulary.has)
             if rows[row] >= 0 and self._stored_name(model, name) is not None
         ]
-        return np.mean(having, 0) if having else np.zeros(width, np.float32)
+        return np.mean(rows_of_models, 0) if rows_of_models else np.zeros(width, np.float32)
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
         """As the model does, where rows are no tokens."""

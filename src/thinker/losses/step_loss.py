@@ -1,4 +1,4 @@
-"""What a loss says of itself: which steps it supervises, and how much each counts.
+"""The base class of losses: which steps they supervise, and how much each counts.
 
 Shapes: B batch, O answer length, V symbols, S supervised steps, T steps.
 """
@@ -22,7 +22,7 @@ def labels_of_steps(
     labels: Tensor,  # (B, O), or (B, T, O)
     steps: Sequence[int],  # counted from 1
 ) -> list[Tensor]:  # (B, O) each
-    """The answers that each step is asked for; those after the last that has its own are asked for that one's."""
+    """The answers expected at each step; steps after the last that has its own are expected to repeat it."""
     if labels.dim() == 2:
         return [labels] * len(steps)
     return [labels[:, min(step, labels.shape[1]) - 1] for step in steps]
@@ -55,7 +55,7 @@ class StepLoss(nn.Module, ABC):
 
     @property
     def counts_from_start(self) -> bool:
-        """What a step is worth depends on how many there were since the input was first read."""
+        """Whether a step's weight depends on how many steps there were since the input was read."""
         return False
 
     def check(self, config: ThinkerConfig) -> None:

@@ -17,7 +17,7 @@ from .step_loss import Pass, StepLoss
 
 
 class LastAndRandom(StepLoss):
-    """The last step, and one random earlier one: all that is needed, at the cost of two read-outs. The default.
+    """The last step and one random earlier one, at the cost of two read-outs. The default.
 
     Args:
         last: Weight of the last.
@@ -61,7 +61,7 @@ class LinearWeights(AllSteps):
     """Every step that outputs, in proportion to its number."""
 
     def weights(self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None) -> Sequence[float]:
-        """S / Σ s."""
+        """Step s counts s / Σ s."""
         return [s / sum(steps) for s in steps]
 
 
@@ -88,9 +88,7 @@ class LearnedWeights(AllSteps):
 
 
 class Reach(StepLoss):
-    """What a flow with a window can know: after t steps, t (window - 1) tokens away.
-
-    Only answers count that need nothing farther.
+    """Only answers that can be known yet: after t steps those that need tokens at most t (window - 1) away.
 
     The last step and the one before are supervised. A row's answers in reach share the weight of all its answers. (A
     latent could know of one more, for it looks at what its neighbours have read in the same step.)
@@ -111,7 +109,7 @@ class Reach(StepLoss):
 
     @property
     def counts_from_start(self) -> bool:
-        """By the number of steps it says what is in reach."""
+        """Yes: the number of steps says what is in reach."""
         return True
 
     def check(self, config: ThinkerConfig) -> None:
@@ -134,7 +132,7 @@ class Reach(StepLoss):
 
 
 class ProgressiveLoss(StepLoss):
-    """Deep thinking (Bansal et al. 2022): besides the whole run, go on from where steps without gradients had come.
+    """Deep thinking (Bansal et al. 2022): the last step of the whole run, and of one that starts without gradients.
 
     Of a batch of M steps, n ~ U{0 .. M-1} are without and k ~ U{1 .. M-n} with gradients. It keeps a model from relying
     on how many steps there were.

@@ -129,7 +129,7 @@ class Curves(Report):
 
 @dataclass(frozen=True)
 class Calibration(Report):
-    """What a halting head says against what is so, by tenths of its probability.
+    """The probabilities of a halting head beside how often answers were right, by tenths of the probability.
 
     Args:
         count: Looks in each tenth: rows times steps.
@@ -143,7 +143,7 @@ class Calibration(Report):
 
     @property
     def error(self) -> float:
-        """Mean distance between what was said and what was so, by looks (expected calibration error)."""
+        """The expected calibration error: the mean of |said - right| over all looks."""
         parts = zip(self.count, self.said, self.right, strict=True)
         return sum(n * abs(s - r) for n, s, r in parts) / max(1, sum(self.count))
 

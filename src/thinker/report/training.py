@@ -19,7 +19,7 @@ def plot_training(history: Sequence[Mapping[str, float]], ax: Axes | None = None
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: It is no history.
+        ValueError: ``history`` is not a list of logs.
     """
     if not isinstance(history, Sequence) or not all(isinstance(row, Mapping) for row in history):
         raise ValueError(f"plot_training: history is a {type(history).__name__}; needed trainer.state.log_history")

@@ -94,7 +94,7 @@ class Depth(Task):
         return self.max_depth + 1
 
     def num_samples(self, length: int) -> int:
-        """Walks, at least; half as many choices as places when it is narrowest."""
+        """At least so many walks: with ``max_depth=2``, the fewest above 1, every other bracket is a choice."""
         return 1 if self.max_depth == 1 else 2 ** (length // 2)
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:

@@ -30,8 +30,8 @@ def sudoku_puzzles(
         difficulty: What solves them: ``"easy"``, cells that have one digit left; ``"medium"``, also digits that have
             one cell left in a row, column or box, and not without; ``"hard"``, these two are not enough, but trying out
             is. Of 4 x 4 cells there are only easy ones.
-        clues: Digits are left out until there are so many, or none can be left out any more: then the others would not
-            say as much. Puzzles of 9 x 9 cells end with 20 to 30, those of 4 x 4 with 4 to 6.
+        clues: Digits are removed until so many are left, or none can go without making the puzzle ambiguous or harder
+            than allowed. Puzzles of 9 x 9 cells end with 20 to 30, those of 4 x 4 with 4 to 6.
         seed: Of everything drawn.
 
     Raises:
@@ -92,9 +92,9 @@ def sudoku_difficulty(
 
 
 def sudoku_shuffle(box: int = 3) -> Callable[[torch.Generator, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Another puzzle of the same kind of each: digits renamed, rows and columns exchanged within and as bands, turned.
+    """Makes another puzzle of each: digits renamed, rows and columns exchanged within bands and as bands, transposed.
 
-    Of 4 x 4 cells every solution can be made of every other: there held-out puzzles would be made of those in training.
+    Every 4 x 4 solution can be made of every other, so held-out puzzles could turn up in training.
 
     Args:
         box: Side of a box.
@@ -181,7 +181,7 @@ def _narrowed(can: Tensor, box: int, *, hidden: bool = True) -> Tensor:
 
 
 def _choose(generator: torch.Generator, can: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each unsolved puzzle a cell with the fewest digits left, but several, and one of its digits, at random."""
+    """For each unsolved puzzle an undecided cell with the fewest digits left, and one of them, both at random."""
     left = can.sum(2).float()
     order = left + torch.rand(left.shape, generator=generator)
     cell = order.masked_fill(left <= 1, float("inf")).argmin(1)
@@ -227,7 +227,7 @@ def _solvable(generator: torch.Generator, can: Tensor, box: int) -> Tensor:  # (
 def _dug(
     generator: torch.Generator, solutions: Tensor, box: int, difficulty: Difficulty, clues: int
 ) -> Tensor:  # (N, L)
-    """Digits are left out, in a random order, where the rest still says all."""
+    """Remove digits in a random order, each one only if the rest still determines the solution."""
     puzzles, rows = solutions.clone(), torch.arange(len(solutions))
     for cell in torch.rand(solutions.shape, generator=generator).argsort(1).unbind(1):
         fewer = puzzles.clone()

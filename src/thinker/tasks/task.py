@@ -25,12 +25,12 @@ class Sample(NamedTuple):
 
     Args:
         tokens: (B, L) ids.
-        mask: (B, L), where there are any.
+        mask: (B, L), True at tokens.
         targets: (B, O) answers, -100 where there is none; or (B, T, O), those of each step, where the task says
             ``by_step``.
-        distance: (B, O), how many tokens away the farthest lies that an answer depends on, its own place or the start
-            token before the input, 1 at least; none: it may depend on everything.
-        key: (B,) numbers, by which rows are held out together; none: its tokens say which it is.
+        distance: (B, O), how many tokens away the farthest token is that an answer depends on, the start token before
+            the input included; at least 1. None: it may depend on everything.
+        key: (B,) numbers that decide which rows are held out; None: computed from the tokens.
     """
 
     tokens: Tensor
@@ -56,13 +56,13 @@ class Sample(NamedTuple):
 
 
 def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
-    """Put a `Task` under a name, for `make_task`; of a user's own too.
+    """Register a `Task` class, such as one of your own, for `make_task`.
 
     Args:
         name: For `make_task`.
 
     Returns:
-        A decorator of a class under `Task`, which gives that class.
+        A class decorator.
 
     Raises:
         ValueError: A name that is taken.
@@ -105,10 +105,11 @@ def make_task(name: str, **options: object) -> Task:
 
 
 class Task(ABC):
-    """What a task says of itself. ``length`` is a whole number, or (B,), one for each row; shorter rows are padded.
+    """A task: its sizes, and how its samples are drawn.
 
-    Where ``by_step``, every step of thinking has an answer of its own, the first so many of them. Where ``grid``, the
-    input is a grid, read row by row, and each answer is at a token of it.
+    ``length`` is a whole number, or (B,), one for each row; shorter rows are padded, on the left with ``pads_left``.
+    With ``by_step`` the targets are (B, T, O): each of the first T steps of thinking has answers of its own. With
+    ``grid`` the input is a grid, read row by row, and each answer is at one of its tokens.
     """
 
     min_length: ClassVar[int] = 1
@@ -171,7 +172,7 @@ class Task(ABC):
 
 
 def check_sample(task: Task, generator: torch.Generator, length: int) -> None:
-    """Refuse a task whose samples are not what it says of itself."""
+    """Refuse a task whose samples do not have the shapes and ids that it states."""
     sample, name = task.sample(generator, 2, length), type(task).__name__
     if not isinstance(sample, Sample):
         raise ValueError(f"{name}.sample gives {type(sample).__name__}; needed a Sample")

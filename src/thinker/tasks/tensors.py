@@ -26,8 +26,8 @@ class TensorTask(Task):
         tokens: (N, L) ids.
         targets: (N, O), -100 where there is no answer.
         mask: (N, L), where there are tokens; default everywhere.
-        augment: A function of (generator, tokens, targets) to both, of the same shapes, which makes other rows of those
-            that were drawn. Held-out rows stay as they are; that it makes none of them of the others is its own care.
+        augment: A function of (generator, tokens, targets) to both, of the same shapes, which changes the rows
+            that were drawn for training. It must not turn one into a held-out row: that is not checked.
         grid: Each row is a grid, row by row, with an answer for each cell.
         symbols: Ids and answers are below it; default those that occur.
 
@@ -116,7 +116,7 @@ class TensorTask(Task):
         return self._rows
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
-        """Rows, made other ones if so asked."""
+        """Rows, changed by ``augment`` where there is one."""
         self.checked(generator, batch, length)
         chosen = integers(generator, len(self.tokens), batch)
         rows = self._rows.rows(chosen.to(self.tokens.device)).map(lambda column: column.to(generator.device))

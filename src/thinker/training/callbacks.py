@@ -66,7 +66,7 @@ class ThinkerCallback(TrainerCallback):
         """Go on from there."""
 
     def on_rewind(self) -> None:
-        """Forget what was counted on the way that was given up."""
+        """Called after a rewind: forget what was counted in the steps that were undone."""
 
 
 class CurriculumCallback(ThinkerCallback):
@@ -112,7 +112,7 @@ class CurriculumCallback(ThinkerCallback):
 
 
 class RewindOnPeak(ThinkerCallback):
-    """Back to the best point, at a lower rate, when the loss peaks or is not finite; new batches follow.
+    """When the loss peaks or is not finite, goes back to the best point, and on with new batches at a lower rate.
 
     The mean loss of every ``every`` steps is compared with the best such mean and with the first step's loss. What is
     kept for the best one are weights, optimizer, moving average and schedule at its beginning, in memory and in
@@ -121,8 +121,8 @@ class RewindOnPeak(ThinkerCallback):
     ``rewound_to_step``.
 
     Args:
-        factor: A peak is above ``factor`` times the best
-        margin: plus this.
+        factor: A peak is above ``factor`` times the best mean, or the first loss if that is lower, plus ``margin``.
+        margin: See ``factor``.
         every: Steps between two looks.
         limit: Rewinds, at most.
         cooling: The learning rate is multiplied by it at each rewind.
@@ -183,7 +183,7 @@ class RewindOnPeak(ThinkerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Not with a peak's weights."""
+        """Go back to the best weights where the run ends on worse ones."""
         assert self.before is not None
         rest = mean_loss(self.trainer.tally.since(self.before))  # of a window that was not whole
         self.last = self.last if math.isnan(rest) else rest
@@ -220,7 +220,7 @@ class RewindOnPeak(ThinkerCallback):
 
 
 class GridCallback(ThinkerCallback):
-    """An evaluation grid every so many steps, in the logs as its mean and in a file as it is.
+    """Evaluates a grid every so many steps: logs its mean, and keeps it in ``grids`` and in a file.
 
     Args:
         every: Steps between two grids.

@@ -19,7 +19,7 @@ logger = logging.get_logger(__name__)
 
 
 def pack_carry(carry: ThinkerState | None) -> StateDict | None:
-    """A carry as what `torch.load` reads without trusting anyone."""
+    """A carry as tensors and numbers, which `torch.load` reads with ``weights_only=True``."""
     if carry is None:
         return None
     memory = None if carry.memory is None else list(carry.memory.layers)
@@ -58,7 +58,7 @@ def read_state(path: Path) -> StateDict:
 
 
 def newest_whole(folder: Path, name: str) -> Path:
-    """The newest checkpoint that can be gone on from; says which newer ones cannot.
+    """The newest whole checkpoint; warns of newer ones that are not whole.
 
     Raises:
         ValueError: There is none.

@@ -73,7 +73,7 @@ def check_reach(model: LatentThinker, data: CurriculumDataset, loss: StepLoss) -
 
 
 def check_segments(segments: int, data: CurriculumDataset, loss: StepLoss) -> None:
-    """Refuse segments that are none, or where steps count from the start."""
+    """Refuse segments below 1, and more than 1 with a task or loss that counts steps from the start."""
     if not is_whole(segments) or segments < 1:
         raise ValueError(f"ThinkerTrainer: segments is {segments!r}; needed a whole number, 1 or more")
     if segments > 1 and (data.task.by_step or loss.counts_from_start):

@@ -198,7 +198,7 @@ class ThinkerTrainer(StepTrainer):
             first = first or outputs
             loss = loss + part.share * self.step_loss(outputs, labels, distance)
         assert first is not None
-        # A plan may leave parameters out: DDP waits for every one, and without it they must decay all the same.
+        # A plan may leave parameters out. DDP waits for every gradient, and one of 0 lets their weight decay go on.
         loss = loss + 0.0 * torch.stack([p.sum() for p in model.parameters() if p.requires_grad]).sum()
         if model.training:
             last = first.output_steps[-1:]
@@ -210,7 +210,7 @@ class ThinkerTrainer(StepTrainer):
         return (loss, first) if return_outputs else loss
 
     def predict(self, *ignored: object, **named: object) -> NoReturn:
-        """There is nothing to predict but what the curriculum draws.
+        """Not offered: call the model instead.
 
         Raises:
             ValueError: Always.
@@ -276,7 +276,7 @@ class ThinkerTrainer(StepTrainer):
         return self.unwrapped()
 
     def _plan_of(self, generator: torch.Generator, model: LatentThinker, n_step: int = 2) -> FlowPlan:
-        """Of a batch."""
+        """The plan of a batch: drawn, or the model's own."""
         if self.draw_plan is None:
             return model.plan
         plan = self.draw_plan(generator, n_step)
@@ -289,7 +289,7 @@ class ThinkerTrainer(StepTrainer):
         return f"thinker_state_{rank}.pt" if rank else "thinker_state.pt"
 
     def _thinker_callbacks(self) -> dict[str, ThinkerCallback]:
-        """By class, and number among those of it: callbacks of other classes may come and go."""
+        """By class and number within it, so that a resumed run may have callbacks of other classes as well."""
         named: dict[str, ThinkerCallback] = {}
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, ThinkerCallback):
@@ -326,7 +326,7 @@ class ThinkerTrainer(StepTrainer):
             if name in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][name])
             else:
-                callback.on_rewind()  # it was not there: it counts from here
+                callback.on_rewind()  # new since the checkpoint: it counts from here
 
     def snapshot(self) -> StateDict:
         """A copy of what training changes: weights, what the loss learns, optimizer, moving average, schedule."""
@@ -353,7 +353,7 @@ class ThinkerTrainer(StepTrainer):
             self.ema.load_state_dict(snapshot["ema"])
         if not torch.equal(snapshot["schedule"], self.data.newest_state()):
             self.data.change(snapshot["schedule"], step=self.batches)
-        self._carry = None  # it is of the way that was given up
+        self._carry = None  # it comes from steps that were undone
         for callback in self._thinker_callbacks().values():
             callback.on_rewind()
 
@@ -382,7 +382,7 @@ class ThinkerTrainer(StepTrainer):
 
 
 class _Housekeeping(TrainerCallback):
-    """What a stock trainer does for the model and not for its loss: one gradient for all processes; and the average."""
+    """What the stock trainer leaves out: our state in checkpoints, the loss's gradients, the moving average."""
 
     def __init__(self, trainer: ThinkerTrainer):
         self.trainer = trainer
@@ -401,7 +401,7 @@ class _Housekeeping(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self.trainer.data.step = self.trainer.batches  # of workers' copies the data set here knows nothing
+        self.trainer.data.step = self.trainer.batches  # workers advance copies of the data set, not this one
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

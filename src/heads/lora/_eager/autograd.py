@@ -26,11 +26,11 @@ _SMALL = 1 << 20  # multiplications up to which float32 products are cheaper tha
 _FEW = 1 << 15  # outputs up to which half precision adds a product faster than it accumulates one
 
 Spans = tuple[tuple[int, int], ...]
-"""Ranges of tokens."""
+"""Half-open ranges of token positions: (start, stop)."""
 
 
 class Adapter(NamedTuple):
-    """One low-rank update: how large, and for which tokens (None: all)."""
+    """One adapter's scaling and dropout, and the tokens that it applies to (None: all)."""
 
     scaling: float
     dropout_p: float = 0.0
@@ -61,15 +61,15 @@ def add_adapters(
     in_place: bool = False,
     masks: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
-    """Y with the updates, by plain products that autograd, functorch and autocast know.
+    """Add the adapters' updates to y, by plain products that autograd, functorch and autocast can see through.
 
     Args:
         y: The layer's own output.
         x: Its input.
         factors: The adapters' matrices.
-        adapters: What else they are.
-        in_place: Y may be changed.
-        masks: What each adapter multiplies x with, (T, I); torch's dropout where None.
+        adapters: Their scaling, dropout and token ranges.
+        in_place: Whether y may be overwritten.
+        masks: For each adapter its dropout as factors on x, (T, I), or None; without masks torch's own dropout.
     """
     autocast = autocast_dtype(x) is not None
     in_place = in_place and not autocast
@@ -91,9 +91,9 @@ def add_adapters(
 
 
 def _added(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float, in_place: bool, autocast: bool) -> Tensor:
-    """One update. Factors of another dtype than y are cast, or few tokens are."""
-    dtype, dynamic = y.dtype, torch.compiler.is_compiling()  # then no way may depend on how many tokens there are
-    if autocast:  # which would round y, too, in one product with it
+    """Add one adapter's update. Factors of another dtype are cast to y's; few tokens are cast to wider factors'."""
+    dtype, dynamic = y.dtype, torch.compiler.is_compiling()  # a compiled graph must not depend on the number of tokens
+    if autocast:  # addmm with y would round y as well
         return (y + F.linear(F.linear(x, a), b) * scaling).to(dtype)
     if a.dtype != dtype:
         small = not dynamic and x.shape[0] * (a.numel() + b.numel()) <= _SMALL

@@ -1,4 +1,4 @@
-"""The eager products with low-rank factors: in place, in blocks where there is dropout, nothing (tokens, O) beside y.
+"""The eager products with low-rank factors: y is updated in place, and dropout works on blocks of rows.
 
 Letters: T tokens, I in_features, O out_features, r rank.
 """
@@ -47,7 +47,7 @@ def dropout(seed: Tensor, rows: int, columns: int, dropout_p: float) -> Dropout:
 
 
 def _blocks(x: Tensor, drop: Dropout | None) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Rows, x there as the adapters see it, and what was kept; all at once where nothing is dropped."""
+    """Yield blocks of rows: their slice, x after dropout, and the mask; one block where nothing is dropped."""
     whole = slice(None)
     if drop is None:
         yield whole, x, None

@@ -13,15 +13,15 @@ from model_components._modes import evaluating
 def check_packed_examples(model: PreTrainedModel | PeftModel, *, length: int = 8) -> None:
     """Refuse a model in which packed examples see each other.
 
-    Two examples are packed, the first is exchanged, and the second's logits must not move by a bit. TRL warns of every
-    attention but flash attention; transformers' decoders keep examples apart by their positions in others, too.
+    Two examples are packed and the first one is replaced: no bit of the second's logits may change. TRL warns of every
+    attention but flash attention, but transformers' decoders tell packed examples apart by position ids in others, too.
 
     Args:
         model: A causal language model.
         length: Tokens of each of the two examples.
 
     Raises:
-        ValueError: They did; the model gives no logits of every token.
+        ValueError: They see each other, or the model does not give logits for every token.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> check_packed_examples(GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=4, n_layer=1, n_head=1)))

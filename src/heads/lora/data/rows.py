@@ -40,8 +40,8 @@ def alpaca_template(row: Row) -> Example:
     Raises:
         ValueError: A row without ``instruction``.
 
-    >>> made = alpaca_template({"instruction": "Add.", "input": "1 1", "output": "2"})
-    >>> print(made["prompt"].partition("\n\n")[2] + made["completion"])
+    >>> example = alpaca_template({"instruction": "Add.", "input": "1 1", "output": "2"})
+    >>> print(example["prompt"].partition("\n\n")[2] + example["completion"])
     ### Instruction:
     Add.
     <BLANKLINE>
@@ -65,7 +65,7 @@ def alpaca_template(row: Row) -> Example:
 
 
 def chat_template(row: Row) -> Example:
-    """The same as messages, which the tokenizer's own chat template lays out; a row may be of ``messages``, too.
+    """Prompt and completion as messages, for the tokenizer's own chat template; a row may hold ``messages`` already.
 
     The last message, the assistant's, is the completion, and all before it are the prompt: of several answers in a
     conversation the last one is trained. Tools that a row has are kept beside them.
@@ -263,8 +263,8 @@ def row_report(rows: Sequence[object], trainer: Any) -> RowReport:
         How many rows it kept, and of how many tokens.
 
     Raises:
-        ValueError: No such trainer; its data are read while it trains, or are packed (then the report is of a trainer
-            without packing).
+        ValueError: The trainer's data set is not tokenised rows in memory, or it is packed (report on a trainer without
+            packing instead).
     """
     data: Any = getattr(trainer, "train_dataset", None)
     columns = getattr(data, "column_names", None) or ()

@@ -49,14 +49,14 @@ class LoraReport(Report):
     """Counts, bytes of a training step, adapters, and warnings.
 
     Attributes:
-        parameters: Of the model with its adapters.
-        lora: Of the adapters.
-        trainable: That require grad.
-        weight_bytes: Of all parameters.
-        gradient_bytes: Of the trainable ones.
-        optimizer_bytes: Of Adam's two averages.
-        activation_bytes: That a training step saves; None: not asked for.
-        adapters: One entry a layer.
+        parameters: How many numbers the model has, with its adapters.
+        lora: How many of them are the active adapters'.
+        trainable: How many of them require grad.
+        weight_bytes: Size of all parameters.
+        gradient_bytes: Size of the gradients of those that train.
+        optimizer_bytes: Size of Adam's two averages.
+        activation_bytes: Size of what a training step saves for backward; None where it was not asked for.
+        adapters: One entry a layer and active adapter.
         warnings: What looks wrong.
     """
 

@@ -15,10 +15,10 @@ from model_components._report import Axes, Figure, Report, axes_for
 if TYPE_CHECKING:
     import numpy as np
 
-_WINDOW, _FEWEST = 40, 10  # logs that say what is usual, and how few will do
-_SUSTAINED, _SINGLE = 5.0, 15.0  # deviations above it: of two logs of three, of one
-_ENOUGH = 5  # of what is left of looks when a parabola is taken away
-_RISEN = 4.0  # deviations, from look to look, that a held-out loss must end above its least
+_WINDOW, _FEWEST = 40, 10  # logs before a step that say which loss is usual, and the fewest that can
+_SUSTAINED, _SINGLE = 5.0, 15.0  # deviations above the usual that make a spike: in two logs of three, in one
+_ENOUGH = 5  # third differences of held-out losses, from which their noise is estimated
+_RISEN = 4.0  # deviations of that noise by which the last held-out loss must be above the least
 
 
 class Spike(NamedTuple):
@@ -144,14 +144,14 @@ def tuning_report(
     Args:
         log: ``trainer.state.log_history``.
         held_out: The name of the held-out loss; of several sets ``eval_NAME_loss``.
-        tolerance: How far, in nats, the held-out loss must end above its least to have risen, and above 4 times what it
-            trembles from look to look.
+        tolerance: How many nats the last held-out loss must be above the least to have risen; it must also be 4 times
+            the noise between evaluations above it.
 
     Returns:
-        Where losses end and are least, where it overfits, spikes; it prints in words and can be drawn.
+        First, last and least losses, where it overfits, spikes; it prints as text and can be plotted.
 
     Raises:
-        ValueError: There is no loss in the log, or none of the held-out rows by that name but by another.
+        ValueError: There is no loss in the log, or its held-out losses have other names.
 
     >>> log = [{"step": i, "loss": 2 - i / 40, "grad_norm": 1.0} for i in range(1, 31)]
     >>> log[24] |= {"loss": 9.0, "grad_norm": 70.0}
@@ -196,16 +196,17 @@ def tuning_report(
     )
 
 
-def _turn(held: Sequence[tuple[int, float]], tolerance: float) -> int | None:
-    """The step of the least loss, if the last is further above it than looks tremble."""
-    looks = _finite(held)
+def _turn(held_out: Sequence[tuple[int, float]], tolerance: float) -> int | None:
+    """The step of the least held-out loss, if the last one is above it by more than tolerance and noise."""
+    looks = _finite(held_out)
     if len(looks) < 2:
         return None
     losses = [loss for _, loss in looks]
     bends = [abs(d - 3 * c + 3 * b - a) for a, b, c, d in zip(*(losses[k:] for k in range(4)), strict=False)]
-    tremble = 1.4826 * statistics.median(bends) / 20**0.5 if len(bends) >= _ENOUGH else 0.0  # if each look had its own
+    # of independent noise, third differences have 20 times the variance (1 + 9 + 9 + 1)
+    noise = 1.4826 * statistics.median(bends) / 20**0.5 if len(bends) >= _ENOUGH else 0.0
     least = min(losses)
-    if losses[-1] - least <= max(tolerance, _RISEN * tremble):
+    if losses[-1] - least <= max(tolerance, _RISEN * noise):
         return None
     return next(step for step, loss in looks if loss == least)
 

@@ -1,4 +1,4 @@
-"""`load_lora` and `export_lora`: peft's files in, after a look at them, and out for a stock GPT-2."""
+"""`load_lora` reads peft's files after checking them; `export_lora` writes them for a stock GPT-2."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
 def _compare(
     operation: str, path: Path, shapes: dict[str, tuple[int, ...]], base: nn.Module, config: LoraConfig
 ) -> None:
-    """Refuse a checkpoint of another base model; ``base`` has no memory."""
+    """Refuse a checkpoint that does not fit the model; ``base`` is a copy on the meta device, which is changed."""
     of = f"{operation}: {path}, trained on {config.base_model_name_or_path},"
     modules = {name for name, _ in base.named_modules()}
     places = {re.sub(r"\.(lora_.*|base_layer.*|token_adapter.*|[^.]*)$", "", name) for name in shapes}
@@ -224,7 +224,7 @@ def export_lora(model: PeftModel, out: str | Path, *, adapter_name: str = "defau
 
 
 def _joined(model: Any, name: str, adapter_name: str) -> tuple[Tensor, Tensor, float] | None:
-    """A (R, I), B (3 O, R) and the scaling of one adapter that does what those of the parts do."""
+    """A (R, I), B (3 O, R) and the scaling of one adapter that equals the parts'; None where no part has one."""
     split = model.get_base_model().get_submodule(name)
     width = split.q_proj.nf if hasattr(split.q_proj, "nf") else split.q_proj.out_features
     factors = [
@@ -237,7 +237,7 @@ def _joined(model: Any, name: str, adapter_name: str) -> tuple[Tensor, Tensor, f
     scaling = factors[0][3]
     b = factors[0][2].new_zeros(len(PARTS) * width, sum(a.shape[0] for _, a, _, _ in factors))
     at = 0
-    for j, a, part, own in factors:
-        b[j * width : (j + 1) * width, at : at + a.shape[0]] = part.detach() * (own / scaling)
+    for j, a, part_b, part_scaling in factors:
+        b[j * width : (j + 1) * width, at : at + a.shape[0]] = part_b.detach() * (part_scaling / scaling)
         at += a.shape[0]
     return torch.cat([a.detach() for _, a, _, _ in factors]), b, float(scaling)

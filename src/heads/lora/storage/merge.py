@@ -37,8 +37,8 @@ class MergedLayer:
 
     Attributes:
         name: The layer's.
-        update: Its size beside the weight's, in Frobenius norms.
-        lost: A share of its norm.
+        update: |dW| / |W|, in Frobenius norms.
+        lost: |stored - W - dW| / |dW|.
     """
 
     name: str
@@ -213,8 +213,8 @@ def _wide(tensor: Tensor) -> Tensor:
 def _measured(operation: str, name: str, layer: Any, exact: Tensor, dtype: torch.dtype | None) -> MergedLayer:
     weight = layer.base_layer.weight.detach()
     rounded = exact.to(dtype or weight.dtype)
-    for found, where in ((exact, ""), (rounded, f" in {rounded.dtype}")):
-        if not torch.isfinite(found).all():
+    for merged_weight, where in ((exact, ""), (rounded, f" in {rounded.dtype}")):
+        if not torch.isfinite(merged_weight).all():
             raise ValueError(f"{operation}: the merged weight of {name} has numbers that are not finite{where}")
     update = exact - _wide(weight)
     size = float(update.norm())
@@ -278,9 +278,9 @@ def _write(
 
 
 def _stock(base: PreTrainedModel, state: dict[str, Tensor]) -> PreTrainedModel:
-    """A model of the base's class that holds the state, tied where its tensors are one."""
+    """A model of the base's class with this state; its head stays tied to its embedding if both are one tensor."""
     config = copy.deepcopy(base.config)
-    if getattr(config, "tie_word_embeddings", False):  # a head that was saved whole has its own
+    if getattr(config, "tie_word_embeddings", False):  # a head that was trained apart is a tensor of its own
         pairs = [(state.get(one), state.get(other)) for one, other in base.all_tied_weights_keys.items()]
         tied = all(a is None or b is None or a.data_ptr() == b.data_ptr() for a, b in pairs)
         if not tied and "tie_word_embeddings" in inspect.getsource(type(base).forward):

@@ -120,7 +120,7 @@ def restore_lora_(model: nn.Module) -> int:
 
 
 def _forget_own_forward(layer: object) -> None:
-    """A forward that an instance has, though it is but its class's own: what accelerate's hooks leave behind."""
+    """Delete an instance's ``forward`` that only repeats its class's, as accelerate's hooks leave it behind."""
     forward = vars(layer).get("forward")
     if forward is not None and getattr(forward, "__func__", None) is getattr(type(layer), "forward", None):
         del vars(layer)["forward"]

@@ -31,13 +31,13 @@ def skeleton(model: nn.Module) -> Any:
 
 
 def is_quantised(model: nn.Module) -> bool:
-    """Whether weights are stored in a way of their own, of which there is no copy without memory."""
+    """Whether any parameter is quantised (of another class, or not floating), so that `skeleton` cannot copy it."""
     return any(type(p) is not nn.Parameter or not p.is_floating_point() for p in model.parameters())
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Peft without its notes on fan_in_fan_out, which it sets right by itself, and on a name that transformers has."""
+    """Silence two warnings: peft's on fan_in_fan_out, which it corrects itself, and one on a deprecated name."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated")
@@ -91,7 +91,7 @@ def _rehearse(operation: str, model: nn.Module, config: LoraConfig, adapter_name
         return
     trial = copy.deepcopy(config)
     trial.init_lora_weights = False
-    with torch.random.fork_rng(devices=[]):  # peft draws what it then throws away
+    with torch.random.fork_rng(devices=[]):  # this draw of initial values must not change the user's
         injected = inject(skeleton(model), trial, adapter_name)
     for name, layer in injected.named_modules():
         if isinstance(layer, LoraLayer) and adapter_name in layer.r:
@@ -104,7 +104,7 @@ def _rehearse(operation: str, model: nn.Module, config: LoraConfig, adapter_name
 
 
 def _of_parts(operation: str, config: LoraConfig) -> LoraConfig:
-    """A config in which ``c_attn`` stands for its three parts."""
+    """A copy of the config in which every ``c_attn`` is replaced by the names of its three parts."""
     config = copy.deepcopy(config)
 
     def spread(names: Iterable[str]) -> list[str]:
@@ -137,7 +137,7 @@ def prepare_lora(
     accelerate: bool = True,
     **options: object,
 ) -> PeftModel:
-    """Peft's `get_peft_model`, after a rehearsal without memory, with our forward.
+    """Peft's `get_peft_model` with our forward, tried out first on a copy on the meta device.
 
     Args:
         model: The base model; peft changes it in place, and nothing has changed where an error is raised.

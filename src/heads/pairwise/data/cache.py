@@ -1,7 +1,7 @@
 """Features of a frozen encoder, made once and kept in a folder, so that heads train in seconds.
 
-A sequence is known by a hash of its tokens, an encoder by one of its weights and of the adapters that are active: what
-is found is right, whichever pairs it was made for, and an interrupted run goes on where it stopped.
+Features are looked up by a hash of the sequence's tokens and one of the encoder's config, weights and active adapters:
+any other pairs can use them, and an interrupted run goes on where it stopped.
 
     cache/
       ENCODER/                a hash of the encoder's config, weights and adapters
@@ -33,8 +33,8 @@ from .template import Tokens, sequence_batch
 _TOKENS = 8192  # of a batch
 _BATCHES = 8  # of a file
 _SAMPLED = 64  # numbers of each tensor
-_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")  # of peft's layers, in no state
-_ELSEWHERE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")  # say nothing of states
+_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")  # of peft's layers, in no state dict
+_ELSEWHERE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")  # do not change outputs
 
 
 @torch.no_grad()
@@ -91,7 +91,7 @@ def _key(tokens: Tokens) -> bytes:
 
 
 def _chunks(order: Sequence[bytes], sequences: dict[bytes, Tokens]) -> Iterator[list[list[bytes]]]:
-    """Sequences in batches of so many tokens, and these in files."""
+    """Yield what one file holds: batches of some `_TOKENS` tokens each."""
     batches: list[list[bytes]] = []
     room = 0
     for key in order:

@@ -1,4 +1,4 @@
-"""Pairs as token ids, cut each for itself, and batches in which no token is padding and none comes twice.
+"""Pairs as token ids, and batches without padding in which no answer is encoded twice.
 
 Shapes: T tokens of all sequences, S sequences, P pairs, W width of the features, F of surface features, C classes.
 """
@@ -63,7 +63,7 @@ class Answer(NamedTuple):
     features: np.ndarray | None = None
 
     def key(self) -> tuple[bytes, ...]:
-        """What two answers that a model cannot tell apart have in common."""
+        """Equal for answers that a model cannot tell apart."""
         return self.tokens.ids.tobytes(), self.tokens.types.tobytes(), self.surface.tobytes()
 
 
@@ -109,7 +109,7 @@ class PairwiseDataset(Dataset):
         self.soft = any(isinstance(label, tuple) for label in self.labels)
         self.num_classes = config.num_classes
         template = Template(tokenizer, config)
-        flat: list[Tokens] = []  # one for each chunk, which is what the tokens of many sequences cost least as
+        flat: list[Tokens] = []  # one entry a chunk: an array for each sequence would cost more memory
         sizes: list[int] = []
         begins: list[int] = []
         looks = [np.zeros((0, 0), np.float32)]
@@ -117,11 +117,11 @@ class PairwiseDataset(Dataset):
         for start in tqdm(range(0, len(self.pairs), _CHUNK), "tokenising", disable=not progress, leave=False, delay=1):
             chunk = self.pairs[start : start + _CHUNK]
             sequences: list[Tokens] = []
-            for made in template.sequences([(p.prompt, (p.a, p.b)) for p in chunk]):
-                sequences += [tokens for tokens, _, _ in made]
-                prompts_cut += any(of_prompt for _, of_prompt, _ in made)
-                answers_cut += sum(of_answer > 0 for _, _, of_answer in made)
-                tokens_cut += sum(of_prompt + of_answer for _, of_prompt, of_answer in made)
+            for both in template.sequences([(p.prompt, (p.a, p.b)) for p in chunk]):
+                sequences += [tokens for tokens, _, _ in both]
+                prompts_cut += any(of_prompt for _, of_prompt, _ in both)
+                answers_cut += sum(of_answer > 0 for _, _, of_answer in both)
+                tokens_cut += sum(of_prompt + of_answer for _, of_prompt, of_answer in both)
             sizes += [len(one.ids) for one in sequences]
             begins += [one.begin for one in sequences]
             flat.append(
@@ -186,9 +186,9 @@ class PairwiseDataset(Dataset):
         return Answer(tokens, self._surface[number], features)
 
     def reward_rows(self) -> list[dict[str, list[int]]]:
-        """The pairs that one answer won, as TRL's ``RewardTrainer`` takes tokenised rows.
+        """The pairs that have a winner, as tokenised rows for TRL's ``RewardTrainer``.
 
-        Its own way of joining texts is not the one a judge reads them in: trained on these, it reads what it learnt.
+        From texts TRL would make other tokens than those that the judge reads in `PairwiseModel.predict`.
 
         Raises:
             ValueError: Pairs without labels.
@@ -207,7 +207,7 @@ class PairwiseDataset(Dataset):
         return rows
 
     def _label(self, label: object) -> Any:
-        """A class, or shares where any label of the set is."""
+        """A label as batches need it: shares for all pairs once any pair has shares."""
         if not self.soft or isinstance(label, tuple):
             return label
         return tuple(float(k == label) for k in range(self.num_classes))
@@ -238,11 +238,11 @@ def answers_to(
 def flat_batch(groups: Iterable[tuple[Sequence[Answer], Sequence[tuple[int, int]]]]) -> dict[str, Tensor]:
     """Groups of answers, and which of each are compared, as one flat run of tokens, or as features.
 
-    Answers that are equal are encoded once. A group's come in an order of their own, not in the one they were given
-    in, so that exchanging A and B changes nothing in the encoder, not even by rounding.
+    Answers that are equal are encoded once. Those of a group are sorted by content, whatever order they are given in,
+    so that exchanging A and B changes nothing in the encoder, not even by rounding.
 
-    >>> made = [Answer(Tokens(np.array(ids), np.zeros(len(ids)), 0), np.zeros(0)) for ids in ([5, 6], [4])]
-    >>> batch = flat_batch([([*made, made[0]], [(0, 1), (0, 2)])])
+    >>> answers = [Answer(Tokens(np.array(ids), np.zeros(len(ids)), 0), np.zeros(0)) for ids in ([5, 6], [4])]
+    >>> batch = flat_batch([([*answers, answers[0]], [(0, 1), (0, 2)])])
     >>> batch["input_ids"].tolist(), batch["lengths"].tolist(), batch["pairs"].tolist()
     ([4, 5, 6], [1, 2], [[1, 0], [1, 1]])
     """

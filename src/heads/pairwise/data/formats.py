@@ -14,10 +14,10 @@ _TRUE, _FALSE = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no", "", "no
 
 
 def pair_of(row: object) -> Pair:
-    """A row, of whichever format, as a pair.
+    """Convert a row of any known format to a pair.
 
     Raises:
-        ValueError: It is of none, or its parts are not what the format has.
+        ValueError: The format is unknown, or a field is not as the format has it.
 
     >>> pair_of({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"})
     Pair(prompt='2 + 2?', a='4', b='5', label=0, writers=(None, None))
@@ -104,14 +104,14 @@ def _dialogue(text: str) -> list[Turn]:
 
 
 def _parted(a: Sequence[Turn], b: Sequence[Turn]) -> tuple[Words, Words, Words]:
-    """Two conversations as what they share and what each goes on with, as plain texts where one turn is all."""
+    """Split two conversations into a shared prompt and each one's rest; a single turn becomes a plain text."""
     for side in (a, b):
         if not side or side[-1].role != "assistant":
             raise ValueError("a conversation that does not end with an answer")
     shared = 0
     while shared < min(len(a), len(b)) - 1 and a[shared] == b[shared]:
         shared += 1
-    while shared and not a[shared].role == b[shared].role == "assistant":  # both go on with an answer
+    while shared and not a[shared].role == b[shared].role == "assistant":  # both rests must begin with an answer
         shared -= 1
     prompt: Words = a[0].text if shared == 1 and a[0].role == "user" else tuple(a[:shared])
     rest = [side[shared].text if len(side) == shared + 1 else tuple(side[shared:]) for side in (a, b)]

@@ -136,7 +136,7 @@ def read_pairs(
 def each_pair(
     source: object, *, columns: Mapping[str, str] | None = None
 ) -> Iterator[tuple[int, object, Pair | ValueError]]:
-    """Line numbers, rows, and the pairs that they are, or why one is none.
+    """Yield each row's line number, the row, and its pair or the error that says why it is none.
 
     Args:
         source: As of `read_pairs`.

@@ -27,8 +27,8 @@ class Tokens(NamedTuple):
 class Template:
     """What a tokenizer puts around a prompt and an answer, and how both are cut to fit.
 
-    A tokenizer with a chat template frames turns as that does; another frames a prompt and an answer as two texts, and
-    parts further turns as it parts these.
+    With a chat template, turns are framed as it frames them. Without one, prompt and answer are framed as the tokenizer
+    frames a pair of texts, and more turns are separated as these two are.
 
     Args:
         tokenizer: A fast one.
@@ -118,15 +118,15 @@ class Template:
         return self.limit - len(self._before[first]) - len(self._gap(last, "assistant")) - len(self._after)
 
     def _gap(self, one: str, other: str) -> list[int]:
-        """What is between turns of two roles; of those a template does not expect, what is there usually."""
+        """Tokens between turns of two roles; in an order that a template does not expect, those of the usual order."""
         usual = ("user", "assistant") if other == "assistant" else ("assistant", "user")
         return self._between.get((one, other), self._between[usual])
 
     def sequences(self, groups: Sequence[tuple[Words, Sequence[Words]]]) -> Iterator[list[tuple[Tokens, int, int]]]:
-        """Of each group, a prompt and its answers: sequences, and how many tokens prompt and answer had to give up.
+        """For each group, a prompt and its answers: a sequence an answer, and how many tokens of each part were cut.
 
-        What precedes the last turn of an answer in a conversation belongs to its own sequence's prompt. A prompt keeps
-        what its answer leaves, and at least its own budget.
+        Of a conversation, all turns before the last belong to that sequence's prompt. A prompt keeps what its answer
+        leaves, and at least its own budget.
         """
         told = []
         for prompt, answers in groups:
@@ -162,18 +162,18 @@ class Template:
         if not ids:
             raise ValueError("PairwiseDataset: a prompt and its answer have no token; needed some text in one of them")
         kinds = [kind for piece, kind in zip(pieces, self._kinds, strict=True) for _ in piece]
-        begin = min(sum(map(len, pieces[:3])), len(ids) - 1)  # an empty answer before nothing is what precedes it
+        begin = min(sum(map(len, pieces[:3])), len(ids) - 1)  # an empty answer and nothing after it: the last token
         tokens = Tokens(np.array(ids, dtype=np.int32), np.array(kinds, dtype=np.int8), begin)
         return tokens, len(prompt) - room_for_prompt, len(answer) - len(cut[1])
 
 
-def sequence_batch(kept: Sequence[Tokens]) -> dict[str, Tensor]:
+def sequence_batch(sequences: Sequence[Tokens]) -> dict[str, Tensor]:
     """Sequences as one flat run of tokens: what `PairwiseModel.features` takes."""
     return {
-        "input_ids": torch.from_numpy(np.concatenate([tokens.ids for tokens in kept])).long(),
-        "token_type_ids": torch.from_numpy(np.concatenate([tokens.types for tokens in kept])).long(),
-        "lengths": torch.tensor([len(tokens.ids) for tokens in kept]),
-        "begins": torch.tensor([tokens.begin for tokens in kept]),
+        "input_ids": torch.from_numpy(np.concatenate([tokens.ids for tokens in sequences])).long(),
+        "token_type_ids": torch.from_numpy(np.concatenate([tokens.types for tokens in sequences])).long(),
+        "lengths": torch.tensor([len(tokens.ids) for tokens in sequences]),
+        "begins": torch.tensor([tokens.begin for tokens in sequences]),
     }
 
 

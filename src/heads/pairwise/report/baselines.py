@@ -23,7 +23,7 @@ BASELINES = ("the labels' own shares", "a curve of length", "words and style, li
 
 @dataclass(frozen=True)
 class Rival:
-    """A baseline's worth, beside a model's.
+    """A baseline's metrics, and how much better a model is.
 
     Attributes:
         name: Of the baseline.
@@ -129,22 +129,22 @@ def baseline_verdicts(train: Sequence[Pair], test: Sequence[Pair], *, classes: i
 
 
 def rivals_of(
-    found: Tensor, labels: Sequence[object], train: Sequence[Pair], test: Sequence[Pair]
+    log_probs: Tensor, labels: Sequence[object], train: Sequence[Pair], test: Sequence[Pair]
 ) -> tuple[Rival, ...]:
-    """The baselines beside a model's (N, C) log-probabilities of the test pairs."""
-    wanted, near = shares_of(labels, found.shape[-1]), near_in_length(test)
+    """The baselines' metrics on the test pairs, of which a model has (N, C) log-probabilities."""
+    wanted, near = shares_of(labels, log_probs.shape[-1]), near_in_length(test)
 
     def losses(verdicts: Tensor) -> Tensor:
         return torch.where(wanted > 0, -wanted * verdicts, 0.0).sum(1)
 
-    own, made = losses(found.double()), []
+    model_losses, rivals = losses(log_probs.double()), []
     groups = [pair.prompt or number for number, pair in enumerate(test)]  # no prompts are not the same prompt
-    for name, verdicts in baseline_verdicts(train, test, classes=found.shape[-1]).items():
-        worth = pairwise_metrics(verdicts, labels)
-        gain, error = clustered(losses(verdicts) - own, groups)
+    for name, verdicts in baseline_verdicts(train, test, classes=log_probs.shape[-1]).items():
+        metrics = pairwise_metrics(verdicts, labels)
+        gain, error = clustered(losses(verdicts) - model_losses, groups)
         share = near_accuracy(verdicts, wanted, near)
-        made.append(Rival(name, worth.accuracy, share, worth.log_loss, worth.calibration_error, gain, error))
-    return tuple(made)
+        rivals.append(Rival(name, metrics.accuracy, share, metrics.log_loss, metrics.calibration_error, gain, error))
+    return tuple(rivals)
 
 
 def near_in_length(pairs: Sequence[Pair]) -> Tensor:
@@ -160,7 +160,7 @@ def near_accuracy(found: Tensor, wanted: Tensor, near: Tensor) -> float:
 
 
 def clustered(differences: Tensor, groups: Sequence[object]) -> tuple[float, float]:
-    """A mean and its standard error, of numbers of which those of one group are not independent; nan for one group.
+    """A mean and its standard error, clustered by group; the error of a single group is nan.
 
     >>> clustered(torch.tensor([1.0, 1.0, 3.0, 3.0]), ["p", "p", "q", "q"])
     (2.0, 1.0)

@@ -34,9 +34,8 @@ class PairwiseReport(Report):
     """Metrics, how the encoder ran, what was cut of the texts, the verdicts with their labels, and baselines beside.
 
     ``owed`` is how much larger the log-loss would be if both answers were the same in the encoder's states, in length,
-    in style, or in their overlap with the prompt; of what the model looks at. ``lengths`` are of the answers, in
-    characters. ``seen`` says whose prompts and answers
-    were trained on.
+    in style, or in their overlap with the prompt, for each of these that the model looks at. ``lengths`` are those of
+    the answers, in characters. ``seen`` says how many test prompts and answering models were trained on.
     """
 
     metrics: PairwiseMetrics
@@ -147,7 +146,7 @@ def pairwise_report(
         progress: Show a bar.
 
     Returns:
-        Metrics of the model and of each baseline, by parts of the data too; it prints as a table.
+        Metrics of the model and, with ``train``, of each baseline; it prints as a table.
 
     Raises:
         ValueError: No pairs, or pairs without labels.
@@ -219,8 +218,8 @@ def calibrate_(
     """
     _check_labelled("calibrate_", data)
     log_probs = predict_pairs(model, data, batch_size=batch_size, progress=progress).log_probabilities
-    held, labels = float(model.head.temperature), _labels(data)
-    logits = log_probs.double() * held
+    old_temperature, labels = float(model.head.temperature), _labels(data)
+    logits = log_probs.double() * old_temperature
     temperature = fit_temperature(logits, labels)
     losses = [pairwise_metrics(one, labels).log_loss for one in (log_probs, (logits / temperature).log_softmax(-1))]
     model.head.temperature.fill_(temperature)

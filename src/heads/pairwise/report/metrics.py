@@ -106,7 +106,7 @@ def pairwise_metrics(
         length_difference: (N,), how much longer A is than B; for the correlations.
 
     Returns:
-        Accuracy, log-loss, calibration and the others, each with what it needs, else None.
+        All metrics; the flip rate and the correlations are nan without what they need.
 
     Raises:
         ValueError: No pairs, or labels of another number.

@@ -14,8 +14,8 @@ from ..report.metrics import alike
 
 _SAMPLED, _EACH = 8, 4096  # weights that are watched, and how many numbers of each
 _STEPS_TO_MOVE = 10  # after warm-up: LoRA's A waits for B, and B for a new head
-_PATIENT = 0.3  # of a run: what is weak shows late
-_LOOK = 5  # steps from one look at the numbers to the next
+_PATIENT = 0.3  # share of a run before its log-loss is judged: a weak signal shows late
+_LOOK = 5  # steps between two checks
 
 
 class DeadRunError(RuntimeError):
@@ -25,10 +25,10 @@ class DeadRunError(RuntimeError):
 class DeadRunGuard(TrainerCallback):
     """Stops a run that is dead, with the reason.
 
-    Dead are logits that are not finite, weights that have not moved shortly after warm-up, and, after three tenths of
-    the run, a log-loss that is several windows running no better, by a standard error, than that of the labels' own
-    shares; for a head that is fair, of shares in which A and B are alike. One and the same verdict for every pair
-    amounts to that.
+    A run is dead if its logits are not finite, if its weights have not moved shortly after warm-up, or if, after three
+    tenths of the run, its log-loss is in several windows in a row not better, by a standard error, than that of always
+    giving the labels' own shares (for a fair head with those of A and B averaged). A run that gives every pair the same
+    verdict is dead in the last sense.
 
     In float16 or bfloat16, and at small rates, an optimizer's step can be less than half of a weight's last bit; the
     weight then never moves, and the run looks like one that learns slowly.
@@ -54,7 +54,7 @@ class DeadRunGuard(TrainerCallback):
 
     @torch.no_grad()
     def observe(self, logits: Tensor, labels: Tensor) -> None:
-        """What a micro-batch of training came to: (P, C) logits and labels."""
+        """Add a micro-batch's (P, C) logits, and its labels, to the sums of this window."""
         classes = logits.shape[-1]
         log_probs = log_probabilities(logits.detach().float())
         wanted = labels.float() if labels.dim() == 2 else nn.functional.one_hot(labels, classes).float()

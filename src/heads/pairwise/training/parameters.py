@@ -51,4 +51,4 @@ def parameter_groups(
             decay = weight_decay if parameter.dim() > 1 else 0.0
             groups.setdefault((learning_rate * rate, decay), []).append(parameter)
     ordered = sorted(groups.items(), key=lambda group: group[0][0] != learning_rate)
-    return [{"params": held, "lr": rate, "weight_decay": decay} for (rate, decay), held in ordered]
+    return [{"params": parameters, "lr": rate, "weight_decay": decay} for (rate, decay), parameters in ordered]

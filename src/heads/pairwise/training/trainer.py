@@ -26,7 +26,7 @@ from ..report.metrics import pairwise_metrics
 from .guard import DeadRunGuard
 from .parameters import parameter_groups
 
-_SOME, _ALL = 256, 20_000  # pairs whose features' spread is taken for that of all: read for this, and encoded already
+_SOME, _ALL = 256, 20_000  # pairs that features' scales are estimated from: if read for that, if already encoded
 
 
 class _Buckets(LengthGroupedSampler):
@@ -125,7 +125,7 @@ class PairwiseTrainer(StepTrainer):
         return judge
 
     def _begin(self, judge: Judge) -> None:
-        """Start a new head from what the data are like: the share of ties, and how features are spread."""
+        """Refuse data that cannot train the model; fit a new head to the data's share of ties and its features."""
         data: TrainData = self.train_dataset
         if data is None:
             return

@@ -98,7 +98,7 @@ class Blend(torch.autograd.Function):
 
 
 def blend_any(weights: Sequence[Tensor], masks: Tensor, fused: bool) -> Tensor:
-    """The blend by the path that `uses_fused` chose; no gradient."""
+    """The blend, by Triton if ``fused``, else by torch; no gradient."""
     if fused:
         from .. import _triton
 
@@ -107,7 +107,7 @@ def blend_any(weights: Sequence[Tensor], masks: Tensor, fused: bool) -> Tensor:
 
 
 def reduce_any(grad: Tensor, weights: Sequence[Tensor], shape: Sequence[int], fused: bool) -> Tensor:
-    """The reduction by the path that `uses_fused` chose."""
+    """The reduction, by Triton if ``fused``, else by torch."""
     if fused:
         from .. import _triton
 

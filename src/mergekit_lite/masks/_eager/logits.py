@@ -24,11 +24,9 @@ class Heads:
         """The student's head by rows."""
         assert self.heads is not None
         for rows in pieces(self.heads[0].shape[0], _BLOCK.get(self.heads[0].device.type, 16384)):
-            head_rows = [h[rows] for h in self.heads]
-            yield (
-                rows,
-                head_rows[0] if self.masks is None else blend_any(head_rows, part_of(self.masks, rows, 1), False),
-            )
+            parts = [h[rows] for h in self.heads]
+            weight = parts[0] if self.masks is None else blend_any(parts, part_of(self.masks, rows, 1), False)
+            yield rows, weight
 
     def teacher(self, k: int, hidden: Tensor, out: Tensor) -> Tensor:
         """Logits of component k into ``out``."""

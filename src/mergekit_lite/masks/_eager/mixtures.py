@@ -1,4 +1,4 @@
-"""Mixtures of teachers whose shares at a position the teachers themselves say, one teacher added after the other.
+"""Mixtures whose shares at a position follow from the teachers' entropies there; teachers are added one by one.
 
 Each is made of a buffer (n, V), which becomes log probabilities of the mixture.
 """
@@ -47,7 +47,7 @@ class ByConfidence:
 
 
 class ByEntropy:
-    """The teachers' logits, mixed by shares that are inverse to their entropies, as the seed of this package did."""
+    """The teachers' logits, mixed by shares in proportion to 1 / entropy."""
 
     def __init__(self, target: Tensor, temperature: float):
         self.target = target.zero_()

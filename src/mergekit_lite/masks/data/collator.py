@@ -30,8 +30,8 @@ class MaskCollator:
     task share a row, one row a task, ``position_ids`` begin anew at each example, and ``task`` is (rows, L); it is
     for decoders, which transformers keeps from looking across examples by their positions.
 
-    The first label of an example is set to -100, since nothing predicts it. Labels default to the tokens. Examples
-    without a task (then all are) are for coefficients that ask for none, as ``"evidence"``.
+    The first label of an example is set to -100, since nothing predicts it. Labels default to the tokens. Either all
+    examples of a batch have a task or none has, for coefficients that need none, such as ``"evidence"``.
 
     Examples that a tokenizer padded are cut to their ``attention_mask``. ``token_type_ids`` are carried along.
 

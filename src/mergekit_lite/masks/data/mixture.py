@@ -23,8 +23,8 @@ class TaskMixture(Dataset):
             ``input_ids`` and perhaps ``labels``.
         weights: How many examples each component has, relative to each other; default: all once. Then the mixture is as
             long as all data sets together; what has too few examples repeats them, what has too many loses some.
-            ``"tokens"``: so many that all have as many supervised tokens, over which the masks' loss is a mean; else
-            the component of long answers decides (examples are all read once).
+            ``"tokens"``: so many that all components have about as many supervised tokens; the loss is a mean over
+            tokens, so that otherwise long answers outweigh short ones (reads all examples once).
         temperature: Instead of ``weights``: sizes to the power of 1 / ``temperature``, so that 1 leaves them and a
             large number makes them alike (Raffel et al., arXiv 1910.10683).
         seed: Of which examples are repeated or left out.
@@ -152,7 +152,7 @@ def _shares(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def _drawn(rng: random.Random, places: list[_Place], count: int) -> list[_Place]:
-    """So many of them, each as often as any other, but for one."""
+    """``count`` of the places, each as often as any other or once more."""
     whole, rest = divmod(count, len(places)) if places else (0, 0)
     return places * whole + rng.sample(places, rest)
 

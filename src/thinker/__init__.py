@@ -19,7 +19,7 @@ from .flow import FlowPlan
 from .halting import ExitRule
 from .losses import AllSteps, ExactHalt, Reach
 from .model import LatentThinker
-from .report import evaluate_grid, evaluate_halting, evaluate_lengths, evaluate_steps, plot_training
+from .report import evaluate_grid, evaluate_halting, evaluate_steps, plot_training
 from .schedules import Frontier
 from .tasks import TASKS, AtTokens, SequenceTask, Task, make_task, register_task
 from .training import RewindOnPeak, ThinkerTrainer, parameter_groups, thinker_arguments
@@ -42,7 +42,6 @@ __all__ = [
     "ThinkerTrainer",
     "evaluate_grid",
     "evaluate_halting",
-    "evaluate_lengths",
     "evaluate_steps",
     "make_task",
     "parameter_groups",

@@ -23,7 +23,7 @@ from .curriculum import CurriculumDataset
 from .flow import FlowPlan
 from .losses import Reach
 from .model import LatentThinker
-from .report import evaluate_grid, evaluate_lengths, evaluate_steps, plot_training
+from .report import evaluate_grid, evaluate_steps, plot_training
 from .tasks import TASKS, AtTokens, make_task
 from .training import RewindOnPeak, ThinkerTrainer, thinker_arguments
 from .training.checkpoints import newest_whole
@@ -60,7 +60,10 @@ def parser() -> argparse.ArgumentParser:
     training.add_argument("--length", type=int, help="longest in training (default: 20, or the task's)")
     training.add_argument("--schedule", choices=SCHEDULES, help="of lengths (default: frontier, or the task's)")
     training.add_argument("--plan", default="every_step", help="every_step, read_once, or a file with a table")
-    training.add_argument("--steps", type=int, nargs=2, default=[1, 6], metavar=("LEAST", "MOST"), help="of thought")
+    training.add_argument(
+        "--steps", type=int, nargs=2, metavar=("LEAST", "MOST"),
+        help="of thought (default: 1 6; with latents at the tokens 1 to the length and six more)",
+    )  # fmt: skip
     training.add_argument("--iterations", type=int, help="of training (default: 500, or the task's)")
     training.add_argument("--lengths", type=int, nargs="*", default=[], help="longer ones to make room for")
     training.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder")
@@ -92,21 +95,33 @@ def settings(pairs: Sequence[str]) -> Settings:
     """
     if wrong := [pair for pair in pairs if "=" not in pair]:
         raise ValueError(f"{wrong[0]!r} has no value; needed NAME=VALUE")
-    return {name: yaml.safe_load(value) for name, value in (pair.split("=", 1) for pair in pairs)}
+    return {name: _value(text) for name, text in (pair.split("=", 1) for pair in pairs)}
+
+
+def _value(text: str) -> object:
+    """YAML's, but 1e-1 is a number, too."""
+    value = yaml.safe_load(text)
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def told_of(options: argparse.Namespace) -> Settings:
     """The settings of a run, from which its data can be made again."""
     recipe = RECIPES.get(options.task, {})
     model = recipe.get("model", {}) | settings(options.model)
-    least, most = options.steps
+    if model.get("causal"):
+        model.setdefault("latent_init", "tokens")  # as ThinkerConfig has it
+    if options.steps is not None and model.get("latent_init") == "tokens":
+        raise ValueError(f"steps are {options.steps}, but latents at the tokens think by length; needed no --steps")
     plan = options.plan
     if plan not in ("every_step", "read_once"):
         plan = Path(plan).read_text(encoding="utf-8")
     return {
         "task": options.task, "options": recipe.get("options", {}) | settings(options.options), "model": model,
-        "length": recipe.get("length", 20) if options.length is None else options.length, "steps": [least, most],
-        "plan": plan,
+        "length": recipe.get("length", 20) if options.length is None else options.length,
+        "steps": options.steps or [1, 6], "plan": plan,
         "schedule": options.schedule or recipe.get("schedule", "frontier"), "batch": recipe.get("batch", 64),
         "iterations": recipe.get("iterations", 2400 if _noise(model) else 500)
         if options.iterations is None else options.iterations,
@@ -121,17 +136,18 @@ def _noise(model: Mapping[str, object]) -> bool:
 def plan_of(told: Settings) -> FlowPlan:
     """What each step does."""
     if told["plan"] in ("every_step", "read_once"):
-        return getattr(FlowPlan, told["plan"])(memory=told["model"].get("memory", "none") != "none")
+        memory, static = told["model"].get("memory", "none") != "none", told["model"].get("num_static_tokens", 0) > 0
+        return getattr(FlowPlan, told["plan"])(memory=memory, static=static)
     return FlowPlan.from_table(told["plan"])
 
 
 def data_of(told: Settings) -> CurriculumDataset:
     """The data of a run; where latents are the tokens, it thinks a step a token and six more."""
-    task, numbers = make_task(told["task"], **told["options"]), Settings()
+    task, plan, numbers = make_task(told["task"], **told["options"]), plan_of(told), Settings()
     if told["model"].get("latent_init") == "tokens":
-        task, numbers["n_step"] = AtTokens(task), lambda length: (1, length + 6)
+        task, numbers["n_step"] = AtTokens(task), lambda length: (plan.num_steps(1), plan.num_steps(length + 6))
     else:
-        numbers["n_step"] = tuple(plan_of(told).num_steps(n) for n in told["steps"])
+        numbers["n_step"] = tuple(map(plan.num_steps, told["steps"]))
     if _noise(told["model"]):
         numbers["n_latent"] = (8, 16)
     kind, lengths = getattr(schedules, told["schedule"].capitalize()), {"max_length": told["length"]}
@@ -149,11 +165,15 @@ def train(options: argparse.Namespace) -> None:
     if choices.get("positions") == "aligned":
         choices["separators"] = data.task.separators
     at_tokens = choices.get("latent_init") == "tokens"
-    usual: Settings = {}
+    usual: Settings = {"plan": plan}
     if not at_tokens:
-        usual = {"num_latents": 16 if _noise(choices) else 8, "n_step": plan.num_steps(told["steps"][1]), "plan": plan}
+        usual |= {"num_latents": 16 if _noise(choices) else 8, "n_step": plan.num_steps(told["steps"][1])}
     usual = {**data.sizes(max([told["length"], *told["lengths"]])), **usual, **choices}
-    model = LatentThinker(ThinkerConfig(**usual))
+    try:
+        config = ThinkerConfig(**usual)
+    except TypeError as error:  # a name or value of NAME=VALUE
+        raise ValueError(error) from error
+    model = LatentThinker(config)
     if not options.resume and (out / "result.json").exists():
         raise ValueError(f"{out} has a run already; needed another --out, or --resume to go on with it")
     if options.resume and (out / "run.json").is_file():
@@ -209,18 +229,17 @@ def figures(model: LatentThinker, data: CurriculumDataset, told: Settings, sampl
     """Accuracy by length, and by latents and steps."""
     shortest, longest = data.schedule.min_length, told["length"]
     shorter = [] if told["schedule"] == "fixed" else range(shortest, longest, max(1, longest // 4))
-    n_step = longest + 6 if told["model"].get("latent_init") == "tokens" else None
+    plan, at_tokens = plan_of(told), told["model"].get("latent_init") == "tokens"
     lengths = sorted({*shorter, longest, *told["lengths"]})
-    by_length = {
-        n: evaluate_lengths(model, data, [n], n_step=n_step and 2 * n + 6, samples=samples)[n] for n in lengths
-    }
+    n_steps = (lambda n: [plan.num_steps(2 * n + 6)]) if at_tokens else None
+    curves = evaluate_steps(model, data, lengths, n_steps=n_steps, samples=samples)
+    by_length = {n: cells[0] for n, cells in zip(lengths, curves.cells, strict=True)}
     at = by_length[longest]
     result: Settings = {
         "task": told["task"], "length": longest, "token": round(at.token, 5), "sequence": round(at.sequence, 5),
         "by_length": {n: (round(a.token, 4), round(a.sequence, 4)) for n, a in by_length.items()},
     }  # fmt: skip
-    if n_step is None:
-        plan = plan_of(told)
+    if not at_tokens:
         steps = sorted({plan.num_steps(n) for n in (1, 2, 4, 6, 8, 12, 16, 24, told["steps"][1])})
         latents: list[Any] = [4, 6, 8, 12, 16, 24, 32] if _noise(told["model"]) else [model.config.num_latents]
         grid = evaluate_grid(model, data, n_latents=latents, n_steps=steps, samples=samples)
@@ -269,10 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         options.device = find_device(getattr(options, "device", "cpu"), options.command)
-        try:
-            {"train": train, "evaluate": evaluate, "draw": draw}[options.command](options)
-        except TypeError as error:  # of values that were given as NAME=VALUE
-            raise ValueError(error) from error
+        {"train": train, "evaluate": evaluate, "draw": draw}[options.command](options)
 
     def kept() -> str:
         begun = options.command == "train" and whole_checkpoint(folder_of(options) / "checkpoints")

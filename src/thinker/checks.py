@@ -169,7 +169,7 @@ def check_latents(
 def chosen_steps(output_steps: OutputSteps, rows: Sequence[FlowRow]) -> set[int]:
     """The steps, counted from 1, whose answer is asked for; refuses those at which the plan has none."""
     can = [number for number, row in enumerate(rows, 1) if row.output]
-    if isinstance(output_steps, str):
+    if isinstance(output_steps, str | int):
         if output_steps not in ("last", "all"):
             raise ValueError(f"LatentThinker: output_steps is {output_steps!r}; needed last, all, or some of {can}")
         return set(can if output_steps == "all" else can[-1:])

@@ -249,7 +249,10 @@ class CurriculumDataset(IterableDataset):
 
     def is_held_out(self, sample: Sample, lengths: Tensor) -> Tensor:  # (B,)
         """Which rows training never sees."""
-        return self._hold_out.rows(sample, lengths)
+        held_out = torch.ones(len(lengths), dtype=torch.bool, device=lengths.device)  # and all that are longer
+        trained = (lengths <= self.schedule.max_length).nonzero()[:, 0]
+        held_out[trained] = self._hold_out.rows(sample.rows(trained), lengths[trained])
+        return held_out
 
     def held_out(self, batch: int, length: int, *, seed: int = 0) -> Rows:
         """A batch of held-out inputs of one length, or of any inputs where none of that length are held out.
@@ -271,31 +274,26 @@ class CurriculumDataset(IterableDataset):
             step: That number, where workers draw ahead and the data set cannot know.
         """
         step = self.step if step is None else step
+        return {"step": step, "states": self._states.tolist(), **self._identity()}
+
+    def _identity(self) -> StateDict:
+        """What has to be the same for the same batches to follow."""
         return {
-            "step": step, "seed": self.seed, "task": repr(self.task), "segments": self.segments,
-            "states": self._states.tolist(),
+            "task": repr(self.task), "schedule": repr(self.schedule), "seed": self.seed, "segments": self.segments,
+            "batch_size": self.batch_size, "holdout": self.holdout, "delay": self.delay,
         }  # fmt: skip
 
     def load_state_dict(self, state: StateDict) -> None:
         """Go on from there.
 
         Raises:
-            ValueError: Another task, seed, schedule or delay, or other segments.
+            ValueError: A state of another task, schedule, seed, batch size, holdout or delay, or of other segments.
         """
-        if state["segments"] != self.segments:
-            raise ValueError(
-                f"CurriculumDataset: the state has segments {state['segments']}; needed {self.segments}, as here"
-            )
-        if state["task"] != repr(self.task):
-            raise ValueError(f"CurriculumDataset: the state is of {state['task']}; needed that of {self.task!r}")
-        states = torch.tensor(state["states"], dtype=torch.float64)
-        if state["seed"] != self.seed or states.shape != self._states.shape:
-            raise ValueError(
-                f"CurriculumDataset: the state has seed {state['seed']} and shape {list(states.shape)}; needed "
-                f"{self.seed} and {list(self._states.shape)}, of the same seed, schedule and delay"
-            )
+        for name, value in self._identity().items():
+            if state[name] != value:
+                raise ValueError(f"CurriculumDataset: the state has {name} {state[name]}; needed {value}, as here")
         self.step = state["step"]
-        self._states.copy_(states)
+        self._states.copy_(torch.tensor(state["states"], dtype=torch.float64))
 
     def _generator(self, *words: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed_of(self.seed, *words))

@@ -198,12 +198,18 @@ class FlowPlan:
 
     @property
     def min_steps(self) -> int:
-        """The fewest steps that it serves."""
-        return len(self.prologue) + len(self.epilogue) or len(self.loop)
+        """The fewest steps that it serves, of which the last outputs."""
+        return self._ends_in_output(len(self.prologue) + len(self.epilogue) or len(self.loop))
 
     def num_steps(self, usual: int) -> int:
-        """Steps to take: with a loop ``usual``, or `min_steps` if that is more; without one the plan's own number."""
-        return max(usual, self.min_steps) if self.loop else self.min_steps
+        """Steps to take: with a loop ``usual`` or the next number after which the plan outputs; else the plan's own."""
+        return self._ends_in_output(max(usual, self.min_steps)) if self.loop else self.min_steps
+
+    def _ends_in_output(self, n: int) -> int:
+        """The first number of steps from ``n`` on whose last step outputs; the last row of a plan always does."""
+        while not self._cut(n)[-1].output:
+            n += 1
+        return n
 
     def rows(self, n_step: int | None = None) -> tuple[FlowRow, ...]:
         """The row of each step.
@@ -219,10 +225,14 @@ class FlowPlan:
         if n < 1 or room < 0 or (room and not self.loop):
             needed = f"{self.min_steps}{' or more' if self.loop else ''}"
             raise ValueError(f"FlowPlan: n_step is {n}; this plan needed {needed}")
-        rows = self.prologue + (self.loop * -(-room // max(1, len(self.loop))))[:room] + self.epilogue
+        rows = self._cut(n)
         if not rows[-1].output:
             raise ValueError(f"FlowPlan: with n_step {n} the loop of {len(self.loop)} rows ends where none outputs")
         return rows
+
+    def _cut(self, n: int) -> tuple[FlowRow, ...]:
+        room = n - len(self.prologue) - len(self.epilogue)
+        return self.prologue + (self.loop * -(-room // max(1, len(self.loop))))[:room] + self.epilogue
 
     def output_steps(self, n_step: int | None = None) -> tuple[int, ...]:
         """The steps that output, counted from 1.

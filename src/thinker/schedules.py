@@ -111,26 +111,31 @@ class Linear(Schedule):
     """A frontier that moves from ``start`` to ``max_length`` in ``steps`` batches.
 
     Args:
-        start: First frontier.
+        start: First frontier; default ``min_length``.
         steps: Batches until the last.
         share: Of the rows at the frontier.
     """
 
-    start: int = 1
+    start: int | None = None
     steps: int = 1000
     share: float = 0.5
 
     def __post_init__(self):
         super().__post_init__()
         _share("Linear", self.share)
-        if not self.min_length <= self.start <= self.max_length or self.steps < 1:
+        if not self.min_length <= self.first <= self.max_length or self.steps < 1:
             raise ValueError(
-                f"Linear: start {self.start}, steps {self.steps}; needed a length in range and 1 step or more"
+                f"Linear: start {self.first}, steps {self.steps}; needed a length in range and 1 step or more"
             )
+
+    @property
+    def first(self) -> int:
+        """The first frontier."""
+        return self.min_length if self.start is None else self.start
 
     def difficulty(self, step: int, state: Tensor) -> float:
         """The frontier."""
-        return self.start + (self.max_length - self.start) * min(1.0, step / self.steps)
+        return self.first + (self.max_length - self.first) * min(1.0, step / self.steps)
 
     def lengths(self, generator: torch.Generator, batch: int, step: int, state: Tensor) -> Tensor:
         """The mix, at the present frontier."""
@@ -144,7 +149,7 @@ class Progressive(Schedule):
     Between the two thresholds it stays (hysteresis).
 
     Args:
-        start: First frontier.
+        start: First frontier; default ``min_length``.
         threshold: Accuracy at the frontier from which it moves on.
         retreat: Accuracy below which it moves back by one.
         grow: By how much it moves on.
@@ -152,7 +157,7 @@ class Progressive(Schedule):
         min_answers: As many answers at the frontier are waited for.
     """
 
-    start: int = 1
+    start: int | None = None
     threshold: float = 0.95
     retreat: float = 0.2
     grow: int = 1
@@ -166,14 +171,19 @@ class Progressive(Schedule):
             raise ValueError(
                 f"Progressive: retreat {self.retreat}, threshold {self.threshold}; needed 0 <= retreat < threshold <= 1"
             )
-        if not self.min_length <= self.start <= self.max_length or self.grow < 1:
+        if not self.min_length <= self.first <= self.max_length or self.grow < 1:
             raise ValueError(
-                f"Progressive: start {self.start}, grow {self.grow}; needed a length in range and 1 or more"
+                f"Progressive: start {self.first}, grow {self.grow}; needed a length in range and 1 or more"
             )
+
+    @property
+    def first(self) -> int:
+        """The first frontier."""
+        return self.min_length if self.start is None else self.start
 
     def initial(self) -> list[float]:
         """Frontier; right and all answers there since it moved."""
-        return [float(self.start), 0.0, 0.0]
+        return [float(self.first), 0.0, 0.0]
 
     def difficulty(self, step: int, state: Tensor) -> float:
         """The frontier."""

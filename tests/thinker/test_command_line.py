@@ -79,11 +79,31 @@ def test_a_task_with_a_least_length_and_a_folder_with_a_run(tmp_path, capsys):
     assert "has a run already; needed another --out, or --resume" in capsys.readouterr().err
 
 
+def test_settings_reach_the_model(tmp_path):
+    def config(*model, task="copy", options=()):
+        out = tmp_path / str(len(list(tmp_path.iterdir())))
+        few = ["--iterations", "2", "--length", "6", "--samples", "8", "--no-progress"]
+        assert main(["train", task, "--out", str(out), *few, "--model", *model, *options]) == 0
+        return json.loads((out / "model" / "config.json").read_text())
+
+    assert config("num_static_tokens=4", "step_noise=1e-1")["plan"] == {
+        "prologue": [],
+        "loop": [[1, 0, 0, 1, 1, 1]],
+        "epilogue": [],
+    }
+    tokens = config("causal=true", "positions=rotary", "memory=grow", options=["--plan", "read_once"])
+    assert tokens["latent_init"] == "tokens"
+    assert tokens["plan"]["prologue"][0][0] == 1
+    assert not tokens["plan"]["loop"][0][0]
+    config("positions=rotary_2d", task="maze", options=["--schedule", "progressive"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["train", "copy", "--model", "heads=4", "--out", "{tmp}/a"], "heads"),
         (["train", "copy", "--options", "symbols", "--out", "{tmp}/a"], "'symbols' has no value; needed NAME=VALUE"),
+        (["train", "copy", "--model", "causal=true", "--steps", "1", "3", "--out", "{tmp}/a"], "needed no --steps"),
         (["train", "copy", "--plan", "{tmp}/none.md", "--out", "{tmp}/a"], "none.md"),
         (["evaluate", "{tmp}/nothing"], "has no run.json"),
         (["draw", "{tmp}/nothing"], "has no result.json"),

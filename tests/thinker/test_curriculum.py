@@ -14,6 +14,11 @@ def data_of(schedule=None, task="copy", **options):
     return CurriculumDataset(task, schedule or Frontier(max_length=9), **{"batch_size": 8, **options})
 
 
+def resumed(*options, **changes):
+    """Other data that go on from the state of the usual ones."""
+    return data_of(*options, **changes).load_state_dict(data_of().state_dict())
+
+
 def same(a, b):
     return all(torch.equal(x, b[k]) if isinstance(x, torch.Tensor) else x == b[k] for k, x in a.items())
 
@@ -92,6 +97,9 @@ def test_training_never_sees_what_is_held_out(task):
     shown = data.held_out(64, 6)
     sample = [shown[k] for k in ("input_ids", "attention_mask", "labels")]
     assert data.is_held_out(Sample(*sample), shown["lengths"]).all()
+    longer = data.held_out(4, 9)  # than any in training
+    sample = [longer[k] for k in ("input_ids", "attention_mask", "labels")]
+    assert data.is_held_out(Sample(*sample), longer["lengths"]).all()
 
 
 def test_as_many_are_held_out_as_was_asked_whatever_the_padding():
@@ -164,6 +172,15 @@ def test_rows_that_are_given_have_masks_and_answers_that_do_not_count():
     left = TensorTask(torch.tensor([[5, 6, 0], [0, 5, 6]]), ones(2, 3), mask=torch.tensor([[1, 1, 0], [0, 1, 1]]))
     assert left.every().key[0] == left.every().key[1]  # the same row, wherever it is padded
     assert repr(task) == repr(TensorTask(tokens.int(), targets, mask=mask))
+
+
+@pytest.mark.parametrize("kind", [Linear, Progressive])
+def test_a_moving_frontier_starts_at_the_least_length(kind):
+    schedule = kind(max_length=9, min_length=3)
+    assert schedule.difficulty(0, torch.tensor(schedule.initial())) == 3
+    assert kind(max_length=9, min_length=3, start=5).difficulty(0, torch.tensor([5.0, 0.0, 0.0])) == 5
+    with pytest.raises(ValueError, match="start 2"):
+        kind(max_length=9, min_length=3, start=2)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +379,10 @@ def test_what_was_reported_in_the_past_stays():
         (lambda: Frontier(max_length=3, share=2), "share is 2"),
         (lambda: Progressive(max_length=3, threshold=0.2, retreat=0.5), "needed 0 <= retreat < threshold <= 1"),
         (lambda: CurriculumDataset(make_task("copy"), 20), "needed a Task, as of make_task, and a Schedule"),
-        (lambda: data_of(task="sort").load_state_dict(data_of().state_dict()), r"the state is of Copy\(symbols=16\)"),
+        (lambda: resumed(task="sort"), r"the state has task Copy\(symbols=16\); needed Sort"),
+        (lambda: resumed(Uniform(max_length=9)), r"the state has schedule Frontier\(.*; needed Uniform"),
+        (lambda: resumed(holdout=0.2), "the state has holdout 0.1; needed 0.2, as here"),
+        (lambda: resumed(batch_size=3), "the state has batch_size 8; needed 3, as here"),
         (lambda: Progressive(max_length=3, start=4), "start 4"),
         (lambda: Linear(max_length=3, steps=0), "steps 0"),
         (lambda: Dynamic(max_length=3, floor=0), "floor 0"),

@@ -100,6 +100,16 @@ def test_random_plans():
     assert [tuple(r) for r in by_column.rows()] == [(1, 0, 1, 0, 0, 1), (0, 0, 1, 0, 0, 1), (0, 0, 1, 0, 1, 1)]
 
 
+def test_numbers_of_steps_end_in_an_output():
+    once = FlowPlan(prologue=(FlowRow(True),), loop=(FlowRow(output=True),))  # read, then think and answer
+    assert once.min_steps == len(once.rows()) == 2
+    two = FlowPlan(loop=(FlowRow(True), FlowRow(output=True)))
+    assert [two.num_steps(n) for n in (1, 2, 3, 5)] == [2, 2, 4, 6]
+    assert all(two.rows(two.num_steps(n))[-1].output for n in range(1, 9))
+    with pytest.raises(ValueError, match="with n_step 5 the loop of 2 rows ends where none outputs"):
+        two.rows(5)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -749,6 +749,7 @@ TOKENS = torch.zeros(2, 5, dtype=torch.long)
         ({}, lambda m: m(TOKENS, plan=FlowPlan.every_step(memory=False, static=True)), "num_static_tokens=8"),
         ({}, lambda m: m(TOKENS, output_steps=[5]), r"output_steps \[5\]; the plan outputs at \[1, 2, 3, 4\]"),
         ({}, lambda m: m(TOKENS, output_steps="first"), "output_steps is 'first'"),
+        ({}, lambda m: m(TOKENS, output_steps=3), "output_steps is 3; needed last, all, or some of"),
         ({}, lambda m: m(TOKENS, rollouts=2), r"2 rollouts with gradients on; needed torch.no_grad\(\)"),
         ({}, lambda m: m(TOKENS, rollouts=0), "rollouts is 0"),
         ({}, lambda m: ExitRule(every=0), "every is 0; needed a whole number"),

@@ -23,7 +23,6 @@ from thinker import (
     ThinkerConfig,
     ThinkerTrainer,
     evaluate_grid,
-    evaluate_lengths,
     evaluate_steps,
     make_task,
     parameter_groups,
@@ -31,6 +30,7 @@ from thinker import (
     thinker_arguments,
 )
 from thinker.counters import seed_of
+from thinker.flow import FlowRow
 from thinker.losses import LearnedWeights, Ponder, ProgressiveLoss
 from thinker.schedules import Fixed, Linear, Progressive
 from thinker.tasks import TensorTask
@@ -174,14 +174,36 @@ def test_rows_without_an_answer_are_neither_right_nor_wrong():
     tokens = torch.arange(12).view(6, 2)
     data = CurriculumDataset(TensorTask(tokens, tokens.masked_fill(tokens < 6, -100)), holdout=0.0)
     model = model_of(vocab_size=12, max_input_length=2, max_output_length=2)
-    found = evaluate_lengths(model, data, [1])[1]
+    found = evaluate_steps(model, data, [1]).cells[0][0]
     with torch.no_grad():
         right = model.eval()(tokens[3:], out_len=2).logits.argmax(-1) == tokens[3:]
     assert (found.token, found.sequence) == (right.float().mean(), right.all(1).float().mean())
     none = AtTokens(TensorTask(tokens, tokens.masked_fill(tokens % 2 == 1, -100)))
     last = model_of(vocab_size=13, max_input_length=3, max_output_length=3, causal=True, num_latents=1)
     with pytest.raises(ValueError, match="none of 6 rows has an answer that counts"):
-        evaluate_lengths(last, CurriculumDataset(none, holdout=0.0), [1])
+        evaluate_steps(last, CurriculumDataset(none, holdout=0.0), [1])
+
+
+@pytest.mark.parametrize("loop", [(FlowRow(output=True),), (FlowRow(), FlowRow(output=True))])
+def test_plans_that_do_not_output_at_each_step_train_at_every_draw_of_steps(loop, tmp_path):
+    plan = FlowPlan(prologue=(FlowRow(read_input=True),), loop=loop)
+    trainer = trainer_of(tmp_path, model_of(plan=plan), data_of(n_step=(1, 6)), max_steps=8)
+    trainer.train()
+    assert trainer.state.global_step == 8
+
+
+def test_answers_that_fewer_latents_give_weigh_as_answers(tmp_path):
+    """With 2 latents at the end of 6 tokens the loss is the mean over the answers that they give."""
+    model = model_of(causal=True, num_latents=2, positions="rotary", vocab_size=17)
+    data = CurriculumDataset(AtTokens(make_task("copy")), Fixed(max_length=3), batch_size=8, n_step=2)
+    trainer = trainer_of(tmp_path, model, data, max_steps=1, logging_steps=1, step_loss=AllSteps())
+    batch = trainer.data.batch(0)
+    with torch.no_grad():
+        out = model.train()(batch["input_ids"], batch["attention_mask"], n_step=2, output_steps="all")
+    trainer.train()
+    answers = batch["labels"][:, -2:]
+    expected = sum(torch.nn.functional.cross_entropy(z.flatten(0, 1), answers.flatten()) for z in out.step_logits) / 2
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(float(expected), rel=0.05)
 
 
 def test_a_plan_is_drawn_for_each_batch(tmp_path):
@@ -201,7 +223,7 @@ def test_a_plan_is_drawn_for_each_batch(tmp_path):
     assert steps[-6:] == drawn
     assert len(set(map(str, plans[-6:]))) == 6
     assert all(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
-    found = evaluate_lengths(trainer.model, trainer.data, [6], plan=FlowPlan.every_step(static=True))[6]
+    found = evaluate_steps(trainer.model, trainer.data, [6], plan=FlowPlan.every_step(static=True)).cells[0][0]
     assert trainer.evaluate()["eval_accuracy"] == found.token  # everything, in every step
     again = trainer_of(tmp_path, model_of(memory="grow", num_static_tokens=2), data_of(n_step=(2, 5)), draw_plan=draw)
     again.train()
@@ -551,7 +573,7 @@ def test_any_plan_trains_with_any_draw_of_steps(tmp_path):
 def test_evaluation_is_on_the_data_that_was_given(tmp_path):
     other = CurriculumDataset(make_task("reverse"), Frontier(max_length=6), batch_size=8)
     trainer = trainer_of(tmp_path, eval_dataset=other, eval_samples=64)
-    expected = evaluate_lengths(trainer.model, other, [6], samples=64)[6].token
+    expected = evaluate_steps(trainer.model, other, [6], samples=64).cells[0][0].token
     assert trainer.evaluate()["eval_accuracy"] == pytest.approx(expected)
     assert trainer.evaluate(trainer.data)["eval_accuracy"] != pytest.approx(expected)
     with pytest.raises(ValueError, match="the data to evaluate on are list"):
@@ -571,7 +593,8 @@ def test_a_task_says_which_answers_count(tmp_path):
     held = data.held_out(64, 6)
     logits = trainer.model.eval()(held["input_ids"], held["attention_mask"], out_len=6, n_step=4).logits
     right = (logits.argmax(-1) == held["labels"])[:, :3]
-    assert evaluate_lengths(trainer.model, data, [6], samples=64)[6].token == pytest.approx(float(right.float().mean()))
+    found = evaluate_steps(trainer.model, data, [6], samples=64).cells[0][0].token
+    assert found == pytest.approx(float(right.float().mean()))
 
 
 class Broken(AllSteps):
@@ -782,7 +805,8 @@ def test_grids_lengths_and_plots(tmp_path):
     once = evaluate_grid(model, data, n_latents=[4], n_steps=[2, 3], samples=32, plan=whole)
     logits = model(batch["input_ids"], batch["attention_mask"], n_latent=4, plan=whole, n_step=3, out_len=4).logits
     assert once.cells[0][1].token == pytest.approx(float((logits.argmax(-1) == batch["labels"]).float().mean()))
-    assert evaluate_lengths(model, data, [4], n_latent=2, n_step=3, samples=32)[4] == grid.cells[0][0]
+    curves = evaluate_steps(model, data, [4], n_latent=2, n_steps=[3], samples=32)
+    assert curves.cells[0][0] == grid.cells[0][0]
     assert len(str(grid).splitlines()) == 3
     grid.plot().savefig(tmp_path / "grid.png")
     curves = {line.get_label(): list(line.get_ydata()) for line in grid.plot().axes[-1].get_lines()}
@@ -824,7 +848,6 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
          "drawn 5 ahead, the data set's delay is 3"),
         (lambda out: RewindOnPeak(factor=0.5), "factor 0.5"),
         (lambda out: RewindOnPeak(cooling=0.0), "cooling 0.0"),
-        (lambda out: trainer_of(out).predict([]), r"predict is not there; needed model\(tokens, mask\)"),
         (lambda out: trainer_of(out, segments=0), "segments is 0; needed a whole number, 1 or more"),
         (lambda out: trainer_of(out, segments=2, gradient_accumulation_steps=2), "needed one of them to be 1"),
         (
@@ -864,7 +887,7 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
         ),
         (lambda out: evaluate_steps(model_of(), data_of(), [6], n_steps=4), r"n_steps 4; needed lists, as \[20\]"),
         (lambda out: trainer_of(out, draw_plan=FlowPlan.read_once()), "draw_plan is a FlowPlan; needed a function"),
-        (lambda out: evaluate_lengths(model_of(), data_of(), [6], plan=FlowPlan.random), "plan is .*; needed a Flow"),
+        (lambda out: evaluate_steps(model_of(), data_of(), [6], plan=FlowPlan.random), "plan is .*; needed a Flow"),
         (lambda out: evaluate_steps(model_of(), data_of(), [6], n_steps=[2], plan="x"), "plan is 'x'; needed"),
         (lambda out: trainer_of(out, draw_plan=lambda generator, n_step: None), "draw_plan gives None; needed"),
         (

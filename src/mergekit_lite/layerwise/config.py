@@ -49,7 +49,7 @@ class CalibratedMerge:
     def shares(self, count: int) -> list[float]:
         """Each model's share; together they are 1."""
         given = 1.0 if self.weight is None else self.weight
-        weights = [given] * count if isinstance(given, Real) else list(given)
+        weights = [given] * count if isinstance(given, int | float) else list(given)
         sound = len(weights) == count and all(isinstance(w, Real) and 0 <= w < math.inf for w in weights)
         if not sound or not sum(weights) > 0:
             raise ValueError(f"merge_models: weight is {self.weight}, needed {count} numbers from 0, not all 0")

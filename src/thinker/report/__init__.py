@@ -1,6 +1,6 @@
 """How right a thinker is: by steps, latents and length; and the plots of it."""
 
-from .evaluation import accuracies, evaluate_grid, evaluate_halting, evaluate_lengths, evaluate_steps
+from .evaluation import accuracies, evaluate_grid, evaluate_halting, evaluate_steps
 from .results import Accuracy, Calibration, Curves, Grid
 from .training import plot_training
 
@@ -12,7 +12,6 @@ __all__ = [
     "accuracies",
     "evaluate_grid",
     "evaluate_halting",
-    "evaluate_lengths",
     "evaluate_steps",
     "plot_training",
 ]

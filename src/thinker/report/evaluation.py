@@ -110,46 +110,12 @@ def evaluate_grid(
     return Grid(tuple(n_latents), tuple(n_steps), tuple(cells))
 
 
-def evaluate_lengths(
-    model: LatentThinker,
-    data: CurriculumDataset,
-    lengths: Sequence[int],
-    *,
-    n_step: int | None = None,
-    n_latent: int | None = None,
-    samples: int = 512,
-    plan: FlowPlan | None = None,
-    seed: int = 0,
-) -> dict[int, Accuracy]:
-    """Accuracy on held-out samples of each length.
-
-    Args:
-        model: In any mode.
-        data: Whose held-out samples; lengths beyond those trained on are all unseen.
-        lengths: Of samples.
-        n_step: Steps; default the config's, or the plan's own.
-        n_latent: Latents; default the config's.
-        samples: Of each length.
-        plan: What each step does.
-        seed: Which samples.
-
-    Returns:
-        Accuracy by length.
-    """
-    _check_data("evaluate_lengths", model, data)
-    steps = [chosen_plan(model.config, plan).num_steps(model.config.n_step) if n_step is None else n_step]
-    return {
-        n: accuracies(model, data.held_out(samples, n, seed=seed), n_steps=steps, n_latent=n_latent, plan=plan)[0]
-        for n in lengths
-    }
-
-
 def evaluate_steps(
     model: LatentThinker,
     data: CurriculumDataset,
     lengths: Sequence[int],
     *,
-    n_steps: Sequence[int] | Callable[[int], Sequence[int]],
+    n_steps: Sequence[int] | Callable[[int], Sequence[int]] | None = None,
     n_latent: int | None = None,
     samples: int = 512,
     plan: FlowPlan | None = None,
@@ -161,7 +127,7 @@ def evaluate_steps(
         model: In any mode.
         data: Whose held-out samples; lengths beyond those trained on are all unseen.
         lengths: Of samples.
-        n_steps: Numbers of steps, or a function from a length to them.
+        n_steps: Numbers of steps, or a function from a length to them; default the config's, or the plan's own.
         n_latent: Latents; default the config's.
         samples: Of each length.
         plan: What each step does.
@@ -176,6 +142,8 @@ def evaluate_steps(
     _check_data("evaluate_steps", model, data)
     if isinstance(n_steps, int) or isinstance(lengths, int):
         raise ValueError(f"evaluate_steps: lengths {lengths}, n_steps {n_steps}; needed lists, as [20] and [20, 40]")
+    if n_steps is None:
+        n_steps = [chosen_plan(model.config, plan).num_steps(model.config.n_step)]
     steps = {n: sorted(set(n_steps(n) if callable(n_steps) else n_steps)) for n in lengths}
     if not steps or not all(steps.values()) or min(map(min, steps.values())) < 1 or samples < 1:
         raise ValueError(f"evaluate_steps: lengths and steps {steps}, samples {samples}; needed 1 or more of each")

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from ..curriculum import Batch, CurriculumDataset, StateDict
 from ..flow import FlowPlan
 from ..losses import LastAndRandom, StepLoss, labels_of_steps
 from ..model import LatentThinker
-from ..report import evaluate_lengths
+from ..report import evaluate_steps
 from ..state import ThinkerOutput, ThinkerState
 from .arguments import thinker_arguments
 from .callbacks import CurriculumCallback, ThinkerCallback
@@ -206,16 +206,8 @@ class ThinkerTrainer(StepTrainer):
             self.tally.add(first.logits, answers, counted, inputs["lengths"], loss)
             if self.segments > 1:
                 self._carry = first.carry.detach()
-        loss = self.share_of_step(loss, (labels != -100).sum(), num_items_in_batch)
+        loss = self.share_of_step(loss, (inputs["labels"] != -100).sum(), num_items_in_batch)
         return (loss, first) if return_outputs else loss
-
-    def predict(self, *ignored: object, **named: object) -> NoReturn:
-        """Not offered: call the model instead.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError("ThinkerTrainer: predict is not there; needed model(tokens, mask), or trainer.evaluate()")
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: object) -> TrainOutput:
         """Train, or go on.
@@ -259,7 +251,8 @@ class ThinkerTrainer(StepTrainer):
             raise ValueError(
                 f"ThinkerTrainer: the data to evaluate on are {type(data).__name__}; needed CurriculumDataset"
             )
-        accuracies = evaluate_lengths(self.thinker, data, self.eval_lengths, samples=self.eval_samples)
+        curves = evaluate_steps(self.thinker, data, self.eval_lengths, samples=self.eval_samples)
+        accuracies = {length: cells[0] for length, cells in zip(curves.lengths, curves.cells, strict=True)}
         metrics = {f"{metric_key_prefix}_accuracy": sum(a.token for a in accuracies.values()) / len(accuracies)}
         metrics[f"{metric_key_prefix}_sequence_accuracy"] = sum(a.sequence for a in accuracies.values()) / len(
             accuracies

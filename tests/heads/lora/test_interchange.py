@@ -361,6 +361,14 @@ def test_numbers_that_the_dtype_cannot_hold_and_other_tuners_beneath_are_refused
     assert not (tmp_path / "out").exists()
 
 
+def test_a_layer_of_zeros_is_merged_and_its_update_is_not_measured_by_it(tmp_path):
+    base = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    torch.nn.init.zeros_(base[0].weight)
+    report = merge_lora(spoken(get_peft_model(base, LoraConfig(target_modules=["0"]))), tmp_path / "out")
+    assert report.layers[0].update == float("inf")
+    assert "inf" in str(report)
+
+
 SPLIT = {"target_modules": ["c_attn", "c_proj", "c_fc"], "r": 4, "lora_alpha": 8}
 
 
@@ -383,6 +391,7 @@ SPLITS = [
     {},
     {"use_rslora": True},
     {"target_modules": ["q_proj", "v_proj"]},
+    {"target_modules": ["h.0.attn.c_attn"]},  # of one layer: the export names no other
     {"rank_pattern": {"k_proj": 2}, "alpha_pattern": {"v_proj": 3}},
 ]
 

@@ -141,6 +141,11 @@ def log_of(train, held=(), norms=None):
     return log + [{"step": step, "eval_loss": loss} for step, loss in held]
 
 
+def test_training_logs_of_one_step_are_no_line_that_climbs():
+    log = [{"step": 1, "eval_loss": 1.0}, {"step": 2, "eval_loss": 1.2}] + [{"step": 6, "loss": 1.0}] * 3
+    assert tuning_report(log).overfits_from == 1
+
+
 def test_a_run_that_overfits_and_one_that_does_not():
     falling = [3 - i / 50 for i in range(100)]
     report = tuning_report(log_of(falling, [(0, 3.0), (25, 2.4), (50, 2.2), (75, 2.3), (100, 2.5)]))

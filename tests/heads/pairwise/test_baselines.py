@@ -50,6 +50,16 @@ def test_each_finds_what_it_can_see(rule, knows):
         assert (loss < 0.55) == known, (name, losses)
 
 
+def test_two_classes_of_shares_of_three_and_no_ties():
+    shares = [
+        pair._replace(label=(0.75, 0.25, 0.0) if pair.label == 0 else (0.25, 0.75, 0.0)) for pair in judged(60, len)
+    ]
+    two, three = (baseline_verdicts(shares, shares[:9], classes=classes) for classes in (2, 3))
+    torch.testing.assert_close(two[BASELINES[1]].exp(), three[BASELINES[1]][:, :2].exp(), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="pair 0: "):
+        baseline_verdicts([Pair("p", "a", "b", 2)], shares, classes=2)
+
+
 def test_they_are_fair_and_probabilities():
     train, test = judged(200, len, ties=True), judged(40, len, 1, ties=True)
     turned = [Pair(p.prompt, p.b, p.a, p.label) for p in test]

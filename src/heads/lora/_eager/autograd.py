@@ -206,35 +206,23 @@ class _Lora(torch.autograd.Function):
 def _differentiable(
     plan: _Plan, needs: Sequence[bool], grad: Tensor, x: Tensor, seeds: Tensor | None, tensors: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Backward that can be differentiated once more: of plain products, with everything that they keep."""
+    """Backward that can be differentiated once more: autograd's own, of plain products, with everything they keep."""
     masks: list[Tensor | None] = [None] * len(plan.adapters)
     for k, p in enumerate(one.dropout_p for one in plan.adapters):
         if p:
             assert seeds is not None
             masks[k] = (reference.keep_mask(seeds[k], x.shape[0], x.shape[1], p) / (1 - p)).to(x.dtype)
-    need_x, _, _, need_weight, need_bias, *_ = needs
-    t = _Tensors.of(x.dtype, tensors)
-    gradients: list[Tensor | None] = [None] * len(tensors)
-    dx = grad @ (t.weight.T if plan.transposed else t.weight) if need_x else None
-    if need_weight:
-        gradients[0] = x.T @ grad if plan.transposed else grad.T @ x
-    if need_bias:
-        gradients[1] = grad.sum(0)
-    for k, one in enumerate(plan.adapters):
-        a, b = t.factors[2 * k], t.factors[2 * k + 1]
-        for start, stop in one.spans or ((0, x.shape[0]),):
-            rows = slice(start, stop)
-            mask = masks[k]
-            keep = torch.ones_like(x[rows]) if mask is None else mask[rows]
-            seen, g = x[rows] * keep, one.scaling * (grad[rows] @ b)
-            da, db = g.T @ seen, one.scaling * grad[rows].T @ (seen @ a.T)
-            for place, part in enumerate((da, db), 2 + 2 * k):
-                before = gradients[place]
-                gradients[place] = part if before is None else before + part
-            if dx is not None:
-                dx = dx + F.pad((g @ a) * keep, (0, 0, start, x.shape[0] - stop))
-    cast = [None if f is None or t is None else f.to(t.dtype) for f, t in zip(gradients, tensors, strict=True)]
-    return dx, None, None, *cast
+    views = [None if t is None else t.view_as(t) for t in (x, *tensors)]  # since x may itself depend on a weight
+    wanted = (needs[0], *needs[3:])
+    with torch.autocast(x.device.type, enabled=False):
+        assert views[0] is not None
+        t = _Tensors.of(x.dtype, views[1:])
+        y = linear(views[0], t.weight, t.bias, plan.transposed)
+        y = add_adapters(y, views[0], t.factors, plan.adapters, masks=masks)
+        inputs = [view for view, need in zip(views, wanted, strict=True) if view is not None and need]
+        gradients = iter(torch.autograd.grad(y, inputs, grad, create_graph=True))
+    dx, *rest = (next(gradients) if need else None for need in wanted)
+    return dx, None, None, *rest
 
 
 def run(

@@ -10,7 +10,7 @@ from model_components._modes import evaluating
 
 
 @torch.no_grad()
-def check_packed_examples(model: PreTrainedModel | PeftModel, *, length: int = 8) -> None:
+def check_packed_examples(model: PreTrainedModel | PeftModel) -> None:
     """Refuse a model in which packed examples see each other.
 
     Two examples are packed and the first one is replaced: no bit of the second's logits may change. TRL warns of every
@@ -18,7 +18,6 @@ def check_packed_examples(model: PreTrainedModel | PeftModel, *, length: int = 8
 
     Args:
         model: A causal language model.
-        length: Tokens of each of the two examples.
 
     Raises:
         ValueError: They see each other, or the model does not give logits for every token.
@@ -26,7 +25,7 @@ def check_packed_examples(model: PreTrainedModel | PeftModel, *, length: int = 8
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> check_packed_examples(GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=4, n_layer=1, n_head=1)))
     """
-    device = next(model.parameters()).device
+    length, device = 8, next(model.parameters()).device  # tokens of each of the two examples
     vocabulary = next(model.get_input_embeddings().parameters()).shape[0]
     first = torch.arange(2 * length, device=device).remainder(vocabulary)[None]
     other = first.clone()

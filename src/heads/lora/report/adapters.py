@@ -15,7 +15,7 @@ from torch.func import functional_call
 from model_components._modes import in_mode
 from model_components._report import Axes, Figure, Report, Table, bars
 
-from ..layers import LoraLinear, lora_layers
+from ..layers import LeanForward, lora_layers
 from ..surgery.prepare import PREFIX
 
 USUAL_SCALING = (0.1, 4.0)
@@ -185,7 +185,7 @@ def lora_report(
             if (
                 base.dtype.itemsize < a.dtype.itemsize
                 and base.is_floating_point()
-                and not isinstance(layer, LoraLinear)
+                and not isinstance(layer, LeanForward)
             ):
                 copied.append(name)
     zero = zero if trained or len(zero) < len(rows) else []

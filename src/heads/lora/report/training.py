@@ -213,7 +213,7 @@ def _turn(held_out: Sequence[tuple[int, float]], tolerance: float) -> int | None
 
 def _rises(looks: Sequence[tuple[int, float]]) -> bool:
     """Whether a line through losses climbs, by three standard errors."""
-    if len(looks) < 3:
+    if len({step for step, _ in looks}) < 3:  # of logs that were put together one step may have several
         return False
     line = statistics.linear_regression(*zip(*looks, strict=True))
     middle = statistics.fmean(step for step, _ in looks)

@@ -209,12 +209,7 @@ def export_lora(model: PeftModel, out: str | Path, *, adapter_name: str = "defau
             rank = tensors[f"{PREFIX}{name}.lora_A.weight"].shape[0]
             config.rank_pattern[re.escape(name)] = rank
             config.alpha_pattern[re.escape(name)] = scaling * (rank**0.5 if config.use_rslora else rank)
-    if isinstance(config.target_modules, (set, list, tuple)):
-        config.target_modules = sorted({*config.target_modules, FUSED} - set(PARTS))
-    else:
-        config.target_modules = sorted(
-            {re.sub(r"\.lora_.*", "", k.removeprefix(PREFIX)) for k in tensors if ".lora_" in k}
-        )
+    config.target_modules = sorted({re.sub(r"\.lora_.*", "", k.removeprefix(PREFIX)) for k in tensors if ".lora_" in k})
     config.inference_mode = True
     with NewFolder(out, operation) as new:
         tensors = {k: t.detach().cpu().contiguous() for k, t in tensors.items()}

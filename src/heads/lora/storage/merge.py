@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
-from transformers.pytorch_utils import Conv1D
 
 from model_components._folders import NewFolder, check_new
 from model_components._report import Axes, Figure, Report, Table, bars
@@ -191,18 +191,9 @@ def _check_layer(operation: str, name: str, layer: LoraLayer) -> None:
 
 def _parts_of(layer: Any, names: Sequence[str]) -> dict[str, Tensor]:
     """Weight and bias of one layer with its adapters, in float32 or better."""
-    active = [name for name in names if name in layer.r]
-    if not isinstance(layer, lora.Linear) or any(n in layer.lora_variant or layer.lora_bias.get(n) for n in active):
-        copied = copy.deepcopy(layer).to(_wide(layer.base_layer.weight).dtype)
-        copied.merge(adapter_names=active)
-        return {which: held.detach() for which, held in copied.base_layer.named_parameters(recurse=False)}
-    parts = {which: _wide(held) for which, held in layer.base_layer.named_parameters(recurse=False)}
-    for name in active:
-        factors = (layer.get_submodule(f"{k}.{name}").get_parameter("weight") for k in ("lora_A", "lora_B"))
-        a, b = (factor.detach().to(parts["weight"].dtype) for factor in factors)
-        update = (b @ a).T if isinstance(layer.base_layer, Conv1D) else b @ a
-        parts["weight"] = parts["weight"] + layer.scaling[name] * update
-    return parts
+    copied = copy.deepcopy(layer).to(_wide(layer.base_layer.weight).dtype)
+    copied.merge(adapter_names=[name for name in names if name in layer.r])
+    return {which: parameter.detach() for which, parameter in copied.base_layer.named_parameters(recurse=False)}
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -217,10 +208,11 @@ def _measured(operation: str, name: str, layer: Any, exact: Tensor, dtype: torch
         if not torch.isfinite(merged_weight).all():
             raise ValueError(f"{operation}: the merged weight of {name} has numbers that are not finite{where}")
     update = exact - _wide(weight)
-    size = float(update.norm())
+    size, before = float(update.norm()), float(weight.float().norm())
     lost = rounded.to(exact.dtype) - weight.to(rounded.dtype).to(exact.dtype) - update
     share = float(lost.norm()) / size if size else 0.0
-    return MergedLayer(name, size / float(weight.float().norm()) if size else 0.0, share)
+    ratio = size / before if before else math.inf  # a new head is zeros
+    return MergedLayer(name, ratio if size else 0.0, share)
 
 
 def _state(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..functional import swapped
-from ..pairs import Pair, Words, said_by
+from ..pairs import Pair, Words, as_pairs, said_by
 from ..surface import surfaces_of
 from .metrics import alike, at_verdict, pairwise_metrics, shares_of
 
@@ -80,6 +80,7 @@ def baseline_verdicts(train: Sequence[Pair], test: Sequence[Pair], *, classes: i
             f"{operation}: {len(train)} pairs to fit on and {len(test)} to judge; needed some of both, the first with "
             "labels"
         )
+    train = as_pairs(operation, train, classes)
     from scipy.sparse import csr_array, hstack
     from sklearn.ensemble import HistGradientBoostingClassifier
     from sklearn.feature_extraction.text import TfidfVectorizer

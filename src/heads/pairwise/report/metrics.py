@@ -30,7 +30,6 @@ class PairwiseMetrics(Report):
         accuracy: Share of right verdicts; of soft labels, the share of judges that agree.
         log_loss: In nats.
         log_loss_prior: Of always giving the labels' own shares, those of A and B made alike.
-        log_loss_uniform: Of 1 / C each.
         calibration_error: Mean distance of confidence and accuracy, over 15 bins of confidence.
         flip_rate: Share of verdicts that change when A and B trade places.
         length_correlation: Of P(A) - P(B) with how much longer A is, each pair taken in both orders; nan where either
@@ -43,7 +42,6 @@ class PairwiseMetrics(Report):
     accuracy: float
     log_loss: float
     log_loss_prior: float
-    log_loss_uniform: float
     calibration_error: float
     flip_rate: float
     length_correlation: float
@@ -54,7 +52,7 @@ class PairwiseMetrics(Report):
         """Everything but the confusion matrix."""
         return [
             f"{self.pairs} pairs: accuracy {self.accuracy:.1%}",
-            f"log-loss {self.log_loss:.4f} (prior {self.log_loss_prior:.4f}, uniform {self.log_loss_uniform:.4f})",
+            f"log-loss {self.log_loss:.4f} (prior {self.log_loss_prior:.4f})",
             f"calibration error {self.calibration_error:.3f}, flip rate {self.flip_rate:.1%}",
             f"correlation with length {self.length_correlation:.2f} (labels' own {self.label_length_correlation:.2f})",
         ]
@@ -136,7 +134,6 @@ def pairwise_metrics(
         accuracy=float(right.mean()),
         log_loss=float(torch.where(wanted > 0, -wanted * found, 0.0).sum(1).mean()),
         log_loss_prior=float(torch.special.entr(prior).sum()),
-        log_loss_uniform=float(torch.tensor(float(classes)).double().log()),
         calibration_error=_calibration(at_verdict(found.exp(), found), right),
         flip_rate=flips,
         length_correlation=_correlation(found[:, 0].exp() - found[:, 1].exp(), longer),

@@ -16,6 +16,7 @@ _SAMPLED, _EACH = 8, 4096  # weights that are watched, and how many numbers of e
 _STEPS_TO_MOVE = 10  # after warm-up: LoRA's A waits for B, and B for a new head
 _PATIENT = 0.3  # share of a run before its log-loss is judged: a weak signal shows late
 _LOOK = 5  # steps between two checks
+_MIN_MOVED = 0.75  # share of the watched weights that must have moved by then
 
 
 class DeadRunError(RuntimeError):
@@ -36,16 +37,15 @@ class DeadRunGuard(TrainerCallback):
     Args:
         window: Optimizer steps that are looked at together; default a tenth of the run, from 20 to 200.
         patience: Windows, one after the other, no better than the prior that end the run. A resumed run counts anew.
-        min_moved: Share of the weights that must have moved after a few steps.
 
     Raises:
         ValueError: A window or patience below 1.
     """
 
-    def __init__(self, *, window: int | None = None, patience: int = 3, min_moved: float = 0.75):
+    def __init__(self, *, window: int | None = None, patience: int = 3):
         if (window is not None and window < 1) or patience < 1:
             raise ValueError(f"DeadRunGuard: window is {window} and patience {patience}, needed 1 or more")
-        self.window, self.patience, self.min_moved = window, patience, min_moved
+        self.window, self.patience = window, patience
         self.trainer: Any = None  # `PairwiseTrainer` puts itself here
         self._seen: Tensor | None = None  # of this window: sums that `observe` makes
         self._steps = self._poor = self._first = 0
@@ -115,7 +115,7 @@ class DeadRunGuard(TrainerCallback):
         watched, self._start = self._start or [], None
         moved = [float((_sample(p) != before).float().mean()) for p, before in watched]
         share = sum(moved) / max(1, len(moved))
-        if watched and share < self.min_moved:
+        if watched and share < _MIN_MOVED:
             dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p, _ in watched}))
             raise DeadRunError(
                 f"step {state.global_step}: only {share:.0%} of the weights have moved; a learning rate of "

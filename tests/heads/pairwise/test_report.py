@@ -140,7 +140,6 @@ def test_the_report_says_everything_and_draws(tmp_path):
             "50 pairs",
             "accuracy",
             "prior",
-            "uniform",
             "calibration",
             "flip rate",
             "length",

@@ -189,6 +189,10 @@ def _prune(options: argparse.Namespace) -> None:
 
 
 def _convert(options: argparse.Namespace) -> None:
+    if (options.preset or options.plan) and (options.rank != 1 or (options.plan and options.init is not None)):
+        raise ValueError(
+            "convert: presets and plans say ranks, and plans say how layers begin; needed neither beside them"
+        )
     if options.preset:
         config: object = preset(options.preset, init=options.init)
     elif options.plan:

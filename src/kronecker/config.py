@@ -74,7 +74,9 @@ class KroneckerConfig:
             raise ValueError(f"KroneckerConfig: epochs is {self.epochs}, needed a whole number, 0 or more")
         if self.init not in INITS:
             raise ValueError(f"KroneckerConfig: init is {self.init!r}, needed one of {', '.join(INITS)}")
-        if self.keep not in ("even", "odd", "energy") and not (isinstance(self.keep, tuple) and len(self.keep) == 2):
+        if self.keep not in ("even", "odd", "energy") and not (
+            isinstance(self.keep, tuple) and len(self.keep) == 2 and all(is_whole(n, 0) for n in self.keep)
+        ):
             raise ValueError(f"KroneckerConfig: keep is {self.keep!r}, needed even, odd, energy or (row, column)")
 
     def shapes(
@@ -240,6 +242,8 @@ class PruneConfig:
                 raise ValueError(
                     f"PruneConfig: {name} is {getattr(self, name)}, needed a whole number, {least} or more"
                 )
+        if self.multiple_of > 1 and self.granularity != "neuron":
+            raise ValueError(f"PruneConfig: multiple_of is {self.multiple_of} for {self.granularity}s, needed 1")
         if self.budget is not None and not is_whole(self.budget, 1):
             raise ValueError(f"PruneConfig: budget is {self.budget}, needed a number of parameters")
         if self.budget is not None and self.keep is not None:

@@ -152,7 +152,7 @@ def kron_embedding(
 
     Raises:
         ValueError: Factors that do not fit, ids that are not integers.
-        IndexError: An id below 0 or past the last row.
+        IndexError, RuntimeError: An id below 0 or past the last row, by torch's own gathers.
 
     >>> a, b = torch.tensor([[[1.0], [2.0]]]), torch.tensor([[[1.0, 5.0]]])
     >>> kron_embedding(torch.tensor([1, 0]), a, b)

@@ -46,9 +46,9 @@ class DistillConfig:
 
     def __post_init__(self) -> None:
         weights = {n: getattr(self, n) for n in ("labels", "logits", "hidden", "layers")}
-        if min(weights.values()) < 0 or not any(weights.values()):
+        if not all(weight >= 0 for weight in weights.values()) or not any(weights.values()):
             raise ValueError(f"DistillConfig: weights are {weights}, needed none below 0 and one above")
-        if self.temperature <= 0:
+        if not self.temperature > 0:
             raise ValueError(f"DistillConfig: temperature is {self.temperature}, needed above 0")
 
 

@@ -137,11 +137,15 @@ def compare(
     Raises:
         ValueError: A model that is no language model.
     """
+    if not models or not texts:
+        raise ValueError(f"compare: {len(models)} models and {len(texts)} texts, needed one or more of both")
     for name, model in models.items():
         if not getattr(model, "can_generate", lambda: False)():
             raise ValueError(f"compare: {name} is a {type(model).__name__}, needed a language model that generates")
     positions = [positions_of(m) for m in models.values()]
     new = min([new, *(p - _PROMPT for p in positions if p)])
+    if new < 1:
+        raise ValueError(f"compare: the models have {min(filter(None, positions))} positions, needed over {_PROMPT}")
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     named = texts if isinstance(texts, Mapping) else {"": texts}
     first = next(iter(named.values()))[0]

@@ -195,6 +195,20 @@ def test_comparing_measures_what_it_says():
         perplexity(model, [ids[:, :1]])
 
 
+def test_comparing_refuses_what_it_cannot_measure():
+    ids = torch.randint(3, 96, (1, 8))
+    with pytest.raises(ValueError, match="0 models and 1 texts"):
+        compare({}, [ids])
+    with pytest.raises(ValueError, match="the models have 8 positions, needed over 8"):
+        compare({"short": tiny("gpt2", n_positions=8)}, [ids])
+
+
+@pytest.mark.parametrize("options", [["--preset", "gpt2-93m", "--rank", "7"], ["--plan", "p.json", "--init", "random"]])
+def test_what_a_preset_or_a_plan_says_is_not_said_beside_it(options, place, capsys):
+    assert main(["convert", str(place / "model"), str(place / "out"), *options]) == 1
+    assert "presets and plans say ranks" in capsys.readouterr().err
+
+
 def test_importing_needs_no_triton_peft_plotting_or_datasets():
     code = """
 import sys

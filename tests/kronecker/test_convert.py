@@ -494,6 +494,7 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
         ({"b_shape": (2, 1), "rank": 0}, "rank is 0, needed a whole number, 1 or more"),
         ({"b_shape": (2, 1), "init": "svd"}, "needed one of sequential"),
         ({"b_shape": (2, 1), "keep": "all"}, "needed even, odd, energy"),
+        ({"b_shape": (2, 1), "init": "prune", "keep": ("x", "y")}, "needed even, odd, energy"),
         ({"b_shape": (2, 1), "rounds": 0}, "rounds is 0"),
         ({"b_shape": (2, True)}, "needed two whole numbers"),
     ],

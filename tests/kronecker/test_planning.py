@@ -140,6 +140,8 @@ def test_a_budget_of_time_is_kept(limits, monkeypatch):
     [
         ({}, "budget is None, needed a number of parameters, keep or time_budget"),
         ({"budget": 10_000, "structures": ["svd"]}, "structures have 'svd', needed some of kronecker"),
+        ({"budget": 10_000, "structures": ["dense"]}, "structures have 'dense', needed some of kronecker"),
+        ({"budget": 10_000, "structures": "prune"}, r"structures is 'prune', needed a list, as \['prune'\]"),
         ({"time_budget": 1.5}, "time_budget is 1.5, needed a share"),
         ({"keep": 0.0}, "keep is 0.0, needed a share"),
         ({"keep": 0.5, "budget": 9000}, "budget is 9,000 and keep 0.5, needed one of them"),

@@ -326,6 +326,7 @@ def test_one_token_and_dead_neurons_are_no_trouble():
         ({"refit": "some"}, "refit is 'some', needed one of"),
         ({"epochs": 0}, "epochs is 0, needed a whole number"),
         ({"ridge": 0}, "ridge is 0, needed a share"),
+        ({"granularity": "block", "multiple_of": 64}, "multiple_of is 64 for blocks, needed 1"),
     ],
 )
 def test_bad_configs_are_refused(fields, message):
@@ -352,6 +353,10 @@ def test_configs_round_trip():
         ([torch.tensor([[3, 96]])], "token ids go from 3 to 96, needed 0 to 95"),
         ([torch.tensor([[-1, 5]])], "token ids go from -1 to 5, needed 0 to 95"),
         ([torch.ones(2, 3)], r"token ids are torch\.float32, needed integers"),
+        (
+            [{"input_ids": torch.ones(0, 4).long(), "attention_mask": torch.ones(1, 4)}],
+            r"a batch has no token, \[0, 4\]",
+        ),
         ([torch.ones(1, 65, dtype=torch.long)], "rows have 65 tokens, needed at most the model's 64"),
     ],
 )

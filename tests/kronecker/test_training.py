@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from kronecker import (
@@ -148,6 +149,42 @@ def test_layers_learn_on_the_teachers_real_inputs(kind, tmp_path):
         if isinstance(p, torch.nn.Dropout):
             p.p = 0.0
     assert float(exact.compute_loss(same_weights, dict(batch)).detach()) < 1e-6
+
+
+def test_an_encoder_decoder_learns_from_its_decoders_tokens(tmp_path):
+    """Source and target differ in length; without decoder_input_ids they are made of the labels, as the model does."""
+    sizes = {"vocab_size": 32, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0)
+    teacher, model = transformers.T5ForConditionalGeneration(config), transformers.T5ForConditionalGeneration(config)
+    batch = {"input_ids": torch.randint(1, 32, (2, 6)), "labels": torch.tensor([[5, 6, 7, 1], [8, 1, -100, -100]])}
+    trainer = KroneckerTrainer(model.train(), arguments(tmp_path), teacher=teacher)
+    loss = trainer.compute_loss(model, dict(batch))
+    with torch.no_grad():
+        shifted = model.prepare_decoder_input_ids_from_labels(batch["labels"])
+        ours, theirs = (m(input_ids=batch["input_ids"], decoder_input_ids=shifted).logits for m in (model, teacher))
+    log_p, log_q = (F.log_softmax(z[batch["labels"] != -100] / 2, -1) for z in (theirs, ours))
+    torch.testing.assert_close(loss.detach(), 4 * (log_p.exp() * (log_p - log_q)).sum(-1).mean(), rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="for an encoder-decoder, T5ForCond"):
+        KroneckerTrainer(model, arguments(tmp_path), teacher=teacher, distill=DistillConfig(hidden=1.0))
+
+
+@pytest.mark.parametrize("distill", [DistillConfig(labels=0.5), DistillConfig(hidden=1.0, layers=1.0)])
+def test_a_model_of_images_learns(distill, tmp_path):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3)
+    teacher, model = transformers.ViTForImageClassification(config), transformers.ViTForImageClassification(config)
+    rows = [{"pixel_values": torch.randn(3, 8, 8), "labels": torch.tensor(k % 3)} for k in range(8)]
+    trainer = KroneckerTrainer(
+        model,
+        arguments(tmp_path, learning_rate=1e-3, optim="adamw_torch"),
+        teacher=teacher,
+        distill=distill,
+        train_dataset=rows,
+    )
+    batch = {k: torch.stack([row[k] for row in rows]) for k in rows[0]}
+    before = trainer.compute_loss(model.train(), batch).item()
+    trainer.train()
+    assert trainer.compute_loss(model.train(), batch).item() < before
 
 
 def test_training_back_brings_the_loss_down(tmp_path):
@@ -330,6 +367,7 @@ def loss_of(model, teacher, out):
         (lambda out: DistillConfig(logits=0.0), "needed none below 0 and one above"),
         (lambda out: DistillConfig(labels=-1.0), "needed none below 0"),
         (lambda out: DistillConfig(temperature=0.0), "temperature is 0.0"),
+        (lambda out: DistillConfig(logits=float("nan")), "needed none below 0"),
         (lambda out: loss_of(student("bert"), tiny("bert"), out), r"has no logits; needed DistillConfig\(logits=0\)"),
     ],
 )

@@ -132,6 +132,8 @@ def _check_ids(operation: str, ids: object, model: nn.Module) -> None:
         return
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{operation}: token ids are {ids.dtype}, needed integers of 32 or 64 bits")
+    if not ids.numel():
+        raise ValueError(f"{operation}: a batch has no token, {list(ids.shape)}; needed one or more")
     count, positions = getattr(config.get_text_config(), "vocab_size", None), positions_of(model)
     least, most = int(ids.min()), int(ids.max())
     if isinstance(count, int) and not 0 <= least <= most < count:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from model_components._report import Axes, Figure, Report, Table, bars
 
@@ -54,9 +54,8 @@ class Plan(Report):
     @property
     def prune(self) -> PruneConfig | None:
         """What `prune_` takes, where all MLPs lose the same share of their neurons: the result is a stock model."""
-        configs = {c.config for c in self.chosen.values()}
-        config = configs.pop()
-        return replace(config, refit="all") if isinstance(config, PruneConfig) and not configs else None
+        chosen, given = {c.config for c in self.chosen.values()}, list(self.configs.values())
+        return given[0] if len(chosen) == 1 and given and isinstance(given[0], PruneConfig) else None
 
     @property
     def seconds(self) -> float:

@@ -89,7 +89,9 @@ def plan(
     >>> found.parameters <= 600
     True
     """
-    if unknown := sorted(set(structures) - set(STRUCTURES) - {"dense"}):
+    if isinstance(structures, str):
+        raise ValueError(f"plan: structures is {structures!r}, needed a list, as [{structures!r}]")
+    if unknown := sorted(set(structures) - set(STRUCTURES)):
         raise ValueError(f"plan: structures have {unknown[0]!r}, needed some of {', '.join(STRUCTURES)}")
     if budget is None and keep is None and time_budget is None:
         raise ValueError("plan: budget is None, needed a number of parameters, keep or time_budget")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Unpack
@@ -72,6 +73,11 @@ class KroneckerTrainer(StepTrainer):
         self.rates = {"pretrained_learning_rate": pretrained_learning_rate, "structure_aware": structure_aware}
         if teacher is not None and self.distill and (self.distill.hidden or self.distill.layers):
             _check_depth(model, teacher)
+            if _has_two_sides(model):
+                raise ValueError(
+                    f"KroneckerTrainer: {self.distill} for an encoder-decoder, {type(model).__name__}, whose two sides "
+                    "have their own tokens; needed hidden=0 and layers=0"
+                )
         self._mlps = (
             TeacherMlps(teacher, model) if teacher is not None and self.distill and self.distill.layers else None
         )
@@ -106,15 +112,18 @@ class KroneckerTrainer(StepTrainer):
         config, watch = self.distill, self._mlps.watched() if self._mlps else nullcontext({})
         named = {"output_hidden_states": config.hidden > 0}
         unlabelled = {k: v for k, v in inputs.items() if k not in ("labels", "label")}
+        two_sides = _has_two_sides(self.unwrapped())
+        if two_sides and not any(name.startswith("decoder_input") for name in unlabelled):
+            unlabelled["decoder_input_ids"] = self.unwrapped().prepare_decoder_input_ids_from_labels(inputs["labels"])
         with torch.no_grad(), watch as seen:
             theirs = self.teacher(**unlabelled, **named)
         ours = model(**unlabelled, **named)
-        states = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
+        states = _states_that_count(unlabelled, ours, seen, two_sides)
         keep, labels = targets_of(
             (states.shape[0], states.shape[1]),
             inputs.get("labels"),
-            inputs.get("attention_mask"),
-            shifted=self.unwrapped().can_generate() and not self.unwrapped().config.is_encoder_decoder,
+            inputs.get("decoder_attention_mask" if two_sides else "attention_mask"),
+            shifted=self.unwrapped().can_generate() and not two_sides,
             device=states.device,
         )
         loss, answers = torch.zeros((), device=self.args.device), keep.sum()
@@ -182,6 +191,22 @@ class KroneckerTrainer(StepTrainer):
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint or "")
+
+
+def _has_two_sides(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _states_that_count(
+    inputs: Mapping[str, Tensor], outputs: Any, seen: Mapping[str, tuple[Tensor, Tensor]], two_sides: bool
+) -> Tensor:
+    """What has a row and a column for each token that the losses are over; of one answer a row, a row for each."""
+    names = ("decoder_input_ids", "decoder_inputs_embeds") if two_sides else ("input_ids", "inputs_embeds")
+    tokens = next((inputs[name] for name in names if name in inputs), None)
+    if tokens is not None:
+        return tokens
+    inside = [x for x, _ in seen.values()] + list(outputs.hidden_states or ())  # of images, patches
+    return inside[0] if inside else torch.empty(len(outputs[0]), 1, device=outputs[0].device)
 
 
 def _check_depth(model: nn.Module, teacher: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""`compare`: parameters, perplexity and speed of models, side by side."""
+"""`compare`: parameters, quality and speed of models, side by side."""
 
 from __future__ import annotations
 
@@ -23,23 +23,28 @@ Batches = Sequence[Tensor | Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class ModelFigures:
-    """One model's figures."""
+    """One model's figures.
+
+    Attributes:
+        name: The model's.
+        parameters: How many it has, tied ones once.
+        perplexities: Of a language model, by text.
+        cosines: Of an encoder, by text: the mean cosine of its embeddings of rows to the first model's.
+        forward_tokens_per_second: Of a forward pass.
+        generated_tokens_per_second: Of a language model.
+    """
 
     name: str
     parameters: int
-    perplexities: Mapping[str, float]  # by text
+    perplexities: Mapping[str, float]
+    cosines: Mapping[str, float]
     forward_tokens_per_second: float
-    generated_tokens_per_second: float
+    generated_tokens_per_second: float | None
 
     @property
     def perplexity(self) -> float:
         """Of the first text."""
         return next(iter(self.perplexities.values()))
-
-    @property
-    def loss(self) -> float:
-        """Mean cross-entropy of a token of the first text, in nats."""
-        return math.log(self.perplexity)
 
 
 @dataclass(frozen=True)
@@ -54,35 +59,30 @@ class Comparison(Report):
 
     def table(self) -> Table:
         """A row for each model."""
-        rows = [
-            (
-                m.name,
-                f"{m.parameters:,}",
-                *(
-                    f"{value:.{digits}f}"
-                    for p in m.perplexities.values()
-                    for value, digits in ((math.log(p), 3), (p, 2))
-                ),
-                f"{m.forward_tokens_per_second:,.0f}",
-                f"{m.generated_tokens_per_second:,.1f}",
-            )
-            for m in self.models
-        ]
-        texts = [
-            f"{figure} {text}".strip() for text in self.models[0].perplexities for figure in ("loss", "perplexity")
-        ]
-        return Table(("model", "parameters", *texts, "forward tok/s", "generate tok/s"), rows)
+        rows = []
+        for m in self.models:
+            quality = [text for p in m.perplexities.values() for text in (f"{math.log(p):.3f}", f"{p:.2f}")]
+            quality += [f"{cosine:.4f}" for cosine in m.cosines.values()]
+            speeds = [f"{m.forward_tokens_per_second:,.0f}"]
+            if m.generated_tokens_per_second is not None:
+                speeds.append(f"{m.generated_tokens_per_second:,.1f}")
+            rows.append((m.name, f"{m.parameters:,}", *quality, *speeds))
+        first = self.models[0]
+        names = [f"{figure} {text}".strip() for text in first.perplexities for figure in ("loss", "perplexity")]
+        names += [f"cosine {text}".strip() for text in first.cosines]
+        speeds = ["forward tok/s", *(["generate tok/s"] if first.perplexities else [])]
+        return Table(("model", "parameters", *names, *speeds), rows)
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Perplexity against parameters, a point a model (extra ``plot``), on ``ax`` or in a new figure.
+        """Perplexity, or an encoder's cosine, against parameters (extra ``plot``), on ``ax`` or in a new figure.
 
         Raises:
             ImportError: matplotlib is not installed.
         """
         figure, axes = axes_for(ax, "Comparison.plot")
         for m in self.models:
-            axes.scatter(m.parameters, m.perplexity, label=m.name)
-        axes.set(xlabel="parameters", ylabel="perplexity")
+            axes.scatter(m.parameters, next(iter((m.perplexities or m.cosines).values())), label=m.name)
+        axes.set(xlabel="parameters", ylabel="perplexity" if self.models[0].perplexities else "cosine to the first's")
         axes.legend()
         return figure
 
@@ -119,55 +119,85 @@ def perplexity(model: nn.Module, batches: Batches) -> float:
     return math.exp(loss / count)
 
 
+def embeddings(model: nn.Module, batches: Batches) -> Tensor:  # (rows, width)
+    """The mean of each row's last hidden states, in float32 on the CPU; padding does not count."""
+    parts, device = [], next(model.parameters()).device
+    for batch in batches:
+        arguments = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
+        arguments = {name: value.to(device) for name, value in arguments.items() if name not in ("labels", "label")}
+        states = model(**arguments).last_hidden_state.float()
+        mask = arguments.get("attention_mask", torch.ones(states.shape[:2], device=device))[..., None].float()
+        parts.append(((states * mask).sum(1) / mask.sum(1)).cpu())
+    return torch.cat(parts)
+
+
 @torch.no_grad()
 def compare(
     models: Mapping[str, Any], texts: Batches | Mapping[str, Batches], *, runs: int = 5, new: int = 32
 ) -> Comparison:
-    """Measure language models in turn within one process; times are medians.
+    """Measure language models, or encoders, in turn within one process; times are medians.
+
+    A language model's figure is its perplexity; an encoder's the mean cosine of its embeddings (means of last hidden
+    states) to those of the first model.
 
     Args:
-        models: By name, in evaluation mode, on one device.
+        models: By name, in evaluation mode, on one device; of encoders the original first.
         texts: Batches as for `perplexity`, or several texts' by name. Speed is over the first batch of the first.
         runs: Times that each is timed, after one that is not counted.
         new: Tokens to generate, or as many as the models have positions for.
 
     Returns:
-        Parameters, perplexities and tokens a second of each; it prints as a table and can be drawn.
+        Parameters, perplexities or cosines, and tokens a second of each; it prints as a table and can be drawn.
 
     Raises:
-        ValueError: A model that is no language model.
+        ValueError: No models or texts; language models and others; models of too few positions to generate.
     """
     if not models or not texts:
         raise ValueError(f"compare: {len(models)} models and {len(texts)} texts, needed one or more of both")
-    for name, model in models.items():
-        if not getattr(model, "can_generate", lambda: False)():
-            raise ValueError(f"compare: {name} is a {type(model).__name__}, needed a language model that generates")
-    positions = [positions_of(m) for m in models.values()]
-    new = min([new, *(p - _PROMPT for p in positions if p)])
-    if new < 1:
-        raise ValueError(f"compare: the models have {min(filter(None, positions))} positions, needed over {_PROMPT}")
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+    kinds = {name: bool(getattr(model, "can_generate", lambda: False)()) for name, model in models.items()}
+    if len(set(kinds.values())) > 1:
+        other = next(name for name, generates in kinds.items() if not generates)
+        raise ValueError(f"compare: {other} is a {type(models[other]).__name__}, needed language models alone, or none")
+    generates = next(iter(kinds.values()))
+    positions = [p for p in map(positions_of, models.values()) if p]
+    new = min([new, *(p - _PROMPT for p in positions)])
+    if generates and new < 1:
+        raise ValueError(f"compare: the models have {min(positions)} positions, needed over {_PROMPT}")
     named = texts if isinstance(texts, Mapping) else {"": texts}
     first = next(iter(named.values()))[0]
     ids = first["input_ids"] if isinstance(first, Mapping) else first
     ids = ids.to(next(next(iter(models.values())).parameters()).device)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     for run in range(runs + 1):
         for name, model in models.items():
-            begin = time.perf_counter()
-            model(input_ids=ids)
-            _finish(ids.device)
-            middle = time.perf_counter()
-            prompt, length = ids[:1, :_PROMPT], {"min_new_tokens": new, "max_new_tokens": new}
-            model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0, **length)
-            _finish(ids.device)
+            seconds = _seconds(model, ids, new if generates else 0)
             if run:
-                times[name].append((middle - begin, time.perf_counter() - middle))
+                times[name].append(seconds)
+    originals = {} if generates else {text: embeddings(next(iter(models.values())), b) for text, b in named.items()}
     rows = []
     for name, model in models.items():
         forward, generate = (sorted(t)[len(t) // 2] for t in zip(*times[name], strict=True))
-        perplexities = {text: perplexity(model, batches) for text, batches in named.items()}
-        rows.append(ModelFigures(name, num_parameters(model), perplexities, ids.numel() / forward, new / generate))
+        perplexities = {text: perplexity(model, batches) for text, batches in named.items()} if generates else {}
+        cosines = {
+            text: float(nn.functional.cosine_similarity(embeddings(model, named[text]), original).mean())
+            for text, original in originals.items()
+        }
+        speed = new / generate if generates else None
+        rows.append(ModelFigures(name, num_parameters(model), perplexities, cosines, ids.numel() / forward, speed))
     return Comparison(tuple(rows))
+
+
+def _seconds(model: Any, ids: Tensor, new: int) -> tuple[float, float]:
+    """Of a forward pass, and of generating ``new`` tokens."""
+    begin = time.perf_counter()
+    model(input_ids=ids)
+    _finish(ids.device)
+    middle = time.perf_counter()
+    if new:
+        prompt, length = ids[:1, :_PROMPT], {"min_new_tokens": new, "max_new_tokens": new}
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0, **length)
+        _finish(ids.device)
+    return middle - begin, time.perf_counter() - middle
 
 
 def _finish(device: torch.device) -> None:

@@ -30,7 +30,12 @@ def parser() -> argparse.ArgumentParser:
     merge = commands.add_parser("merge", help="check the recipe, then write the merged checkpoint")
     merge.add_argument("recipe", help="YAML file")
     merge.add_argument("out", help="folder to write; must not exist or be empty")
+    merge.add_argument(
+        "--calibration", nargs="+", metavar="FILE",
+        help="text or JSON, one of each model's data in order, for regmean, regmean++, activation and fisher",
+    )  # fmt: skip
     merge.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
+    merge.add_argument("--cuda", action="store_true", help=argparse.SUPPRESS)  # as mergekit's users write it
     merge.add_argument("--impl", default="auto", help="auto, fused (compiled kernels) or eager (torch functions)")
     merge.add_argument("--seed", type=int, default=0, help="seed of methods that draw (default: 0)")
     merge.add_argument("--threads", type=int, help="blocks in work at once (default: one a core, at most 8)")
@@ -94,11 +99,13 @@ def _run(options: argparse.Namespace) -> None:
         limit = parse_size(options.max_shard_size)
         print(make_plan(load_recipe(options.recipe), max_shard_size=limit, allow_pickle=options.allow_pickle))
     else:
+        if options.cuda:
+            raise ValueError("merge: --cuda is --device cuda here")
         report = merge_models(
             load_recipe(options.recipe), out=options.out, device=options.device, impl=options.impl,
             max_shard_size=options.max_shard_size, seed=options.seed, threads=options.threads,
             progress=not options.no_progress, resume=not options.no_resume, allow_pickle=options.allow_pickle,
-            trust_remote_code=options.trust_remote_code,
+            trust_remote_code=options.trust_remote_code, calibration=options.calibration,
         )  # fmt: skip
         if int(os.environ.get("RANK", "0")) == 0:
             print(report)

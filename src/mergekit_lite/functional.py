@@ -14,7 +14,7 @@ from model_components._devices import find_device
 from model_components._folders import NewFolder, check_new
 
 from ._torch import Tensor
-from .methods import get_method
+from .methods import CALIBRATED, get_method
 from .recipe import MergeRecipe, ModelEntry, model_key
 from .report import MergeReport
 from .running import Run, merge_in_memory, merge_to_folder
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 _MOST_THREADS = 8
 _IMPLS = ("auto", "eager", "fused")
-CALIBRATED = ("regmean", "regmean++", "activation", "fisher")  # methods that look at data: mergekit_lite.layerwise
 
 
 def parse_size(size: int | str) -> int:
@@ -136,6 +135,8 @@ def merge_models(
     >>> merge_models([a, b], weight=[0.25, 0.75], progress=False)
     {'w': tensor([3.0000, 3.5000])}
     """
+    if isinstance(models, MergeRecipe) and calibration is not None and method is None and not parameters:
+        dtype, (models, method, parameters) = dtype or models.dtype, _calibrated_recipe(models)
     if calibration is not None or method in CALIBRATED:
         unsupported = {"base_model": base_model, "out_dtype": out_dtype, "allow_pickle": allow_pickle}
         unsupported |= {"device": None if str(device) == "cpu" else device}  # blocks run on the CPU
@@ -186,6 +187,21 @@ def merge_models(
         return merge_in_memory(recipe, run)[0]
     check_new(out, "merge")
     return merge_to_folder(recipe, Path(out), run)
+
+
+def _calibrated_recipe(recipe: MergeRecipe) -> tuple[list[object], str, dict[str, Any]]:
+    """Models, method and parameters of a recipe for `_merge_calibrated`, which has no other entries."""
+    told = {
+        "slices": recipe.slices, "base_model": recipe.base_model, "tokenizer": recipe.tokenizer,
+        "chat_template": recipe.chat_template, "out_dtype": recipe.out_dtype,
+    }  # fmt: skip
+    if unsupported := [name for name, value in told.items() if value]:
+        raise ValueError(f"merge_models: a recipe of {recipe.merge_method} with calibration has no {unsupported[0]}")
+    parameters = dict(recipe.parameters)
+    if any(entry.parameters for entry in recipe.models):
+        usual = parameters.get("weight", 1.0)
+        parameters["weight"] = [entry.parameters.get("weight", usual) for entry in recipe.models]
+    return [entry.model for entry in recipe.models], recipe.merge_method, parameters
 
 
 def _merge_calibrated(

@@ -28,6 +28,7 @@ from .files.headers import read_json
 from .planning import MergePlan, TensorPlan, make_plan
 from .recipe import MergeRecipe, model_label
 from .report import MergeReport
+from .rounding import rounding_notes
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -98,7 +99,7 @@ def merge_in_memory(recipe: MergeRecipe, run: Run) -> tuple[dict[str, Tensor], M
         source.folder = stage_plan.sources[stage_plan.donor].folder
         stages[id(stage)] = source
     plan = make_plan(recipe, threads=run.threads, allow_pickle=run.allow_pickle, stages=stages or None)
-    for note in plan.notes:
+    for note in [*plan.notes, *rounding_notes(plan)]:
         warnings.warn(f"merge_models: {note}", stacklevel=4)
     merged = {t.name: torch.empty(t.shape, dtype=to_torch(t.dtype)) for t in plan.tensors}
 
@@ -120,7 +121,7 @@ def merge_to_folder(recipe: MergeRecipe, out: Path, run: Run) -> MergeReport:
         plan = make_plan(
             recipe, max_shard_size=run.limit, threads=run.threads, allow_pickle=run.allow_pickle, stages=stages or None
         )
-        plan.notes += code_note(plan, run.trust_remote_code)
+        plan.notes += [*code_note(plan, run.trust_remote_code), *rounding_notes(plan)]
         with _running(plan, run, ranks) as (engine, bar, executor):
             facts, resumed = _write(engine, out, run, ranks, bar, executor)
     return MergeReport(

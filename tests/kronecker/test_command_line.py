@@ -195,6 +195,28 @@ def test_comparing_measures_what_it_says():
         perplexity(model, [ids[:, :1]])
 
 
+def test_comparing_encoders_says_how_near_their_embeddings_are():
+    model, small = tiny("bert").eval(), tiny("bert").eval()
+    prune_(small, PruneConfig(keep=0.25), calibration=[torch.randint(3, 96, (4, 8))], progress=False)
+    ids = torch.randint(3, 96, (5, 8), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[2:, 5:] = 0
+    found = compare({"dense": model, "small": small}, [{"input_ids": ids, "attention_mask": mask}], runs=1)
+    assert found.models[0].cosines[""] == pytest.approx(1)
+    with torch.no_grad():
+        means = []
+        for one in (model, small):
+            states = one(input_ids=ids, attention_mask=mask).last_hidden_state
+            means.append([row[m.bool()].mean(0) for row, m in zip(states, mask, strict=True)])
+    cosines = [torch.cosine_similarity(a, b, dim=0) for a, b in zip(*means, strict=True)]
+    assert found.models[1].cosines[""] == pytest.approx(float(sum(cosines) / 5), abs=1e-5)
+    assert "cosine" in str(found)
+    assert "generate" not in str(found)
+    assert found.plot() is not None
+    with pytest.raises(ValueError, match="needed language models alone, or none"):
+        compare({"a": tiny("gpt2"), "b": model}, [ids])
+
+
 def test_comparing_refuses_what_it_cannot_measure():
     ids = torch.randint(3, 96, (1, 8))
     with pytest.raises(ValueError, match="0 models and 1 texts"):

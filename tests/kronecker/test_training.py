@@ -376,6 +376,11 @@ def test_bad_input_is_refused(call, message, tmp_path):
         call(tmp_path)
 
 
+def test_weights_that_learn_in_half_precision_are_warned_of(tmp_path):
+    with pytest.warns(UserWarning, match="weights that learn are torch.bfloat16, in which small steps are lost"):
+        KroneckerTrainer(tiny("gpt2").bfloat16(), arguments(tmp_path), teacher=tiny("gpt2"))
+
+
 def test_what_a_pruned_model_cannot_learn_from_is_refused(tmp_path):
     teacher, model = tiny("gpt2"), tiny("gpt2")
     calibration = [torch.randint(3, 96, (2, 8))]

@@ -1,6 +1,8 @@
 """Adapters extracted from tuned models and merged with each other, against peft and against merges of whole models."""
 
 import json
+import re
+import statistics
 from pathlib import Path
 
 import peft
@@ -75,6 +77,28 @@ def test_extraction_gives_back_the_adapter_and_peft_loads_it(kind, targets, tmp_
     merge_models([f"{base}+{tmp_path / 'out'}"], "passthrough", out=tmp_path / "again", progress=False)
     for name, value in load_file(tmp_path / "tuned" / "model.safetensors").items():
         torch.testing.assert_close(load_file(tmp_path / "again" / "model.safetensors")[name], value, atol=1e-6, rtol=0)
+
+
+def test_a_dtype_that_would_lose_an_adapter_is_noted(tmp_path):
+    """A thousandth of a weight is below half a bit of bfloat16; the share said is that of the layers."""
+    base, wrapped = save(tiny("llama", 1), tmp_path / "base", torch.bfloat16), adapter(tmp_path / "adapter")
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            parameter.data *= 1e-3
+    wrapped.save_pretrained(tmp_path / "adapter")
+    name = f"{base}+{tmp_path / 'adapter'}"
+    report = merge_models([name], "passthrough", out=tmp_path / "half", progress=False)
+    note = next(note for note in report.notes if "rounding to bfloat16 loses" in note)
+    stored, exact = (load_file(tmp_path / place / "model.safetensors") for place in ("half", "base"))
+    lost = []
+    for module, change in updates(tmp_path / "adapter").items():
+        kept = stored[f"{module}.weight"].double() - exact[f"{module}.weight"].double()
+        lost.append(float((kept - change).norm() / change.norm()))
+    assert abs(int(re.search(r"loses (\d+)%", note)[1]) / 100 - statistics.median(lost)) < 0.15
+    report = merge_models([name], "passthrough", dtype="float32", out=tmp_path / "whole", progress=False)
+    assert not any("rounding" in note for note in report.notes)
+    with pytest.warns(UserWarning, match="rounding to bfloat16 loses"):
+        merge_models([name, base], weight=1.0, progress=False)
 
 
 def test_what_is_no_product_is_left_with_a_figure_or_saved_whole(tmp_path):

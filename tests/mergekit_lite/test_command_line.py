@@ -28,7 +28,7 @@ parameters: {{density: 0.5}}
 def test_plan_and_merge(recipe, tmp_path, capsys):
     assert main(["plan", str(recipe)]) == 0
     printed = capsys.readouterr().out
-    assert "dare_ties of 3" in printed
+    assert "dare_ties of 2" in printed
     assert "2 passes" in printed
     assert main(["merge", str(recipe), str(tmp_path / "out"), "--no-progress", "--max-shard-size", "10kB"]) == 0
     assert "peak" in capsys.readouterr().out

@@ -16,7 +16,7 @@ from model_components._folders import NewFolder, is_begun
 from model_components._modes import evaluating, in_mode
 from model_components._trainer import StepTrainer, TrainerOptions
 from tests.support.models import tiny
-from thinker import CurriculumDataset, LatentThinker, ThinkerConfig, ThinkerTrainer, evaluate_lengths, make_task
+from thinker import CurriculumDataset, LatentThinker, ThinkerConfig, ThinkerTrainer, evaluate_steps, make_task
 from thinker.schedules import Fixed
 
 SLOW = "encode_: Linear is in bfloat16, which this processor has no instructions for"
@@ -48,7 +48,7 @@ def test_evaluating_a_thinker_thaws_nothing():
     model.layers[0].eval()
     before = modes(model)
     data = CurriculumDataset(make_task("copy"), Fixed(max_length=3), batch_size=4)
-    evaluate_lengths(model, data, [3], samples=8)
+    evaluate_steps(model, data, [3], samples=8)
     assert modes(model) == before
 
 
@@ -148,7 +148,7 @@ def test_ctrl_c_is_a_line_in_every_command(package, given, monkeypatch, capsys, 
         "kronecker": "check_new",
         "mergekit_lite": "load_recipe",
         "thinker": "told_of",
-        "heads.lora": "split_revision",
+        "heads.lora": "find_folder",
     }
     monkeypatch.setattr(module, work.get(package, "find_device"), stop)
     assert module.main(given) == 130

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model_components._commands import run_command
-from model_components._hub import split_revision
+from model_components._hub import find_folder
 
 from .report.adapters import lora_report
 from .storage.adapters import load_lora
@@ -20,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
     """The arguments."""
     top = argparse.ArgumentParser(prog="python -m heads.lora", description="Look at LoRA adapters, and merge them.")
     commands = top.add_subparsers(dest="command", required=True)
-    showing = commands.add_parser("show", help="what an adapter holds: layers, ranks, sizes of updates")
+    showing = commands.add_parser("show", help="what an adapter holds: layers, ranks, scalings, sizes of updates")
     merging = commands.add_parser("merge", help="write the model with an adapter as an ordinary checkpoint")
     for command in (showing, merging):
         command.add_argument("model", help="folder or hub id of the base, a causal language model")
@@ -41,15 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    place, revision = split_revision(options.model)
-    hub = {"revision": revision} if revision else {}
-    base = AutoModelForCausalLM.from_pretrained(place, dtype="auto", **hub)
-    model = load_lora(base, options.adapter, accelerate=False)
+    folder = find_folder(options.model)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     if options.command == "show":
-        print(lora_report(model))
+        print(lora_report(load_lora(base, options.adapter, is_trainable=True), trained=True))
         return
+    model = load_lora(base, options.adapter, accelerate=False)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place, **hub)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError):
         tokenizer = None
     print(merge_lora(

@@ -121,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
+    if options.out is not None and options.out.exists():
+        raise ValueError(f"{options.command}: {options.out} is there already; needed another --out")
     device = find_device(options.device, options.command)
     model = PairwiseModel.from_pretrained(find_folder(options.model)).eval().to(device)
     lines = COMMANDS[options.command](model, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -68,6 +69,13 @@ class KroneckerTrainer(StepTrainer):
             raise ValueError("KroneckerTrainer: distill needs a teacher, got None")
         if teacher is model:
             raise ValueError("KroneckerTrainer: teacher is the model itself, needed the original, loaded again")
+        learning = {p.dtype for p in model.parameters() if p.requires_grad}
+        if half := next((d for d in learning if d in (torch.bfloat16, torch.float16)), None):
+            warnings.warn(
+                f"KroneckerTrainer: weights that learn are {half}, in which small steps are lost; load the model with "
+                "dtype=torch.float32 (TrainingArguments(bf16=True) computes in bfloat16 all the same)",
+                stacklevel=2,
+            )
         self.teacher = None if teacher is None else teacher.eval().requires_grad_(False)
         self.distill = (distill or DistillConfig()) if teacher is not None else None
         self.rates = {"pretrained_learning_rate": pretrained_learning_rate, "structure_aware": structure_aware}

@@ -9,7 +9,7 @@ from numbers import Real
 
 from transformers import AutoModelForCausalLM
 
-METHODS = ("regmean", "regmean++", "activation", "fisher")
+from ..methods import CALIBRATED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class CalibratedMerge:
     max_length: int = 512
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"merge_models: {self.method!r} is no method with calibration: {', '.join(METHODS)}")
+        if self.method not in CALIBRATED:
+            raise ValueError(f"merge_models: {self.method!r} is no method with calibration: {', '.join(CALIBRATED)}")
         if not isinstance(self.reduce, Real) or not 0 <= self.reduce <= 1:
             raise ValueError(f"merge_models: reduce is {self.reduce!r}, needed 0 to 1")
         if self.batch_size < 1 or self.max_length < 2:

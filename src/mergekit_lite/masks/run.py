@@ -24,8 +24,8 @@ from model_components._report import Report, Table, plain
 
 from ..data import TextExamples
 from ..files import open_source
-from ..functional import CALIBRATED, merge_models
-from ..methods import get_method
+from ..functional import merge_models
+from ..methods import CALIBRATED, get_method
 from .data import MaskCollator, TaskMixture
 from .data.collator import Example
 from .merger import Merger

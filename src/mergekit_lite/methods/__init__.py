@@ -5,13 +5,14 @@ from .dropping import dare_linear, dare_ties, della, della_linear
 from .fusion import arcee_fusion, consensus, ram, ramplus_tl
 from .noise import Noise
 from .parameters import Parameter, PerModel, Range
-from .registry import METHODS, MergeMethod, get_method, merge_method
+from .registry import CALIBRATED, METHODS, MergeMethod, get_method, merge_method
 from .selection import Largest, Sum
 from .spectral import iso_c, iso_cts, knots, tsv
 from .spherical import karcher, model_stock, multislerp, nuslerp, slerp
 from .trimming import breadcrumbs, breadcrumbs_ties, sce, ties
 
 __all__ = [
+    "CALIBRATED",
     "METHODS",
     "Largest",
     "MergeMethod",

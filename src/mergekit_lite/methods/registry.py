@@ -200,6 +200,9 @@ def block_shape(shape: tuple[int, ...], chunking: Chunking) -> tuple[int, ...]:
 
 METHODS: dict[str, MergeMethod] = {}
 
+CALIBRATED = ("regmean", "regmean++", "activation", "fisher")
+"""Methods that look at each model's data: `mergekit_lite.layerwise` has them."""
+
 
 def merge_method(
     name: str,
@@ -294,6 +297,11 @@ def get_method(name: str) -> MergeMethod:
     """
     if name in METHODS:
         return METHODS[name]
+    if name in CALIBRATED:
+        raise ValueError(
+            f"merge method {name!r} looks at each model's data: needed --calibration with a file for each model, or in "
+            f"Python merge_models([...], {name!r}, calibration=[...], out=...)"
+        )
     near = difflib.get_close_matches(name.lower(), METHODS, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(f"merge method {name!r} is unknown; {hint}All: {', '.join(sorted(METHODS))}")

@@ -12,7 +12,7 @@ from ..files import Source, TensorInfo
 from ..files.headers import Json, header_bytes
 from ..methods import MergeMethod
 from ..methods.parameters import Bound
-from ..recipe import MergeRecipe
+from ..recipe import MergeRecipe, model_label
 from ..vocabulary import Vocabulary
 
 CHUNK = 1 << 18
@@ -142,7 +142,14 @@ class MergePlan(Report):
         """What will be read, written and held."""
         passes = max((t.passes for t in self.tensors), default=1)
         plural = "s" if len(self.shards) > 1 else ""
-        models = f"{self.recipe.merge_method} of {len(self.sources)}: {', '.join(s.label for s in self.sources)}"
+        labels, base = (
+            dict.fromkeys(model_label(entry.model) for entry in self.recipe.entries()),
+            self.recipe.base_model,
+        )
+        if base is not None:
+            labels.pop(model_label(base), None)
+        models = f"{self.recipe.merge_method} of {len(labels)}: {', '.join(labels)}"
+        models += "" if base is None else f"; base: {model_label(base)}"
         rows = {
             "tensors": f"{len(self.tensors)}, {self.parameters:,} parameters, {_dtypes(self.tensors)}",
             "reads": f"{size_text(self.bytes_read)} in {f'up to {passes} passes' if passes > 1 else 'one pass'}",

@@ -202,7 +202,7 @@ class AlignedSource:
     """
 
     def __init__(self, sources: Sequence[Source], index: int, vocabulary: Vocabulary):
-        source = sources[index]
+        self.model = source = sources[index]
         self.label, self.folder, self.config = source.label, source.folder, source.config
         self._sources, self._vocabulary, self._index = sources, vocabulary, index
         self._model_of, self._row_of = vocabulary.model_of[index], vocabulary.row_of[index]

@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from heads.lora import merge_lora, prepare_lora
+from heads.lora import LoraLinear, load_lora, merge_lora, prepare_lora
 from heads.lora.__main__ import main
 from tests.support.models import save_tokenizer, tiny
 
@@ -35,7 +35,14 @@ def test_it_merges_as_the_function_does(place, capsys):
 def test_it_shows_what_an_adapter_holds(place, capsys):
     assert main(["show", str(place / "base"), str(place / "adapter")]) == 0
     told = capsys.readouterr().out
-    assert "8 adapters" in told
+    assert "8 adapters of rank 8, scaling 1: 4 q_proj, 4 down_proj" in told
+    sizes = [
+        float((layer.get_delta_weight("default")).norm())
+        for layer in load_lora(tiny("llama"), place / "adapter").modules()
+        if isinstance(layer, LoraLinear)
+    ]
+    assert f"({min(sizes):.2g} to {max(sizes):.2g})" in told  # of the updates
+    assert "warning" not in told
     assert "2,304" in told  # their parameters
 
 

@@ -45,6 +45,8 @@ def test_answers_are_put_in_order(place, capsys):
     told = json.loads((place / "out.jsonl").read_text())
     found = PairwiseModel.from_pretrained(place / "judge").eval().rank("w1", answers)
     assert told["order"] == list(found.order)
+    assert main(["rank", str(place / "judge"), str(place / "rows.json"), "--out", str(place / "rows.json")]) == 1
+    assert "rows.json is there already; needed another --out" in capsys.readouterr().err
     (place / "rows.json").write_text(json.dumps([{"prompt": "w1"}]))
     assert main(["rank", str(place / "judge"), str(place / "rows.json"), "--out", str(place / "none.jsonl")]) == 1
     assert "(line 1: no prompt and list of answers; needed both)" in capsys.readouterr().err

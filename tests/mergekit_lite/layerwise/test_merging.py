@@ -6,8 +6,10 @@ import time
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from mergekit_lite import merge_models
+from mergekit_lite.__main__ import main
 from mergekit_lite.files import open_source
 from mergekit_lite.layerwise import InputStatistics, fisher, merge_by_inputs, reference
 from mergekit_lite.layerwise.blocks import Skeleton, linear_layers
@@ -228,6 +230,32 @@ def test_weights_in_bfloat16_are_rounded_once(tmp_path):
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "wide").to(torch.bfloat16)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
+    paths = pair("llama", tmp_path)
+    files, words = [tmp_path / f"{k}.txt" for k in range(2)], [f"w{i}" for i in range(90)]
+    for k, (path, file) in enumerate(zip(paths, files, strict=True)):
+        save_tokenizer(path, words)
+        file.write_text(" ".join(words[k::3]))
+    merge_models(paths, "regmean", weight=[1.0, 3.0], reduce=0.5, calibration=files, out=tmp_path / "a", progress=False)
+    models = "\n".join(f"- {{model: {p}, parameters: {{weight: {w}}}}}" for p, w in zip(paths, (1, 3), strict=True))
+    recipe = tmp_path / "r.yml"
+    recipe.write_text(f"merge_method: regmean\nmodels:\n{models}\nparameters: {{reduce: 0.5}}\ndtype: float32\n")
+    assert main(["merge", str(recipe), str(tmp_path / "b"), "--no-progress", "--calibration", *map(str, files)]) == 0
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    capsys.readouterr()
+    for options, message in (
+        ([], "'regmean' looks at each model's data: needed --calibration"),
+        (["--calibration", str(files[0])], "2 models, calibration for 1"),
+        (["--cuda"], "--cuda is --device cuda here"),
+    ):
+        assert main(["merge", str(recipe), str(tmp_path / "c"), *options]) == 1
+        assert message in capsys.readouterr().err
+    recipe.write_text(recipe.read_text() + "tokenizer_source: base\n")
+    assert main(["merge", str(recipe), str(tmp_path / "c"), "--calibration", *map(str, files)]) == 1
+    assert "a recipe of regmean with calibration has no tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

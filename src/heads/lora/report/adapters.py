@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ class AdapterRow:
         scaling: That its update is multiplied by.
         parameters: Of its adapter.
         first_step: As above.
+        update: Size of its change of the weight, |s B A| in the Frobenius norm.
     """
 
     name: str
@@ -42,6 +44,7 @@ class AdapterRow:
     scaling: float
     parameters: int
     first_step: float
+    update: float
 
 
 @dataclass(frozen=True)
@@ -92,13 +95,15 @@ class LoraReport(Report):
     def remarks(self) -> list[str]:
         """What trains, the adapters' first step, and warnings."""
         lines = [f"{self.trainable / max(1, self.parameters):.2%} of the parameters train"]
-        if self.adapters:
-            steps = sorted(row.first_step for row in self.adapters)
-            low, middle, high = steps[0], steps[len(steps) // 2], steps[-1]
-            lines.append(
-                f"{len(self.adapters)} adapters; Adam's first step moves an output by {middle:.2f} learning rates "
-                f"({low:.2f} to {high:.2f})"
-            )
+        for (rank, scaling), count in Counter((row.rank, row.scaling) for row in self.adapters).items():
+            layers = Counter(r.name.rpartition(".")[2] for r in self.adapters if (r.rank, r.scaling) == (rank, scaling))
+            names = ", ".join(f"{number} {name}" for name, number in layers.items())
+            lines.append(f"{count} adapters of rank {rank}, scaling {scaling:g}: {names}")
+        if any(row.update for row in self.adapters):
+            lines.append(f"updates s B A have norms of {_spread([row.update for row in self.adapters])}")
+        elif self.adapters:
+            steps = _spread([row.first_step for row in self.adapters])
+            lines.append(f"Adam's first step moves an output by {steps} learning rates")
         return lines + [f"warning: {text}" for text in self.warnings]
 
     def plot(self, ax: Axes | None = None) -> Figure:
@@ -176,7 +181,8 @@ def lora_report(
             rank, scaling = int(layer.r[adapter]), float(layer.scaling[adapter])
             meta = a.device.type == "meta"
             step = float("nan") if meta else scaling * float(a.detach().float().flatten(1).norm(dim=1).sum())
-            rows.append(AdapterRow(name, rank, scaling, a.numel() + b.numel(), step))
+            update = float("nan") if meta else scaling * float((_gram(a) * _gram(b.T)).sum().clamp(min=0).sqrt())
+            rows.append(AdapterRow(name, rank, scaling, a.numel() + b.numel(), step, update))
             if not meta and not b.detach().any():
                 zero.append(name)
             if not meta and not (a.isfinite().all() and b.isfinite().all()):
@@ -206,6 +212,16 @@ def _factors_of(layer: LoraLayer, adapter: str) -> tuple[Tensor, Tensor]:
     if adapter in layer.lora_embedding_A:
         return layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
     return layer.lora_A[adapter].get_parameter("weight"), layer.lora_B[adapter].get_parameter("weight")
+
+
+def _gram(a: Tensor) -> Tensor:  # (r, r)
+    rows = a.detach().float().flatten(1)
+    return rows @ rows.T
+
+
+def _spread(values: Sequence[float]) -> str:
+    ordered = sorted(values)
+    return f"{ordered[len(ordered) // 2]:.2g} ({ordered[0]:.2g} to {ordered[-1]:.2g})"
 
 
 def _some(names: list[str]) -> str:

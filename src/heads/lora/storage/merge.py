@@ -160,8 +160,8 @@ def merge_lora(
         worst = max(lossy, key=lambda one: one.lost)
         raise ValueError(
             f"{operation}: rounding to {stored} loses more than {max_lost:.0%} of the update of "
-            f"{len(lossy)} of {len(layers)} layers, {worst.lost:.0%} of {worst.name}'s; needed dtype=torch.float32, or "
-            "max_lost=None to have it so"
+            f"{len(lossy)} of {len(layers)} layers, {worst.lost:.0%} of {worst.name}'s; needed dtype=torch.float32 "
+            "(--dtype float32), or max_lost=None to have it so (--max-lost 99)"
         )
     state = _state(base, merged, names, dtype)
     with NewFolder(out, operation) as new:

@@ -14,7 +14,7 @@ from ..inference import Predictions, predict_pairs
 from ..model import PairwiseModel
 from ..packing import PackingReport
 from ..pairs import Pair, as_pairs, said_by
-from .baselines import Rival, near_accuracy, near_in_length, needs_scikit_learn, rivals_of
+from .baselines import BASELINES, Rival, near_accuracy, near_in_length, needs_scikit_learn, rivals_of
 from .metrics import (
     LEAST,
     MOST,
@@ -67,7 +67,8 @@ class PairwiseReport(Report):
             )
         ]
         for one in self.rivals:
-            told = _told(one.accuracy, one.near_accuracy, one.log_loss, one.calibration_error)
+            accuracy = float("nan") if one.name == BASELINES[0] else one.accuracy  # A and B alike: it calls all ties
+            told = _told(accuracy, one.near_accuracy, one.log_loss, one.calibration_error)
             rows.append((one.name, *told, f"{one.gain:+.4f} ± {one.error:.4f}"))
         names = ("accuracy", "within 20 % length", "log-loss", "calibration error", "the model's gain")
         return Table(("verdicts of", *names), rows)

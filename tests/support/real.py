@@ -15,8 +15,6 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _LOADERS = {"quantization_config", "_name_or_path", "transformers_version", "architectures", "model_type", "dtype"}
@@ -86,6 +84,8 @@ def alpaca(count: int, *, start: int = 0) -> list[dict[str, str]]:
 
 def or_skip(get, *args, **named):
     """What ``get`` gives, or a skipped test with the reason."""
+    import pytest  # `make real` needs none
+
     try:
         return get(*args, **named)
     except AbsentError as error:

@@ -61,6 +61,8 @@ def constrain(
             spherical interpolation at t = sigmoid(x).
         angle: Of ``"spherical"``: a scalar, between the components' weights, see `angle_between`.
 
+    Source: learned coefficients as in Differentiable Adaptive Merging (arXiv 2410.08371), which leaves them free.
+
     Returns:
         Masks (K, ...).
 

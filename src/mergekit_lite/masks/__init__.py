@@ -16,23 +16,14 @@ from .config import KLConfig, MaskConfig
 from .constraints import constrain
 from .data import CachedTeachers, MaskCollator, TaskMixture, TaskStream, TextExamples, cache_teachers
 from .functional import blend, masked_embedding, masked_linear
-from .layers import (
-    AccurateMaskedLinear,
-    AutoMaskedLinear,
-    EfficientMaskedLinear,
-    MaskedEmbedding,
-    MaskedLayer,
-)
+from .layers import MaskedEmbedding, MaskedLayer, MaskedLinear
 from .losses import mask_penalty, masked_kl
 from .merger import Merger
 from .report import MaskReport, MaskRow
 from .training import MaskTrainer, shard_frozen_
 
 __all__ = [
-    "AccurateMaskedLinear",
-    "AutoMaskedLinear",
     "CachedTeachers",
-    "EfficientMaskedLinear",
     "KLConfig",
     "MaskCollator",
     "MaskConfig",
@@ -41,6 +32,7 @@ __all__ = [
     "MaskTrainer",
     "MaskedEmbedding",
     "MaskedLayer",
+    "MaskedLinear",
     "Merger",
     "TaskMixture",
     "TaskStream",

@@ -81,7 +81,11 @@ def constrain(
         return torch.cat([1 - raw.sum(0, keepdim=True), raw])
     if constraint == "unit_sphere":
         return raw / raw.norm(dim=0, keepdim=True).clamp_min(1e-12)
-    assert angle is not None
+    if constraint != "spherical" or angle is None:
+        known = ", ".join(("none", *_CLAMPS, *_FUNCTIONS, "sum_to_one", "unit_sphere", "spherical"))
+        raise ValueError(
+            f"constrain: constraint is {constraint!r}, angle {angle}; needed one of {known}, an angle last"
+        )
     t = torch.sigmoid(raw)
     turned = angle.cos().abs() <= _PARALLEL
     sine = torch.where(turned, angle, 1.0).sin()

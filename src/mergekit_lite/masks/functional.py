@@ -191,7 +191,7 @@ def masked_embedding(
     """
     _check_weights("masked_embedding", weights, impl)
     _check_masks("masked_embedding", weights, masks)
-    if ids.is_floating_point() or masks.dim() != 3:
+    if ids.dtype not in (torch.int64, torch.int32) or masks.dim() != 3:
         raise ValueError(
             f"masked_embedding: ids are {ids.dtype} and tables {list(weights[0].shape)}; needed integers and matrices"
         )

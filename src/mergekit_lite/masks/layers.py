@@ -226,17 +226,16 @@ class MaskedLayer(nn.Module):
         return f"{self.config.granularity} masks: {shapes}"
 
 
-class AccurateMaskedLinear(MaskedLayer):
+class MaskedLinear(MaskedLayer):
     """K frozen `nn.Linear` (or transformers' `Conv1D`) and masks: ``x @ (Σ m_k W_k).T + Σ m_k b_k``.
 
-    In evaluation it gives the bits of a stock layer with the baked weight.
+    In mode ``"accurate"`` evaluation gives the bits of a stock layer with the baked weight. ``"efficient"`` multiplies
+    by every component, ``Σ (m_k x) @ W_k.T``, and builds no weight: each product is rounded, not the blended weight.
 
-    >>> layer = AccurateMaskedLinear([nn.Linear(4, 3), nn.Linear(4, 3)])
+    >>> layer = MaskedLinear([nn.Linear(4, 3), nn.Linear(4, 3)])
     >>> layer(torch.zeros(5, 4)).shape, layer.mask("weight").shape
     (torch.Size([5, 3]), torch.Size([2, 1, 4]))
     """
-
-    mode = "accurate"
 
     def run(self, x: Tensor) -> Tensor:
         """`masked_linear` in the layer's mode."""
@@ -244,29 +243,11 @@ class AccurateMaskedLinear(MaskedLayer):
         if self.over_base or self.config.constraint != "none":
             rule = self._rule("weight")
         bias = self.merged("bias") if "bias" in self.masks else None
-        return masked_linear(x, weights, masks, bias, rule=rule, mode=self.mode, transposed=self.transposed)
+        return masked_linear(x, weights, masks, bias, rule=rule, mode=self.config.mode, transposed=self.transposed)
 
     def stock(self, parameters: Mapping[str, Tensor], *args: Any, **kwargs: object) -> Output:
         """The stock layer's product."""
         return linear(args[0], parameters["weight"], parameters.get("bias"), self.transposed)
-
-
-class EfficientMaskedLinear(AccurateMaskedLinear):
-    """K frozen `nn.Linear` and masks: ``Σ (m_k x) @ W_k.T + Σ m_k b_k``; no weight is ever built.
-
-    Equal to the accurate layer up to rounding: here each product is rounded, there the blended weight.
-
-    >>> EfficientMaskedLinear([nn.Linear(4, 3), nn.Linear(4, 3)])(torch.zeros(5, 4)).shape
-    torch.Size([5, 3])
-    """
-
-    mode = "efficient"
-
-
-class AutoMaskedLinear(AccurateMaskedLinear):
-    """`EfficientMaskedLinear` for very few tokens, where it is the faster one, else `AccurateMaskedLinear`."""
-
-    mode = "auto"
 
 
 class MaskedEmbedding(MaskedLayer):

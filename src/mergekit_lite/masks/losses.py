@@ -79,6 +79,12 @@ def masked_kl(
     """
     positions = student.shape[0]
     _check_states(student, teachers, heads, masks)
+    if heads is None and bias is not None:
+        raise ValueError("masked_kl: a bias came without heads, needed the heads that it belongs to, or states with it")
+    if teacher_biases is not None and len(teacher_biases) != len(teachers):
+        raise ValueError(
+            f"masked_kl: {len(teacher_biases)} teacher_biases for {len(teachers)} teachers, needed one each"
+        )
     _check_numbers(direction, impl, temperature, confidence_temperature)
     if isinstance(coefficients, Tensor):
         coefficients = _checked_shares(coefficients, student, teachers, direction)
@@ -86,6 +92,8 @@ def masked_kl(
         raise ValueError(
             f"masked_kl: coefficients are {coefficients!r}, needed shares, or one of {', '.join(MIXTURES)}"
         )
+    elif (absent := next((k for k, t in enumerate(teachers) if t is None), None)) is not None:
+        raise ValueError(f"masked_kl: coefficients {coefficients!r} weigh every teacher, and {absent} was not given")
     if cross_entropy:
         if labels is None:
             raise ValueError("masked_kl: cross_entropy needs labels")

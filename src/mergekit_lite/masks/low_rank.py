@@ -62,7 +62,7 @@ class LowRankLinear(nn.Module):
 class LowRankMaskedLinear(MaskedLayer):
     """A base `nn.Linear`, K `LowRankLinear` over it, and masks over their changes: ``x @ W.T + Σ change_k(m_k x)``.
 
-    Output and scalar masks multiply what a change gives. Equal to `AccurateMaskedLinear` but for rounding.
+    Output and scalar masks multiply what a change gives. Equal to `MaskedLinear` but for rounding.
 
     >>> base = nn.Linear(4, 3)
     >>> adapted = LowRankLinear(base, torch.ones(1, 4), torch.ones(3, 1), 0.5)

@@ -49,6 +49,10 @@ class MaskedModel(nn.Module):
         self.mask_config = (config or MaskConfig()).resolved(over_base=self.over_base)
         models = [without_adapter(model) for model in (models if base is None else [*models, base])]
         labels = labels or [m.config.name_or_path or f"model {k}" for k, m in enumerate(models)]
+        if len(labels) != len(models):
+            raise ValueError(
+                f"Merger: {len(labels)} labels for {len(models)} models, needed one for each, a base's last"
+            )
         self.labels = list(labels)
         whole = [k for k, model in enumerate(models) if not has_factors(model)]  # the others are copies of the base
         if len(whole) > 1 or base is None:
@@ -176,7 +180,11 @@ class MaskedModel(nn.Module):
 
     def _apply(self, fn: object, recurse: bool = True) -> Self:
         before, masks = self.model.dtype, {name: mask.data for name, mask in self._raw.items()}
+        angles = {name: buffer for name, buffer in self.named_buffers() if name.endswith("_angle")}
         super()._apply(fn, recurse)
+        for name, angle in angles.items():  # of the weights as they are stored: as exact as masks
+            layer, _, own = name.rpartition(".")
+            self.get_submodule(layer).register_buffer(own, angle.to(self.get_buffer(name).device), persistent=False)
         for name, mask in self._raw.items():  # masks stay float32: half precision would round training steps away
             if mask.dtype != masks[name].dtype:
                 mask.data = masks[name].to(mask.device)

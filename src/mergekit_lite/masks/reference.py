@@ -42,7 +42,7 @@ def masked_linear(
 
 def masked_embedding(ids: Tensor, weights: Sequence[Tensor], masks: Tensor) -> Tensor:
     """Rows of the blended table: (*B,) → (*B, H)."""
-    return blend(weights, masks)[ids]
+    return F.embedding(ids, blend(weights, masks))
 
 
 def masked_kl(

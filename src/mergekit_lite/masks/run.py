@@ -92,8 +92,9 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
     mixture = TaskMixture(
         [[t.train for t in tasks if t.data.component == k] for k in range(merger.count)], weights="tokens"
     )
+    usual = {k: v for k, v in _TRAINING.items() if k != "max_steps" or "num_train_epochs" not in run.training}
     options: dict[str, Any] = {
-        **_TRAINING,
+        **usual,
         "seed": run.seed,
         "disable_tqdm": not progress,
         **run.training,

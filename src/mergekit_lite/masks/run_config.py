@@ -84,10 +84,10 @@ class MaskRun:
         _known(str(path), values, [f.name for f in fields(cls)], needed=("components", "data"))
         settings = dict(values)
         for name, kind in (("masks", MaskConfig), ("kl", KLConfig)):
-            settings[name] = _built(f"{path}: {name}", kind, _numbers(settings.get(name, {})))
+            settings[name] = _built(f"{path}: {name}", kind, _numbers(settings.get(name, {}), kind))
         if not isinstance(settings.get("training", {}), Mapping):
             raise ValueError(f"{path}: training is {settings['training']!r}, needed fields of TrainingArguments")
-        settings["training"] = _numbers(settings.get("training", {}))
+        settings["training"] = _numbers(settings.get("training", {}), TrainingArguments)
         for name in ("components", "data", "compare"):
             if name in settings and not isinstance(settings[name], list):
                 raise ValueError(f"{path}: {name} is {settings[name]!r}, needed a list")
@@ -119,6 +119,8 @@ class MaskRun:
         for name, values in (("components", self.components), ("compare", self.methods)):
             if odd := [value for value in values if not isinstance(value, str)]:
                 raise ValueError(f"MaskRun: {name} has {odd[0]!r}; needed names, without parameters")
+        if twice := [d.name for d in self.data if [other.name for other in self.data].count(d.name) > 1]:
+            raise ValueError(f"MaskRun: two tasks are called {twice[0]!r}; needed names that differ")
         for name, low in (("max_length", 2), ("seed", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
@@ -141,15 +143,17 @@ def _known(where: str, values: Mapping[str, object], known: Sequence[str], neede
         raise ValueError(f"{where}: has no {lost[0]}")
 
 
-def _numbers(values: object) -> Any:
-    """With numbers that YAML reads as text, as 1e-2, as numbers."""
+def _numbers(values: object, kind: Any) -> Any:
+    """With numbers that YAML reads as text, as 1e-2, as numbers, where the field of ``kind`` is one."""
     if not isinstance(values, Mapping):
         return values
-    numbers = dict(values)
+    numbers, usual = dict(values), {field.name: field.default for field in fields(kind)}
     for name, value in values.items():
-        if isinstance(value, str):
+        default = usual.get(name)
+        if isinstance(value, str) and isinstance(default, int | float) and not isinstance(default, bool):
             with contextlib.suppress(ValueError):
-                numbers[name] = float(value)
+                number = float(value)
+                numbers[name] = int(number) if isinstance(default, int) and number.is_integer() else number
     return numbers
 
 

@@ -12,26 +12,16 @@ from transformers.pytorch_utils import Conv1D
 from ..planning import make_plan
 from ..recipe import load_recipe, model_key
 from .config import MaskConfig
-from .layers import (
-    AccurateMaskedLinear,
-    AutoMaskedLinear,
-    EfficientMaskedLinear,
-    MaskedEmbedding,
-    MaskedLayer,
-    Selection,
-)
+from .layers import MaskedEmbedding, MaskedLayer, MaskedLinear, Selection
 from .low_rank import LowRankMaskedLinear, are_thin
 
 _METHODS = ("linear", "task_arithmetic")
 
 
-LINEAR = {"accurate": AccurateMaskedLinear, "efficient": EfficientMaskedLinear, "auto": AutoMaskedLinear}
-
-
-def masked_class(module: nn.Module, mode: str) -> type[MaskedLayer]:
+def masked_class(module: nn.Module) -> type[MaskedLayer]:
     """The masked layer that takes the place of a stock one that owns parameters."""
     if type(module).forward is nn.Linear.forward or isinstance(module, Conv1D):
-        return LINEAR[mode]
+        return MaskedLinear
     if isinstance(module, nn.Embedding):
         plain = type(module).forward is nn.Embedding.forward or hasattr(module, "embed_scale")
         if plain and module.max_norm is None and not module.scale_grad_by_freq:
@@ -89,7 +79,7 @@ class Surgeon:
         own_parameters = dict(first.named_parameters(recurse=False))
         known = {n: self._masks[id(p)] for n, p in own_parameters.items() if id(p) in self._masks}
         weights = self.weights
-        masked_layer = (LowRankMaskedLinear if are_thin(others, first) else masked_class(first, self.config.mode))(
+        masked_layer = (LowRankMaskedLinear if are_thin(others, first) else masked_class(first))(
             others if self.over_base else [first, *others],
             self.config,
             base=first if self.over_base else None,

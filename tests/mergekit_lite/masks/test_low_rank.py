@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from mergekit_lite import merge_models
 from mergekit_lite.masks import KLConfig, MaskConfig, Merger, masked_kl
-from mergekit_lite.masks.layers import AccurateMaskedLinear
+from mergekit_lite.masks.layers import MaskedLinear
 from mergekit_lite.masks.low_rank import LowRankLinear, LowRankMaskedLinear, has_factors
 from tests.support.equivalence import judge
 from tests.support.models import auto_class, save, tiny
@@ -218,7 +218,7 @@ def test_models_in_memory_share_what_they_have_as_the_base_has_it():
     trained = [name for name, mask in merger.masks().items() if mask.requires_grad]
     assert trained == ["model.layers.0.mlp.down_proj.weight"]
     assert distinct(merger) == distinct(base) + model.model.layers[0].mlp.down_proj.weight.numel()
-    assert isinstance(merger.layers()["model.layers.0.mlp.down_proj"], AccurateMaskedLinear)
+    assert isinstance(merger.layers()["model.layers.0.mlp.down_proj"], MaskedLinear)
 
 
 def test_a_head_more_than_teachers_is_the_student_s():

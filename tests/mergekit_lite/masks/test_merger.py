@@ -10,11 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from mergekit_lite import merge_models
 from mergekit_lite.masks import (
-    AccurateMaskedLinear,
-    EfficientMaskedLinear,
     MaskConfig,
     MaskedEmbedding,
     MaskedLayer,
+    MaskedLinear,
     Merger,
     constrain,
     masked_linear,
@@ -100,7 +99,7 @@ def test_gradients_of_masks_are_those_of_the_dense_merge(kind, tmp_path):
 def test_what_is_masked_and_what_is_trainable():
     merger = Merger([tiny("llama-tied", seed) for seed in range(2)])
     kinds = {type(layer) for layer in merger.layers().values()}
-    assert kinds == {AccurateMaskedLinear, MaskedEmbedding, MaskedLayer}
+    assert kinds == {MaskedLinear, MaskedEmbedding, MaskedLayer}
     assert {n for n, p in merger.named_parameters() if p.requires_grad} == {
         n for n, _ in merger.named_parameters() if ".masks." in n
     }
@@ -405,6 +404,24 @@ def test_spherical_masks_are_those_of_spherical_interpolation(granularity, tmp_p
     assert torch.equal(logits(baked), logits(merger.eval()))
 
 
+def test_angles_between_weights_stay_exact_in_half_precision():
+    merger = Merger([tiny("llama", 1), tiny("llama", 2)], MaskConfig(constraint="spherical"))
+    before = {name: buffer.clone() for name, buffer in merger.named_buffers() if name.endswith("_angle")}
+    merger.to(torch.bfloat16)
+    assert before
+    assert all(torch.equal(merger.get_buffer(name), angle) for name, angle in before.items())
+
+
+def test_what_has_no_row_no_mask_or_no_name_is_refused():
+    merger = Merger([tiny("llama", 1), tiny("llama", 2)])
+    with pytest.raises(IndexError):
+        merger(input_ids=torch.tensor([[-1, 2]]))
+    with pytest.raises(ValueError, match=r"constraint is 'softmax', angle None; needed one of none"):
+        constrain(torch.ones(2), "softmax")
+    with pytest.raises(ValueError, match="3 labels for 2 models"):
+        Merger([tiny("llama", 1), tiny("llama", 2)], labels=["a", "b", "c"])
+
+
 @pytest.mark.parametrize(
     ("constraint", "initial", "count", "message"),
     [
@@ -667,7 +684,7 @@ def test_files_that_do_not_fit_are_refused_before_a_weight_is_read(tmp_path, mon
 
 def test_a_layer_alone_refuses_too():
     with pytest.raises(ValueError, match="got 1 components"):
-        AccurateMaskedLinear([torch.nn.Linear(2, 2)])
+        MaskedLinear([torch.nn.Linear(2, 2)])
     with pytest.raises(ValueError, match=r"weight is .* in the components"):
         MaskedLayer([torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)])
 
@@ -701,12 +718,12 @@ def test_settings_that_only_the_config_holds_are_compared():
 
 def test_recurrent_layers_are_refused():
     with pytest.raises(ValueError, match="LSTM keeps its weights in a flat copy"):
-        masked_class(torch.nn.LSTM(2, 2), "accurate")
+        masked_class(torch.nn.LSTM(2, 2))
 
 
 def test_efficient_layers_keep_component_bits():
     layers = [torch.nn.Linear(4, 3) for _ in range(2)]
-    masked = EfficientMaskedLinear(layers)
+    masked = MaskedLinear(layers, MaskConfig(mode="efficient"))
     masked.selection.component = 1
     x = torch.randn(2, 4)
     assert torch.equal(masked(x), layers[1](x))

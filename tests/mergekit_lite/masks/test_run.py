@@ -148,9 +148,19 @@ def test_checkpoints_of_another_run_are_not_taken_up(config, tmp_path):
 
 def test_numbers_that_yaml_reads_as_text(config, tmp_path):
     (tmp_path / "e.yml").write_text((tmp_path / "run.yml").read_text() + "\n" + "seed: 1\n")
-    text = (tmp_path / "e.yml").read_text().replace("max_steps: 4", "max_steps: 4\n  learning_rate: 1e-2")
-    (tmp_path / "e.yml").write_text(text)
-    assert MaskRun.from_yaml("e.yml").training["learning_rate"] == 0.01
+    told = "max_steps: 1e2\n  learning_rate: 1e-2\n  run_name: '2024'"
+    (tmp_path / "e.yml").write_text((tmp_path / "e.yml").read_text().replace("max_steps: 4", told))
+    training = MaskRun.from_yaml("e.yml").training
+    assert (training["learning_rate"], training["max_steps"], training["run_name"]) == (0.01, 100, "2024")
+    assert type(training["max_steps"]) is int
+
+
+def test_epochs_are_not_cut_by_the_usual_number_of_steps(config, tmp_path):
+    training = {k: v for k, v in config["training"].items() if k != "max_steps"} | {"num_train_epochs": 2}
+    (tmp_path / "e.yml").write_text(yaml.safe_dump({**config, "training": training, "compare": []}))
+    run_masks(MaskRun.from_yaml("e.yml"), "out", progress=False)
+    states = sorted((tmp_path / "out.training").glob("checkpoint-*/trainer_state.json"))
+    assert json.loads(states[-1].read_text())["epoch"] == 2
 
 
 def test_components_of_one_name_have_rows_of_their_own(config, tmp_path):
@@ -169,6 +179,7 @@ def test_components_of_one_name_have_rows_of_their_own(config, tmp_path):
         ({"components": ["model0"]}, "1 components and 2 tasks"),
         ({"components": "model0"}, "components is 'model0', needed a list"),
         ({"data": []}, "2 components and 0 tasks"),
+        ({"data": ["task0.jsonl", "other/task0.jsonl"]}, "two tasks are called 'task0'; needed names that differ"),
         ({"data": ["task0.jsonl", 3]}, "entry 1 is 3, needed a file"),
         ({"data": [{"name": "a"}]}, "has no files"),
         ({"data": [{"files": "task0.jsonl", "component": 2}]}, "task0 follows component 2"),

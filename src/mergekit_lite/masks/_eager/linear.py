@@ -174,7 +174,7 @@ class Embedding(torch.autograd.Function):
         ctx.save_for_backward(masks, ids)
         flat = ids.reshape(-1)
         parts = masks[:, flat] if masks.shape[1] > 1 else masks
-        return blend_any([w[flat] for w in weights], parts, fused).view(*ids.shape, weights[0].shape[1])
+        return blend_any([F.embedding(flat, w) for w in weights], parts, fused).view(*ids.shape, weights[0].shape[1])
 
     @staticmethod
     @once_differentiable

@@ -34,7 +34,12 @@ PAGES = (
          "tasks.sudoku_difficulty", "tasks.sudoku_puzzles", "tasks.sudoku_shuffle", "training.CurriculumCallback",
          "training.GridCallback", "training.ThinkerCallback"),
     ),
-    Page("heads.lora", "LoRA", "lora"),
+    Page(
+        "heads.lora", "LoRA", "lora",
+        ("data.rows.RowReport", "report.adapters.AdapterRow", "report.adapters.LoraReport", "report.training.Spike",
+         "report.training.TuningReport", "storage.merge.MergedLayer", "storage.merge.MergeReport",
+         "surgery.accelerate.AccelerationReport", "surgery.split.SplitQKV"),
+    ),
     Page("heads.pairwise", "Which answer is better", "pairwise"),
 )  # fmt: skip
 

@@ -66,6 +66,9 @@ def constrain(
     Returns:
         Masks (K, ...).
 
+    Raises:
+        ValueError: An unknown constraint, or ``"spherical"`` without an angle.
+
     >>> constrain(torch.tensor([1.5, 0.2]), "unit_interval")
     tensor([1.0000, 0.2000])
     >>> constrain(torch.tensor([0.25]), "sum_to_one")

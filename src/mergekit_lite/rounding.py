@@ -29,7 +29,7 @@ def rounding_notes(plan: MergePlan) -> list[str]:
                 adapted.setdefault(id(source), (source, []))[1].append((place.name, t.dtype))
     notes = []
     for source, layers in adapted.values():
-        spread = layers[:: max(1, len(layers) // _LAYERS)]
+        spread = layers[:: -(-len(layers) // _LAYERS)]
         lost = [share for name, dtype in spread if (share := _lost(source, name, dtype)) is not None]
         if lost and median(lost) > _MUCH:
             notes.append(

@@ -125,9 +125,14 @@ def embeddings(model: nn.Module, batches: Batches) -> Tensor:  # (rows, width)
     for batch in batches:
         arguments = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
         arguments = {name: value.to(device) for name, value in arguments.items() if name not in ("labels", "label")}
-        states = model(**arguments).last_hidden_state.float()
+        states = getattr(model(**arguments), "last_hidden_state", None)
+        if states is None:
+            raise ValueError(
+                f"compare: {type(model).__name__} gives no last_hidden_state, needed an encoder without a head"
+            )
+        states = states.float()
         mask = arguments.get("attention_mask", torch.ones(states.shape[:2], device=device))[..., None].float()
-        parts.append(((states * mask).sum(1) / mask.sum(1)).cpu())
+        parts.append(((states * mask).sum(1) / mask.sum(1).clamp(min=1)).cpu())
     return torch.cat(parts)
 
 
@@ -150,7 +155,8 @@ def compare(
         Parameters, perplexities or cosines, and tokens a second of each; it prints as a table and can be drawn.
 
     Raises:
-        ValueError: No models or texts; language models and others; models of too few positions to generate.
+        ValueError: No models or texts; language models and others; models of too few positions to generate; others
+            than encoders of text.
     """
     if not models or not texts:
         raise ValueError(f"compare: {len(models)} models and {len(texts)} texts, needed one or more of both")
@@ -164,8 +170,11 @@ def compare(
     if generates and new < 1:
         raise ValueError(f"compare: the models have {min(positions)} positions, needed over {_PROMPT}")
     named = texts if isinstance(texts, Mapping) else {"": texts}
-    first = next(iter(named.values()))[0]
-    ids = first["input_ids"] if isinstance(first, Mapping) else first
+    batches_of_first = next(iter(named.values()))
+    first = batches_of_first[0] if len(batches_of_first) else {}
+    ids = first.get("input_ids") if isinstance(first, Mapping) else first
+    if not isinstance(ids, Tensor):
+        raise ValueError("compare: the first text has no batch of token ids, needed one or more")
     ids = ids.to(next(next(iter(models.values())).parameters()).device)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     for run in range(runs + 1):
@@ -178,13 +187,19 @@ def compare(
     for name, model in models.items():
         forward, generate = (sorted(t)[len(t) // 2] for t in zip(*times[name], strict=True))
         perplexities = {text: perplexity(model, batches) for text, batches in named.items()} if generates else {}
-        cosines = {
-            text: float(nn.functional.cosine_similarity(embeddings(model, named[text]), original).mean())
-            for text, original in originals.items()
-        }
+        cosines = {text: _cosine(embeddings(model, named[text]), o, name) for text, o in originals.items()}
         speed = new / generate if generates else None
         rows.append(ModelFigures(name, num_parameters(model), perplexities, cosines, ids.numel() / forward, speed))
     return Comparison(tuple(rows))
+
+
+def _cosine(ours: Tensor, original: Tensor, name: str) -> float:
+    if ours.shape != original.shape:
+        raise ValueError(
+            f"compare: embeddings of {name} are {list(ours.shape)}, the first model's "
+            f"{list(original.shape)}; needed one width"
+        )
+    return float(nn.functional.cosine_similarity(ours, original).mean())
 
 
 def _seconds(model: Any, ids: Tensor, new: int) -> tuple[float, float]:

@@ -197,6 +197,10 @@ def _calibrated_recipe(recipe: MergeRecipe) -> tuple[list[object], str, dict[str
     }  # fmt: skip
     if unsupported := [name for name, value in told.items() if value]:
         raise ValueError(f"merge_models: a recipe of {recipe.merge_method} with calibration has no {unsupported[0]}")
+    if strange := sorted({name for entry in recipe.models for name in entry.parameters} - {"weight"}):
+        raise ValueError(
+            f"merge_models: a model of a recipe of {recipe.merge_method} has {strange[0]}, needed weight alone"
+        )
     parameters = dict(recipe.parameters)
     if any(entry.parameters for entry in recipe.models):
         usual = parameters.get("weight", 1.0)

@@ -18,8 +18,8 @@ _HALF = 2  # bytes of the dtypes that round an update away
 def rounding_notes(plan: MergePlan) -> list[str]:
     """A note for each model whose adapter the output would mostly round away.
 
-    A weight of bfloat16 has 8 bits, so that an update dW of a thousandth of W is mostly lost: of layers from the first
-    to the last it is ``|stored - W - dW| / |dW|`` that is looked at, as if the model were written alone.
+    A weight of bfloat16 has 8 bits, so that an update dW of a thousandth of W is mostly lost. Looked at is, for layers
+    from the first to the last, ``|stored(W + dW) - stored(W) - dW| / |dW|``, as if the model were written alone.
     """
     adapted: dict[int, tuple[LoraSource, list[tuple[str, DType]]]] = {}
     for t in plan.tensors:
@@ -34,7 +34,7 @@ def rounding_notes(plan: MergePlan) -> list[str]:
         if lost and median(lost) > _MUCH:
             notes.append(
                 f"rounding to {layers[0][1].name} loses {median(lost):.0%} of what the adapter of {source.label} "
-                f"changes (median of {len(lost)} layers, if written alone); dtype float32 keeps it"
+                f"changes (median of {len(lost)} layers, if written alone); float32 keeps it"
             )
     return notes
 

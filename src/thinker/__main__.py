@@ -136,7 +136,7 @@ def _noise(model: Mapping[str, object]) -> bool:
 def plan_of(told: Settings) -> FlowPlan:
     """What each step does."""
     if told["plan"] in ("every_step", "read_once"):
-        memory, static = told["model"].get("memory", "none") != "none", told["model"].get("num_static_tokens", 0) > 0
+        memory, static = told["model"].get("memory", "none") != "none", bool(told["model"].get("num_static_tokens"))
         return getattr(FlowPlan, told["plan"])(memory=memory, static=static)
     return FlowPlan.from_table(told["plan"])
 

@@ -290,7 +290,7 @@ class CurriculumDataset(IterableDataset):
             ValueError: A state of another task, schedule, seed, batch size, holdout or delay, or of other segments.
         """
         for name, value in self._identity().items():
-            if state[name] != value:
+            if state.get(name, value) != value:
                 raise ValueError(f"CurriculumDataset: the state has {name} {state[name]}; needed {value}, as here")
         self.step = state["step"]
         self._states.copy_(torch.tensor(state["states"], dtype=torch.float64))

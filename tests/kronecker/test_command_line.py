@@ -221,6 +221,12 @@ def test_comparing_refuses_what_it_cannot_measure():
     ids = torch.randint(3, 96, (1, 8))
     with pytest.raises(ValueError, match="0 models and 1 texts"):
         compare({}, [ids])
+    with pytest.raises(ValueError, match="the first text has no batch of token ids"):
+        compare({"a": tiny("gpt2")}, {"empty": []})
+    with pytest.raises(ValueError, match="gives no last_hidden_state, needed an encoder without a head"):
+        compare({"a": tiny("classifier")}, [ids], runs=1)
+    with pytest.raises(ValueError, match="embeddings of b are"):
+        compare({"a": tiny("bert"), "b": tiny("bert", hidden_size=8)}, [ids], runs=1)
     with pytest.raises(ValueError, match="the models have 8 positions, needed over 8"):
         compare({"short": tiny("gpt2", n_positions=8)}, [ids])
 

@@ -164,6 +164,13 @@ def test_an_encoder_decoder_learns_from_its_decoders_tokens(tmp_path):
         ours, theirs = (m(input_ids=batch["input_ids"], decoder_input_ids=shifted).logits for m in (model, teacher))
     log_p, log_q = (F.log_softmax(z[batch["labels"] != -100] / 2, -1) for z in (theirs, ours))
     torch.testing.assert_close(loss.detach(), 4 * (log_p.exp() * (log_p - log_q)).sum(-1).mean(), rtol=1e-4, atol=1e-6)
+    rows = {"input_ids": torch.randint(2, 32, (2, 5)), "labels": torch.tensor([0, 1])}
+    small = {"vocab_size": 32, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+             "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "num_labels": 2}  # fmt: skip
+    rows["input_ids"][:, -1] = 2  # its end, which a classifier reads
+    classifiers = [transformers.BartForSequenceClassification(transformers.BartConfig(**small)) for _ in range(2)]
+    trainer = KroneckerTrainer(classifiers[0].train(), arguments(tmp_path), teacher=classifiers[1])
+    assert trainer.compute_loss(classifiers[0], rows).isfinite()  # without a way to make decoder_input_ids of labels
     with pytest.raises(ValueError, match="for an encoder-decoder, T5ForCond"):
         KroneckerTrainer(model, arguments(tmp_path), teacher=teacher, distill=DistillConfig(hidden=1.0))
 

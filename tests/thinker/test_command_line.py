@@ -104,6 +104,7 @@ def test_settings_reach_the_model(tmp_path):
         (["train", "copy", "--model", "heads=4", "--out", "{tmp}/a"], "heads"),
         (["train", "copy", "--options", "symbols", "--out", "{tmp}/a"], "'symbols' has no value; needed NAME=VALUE"),
         (["train", "copy", "--model", "causal=true", "--steps", "1", "3", "--out", "{tmp}/a"], "needed no --steps"),
+        (["train", "copy", "--model", "num_static_tokens=abc", "--out", "{tmp}/a"], "num_static_tokens is 'abc'"),
         (["train", "copy", "--plan", "{tmp}/none.md", "--out", "{tmp}/a"], "none.md"),
         (["evaluate", "{tmp}/nothing"], "has no run.json"),
         (["draw", "{tmp}/nothing"], "has no result.json"),

@@ -121,8 +121,9 @@ class KroneckerTrainer(StepTrainer):
         named = {"output_hidden_states": config.hidden > 0}
         unlabelled = {k: v for k, v in inputs.items() if k not in ("labels", "label")}
         two_sides = _has_two_sides(self.unwrapped())
-        if two_sides and not any(name.startswith("decoder_input") for name in unlabelled):
-            unlabelled["decoder_input_ids"] = self.unwrapped().prepare_decoder_input_ids_from_labels(inputs["labels"])
+        prepare = getattr(self.unwrapped(), "prepare_decoder_input_ids_from_labels", None)  # not all families have it
+        if prepare and "labels" in inputs and not any(name.startswith("decoder_input") for name in unlabelled):
+            unlabelled["decoder_input_ids"] = prepare(inputs["labels"])
         with torch.no_grad(), watch as seen:
             theirs = self.teacher(**unlabelled, **named)
         ours = model(**unlabelled, **named)
@@ -213,7 +214,7 @@ def _states_that_count(
     tokens = next((inputs[name] for name in names if name in inputs), None)
     if tokens is not None:
         return tokens
-    inside = [x for x, _ in seen.values()] + list(outputs.hidden_states or ())  # of images, patches
+    inside = [x for x, _ in seen.values()] + list(getattr(outputs, "hidden_states", None) or ())  # of images, patches
     return inside[0] if inside else torch.empty(len(outputs[0]), 1, device=outputs[0].device)
 
 

@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
+import numpy as np
 from transformers import AutoModelForCausalLM
 
 from ..methods import CALIBRATED
@@ -41,6 +43,8 @@ class CalibratedMerge:
             raise ValueError(f"merge_models: {self.method!r} is no method with calibration: {', '.join(CALIBRATED)}")
         if not isinstance(self.reduce, Real) or not 0 <= self.reduce <= 1:
             raise ValueError(f"merge_models: reduce is {self.reduce!r}, needed 0 to 1")
+        if not hasattr(self.auto_class, "from_config"):
+            raise ValueError(f"merge_models: auto_class is {self.auto_class!r}, needed one of transformers' AutoModels")
         if self.batch_size < 1 or self.max_length < 2:
             raise ValueError(
                 f"merge_models: batch_size {self.batch_size}, max_length {self.max_length}; needed 1 and 2 or more"
@@ -48,12 +52,15 @@ class CalibratedMerge:
 
     def shares(self, count: int) -> list[float]:
         """Each model's share; together they are 1."""
-        given = 1.0 if self.weight is None else self.weight
-        weights = [given] * count if isinstance(given, int | float) else list(given)
-        sound = len(weights) == count and all(isinstance(w, Real) and 0 <= w < math.inf for w in weights)
-        if not sound or not sum(weights) > 0:
+        given: Any = 1.0 if self.weight is None else self.weight
+        try:
+            weights = [float(w) for w in ([given] * count if np.ndim(given) == 0 else given)]
+        except (TypeError, ValueError):
+            weights = []
+        sound = len(weights) == count and all(0 <= w < math.inf for w in weights) and sum(weights) > 0
+        if not sound or isinstance(given, str):
             raise ValueError(f"merge_models: weight is {self.weight}, needed {count} numbers from 0, not all 0")
-        return [float(w) / float(sum(weights)) for w in weights]
+        return [w / sum(weights) for w in weights]
 
     @property
     def diagonal(self) -> bool:

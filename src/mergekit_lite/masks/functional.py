@@ -193,7 +193,8 @@ def masked_embedding(
     _check_masks("masked_embedding", weights, masks)
     if ids.dtype not in (torch.int64, torch.int32) or masks.dim() != 3:
         raise ValueError(
-            f"masked_embedding: ids are {ids.dtype} and tables {list(weights[0].shape)}; needed integers and matrices"
+            f"masked_embedding: ids are {ids.dtype} and tables {list(weights[0].shape)}; needed int64 or int32, and "
+            "matrices"
         )
     if impl == "reference":
         return reference.masked_embedding(ids, weights, masks).to(weights[0].dtype)

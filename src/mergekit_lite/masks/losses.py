@@ -81,7 +81,7 @@ def masked_kl(
     _check_states(student, teachers, heads, masks)
     if heads is None and bias is not None:
         raise ValueError("masked_kl: a bias came without heads, needed the heads that it belongs to, or states with it")
-    if teacher_biases is not None and len(teacher_biases) != len(teachers):
+    if teacher_biases and len(teacher_biases) < len(teachers):  # a base, which teaches nothing, may have one, too
         raise ValueError(
             f"masked_kl: {len(teacher_biases)} teacher_biases for {len(teachers)} teachers, needed one each"
         )
@@ -92,7 +92,8 @@ def masked_kl(
         raise ValueError(
             f"masked_kl: coefficients are {coefficients!r}, needed shares, or one of {', '.join(MIXTURES)}"
         )
-    elif (absent := next((k for k, t in enumerate(teachers) if t is None), None)) is not None:
+    elif positions and direction != "entropy" and any(t is None for t in teachers):
+        absent = next(k for k, t in enumerate(teachers) if t is None)
         raise ValueError(f"masked_kl: coefficients {coefficients!r} weigh every teacher, and {absent} was not given")
     if cross_entropy:
         if labels is None:

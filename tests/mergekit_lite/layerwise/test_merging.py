@@ -3,6 +3,7 @@
 import json
 import time
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from mergekit_lite import merge_models
 from mergekit_lite.__main__ import main
 from mergekit_lite.files import open_source
-from mergekit_lite.layerwise import InputStatistics, fisher, merge_by_inputs, reference
+from mergekit_lite.layerwise import CalibratedMerge, InputStatistics, fisher, merge_by_inputs, reference
 from mergekit_lite.layerwise.blocks import Skeleton, linear_layers
 from tests.support.models import auto_class, save, save_tokenizer, tiny
 
@@ -232,6 +233,11 @@ def test_weights_in_bfloat16_are_rounded_once(tmp_path):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("weight", [np.float32(2.0), np.array(1.0), (3, 3), np.array([0.5, 0.5]), torch.ones(2)])
+def test_weights_are_numbers_of_any_kind(weight):
+    assert CalibratedMerge(method="regmean", weight=weight).shares(2) == [0.5, 0.5]
+
+
 def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
     paths = pair("llama", tmp_path)
     files, words = [tmp_path / f"{k}.txt" for k in range(2)], [f"w{i}" for i in range(90)]
@@ -253,6 +259,9 @@ def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
     ):
         assert main(["merge", str(recipe), str(tmp_path / "c"), *options]) == 1
         assert message in capsys.readouterr().err
+    recipe.write_text(recipe.read_text().replace("weight: 3}", "weight: 3, density: 0.5}"))
+    assert main(["merge", str(recipe), str(tmp_path / "c"), "--calibration", *map(str, files)]) == 1
+    assert "has density, needed weight alone" in capsys.readouterr().err
     recipe.write_text(recipe.read_text() + "tokenizer_source: base\n")
     assert main(["merge", str(recipe), str(tmp_path / "c"), "--calibration", *map(str, files)]) == 1
     assert "a recipe of regmean with calibration has no tokenizer" in capsys.readouterr().err
@@ -269,6 +278,8 @@ def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
         ({"calibration": DATA, "weight": [1.0]}, r"weight is \[1.0\], needed 2 numbers"),
         ({"calibration": DATA, "weight": float("nan")}, "weight is nan, needed 2 numbers"),
         ({"calibration": DATA, "reduce": "0.9"}, "reduce is '0.9', needed 0 to 1"),
+        ({"calibration": DATA, "weight": "half"}, "weight is half, needed 2 numbers"),
+        ({"calibration": DATA, "auto_class": "x"}, "auto_class is 'x', needed one of transformers' AutoModels"),
         ({"calibration": DATA, "density": 0.5}, "unexpected keyword argument 'density'"),
         ({"calibration": [[], DATA[1]]}, "are empty; needed examples"),
         ({"calibration": [[{"input_ids": []}], DATA[1]]}, "has no token; needed one or more"),

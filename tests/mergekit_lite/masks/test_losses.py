@@ -271,6 +271,21 @@ def test_refuses(message):
     assert message in str(caught.value)
 
 
+def test_what_no_teacher_is_needed_for():
+    student, none = torch.zeros(2, 3), [None, None]
+    loss = masked_kl(student, none, direction="entropy", coefficients="confidence")
+    torch.testing.assert_close(loss, torch.tensor(3.0).log())
+    assert masked_kl(student[:0], none, coefficients="confidence") == 0
+    states, heads = torch.randn(3, 4), [torch.randn(6, 4) for _ in range(3)]  # two teachers, and a base
+    biases = [torch.randn(6) for _ in range(3)]
+    numbers = {"coefficients": torch.tensor([0.5, 0.5]), "bias": biases[2]}
+    masks = torch.ones(3, 1, 1)
+    three, two = (
+        masked_kl(states, [states, states], heads, masks, teacher_biases=b, **numbers) for b in (biases, biases[:2])
+    )
+    assert torch.equal(three, two)
+
+
 def test_penalties():
     masks = [torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([[0.5], [-0.5]])]
     a, b = torch.tensor([1.0, 2.0, 0.5]), torch.tensor([3.0, 0.0, -0.5])

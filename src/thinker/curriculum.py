@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NotRequired, TypedDict
 
@@ -277,9 +278,10 @@ class CurriculumDataset(IterableDataset):
         return {"step": step, "states": self._states.tolist(), **self._identity()}
 
     def _identity(self) -> StateDict:
-        """What has to be the same for the same batches to follow."""
+        """What has to be the same for the same batches to follow; functions among it by name alone."""
+        task, schedule = (re.sub(" at 0x[0-9a-f]+", "", repr(part)) for part in (self.task, self.schedule))
         return {
-            "task": repr(self.task), "schedule": repr(self.schedule), "seed": self.seed, "segments": self.segments,
+            "task": task, "schedule": schedule, "seed": self.seed, "segments": self.segments,
             "batch_size": self.batch_size, "holdout": self.holdout, "delay": self.delay,
         }  # fmt: skip
 

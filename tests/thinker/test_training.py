@@ -887,6 +887,7 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
         ),
         (lambda out: evaluate_steps(model_of(), data_of(), [6], n_steps=4), r"n_steps 4; needed lists, as \[20\]"),
         (lambda out: trainer_of(out, draw_plan=FlowPlan.read_once()), "draw_plan is a FlowPlan; needed a function"),
+        (lambda out: trainer_of(out).predict([]), r"predict is not there; needed model\(tokens, mask\)"),
         (lambda out: evaluate_steps(model_of(), data_of(), [6], plan=FlowPlan.random), "plan is .*; needed a Flow"),
         (lambda out: evaluate_steps(model_of(), data_of(), [6], n_steps=[2], plan="x"), "plan is 'x'; needed"),
         (lambda out: trainer_of(out, draw_plan=lambda generator, n_step: None), "draw_plan gives None; needed"),

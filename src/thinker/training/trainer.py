@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -208,6 +208,14 @@ class ThinkerTrainer(StepTrainer):
                 self._carry = first.carry.detach()
         loss = self.share_of_step(loss, (inputs["labels"] != -100).sum(), num_items_in_batch)
         return (loss, first) if return_outputs else loss
+
+    def predict(self, *ignored: object, **named: object) -> NoReturn:
+        """Not offered: call the model instead.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError("ThinkerTrainer: predict is not there; needed model(tokens, mask), or trainer.evaluate()")
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: object) -> TrainOutput:
         """Train, or go on.

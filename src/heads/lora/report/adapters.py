@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -99,10 +100,11 @@ class LoraReport(Report):
             layers = Counter(r.name.rpartition(".")[2] for r in self.adapters if (r.rank, r.scaling) == (rank, scaling))
             names = ", ".join(f"{number} {name}" for name, number in layers.items())
             lines.append(f"{count} adapters of rank {rank}, scaling {scaling:g}: {names}")
-        if any(row.update for row in self.adapters):
-            lines.append(f"updates s B A have norms of {_spread([row.update for row in self.adapters])}")
-        elif self.adapters:
-            steps = _spread([row.first_step for row in self.adapters])
+        filled = [row for row in self.adapters if math.isfinite(row.update)]  # not on the meta device
+        if any(row.update for row in filled):
+            lines.append(f"updates s B A have norms of {_spread([row.update for row in filled])}")
+        elif filled:
+            steps = _spread([row.first_step for row in filled])
             lines.append(f"Adam's first step moves an output by {steps} learning rates")
         return lines + [f"warning: {text}" for text in self.warnings]
 

@@ -108,8 +108,8 @@ def test_without_numba_torch_writes_the_same_bytes_and_the_report_says_so(folder
         assert any("numba cannot be used" in note for note in notes[0])
         left, right = (tmp_path / which / "model.safetensors" for which in ("fused", name))
         assert left.read_bytes() == right.read_bytes()
-        written = json.loads((tmp_path / name / "merge_manifest.json").read_text())
-        assert written["files"]["model.safetensors"].startswith("sha256:")
+        manifests = [(tmp_path / which / "merge_manifest.json").read_text() for which in ("fused", name)]
+        assert manifests[0] == manifests[1]
 
 
 def test_a_run_without_numba_goes_on_where_one_with_it_stopped(folders, tmp_path, monkeypatch):
@@ -128,8 +128,13 @@ def test_a_run_without_numba_goes_on_where_one_with_it_stopped(folders, tmp_path
         patched.setattr(mergekit_lite.engine.output.OutputFolder, "finish", finishing)
         with pytest.raises(KeyboardInterrupt):
             merge_models(arguments["models"], weight=0.5, max_shard_size="3kB", out=out, progress=False)
-    run_without("numba", {**arguments, "out": str(out)})  # cannot prove the first files, and so makes them again
+    partial = tmp_path / ".out.partial"
+    finished = json.loads((partial / "progress.json").read_text())["shards"]
+    times = {name: (partial / "result" / name).stat().st_mtime_ns for name in finished}
+    run_without("numba", {**arguments, "out": str(out)})
+    assert len(times) == 2
     assert len(list(out.glob("*.safetensors"))) == 3
+    assert times == {name: (out / name).stat().st_mtime_ns for name in finished}
 
 
 def test_a_cache_that_cannot_be_written_only_costs_time(monkeypatch):
@@ -199,10 +204,6 @@ def test_checksums_are_xxh64(data, expected, tmp_path):
     assert hashing.hash_bytes(data) == f"xxh64:{expected}"
     (tmp_path / "f").write_bytes(data)
     assert hashing.hash_file(tmp_path / "f") == f"xxh64:{expected}"
-    assert hashing.is_hash_of(f"xxh64:{expected}", tmp_path / "f")
-    assert not hashing.is_hash_of(f"xxh64:{expected[::-1]}", tmp_path / "f")
-    for nonsense in (None, 3, "", "md5:0", "xxh64:"):
-        assert not hashing.is_hash_of(nonsense, tmp_path / "f")
 
 
 def test_programs_are_those_of_the_package():

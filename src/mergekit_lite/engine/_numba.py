@@ -686,25 +686,3 @@ def nudge(raw, n, distance, out):
             row[i] = origin[i] + row[i] * min(max(share, _ZERO), _ONE)
         bad |= _store(row, out[start:stop])
     return bad
-
-
-# Checksums
-
-
-@_kernel
-def _xxh64_round(accumulator, word):
-    x = np.uint64(accumulator + np.uint64(word * np.uint64(0xC2B2AE3D27D4EB4F)))
-    x = np.uint64(np.uint64(x << np.uint64(31)) | np.uint64(x >> np.uint64(33)))
-    return np.uint64(x * np.uint64(0x9E3779B185EBCA87))
-
-
-@_kernel
-def xxh64_stripes(words, state):
-    """Take whole stripes of four words into XXH64's four accumulators."""
-    a, b, c, d = state[0], state[1], state[2], state[3]
-    for i in range(words.size // 4):
-        a = _xxh64_round(a, words[4 * i])
-        b = _xxh64_round(b, words[4 * i + 1])
-        c = _xxh64_round(c, words[4 * i + 2])
-        d = _xxh64_round(d, words[4 * i + 3])
-    state[0], state[1], state[2], state[3] = a, b, c, d

@@ -24,7 +24,7 @@ from ..dtypes import Array, byte_view
 from ..planning import MergePlan, TensorPlan, shard_header, size_text
 from .beside import MANIFEST, manifest, write_beside
 from .facts import TensorFact
-from .hashing import hash_file, is_hash_of
+from .hashing import hash_file
 
 
 def method_hash(function: Callable[..., object]) -> str:
@@ -163,7 +163,7 @@ class OutputFolder(NewFolder):
             path = self.folder / name
             if name in self._plan.shards and path.is_file() and isinstance(entry, dict):
                 facts = _recorded_facts(entry.get("tensors"))
-                if facts is not None and is_hash_of(entry.get("hash"), path):
+                if facts is not None and entry.get("hash") == hash_file(path):
                     self.finished[name], self._hashes[name] = facts, entry["hash"]
 
     def _save_progress(self) -> None:

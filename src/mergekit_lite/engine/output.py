@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import inspect
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from model_components._folders import NewFolder, OutputError, write_json
@@ -27,58 +25,13 @@ from .facts import TensorFact
 from .hashing import hash_file
 
 
-def method_hash(function: Callable[..., object]) -> str:
-    """A hash of what a method does: its body and defaults, and the numbers, texts and functions that it refers to.
-
-    Of modules and classes only names count. Other objects cannot be compared, and make the hash one that no other
-    run has. The package's own methods are known by the package's version.
-    """
-    if str(getattr(function, "__module__", "")).startswith("mergekit_lite."):
-        return "own"
-    digest, seen = hashlib.sha256(), set[int]()
-
-    def add_code(code: CodeType) -> None:
-        digest.update(code.co_code + repr((code.co_names, code.co_varnames)).encode())
-        for constant in code.co_consts:
-            if isinstance(constant, CodeType):
-                add_code(constant)
-            else:
-                digest.update(repr(constant).encode())
-
-    def add(value: object) -> None:
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, FunctionType):
-            digest.update(repr((value.__defaults__, value.__kwdefaults__)).encode())
-            add_code(value.__code__)
-            refers = inspect.getclosurevars(value)
-            for name, referred in sorted({**refers.globals, **refers.nonlocals}.items()):
-                digest.update(name.encode())
-                add(referred)
-        elif isinstance(value, (bool, int, float, str, bytes, type(None))):
-            digest.update(repr(value).encode())
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                add(item)
-        elif isinstance(value, (ModuleType, type, BuiltinFunctionType)):
-            digest.update(getattr(value, "__name__", "").encode())
-        elif type(value).__module__.startswith("mergekit_lite."):
-            digest.update(repr(getattr(value, "name", type(value))).encode())
-        else:
-            digest.update(os.urandom(16))
-
-    add(function)
-    return digest.hexdigest()
-
-
 def plan_fingerprint(plan: MergePlan, seed: int, version: str) -> str:
-    """Equal for two runs that would write the same bytes."""
-    methods = {t.method.name: method_hash(t.method.function) for t in plan.tensors if t.method is not None}
+    """Equal for two runs that would write the same bytes; where a method is a user's own, unlike every other run's."""
+    modules = {str(getattr(t.method.function, "__module__", "")) for t in plan.tensors if t.method is not None}
     described = {
         "version": version,
         "recipe": plan.recipe.to_yaml(),
-        "methods": methods,
+        "methods": "own" if all(m.startswith("mergekit_lite.") for m in modules) else os.urandom(16).hex(),
         "seed": seed,
         "sources": [[s.label, s.fingerprint()] for s in plan.sources],
         "tensors": [[t.name, t.dtype.name, list(t.shape), t.shard, t.offset] for t in plan.tensors],

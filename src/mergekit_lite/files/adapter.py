@@ -143,7 +143,7 @@ class Adapter:
         return Pair(down, up, scale, kinds == _PAIRS[1])
 
 
-class LoraSource:
+class LoraSource(Source):
     """A model with a peft LoRA adapter folded in, stretch by stretch: W + s B A, with no merged copy anywhere."""
 
     def __init__(self, base: Source, folder: Path):

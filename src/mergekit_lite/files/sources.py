@@ -22,7 +22,7 @@ from .quantised import Float8
 
 @runtime_checkable
 class Source(Protocol):
-    """One model to merge."""
+    """One model to merge. A class that inherits may leave out `read_into` and `prefetch`."""
 
     label: str
     tensors: dict[str, TensorInfo]
@@ -35,11 +35,11 @@ class Source(Protocol):
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
         """Fill ``out``, of the stored dtype, from element ``start`` on; False where `read` must be used."""
-        ...
+        return False
 
     def prefetch(self, name: str) -> None:
         """Let the system fetch a tensor while something else is computed."""
-        ...
+        return
 
     def fingerprint(self) -> object:
         """Something JSON can hold that changes when the stored values may have."""
@@ -52,7 +52,7 @@ def stat_of(path: Path) -> list[object]:
     return [path.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
-class FolderSource:
+class FolderSource(Source):
     """A Hugging Face folder of safetensors files, or one such file alone.
 
     Args:
@@ -126,7 +126,7 @@ class FolderSource:
             os.close(descriptor)
 
 
-class DictSource:
+class DictSource(Source):
     """Tensors that are in memory already: a state dict or a module's.
 
     Raises:
@@ -150,18 +150,11 @@ class DictSource:
             self.tensors[name] = TensorInfo(name, tuple(value.shape), dtype)
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Elements ``start`` to ``stop``; a view where the tensor is contiguous and on the CPU."""
+        """Elements ``start`` to ``stop``; a view, cheaper than `read_into`, where it is contiguous and on the CPU."""
         value = self._state[name]
         if not value.is_contiguous():  # once, rather than a copy for every stretch
             value = self._state[name] = value.contiguous()
         return stored_of(value.view(-1)[start:stop].cpu())
-
-    def read_into(self, name: str, start: int, out: Array) -> bool:
-        """False: a view is cheaper than a copy."""
-        return False
-
-    def prefetch(self, name: str) -> None:
-        """Nothing to do: it is in memory."""
 
     def fingerprint(self) -> object:
         """Never equal to another run's: memory leaves no trace to compare."""

@@ -97,7 +97,7 @@ def check_alike(sources: Sequence[Source]) -> None:
             )
 
 
-class _Joined:
+class _Joined(Source):
     """The merged parts as one source; config, tokenizer and tensors that no part has are the first model's."""
 
     def __init__(self, first: Source, parts: Iterable[Source]):

@@ -13,7 +13,7 @@ from ..dtypes import Array, byte_view, from_torch, stored_of, tensor_of
 from ..files import Source, TensorInfo
 
 
-class MaskedSource:
+class MaskedSource(Source):
     """A component times its mask: one term of the sum that a linear merge computes, in float32 or better.
 
     Args:
@@ -58,10 +58,6 @@ class MaskedSource:
         elif not self._lone:
             values = torch.zeros_like(values)
         return stored_of(values.contiguous())
-
-    def read_into(self, name: str, start: int, out: Array) -> bool:
-        """False: what is read here is wider than what is stored."""
-        return False
 
     def prefetch(self, name: str) -> None:
         """As the component does."""

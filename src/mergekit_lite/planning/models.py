@@ -48,7 +48,7 @@ class Models:
         return None
 
 
-class PlannedSource:
+class PlannedSource(Source):
     """The result of a stage that is planned and not merged yet: what it will hold is known, but no value."""
 
     def __init__(self, plan: MergePlan):
@@ -63,13 +63,6 @@ class PlannedSource:
         """The values of a tensor that is copied."""
         source, there = self.copied[name]
         return source.read(there, start, stop)
-
-    def read_into(self, name: str, start: int, out: Array) -> bool:
-        """False: nothing is stored."""
-        return False
-
-    def prefetch(self, name: str) -> None:
-        """Nothing to do."""
 
     def fingerprint(self) -> object:
         """None: there are no values."""

@@ -192,7 +192,7 @@ def _given_row(
     return place, row
 
 
-class AlignedSource:
+class AlignedSource(Source):
     """A model seen through the output's vocabulary; other tensors pass through.
 
     Args:

@@ -7,7 +7,6 @@ a pass over all blocks, and answers how a block of the result is made. The formu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypedDict, Unpack
 
 import numpy as np
 
@@ -65,61 +64,33 @@ def _model_stock(x: FusedTensor, **_: object) -> Finish:
     return _along_angles(x, lambda g: coefficients.model_stock(g, np))
 
 
-class _Weighing(TypedDict):
-    """How what is kept of task vectors is added up."""
-
-    weight: list[float]
-    normalize: bool
-    rescale: bool
-    lambda_: float
-
-
-def _weighted_sum(
-    x: FusedTensor, kept: Kept, weight: list[float], normalize: bool, rescale: bool, lambda_: float, **_: object
-) -> Finish:
-    """B + λ times the weighted sum of what is kept of the task vectors."""
-    return x.shifted(weight, lambda_ / normaliser(weight, normalize), kept, x.restoring(kept, rescale))
-
-
-def _election(
-    x: FusedTensor, kept: Kept, weight: list[float], normalize: bool, rescale: bool, lambda_: float, **_: object
-) -> Finish:
-    """B + λ times the consensus of what is kept of the task vectors."""
-    return x.shifted(weight, lambda_, kept, x.restoring(kept, rescale), normalize)
-
-
 def _largest(x: FusedTensor, density: Sequence[float]) -> Kept:
-    if min(density) >= 1:
-        return Kept()
     return x.trimmed([lambda n, d=d: trimmed_count(n, d) for d in density])
 
 
 def _middling(x: FusedTensor, density: Sequence[float], gamma: Sequence[float]) -> Kept:
-    return Kept() if min(density) >= 1 else x.trimmed(middle_counts(density, gamma))
+    return x.trimmed(middle_counts(density, gamma))
 
 
-def _drawn(x: FusedTensor, density: Sequence[float]) -> Kept:
-    return Kept() if min(density) >= 1 else x.drawn(density)
+def _keeping(keep: Callable[..., Kept], *, vote: bool) -> Callable[..., Finish]:
+    """B + λ times the weighted sum of what is kept of the task vectors, or with ``vote`` times its consensus."""
 
+    def program(
+        x: FusedTensor,
+        density: list[float],
+        weight: list[float],
+        normalize: bool,
+        rescale: bool,
+        lambda_: float,
+        gamma: list[float] | None = None,
+        **_: object,
+    ) -> Finish:
+        shares = [density] if gamma is None else [density, gamma]
+        kept = Kept() if min(density) >= 1 else keep(x, *shares)
+        scale = lambda_ if vote else lambda_ / normaliser(weight, normalize)
+        return x.shifted(weight, scale, kept, x.restoring(kept, rescale), normalize if vote else None)
 
-def _ties(x: FusedTensor, density: list[float], **rest: Unpack[_Weighing]) -> Finish:
-    return _election(x, _largest(x, density), **rest)
-
-
-def _breadcrumbs(x: FusedTensor, density: list[float], gamma: list[float], **rest: Unpack[_Weighing]) -> Finish:
-    return _weighted_sum(x, _middling(x, density, gamma), **rest)
-
-
-def _breadcrumbs_ties(x: FusedTensor, density: list[float], gamma: list[float], **rest: Unpack[_Weighing]) -> Finish:
-    return _election(x, _middling(x, density, gamma), **rest)
-
-
-def _dare_linear(x: FusedTensor, density: list[float], **rest: Unpack[_Weighing]) -> Finish:
-    return _weighted_sum(x, _drawn(x, density), **rest)
-
-
-def _dare_ties(x: FusedTensor, density: list[float], **rest: Unpack[_Weighing]) -> Finish:
-    return _election(x, _drawn(x, density), **rest)
+    return program
 
 
 def _sce(x: FusedTensor, select_topk: float) -> Finish:
@@ -180,12 +151,12 @@ PROGRAMS: Mapping[MergeMethod, Callable[..., Finish]] = {
     methods.multislerp: _multislerp,
     methods.karcher: _karcher,
     methods.model_stock: _model_stock,
-    methods.ties: _ties,
-    methods.breadcrumbs: _breadcrumbs,
-    methods.breadcrumbs_ties: _breadcrumbs_ties,
+    methods.ties: _keeping(_largest, vote=True),
+    methods.breadcrumbs: _keeping(_middling, vote=False),
+    methods.breadcrumbs_ties: _keeping(_middling, vote=True),
     methods.sce: _sce,
-    methods.dare_linear: _dare_linear,
-    methods.dare_ties: _dare_ties,
+    methods.dare_linear: _keeping(FusedTensor.drawn, vote=False),
+    methods.dare_ties: _keeping(FusedTensor.drawn, vote=True),
     methods.ram: _ram,
     methods.ramplus_tl: _ramplus_tl,
     methods.consensus: _consensus,

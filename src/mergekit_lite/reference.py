@@ -6,6 +6,7 @@ Source of each formula: the docstring of the method of the same name in `mergeki
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -174,8 +175,12 @@ def _consensus(changes: list[Tensor], weight: Weights, normalize: bool) -> Tenso
     return merged / torch.where(share.abs() < 1e-8, 1.0, share)
 
 
-def _restore_l1(change: Tensor, trimmed: Tensor) -> Tensor:
-    return trimmed * (change.abs().sum() / trimmed.abs().sum()) if trimmed.abs().sum() > 0 else trimmed
+def _rescaled(changes: list[Tensor], trimmed: list[Tensor], density: Weights, rescale: bool) -> list[Tensor]:
+    """What is left of the changes, with their L1 norms where these are wanted back."""
+    if not rescale or min(density) >= 1:
+        return trimmed
+    pairs = zip(changes, trimmed, strict=True)
+    return [t * (c.abs().sum() / t.abs().sum()) if t.abs().sum() > 0 else t for c, t in pairs]
 
 
 def ties(
@@ -192,9 +197,7 @@ def ties(
     """Trim, elect, average."""
     changes = [t - base for t in tensors]
     trimmed = [keep_largest(c, max(1, int(d * c.numel()))) for c, d in zip(changes, density, strict=True)]
-    if rescale and min(density) < 1:
-        trimmed = [_restore_l1(c, k) for c, k in zip(changes, trimmed, strict=True)]
-    return base + lambda_ * _consensus(trimmed, weight, normalize)
+    return base + lambda_ * _consensus(_rescaled(changes, trimmed, density, rescale), weight, normalize)
 
 
 def _middle(change: Tensor, density: float, gamma: float) -> Tensor:
@@ -207,9 +210,7 @@ def _middle(change: Tensor, density: float, gamma: float) -> Tensor:
 def _crumbs(tensors: list[Tensor], base: Tensor, density: Weights, gamma: Weights, rescale: bool) -> list[Tensor]:
     changes = [t - base for t in tensors]
     trimmed = [_middle(c, d, g) for c, d, g in zip(changes, density, gamma, strict=True)]
-    if rescale and min(density) < 1:
-        trimmed = [_restore_l1(c, k) for c, k in zip(changes, trimmed, strict=True)]
-    return trimmed
+    return _rescaled(changes, trimmed, density, rescale)
 
 
 def breadcrumbs(
@@ -267,9 +268,7 @@ def _dropped(
 ) -> list[Tensor]:
     changes = [t - base for t in tensors]
     trimmed = [c * k.to(c.dtype) for c, k in zip(changes, keep, strict=True)]
-    if rescale and min(density) < 1:
-        trimmed = [_restore_l1(c, k) for c, k in zip(changes, trimmed, strict=True)]
-    return trimmed
+    return _rescaled(changes, trimmed, density, rescale)
 
 
 def dare_linear(
@@ -305,21 +304,7 @@ def dare_ties(
 
 # DELLA differs from DARE in how the masks are drawn; given the masks, the arithmetic is the same.
 della_linear = dare_linear
-
-
-def della(
-    tensors: list[Tensor],
-    base: Tensor,
-    *,
-    keep: Sequence[Tensor],
-    weight: Weights,
-    density: Weights,
-    normalize: bool = True,
-    rescale: bool = True,
-    lambda_: float = 1.0,
-) -> Tensor:
-    """`dare_ties` with a normalised election."""
-    return base + lambda_ * _consensus(_dropped(tensors, base, density, rescale, keep), weight, normalize)
+della = functools.partial(dare_ties, normalize=True)
 
 
 def keep_probabilities(change: Tensor, density: float, epsilon: float) -> Tensor:

@@ -64,15 +64,3 @@ class AdapterReport(Report):
         """What is not in it."""
         left = [f"{name} changed by {share:.2%} and is not in the adapter" for name, share in self.left.items()]
         return [*(f"note: {text}" for text in self.notes), *left]
-
-    def to_dict(self) -> dict[str, object]:
-        """Everything, as JSON can hold it."""
-        modules = [{"name": m.name, "shape": list(m.shape), "rank": m.rank, "error": m.error} for m in self.modules]
-        return {
-            "out": str(self.out),
-            "modules": modules,
-            "saved": self.saved,
-            "left": self.left,
-            "nbytes": self.nbytes,
-            "notes": self.notes,
-        }

@@ -216,7 +216,7 @@ def _write(
             for t, tensor_fact in zip(mine, engine.run_all(mine, folder.write), strict=True):
                 facts_of_rank.append(tensor_fact)
                 bar.update(t.nbytes * ranks.count)
-            folder.close_shard(shard)
+            folder.close_shard()
             facts_of_shard = sorted(ranks.gather(facts_of_rank), key=lambda f: order[f.name])
             if hashing is not None:
                 hashing.result()

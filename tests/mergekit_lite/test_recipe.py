@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import mergekit_lite.running
 from mergekit_lite import MergeRecipe, ModelEntry, PlanError, RecipeError, Slice, load_recipe, make_plan, merge_models
-from mergekit_lite.planning import evaluate_setting, setting
+from mergekit_lite.planning.settings import evaluate_setting, setting
 from mergekit_lite.recipe import parse_recipe
 
 FULL = """

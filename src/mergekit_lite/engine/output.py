@@ -67,7 +67,7 @@ class OutputFolder(NewFolder):
         self._plan, self._fingerprint = plan, fingerprint
         self.finished: dict[str, list[TensorFact]] = {}
         self._hashes: dict[str, str] = {}
-        self._descriptors: dict[int, int] = {}
+        self._descriptor: int | None = None  # of the shard that is being written
         self._members: list[list[TensorPlan]] = [[] for _ in plan.shards]
         for t in plan.tensors:
             self._members[t.shard].append(t)
@@ -134,20 +134,22 @@ class OutputFolder(NewFolder):
 
     def write(self, t: TensorPlan, start: int, values: Array) -> None:
         """Put stored elements ``start`` onwards of a tensor in their place; safe from any thread."""
-        descriptor = self._descriptors[t.shard]
+        assert self._descriptor is not None
         position = self._body[t.shard] + t.offset + start * t.dtype.itemsize
         data = byte_view(values)
         done = 0
         while done < len(data):
-            done += os.pwrite(descriptor, data[done:], position + done)
+            done += os.pwrite(self._descriptor, data[done:], position + done)
 
     def open_shard(self, shard: int) -> None:
         """Get ready to write into a shard that was created."""
-        self._descriptors[shard] = os.open(self.folder / self._plan.shards[shard], os.O_WRONLY)
+        self._descriptor = os.open(self.folder / self._plan.shards[shard], os.O_WRONLY)
 
-    def close_shard(self, shard: int) -> None:
-        """No more writes to this shard by this process."""
-        os.close(self._descriptors.pop(shard))
+    def close_shard(self) -> None:
+        """No more writes by this process to the shard that is open, if one is."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def finish(self, shard: int, facts: Sequence[TensorFact]) -> None:
         """Record a shard as complete, with what was done for its tensors."""
@@ -158,18 +160,13 @@ class OutputFolder(NewFolder):
 
     def close(self) -> None:
         """Let go of the lock and of open files, keeping what is written for a later run."""
-        self._close_shards()
+        self.close_shard()
         super().close()
 
     def discard(self) -> None:
         """Remove everything of this run; files that are open would stay on some network file systems."""
-        self._close_shards()
+        self.close_shard()
         super().discard()
-
-    def _close_shards(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
 
     def complete(self, facts: Sequence[TensorFact], seed: int, trust_remote_code: bool) -> None:
         """Write everything that is not a tensor, then give the folder its final name."""

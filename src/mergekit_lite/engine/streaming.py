@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 
 from .._torch import Tensor, torch
-from ..dtypes import Array, stored_of, tensor_of, to_torch
+from ..dtypes import stored_of, tensor_of, to_torch
 from ..files import CheckpointError, Source
 from ..methods import Noise
 from ..methods.evaluation import Block, Collector, Evaluation
@@ -168,13 +168,9 @@ class StreamingEngine:
             # A finite sum has finite terms; the slow look happens only when the sum is not.
             if not torch.isfinite(rounded.sum(dtype=to_torch(t.work))) and not bool(torch.isfinite(rounded).all()):
                 raise not_finite(t)
-            sink(t, blocks.span(index)[0], self._on_cpu(rounded))
+            sink(t, blocks.span(index)[0], stored_of(rounded.contiguous().cpu()))
             return rounded.numel()
 
         written = sum(evaluation.map(finish))
         assert written == t.info.count, f"{t.name}: not every element was written"
         return fact(t, evaluation.passes + 1)
-
-    @staticmethod
-    def _on_cpu(values: Tensor) -> Array:
-        return stored_of(values.contiguous().cpu())

@@ -12,7 +12,7 @@ from .parameters import PerModel, Range
 from .registry import merge_method
 
 
-def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float] | Sequence[Tensor]) -> Tensor:
     """Σ w_i T_i, each product rounded before it is added: a fused multiply-add is not to be had everywhere."""
     total = tensors[0] * weights[0]
     for tensor, weight in zip(tensors[1:], weights[1:], strict=True):

@@ -20,7 +20,7 @@ import inspect
 import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .._torch import Tensor, torch
@@ -57,7 +57,7 @@ class MergeMethod:
     chunking: Chunking | Callable[[Bound], Chunking] = "tensor"
     passes: int | Callable[[Bound], int] = 1
     validate: Callable[[Bound], None] | None = None
-    noisy: bool = field(default=False)
+    noisy: bool = False
 
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.function)

@@ -21,7 +21,6 @@ from .._torch import Tensor, torch
 _COLLECT = 1 << 20  # scores held at once; 4 MB in float32
 _BINS = 1 << 16
 _MARGIN = 0.0015  # half-width of the first window, as a share of all scores, beside 2 standard errors of the sample
-_COUNTED = 1 << 20  # a window of at most this many bit patterns is counted rather than partitioned
 
 
 @dataclass(frozen=True)
@@ -146,11 +145,7 @@ class Selector:
             return self._open(self.low, self.high, False)
         codes = np.concatenate([np.atleast_1d(v) for v in self._blocks.values()])
         rank = self._k - self._above
-        if self.high - self.low <= _COUNTED:
-            from_top = np.cumsum(np.bincount(codes - self.low)[::-1])
-            value = self.low + from_top.size - 1 - int(np.searchsorted(from_top, rank))
-        else:
-            value = int(np.partition(codes, codes.size - rank)[codes.size - rank])
+        value = int(np.partition(codes, codes.size - rank)[codes.size - rank])
         self._above += int(np.count_nonzero(codes > value))
         return self._finish(value, {i: int(np.count_nonzero(v == value)) for i, v in self._blocks.items()})
 

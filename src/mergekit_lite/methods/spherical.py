@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from .._torch import Tensor, torch
 from . import coefficients
-from .averaging import deltas, refuse_zero_sum
+from .averaging import deltas, refuse_zero_sum, weighted_sum
 from .parameters import PerModel, Range
 from .registry import merge_method
 from .selection import Asking, Sum
@@ -42,10 +42,7 @@ def combine(tensors: list[Tensor], factors: Tensor) -> Tensor:
     columns = [c.to(t.dtype) for c, t in zip(factors.unbind(-1), tensors, strict=True)]
     if factors.dim() > 1:
         columns = [c.unsqueeze(-1) for c in columns]
-    total = tensors[0] * columns[0]
-    for tensor, column in zip(tensors[1:], columns[1:], strict=True):
-        total = total.add_(tensor * column)
-    return total
+    return weighted_sum(tensors, columns)
 
 
 @merge_method("slerp", base="required", inputs=(1, 1), chunking="elements", ranges={"t": Range(0, 1)})

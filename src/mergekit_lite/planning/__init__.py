@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..dtypes import FLOAT32, FLOAT64, FLOATS, promote
 from ..files import CheckpointError, Source
@@ -14,7 +15,7 @@ from .configs import output_config
 from .layout import Slot, stacked_slices, whole_models
 from .models import Models, PlannedSource, open_models
 from .plan import CHUNK, Input, MergePlan, PlanError, TensorPlan, shard_header, shard_layout, size_text
-from .settings import check_parameters, evaluate_setting, idle_filters, setting, settings_for
+from .settings import check_parameters, idle_filters, settings_for
 
 __all__ = [
     "CHUNK",
@@ -22,9 +23,7 @@ __all__ = [
     "MergePlan",
     "PlanError",
     "TensorPlan",
-    "evaluate_setting",
     "make_plan",
-    "setting",
     "shard_header",
     "size_text",
 ]
@@ -120,9 +119,8 @@ def _align(recipe: MergeRecipe, models: Models) -> tuple[Vocabulary | None, Mode
         return None, models
     base = models.of(recipe.base_model) if recipe.base_model is not None else None
     vocabulary = plan_vocabulary(models.sources, recipe.tokenizer, models.donor, base, models.index)
-    return vocabulary, models.seen_as(
-        [AlignedSource(models.sources, i, vocabulary) for i in range(len(models.sources))]
-    )
+    aligned = [AlignedSource(models.sources, i, vocabulary) for i in range(len(models.sources))]
+    return vocabulary, replace(models, sources=aligned)
 
 
 def _tensor(slot: Slot, recipe: MergeRecipe, method: MergeMethod, models: Models) -> TensorPlan:

@@ -17,17 +17,8 @@ from .layout import Slot
 from .models import Models
 from .plan import CHUNK, Input, TensorPlan
 
-_MUST_AGREE = (
-    "model_type",
-    "hidden_size",
-    "n_embd",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "n_head",
-    "hidden_act",
-)
-_MUST_AGREE += ("activation_function", "num_experts", "num_experts_per_tok")
+_MUST_AGREE = ("model_type", "hidden_size", "n_embd", "num_attention_heads", "num_key_value_heads", "head_dim")
+_MUST_AGREE += ("n_head", "hidden_act", "activation_function", "num_experts", "num_experts_per_tok")
 _MAY_DIFFER = ("rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings", "rms_norm_eps")
 _MAY_DIFFER += ("sliding_window", "bos_token_id", "eos_token_id", "pad_token_id")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..dtypes import Array
 from ..files import CheckpointError, Source, open_source
@@ -33,10 +33,6 @@ class Models:
     def label(self, place: int) -> str:
         """What messages call it."""
         return self.sources[place].label
-
-    def seen_as(self, sources: Sequence[Source]) -> Models:
-        """The same models, read through other sources."""
-        return replace(self, sources=sources)
 
     def alias(self, place: int, name: str) -> str | None:
         """The tensor of a model that stands for ``name``: itself, or a tied head's embedding."""

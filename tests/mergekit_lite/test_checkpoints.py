@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 
 import mergekit_lite.engine.streaming
 import mergekit_lite.methods.selection
-from mergekit_lite import PlanError, load_recipe, make_plan, merge_models
+from mergekit_lite import MergeRecipe, ModelEntry, PlanError, load_recipe, make_plan, merge_models
 from mergekit_lite.engine.hashing import hash_bytes
+from mergekit_lite.files import DictSource
 from mergekit_lite.methods import slerp
 from tests.support.headers import llama_shapes, write_headers
 from tests.support.models import MAKERS, auto_class, save, save_tokenizer, tiny
@@ -228,6 +229,30 @@ def test_the_model_card_links_the_hub_and_names_no_folder(tmp_path, monkeypatch)
     assert inputs[0]["hub_id"] == "someone/base"
     merge_models(["gpt-like"], "passthrough", progress=False)
     assert asked[-1] == ("gpt-like", None)
+
+
+def test_the_model_card_keeps_a_name_that_holds_another(tmp_path):
+    labels = ["/model", "org/model-b"]
+    states = [DictSource({"w": torch.ones(2)}, label) for label in labels]
+    template = tmp_path / "private" / "chat.jinja"
+    template.parent.mkdir()
+    template.write_text("{{ messages }}")
+    recipe = MergeRecipe(
+        merge_method="linear",
+        models=[ModelEntry(model=state) for state in states],
+        parameters={"weight": 1.0, "normalize": True},
+        chat_template=str(template),
+    )
+    merge_models(recipe, out=tmp_path / "out", progress=False)
+    card = (tmp_path / "out" / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    written = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
+    assert front["base_model"] == ["org/model-b"]
+    assert "- model\n- org/model-b\n" in card
+    assert written == recipe.to_dict() | {
+        "models": [{"model": "model"}, {"model": "org/model-b"}],
+        "chat_template": "chat.jinja",
+    }
 
 
 @pytest.mark.parametrize("name", ["alpaca", "chatml", "exaone", "llama3", "mistral"])

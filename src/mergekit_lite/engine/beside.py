@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -129,34 +129,45 @@ def _id_of(source: Source) -> str | None:
 
 
 def _labels(recipe: MergeRecipe) -> list[str]:
-    """Every model that a recipe and its stages name, the longest first, so that none is a part of one after it."""
-    models = [model for r in (recipe, *recipe.stages()) for model in r.mentions()]
-    inner = [label for stage in recipe.stages() for label in _labels(stage)]
-    labels = [model_label(model) for model in models if not isinstance(model, MergeRecipe)]
-    return sorted({*labels, *inner}, key=lambda label: (-len(label), label))
+    """Every model that a recipe and its stages name, once."""
+    labels: list[str] = []
+    for model in recipe.mentions():
+        labels += _labels(model) if isinstance(model, MergeRecipe) else [model_label(model)]
+    return list(dict.fromkeys(labels))
 
 
-def _is_local(part: str) -> bool:
-    return "/" in part and hub_id(part) is None
+def _renamed(recipe: object, names: Callable[[str], str], key: str = "") -> object:
+    """A recipe as YAML holds it, its models called by other names and its chat template by its file's."""
+    if isinstance(recipe, dict):
+        return {k: _renamed(v, names, k) for k, v in recipe.items()}
+    if isinstance(recipe, list):
+        return [_renamed(v, names, key) for v in recipe]
+    if isinstance(recipe, str) and key in ("model", "base_model", "source"):
+        return names(recipe)
+    return Path(recipe).name if isinstance(recipe, str) and key == "chat_template" and "{" not in recipe else recipe
 
 
 def model_card(plan: MergePlan) -> str:
     """A README for the merged checkpoint; it names no folder of this machine."""
-    ids = list(dict.fromkeys(name for source in plan.sources if (name := _id_of(source)) is not None))
+    ids_by_label = {source.label: _id_of(source) for source in plan.sources}
+    ids = list(dict.fromkeys(name for name in ids_by_label.values() if name is not None))
     data: dict[str, object] = {"library_name": "transformers", "tags": ["merge", "mergekit-lite", "model-components"]}
     if ids:
         data |= {"base_model": ids, "base_model_relation": "merge"}
-    recipe, listed = plan.recipe.to_yaml(), []
-    ids_by_label = {source.label: _id_of(source) for source in plan.sources}
-    for label in _labels(plan.recipe):
-        name = ids_by_label.get(label) or "+".join(
-            Path(part).name if _is_local(part) else part for part in label.split("+")
-        )
-        recipe = recipe.replace(label, name)
-        listed.append(f"- {name}\n")
+    documents = list(yaml.safe_load_all(plan.recipe.to_yaml()))
+    stages = {document.get("name") for document in documents}
+
+    def names(label: str) -> str:
+        if label in stages:
+            return label
+        parts = [Path(part).name if "/" in part and hub_id(part) is None else part for part in label.split("+")]
+        return ids_by_label.get(label) or "+".join(parts)
+
+    recipe = yaml.safe_dump_all([_renamed(d, names) for d in documents], sort_keys=False, allow_unicode=True)
+    listed = "".join(f"- {names(label)}\n" for label in _labels(plan.recipe))
     return (
         f"---\n{yaml.safe_dump(data, sort_keys=False)}---\n# {plan.recipe.merge_method} merge\n\n"
-        f"Made by `mergekit_lite` from\n\n{''.join(listed)}\nwith this recipe:\n\n```yaml\n{recipe}```\n"
+        f"Made by `mergekit_lite` from\n\n{listed}\nwith this recipe:\n\n```yaml\n{recipe}```\n"
     )
 
 

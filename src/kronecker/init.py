@@ -223,7 +223,7 @@ def _solve(normal: Tensor, right: Tensor) -> Tensor:
 def correct_bias(moments: Moments, weight: Tensor) -> Tensor:
     """The bias that gives the layer's outputs the wanted mean: E[y] - Ŵ E[x]."""
     n = max(1, moments.count)
-    return (moments.mean_y - weight.double() @ moments.mean_x) / n
+    return (moments.sum_y - weight.double() @ moments.sum_x) / n
 
 
 def low_rank(weight: Tensor, rank: int, moments: Moments | None = None) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,16 +13,13 @@ RIDGE = 3e-2
 
 @dataclass
 class Moments:
-    """A layer's inputs x and wanted outputs y, summed over calibration tokens in float64: all that least squares needs.
-
-    ``mean_x`` and ``mean_y`` are sums, too; divide them by ``count``.
-    """
+    """A layer's inputs x and wanted outputs y, summed over tokens in float64: all that least squares needs."""
 
     inputs: Tensor  # Σ x xᵀ, (I, I)
     cross: Tensor  # Σ y xᵀ, (O, I)
     energy: Tensor  # Σ |y|²
-    mean_x: Tensor  # Σ x, (I,)
-    mean_y: Tensor  # Σ y, (O,)
+    sum_x: Tensor  # Σ x, (I,)
+    sum_y: Tensor  # Σ y, (O,)
     count: int = 0
     size: float = 0.0  # of the inputs before they were centred: the mean of Σ x²
 
@@ -44,8 +41,8 @@ class Moments:
         self.inputs += x.T @ x
         self.cross += y.T @ x
         self.energy += y.double().square().sum()
-        self.mean_x += x.double().sum(0)
-        self.mean_y += y.double().sum(0)
+        self.sum_x += x.double().sum(0)
+        self.sum_y += y.double().sum(0)
         self.count += len(x)
 
     @classmethod
@@ -58,13 +55,13 @@ class Moments:
     def centred(self) -> Moments:
         """Around the means: what is left for a weight when a bias takes care of them."""
         n = max(1, self.count)
-        energy = self.energy - self.mean_y.square().sum() / n
+        energy = self.energy - self.sum_y.square().sum() / n
         return Moments(
-            self.inputs - torch.outer(self.mean_x, self.mean_x) / n,
-            self.cross - torch.outer(self.mean_y, self.mean_x) / n,
+            self.inputs - torch.outer(self.sum_x, self.sum_x) / n,
+            self.cross - torch.outer(self.sum_y, self.sum_x) / n,
             energy if energy > 1e-12 * self.energy else torch.zeros_like(energy),
-            torch.zeros_like(self.mean_x),
-            torch.zeros_like(self.mean_y),
+            torch.zeros_like(self.sum_x),
+            torch.zeros_like(self.sum_y),
             self.count,
             float(self.inputs.diagonal().mean()),
         )
@@ -74,12 +71,20 @@ class Moments:
         ridge = RIDGE * (max(float(self.inputs.diagonal().mean()), 1e-4 * self.size) or 1.0)
         return self.inputs + ridge * torch.eye(len(self.inputs), dtype=self.inputs.dtype, device=self.inputs.device)
 
-    def error(self, weight: Tensor) -> float:
-        """Σ |W x - y|² over Σ |y|², its square root; 0 where there is nothing to say but a mean."""
+    def of_inputs(self, index: Tensor) -> Moments:
+        """Those of some of the inputs, or of all in another order."""
+        inputs, cross = self.inputs[index][:, index], self.cross[:, index]
+        return replace(self, inputs=inputs, cross=cross, sum_x=self.sum_x[index])
+
+    def error(self, weight: Tensor, bias: Tensor | None = None) -> float:
+        """Σ |W x + b - y|² over Σ |y|², its square root; 0 where there is nothing to say but a mean."""
         if not float(self.energy):
             return 0.0
         w = weight.double()
         left = ((w @ self.inputs) * w).sum() - 2 * (w * self.cross).sum() + self.energy
+        if bias is not None:
+            b = bias.double()
+            left += b @ (2 * (w @ self.sum_x - self.sum_y) + self.count * b)
         return float((left.clamp_min(0) / self.energy).sqrt())
 
 

@@ -16,6 +16,7 @@ from kronecker.fitting.elimination import eliminate, refitted
 from kronecker.fitting.mlp import MlpWeights, Seen
 from kronecker.fitting.neurons import fit_neurons
 from kronecker.layers.experts import is_experts
+from kronecker.moments import Moments
 from kronecker.surgery.blocks import Stack, config_with_blocks, keep_blocks_, new_places
 from kronecker.surgery.finding import find_mlps
 from kronecker.surgery.mlps import Mlp
@@ -179,7 +180,7 @@ def test_the_error_from_moments_is_the_error():
     draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     weights = MlpWeights([(draw(12, 6),)], [draw(12)], (draw(6, 12),), draw(6), lambda said: torch.relu(said[0]))
     x = draw(300, 6)
-    seen = Seen.nothing(6, 12, torch.device("cpu"))
+    seen = Seen(Moments.zeros(6, 12))
     seen.add(weights.hidden(x), weights(x), None)
     small, error = fit_neurons(Mlp(("up",), "down"), weights, seen, 5, PruneConfig(refit="writing"))
     direct = float((small(x) - weights(x)).square().sum() / weights(x).square().sum())

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from ..data.batches import Batch
 from ..layers.experts import is_experts
+from ..layers.weights import dense
+from ..moments import Moments
 from ..surgery.finding import blocks_of
 from ..surgery.heads import Attention
 from ..surgery.mlps import Mlp
@@ -84,14 +86,12 @@ class Block:
 
     def smaller(self, writer: Mlp | Attention, states: Sequence[Tensor], *, keep_inputs: bool) -> Seen:
         """Run it on the smaller model's states: what an MLP (or attention) sees there, and what it should give."""
-        total: Seen | None = None
+        matrix = dense(self.model.get_submodule(writer.down))
+        total = Seen(Moments.zeros(*matrix.shape, device=matrix.device))
         for call, hidden, target in zip(self.calls, states, self.wanted[writer.down], strict=True):
             out, seen = self._run(call, hidden)
             x, h, y = seen[writer.down]
-            if total is None:
-                total = Seen.nothing(y.shape[-1], h.shape[-1], y.device)
             total.add(h, target - self._stream(writer, x, y, out, call), x if keep_inputs else None)
-        assert total is not None
         return total
 
     def inputs(self, name: str, states: Sequence[Tensor]) -> list[Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..config import KroneckerConfig, PruneConfig
 from ..layers.experts import ExpertsLayout, KroneckerExperts, between, canonical_parameters, layout_of
 from ..layers.weights import start
+from ..moments import Moments
 from ..surgery.mlps import Mlp
 from .factors import fit_factors
 from .mlp import Matrix, MlpWeights, Seen
@@ -51,7 +52,8 @@ def fit_expert_neurons(
         small, error = fit_neurons(_mlp(layout), weights, seen, keep, config)
         for name, tensor in zip(new, (small.ups[0][0], small.down[0], *_biases(small)), strict=True):
             new[name].append(tensor)
-        apart, energy = apart + error * seen.energy, energy + seen.energy
+        size = float(seen.moments.energy)
+        apart, energy = apart + error * size, energy + size
     dtype = module.get_parameter("down_proj").dtype
     return {n: layout.stock(n, torch.stack(t).to(dtype)) for n, t in new.items()}, apart / max(1e-30, energy)
 
@@ -73,10 +75,11 @@ def fit_expert_factors(module: nn.Module, routed: Routed, config: KroneckerConfi
     apart, energy = 0.0, 0.0
     for expert, (weights, seen) in enumerate(_experts(module, routed, keep_inputs=True)):
         small = weights
-        if seen.count:
+        if seen.moments.count:
             small, error, _ = fit_factors(_mlp(layout), weights, seen, configs)
             pairs: list[Matrix] = [small.ups[0], small.down]
-            apart, energy = apart + error * seen.energy, energy + seen.energy
+            size = float(seen.moments.energy)
+            apart, energy = apart + error * size, energy + size
         else:
             matrices = (*weights.ups[0], *weights.down)
             shapes = [c.shapes(*w.shape)[1] for c, w in zip(configs.values(), matrices, strict=True)]
@@ -110,7 +113,7 @@ def _experts(module: nn.Module, routed: Routed, *, keep_inputs: bool) -> Iterato
         up, down, *biases = (stack[name][expert].float() for name in (*layout.matrices, *layout.biases))
         up_bias, down_bias = biases or (None, None)
         weights = MlpWeights([(up,)], [up_bias], (down,), down_bias, middle)
-        seen = Seen.nothing(down.shape[0], down.shape[1], down.device)
+        seen = Seen(Moments.zeros(*down.shape, device=down.device))
         for tokens, experts in routed:
             x = tokens[(experts == expert).any(-1)].float()
             seen.add(weights.hidden(x), weights(x), x if keep_inputs else None)

@@ -45,22 +45,24 @@ def fit_factors(
         seen: Over calibration tokens, with inputs and targets.
         configs: By layer.
     """
-    x, target = torch.cat(seen.inputs), torch.cat(seen.targets)
-    order = neuron_order(mlp, weights, seen, configs)
+    x, target, moments = torch.cat(seen.inputs), torch.cat(seen.targets), seen.moments
+    order = neuron_order(mlp, weights, moments, configs)
     if order is not None:
-        weights, seen = weights.on(mlp, order), seen.in_order(order)
+        weights, moments = weights.on(mlp, order), moments.of_inputs(order)
     if any(isinstance(c, KroneckerConfig) for c in configs.values()):
-        started = _started(mlp, weights, seen, x, target, _kronecker(configs, sorted_neurons=order is not None), build)
+        started = _started(
+            mlp, weights, moments, x, target, _kronecker(configs, sorted_neurons=order is not None), build
+        )
     else:
-        started = _started(mlp, weights, seen, x, target, _low_rank(configs), lambda a, b: b @ a)
+        started = _started(mlp, weights, moments, x, target, _low_rank(configs), lambda a, b: b @ a)
     epochs = max(c.epochs for c in configs.values())
     if started.middle is None:
-        return FactorFit(started, seen.error(started), order)
+        return FactorFit(started, moments.error(started.down_weight, started.down_bias) ** 2, order)
     return FactorFit(*descended(started, x, target, epochs), order)
 
 
 def _started(
-    mlp: Mlp, weights: MlpWeights, seen: Seen, x: Tensor, target: Tensor, start: Start, build: Callable[..., Tensor]
+    mlp: Mlp, weights: MlpWeights, seen: Moments, x: Tensor, target: Tensor, start: Start, build: Callable[..., Tensor]
 ) -> MlpWeights:
     """Each matrix by itself, the last one after the others."""
     ups: list[Matrix] = []
@@ -70,10 +72,9 @@ def _started(
         ups.append(start(name, weight, moments.centred() if bias is not None else moments))
         biases.append(bias if bias is None else init.correct_bias(moments, build(*ups[-1])).float())
     small = replace(weights, ups=ups, up_biases=biases, build=build)
-    if small.middle is None:
-        moments = seen.moments()
-    else:
-        moments = Moments.zeros(target.shape[1], seen.moment.shape[0], target.device)
+    moments = seen
+    if small.middle is not None:
+        moments = Moments.zeros(*seen.cross.shape, device=target.device)
         for rows, wanted in zip(x.split(2048), target.split(2048), strict=True):
             moments.add(small.hidden(rows), wanted)
     bias = weights.down_bias
@@ -107,7 +108,7 @@ def _low_rank(configs: Mapping[str, KroneckerConfig | LowRankConfig]) -> Start:
 
 
 def neuron_order(
-    mlp: Mlp, weights: MlpWeights, seen: Seen, configs: Mapping[str, KroneckerConfig | LowRankConfig]
+    mlp: Mlp, weights: MlpWeights, moments: Moments, configs: Mapping[str, KroneckerConfig | LowRankConfig]
 ) -> Tensor | None:
     """An order of hidden neurons in which each row of A begins with one of the most important; None: as they are.
 
@@ -117,7 +118,7 @@ def neuron_order(
     if group == 1:
         return None
     count = weights.down_weight.shape[1]
-    leaders = most_important(weights, seen, count // group)
+    leaders = most_important(weights, moments, count // group)
     others = torch.ones(count, dtype=torch.bool, device=leaders.device)
     others[leaders] = False
     rest = torch.arange(count, device=leaders.device)[others].view(-1, group - 1)

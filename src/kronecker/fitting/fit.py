@@ -163,7 +163,7 @@ def _fitted_attention(
     weights = MlpWeights.of([module], None)
     seen = block.smaller(attention, states, keep_inputs=False)
     _check_seen(seen, part, operation)
-    matrix, bias, error = fit_heads(weights, seen, attention.groups, part.neurons, part.prune)
+    matrix, bias, error = fit_heads(weights, seen.moments, attention.groups, part.neurons, part.prune)
     state = {f"{part.name}.weight": (matrix.T if isinstance(module, Conv1D) else matrix).to(dense(module).dtype)}
     if bias is not None:
         state[f"{part.name}.bias"] = bias.to(dense(module).dtype)
@@ -200,7 +200,7 @@ def _fitted_mlp(
 
 
 def _check_seen(seen: Seen, part: Part, operation: str) -> None:
-    if not seen.count:
+    if not seen.moments.count:
         raise ValueError(f"{operation}: {part.name} saw no calibration token, needed data that is not all padding")
 
 

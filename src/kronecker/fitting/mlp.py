@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
@@ -95,56 +94,18 @@ class MlpWeights:
 
 @dataclass
 class Seen:
-    """What an MLP sees in the smaller model, and what it should give, over calibration tokens. Sums in float64."""
+    """What an MLP sees in the smaller model, and what it should give, over calibration tokens."""
 
-    moment: Tensor  # Σ h hᵀ, (I, I)
-    cross: Tensor  # Σ t hᵀ, (O, I)
-    sum_h: Tensor  # (I,)
-    sum_t: Tensor  # (O,)
+    moments: Moments  # of hidden neurons (N, I) and wanted outputs (N, O)
     inputs: list[Tensor] = field(default_factory=list)  # (N, H), where the matrices before are fitted too
     targets: list[Tensor] = field(default_factory=list)  # (N, O)
-    energy: float = 0.0  # Σ |t|²
-    count: int = 0
-
-    @classmethod
-    def nothing(cls, outputs: int, neurons: int, device: torch.device) -> Seen:
-        """No tokens yet."""
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float64, device=device)
-
-        return cls(zeros(neurons, neurons), zeros(outputs, neurons), zeros(neurons), zeros(outputs))
 
     def add(self, hidden: Tensor, target: Tensor, inputs: Tensor | None = None) -> None:
         """Tokens: hidden neurons (N, I), wanted outputs (N, O) and, to keep them, the MLP's inputs (N, H)."""
-        hidden, target = hidden.float(), target.float()
-        self.moment += hidden.T @ hidden
-        self.cross += target.T @ hidden
-        self.sum_h += hidden.double().sum(0)
-        self.sum_t += target.double().sum(0)
-        self.energy += float(target.double().square().sum())
-        self.count += len(hidden)
+        self.moments.add(hidden, target)
         if inputs is not None:
             self.inputs.append(inputs.float())
-            self.targets.append(target)
-
-    def in_order(self, neurons: Tensor) -> Seen:
-        """Of some of the hidden neurons, or of all in another order."""
-        moment, cross = self.moment[neurons][:, neurons], self.cross[:, neurons]
-        return replace(self, moment=moment, cross=cross, sum_h=self.sum_h[neurons])
-
-    def moments(self) -> Moments:
-        """What the layer that reads the hidden neurons sees and should say."""
-        energy = torch.tensor(self.energy, dtype=torch.float64, device=self.moment.device)
-        return Moments(self.moment, self.cross, energy, self.sum_h, self.sum_t, self.count)
-
-    def error(self, weights: MlpWeights) -> float:
-        """Of what weights give, from moments alone: Σ |t - W h - b|² over Σ |t|²."""
-        w = weights.down_weight.double()
-        b = torch.zeros_like(self.sum_t) if weights.down_bias is None else weights.down_bias.double()
-        square = (w @ self.moment * w).sum() + 2 * b @ (w @ self.sum_h) + self.count * b @ b
-        apart = self.energy - 2 * float((w * self.cross).sum() + b @ self.sum_t) + float(square)
-        return max(0.0, apart) / max(1e-30, self.energy)
+            self.targets.append(target.float())
 
 
 def middle_of(

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ..config import PruneConfig
+from ..init import correct_bias
+from ..moments import Moments
 from ..surgery.mlps import Mlp
 from .descent import descended
 from .elimination import eliminate, refitted
@@ -19,28 +21,25 @@ from .mlp import MlpWeights, Seen
 _RIDGE = 1e-3  # to choose neurons; with the fit's larger ridge, neurons that others could replace would be kept
 
 
-def normal_equations(weights: MlpWeights, seen: Seen, ridge: float) -> tuple[Tensor, Tensor]:
+def normal_equations(weights: MlpWeights, moments: Moments, ridge: float) -> tuple[Tensor, Tensor]:
     """E[h hᵀ] and E[t hᵀ] of hidden neurons and wanted outputs, around means where there is a bias.
 
     With a ridge, a share of the mean second moment, that pulls towards the weight as it was.
     """
-    n = max(1, seen.count)
-    moment, cross = seen.moment / n, seen.cross / n
-    ridge = ridge * (float(moment.diagonal().mean()) or 1.0)
+    n = max(1, moments.count)
+    ridge = ridge * (float(moments.inputs.diagonal().mean()) / n or 1.0)
     if weights.down_bias is not None:  # it takes care of means
-        mean_h, mean_t = seen.sum_h / n, seen.sum_t / n
-        moment = moment - mean_h.outer(mean_h)
-        cross = cross - mean_t.outer(mean_h)
-    moment = moment + ridge * torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
-    return moment, cross + ridge * weights.down_weight.double()
+        moments = moments.centred()
+    eye = torch.eye(len(moments.inputs), dtype=moments.inputs.dtype, device=moments.inputs.device)
+    return moments.inputs / n + ridge * eye, moments.cross / n + ridge * weights.down_weight.double()
 
 
-def most_important(weights: MlpWeights, seen: Seen, keep: int, *, size: int = 1) -> Tensor:
+def most_important(weights: MlpWeights, moments: Moments, keep: int, *, size: int = 1) -> Tensor:
     """The ``keep`` hidden neurons, in their order, without which the others could not make up for what is lost.
 
     With ``size``, of that many groups of so many neurons next to each other, which go together.
     """
-    moment, cross = normal_equations(weights, seen, _RIDGE)
+    moment, cross = normal_equations(weights, moments, _RIDGE)
     count = len(moment)
     everything = refitted(cross, moment, torch.arange(count, device=moment.device))
     return eliminate(everything, moment, keep, size=size, step=max(1, count // size // 48)).kept
@@ -56,38 +55,37 @@ def fit_neurons(mlp: Mlp, weights: MlpWeights, seen: Seen, keep: int, config: Pr
         keep: Number of hidden neurons that stay.
         config: ``refit``, ``epochs`` and ``ridge``.
     """
-    chosen = most_important(weights, seen, keep)
-    small = _with_writing_matrix(weights.on(mlp, chosen), weights, seen, chosen, config)
-    if config.refit == "all" and seen.count and small.middle is not None:
+    chosen = most_important(weights, seen.moments, keep)
+    small = _with_writing_matrix(weights.on(mlp, chosen), weights, seen.moments, chosen, config)
+    if config.refit == "all" and seen.moments.count and small.middle is not None:
         return descended(small, torch.cat(seen.inputs), torch.cat(seen.targets), config.epochs)
-    return small, seen.in_order(chosen).error(small)
+    return small, seen.moments.of_inputs(chosen).error(small.down_weight, small.down_bias) ** 2
 
 
 def fit_heads(
-    weights: MlpWeights, seen: Seen, groups: int, keep: int, config: PruneConfig
+    weights: MlpWeights, moments: Moments, groups: int, keep: int, config: PruneConfig
 ) -> tuple[Tensor, Tensor | None, float]:
     """The writing matrix and bias of an attention that reads ``keep`` groups of heads; and the relative error, squared.
 
     The matrix is as wide as it was, with zeros where a group is not read.
     """
-    size = len(seen.moment) // groups
-    chosen = most_important(weights, seen, keep, size=size)
+    size = len(moments.inputs) // groups
+    chosen = most_important(weights, moments, keep, size=size)
     small = replace(weights, down=(weights.down_weight[:, chosen],))
-    small = _with_writing_matrix(small, weights, seen, chosen, config)
+    small = _with_writing_matrix(small, weights, moments, chosen, config)
     wide = torch.zeros_like(weights.down_weight)
     wide[:, chosen] = small.down_weight
-    return wide, small.down_bias, seen.in_order(chosen).error(small)
+    return wide, small.down_bias, moments.of_inputs(chosen).error(small.down_weight, small.down_bias) ** 2
 
 
 def _with_writing_matrix(
-    small: MlpWeights, weights: MlpWeights, seen: Seen, kept: Tensor, config: PruneConfig
+    small: MlpWeights, weights: MlpWeights, moments: Moments, kept: Tensor, config: PruneConfig
 ) -> MlpWeights:
     """Those of the kept neurons with the best matrix and bias that read them, in closed form."""
-    if config.refit == "none" or not seen.count:
+    if config.refit == "none" or not moments.count:
         return small
-    moment, cross = normal_equations(weights, seen, config.ridge)
-    down = refitted(cross, moment, kept).float()
-    bias = small.down_bias
+    moment, cross = normal_equations(weights, moments, config.ridge)
+    down, bias = refitted(cross, moment, kept).float(), small.down_bias
     if bias is not None:
-        bias = ((seen.sum_t - down.double() @ seen.sum_h[kept]) / max(1, seen.count)).float()
+        bias = correct_bias(moments.of_inputs(kept), down).float()
     return replace(small, down=(down,), down_bias=bias)

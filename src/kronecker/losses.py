@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .surgery.finding import find_mlps
-from .surgery.mlps import Mlp
+from .surgery.mlps import Mlp, watched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,16 +131,16 @@ class TeacherMlps:
         """Each MLP's input and what its last layer says, by that layer's name, while the teacher runs."""
         seen: dict[str, tuple[Tensor, Tensor]] = {}
         inputs: dict[str, Tensor] = {}
-        handles = []
-        for mlp in self.mlps:
-            up, down = self.teacher.get_submodule(mlp.ups[0]), self.teacher.get_submodule(mlp.down)
-            handles.append(up.register_forward_hook(lambda m, x, y, n=mlp.down: inputs.update({n: x[0]})))
-            handles.append(down.register_forward_hook(lambda m, x, y, n=mlp.down: seen.update({n: (inputs[n], y)})))
-        try:
+        downs = {mlp.ups[0]: mlp.down for mlp in self.mlps}
+
+        def see(name: str, x: Tensor, y: Tensor) -> None:
+            if name in downs:
+                inputs[downs[name]] = x
+            else:
+                seen[name] = inputs[name], y
+
+        with watched({n: self.teacher.get_submodule(n) for pair in downs.items() for n in pair}, see):
             yield seen
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def loss(self, seen: Mapping[str, tuple[Tensor, Tensor]], keep: Tensor) -> Tensor:
         """Mean over MLPs of the student's error on the teacher's inputs."""

@@ -18,8 +18,8 @@ from ..layers.weights import dense
 from ..moments import Moments
 from ..surgery.finding import blocks_of
 from ..surgery.heads import Attention
-from ..surgery.mlps import Mlp
-from .calls import Call, Stop, WholeModel, calls_of, tokens, watched
+from ..surgery.mlps import Mlp, watched
+from .calls import Call, Stop, WholeModel, calls_of, tokens
 from .mlp import Middle, Seen, middle_of
 from .stream import attention_stream_kind, stream_kind
 
@@ -120,13 +120,10 @@ class Block:
             hidden, experts = (*given, *named.values())[:2]
             seen.append((tokens(hidden, keep[0]), tokens(experts, keep[0])))
 
-        handle = self.model.get_submodule(name).register_forward_pre_hook(see, with_kwargs=True)
-        try:
+        with self.model.get_submodule(name).register_forward_pre_hook(see, with_kwargs=True):
             for call, hidden in zip(self.calls, states, strict=True):
                 call.hidden, keep[0] = hidden, call.keep
                 call.run(self.module)
-        finally:
-            handle.remove()
         return seen
 
     def middle(self, mlp: Mlp, states: Tensor, config: object) -> Middle | None:

@@ -1,10 +1,10 @@
-"""Hidden states on their way through a model's blocks, batch by batch, and hooks that look at layers on the way."""
+"""Hidden states on their way through a model's blocks, batch by batch."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,13 +49,11 @@ def calls_of(model: nn.Module, blocks: Sequence[nn.Module], data: Sequence[Batch
     def reads(module: nn.Module, given: tuple, named: Mapping[str, object]) -> None:
         inputs.append(given[0] if given else named["hidden_states"])
 
-    handles = [b.register_forward_pre_hook(reads, with_kwargs=True) for b in blocks]
-    handles += [b.register_forward_hook(lambda module, given, out: outputs.append(out)) for b in blocks]
-    try:
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.enter_context(block.register_forward_pre_hook(reads, with_kwargs=True))
+            hooks.enter_context(block.register_forward_hook(lambda module, given, out: outputs.append(out)))
         calls = _captured(body, blocks, data[0])
-    finally:
-        for handle in handles:
-            handle.remove()
     states = [out[0] if isinstance(out, tuple) else out for out in outputs]
     if any(not torch.equal(read, before) for read, before in zip(inputs[1:], states, strict=False)):
         return None
@@ -97,12 +95,10 @@ def _captured(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) -> li
 
         return capture
 
-    handles = [b.register_forward_pre_hook(hook(i), with_kwargs=True) for i, b in enumerate(blocks)]
-    try:
+    with ExitStack() as hooks:
+        for index, block in enumerate(blocks):
+            hooks.enter_context(block.register_forward_pre_hook(hook(index), with_kwargs=True))
         model(**without_labels(batch))
-    finally:
-        for handle in handles:
-            handle.remove()
     return calls
 
 
@@ -151,20 +147,6 @@ def _same(calls: Sequence[Sequence[Call]], others: Sequence[Sequence[Call]]) -> 
 def _joined(parts: Sequence[list[list[Call]]]) -> list[list[Call]]:
     """Each block's calls, those of all batches."""
     return [[call for part in parts for call in part[block]] for block in range(len(parts[0]))]
-
-
-@contextmanager
-def watched(modules: Mapping[str, nn.Module], see: Callable[[str, Tensor, Tensor], None]) -> Iterator[None]:
-    """Call ``see(name, input, output)`` whenever one of the modules runs."""
-    handles = [
-        m.register_forward_hook(lambda module, given, out, name=name: see(name, given[0], out))
-        for name, m in modules.items()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def tokens(x: Tensor, keep: Tensor | None) -> Tensor:

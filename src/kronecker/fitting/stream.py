@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from torch import Tensor, nn
 
 from .calls import Call, WholeModel
@@ -44,11 +46,8 @@ def _adds_to_output(block: nn.Module, down: nn.Module, call: Call) -> bool:
     """Whether what a layer says is added to the block's output and changes nothing else."""
     plain = call.run(block).float()
     step = float(plain.square().mean().sqrt()) or 1.0
-    handle = down.register_forward_hook(lambda module, given, out: out + step)
-    try:
+    with down.register_forward_hook(lambda module, given, out: out + step):
         moved = call.run(block).float()
-    finally:
-        handle.remove()
     return plain.shape == moved.shape and float((moved - plain - step).abs().mean()) < _NEAR * step
 
 
@@ -63,18 +62,14 @@ def _norm_takes_sum(block: nn.Module, up: nn.Module | None, down: nn.Module, cal
             apart = given[0].float() - sum(t.float() for t in both if t is not None)
             takes[0] |= bool(apart.abs().mean() < _NEAR * given[0].float().abs().mean())
 
-    if up is None:
-        seen["read"] = call.hidden
-        handles = []
-    else:
-        handles = [up.register_forward_hook(lambda m, given, out: seen.update(read=given[0]))]
-    handles += [
-        down.register_forward_hook(lambda m, given, out: seen.update(said=out)),
-        *(m.register_forward_pre_hook(norm) for m in block.modules() if "Norm" in type(m).__name__),
-    ]
-    try:
+    with ExitStack() as hooks:
+        if up is None:
+            seen["read"] = call.hidden
+        else:
+            hooks.enter_context(up.register_forward_hook(lambda m, given, out: seen.update(read=given[0])))
+        hooks.enter_context(down.register_forward_hook(lambda m, given, out: seen.update(said=out)))
+        for module in block.modules():
+            if "Norm" in type(module).__name__:
+                hooks.enter_context(module.register_forward_pre_hook(norm))
         call.run(block)
-    finally:
-        for handle in handles:
-            handle.remove()
     return takes[0]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..data.batches import Batch, without_labels
 from ..layers.weights import dense
-from .calls import not_padding, tokens, watched
+from ..surgery.mlps import watched
+from .calls import not_padding, tokens
 
 READ_IN = 0.03
 """For a table that is tied to a head: the weight of its rows' own error; the rest is that of the logits."""

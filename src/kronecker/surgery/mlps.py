@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -167,7 +167,8 @@ def _runs(model: nn.Module, layers: Mapping[str, nn.Module], rows: Mapping[str, 
     """The layers that run, in the order they first do."""
     runs: dict[str, _Run] = {}
 
-    def see(name: str, module: nn.Module, given: Tensor, out: Tensor) -> None:
+    def see(name: str, given: Tensor, out: Tensor) -> None:
+        module = layers[name]
         if len(module._forward_hooks) > 1 and not torch.equal(module.forward(given), out):  # one is ours
             raise ValueError(f"kronecker: a forward hook changes what {name} says, needed a model without it")
         if not torch.isfinite(out).all():
@@ -175,7 +176,7 @@ def _runs(model: nn.Module, layers: Mapping[str, nn.Module], rows: Mapping[str, 
         if name not in runs and len(given) % 2 == 0:
             runs[name] = _Run(name, module, given, given.shape[-1], out.shape[-1])
 
-    with _hooked(layers, lambda n: lambda module, given, out: see(n, module, given[0], out)):
+    with watched(layers, see):
         model(**rows)
     return list(runs.values())
 
@@ -216,11 +217,11 @@ def _tried(
     generator = torch.Generator().manual_seed(0)
     layers, sizes = {r.name: r.module for r in runs}, {r.name: r.in_features for r in runs}
     chosen: dict[str, Tensor] = {}
-    changes: dict[str, Callable] = {}
+    changes: dict[str, Callable[[str, Tensor, Tensor], Tensor]] = {}
     right: dict[str, bool] = {}
 
     def disturb(rows: Tensor) -> Callable:
-        def hook(module: nn.Module, given: tuple, out: Tensor) -> Tensor:
+        def changed(name: str, given: Tensor, out: Tensor) -> Tensor:
             out = out.clone()
             parts = out.view(2, -1, out.shape[-1])
             other = torch.randn(len(rows), generator=generator).to(out) * (1 + 3 * parts.float().std().to(out))
@@ -229,30 +230,27 @@ def _tried(
                 parts[1, -1] = parts[0, 1]
             return out
 
-        return hook
+        return changed
 
-    def compare(name: str) -> Callable:
-        def hook(module: nn.Module, given: tuple, out: Tensor) -> Tensor:
-            first, second = given[0].float().reshape(2, -1, given[0].shape[-1])
-            near = _NEAR * first.square().mean().sqrt()
-            changed = (second - first).abs() > near
-            copied = len(first) < 3 or not bool(((second[-1] - first[1]).abs() > near).any())
-            changed[len(first) - 1 if len(first) > 2 else len(first) :] = False
-            alone = bool(changed[0].any()) and not bool(changed[1:].any())
-            changed[0, chosen[name].to(changed.device)] = False
-            right[name] = right.get(name, True) and copied and alone and not bool(changed.any())
-            parts = out.clone().view(2, -1, out.shape[-1])
-            parts[1] = parts[0]
-            return parts.view_as(out)
-
-        return hook
+    def compare(name: str, given: Tensor, out: Tensor) -> Tensor:
+        first, second = given.float().reshape(2, -1, given.shape[-1])
+        near = _NEAR * first.square().mean().sqrt()
+        changed = (second - first).abs() > near
+        copied = len(first) < 3 or not bool(((second[-1] - first[1]).abs() > near).any())
+        changed[len(first) - 1 if len(first) > 2 else len(first) :] = False
+        alone = bool(changed[0].any()) and not bool(changed[1:].any())
+        changed[0, chosen[name].to(changed.device)] = False
+        right[name] = right.get(name, True) and copied and alone and not bool(changed.any())
+        parts = out.clone().view(2, -1, out.shape[-1])
+        parts[1] = parts[0]
+        return parts.view_as(out)
 
     for mlp in trials:
         count = sizes[mlp.down]
         chosen[mlp.down] = torch.randperm(count, generator=generator)[: (count + 1) // 2]
         changes |= dict.fromkeys(mlp.ups, disturb(mlp.rows(chosen[mlp.down], count)))
-    changes |= {mlp.down: compare(mlp.down) for mlp in trials}
-    with _hooked({n: layers[n] for n in changes}, changes.__getitem__):
+    changes |= {mlp.down: compare for mlp in trials}
+    with watched({n: layers[n] for n in changes}, lambda name, given, out: changes[name](name, given, out)):
         same = _same_halves(first_output(model, rows))
     verified = [m for m in trials if right.get(m.down, False)]
     return verified, same
@@ -267,10 +265,11 @@ def _same_halves(out: Tensor) -> bool:
 
 
 @contextmanager
-def _hooked(modules: Mapping[str, nn.Module], hook_of: Callable[[str], Callable]) -> Iterator[None]:
-    handles = [m.register_forward_hook(hook_of(n), always_call=False) for n, m in modules.items()]
-    try:
+def watched(modules: Mapping[str, nn.Module], see: Callable[[str, Tensor, Tensor], Tensor | None]) -> Iterator[None]:
+    """Call ``see(name, input, output)`` whenever one of the modules runs; a tensor that it returns is the output."""
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(
+                module.register_forward_hook(lambda module, given, out, name=name: see(name, given[0], out))
+            )
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

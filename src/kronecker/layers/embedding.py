@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..config import KroneckerConfig, LowRankConfig
 from ..functional import kron_embedding
-from .weights import KroneckerLayer, SmallerWeight, start
+from .weights import KroneckerLayer, LowRankLayer, SmallerWeight, start
 
 
 class SmallerEmbedding(SmallerWeight):
@@ -37,9 +37,6 @@ class SmallerEmbedding(SmallerWeight):
         table = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
         table.weight = nn.Parameter(self.dense_weight())
         return table
-
-    def _sizes(self) -> tuple[int, int]:
-        return self.num_embeddings, self.embedding_dim
 
     def extra_repr(self) -> str:
         """Sizes, structure and compression."""
@@ -87,7 +84,7 @@ class KroneckerEmbedding(SmallerEmbedding, KroneckerLayer):
         return kron_embedding(ids, self.a, self.b, self.scales)
 
 
-class LowRankEmbedding(SmallerEmbedding):
+class LowRankEmbedding(SmallerEmbedding, LowRankLayer):
     """An embedding whose rows are those of B (V, r) times A (r, H).
 
     Its parameters are ``a`` and ``b``. A head that is tied to the table is a `LowRankLinear` with the same two.
@@ -122,29 +119,16 @@ class LowRankEmbedding(SmallerEmbedding):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
-        super().__init__()
-        self.config = config
+        LowRankLayer.__init__(self, num_embeddings, embedding_dim, config, dtype, device)
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
-        rank = config.rank_of(num_embeddings, embedding_dim, operation="LowRankEmbedding")
-        place = {"dtype": dtype or torch.get_default_dtype(), "device": device}
-        self.a = nn.Parameter(torch.empty(rank, embedding_dim, **place))
-        self.b = nn.Parameter(torch.empty(num_embeddings, rank, **place))
-        if self.a.device.type != "meta":
-            nn.init.normal_(self.a, std=rank**-0.5)
-            nn.init.normal_(self.b)
 
-    def dense_weight(self) -> Tensor:
-        """B A, (num_embeddings, embedding_dim), differentiable."""
-        return self.b @ self.a
+    def _fresh_stds(self, rank: int, columns: int) -> tuple[float, float]:
+        """Rows of size one, as those of a fresh `nn.Embedding`."""
+        return rank**-0.5, 1.0
 
     def forward(self, ids: Tensor) -> Tensor:
         """Ids (*B,) to rows (*B, embedding_dim)."""
         return F.embedding(ids, self.b) @ self.a
-
-    @property
-    def structure(self) -> str:
-        """The rank."""
-        return f"rank {len(self.a)}"
 
 
 def smaller_embedding(embedding: nn.Embedding, config: KroneckerConfig | LowRankConfig) -> SmallerEmbedding:

@@ -16,7 +16,7 @@ from .. import init
 from ..config import KroneckerConfig, LowRankConfig
 from ..functional import kron_linear
 from ..moments import Moments
-from .weights import KroneckerLayer, SmallerWeight, dense, start
+from .weights import KroneckerLayer, LowRankLayer, SmallerWeight, dense, start
 
 
 class SmallerLinear(SmallerWeight):
@@ -155,7 +155,7 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
         return kron_linear(x, self.a, self.b, self.bias, self.scales)
 
 
-class LowRankLinear(SmallerLinear):
+class LowRankLinear(SmallerLinear, LowRankLayer):
     """A linear layer ``x @ A.T @ B.T + bias`` of two thin matrices, A (r, in_features) and B (out_features, r).
 
     Its parameters are ``a``, ``b`` and ``bias``.
@@ -185,16 +185,8 @@ class LowRankLinear(SmallerLinear):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
-        super().__init__()
-        self.config = config
-        rank = config.rank_of(out_features, in_features, operation="LowRankLinear")
-        place = {"dtype": dtype or torch.get_default_dtype(), "device": device}
-        self.a = nn.Parameter(torch.empty(rank, in_features, **place))
-        self.b = nn.Parameter(torch.empty(out_features, rank, **place))
+        LowRankLayer.__init__(self, out_features, in_features, config, dtype, device)
         self._set_linear(in_features, out_features, bias)
-        if self.a.device.type != "meta":
-            for matrix in (self.a, self.b):
-                nn.init.normal_(matrix, std=matrix.shape[1] ** -0.5)
 
     @classmethod
     def from_linear(cls, linear: nn.Module, config: LowRankConfig, moments: Moments | None = None) -> Self:
@@ -215,21 +207,9 @@ class LowRankLinear(SmallerLinear):
             layer.bias.data.copy_(init.correct_bias(moments, b @ a))
         return layer
 
-    def _sizes(self) -> tuple[int, int]:
-        return self.out_features, self.in_features
-
-    def dense_weight(self) -> Tensor:
-        """B A, (out_features, in_features), differentiable."""
-        return self.b @ self.a
-
     def product(self, x: Tensor) -> Tensor:
         """(*B, in_features) to (*B, out_features)."""
         return F.linear(F.linear(x, self.a), self.b, self.bias)
-
-    @property
-    def structure(self) -> str:
-        """The rank."""
-        return f"rank {len(self.a)}"
 
 
 def smaller_linear(linear: nn.Module, config: KroneckerConfig | LowRankConfig) -> SmallerLinear:

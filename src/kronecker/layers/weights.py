@@ -1,6 +1,6 @@
 """Weights that are made of smaller ones, and where Kronecker factors start.
 
-Letters: r terms; A is (r, O1, I1), B is (r, O2, I2), for a weight (O, I) = (O1 O2, I1 I2).
+Letters: r terms; A is (r, O1, I1), B is (r, O2, I2), for a weight (O, I) = (O1 O2, I1 I2); or A is (r, I), B (O, r).
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from transformers.pytorch_utils import Conv1D
 
 from .. import init
 from .._eager import build, scaled
-from ..config import KroneckerConfig
+from ..config import KroneckerConfig, LowRankConfig
 from ..moments import Moments
+
+Device = torch.device | str | None
 
 
 class StandsFor(nn.Module):
@@ -78,14 +80,7 @@ class KroneckerLayer(SmallerWeight):
 
     scales: nn.Parameter | None
 
-    def __init__(
-        self,
-        rows: int,
-        columns: int,
-        config: KroneckerConfig,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None = None,
-    ):
+    def __init__(self, rows: int, columns: int, config: KroneckerConfig, dtype: torch.dtype | None, device: Device):
         super().__init__()
         self.config = config
         self.a_shape, self.b_shape = config.shapes(rows, columns, operation=type(self).__name__)
@@ -124,6 +119,37 @@ class KroneckerLayer(SmallerWeight):
         """For Adam, by parameter: I / (I_k times the number of factors) (arXiv 2406.06248, section 3)."""
         columns = self.a_shape[1] * self.b_shape[1]
         return {"a": columns / self.a_shape[1] / 2, "b": columns / self.b_shape[1] / 2}
+
+
+class LowRankLayer(SmallerWeight):
+    """A weight (rows, columns) held as the product of ``b`` (rows, r) and ``a`` (r, columns)."""
+
+    def __init__(self, rows: int, columns: int, config: LowRankConfig, dtype: torch.dtype | None, device: Device):
+        super().__init__()
+        self.config = config
+        rank = config.rank_of(rows, columns, operation=type(self).__name__)
+        place = {"dtype": dtype or torch.get_default_dtype(), "device": device}
+        self.a = nn.Parameter(torch.empty(rank, columns, **place))
+        self.b = nn.Parameter(torch.empty(rows, rank, **place))
+        if self.a.device.type != "meta":
+            for matrix, std in zip((self.a, self.b), self._fresh_stds(rank, columns), strict=True):
+                nn.init.normal_(matrix, std=std)
+
+    def _fresh_stds(self, rank: int, columns: int) -> tuple[float, float]:
+        """Standard deviations of A and B that keep the size of what a linear layer reads."""
+        return columns**-0.5, rank**-0.5
+
+    def _sizes(self) -> tuple[int, int]:
+        return len(self.b), self.a.shape[1]
+
+    def dense_weight(self) -> Tensor:
+        """B A, (rows, columns), differentiable."""
+        return self.b @ self.a
+
+    @property
+    def structure(self) -> str:
+        """The rank."""
+        return f"rank {len(self.a)}"
 
 
 def dense(linear: nn.Module) -> Tensor:

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .surgery.finding import find_mlps
-from .surgery.mlps import Mlp, watched
+from .surgery.mlps import Mlp, find_mlps, watched
 
 
 @dataclass(frozen=True, kw_only=True)

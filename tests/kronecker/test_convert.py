@@ -40,7 +40,8 @@ from kronecker.layers.experts import is_experts
 from kronecker.layers.weights import dense
 from kronecker.structures import from_json, to_json
 from kronecker.surgery.beside import permuted
-from kronecker.surgery.finding import blocks_of, find_mlps, resolve
+from kronecker.surgery.finding import blocks_of, resolve
+from kronecker.surgery.mlps import find_mlps
 from tests.kronecker.test_functional import made
 from tests.support.equivalence import judge
 from tests.support.models import MIXTURES, auto_class, tiny

@@ -7,8 +7,7 @@ import transformers
 from torch import nn
 
 from kronecker import KroneckerConfig, convert_, plan, prune_
-from kronecker.surgery.finding import find_mlps, is_linear
-from kronecker.surgery.mlps import find_mlps as find
+from kronecker.surgery.mlps import find_mlps
 from tests.support.models import MAKERS, MIXTURES, tiny
 
 DECODER = {
@@ -159,7 +158,7 @@ class Rows(nn.Module):
 )
 def test_only_what_is_independent_counts(between, residual, count):
     torch.manual_seed(0)
-    assert len(find(Rows(between, residual), is_linear, {"x": torch.randn(5, 6)})) == count
+    assert len(find_mlps(Rows(between, residual), {"x": torch.randn(5, 6)})) == count
 
 
 def test_mixing_tokens_is_no_mlp():
@@ -167,14 +166,14 @@ def test_mixing_tokens_is_no_mlp():
         def forward(self, x):
             return self.second(torch.relu(self.first(x)).cumsum(1))
 
-    assert not find(Mixed(nn.ReLU()), is_linear, {"x": torch.randn(2, 5, 6)})
+    assert not find_mlps(Mixed(nn.ReLU()), {"x": torch.randn(2, 5, 6)})
 
 
 def test_a_model_that_cannot_be_run_is_refused():
     with pytest.raises(ValueError, match=r"Rows could not be run to find its MLPs; needed a first batch"):
-        find(Rows(nn.ReLU()), is_linear)
+        find_mlps(Rows(nn.ReLU()))
     with pytest.raises(ValueError, match="could not be run"):
-        find(Rows(nn.ReLU()), is_linear, {"x": torch.randn(5, 7)})
+        find_mlps(Rows(nn.ReLU()), {"x": torch.randn(5, 7)})
 
 
 def test_batches_of_an_encoder_decoder_are_whole():
@@ -205,10 +204,10 @@ def test_neurons_that_another_layer_reads_are_left_alone():
     torch.manual_seed(0)
     model = Two(nn.ReLU())
     model.side = nn.Linear(10, 6)
-    assert not find(model, is_linear, {"x": torch.randn(5, 6)})
+    assert not find_mlps(model, {"x": torch.randn(5, 6)})
     whole = nn.Sequential(Rows(nn.ReLU()), Two(nn.ReLU()), Rows(nn.ReLU()))
     whole[1].side = nn.Linear(10, 6)
-    found = [m.down for m in find(whole, is_linear, {"input": torch.randn(5, 6)})]
+    found = [m.down for m in find_mlps(whole, {"input": torch.randn(5, 6)})]
     assert found[0] == "0.second"
     assert "1.second" not in found
 

@@ -19,7 +19,7 @@ from kronecker import (
 from kronecker.planning import Choice, measuring
 from kronecker.planning.solving import best_of_each
 from kronecker.structures import from_json, structure_of, to_json
-from kronecker.surgery.finding import find_mlps
+from kronecker.surgery.mlps import find_mlps
 from tests.kronecker.test_convert import compressed, ids, output
 from tests.support.models import tiny
 

@@ -18,8 +18,7 @@ from kronecker.fitting.neurons import fit_neurons
 from kronecker.layers.experts import is_experts
 from kronecker.moments import Moments
 from kronecker.surgery.blocks import Stack, config_with_blocks, keep_blocks_, new_places
-from kronecker.surgery.finding import find_mlps
-from kronecker.surgery.mlps import Mlp
+from kronecker.surgery.mlps import Mlp, find_mlps
 from tests.support.models import MAKERS, MIXTURES, auto_class, tiny
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -157,6 +158,26 @@ def dense(linear: nn.Module) -> Tensor:
     weight = linear.weight
     assert isinstance(weight, Tensor)
     return weight.detach().T if isinstance(linear, Conv1D) else weight.detach()
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is an `nn.Linear`, one that computes the same in a forward of its own, or transformers' `Conv1D`."""
+    if type(module).forward is nn.Linear.forward or isinstance(module, Conv1D):
+        return True
+    return isinstance(module, nn.Linear) and _computes_a_product(module)
+
+
+@torch.no_grad()
+def _computes_a_product(linear: nn.Linear) -> bool:
+    """Whether a subclass of `nn.Linear` (Falcon's, say) gives on some numbers what its parent would."""
+    if linear.weight.is_meta or not linear.weight.is_floating_point():
+        return False
+    near = 100 * torch.finfo(linear.weight.dtype).eps
+    x = torch.linspace(-1, 1, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)[None]
+    try:
+        return torch.allclose(linear(x), F.linear(x, linear.weight, linear.bias), rtol=near, atol=near)
+    except (TypeError, RuntimeError, ValueError):
+        return False
 
 
 def bias_of(linear: nn.Module) -> Tensor | None:

@@ -9,8 +9,8 @@ from torch import nn
 
 from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig
 from ..layers.experts import KroneckerExperts, is_experts
-from ..layers.weights import dense
-from .finding import COMPRESSED, is_linear
+from ..layers.weights import dense, is_linear
+from .finding import COMPRESSED
 
 
 def tied_modules(model: nn.Module) -> dict[str, list[str]]:

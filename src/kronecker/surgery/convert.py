@@ -25,12 +25,12 @@ from ..init import low_rank, relative_error
 from ..layers.embedding import KroneckerEmbedding
 from ..layers.experts import GROUPED, KroneckerExperts, is_experts, layout_of
 from ..layers.linear import KroneckerLinear, SmallerLinear
-from ..layers.weights import SmallerWeight, dense
+from ..layers.weights import SmallerWeight, dense, is_linear
 from ..storage.checkpoints import empty_layer, own_saving_, resized
 from ..structures import structure_of
 from .beside import beside
 from .checks import check_config, check_layer, tied_modules
-from .finding import COMPRESSED, convertible, is_embedding, is_linear, mlps_if_any, put, resolve, snapshot
+from .finding import COMPRESSED, convertible, is_embedding, mlps_if_any, put, resolve, snapshot
 
 
 @dataclass(frozen=True)

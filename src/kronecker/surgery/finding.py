@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -16,30 +14,10 @@ from ..config import Config
 from ..layers.embedding import SmallerEmbedding
 from ..layers.experts import KroneckerExperts, is_experts
 from ..layers.linear import SmallerLinear
-from . import mlps
-from .mlps import Mlp
+from ..layers.weights import is_linear
+from .mlps import Mlp, find_mlps
 
 COMPRESSED = (SmallerLinear, SmallerEmbedding, KroneckerExperts)
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether it is an `nn.Linear`, one that computes the same in a forward of its own, or transformers' `Conv1D`."""
-    if type(module).forward is nn.Linear.forward or isinstance(module, Conv1D):
-        return True
-    return isinstance(module, nn.Linear) and _computes_a_product(module)
-
-
-@torch.no_grad()
-def _computes_a_product(linear: nn.Linear) -> bool:
-    """Whether a subclass of `nn.Linear` (Falcon's, say) gives on some numbers what its parent would."""
-    if linear.weight.is_meta or not linear.weight.is_floating_point():
-        return False
-    near = 100 * torch.finfo(linear.weight.dtype).eps
-    x = torch.linspace(-1, 1, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)[None]
-    try:
-        return torch.allclose(linear(x), F.linear(x, linear.weight, linear.bias), rtol=near, atol=near)
-    except (TypeError, RuntimeError, ValueError):
-        return False
 
 
 def is_embedding(module: nn.Module) -> bool:
@@ -57,16 +35,6 @@ def _refuse_own_forward(name: str, module: nn.Module) -> None:
     if isinstance(module, (nn.Linear, nn.Embedding)) and not convertible(module):
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         raise ValueError(f"convert_: {name} is a {kind}, quantised or with a forward of its own; needed a plain layer")
-
-
-def find_mlps(model: nn.Module, batch: Mapping[str, object] | None = None) -> list[Mlp]:
-    """The MLPs of a model, by how numbers flow through it (`kronecker.surgery.mlps`).
-
-    >>> from transformers import GPT2Config, GPT2LMHeadModel
-    >>> find_mlps(GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1)))
-    [Mlp(ups=('transformer.h.0.mlp.c_fc',), down='transformer.h.0.mlp.c_proj', layout='plain')]
-    """
-    return mlps.find_mlps(model, lambda m: is_linear(m) or isinstance(m, SmallerLinear), batch)
 
 
 def mlps_if_any(model: nn.Module, batch: Mapping[str, object] | None = None) -> list[Mlp]:

@@ -18,8 +18,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ..config import PruneConfig
 from ..data.batches import first_output
-from ..layers.weights import bias_of, dense
-from .finding import is_linear, set_parameters_
+from ..layers.weights import bias_of, dense, is_linear
+from .finding import set_parameters_
 from .stock import attribute_changes, empty, parameter_shapes, set_attributes_
 
 _NEAR = 1e-3  # of the outputs' size: far above float32's rounding, far below what another head's place does

@@ -22,6 +22,8 @@ from transformers import PreTrainedModel
 from model_components._modes import evaluating
 
 from ..data.batches import first_output, positions_of
+from ..layers.linear import SmallerLinear
+from ..layers.weights import is_linear
 
 _TOKENS, _ROWS = 8, 4  # of what a model is tried with: that many tokens of our own, or rows of a batch, twice
 _NEAR = 1e-2  # of a layer's input: far above the rounding of two equal rows, far below what is added to one of them
@@ -67,22 +69,23 @@ class _Run:
 
 
 @torch.no_grad()
-def find_mlps(
-    model: nn.Module, is_layer: Callable[[nn.Module], bool], batch: Mapping[str, object] | None = None
-) -> list[Mlp]:
+def find_mlps(model: nn.Module, batch: Mapping[str, object] | None = None) -> list[Mlp]:
     """The MLPs of a model, in the order they run.
 
     Args:
         model: Is run a few times, on two rows of at most eight tokens, or on four rows of ``batch``, twice.
-        is_layer: Whether a module is a linear layer.
         batch: Arguments to run it with, where it reads neither tokens nor images.
 
     Raises:
         ValueError: A model on the meta device, or one that cannot be run without ``batch``.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> find_mlps(GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1)))
+    [Mlp(ups=('transformer.h.0.mlp.c_fc',), down='transformer.h.0.mlp.c_proj', layout='plain')]
     """
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(f"kronecker: {type(model).__name__} has weights on the meta device, needed loaded weights")
-    layers = {n: m for n, m in model.named_modules() if is_layer(m)}
+    layers = {n: m for n, m in model.named_modules() if is_linear(m) or isinstance(m, SmallerLinear)}
     with evaluating(model):
         rows = _equal_halves(model, batch)
         runs = _runs(model, layers, rows)

@@ -17,8 +17,7 @@ from ..layers.experts import GROUPED, is_experts, layout_of
 from ..layers.weights import bias_of, dense
 from .checks import check_own
 from .convert import num_parameters
-from .finding import find_mlps
-from .mlps import Mlp
+from .mlps import Mlp, find_mlps
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ class Factors(NamedTuple):
         return build(self.a, self.b)
 
 
-def relative_error(weight: Tensor, a: Tensor, b: Tensor) -> float:
-    """‖W - Σ A ⊗ B‖ / ‖W‖."""
+def relative_error(weight: Tensor, built: Tensor) -> float:
+    """‖W - Ŵ‖ / ‖W‖."""
     w = weight.double()
-    return float((build(a.double(), b.double()) - w).norm() / w.norm().clamp_min(1e-300))
+    return float((built.double() - w).norm() / w.norm().clamp_min(1e-300))
 
 
 def _blocks(weight: Tensor, b_shape: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -116,7 +116,7 @@ def van_loan(weight: Tensor, b_shape: tuple[int, int], rank: int = 1, *, normali
     a, b = a * sign, b * sign
     if normalize:
         a = a * (weight.double().norm() / build(a, b).norm())
-    return Factors(a.to(weight.dtype), b.to(weight.dtype), relative_error(weight, a, b))
+    return Factors(a.to(weight.dtype), b.to(weight.dtype), relative_error(weight, build(a, b)))
 
 
 def prune(weight: Tensor, b_shape: tuple[int, int], *, keep: str | tuple[int, int] = "even") -> Factors:
@@ -149,7 +149,7 @@ def prune(weight: Tensor, b_shape: tuple[int, int], *, keep: str | tuple[int, in
     a = parts[:, q, :, v].clone()[None]
     b = torch.zeros(1, o2, i2, dtype=weight.dtype, device=weight.device)
     b[0, q, v] = 1
-    return Factors(a, b, relative_error(weight, a, b))
+    return Factors(a, b, relative_error(weight, build(a, b)))
 
 
 def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,9 @@ from transformers.pytorch_utils import Conv1D
 from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig
 from ..data.batches import Batch
 from ..init import Factors
-from ..layers.experts import KroneckerExperts, is_experts
-from ..layers.linear import KroneckerLinear, LowRankLinear, smaller_linear
+from ..layers import empty_layer
+from ..layers.experts import is_experts
+from ..layers.linear import KroneckerLinear, LowRankLinear
 from ..layers.weights import dense
 from ..moments import Moments
 from ..surgery.finding import put, set_parameters_
@@ -187,12 +189,8 @@ def _fitted_mlp(
     tensors: dict[str, Tensor] = {}
     matrices, biases = (*small.ups, small.down), (*small.up_biases, small.down_bias)
     for name, module, (a, b), bias in zip((*mlp.ups, mlp.down), modules, matrices, biases, strict=True):
-        layer = smaller_linear(module, _factored(part)[name])
-        if isinstance(layer, KroneckerLinear):
-            layer.set_factors_(Factors(a, b, 0.0))
-        else:
-            layer.a.copy_(a)
-            layer.b.copy_(b)
+        layer: Any = empty_layer(module, _factored(part)[name])
+        layer.set_factors_(Factors(a, b, 0.0))
         if bias is not None and layer.bias is not None:
             layer.bias.copy_(bias)
         tensors |= {f"{name}.{n}": t for n, t in layer.state_dict().items()}
@@ -227,11 +225,7 @@ def place_(model: nn.Module, part: Part, tensors: Mapping[str, Tensor]) -> None:
         return
     for name, config in part.configs.items():
         module = model.get_submodule(name)
-        if is_experts(module):
-            assert isinstance(config, KroneckerConfig)
-            layer: nn.Module = KroneckerExperts(module, config)
-        else:
-            assert not isinstance(config, PruneConfig)
-            layer = smaller_linear(module, config)
+        assert not isinstance(config, PruneConfig)
+        layer = empty_layer(module, config)
         layer.load_state_dict({k.removeprefix(f"{name}."): t for k, t in tensors.items() if k.startswith(f"{name}.")})
         put(model, name, layer)

@@ -129,8 +129,3 @@ class LowRankEmbedding(SmallerEmbedding, LowRankLayer):
     def forward(self, ids: Tensor) -> Tensor:
         """Ids (*B,) to rows (*B, embedding_dim)."""
         return F.embedding(ids, self.b) @ self.a
-
-
-def smaller_embedding(embedding: nn.Embedding, config: KroneckerConfig | LowRankConfig) -> SmallerEmbedding:
-    """The empty table that a config makes of a dense one."""
-    return (KroneckerEmbedding if isinstance(config, KroneckerConfig) else LowRankEmbedding).like(embedding, config)

@@ -201,8 +201,7 @@ class LowRankLinear(SmallerLinear, LowRankLayer):
         seen = None if moments is None or config.init == "svd" else moments
         centred = seen.centred() if seen is not None and layer.bias is not None else seen
         a, b = init.low_rank(dense(linear), len(layer.a), centred)
-        layer.a.data.copy_(a)
-        layer.b.data.copy_(b)
+        layer.set_factors_(init.Factors(a, b, 0.0))
         if moments is not None and layer.bias is not None:
             layer.bias.data.copy_(init.correct_bias(moments, b @ a))
         return layer
@@ -210,8 +209,3 @@ class LowRankLinear(SmallerLinear, LowRankLayer):
     def product(self, x: Tensor) -> Tensor:
         """(*B, in_features) to (*B, out_features)."""
         return F.linear(F.linear(x, self.a), self.b, self.bias)
-
-
-def smaller_linear(linear: nn.Module, config: KroneckerConfig | LowRankConfig) -> SmallerLinear:
-    """The empty layer that a config makes of a dense one."""
-    return (KroneckerLinear if isinstance(config, KroneckerConfig) else LowRankLinear).like(linear, config)

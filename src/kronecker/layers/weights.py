@@ -140,6 +140,12 @@ class LowRankLayer(SmallerWeight):
         """Standard deviations of A and B that keep the size of what a linear layer reads."""
         return columns**-0.5, rank**-0.5
 
+    @torch.no_grad()
+    def set_factors_(self, factors: init.Factors) -> None:
+        """Take these factors."""
+        self.a.copy_(factors.a)
+        self.b.copy_(factors.b)
+
     def _sizes(self) -> tuple[int, int]:
         return len(self.b), self.a.shape[1]
 
@@ -212,7 +218,7 @@ def start(
         if config.rank > 1:  # what pruning leaves, in further terms
             rest = init.van_loan(weight - factors.weight(), b_shape, config.rank - 1)
             a, b = torch.cat([factors.a, rest.a]), torch.cat([factors.b, rest.b])
-            factors = init.Factors(a, b, init.relative_error(weight, a, b))
+            factors = init.Factors(a, b, init.relative_error(weight, build(a.double(), b.double())))
     if name != "sequential":
         return factors
     if moments is None:

@@ -20,10 +20,10 @@ from transformers.initialization import no_init_weights
 from model_components._folders import NewFolder, check_new, make_folder
 from model_components._hub import find_folder
 
-from ..config import Config, KroneckerConfig, PruneConfig
-from ..layers.embedding import smaller_embedding
-from ..layers.experts import KroneckerExperts, is_experts
-from ..layers.linear import SmallerLinear, smaller_linear
+from ..config import PruneConfig
+from ..layers import empty_layer
+from ..layers.experts import KroneckerExperts
+from ..layers.linear import SmallerLinear
 from ..structures import from_dict, to_dict
 from ..surgery.finding import COMPRESSED, mlps_if_any, put, set_parameters_
 from ..surgery.stock import empty, parameter_shapes
@@ -190,7 +190,9 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
             module = model.get_submodule(name)
         except AttributeError:
             raise ValueError(f"from_pretrained: {mark['class']} has no layer {name}") from None
-        put(model, name, empty_layer(module, from_dict(values)))
+        if isinstance(layer_config := from_dict(values), PruneConfig):
+            raise ValueError(f"from_pretrained: {layer_config} is no layer's config")
+        put(model, name, empty_layer(module, layer_config))
     shapes = {name: torch.Size(shape) for name, shape in mark["shapes"].items()}
     set_parameters_(model, {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()})
     state = model.state_dict()
@@ -216,17 +218,6 @@ def _local(folder: str | Path) -> Path:
         return find_folder(folder)
     except ValueError as error:
         raise ValueError(f"from_pretrained: {error}") from error
-
-
-def empty_layer(module: nn.Module, config: Config) -> nn.Module:
-    """A smaller layer in the place of a stock one; a linear layer's bias goes with it."""
-    if isinstance(config, PruneConfig):
-        raise ValueError(f"from_pretrained: {config} is no layer's config")
-    if isinstance(config, KroneckerConfig) and is_experts(module):
-        return KroneckerExperts(module, config)
-    if isinstance(module, nn.Embedding):
-        return smaller_embedding(module, config)
-    return smaller_linear(module, config)
 
 
 @torch.no_grad()

@@ -15,18 +15,18 @@ from tqdm.auto import tqdm
 from model_components._modes import evaluating
 from model_components._report import Axes, Figure, Report, Table, bars
 
-from .._eager import scaled
+from .._eager import build, scaled
 from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig
 from ..data.batches import Batch, batches, check_model, tokens_seen
 from ..fitting.cache import FitCache
 from ..fitting.fit import UNKNOWN, Fitted, Part, fit_
 from ..fitting.tables import TableUse, low_rank_table, uses_of
-from ..init import low_rank, relative_error
-from ..layers.embedding import KroneckerEmbedding
+from ..init import Factors, low_rank, relative_error
+from ..layers import empty_layer
 from ..layers.experts import GROUPED, KroneckerExperts, is_experts, layout_of
-from ..layers.linear import KroneckerLinear, SmallerLinear
-from ..layers.weights import SmallerWeight, dense, is_linear
-from ..storage.checkpoints import empty_layer, own_saving_, resized
+from ..layers.linear import SmallerLinear
+from ..layers.weights import KroneckerLayer, LowRankLayer, SmallerWeight, dense, is_linear, start
+from ..storage.checkpoints import own_saving_, resized
 from ..structures import structure_of
 from .beside import beside
 from .checks import check_config, check_layer, tied_modules
@@ -344,21 +344,16 @@ def _converted(
     module: nn.Module, config: KroneckerConfig | LowRankConfig, use: TableUse | None
 ) -> tuple[nn.Module, float]:
     """The smaller layer of one that stands alone, by its weight or by how tokens use it, and the relative error."""
-    if isinstance(config, KroneckerConfig):
-        if isinstance(module, nn.Embedding):
-            layer = KroneckerEmbedding.from_embedding(module, config)
-        else:
-            layer = KroneckerLinear.from_linear(module, config)
-        return layer, relative_error(dense(module), layer.a, scaled(layer.b, layer.scales))
-    weight, smaller = dense(module), empty_layer(module, config)
-    assert isinstance(smaller, SmallerWeight)
-    rank = config.rank_of(*weight.shape)
+    weight, layer = dense(module), empty_layer(module, config)
+    if isinstance(layer, KroneckerLayer):
+        layer.set_factors_(start(weight, layer.b_shape, layer.config, None, alone=True))
+        return layer, relative_error(weight, build(layer.a.double(), scaled(layer.b, layer.scales).double()))
+    assert isinstance(layer, LowRankLayer)
     if use is None:
-        a, b = low_rank(weight, rank)
-        error = float((b.double() @ a.double() - weight.double()).norm() / weight.double().norm())
+        a, b = low_rank(weight, len(layer.a))
+        error = relative_error(weight, b.double() @ a.double())
     else:
-        a, b, share = low_rank_table(weight, rank, use)
+        a, b, share = low_rank_table(weight, len(layer.a), use)
         error = share**0.5
-    smaller.a.copy_(a)
-    smaller.b.copy_(b)
-    return smaller, error
+    layer.set_factors_(Factors(a, b, error))
+    return layer, error

@@ -6,7 +6,7 @@ what the started ones make of that, towards what the MLP should give; then all a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,7 +23,8 @@ from .descent import descended
 from .mlp import Matrix, MlpWeights, Seen
 from .neurons import most_important
 
-Start = Callable[[str, Tensor, Moments], Matrix]  # (layer, its weight, what it sees) to factors
+Factored = KroneckerConfig | LowRankConfig
+Configs = Mapping[str, Factored]  # by the names of an MLP's layers
 
 
 class FactorFit(NamedTuple):
@@ -34,9 +35,7 @@ class FactorFit(NamedTuple):
     order: Tensor | None  # the new order of its hidden neurons; None: unchanged
 
 
-def fit_factors(
-    mlp: Mlp, weights: MlpWeights, seen: Seen, configs: Mapping[str, KroneckerConfig | LowRankConfig]
-) -> FactorFit:
+def fit_factors(mlp: Mlp, weights: MlpWeights, seen: Seen, configs: Configs) -> FactorFit:
     """The factors that an MLP's configs ask for, one config for each of its layers, all of one kind.
 
     Args:
@@ -49,12 +48,7 @@ def fit_factors(
     order = neuron_order(mlp, weights, moments, configs)
     if order is not None:
         weights, moments = weights.on(mlp, order), moments.of_inputs(order)
-    if any(isinstance(c, KroneckerConfig) for c in configs.values()):
-        started = _started(
-            mlp, weights, moments, x, target, _kronecker(configs, sorted_neurons=order is not None), build
-        )
-    else:
-        started = _started(mlp, weights, moments, x, target, _low_rank(configs), lambda a, b: b @ a)
+    started = _started(mlp, weights, moments, x, target, configs, sorted_neurons=order is not None)
     epochs = max(c.epochs for c in configs.values())
     if started.middle is None:
         return FactorFit(started, moments.error(started.down_weight, started.down_bias) ** 2, order)
@@ -62,54 +56,40 @@ def fit_factors(
 
 
 def _started(
-    mlp: Mlp, weights: MlpWeights, seen: Moments, x: Tensor, target: Tensor, start: Start, build: Callable[..., Tensor]
+    mlp: Mlp, weights: MlpWeights, seen: Moments, x: Tensor, target: Tensor, configs: Configs, *, sorted_neurons: bool
 ) -> MlpWeights:
     """Each matrix by itself, the last one after the others."""
-    ups: list[Matrix] = []
-    biases: list[Tensor | None] = []
+    is_kronecker = any(isinstance(c, KroneckerConfig) for c in configs.values())
+    small = replace(weights, ups=[], up_biases=[], build=build if is_kronecker else lambda a, b: b @ a)
+
+    def begin(name: str, weight: Tensor, bias: Tensor | None, moments: Moments) -> tuple[Matrix, Tensor | None]:
+        centred = moments if bias is None else moments.centred()
+        matrix = _factors(configs[name], weight, centred, sorted_neurons=sorted_neurons)
+        return matrix, None if bias is None else init.correct_bias(moments, small.build(*matrix)).float()
+
     for name, (weight,), bias in zip(mlp.ups, weights.ups, weights.up_biases, strict=True):
-        moments = Moments.of(x, weight, bias)
-        ups.append(start(name, weight, moments.centred() if bias is not None else moments))
-        biases.append(bias if bias is None else init.correct_bias(moments, build(*ups[-1])).float())
-    small = replace(weights, ups=ups, up_biases=biases, build=build)
-    moments = seen
+        matrix, bias = begin(name, weight, bias, Moments.of(x, weight, bias))
+        small.ups.append(matrix)
+        small.up_biases.append(bias)
     if small.middle is not None:
-        moments = Moments.zeros(*seen.cross.shape, device=target.device)
+        seen = Moments.zeros(*seen.cross.shape, device=target.device)
         for rows, wanted in zip(x.split(2048), target.split(2048), strict=True):
-            moments.add(small.hidden(rows), wanted)
-    bias = weights.down_bias
-    down = start(mlp.down, weights.down_weight, moments.centred() if bias is not None else moments)
-    if bias is not None:
-        bias = init.correct_bias(moments, build(*down)).float()
+            seen.add(small.hidden(rows), wanted)
+    down, bias = begin(mlp.down, weights.down_weight, weights.down_bias, seen)
     return replace(small, down=down, down_bias=bias)
 
 
-def _kronecker(configs: Mapping[str, KroneckerConfig | LowRankConfig], *, sorted_neurons: bool) -> Start:
-    def begin(name: str, weight: Tensor, moments: Moments) -> Matrix:
-        config = configs[name]
-        assert isinstance(config, KroneckerConfig)
-        b_shape = config.shapes(*weight.shape)[1]
-        if sorted_neurons and config.rank == 1 and b_shape[1] == 1:  # the neurons that matter, as they are
-            factors = init.prune(weight, b_shape)
-        else:
-            factors = start(weight, b_shape, replace(config, keep="even"), moments)
-        return factors.a, factors.b
-
-    return begin
-
-
-def _low_rank(configs: Mapping[str, KroneckerConfig | LowRankConfig]) -> Start:
-    def begin(name: str, weight: Tensor, moments: Moments) -> Matrix:
-        config = configs[name]
-        assert isinstance(config, LowRankConfig)
+def _factors(config: Factored, weight: Tensor, moments: Moments, *, sorted_neurons: bool) -> Matrix:
+    """What a weight is made of, by what it sees and should say."""
+    if isinstance(config, LowRankConfig):
         return init.low_rank(weight, config.rank_of(*weight.shape), moments)
+    b_shape = config.shapes(*weight.shape)[1]
+    if sorted_neurons and config.rank == 1 and b_shape[1] == 1:  # the neurons that matter, as they are
+        return init.prune(weight, b_shape)[:2]
+    return start(weight, b_shape, replace(config, keep="even"), moments)[:2]
 
-    return begin
 
-
-def neuron_order(
-    mlp: Mlp, weights: MlpWeights, moments: Moments, configs: Mapping[str, KroneckerConfig | LowRankConfig]
-) -> Tensor | None:
+def neuron_order(mlp: Mlp, weights: MlpWeights, moments: Moments, configs: Configs) -> Tensor | None:
     """An order of hidden neurons in which each row of A begins with one of the most important; None: as they are.
 
     Both matrices then drop the same neurons, and nothing else changes.
@@ -125,7 +105,7 @@ def neuron_order(
     return torch.cat([leaders[:, None], rest], 1).flatten()
 
 
-def _group(mlp: Mlp, weights: MlpWeights, configs: Mapping[str, KroneckerConfig | LowRankConfig]) -> int:
+def _group(mlp: Mlp, weights: MlpWeights, configs: Configs) -> int:
     """How many hidden neurons share a row of A, in all of an MLP's matrices; 1 where they do not agree."""
     sizes: set[int] = set()
     matrices: Sequence[Tensor] = [*(w for (w,) in weights.ups), weights.down_weight]

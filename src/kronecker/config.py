@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Self
 
 INITS = ("sequential", "van_loan", "van_loan_normalized", "prune", "random")
 LOW_RANK_INITS = ("sequential", "svd")
@@ -11,8 +12,28 @@ GRANULARITIES = ("neuron", "head", "block")
 REFITS = ("all", "writing", "none")
 
 
+class _Config:
+    """What the configs share."""
+
+    def opposite(self) -> Self:
+        """The same for a layer of transposed shape: itself, where a config has no shapes."""
+        return self
+
+    def to_dict(self) -> dict:
+        """As JSON has it; only what differs from the defaults."""
+        values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}  # pyrefly: ignore
+        return {n: list(v) if isinstance(v, tuple) else v for n, (v, default) in values.items() if v != default}
+
+    @classmethod
+    def from_dict(cls, values: Mapping) -> Self:
+        """From `to_dict`; unknown names are refused."""
+        if unknown := sorted(set(values) - {f.name for f in fields(cls)}):  # pyrefly: ignore
+            raise ValueError(f"{cls.__name__}: unknown fields {', '.join(unknown)}")
+        return cls(**values)
+
+
 @dataclass(frozen=True, kw_only=True)
-class KroneckerConfig:
+class KroneckerConfig(_Config):
     """How a weight becomes Σ_r s_r A_r ⊗ B_r, and where it starts.
 
     Give one of the two shapes; the layer's own shape divided by it is the other.
@@ -101,7 +122,7 @@ class KroneckerConfig:
             )
         return a, b
 
-    def opposite(self) -> KroneckerConfig:
+    def opposite(self) -> Self:
         """The same for a layer of transposed shape: for c_proj when this is for c_fc."""
         a_shape, b_shape = (None if s is None else (s[1], s[0]) for s in (self.a_shape, self.b_shape))
         keep = self.keep if isinstance(self.keep, str) else self.keep[::-1]
@@ -116,18 +137,9 @@ class KroneckerConfig:
         a, b = self.shapes(out_features, in_features)
         return self.rank * (a[0] * a[1] + b[0] * b[1] + (1 if self.scales else 0))
 
-    def to_dict(self) -> dict:
-        """As JSON has it; only what differs from the defaults."""
-        return _changed(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping) -> KroneckerConfig:
-        """From `to_dict`; unknown names are refused."""
-        return cls(**_known(cls, values))
-
 
 @dataclass(frozen=True, kw_only=True)
-class LowRankConfig:
+class LowRankConfig(_Config):
     """How a weight (O, I) becomes the product of two thin ones, (O, r) and (r, I).
 
     Args:
@@ -177,26 +189,13 @@ class LowRankConfig:
             )
         return rank
 
-    def opposite(self) -> LowRankConfig:
-        """The same for a layer of transposed shape: itself."""
-        return self
-
     def count(self, out_features: int, in_features: int) -> int:
         """Parameters of the two factors."""
         return self.rank_of(out_features, in_features) * (out_features + in_features)
 
-    def to_dict(self) -> dict:
-        """As JSON has it; only what differs from the defaults."""
-        return _changed(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping) -> LowRankConfig:
-        """From `to_dict`; unknown names are refused."""
-        return cls(**_known(cls, values))
-
 
 @dataclass(frozen=True, kw_only=True)
-class PruneConfig:
+class PruneConfig(_Config):
     """What is dropped, and how what stays makes up for it.
 
     Args:
@@ -227,6 +226,7 @@ class PruneConfig:
     epochs: int = 3
     multiple_of: int = 1
     ridge: float = 3e-2
+    init: ClassVar[str] = "sequential"  # always; the other configs have a field of this name
 
     def __post_init__(self) -> None:
         if self.keep is not None and (not is_number(self.keep) or not 0 < self.keep <= 1):
@@ -256,11 +256,6 @@ class PruneConfig:
         """That stays, where no budget says it."""
         return 0.5 if self.keep is None else self.keep
 
-    @property
-    def init(self) -> str:
-        """Always fitted to calibration data; the other configs have a field of this name."""
-        return "sequential"
-
     def neurons(self, count: int, multiple_of: int | None = None) -> int:
         """How many of ``count`` hidden neurons stay.
 
@@ -269,19 +264,6 @@ class PruneConfig:
         """
         unit = multiple_of or self.multiple_of
         return min(count, max(1, round(self.share * count / unit)) * unit)
-
-    def opposite(self) -> PruneConfig:
-        """The same for an MLP's other matrix: itself."""
-        return self
-
-    def to_dict(self) -> dict:
-        """As JSON has it; only what differs from the defaults."""
-        return _changed(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping) -> PruneConfig:
-        """From `to_dict`; unknown names are refused."""
-        return cls(**_known(cls, values))
 
 
 def is_whole(value: object, least: int) -> bool:
@@ -292,17 +274,6 @@ def is_whole(value: object, least: int) -> bool:
 def is_number(value: object) -> bool:
     """Whether it is a number; True is none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _changed(config: KroneckerConfig | LowRankConfig | PruneConfig) -> dict:
-    values = {f.name: (getattr(config, f.name), f.default) for f in fields(config)}
-    return {n: list(v) if isinstance(v, tuple) else v for n, (v, default) in values.items() if v != default}
-
-
-def _known(cls: type, values: Mapping) -> Mapping:
-    if unknown := sorted(set(values) - {f.name for f in fields(cls)}):
-        raise ValueError(f"{cls.__name__}: unknown fields {', '.join(unknown)}")
-    return values
 
 
 def _near(total: int, wanted: int) -> str:

@@ -54,18 +54,15 @@ def test_each_step_drops_what_costs_least(size):
     while len(alive) > 2:
         rest = [[g for g in alive if g != dropped] for dropped in alive]
         alive = min(rest, key=lambda groups: least_error(weight, moment, sum(groups, ())))
-    found = eliminate(weight, moment, 2, size=size)
-    assert found.kept.tolist() == list(sum(alive, ()))
-    assert found.error == pytest.approx(least_error(weight, moment, found.kept.tolist()), rel=1e-9)
+    assert eliminate(weight, moment, 2, size=size).tolist() == list(sum(alive, ()))
 
 
-def test_dropping_several_at_a_time_says_its_error_exactly_and_is_seldom_better():
+def test_dropping_several_at_a_time_is_seldom_better():
     apart = []
     for seed in range(6):
         weight, moment = problem(12, seed=seed)
-        fast, slow = (eliminate(weight, moment, 4, step=step) for step in (4, 1))
-        assert fast.error == pytest.approx(least_error(weight, moment, fast.kept.tolist()), rel=1e-9)
-        apart.append(fast.error / slow.error)
+        fast, slow = (least_error(weight, moment, eliminate(weight, moment, 4, step=step).tolist()) for step in (4, 1))
+        apart.append(fast / slow)
     assert sum(apart) / len(apart) > 1
 
 
@@ -74,7 +71,7 @@ def test_elimination_is_near_the_best_choice_there_is():
     for seed in range(8):
         weight, moment = problem(9, seed=seed)
         best = min(least_error(weight, moment, kept) for kept in itertools.combinations(range(9), 4))
-        ours.append(eliminate(weight, moment, 4).error / best)
+        ours.append(least_error(weight, moment, eliminate(weight, moment, 4).tolist()) / best)
         by_size.append(least_error(weight, moment, weight.square().sum(0).argsort()[-4:].tolist()) / best)
     assert min(ours) >= 1 - 1e-6
     assert sum(ours) / 8 < 1.2

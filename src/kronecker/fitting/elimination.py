@@ -7,20 +7,11 @@ All is about E‖(W - Ŵ) x‖² = ‖(W - Ŵ) C^½‖².
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 
-class Elimination(NamedTuple):
-    """The inputs that stay, and what the others cost."""
-
-    kept: Tensor  # (S,) inputs, in their order
-    error: float  # ‖(W - Ŵ) C^½‖² of the best weight Ŵ on the kept inputs
-
-
-def eliminate(weight: Tensor, moment: Tensor, keep: int, *, size: int = 1, step: int = 1) -> Elimination:
+def eliminate(weight: Tensor, moment: Tensor, keep: int, *, size: int = 1, step: int = 1) -> Tensor:
     """Drop the groups of inputs that cost least, some at a time, while the others always make up for what went.
 
     The cost of a group g is tr(W_g (C⁻¹)_gg⁻¹ W_gᵀ); after each step the weight and C⁻¹ are those of the inputs that
@@ -33,13 +24,15 @@ def eliminate(weight: Tensor, moment: Tensor, keep: int, *, size: int = 1, step:
         size: Inputs in a group, next to each other.
         step: Groups that go at a time: the more, the faster and the less exact.
 
+    Returns:
+        The inputs that stay, (S,), in their order.
+
     >>> weight, moment = torch.tensor([[1.0, 2.0, 3.0]]), torch.eye(3)
     >>> eliminate(weight, moment, 2)
-    Elimination(kept=tensor([1, 2]), error=1.0)
+    tensor([1, 2])
     """
-    weight, inverse = weight.double(), _inverse(moment.double())
+    weight, inverse = weight.double(), torch.cholesky_inverse(torch.linalg.cholesky(moment.double()))
     alive = torch.arange(weight.shape[1], device=weight.device).view(-1, size)
-    error = 0.0
     while len(alive) > keep:
         groups = len(alive)
         blocks = inverse.view(groups, size, groups, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
@@ -51,11 +44,10 @@ def eliminate(weight: Tensor, moment: Tensor, keep: int, *, size: int = 1, step:
         inputs = torch.arange(groups * size, device=weight.device).view(groups, size)
         out, rest = inputs[dropped].flatten(), inputs[stays].flatten()
         solved = torch.linalg.solve(inverse[out][:, out], inverse[out][:, rest])  # (dropped, kept)
-        error += float((torch.linalg.solve(inverse[out][:, out], weight[:, out].T) * weight[:, out].T).sum())
         weight = weight[:, rest] - weight[:, out] @ solved
         inverse = inverse[rest][:, rest] - inverse[rest][:, out] @ solved
         alive = alive[stays]
-    return Elimination(alive.flatten(), error)
+    return alive.flatten()
 
 
 def refitted(cross: Tensor, moment: Tensor, kept: Tensor) -> Tensor:
@@ -66,7 +58,3 @@ def refitted(cross: Tensor, moment: Tensor, kept: Tensor) -> Tensor:
     """
     factor = torch.linalg.cholesky(moment.double()[kept][:, kept])
     return torch.cholesky_solve(cross.double()[:, kept].T, factor).T
-
-
-def _inverse(moment: Tensor) -> Tensor:
-    return torch.cholesky_inverse(torch.linalg.cholesky(moment))

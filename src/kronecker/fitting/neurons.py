@@ -42,7 +42,7 @@ def most_important(weights: MlpWeights, moments: Moments, keep: int, *, size: in
     moment, cross = normal_equations(weights, moments, _RIDGE)
     count = len(moment)
     everything = refitted(cross, moment, torch.arange(count, device=moment.device))
-    return eliminate(everything, moment, keep, size=size, step=max(1, count // size // 48)).kept
+    return eliminate(everything, moment, keep, size=size, step=max(1, count // size // 48))
 
 
 def fit_neurons(mlp: Mlp, weights: MlpWeights, seen: Seen, keep: int, config: PruneConfig) -> tuple[MlpWeights, float]:

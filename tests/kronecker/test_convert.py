@@ -189,7 +189,7 @@ def test_experts(kind, share_a, tmp_path):
     model = tiny(kind)
     before = output(model)
     config = KroneckerConfig(b_shape=(2, 1), rank=2, init="van_loan", share_a=share_a)
-    report = convert_(model, config, filter_fn=lambda name, module: is_experts(module), progress=False)
+    report = convert_(model, config, filter_fn=lambda module, name: is_experts(module), progress=False)
     experts = [m for m in model.modules() if isinstance(m, KroneckerExperts)]
     assert len(experts) == len(report.layers)
     assert all(len(e.down_a) == (1 if share_a else 3) for e in experts)
@@ -373,7 +373,7 @@ def test_scales_take_the_size_and_leave_the_function():
 
 
 BAD = [
-    (VAN_LOAN, {"filter_fn": lambda n, m: False}, "nothing to convert in GPT2LMHeadModel; layers that could be: "),
+    (VAN_LOAN, {"filter_fn": lambda m, n: False}, "nothing to convert in GPT2LMHeadModel; layers that could be: "),
     ({"*.mlp.c_fcc": VAN_LOAN}, {}, r"'\*\.mlp\.c_fcc' fits no layer .*near it: transformer\.h\.2\.mlp\.c_fc"),
     (KroneckerConfig(b_shape=(3, 1), init="prune"), {}, "does not divide a weight .* nearest that do: 1, 2, 4"),
     (KroneckerConfig(b_shape=(2, 1), rank=3, init="prune"), {}, "rank is 3, .* need at most 2"),
@@ -445,7 +445,7 @@ def test_a_whole_model_without_a_list_of_blocks_is_one_block():
 def test_a_filter_reaches_attention_and_a_report_says_what_was_left():
     model = tiny("llama")
     report = convert_(
-        model, KroneckerConfig(b_shape=(2, 2), rank=2, init="van_loan"), filter_fn=lambda n, m: n.endswith("q_proj")
+        model, KroneckerConfig(b_shape=(2, 2), rank=2, init="van_loan"), filter_fn=lambda m, n: n.endswith("q_proj")
     )
     assert [r.name.rpartition(".")[2] for r in report.layers] == ["q_proj"] * 4
     assert report.skipped["lm_head"] == "not asked for"
@@ -615,7 +615,7 @@ def test_layers_with_a_forward_of_their_own_are_refused():
         model = tiny("gpt2")
         kronecker.surgery.finding.put(model, path, layer)
         with pytest.raises(ValueError, match=r"with a forward of its own; needed a plain layer"):
-            convert_(model, VAN_LOAN, filter_fn=lambda n, m, path=path: n == path)
+            convert_(model, VAN_LOAN, filter_fn=lambda m, n, path=path: n == path)
 
 
 def test_what_was_left_alone_is_said():

@@ -113,7 +113,7 @@ def convert_(
     model: nn.Module,
     config: Config | Mapping[str, Config],
     *,
-    filter_fn: Callable[[str, nn.Module], bool] | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
     calibration: Iterable[object] | None = None,
     fade_in: bool = False,
     cache: str | Path | None = None,
@@ -134,7 +134,7 @@ def convert_(
     Args:
         model: Changed in place.
         config: One config, or a map from patterns to configs.
-        filter_fn: (name, module) to whether to convert it.
+        filter_fn: (module, name) to whether to convert it.
         calibration: Batches for ``init="sequential"`` and for `PruneConfig`: dicts of the model's arguments (a
             tokenized `datasets.Dataset`'s rows, too), or tensors of token ids (B, T). 50,000 tokens of the text it is
             for are good, 12,000 will do.

@@ -48,7 +48,7 @@ def mlps_if_any(model: nn.Module, batch: Mapping[str, object] | None = None) -> 
 def resolve(
     model: nn.Module,
     config: Config | Mapping[str, Config],
-    filter_fn: Callable[[str, nn.Module], bool] | None,
+    filter_fn: Callable[[nn.Module, str], bool] | None,
     batch: Mapping[str, object] | None = None,
 ) -> dict[str, Config]:
     """The layers to compress, by name in the model's order, each with its config.
@@ -64,7 +64,7 @@ def resolve(
         downs, members = {m.down for m in theirs}, {n for m in theirs for n in (*m.ups, m.down)}
         for name, module in modules.items():
             experts = is_experts(module) or isinstance(module, KroneckerExperts)
-            wanted = (name in members or experts) if filter_fn is None else filter_fn(name, module)
+            wanted = (name in members or experts) if filter_fn is None else filter_fn(module, name)
             if wanted:
                 _refuse_own_forward(name, module)
             if wanted and (convertible(module) or isinstance(module, COMPRESSED)):
@@ -83,7 +83,7 @@ def resolve(
         pattern = fitting[0] if fitting else None
         if convertible(module):
             shadowed.update(fitting[1:])
-        if pattern is None or (filter_fn is not None and not filter_fn(name, module)):
+        if pattern is None or (filter_fn is not None and not filter_fn(module, name)):
             continue
         _refuse_own_forward(name, module)
         if convertible(module) or isinstance(module, COMPRESSED):

@@ -27,7 +27,7 @@ def revert_(model: nn.Module) -> list[str]:
     >>> from kronecker import KroneckerConfig, convert_
     >>> model = nn.Sequential(nn.Linear(4, 6))
     >>> config = KroneckerConfig(b_shape=(2, 1), init="van_loan")
-    >>> _ = convert_(model, config, filter_fn=lambda name, module: True)
+    >>> _ = convert_(model, config, filter_fn=lambda module, name: True)
     >>> revert_(model), model[0]
     (['0'], Linear(in_features=4, out_features=6, bias=True))
     """

@@ -89,10 +89,7 @@ def parser() -> argparse.ArgumentParser:
 
 def load(name: str) -> PreTrainedModel:
     """A model, compressed or not, in evaluation mode and its own dtype."""
-    try:
-        name = str(find_folder(name))
-    except ValueError as error:
-        raise ValueError(f"kronecker: {error}") from error
+    name = str(find_folder(name, operation="kronecker"))
     if is_compressed(name):
         return from_pretrained(name)
     if Path(name, "adapter_config.json").is_file() and not Path(name, "config.json").is_file():

@@ -50,12 +50,7 @@ def _check(operation: str, weight: Tensor, rank: int, most: int) -> None:
 
 
 def random(
-    shape: tuple[int, int],
-    b_shape: tuple[int, int],
-    rank: int = 1,
-    *,
-    generator: torch.Generator | None = None,
-    dtype: torch.dtype = torch.float32,
+    shape: tuple[int, int], b_shape: tuple[int, int], rank: int = 1, *, dtype: torch.dtype = torch.float32
 ) -> Factors:
     """Normal factors whose product keeps the size of activations.
 
@@ -66,7 +61,6 @@ def random(
         shape: (O, I) of the weight.
         b_shape: (O2, I2).
         rank: Number of terms.
-        generator: What is drawn from; default: torch's own.
         dtype: Of the factors.
 
     >>> random((8, 6), (2, 3), 2).a.shape
@@ -76,7 +70,7 @@ def random(
 
     def draw(o: int, i: int) -> Tensor:
         std = min(1.0, (o / i) ** 0.5) / i**0.5
-        return torch.randn(rank, o, i, generator=generator, dtype=torch.float32) * std
+        return torch.randn(rank, o, i, dtype=torch.float32) * std
 
     a, b = draw(o1, i1), draw(o2, i2) / rank**0.5
     return Factors(a.to(dtype), b.to(dtype), float("nan"))

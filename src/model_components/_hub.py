@@ -28,12 +28,13 @@ def hub_id(place: str | Path) -> str | None:
     return name if _ID.fullmatch(name) and not Path(name).exists() else None
 
 
-def find_folder(place: str | Path, *, patterns: Sequence[str] = PATTERNS, **hub: Any) -> Path:
+def find_folder(place: str | Path, *, patterns: Sequence[str] = PATTERNS, operation: str = "", **hub: Any) -> Path:
     """A folder as it is, or what the hub or its cache has under ``owner/name`` or ``owner/name@revision``.
 
     Args:
         place: Of the folder, or an id.
         patterns: Which files are wanted.
+        operation: The name that error messages begin with, where one is given.
         hub: More of `huggingface_hub.snapshot_download`'s, such as ``revision`` and ``token``.
 
     Returns:
@@ -49,9 +50,9 @@ def find_folder(place: str | Path, *, patterns: Sequence[str] = PATTERNS, **hub:
     before, at, _ = name.rpartition("@")
     if at and user_path(before).is_dir():  # a folder has no revisions
         return user_path(before)
-    match = _NAME.fullmatch(name)
+    match, missing = _NAME.fullmatch(name), f"{operation and f'{operation}: '}{name}: there is no such folder"
     if name.startswith((".", "/", "~")) or match is None:
-        raise ValueError(f"{name}: there is no such folder{_nearest(folder)}")
+        raise ValueError(f"{missing}{_nearest(folder)}")
     import huggingface_hub
 
     hub = {"revision": match["revision"], **{key: value for key, value in hub.items() if value is not None}}
@@ -60,8 +61,8 @@ def find_folder(place: str | Path, *, patterns: Sequence[str] = PATTERNS, **hub:
     except Exception as error:  # huggingface_hub raises many unrelated classes for "not there" and "no network"
         reason = str(error).strip().split("\n")[0]
         if near := _nearest(folder):
-            raise ValueError(f"{name}: there is no such folder{near}") from error
-        raise ValueError(f"{name}: there is no such folder, and the hub did not give it ({reason})") from error
+            raise ValueError(f"{missing}{near}") from error
+        raise ValueError(f"{missing}, and the hub did not give it ({reason})") from error
 
 
 def _nearest(folder: Path) -> str:

@@ -98,7 +98,9 @@ def fit_(
             continue
         theirs = block.original(theirs)
         if gone := list(takewhile(lambda b: b.name in dropped, blocks[index + 1 :])):
-            now, theirs = theirs, _through(gone, theirs)
+            now = theirs
+            for later in gone:
+                theirs = outputs_of(later.module, later.calls, theirs)
             block.look_ahead(now, theirs)
         if silent := [n for n in block.singles if n not in block.ran]:
             raise ValueError(f"{operation}: {silent[0]} saw no calibration token, needed data that it runs on")
@@ -116,13 +118,6 @@ def fit_(
             progress.update(1)
         ours = outputs_of(block.module, block.calls, ours)
     return done
-
-
-def _through(blocks: Sequence[Block], states: list[Tensor]) -> list[Tensor]:
-    """Hidden states after these blocks."""
-    for block in blocks:
-        states = outputs_of(block.module, block.calls, states)
-    return states
 
 
 def fit_part(model: nn.Module, block: Block, part: Part, states: Sequence[Tensor], operation: str) -> Fitted:

@@ -144,7 +144,8 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
         torch.Size([1, 3, 4])
         """
         layer = cls.like(linear, config)
-        factors = start(dense(linear), layer.b_shape, config, moments, centred=layer.bias is not None)
+        centred = moments.centred() if moments is not None and layer.bias is not None else moments
+        factors = start(dense(linear), layer.b_shape, config, centred)
         layer.set_factors_(factors)
         if moments is not None and layer.bias is not None:
             layer.bias.data.copy_(init.correct_bias(moments, factors.weight()))

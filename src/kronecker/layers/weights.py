@@ -198,7 +198,6 @@ def start(
     config: KroneckerConfig,
     moments: Moments | None,
     *,
-    centred: bool = False,
     alone: bool = False,
 ) -> init.Factors:
     """The factors that a config's ``init`` gives a weight.
@@ -223,4 +222,4 @@ def start(
         return factors
     if moments is None:
         raise ValueError(f"kronecker: init {config.init!r} looks at a layer's inputs, needed calibration data")
-    return init.als(moments.centred() if centred else moments, factors, rounds=config.rounds)
+    return init.als(moments, factors, rounds=config.rounds)

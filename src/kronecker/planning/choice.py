@@ -92,11 +92,8 @@ class Plan(Report):
             for name, choices in by_structure.items()
             if len(choices) == len(self.options)
         ]
-        return [*remarks, *([f"measured on {len(self.options)} of {self.mlps} MLPs"] if self._sampled else [])]
-
-    @property
-    def _sampled(self) -> bool:
-        return len(self.options) < self.mlps
+        sampled = len(self.options) < self.mlps
+        return [*remarks, *([f"measured on {len(self.options)} of {self.mlps} MLPs"] if sampled else [])]
 
     def _dense(self, name: str) -> float:
         return max(1e-9, self.options[name][0].seconds)

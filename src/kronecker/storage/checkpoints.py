@@ -178,7 +178,7 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
     Traceback (most recent call last):
     ValueError: from_pretrained: ./nowhere: there is no such folder
     """
-    folder = _local(folder)
+    folder = find_folder(folder, operation="from_pretrained")
     if not is_compressed(folder):
         raise ValueError(f"from_pretrained: {folder} has no {MARK}; a dense checkpoint loads with transformers itself")
     mark, tensors = read_files(folder)
@@ -210,14 +210,6 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     own_saving_(model)
     return model.to(device)
-
-
-def _local(folder: str | Path) -> Path:
-    """A folder, or the snapshot of a hub id."""
-    try:
-        return find_folder(folder)
-    except ValueError as error:
-        raise ValueError(f"from_pretrained: {error}") from error
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ its other linear layers are `nn.Linear`, where transformers has `Conv1D`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,16 +49,15 @@ def load_krony(path: str | Path, *, n_head: int | None = None) -> GPT2LMHeadMode
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{_OPERATION}: {path} is not a file, needed a checkpoint of Krony-PT")
-    state = _state(path)
+    state, blocks = _state(path)
     if n_head is not None and n_head < 1:
         raise ValueError(f"{_OPERATION}: n_head is {n_head}, needed 1 or more")
     width = state["transformer.wte.weight"].shape[1]
-    blocks = 1 + max(int(m[1]) for n in state if (m := re.match(r"transformer\.h\.(\d+)\.", n)))
     heads = n_head or max(1, width // _HEAD_WIDTH)
     if width % heads:
         raise ValueError(f"{_OPERATION}: n_head is {heads}, needed a divisor of the width {width}")
     sizes = {"vocab_size": len(state["transformer.wte.weight"]), "n_positions": len(state["transformer.wpe.weight"])}
-    inner = _shape(state, 0, "c_fc")[1]
+    inner = math.prod(state[f"transformer.h.0.mlp.c_fc_{k}"].shape[2] for k in (0, 1))
     with no_init_weights():
         model = GPT2LMHeadModel(GPT2Config(**sizes, n_embd=width, n_layer=blocks, n_head=heads, n_inner=inner))
     ours: dict[str, Tensor] = {}
@@ -94,8 +94,8 @@ def load_krony(path: str | Path, *, n_head: int | None = None) -> GPT2LMHeadMode
     return model.eval()
 
 
-def _state(path: Path) -> dict[str, Tensor]:
-    """The file's tensors under nanoGPT's names."""
+def _state(path: Path) -> tuple[dict[str, Tensor], int]:
+    """The file's tensors under nanoGPT's names, and how many blocks they are of."""
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # an unpickler fails in as many ways as there are files
@@ -118,10 +118,4 @@ def _state(path: Path) -> dict[str, Tensor]:
         if tensor.dim() != dims or not tensor.numel() or not tensor.is_floating_point() or not tensor.isfinite().all():
             kind = f"{tensor.dtype} {list(tensor.shape)}"
             raise ValueError(f"{_OPERATION}: {name} in {path} is {kind}, needed {dims} dimensions of finite numbers")
-    return state
-
-
-def _shape(state: Mapping[str, Tensor], block: int, name: str) -> tuple[int, int]:
-    """(in, out) of a layer."""
-    a, b = (state[f"transformer.h.{block}.mlp.{name}_{k}"].shape for k in (0, 1))
-    return a[1] * b[1], a[2] * b[2]
+    return state, blocks

@@ -20,13 +20,13 @@ from .layers.embedding import KroneckerEmbedding, LowRankEmbedding
 from .layers.experts import KroneckerExperts
 from .layers.linear import KroneckerLinear, LowRankLinear
 from .losses import DistillConfig
-from .planning import Plan, plan
+from .planning import plan
 from .presets import PRESETS, preset
-from .report import Comparison, compare, perplexity
+from .report import compare, perplexity
 from .storage.checkpoints import fold, from_pretrained, save_pretrained
 from .storage.krony import load_krony
-from .surgery.convert import ConversionReport, LayerReport, convert_, num_parameters
-from .surgery.prune import PruneReport, prune_
+from .surgery.convert import convert_, num_parameters
+from .surgery.prune import prune_
 from .surgery.revert import revert_
 from .training.callbacks import FadeIn, FreezePretrained
 from .training.parameters import parameter_groups
@@ -34,8 +34,6 @@ from .training.trainer import KroneckerTrainer
 
 __all__ = [
     "PRESETS",
-    "Comparison",
-    "ConversionReport",
     "DistillConfig",
     "FadeIn",
     "FreezePretrained",
@@ -44,13 +42,10 @@ __all__ = [
     "KroneckerExperts",
     "KroneckerLinear",
     "KroneckerTrainer",
-    "LayerReport",
     "LowRankConfig",
     "LowRankEmbedding",
     "LowRankLinear",
-    "Plan",
     "PruneConfig",
-    "PruneReport",
     "compare",
     "convert_",
     "fold",

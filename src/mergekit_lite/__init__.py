@@ -9,24 +9,20 @@
 from model_components import __version__ as __version__
 from model_components._folders import OutputError
 
-from .adapters import AdapterReport, extract_lora, merge_adapters
-from .engine import NotFiniteError, TensorFact
+from .adapters import extract_lora, merge_adapters
+from .engine import NotFiniteError
 from .files import CheckpointError
 from .functional import merge_models
 from .methods import METHODS, Largest, MergeMethod, Noise, PerModel, Range, Sum, get_method, merge_method
-from .planning import MergePlan, PlanError, make_plan
+from .planning import PlanError, make_plan
 from .recipe import MergeRecipe, ModelEntry, RecipeError, Slice, TokenizerSpec, TokenRule, load_recipe
-from .report import MergeReport
 
 __all__ = [
     "METHODS",
-    "AdapterReport",
     "CheckpointError",
     "Largest",
     "MergeMethod",
-    "MergePlan",
     "MergeRecipe",
-    "MergeReport",
     "ModelEntry",
     "Noise",
     "NotFiniteError",
@@ -37,7 +33,6 @@ __all__ = [
     "RecipeError",
     "Slice",
     "Sum",
-    "TensorFact",
     "TokenRule",
     "TokenizerSpec",
     "extract_lora",

@@ -17,13 +17,21 @@ class Page(NamedTuple):
 
 
 PAGES = (
-    Page("mergekit_lite", "Merging checkpoints", "merging", ("layerwise.CalibratedMerge",)),
+    Page(
+        "mergekit_lite", "Merging checkpoints", "merging",
+        ("adapters.AdapterReport", "engine.TensorFact", "layerwise.CalibratedMerge", "planning.MergePlan",
+         "report.MergeReport"),
+    ),
     Page(
         "mergekit_lite.masks", "Learned masks", "masks",
         ("run_config.MaskRun", "run.run_masks", "run.MaskRunReport", "layerwise.train_layerwise",
          "layerwise_run.LayerwiseTraining", "layerwise.LayerwiseReport"),
     ),
-    Page("kronecker", "Smaller models", "kronecker", ("init",)),
+    Page(
+        "kronecker", "Smaller models", "kronecker",
+        ("init", "planning.Plan", "report.Comparison", "surgery.convert.ConversionReport",
+         "surgery.convert.LayerReport", "surgery.prune.PruneReport"),
+    ),
     Page(
         "thinker", "Latent thinking", "thinker",
         ("curriculum.Batch", "curriculum.Rows", "flow.FlowRow", "losses.LastAndRandom", "losses.LearnedWeights",

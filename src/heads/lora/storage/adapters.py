@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ def load_lora(
     if isinstance(model, PeftModel) and adapter_name in model.peft_config:
         raise ValueError(f"{operation}: the model has an adapter {adapter_name!r} already; needed another adapter_name")
     hub = {k: options.pop(k) for k in ("revision", "token") if k in options}
-    path = _found(operation, folder, hub) / options.pop("subfolder", "")
+    path = find_folder(folder, patterns=["*adapter_*"], operation=operation, **hub) / options.pop("subfolder", "")
     shapes = _shapes(operation, path)
     try:
         config = PeftConfig.from_pretrained(str(path))
@@ -97,14 +96,6 @@ def load_lora(
     if accelerate:
         accelerate_lora_(peft_model)
     return peft_model
-
-
-def _found(operation: str, folder: str | Path, hub: Mapping[str, object]) -> Path:
-    """A folder, or what the hub has under that id."""
-    try:
-        return find_folder(folder, patterns=["*adapter_*"], **hub)
-    except ValueError as error:
-        raise ValueError(f"{operation}: {error}") from error
 
 
 def _shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:

@@ -117,11 +117,11 @@ def merge_to_folder(recipe: MergeRecipe, out: Path, run: Run) -> MergeReport:
     """Merge into a folder that does not exist yet, or is empty."""
     started, cpu_started = time.perf_counter(), time.process_time()
     ranks = Ranks()
-    with _stages_beside(recipe, out, run, ranks) as stages:
+    with _stages_beside(recipe, out, run, ranks) as (stages, notes):
         plan = make_plan(
             recipe, max_shard_size=run.limit, threads=run.threads, allow_pickle=run.allow_pickle, stages=stages or None
         )
-        plan.notes += [*code_note(plan, run.trust_remote_code), *rounding_notes(plan)]
+        plan.notes += [*notes, *code_note(plan, run.trust_remote_code), *rounding_notes(plan)]
         with _running(plan, run, ranks) as (engine, bar, executor):
             facts, resumed = _write(engine, out, run, ranks, bar, executor)
     return MergeReport(
@@ -143,16 +143,21 @@ def merge_to_folder(recipe: MergeRecipe, out: Path, run: Run) -> MergeReport:
 
 
 @contextlib.contextmanager
-def _stages_beside(recipe: MergeRecipe, out: Path, run: Run, ranks: Ranks) -> Iterator[dict[int, Source]]:
+def _stages_beside(
+    recipe: MergeRecipe, out: Path, run: Run, ranks: Ranks
+) -> Iterator[tuple[dict[int, Source], list[str]]]:
     """Merge the recipes that stand among the models into a hidden folder, which is removed when the merge is done.
+
+    With them come the notes of those that were merged now.
 
     An interrupted run leaves the finished ones; a later run uses those that have the fingerprint it expects.
     """
     if not recipe.stages():
-        yield {}
+        yield {}, []
         return
     folder = NewFolder(out.with_name(f"{out.name}.stages"), "merge", resumable=True)
     stages: dict[int, Source] = {}
+    notes: list[str] = []
     make_plan(recipe, allow_pickle=run.allow_pickle)  # check the last stage before the first is merged
     ranks.lead(folder.open)
     try:
@@ -162,10 +167,11 @@ def _stages_beside(recipe: MergeRecipe, out: Path, run: Run, ranks: Ranks) -> It
                 keep = [model_label(s) for s in recipe.stages() if id(s) in stages] + [f".{name}.partial"]
                 ranks.lead(lambda keep=keep: folder.clear(keep=keep))
                 report = merge_to_folder(replace(stage, name=name), folder.folder / name, run)
+                notes += [f"{name}: {note}" for note in report.notes]
                 mark = {"fingerprint": _stage_mark(stage, run), "tensors": len(report.tensors)}
                 ranks.lead(lambda place=folder.folder / name, mark=mark: write_json(place / _STAGE, mark))
             stages[id(stage)] = open_source(folder.folder / name, label=name)
-        yield stages
+        yield stages, notes
     except BaseException:
         ranks.lead(folder.close)
         raise

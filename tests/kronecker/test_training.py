@@ -164,6 +164,15 @@ def test_an_encoder_decoder_learns_from_its_decoders_tokens(tmp_path):
         ours, theirs = (m(input_ids=batch["input_ids"], decoder_input_ids=shifted).logits for m in (model, teacher))
     log_p, log_q = (F.log_softmax(z[batch["labels"] != -100] / 2, -1) for z in (theirs, ours))
     torch.testing.assert_close(loss.detach(), 4 * (log_p.exp() * (log_p - log_q)).sum(-1).mean(), rtol=1e-4, atol=1e-6)
+    unlabelled = {"input_ids": batch["input_ids"], "decoder_input_ids": shifted}
+    unlabelled["decoder_attention_mask"] = (batch["labels"] != -100).long()
+    masked = trainer.compute_loss(model, unlabelled)  # what counts is what the mask says, on either side alone
+    with torch.no_grad():
+        ours, theirs = (m(**unlabelled).logits[unlabelled["decoder_attention_mask"].bool()] for m in (model, teacher))
+    log_p, log_q = (F.log_softmax(z / 2, -1) for z in (theirs, ours))
+    torch.testing.assert_close(
+        masked.detach(), 4 * (log_p.exp() * (log_p - log_q)).sum(-1).mean(), rtol=1e-4, atol=1e-6
+    )
     rows = {"input_ids": torch.randint(2, 32, (2, 5)), "labels": torch.tensor([0, 1])}
     small = {"vocab_size": 32, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
              "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "num_labels": 2}  # fmt: skip
@@ -383,9 +392,10 @@ def test_bad_input_is_refused(call, message, tmp_path):
         call(tmp_path)
 
 
-def test_weights_that_learn_in_half_precision_are_warned_of(tmp_path):
-    with pytest.warns(UserWarning, match="weights that learn are torch.bfloat16, in which small steps are lost"):
-        KroneckerTrainer(tiny("gpt2").bfloat16(), arguments(tmp_path), teacher=tiny("gpt2"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_that_learn_in_half_precision_are_warned_of(dtype, tmp_path):
+    with pytest.warns(UserWarning, match=f"weights that learn are {dtype}, in which small steps are lost"):
+        KroneckerTrainer(tiny("gpt2").to(dtype), arguments(tmp_path), teacher=tiny("gpt2"))
 
 
 def test_what_a_pruned_model_cannot_learn_from_is_refused(tmp_path):

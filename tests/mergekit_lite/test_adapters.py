@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2ForSequenceClassification, T5Config, T5Model
 
-from mergekit_lite import PlanError, extract_lora, merge_adapters, merge_models
+from mergekit_lite import PlanError, extract_lora, load_recipe, make_plan, merge_adapters, merge_models
 from mergekit_lite.__main__ import main
 from mergekit_lite.adapters.storage import truncated
+from mergekit_lite.dtypes import BFLOAT16
+from mergekit_lite.rounding import _lost, rounding_notes
 from tests.support.models import save, tiny
 
 QVD = ["q_proj", "v_proj", "down_proj"]
@@ -99,6 +101,34 @@ def test_a_dtype_that_would_lose_an_adapter_is_noted(tmp_path):
     assert not any("rounding" in note for note in report.notes)
     with pytest.warns(UserWarning, match="rounding to bfloat16 loses"):
         merge_models([name, base], weight=1.0, progress=False)
+    staged = f"name: one\nmerge_method: passthrough\nmodels: ['{name}']\n---\nmerge_method: linear\n"
+    staged += f"models: [one, {base}]\nparameters: {{weight: 1}}\n"
+    report = merge_models(load_recipe(staged), out=tmp_path / "staged", progress=False)
+    assert any(note.startswith("one: rounding to bfloat16 loses") for note in report.notes)
+
+
+def test_what_the_rounding_of_a_weight_itself_loses_is_not_its_adapters(tmp_path):
+    """A float32 base is rounded, too; the adapter, as large as the weights, is hardly touched."""
+    torch.manual_seed(0)
+    base = {"a.weight": torch.randn(64, 32) + 100, "b.weight": torch.randn(64, 32)}
+    (tmp_path / "base").mkdir()
+    save_file(base, tmp_path / "base" / "model.safetensors")
+    (tmp_path / "adapter").mkdir()
+    factors = {name: torch.randn(shape) for name, shape in (("A", (4, 32)), ("B", (64, 4)))}
+    pairs = {f"base_model.model.{m}.lora_{k}.weight": v.clone() for m in "ab" for k, v in factors.items()}
+    save_file(pairs, tmp_path / "adapter" / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["a", "b"]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    plan = make_plan(
+        load_recipe(f"merge_method: passthrough\nmodels: ['{tmp_path}/base+{tmp_path}/adapter']\ndtype: bfloat16")
+    )
+    source = plan.sources[0]
+    change = factors["B"] @ factors["A"]
+    for name in ("a.weight", "b.weight"):
+        stored = (base[name] + change).bfloat16().float() - base[name].bfloat16().float()
+        expected = float((stored - change).norm() / change.norm())
+        assert _lost(source, name, BFLOAT16) == pytest.approx(expected, rel=1e-3)
+    assert rounding_notes(plan) == []
 
 
 def test_what_is_no_product_is_left_with_a_figure_or_saved_whole(tmp_path):

@@ -383,6 +383,7 @@ def test_what_was_reported_in_the_past_stays():
         (lambda: resumed(Uniform(max_length=9)), r"the state has schedule Frontier\(.*; needed Uniform"),
         (lambda: resumed(holdout=0.2), "the state has holdout 0.1; needed 0.2, as here"),
         (lambda: resumed(batch_size=3), "the state has batch_size 8; needed 3, as here"),
+        (lambda: resumed(delay=3), "the state has delay 16; needed 3, as here"),
         (lambda: Progressive(max_length=3, start=4), "start 4"),
         (lambda: Linear(max_length=3, steps=0), "steps 0"),
         (lambda: Dynamic(max_length=3, floor=0), "floor 0"),

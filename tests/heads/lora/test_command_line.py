@@ -15,7 +15,9 @@ def place(tmp_path):
     """A base, with a tokenizer, and an adapter that changes something."""
     tiny("llama").save_pretrained(tmp_path / "base")
     save_tokenizer(tmp_path / "base", ["<unk>", "a", "b"])
-    model = prepare_lora(tiny("llama"), LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    model = prepare_lora(
+        tiny("llama"), LoraConfig(target_modules=["q_proj", "down_proj"], lora_alpha=24, init_lora_weights=False)
+    )
     model.save_pretrained(tmp_path / "adapter")
     merge_lora(model, tmp_path / "wanted", progress=False)
     return tmp_path
@@ -35,7 +37,7 @@ def test_it_merges_as_the_function_does(place, capsys):
 def test_it_shows_what_an_adapter_holds(place, capsys):
     assert main(["show", str(place / "base"), str(place / "adapter")]) == 0
     told = capsys.readouterr().out
-    assert "8 adapters of rank 8, scaling 1: 4 q_proj, 4 down_proj" in told
+    assert "8 adapters of rank 8, scaling 3: 4 q_proj, 4 down_proj" in told
     sizes = [
         float((layer.get_delta_weight("default")).norm())
         for layer in load_lora(tiny("llama"), place / "adapter").modules()

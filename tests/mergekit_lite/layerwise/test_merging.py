@@ -239,15 +239,18 @@ def test_weights_are_numbers_of_any_kind(weight):
 
 
 def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
-    paths = pair("llama", tmp_path)
+    paths = pair("llama", tmp_path, torch.bfloat16)
     files, words = [tmp_path / f"{k}.txt" for k in range(2)], [f"w{i}" for i in range(90)]
     for k, (path, file) in enumerate(zip(paths, files, strict=True)):
         save_tokenizer(path, words)
         file.write_text(" ".join(words[k::3]))
-    merge_models(paths, "regmean", weight=[1.0, 3.0], reduce=0.5, calibration=files, out=tmp_path / "a", progress=False)
-    models = "\n".join(f"- {{model: {p}, parameters: {{weight: {w}}}}}" for p, w in zip(paths, (1, 3), strict=True))
+    merge_models(paths, "regmean", weight=[1.0, 3.0], reduce=0.5, calibration=files, dtype="float32",
+                 out=tmp_path / "a", progress=False)  # fmt: skip
+    models = f"- {{model: {paths[0]}}}\n- {{model: {paths[1]}, parameters: {{weight: 6}}}}"
     recipe = tmp_path / "r.yml"
-    recipe.write_text(f"merge_method: regmean\nmodels:\n{models}\nparameters: {{reduce: 0.5}}\ndtype: float32\n")
+    recipe.write_text(
+        f"merge_method: regmean\nmodels:\n{models}\nparameters: {{reduce: 0.5, weight: 2}}\ndtype: float32\n"
+    )
     assert main(["merge", str(recipe), str(tmp_path / "b"), "--no-progress", "--calibration", *map(str, files)]) == 0
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -259,7 +262,7 @@ def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
     ):
         assert main(["merge", str(recipe), str(tmp_path / "c"), *options]) == 1
         assert message in capsys.readouterr().err
-    recipe.write_text(recipe.read_text().replace("weight: 3}", "weight: 3, density: 0.5}"))
+    recipe.write_text(recipe.read_text().replace("weight: 6}", "weight: 6, density: 0.5}"))
     assert main(["merge", str(recipe), str(tmp_path / "c"), "--calibration", *map(str, files)]) == 1
     assert "has density, needed weight alone" in capsys.readouterr().err
     recipe.write_text(recipe.read_text() + "tokenizer_source: base\n")

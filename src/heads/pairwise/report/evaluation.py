@@ -67,8 +67,9 @@ class PairwiseReport(Report):
             )
         ]
         for one in self.rivals:
-            accuracy = float("nan") if one.name == BASELINES[0] else one.accuracy  # A and B alike: it calls all ties
-            told = _told(accuracy, one.near_accuracy, one.log_loss, one.calibration_error)
+            told = _told(one.accuracy, one.near_accuracy, one.log_loss, one.calibration_error)
+            if one.name == BASELINES[0]:  # A and B alike for every pair: no verdict that could be right
+                told = ("-", "-", *told[2:])
             rows.append((one.name, *told, f"{one.gain:+.4f} ± {one.error:.4f}"))
         names = ("accuracy", "within 20 % length", "log-loss", "calibration error", "the model's gain")
         return Table(("verdicts of", *names), rows)

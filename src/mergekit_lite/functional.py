@@ -189,7 +189,7 @@ def merge_models(
     return merge_to_folder(recipe, Path(out), run)
 
 
-def _calibrated_recipe(recipe: MergeRecipe) -> tuple[list[object], str, dict[str, Any]]:
+def _calibrated_recipe(recipe: MergeRecipe) -> tuple[list[object], str, dict[str, object]]:
     """Models, method and parameters of a recipe for `_merge_calibrated`, which has no other entries."""
     told = {
         "slices": recipe.slices, "base_model": recipe.base_model, "tokenizer": recipe.tokenizer,

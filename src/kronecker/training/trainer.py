@@ -11,6 +11,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import ModelOutput
 
 from model_components._folders import make_folder
 from model_components._trainer import Loss, StepTrainer, TrainData, TrainerOptions, bare_optimizer
@@ -207,7 +208,7 @@ def _has_two_sides(model: nn.Module) -> bool:
 
 
 def _states_that_count(
-    inputs: Mapping[str, Tensor], outputs: Any, seen: Mapping[str, tuple[Tensor, Tensor]], two_sides: bool
+    inputs: Mapping[str, Tensor], outputs: ModelOutput, seen: Mapping[str, tuple[Tensor, Tensor]], two_sides: bool
 ) -> Tensor:
     """What has a row and a column for each token that the losses are over; of one answer a row, a row for each."""
     names = ("decoder_input_ids", "decoder_inputs_embeds") if two_sides else ("input_ids", "inputs_embeds")

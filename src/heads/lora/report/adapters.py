@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -256,7 +255,7 @@ def _warnings(
     return warnings + ([] if base_vocab_size is None else _untrained_tables(model, base_vocab_size))
 
 
-def _untrained_tables(model: Any, base_vocab_size: int) -> list[str]:
+def _untrained_tables(model: object, base_vocab_size: int) -> list[str]:
     """Warnings of tables that grew and do not learn."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(base, "get_input_embeddings"):

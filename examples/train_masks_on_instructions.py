@@ -12,7 +12,6 @@ chosen on training examples. Masks, and all weights, learn by one divergence, fr
 """
 
 import argparse
-import random
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from specialists import KINDS, LENGTH, Trial, run
+from specialists import KINDS, Trial, run
 from transformers import Trainer
 from transformers.utils import logging
 
 from mergekit_lite.masks import KLConfig, MaskTrainer, Merger, TaskMixture, masked_kl
-from mergekit_lite.masks.layerwise import LayerwiseTraining, train_layerwise
 
 BOTH = [1.0] * len(KINDS)
 
@@ -50,18 +48,6 @@ def masks(trial: Trial, seed: int, rate: float, *, coefficients: str = "evidence
     if coefficients == "evidence" and not options and seed == 0:
         merger.save_masks(trial.out / "masks, evidence.safetensors")
     return merger.eval().fold_()
-
-
-def layerwise(trial: Trial, seed: int) -> Any:
-    """Masks that learn block by block."""
-    folder = trial.out / f"layerwise {seed}"
-    if not folder.is_dir():  # else made, and its row was not written any more
-        training = LayerwiseTraining(steps=2 if trial.given.smoke else 20, max_length=LENGTH, seed=seed)
-        data = [random.Random(seed).sample(part, min(128, len(part))) for part in trial.train]
-        train_layerwise(
-            trial.components, data, folder, base=trial.model, training=training, progress=False, dtype="float32"
-        )
-    return trial.load_model(folder)
 
 
 def all_weights(trial: Trial, seed: int, rate: float) -> Any:
@@ -110,7 +96,7 @@ def formulas(trial: Trial) -> None:
     for method, choices in ways.items():
         given = choices[:1] if trial.given.smoke else choices
         trial.row(method, lambda m=method, c=given: searched(trial, m, c))
-    for method in ("fisher", "regmean", "regmean++"):
+    for method in ("regmean", "regmean++"):
         trial.row(method, lambda m=method: trial.merged(trial.components, m, calibration=calibration))
 
 
@@ -120,7 +106,6 @@ def learnt(trial: Trial) -> None:
         "masks, evidence": lambda s: masks(trial, s, 1e-1),
         "masks, labels": lambda s: masks(trial, s, 1e-1, coefficients="task"),
         "masks, element": lambda s: masks(trial, s, 1e-2, granularity="element"),
-        "masks, layerwise": lambda s: layerwise(trial, s),
         "all weights": lambda s: all_weights(trial, s, 2e-5),
         "masks, whole weights": lambda s: masks(trial, s, 1e-2, base=None, constraint="none"),
         "masks, whole weights, sum to one": lambda s: masks(trial, s, 1e-1, base=None, constraint="sum_to_one"),

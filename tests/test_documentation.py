@@ -279,7 +279,6 @@ def test_the_instruction_example_runs(tmp_path):
     for name in (
         "slerp",
         "regmean++",
-        "masks, layerwise, seed 0",
         "all weights, seed 0",
         "masks, whole weights, sum to",
     ):

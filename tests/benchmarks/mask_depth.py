@@ -1,7 +1,7 @@
 """Learning masks over ever deeper models: the memory of a whole job, from files to the baked model.
 
-`Merger` holds both models, and takes one step and bakes; `train_layerwise` holds one block of each at a time. Both get
-the same examples. Each runs in a process of its own, in turn; the peak is what the job adds to the imports.
+`Merger` holds both models, takes one step and bakes. Each job runs in a process of its own; the peak is what the job
+adds to the imports.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from tests.benchmarks.measure import run_alone
 from tests.benchmarks.results import Row, append
 
 BLOCKS = (2, 4, 8, 12)
-IMPLS = ("Merger", "train_layerwise")
 LENGTH, EXAMPLES = 64, 16
 
 
@@ -37,17 +36,12 @@ def save_models(folder: Path, blocks: int) -> list[str]:
     return paths
 
 
-def prepare(impl: str, paths: list[str], out: str) -> Callable[[], object]:
-    """The whole job."""
+def prepare(paths: list[str], out: str) -> Callable[[], object]:
+    """Return the whole job."""
     from mergekit_lite.masks import KLConfig, Merger
-    from mergekit_lite.masks.layerwise import LayerwiseTraining, train_layerwise
 
     torch.set_num_threads(1)
     ids = torch.randint(4096, (EXAMPLES, LENGTH), generator=torch.Generator().manual_seed(0))
-    if impl == "train_layerwise":
-        data = [[{"input_ids": row} for row in part.tolist()] for part in ids.chunk(2)]
-        training = LayerwiseTraining(steps=1)
-        return lambda: train_layerwise(paths, data, out, training=training, progress=False)
 
     def whole() -> None:
         merger = Merger.from_pretrained(paths).train()
@@ -64,19 +58,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=3)
     options = parser.parse_args(arguments)
     for blocks in BLOCKS:
-        rows = []
         with tempfile.TemporaryDirectory() as folder:
             paths = save_models(Path(folder), blocks)
-            held: dict[str, list[tuple[int, tuple[float, float]]]] = {impl: [] for impl in IMPLS}
-            for run in range(options.runs):
-                for impl in IMPLS:
-                    held[impl].append(run_alone(prepare, impl, paths, f"{folder}/{impl} {run}"))
-        for impl, results in held.items():
-            peak, times = max(r[0] for r in results), [r[1] for r in results]
-            made = ("masks, a whole job", impl, "one step a block", "torch.float32", f"two Llamas of {blocks} blocks")
-            rows.append(Row.of(*made, times, peak, packages=("torch", "transformers")))
-            print(f"{blocks} blocks, {impl}: peak {peak / 1e6:.0f} MB, {rows[-1].wall_p50:.2f} s", flush=True)
-        append("mask_depth.csv", rows)
+            results = [run_alone(prepare, paths, f"{folder}/{run}") for run in range(options.runs)]
+        peak, times = max(r[0] for r in results), [r[1] for r in results]
+        made = ("masks, a whole job", "Merger", "one step a block", "torch.float32", f"two Llamas of {blocks} blocks")
+        row = Row.of(*made, times, peak, packages=("torch", "transformers"))
+        print(f"{blocks} blocks: peak {peak / 1e6:.0f} MB, {row.wall_p50:.2f} s", flush=True)
+        append("mask_depth.csv", [row])
 
 
 if __name__ == "__main__":

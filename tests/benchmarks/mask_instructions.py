@@ -20,8 +20,8 @@ FOUND, GUIDE = RESULTS / "mask_instructions.json", ROOT / "docs" / "masks.md"
 WORK = Path(__file__).parent / "work" / "mask_instructions"
 ORDER = (
     "base", "specialist edit", "specialist compose", "average", "slerp", "task_arithmetic", "ties", "dare_ties",
-    "fisher", "regmean", "regmean++", "masks, evidence", "masks, labels", "masks, element",
-    "masks, layerwise", "masks, whole weights", "masks, whole weights, sum to one", "all weights",
+    "regmean", "regmean++", "masks, evidence", "masks, labels", "masks, element",
+    "masks, whole weights", "masks, whole weights, sum to one", "all weights",
 )  # fmt: skip
 
 

@@ -48,12 +48,6 @@ TABLES = {
         "models; the plain way has every merged weight and whole logits in the graph. The rows at context 2048 were "
         "taken with one thread on a machine busy with other work: read their peaks, not their times.",
     ),
-    "mask_depth": Table(
-        "Learning masks over deeper models", ("Merger", ""), "wall",
-        "Wall seconds and peak of a whole job in a process of its own, from two models' files to the merged model's, "
-        "one step of learning (a block, or all). Peaks are what it adds to the imports; the machine was busy with "
-        "other work: read them, not the times.",
-    ),
     "kron_linear": Table(
         "kron_linear", ("nn.Linear", ""), "cpu",
         "CPU seconds, one thread; in turn in one process. `ratio` is against a dense `nn.Linear`. One token goes "

@@ -159,25 +159,6 @@ def write_memory_account() -> None:
     put(GUIDE, lines)
 
 
-def write_depth_account() -> None:
-    """The guide's table of a whole job's memory against the model's depth."""
-    rows = [r for r in latest("mask_depth.csv") if "CPU" in r["hardware"]]
-    if not rows:
-        return
-    impls = list(dict.fromkeys(r["impl"] for r in rows))
-    depths = list(dict.fromkeys(int(r["shape"].split()[-2]) for r in rows))
-    peaks = {(r["impl"], int(r["shape"].split()[-2])): int(r["peak_bytes"]) / 1e6 for r in rows}
-    lines = [
-        f"Peak MB of a whole job over two Llamas of so many blocks ({rows[0]['hardware']}; {rows[0]['date']}, "
-        f"{rows[0]['commit']}):",
-        "",
-        f"| blocks | {' | '.join(impls)} |",
-        "|---" * (len(impls) + 1) + "|",
-        *(f"| {d} | {' | '.join(f'{peaks[i, d]:.0f}' for i in impls)} |" for d in depths),
-    ]
-    put(GUIDE, lines, "depth")
-
-
 def write_readme_table() -> None:
     """The README's table: file merges of the first size, ours with one thread beside the peer and the floors."""
     rows = [r for r in latest("merge_models.csv") if "CPU" in r["hardware"]]

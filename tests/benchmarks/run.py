@@ -34,7 +34,7 @@ from tests.benchmarks import (
     thinker_step,
 )
 from tests.benchmarks.page import write_page
-from tests.benchmarks.results import write_depth_account, write_memory_account, write_readme_table
+from tests.benchmarks.results import write_memory_account, write_readme_table
 
 MASKS, KRONECKER, THINKER = "tests/mergekit_lite/masks", "tests/kronecker", "tests/thinker"
 LORA = "tests/heads/lora"
@@ -44,7 +44,7 @@ GATES = {
     "masked_linear": [f"{MASKS}/test_functional.py"],
     "masked_kl": [f"{MASKS}/test_losses.py"],
     "mask_step": [f"{MASKS}/test_training.py", "-k", "dense_one"],
-    "mask_depth": [f"{MASKS}/test_layerwise.py", "-k", "baked"],
+    "mask_depth": [f"{MASKS}/test_merger.py", "-k", "baked"],
     "mask_instructions": [f"{MASKS}/test_low_rank.py"],
     "kron_linear": [f"{KRONECKER}/test_functional.py"],
     "kron_model": [f"{KRONECKER}/test_convert.py", "-k", "all_terms or golden"],
@@ -113,7 +113,6 @@ def main() -> None:
         return
     write_page()
     write_memory_account()
-    write_depth_account()
     tabled = (
         field_trial,
         mask_instructions,

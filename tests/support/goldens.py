@@ -27,7 +27,7 @@ import kronecker
 import thinker
 from heads.pairwise import PairwiseTrainer
 from mergekit_lite import extract_lora, merge_adapters, merge_models
-from mergekit_lite.masks import KLConfig, MaskConfig, MaskTrainer, Merger
+from mergekit_lite.masks import KLConfig, MaskCollator, MaskConfig, MaskTrainer, Merger
 from tests.heads.lora.test_accelerate import TARGETS, peft_model
 from tests.heads.lora.test_accelerate import run as lora_run
 from tests.heads.pairwise.support import model_of as judge_of
@@ -120,7 +120,8 @@ def checkpoints(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
 
     def by_kernel(method: str, dtype: str) -> str:
         out = folder / f"{method}-{dtype}"
-        merge_models(paths[:2], method, base_model=paths[2], out=out, dtype=dtype, progress=False)
+        weight = {} if method == "model_stock" else {"weight": 0.5, "density": 0.4}
+        merge_models(paths[:2], method, base_model=paths[2], out=out, dtype=dtype, progress=False, **weight)
         return weights_of(out)
 
     def extracted() -> str:
@@ -132,7 +133,7 @@ def checkpoints(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
         for seed in (1, 2):
             extract_lora(paths[seed], paths[0], folder / f"lora{seed}", rank=3, progress=False)
             names.append(folder / f"lora{seed}")
-        merge_adapters(names, out=folder / "adapters", method="ties", density=0.5, progress=False)
+        merge_adapters(names, out=folder / "adapters", method="ties", weight=0.5, density=0.5, progress=False)
         return weights_of(folder / "adapters")
 
     for method in ("regmean", "regmean++"):
@@ -165,7 +166,9 @@ def masks(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
 
     def trained() -> str:
         made = merger(initial="average")
-        MaskTrainer(made, arguments(folder / "masks"), kl=KLConfig(), train_dataset=MIXTURE).train()
+        collator = MaskCollator(pad_token_id=0)
+        options = {"train_dataset": MIXTURE, "data_collator": collator}
+        MaskTrainer(made, arguments(folder / "masks"), kl=KLConfig(), **options).train()
         return digest(dict(made.masks()))
 
     for constraint in CONSTRAINTS:
@@ -199,7 +202,7 @@ def smaller(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
         report = kronecker.convert_(model, config, calibration=data, progress=False, **options)
         out = folder / digest(kind, repr(config), repr(options))
         kronecker.save_pretrained(model, out)
-        kronecker.fold(out, out.with_suffix(".folded"), progress=False)
+        kronecker.fold(kronecker.from_pretrained(out), out.with_suffix(".folded"))
         return digest(model.state_dict(), report.after, weights_of(out), weights_of(out.with_suffix(".folded")))
 
     def trained() -> str:
@@ -234,7 +237,7 @@ def thinkers(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
         changes = dict(THINKERS[case])
         rows = {k: changes.pop(k) for k in ("padded", "length", "lengths") if k in changes}
         model = model_of(**changes)
-        tokens, mask = batch(**rows)
+        tokens, mask = batch(**rows, left=bool(changes.get("causal")))
         torch.manual_seed(3)
         steps = model(tokens, mask, n_step=5, output_steps="all", **({} if model.config.at_tokens else {"out_len": 6}))
         torch.stack(steps.step_logits).square().mean().backward()
@@ -248,14 +251,17 @@ def thinkers(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
         return digest(out.logits, out.steps, out.residuals)
 
     def drawn(name: str) -> str:
-        data = thinker.CurriculumDataset(thinker.make_task(name), thinker.Frontier(max_length=6), batch_size=8)
+        lengths = thinker.Frontier(min_length=3, max_length=6)
+        data = thinker.CurriculumDataset(thinker.make_task(name), lengths, batch_size=8)
         batches = iter(data)
         return digest([next(batches) for _ in range(3)])
 
     def trained(loss: Callable[[], object]) -> str:
         torch.manual_seed(0)
-        data = thinker.CurriculumDataset(thinker.make_task("copy"), thinker.Frontier(max_length=6), batch_size=8)
-        model = thinker.LatentThinker(thinker.ThinkerConfig(**data.sizes(6), hidden_size=16, num_heads=2))
+        task = thinker.AtTokens(thinker.make_task("prefix_sum"))
+        data = thinker.CurriculumDataset(task, thinker.Frontier(max_length=6), batch_size=8)
+        sizes = data.sizes(6) | {"hidden_size": 16, "num_heads": 2, "causal": True, "window": 2}
+        model = thinker.LatentThinker(thinker.ThinkerConfig(**sizes, positions="rotary"))
         settings = thinker.thinker_arguments(folder / "t", max_steps=6, use_cpu=True, disable_tqdm=True, warmup_steps=2)
         set_seed(0)
         thinker.ThinkerTrainer(model, settings, train_dataset=data, step_loss=loss()).train()
@@ -267,8 +273,8 @@ def thinkers(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
         yield f"thinker/exit every {every}", lambda every=every: exits(every)
     for name in thinker.TASKS:
         yield f"thinker/task {name}", lambda name=name: drawn(name)
-    for loss in (lambda: None, thinker.AllSteps, thinker.Reach):
-        yield f"thinker/trained {getattr(loss, '__name__', '')}", lambda loss=loss: trained(loss)
+    for name, loss in (("default", lambda: None), ("all steps", thinker.AllSteps), ("reach", thinker.Reach)):
+        yield f"thinker/trained {name}", lambda loss=loss: trained(loss)
 
 
 def judges(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
@@ -276,7 +282,7 @@ def judges(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
 
     def judged(kind: str, **options: object) -> str:
         model = judge_of(kind, **options)
-        data = model.dataset(pairs_of(12), progress=False)
+        data = model.dataset(pairs_of(12, labels=3 if model.config.ties else 2), progress=False)
         found = heads.pairwise.predict_pairs(model, data, progress=False)
         return digest(found.log_probabilities, found.swapped_log_probabilities, found.scores)
 
@@ -309,16 +315,11 @@ def adapters(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
         heads.lora.merge_lora(peft_model("llama"), folder / "merged")
         return weights_of(folder / "merged")
 
-    def exported() -> str:
-        heads.lora.export_lora(peft_model("llama"), folder / "exported")
-        return weights_of(folder / "exported")
-
     for kind in TARGETS:
         for dtype in (torch.float32, torch.bfloat16):
             yield f"lora/{kind}/{dtype}", lambda kind=kind, dtype=dtype: forward(kind, dtype)
     yield "lora/two adapters", lambda: forward("llama", torch.float32, adapters=("default", "other"))
     yield "lora/merge", merged
-    yield "lora/export", exported
 
 
 def record() -> dict[str, str]:

@@ -24,8 +24,7 @@ PAGES = (
     ),
     Page(
         "mergekit_lite.masks", "Learned masks", "masks",
-        ("run_config.MaskRun", "run.run_masks", "run.MaskRunReport", "layerwise.train_layerwise",
-         "layerwise_run.LayerwiseTraining", "layerwise.LayerwiseReport"),
+        ("run_config.MaskRun", "run.run_masks", "run.MaskRunReport"),
     ),
     Page(
         "kronecker", "Smaller models", "kronecker",

@@ -14,7 +14,7 @@ True
 
 from .config import KLConfig, MaskConfig
 from .constraints import constrain
-from .data import CachedTeachers, MaskCollator, TaskMixture, TaskStream, TextExamples, cache_teachers
+from .data import CachedTeachers, MaskCollator, TaskMixture, TextExamples, cache_teachers
 from .functional import blend, masked_embedding, masked_linear
 from .layers import MaskedEmbedding, MaskedLayer, MaskedLinear
 from .losses import mask_penalty, masked_kl
@@ -35,7 +35,6 @@ __all__ = [
     "MaskedLinear",
     "Merger",
     "TaskMixture",
-    "TaskStream",
     "TextExamples",
     "blend",
     "cache_teachers",

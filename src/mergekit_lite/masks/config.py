@@ -9,13 +9,9 @@ from typing import Self
 
 MODES = ("accurate", "efficient", "auto")
 GRANULARITIES = ("scalar", "input", "output", "element")
-CONSTRAINTS = (
-    "auto", "none", "unit_interval", "symmetric", "sigmoid", "tanh", "cosine", "sum_to_one", "unit_sphere", "spherical",
-)  # fmt: skip
-EVIDENCE = ("evidence", "prefix_evidence")
-MIXTURES = ("confidence", "entropy")
-COEFFICIENTS = ("task", *EVIDENCE, *MIXTURES, "fixed", "uniform")
-DIRECTIONS = ("forward", "reverse", "jensen_shannon", "entropy")
+CONSTRAINTS = ("auto", "none", "sum_to_one", "unit_interval", "sigmoid")
+COEFFICIENTS = ("task", "evidence", "confidence", "fixed")
+DIRECTIONS = ("forward", "reverse")
 
 
 def _one_of(owner: str, name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -60,12 +56,10 @@ class MaskConfig(_Json):
             (``"output"``) or element (``"element"``). Vectors (biases, norms) have one value an element unless
             ``"scalar"``. An embedding is read as the output head it may be tied to: ``"input"`` is one value for each
             hidden feature, ``"output"`` one for each token.
-        constraint: What the K mask values of one weight element must satisfy. ``"auto"`` is ``"none"`` over a base,
+        constraint: The condition on the K mask values of one weight element. ``"auto"`` is ``"none"`` over a base,
             else ``"sum_to_one"``, since free masks over whole weights would also scale what the components have in
-            common. ``"unit_interval"`` (each in 0..1), ``"symmetric"`` (each in -1..1), ``"unit_sphere"`` (squares sum
-            to one); or functions of the trained values: ``"sigmoid"``, ``"tanh"``, ``"cosine"``, and ``"spherical"``
-            (the coefficients of spherical interpolation between two components, by their weights' angle). See
-            `constrain`.
+            common. ``"unit_interval"`` clamps each value to 0..1; ``"sigmoid"`` makes it a function of the trained
+            value. See `constrain`.
         modules: Patterns of module names such as ``("model.layers.*.mlp.*",)``: only masks over matching modules are
             trained, the others keep their initial value; default: all are trained.
         initial: A number for every mask; ``"average"`` (1 / K); ``"component:1"`` (that component alone);
@@ -105,8 +99,6 @@ class MaskConfig(_Json):
             isinstance(self.modules, tuple) and self.modules and all(isinstance(p, str) for p in self.modules)
         ):
             raise ValueError(f"MaskConfig: modules is {self.modules!r}, needed a tuple of patterns, or None")
-        if self.granularity == "element" and self.constraint == "spherical":
-            raise ValueError("MaskConfig: constraint 'spherical' cannot do granularity 'element'; needed another one")
         if self.granularity == "element" and self.mode == "efficient":
             raise ValueError(
                 f"MaskConfig: mode {self.mode!r} cannot do granularity 'element', which masks weights and not inputs "
@@ -130,21 +122,16 @@ class KLConfig(_Json):
     Args:
         coefficients: Where the teachers' shares c_k come from. ``"task"``: 1 for the component whose index is the
             example's ``task``. ``"evidence"``, which needs no task: by how probable each component finds the example,
-            c_k proportional to Π_t p_k(x_t) over its supervised tokens; ``"prefix_evidence"``: at each position, over
-            the supervised tokens before it. ``"confidence"``: per token, the softmax of minus the teachers' entropies;
-            ``"entropy"``: per token, in proportion to 1 / entropy, and logits are mixed instead of probabilities.
-            ``"fixed"``: ``shares``. ``"uniform"``: all alike.
+            c_k proportional to Π_t p_k(x_t) over its supervised tokens. ``"confidence"``: per token, the softmax of
+            minus the teachers' entropies. ``"fixed"``: ``shares``.
         shares: One number a component, for ``"fixed"``; divided by their sum.
         confidence_temperature: Of the softmax of ``"confidence"``; at 0 the teacher of least entropy has all.
         temperature: T: logits of students and teachers are divided by it, the loss is multiplied by T².
-        direction: ``"forward"`` KL(teacher, merged), ``"reverse"`` KL(merged, teacher), ``"jensen_shannon"``;
-            ``"entropy"``, the merged model's own entropy, without teachers (AdaMerging's loss, a baseline).
+        direction: ``"forward"`` KL(teacher, merged) or ``"reverse"`` KL(merged, teacher).
         cross_entropy: Weight of the cross-entropy towards the labels, added.
         l1: Weight of the mean absolute mask.
         l2: Weight of the mean squared mask.
         similarity: Weight of the mean cosine similarity between the components' masks: pulls them apart.
-        closeness: Weight of the mean squared difference between the components' masks: pulls them together.
-        decay: Weight of the share that all components but the first have in Σ mask²: pulls towards the first.
 
     Raises:
         ValueError: A value outside these.
@@ -162,18 +149,16 @@ class KLConfig(_Json):
     l1: float = 0.0
     l2: float = 0.0
     similarity: float = 0.0
-    closeness: float = 0.0
-    decay: float = 0.0
 
     @property
     def penalises(self) -> bool:
         """Whether a penalty on masks has a weight above 0."""
-        return any((self.l1, self.l2, self.similarity, self.closeness, self.decay))
+        return any((self.l1, self.l2, self.similarity))
 
     def __post_init__(self) -> None:
         _one_of("KLConfig", "coefficients", self.coefficients, COEFFICIENTS)
         _one_of("KLConfig", "direction", self.direction, DIRECTIONS)
-        weights = ("confidence_temperature", "cross_entropy", "l1", "l2", "similarity", "closeness", "decay")
+        weights = ("confidence_temperature", "cross_entropy", "l1", "l2", "similarity")
         _at_least("KLConfig", 0, **{name: getattr(self, name) for name in weights})
         _at_least("KLConfig", 1e-6, temperature=self.temperature)
         if (self.shares is None) == (self.coefficients == "fixed"):

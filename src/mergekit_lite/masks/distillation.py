@@ -13,7 +13,7 @@ from model_components._modes import evaluating
 
 from ._eager.evidence import evidence, label_log_probs
 from ._eager.logits import Heads
-from .config import EVIDENCE, MIXTURES, KLConfig
+from .config import KLConfig
 from .layers import MaskedLayer
 from .losses import mask_penalty, masked_kl
 from .model import MaskedModel
@@ -63,9 +63,9 @@ def distill(
         teachers = _run_teachers(merger, shares, places, head is not None, inputs)
     else:
         teachers = _cached(merger, kl, count, teacher_hidden)
-    if kl.coefficients in EVIDENCE and shares is None:
+    if kl.coefficients == "evidence" and shares is None:
         examples = _examples(ids, inputs.get("position_ids"))[places] if where.dim() > 1 else places[0]
-        shares = _evidence(teachers, head, answers, examples, prefix=kl.coefficients == "prefix_evidence")
+        shares = _evidence(teachers, head, answers, examples)
     student = _outputs(merger, head is not None, inputs)[places]
     options: dict[str, Any] = {}
     if head is not None:
@@ -147,13 +147,12 @@ def _shares(
     count = merger.count
     if kl.direction == "entropy" or not places[0].numel():  # no teacher runs
         return torch.zeros(places[0].numel(), count, device=where.device)
-    if kl.coefficients in (*MIXTURES, *EVIDENCE):
+    if kl.coefficients in ("evidence", "confidence"):
         return None
-    if kl.coefficients != "task":
-        shares = kl.shares or (1.0,) * count
-        if len(shares) != count:
-            raise ValueError(f"Merger.distill: {len(shares)} shares, needed one for each of {count} components")
-        fixed = torch.tensor([s / sum(shares) for s in shares], device=where.device)
+    if kl.shares is not None:
+        if len(kl.shares) != count:
+            raise ValueError(f"Merger.distill: expected {count} shares, one a component, got {len(kl.shares)}")
+        fixed = torch.tensor([s / sum(kl.shares) for s in kl.shares], device=where.device)
         return fixed.expand(places[0].numel(), -1)
     if task is None:
         raise ValueError(
@@ -187,10 +186,8 @@ def _evidence(
     head: MaskedLayer | None,
     answers: Tensor | None,
     examples: Tensor,
-    *,
-    prefix: bool,
 ) -> Tensor:  # (N, K)
-    """How probable each teacher finds an example, as shares; by its tokens before each position with ``prefix``."""
+    """Return shares in proportion to how probable each teacher finds an example."""
     if answers is None:
         raise ValueError("Merger.distill: coefficients by evidence need labels, and this model's inputs are none")
     heads = Heads(None, None, [None] * len(teachers))
@@ -198,7 +195,7 @@ def _evidence(
         biases = [None] * len(teachers) if head.bias is None else head.frozen("bias")
         heads = Heads(head.frozen("weight"), None, biases)
     log_probs = [label_log_probs(t, heads, k, answers) for k, t in enumerate(teachers) if t is not None]
-    return evidence(torch.stack(log_probs, 1), examples, prefix=prefix)
+    return evidence(torch.stack(log_probs, 1), examples)
 
 
 def _outputs(merger: MaskedModel, hidden: bool, inputs: Mapping[str, object]) -> Tensor:

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ._eager.linear import linear
 from .config import MaskConfig
-from .constraints import acting_masks, angle_between, initial_masks, mask_shape, unconstrain
+from .constraints import acting_masks, initial_masks, mask_shape, unconstrain
 from .functional import blend, masked_embedding, masked_linear
 
 Output = Any
@@ -74,8 +74,6 @@ class MaskedLayer(nn.Module):
             raise ValueError(f"{type(self).__name__}: got {count} components, needed at least 2, or a base and 1")
         self.config = (config or MaskConfig()).resolved(over_base=base is not None)
         self.selection = selection or Selection()
-        if self.config.constraint == "spherical" and base is not None:
-            raise ValueError(f"{type(self).__name__}: constraint 'spherical' is between two weights, not over a base")
         self.over_base = base is not None
         self.components = nn.ModuleList([*components] if base is None else [*components, base])
         self.transposed = isinstance(self.plain, Conv1D) or bool(getattr(self.plain, "is_transposed", False))
@@ -104,10 +102,6 @@ class MaskedLayer(nn.Module):
             shape = mask_shape(first.shape, self.config.granularity, self.transposed)
             raw = unconstrain(initial_masks(count, shape, value, generator), self._constraint(name))
             self.masks[name] = nn.Parameter(raw.to(first.device), requires_grad=trained and not same)
-        if self.config.constraint == "spherical":
-            for name, mask in self.masks.items():
-                angle = angle_between(self.frozen(name), mask.shape[1:])
-                self.register_buffer(f"{name}_angle", angle, persistent=False)
 
     @property
     def plain(self) -> nn.Module:
@@ -131,8 +125,7 @@ class MaskedLayer(nn.Module):
 
     def _rule(self, name: str) -> Callable[[Tensor], Tensor]:
         """The function from the trained values to the constrained masks."""
-        angle = self._buffers.get(f"{name}_angle")
-        return partial(acting_masks, constraint=self._constraint(name), angle=angle, over_base=self.over_base)
+        return partial(acting_masks, constraint=self._constraint(name), over_base=self.over_base)
 
     def merged(self, name: str) -> Tensor:
         """The merged parameter, differentiable in its mask."""

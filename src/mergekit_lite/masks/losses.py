@@ -15,7 +15,7 @@ from . import reference
 from ._eager.blend import work_dtype
 from ._eager.divergence import Distillation, Objective
 from ._eager.evidence import check_labels
-from .config import DIRECTIONS, MIXTURES, KLConfig
+from .config import DIRECTIONS, KLConfig
 
 
 def masked_kl(
@@ -50,13 +50,11 @@ def masked_kl(
             a base's, belongs to the student alone.
         masks: Masks of the head, (as many, then sizes that broadcast over a head); None: the student's head is the
             first one, unmasked.
-        coefficients: Shares c of the teachers, (N, K) or (K,), at least 0, rows that sum to one; or what says them at
-            each position: ``"confidence"``, the softmax over k of -entropy_k / ``confidence_temperature``;
-            ``"entropy"``, shares inverse to entropy_k, by which not probabilities but logits are mixed.
+        coefficients: Shares c of the teachers, (N, K) or (K,), at least 0, rows that sum to one; or ``"confidence"``:
+            at each position the softmax over k of -entropy_k / ``confidence_temperature``.
         confidence_temperature: See above; 0: the surest teacher alone.
         temperature: T, above 0.
-        direction: ``"forward"`` D = KL(target, student); ``"reverse"``; ``"jensen_shannon"``; ``"entropy"``: that of
-            the student, whoever the teachers are (AdaMerging, arXiv 2310.02575).
+        direction: ``"forward"`` D = KL(target, student) or ``"reverse"`` D = KL(student, target).
         labels: Token ids for ``cross_entropy``, (N,).
         cross_entropy: Weight of the cross-entropy (at temperature 1) towards ``labels``.
         bias: The merged head's bias, (V,).
@@ -87,12 +85,10 @@ def masked_kl(
         )
     _check_numbers(direction, impl, temperature, confidence_temperature)
     if isinstance(coefficients, Tensor):
-        coefficients = _checked_shares(coefficients, student, teachers, direction)
-    elif coefficients not in MIXTURES:
-        raise ValueError(
-            f"masked_kl: coefficients are {coefficients!r}, needed shares, or one of {', '.join(MIXTURES)}"
-        )
-    elif positions and direction != "entropy" and any(t is None for t in teachers):
+        coefficients = _checked_shares(coefficients, student, teachers)
+    elif coefficients != "confidence":
+        raise ValueError(f"masked_kl: coefficients must be shares or 'confidence', got {coefficients!r}")
+    elif positions and any(t is None for t in teachers):
         absent = next(k for k, t in enumerate(teachers) if t is None)
         raise ValueError(f"masked_kl: coefficients {coefficients!r} weigh every teacher, and {absent} was not given")
     if cross_entropy:
@@ -102,14 +98,16 @@ def masked_kl(
     if positions == 0:
         return student.float().sum() + sum(0 * t.sum() for t in (masks, bias) if t is not None)
     numbers: dict[str, Any] = {
-        "coefficients": coefficients, "confidence_temperature": confidence_temperature, "temperature": temperature,
-        "direction": direction, "cross_entropy": cross_entropy,
-    }  # fmt: skip
+        "confidence_temperature": confidence_temperature,
+        "temperature": temperature,
+        "direction": direction,
+        "cross_entropy": cross_entropy,
+    }
     if impl == "reference":
         if any(t is None for t in teachers) or bias is not None or normalizer is not None:
             raise ValueError("masked_kl: impl 'reference' takes every teacher, no bias and no normalizer")
         plain = [t for t in teachers if t is not None]
-        return reference.masked_kl(student, plain, heads, masks, labels=labels, **numbers)
+        return reference.masked_kl(student, plain, heads, masks, coefficients=coefficients, labels=labels, **numbers)
     fixed = [None if t is None else t.detach() for t in teachers]
     if heads is not None and student.dtype != heads[0].dtype:  # autocast's
         student = student.to(heads[0].dtype)
@@ -120,7 +118,7 @@ def masked_kl(
         "biases": teacher_biases or [None] * len(teachers),
         "labels": labels,
         "normalizer": positions if normalizer is None else normalizer,
-        "objective": Objective(**numbers),
+        "objective": Objective(coefficients=coefficients if isinstance(coefficients, Tensor) else None, **numbers),
     }
     with torch.autocast(student.device.type, enabled=False):
         return Distillation.apply(student, masks, bias, arguments)
@@ -155,16 +153,14 @@ def _check_numbers(direction: str, impl: str, temperature: float, confidence_tem
         raise ValueError(f"masked_kl: confidence_temperature is {confidence_temperature}, needed 0 or at least 1e-30")
 
 
-def _checked_shares(
-    coefficients: Tensor, student: Tensor, teachers: Sequence[Tensor | None], direction: str
-) -> Tensor:  # (N, K)
+def _checked_shares(coefficients: Tensor, student: Tensor, teachers: Sequence[Tensor | None]) -> Tensor:  # (N, K)
     positions, count = student.shape[0], len(teachers)
     if coefficients.shape not in ((count,), (positions, count)):
         raise ValueError(
             f"masked_kl: coefficients are {list(coefficients.shape)}, needed ({positions}, {count}) or ({count},)"
         )
     coefficients = coefficients.to(work_dtype(student.dtype)).expand(positions, count)
-    if direction == "entropy" or not positions:
+    if not positions:
         return coefficients
     low, sums = coefficients.amin(), coefficients.sum(1)
     if not (bool(low >= 0) and bool(((sums - 1).abs() <= 1e-2).all())):
@@ -183,13 +179,13 @@ def mask_penalty(masks: Sequence[Tensor], config: KLConfig) -> Tensor:
 
     Args:
         masks: As they act, constrained; (K, ...) each.
-        config: Its weights ``l1``, ``l2``, ``similarity``, ``closeness`` and ``decay``.
+        config: The weights ``l1``, ``l2`` and ``similarity``.
 
     Returns:
         A scalar, differentiable in the masks.
 
-    >>> mask_penalty([torch.tensor([[1.0], [0.5]])], KLConfig(l1=1.0, decay=1.0))
-    tensor(0.9500)
+    >>> mask_penalty([torch.tensor([[1.0], [0.5]])], KLConfig(l1=1.0))
+    tensor(0.7500)
     """
     total = masks[0].new_zeros(())
     if not config.penalises:
@@ -206,9 +202,4 @@ def mask_penalty(masks: Sequence[Tensor], config: KLConfig) -> Tensor:
     own, other, both = energy[pairs[0]], energy[pairs[1]], products[pairs[0], pairs[1]]
     if config.similarity and count > 1:
         total = total + config.similarity * (both / (own * other).sqrt().clamp_min(1e-12)).mean()
-    if config.closeness and count > 1:
-        apart = sum((m[pairs[0]] - m[pairs[1]]).square().sum() for m in masks)
-        total = total + config.closeness * apart / (places * pairs.shape[1])
-    if config.decay:
-        total = total + config.decay * energy[1:].sum() / energy.sum().clamp_min(1e-12)
     return total

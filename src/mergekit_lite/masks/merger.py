@@ -70,7 +70,7 @@ class Merger(MaskedModel):
             paths: Folders or hub ids, in the order of the masks; ``"model+adapter"`` and folders of LoRA adapters too.
             base: What they were tuned from: masks lie over differences from it. Adapters of its linear layers then stay
                 factors, and all models take the memory of one (not with element masks, which need whole weights).
-            masks: A file of `save_masks`, or a folder of `train_layerwise`, to go on from; it also says the config.
+            masks: A file of `save_masks` to go on from; it also sets the config.
             auto_class: Which head, for example ``AutoModelForSequenceClassification``.
             dtype: Of all components; ``"auto"``: as stored.
             model_options: More for ``auto_class.from_pretrained``, such as ``attn_implementation``, or fields of the

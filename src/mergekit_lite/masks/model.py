@@ -180,11 +180,7 @@ class MaskedModel(nn.Module):
 
     def _apply(self, fn: object, recurse: bool = True) -> Self:
         before, masks = self.model.dtype, {name: mask.data for name, mask in self._raw.items()}
-        angles = {name: buffer for name, buffer in self.named_buffers() if name.endswith("_angle")}
         super()._apply(fn, recurse)
-        for name, angle in angles.items():  # of the weights as they are stored: as exact as masks
-            layer, _, own = name.rpartition(".")
-            self.get_submodule(layer).register_buffer(own, angle.to(self.get_buffer(name).device), persistent=False)
         for name, mask in self._raw.items():  # masks stay float32: half precision would round training steps away
             if mask.dtype != masks[name].dtype:
                 mask.data = masks[name].to(mask.device)

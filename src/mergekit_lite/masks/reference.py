@@ -67,9 +67,6 @@ def masked_kl(
     entropies = -(logs.exp() * logs).sum(-1)
     if isinstance(coefficients, Tensor):
         target = (coefficients[..., None] * logs.exp()).sum(1)
-    elif coefficients == "entropy":
-        shares = (1 / entropies) / (1 / entropies).sum(-1, keepdim=True)
-        target = torch.softmax((shares[..., None] * logs).sum(1), -1)
     else:
         if confidence_temperature == 0:
             shares = F.one_hot(entropies.argmin(-1), len(teachers)).to(logs.dtype)
@@ -79,13 +76,8 @@ def masked_kl(
     log_s = torch.log_softmax(student / temperature, -1)
     if direction == "forward":
         loss = torch.xlogy(target, target) - target * log_s
-    elif direction == "reverse":
-        loss = log_s.exp() * (log_s - target.log())
-    elif direction == "entropy":
-        loss = -log_s.exp() * log_s
     else:
-        middle = (target + log_s.exp()) / 2
-        loss = (torch.xlogy(target, target) + log_s.exp() * log_s) / 2 - torch.xlogy(middle, middle)
+        loss = log_s.exp() * (log_s - target.log())
     loss = temperature**2 * loss.sum(-1).mean()
     if cross_entropy:
         assert labels is not None
@@ -96,14 +88,9 @@ def masked_kl(
 def evidence(
     log_probs: Tensor,  # (N, K)
     example: Tensor,  # (N,)
-    *,
-    prefix: bool = False,
 ) -> Tensor:  # (N, K)
-    """Which teacher wrote the example: c_k ∝ Π_t p_k(x_t) over its positions, or over those before each."""
+    """The probability that each teacher wrote the example: c_k ∝ Π_t p_k(x_t) over its positions."""
     coefficients = torch.empty_like(log_probs)
     for n in range(len(example)):
-        seen = example == example[n]
-        if prefix:
-            seen = seen & (torch.arange(len(example)) < n)
-        coefficients[n] = torch.softmax(log_probs[seen].sum(0), 0)
+        coefficients[n] = torch.softmax(log_probs[example == example[n]].sum(0), 0)
     return coefficients

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from model_components._folders import check_new, new_file
@@ -27,41 +27,25 @@ from .model import MaskedModel, StoredAs
 _FORMAT = "mergekit_lite masks 1"
 _OPTIONS = ("max_shard_size", "dtype", "threads", "resume", "progress")
 MASKS = "masks.safetensors"
-PARTS = "part-*.safetensors"
 
 
 def save_masks(merger: MaskedModel, path: Path) -> Path:
     """`Merger.save_masks`: beside the final name first, and renamed when whole."""
-    metadata = mask_metadata(
-        merger.mask_config, merger.labels, merger.hashes(), merger.model.dtype, over_base=merger.over_base
-    )
+    metadata = {
+        "format": _FORMAT,
+        "config": merger.mask_config.to_json(),
+        "components": json.dumps(merger.labels),
+        "sha256": json.dumps(merger.hashes()),
+        "dtype": str(merger.model.dtype),
+        "over_base": json.dumps(merger.over_base),
+    }
     masks = {name: mask.detach().cpu().contiguous() for name, mask in merger.masks().items()}
     with new_file(path, "save_masks") as part:
         save_file(masks, part, metadata)
     return path
 
 
-def mask_metadata(
-    config: MaskConfig, labels: Sequence[str], hashes: Sequence[str], dtype: torch.dtype, *, over_base: bool
-) -> dict[str, str]:
-    """What a file of masks says of its components."""
-    return {
-        "format": _FORMAT,
-        "config": config.to_json(),
-        "components": json.dumps(labels),
-        "sha256": json.dumps(hashes),
-        "dtype": str(dtype),
-        "over_base": json.dumps(over_base),
-    }
-
-
-def mask_parts(path: Path) -> list[Path]:
-    """The file of masks, or those in a folder of `train_layerwise`."""
-    return sorted(path.glob(PARTS)) if path.is_dir() else [path]
-
-
 def _metadata(path: Path) -> dict[str, str]:
-    path = next(iter(mask_parts(path)), path)
     if not path.is_file():
         raise ValueError(f"load_masks: {path} is not there, or holds no masks")
     try:
@@ -103,10 +87,7 @@ def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
             f"load_masks: {path} has {saved.granularity} masks with constraint {saved.constraint}, this merger "
             f"{config.granularity} with {config.constraint}"
         )
-    loaded: dict[str, Tensor] = {}
-    for part in mask_parts(path):
-        with safe_open(part, "pt") as file:
-            loaded |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
+    loaded = load_file(path)
     if odd := sorted(loaded.keys() ^ masks.keys()):
         raise ValueError(f"load_masks: {path} and the merger differ in {odd[0]} ({len(odd)} such)")
     for name, values in loaded.items():
@@ -117,58 +98,24 @@ def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
     return loaded
 
 
-def check_options(options: Mapping[str, object]) -> None:
-    """Refuse what is no option of a bake.
-
-    Raises:
-        ValueError: With its name.
-    """
-    if unknown := sorted(options.keys() - set(_OPTIONS)):
-        raise ValueError(f"bake: unknown option {unknown[0]!r}; needed some of {', '.join(_OPTIONS)}")
-
-
-def bake(merger: MaskedModel, out: Path, options: Mapping[str, object]) -> MergeReport:
+def bake(merger: MaskedModel, out: Path, options: Mapping[str, Any]) -> MergeReport:
     """`Merger.bake`: from the components' files where their tensors bear the model's names, else from memory."""
-    check_options(options)
+    if unknown := sorted(options.keys() - set(_OPTIONS)):
+        raise ValueError(f"bake: unknown option {unknown[0]!r}; options are {', '.join(_OPTIONS)}")
     check_new(out, "bake")
     masks = {name: mask.detach().cpu() for name, mask in merger.effective_masks().items()}
     if bad := [name for name, mask in masks.items() if not torch.isfinite(mask).all()]:
         raise ValueError(f"bake: the mask of {bad[0]} is not finite ({len(bad)} such); training has diverged")
     count = len(merger.labels)
-    inner = [source for k in range(count) if (source := _stored(merger, k)) is not None]
-    if len(inner) < count:
-        inner = [_resident(merger, k) for k in range(count)]
+    sources = [source for k in range(count) if (source := _stored(merger, k)) is not None]
+    if len(sources) < count:
+        sources = [_resident(merger, k) for k in range(count)]
     dtypes = {name: value.dtype for name, value in merger.state(0).items()}
     factored = {name for name, (layer, _) in merger.places().items() if isinstance(layer, LowRankMaskedLinear)}
-    return bake_sources(
-        inner, masks, dtypes, out, options, over_base=merger.over_base, rounds=lambda name: name not in factored
-    )
-
-
-def bake_sources(
-    sources: Sequence[Source],
-    masks: Mapping[str, Tensor],
-    dtypes: Mapping[str, torch.dtype],
-    out: Path,
-    options: Mapping[str, Any],
-    *,
-    over_base: bool,
-    rounds: Callable[[str], bool],
-) -> MergeReport:
-    """Write ``Σ_k mask_k * tensor_k``, streaming, by the engine of `merge_models`.
-
-    Args:
-        sources: The components.
-        masks: As they act, one a source, by tensor name; see `MaskedSource`.
-        dtypes: Of the result's tensors.
-        out: Folder to write.
-        options: Of `merge_models`.
-        over_base: The last source is the base, whose config the result has.
-        rounds: Of which tensors values are rounded to their dtype before they are summed.
-    """
-    plain = len(sources) - 1 if over_base else 0
+    plain = count - 1 if merger.over_base else 0  # the base, or the first component, whose config the result has
     models = [
-        MaskedSource(source, k, masks, dtypes, rounds=rounds, lone=k == plain) for k, source in enumerate(sources)
+        MaskedSource(source, k, masks, dtypes, rounds=lambda name: name not in factored, lone=k == plain)
+        for k, source in enumerate(sources)
     ]
     models[0].config = sources[plain].config
     report = merge_models(models, "linear", weight=[1.0] * len(models), normalize=False, out=out, **options)

@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from model_components._trainer import Loss, StepTrainer, TrainData, TrainerOptions
 
 from .config import KLConfig
-from .data import TaskMixture, TaskStream
+from .data import TaskMixture
 from .merger import Merger
 from .storage import MASKS
 
@@ -71,13 +71,13 @@ class MaskTrainer(StepTrainer):
         data = train_dataset
         if hasattr(data, "__len__") and not len(data):
             raise ValueError("MaskTrainer: train_dataset is empty; needed examples")
-        if isinstance(data, (TaskMixture, TaskStream)) and (kl or KLConfig()).coefficients == "task":
+        if isinstance(data, TaskMixture) and (kl or KLConfig()).coefficients == "task":
             if len(data.datasets) > model.count:
                 raise ValueError(
                     f"MaskTrainer: {len(data.datasets)} tasks, but the merger has {model.count} components; needed one "
                     "for each, or coefficients='evidence', which asks for no task"
                 )
-            followed = [any(not hasattr(d, "__len__") or len(d) for d in parts) for parts in data.datasets]
+            followed = [any(len(d) for d in parts) for parts in data.datasets]
             idle = [k for k in range(model.count) if k >= len(followed) or not followed[k]]
             if idle:
                 warnings.warn(

@@ -2,16 +2,13 @@
 
 import json
 from collections import Counter
-from itertools import islice
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
-from mergekit_lite.masks import KLConfig, MaskCollator, MaskTrainer, TaskMixture, TaskStream, TextExamples
-from tests.mergekit_lite.masks.test_training import arguments, merger_of
+from mergekit_lite.masks import MaskCollator, TaskMixture, TextExamples
 
 CHAT = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
@@ -69,32 +66,6 @@ def test_a_temperature_makes_sizes_more_alike():
     assert found == [10, 25, 50]  # 90^(1/2) : 10^(1/2) is 3 : 1
 
 
-def test_a_stream_begins_anew_and_draws_by_weight():
-    class Rows:
-        def __iter__(self):
-            return iter(numbered(3))
-
-    stream = TaskStream([Rows(), [numbered(2, 10), Rows()]], weights=[1, 3], seed=4)
-    seen = list(islice(stream, 4000))
-    assert 0.22 < sum(e["task"] == 0 for e in seen) / 4000 < 0.28
-    assert [e["input_ids"][0] for e in seen if e["task"] == 1][:7] == [10, 11, 0, 1, 2, 10, 11]
-    assert list(islice(stream, 50)) == seen[:50]
-    workers = DataLoader(stream, batch_size=4, num_workers=2, collate_fn=lambda rows: [r["task"] for r in rows])
-    tasks = list(islice(workers, 8))
-    assert tasks[0::2] != tasks[1::2]
-
-
-def test_a_stream_trains(tmp_path):
-    parts = [[{"input_ids": [3, 4, 5, 6]}], [{"input_ids": [7, 8, 9]}]]
-    collator, before = MaskCollator(pad_token_id=0), merger_of()
-    merger = merger_of()
-    MaskTrainer(
-        merger, arguments(tmp_path, max_steps=2, save_strategy="no"), train_dataset=TaskStream(parts),
-        data_collator=collator, kl=KLConfig(),
-    ).train()  # fmt: skip
-    assert any(not torch.equal(m, before.masks()[n]) for n, m in merger.masks().items())
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -105,9 +76,7 @@ def test_a_stream_trains(tmp_path):
         (lambda: TaskMixture([numbered(2)], weights=[float("nan")]), r"weights are \[nan\]"),
         (lambda: TaskMixture([numbered(2)], temperature=0), "temperature 0"),
         (lambda: TaskMixture([numbered(2)], temperature=1, weights=[1]), "needed one of them"),
-        (lambda: TaskMixture([iter(numbered(2))]), "TaskStream takes those that are streamed"),
-        (lambda: TaskStream({"a": 1}), "needed a list in the order"),
-        (lambda: next(iter(TaskStream([[]]))), "component 0 has no examples"),
+        (lambda: TaskMixture([iter(numbered(2))]), "expected data sets that have a length"),
         (lambda: TextExamples([], tokenizer()), "no rows came"),
         (lambda: TextExamples([3], tokenizer()), "rows, row 1 is a int; needed a text"),
         (lambda: TextExamples([{"prompt": "a"}], tokenizer()), "row 1 has prompt; needed messages"),

@@ -162,7 +162,7 @@ def test_folding_ends_with_training_and_with_new_masks(tmp_path):
 
 def test_masks_go_to_disk_and_come_back(tmp_path):
     paths = pair("gpt2", tmp_path)
-    merger = open_merger(paths, granularity="output", constraint="unit_sphere")
+    merger = open_merger(paths, granularity="output", constraint="sigmoid")
     path = merger.save_masks(tmp_path / "deep" / "m.safetensors")
     again = Merger.from_pretrained(paths, masks=path).eval()
     assert again.mask_config == merger.mask_config
@@ -361,12 +361,8 @@ def test_masks_begin_as_a_recipe(method, tmp_path):
 
 CONSTRAINTS = {
     "unit_interval": lambda m: ((m >= 0) & (m <= 1)).all(),
-    "symmetric": lambda m: (m.abs() <= 1).all(),
     "sum_to_one": lambda m: torch.allclose(m.sum(0), torch.ones_like(m[0])),
-    "unit_sphere": lambda m: torch.allclose(m.square().sum(0), torch.ones_like(m[0])),
     "sigmoid": lambda m: ((m > 0) & (m < 1)).all(),
-    "tanh": lambda m: (m.abs() < 1).all(),
-    "cosine": lambda m: ((m >= 0) & (m <= 1)).all(),
 }
 
 
@@ -380,62 +376,20 @@ def test_constraints_hold_and_let_gradients_through(constraint):
     assert torch.autograd.gradcheck(lambda r: constrain(r, constraint), (inner.requires_grad_(),))
 
 
-@pytest.mark.parametrize("granularity", ["scalar", "input", "output"])
-def test_spherical_masks_are_those_of_spherical_interpolation(granularity, tmp_path):
-    """At the beginning: halfway; against the definition on whole tensors, or on columns or rows."""
-    models = [tiny("llama", seed) for seed in range(2)]
-    merger = Merger(models, MaskConfig(constraint="spherical", granularity=granularity))
-    states, dims = [m.state_dict() for m in models], {"scalar": (0, 1), "input": (0,), "output": (1,)}[granularity]
-    for name, masks in merger.effective_masks().items():
-        one, other = (s[name].double() for s in states)
-        kept = dims if one.dim() == 2 else (0,)
-        cosine = (one * other).sum(kept, keepdim=True) / (
-            one.norm(dim=kept, keepdim=True) * other.norm(dim=kept, keepdim=True)
-        )
-        half = 1 / (2 * (cosine.acos() / 2).cos())
-        expected = torch.where(cosine.abs() > 0.9995, 0.5, half).expand_as(masks[0])
-        for mask in masks:
-            torch.testing.assert_close(mask.double(), expected, rtol=1e-5, atol=1e-6)
-    assert all(len(raw) == 1 for raw in merger.masks().values())
-    merger(input_ids=IDS).logits.square().sum().backward()
-    assert all(raw.grad.isfinite().all() for raw in merger.masks().values())
-    merger.bake(tmp_path / "out", progress=False)
-    baked = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert torch.equal(logits(baked), logits(merger.eval()))
-
-
-def test_angles_between_weights_stay_exact_in_half_precision():
-    merger = Merger([tiny("llama", 1), tiny("llama", 2)], MaskConfig(constraint="spherical"))
-    before = {name: buffer.clone() for name, buffer in merger.named_buffers() if name.endswith("_angle")}
-    merger.to(torch.bfloat16)
-    assert before
-    assert all(torch.equal(merger.get_buffer(name), angle) for name, angle in before.items())
-
-
 def test_what_has_no_row_no_mask_or_no_name_is_refused():
     merger = Merger([tiny("llama", 1), tiny("llama", 2)])
     with pytest.raises(IndexError):
         merger(input_ids=torch.tensor([[-1, 2]]))
-    with pytest.raises(ValueError, match=r"constraint is 'softmax', angle None; needed one of none"):
+    with pytest.raises(ValueError, match=r"constrain: .*'softmax'"):
         constrain(torch.ones(2), "softmax")
     with pytest.raises(ValueError, match="3 labels for 2 models"):
         Merger([tiny("llama", 1), tiny("llama", 2)], labels=["a", "b", "c"])
 
 
-@pytest.mark.parametrize(
-    ("constraint", "initial", "count", "message"),
-    [
-        ("sigmoid", "component:0", 2, "'sigmoid' needed values inside 0 and 1"),
-        ("tanh", 1.0, 2, "'tanh' needed values inside -1 and 1"),
-        ("spherical", "component:1", 2, "'spherical' needed values inside 0 and 1"),
-        ("spherical", "average", 3, "between 2 components, here are 3"),
-        ("cosine", "component:0", 2, "'cosine' needed values inside 0 and 1"),
-        ("unit_sphere", 0.0, 2, "constraint 'unit_sphere' needed one that is not"),
-    ],
-)
-def test_masks_that_a_constraint_cannot_begin_as_are_refused(constraint, initial, count, message):
-    with pytest.raises(ValueError, match=message):
-        Merger([tiny("gpt2", seed) for seed in range(count)], MaskConfig(constraint=constraint, initial=initial))
+@pytest.mark.parametrize(("constraint", "initial"), [("sigmoid", "component:0"), ("sum_to_one", 0.3)])
+def test_masks_that_a_constraint_cannot_begin_as_are_refused(constraint, initial):
+    with pytest.raises(ValueError, match=f"MaskConfig: .*'{constraint}'"):
+        Merger([tiny("gpt2", seed) for seed in range(2)], MaskConfig(constraint=constraint, initial=initial))
 
 
 def test_masks_begin_where_a_gradient_leads_back_inside():
@@ -480,8 +434,8 @@ def test_constrained_element_masks_are_not_kept_until_backward():
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("constraint", ["unit_interval", "symmetric"])
-def test_a_mask_far_outside_its_bounds_comes_back(constraint):
+def test_a_mask_far_outside_its_bounds_comes_back():
+    constraint = "unit_interval"
     raw = (3 * torch.randn(3, 5, generator=torch.Generator().manual_seed(0))).requires_grad_()
     optimizer = torch.optim.SGD([raw], lr=0.1)
     for _ in range(300):

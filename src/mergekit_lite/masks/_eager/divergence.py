@@ -22,8 +22,8 @@ from torch.autograd.function import once_differentiable
 from model_components._autograd import Context
 
 from .blend import part_of, reduce_any, work_dtype
+from .confidence import ByConfidence
 from .logits import Heads, chunks, entropies, log_softmax_, logaddexp_, stretches, sum_of
-from .mixtures import MIXTURES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +31,14 @@ class Objective:
     """What `Distillation` compares, besides tensors.
 
     Args:
-        coefficients: (N, K), or the rule that says them: ``"confidence"`` or ``"entropy"``.
-        direction: ``"forward"``, ``"reverse"``, ``"jensen_shannon"``; ``"entropy"``: of the student, without teachers.
+        coefficients: (N, K), or None for shares by confidence.
+        direction: ``"forward"`` or ``"reverse"``.
         temperature: T.
         confidence_temperature: Of ``"confidence"``.
         cross_entropy: Weight of the cross-entropy towards labels.
     """
 
-    coefficients: Tensor | str
+    coefficients: Tensor | None
     direction: str
     temperature: float
     confidence_temperature: float
@@ -73,10 +73,9 @@ class _Work:
     def run(self) -> None:
         """All chunks."""
         shares = self.objective.coefficients
-        used = (shares > 0).cumsum(0).tolist() if isinstance(shares, Tensor) else None  # looked at once
+        used = None if shares is None else (shares > 0).cumsum(0).tolist()  # one copy from the device for all chunks
         for chunk, (target, logits) in chunks(self.student, self.heads, self.work, buffers=2):
-            if self.objective.direction != "entropy":
-                self.mix(chunk, None if used is None else _between(used, chunk), target, logits)
+            self.mix(chunk, None if used is None else _between(used, chunk), target, logits)
             hidden = self.student[chunk]
             self.heads.student(hidden, self.bias, logits)
             for rows in stretches(logits):
@@ -90,14 +89,15 @@ class _Work:
 
     def mix(self, chunk: slice, counts: Sequence[int] | None, target: Tensor, scratch: Tensor) -> None:
         """Fill ``target`` with the teachers' mixture, as log probabilities; ``scratch`` holds one teacher at a time."""
-        shares, mixture = self.objective.coefficients, None
-        if isinstance(shares, Tensor):
-            target.fill_(-math.inf)
+        shares = self.objective.coefficients
+        mixture = None
+        if shares is None:
+            mixture = ByConfidence(target, self.objective.confidence_temperature)
         else:
-            mixture = MIXTURES[shares](target, self.objective.confidence_temperature)
+            target.fill_(-math.inf)
         for k, teacher in enumerate(self.teachers):
             rows: Tensor | slice = slice(None)
-            if isinstance(shares, Tensor):
+            if shares is not None:
                 assert counts is not None
                 if not counts[k]:
                     continue
@@ -109,7 +109,7 @@ class _Work:
             if self.objective.temperature != 1:
                 logs /= self.objective.temperature
             log_softmax_(logs)
-            if isinstance(shares, Tensor):
+            if shares is not None:
                 logaddexp_(target, logs.add_(shares[chunk][rows, k, None].log()), rows)
             else:
                 assert mixture is not None
@@ -180,27 +180,7 @@ def _reverse(target: Tensor, logs: Tensor) -> Tensor:
     return rows.sum(dtype=torch.float64)
 
 
-def _jensen_shannon(target: Tensor, logs: Tensor) -> Tensor:
-    p, q = logs.exp(), target.exp()
-    middle = torch.logaddexp(logs, target).sub_(math.log(2))
-    difference = torch.where(p == 0, 0, logs - middle)
-    rows = (p * difference).sum(-1, keepdim=True)
-    other = sum_of(torch.where(q == 0, 0, q * (target - middle)))
-    torch.mul(p, difference - rows, out=logs).div_(2)
-    return (rows.sum(dtype=torch.float64) + other) / 2
-
-
-def _entropy(target: Tensor, logs: Tensor) -> Tensor:
-    p = logs.exp()
-    terms = torch.where(p == 0, 0, logs)
-    rows = (p * terms).sum(-1, keepdim=True)
-    torch.mul(p, rows - terms, out=logs)
-    return -rows.sum(dtype=torch.float64)
-
-
-_DIVERGENCES = {
-    "forward": _forward, "reverse": _reverse, "jensen_shannon": _jensen_shannon, "entropy": _entropy,
-}  # fmt: skip
+_DIVERGENCES = {"forward": _forward, "reverse": _reverse}
 
 
 def _between(cumulative: list[list[int]], chunk: slice) -> list[int]:

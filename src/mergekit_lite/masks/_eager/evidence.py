@@ -38,12 +38,10 @@ def label_log_probs(states: Tensor, heads: Heads, k: int, labels: Tensor) -> Ten
 def evidence(
     log_probs: Tensor,  # (N, K)
     example: Tensor,  # (N,), ascending
-    *,
-    prefix: bool,
 ) -> Tensor:  # (N, K)
-    """c_k ∝ Π_t p_k(x_t) over the positions of an example, or over those before each (uniform at its first)."""
+    """Return the teachers' shares at each position: c_k ∝ Π_t p_k(x_t) over the positions of its example."""
     log_probs = log_probs.double().clamp_min(_LEAST)
     _, sizes = example.unique_consecutive(return_counts=True)
     parts = log_probs.split(sizes.tolist())
-    sums = [part.cumsum(0) - part if prefix else part.sum(0).expand_as(part) for part in parts]
+    sums = [part.sum(0).expand_as(part) for part in parts]
     return torch.cat(sums).softmax(1)

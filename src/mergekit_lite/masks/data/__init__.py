@@ -2,7 +2,7 @@
 
 from ...data import TextExamples
 from .collator import MaskCollator
-from .mixture import TaskMixture, TaskStream
+from .mixture import TaskMixture
 from .teachers import CachedTeachers, cache_teachers
 
-__all__ = ["CachedTeachers", "MaskCollator", "TaskMixture", "TaskStream", "TextExamples", "cache_teachers"]
+__all__ = ["CachedTeachers", "MaskCollator", "TaskMixture", "TextExamples", "cache_teachers"]

@@ -1,16 +1,16 @@
-"""The examples of several components: `TaskMixture`, which can be indexed, and `TaskStream`, which cannot."""
+"""The examples of several components: `TaskMixture`."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset
 
-from .collator import Example, Examples
+from .collator import Examples
 
 _Place = tuple[int, int, int]  # a component, its data set, an example of that
 
@@ -52,7 +52,7 @@ class TaskMixture(Dataset):
             raise ValueError(f"TaskMixture: weights are {weights!r}, needed numbers, or 'tokens'")
         self.datasets = _of_components("TaskMixture", datasets)
         if not all(hasattr(d, "__len__") for parts in self.datasets for d in parts):
-            raise ValueError("TaskMixture: a data set has no length; TaskStream takes those that are streamed")
+            raise ValueError("TaskMixture: expected data sets that have a length, got one that is streamed")
         places = [[(k, d, i) for d in range(len(parts)) for i in range(len(parts[d]))]
                   for k, parts in enumerate(self.datasets)]  # fmt: skip
         if temperature is not None:
@@ -76,40 +76,6 @@ class TaskMixture(Dataset):
     def __getitem__(self, index: int) -> dict[str, object]:
         task, dataset, place = self._places[index]
         return {**self.datasets[task][dataset][place], "task": task}
-
-
-class TaskStream(IterableDataset):
-    """Endless examples of several data sets that are read as they come, each with its ``task``.
-
-    A component is drawn, then its next example; a data set that ends begins anew. Training says how long by
-    ``max_steps``. Workers of a loader draw different components, of the same examples.
-
-    Args:
-        datasets: For each component what gives examples each time it is iterated, or a list of several that follow each
-            other.
-        weights: How often each component comes; default: all alike.
-        seed: Of the draws.
-
-    Raises:
-        ValueError: A mapping; weights that are none; while it is read, a component without examples.
-
-    >>> stream = iter(TaskStream([[{"input_ids": [1]}], [{"input_ids": [2]}]], weights=[0, 1]))
-    >>> [next(stream) for _ in range(2)]
-    [{'input_ids': [2], 'task': 1}, {'input_ids': [2], 'task': 1}]
-    """
-
-    def __init__(self, datasets: Sequence[object], *, weights: Sequence[float] | None = None, seed: int = 0):
-        self.datasets, self.seed = _of_components("TaskStream", datasets), seed
-        self.weights = [1.0] * len(self.datasets) if weights is None else list(weights)
-        _check_weights("TaskStream", self.weights, [1] * len(self.datasets))
-
-    def __iter__(self) -> Iterator[dict[str, object]]:
-        worker = get_worker_info()
-        rng = random.Random(f"{self.seed} {0 if worker is None else worker.id}")
-        streams = [_endless(parts, k) for k, parts in enumerate(self.datasets)]
-        while True:
-            (task,) = rng.choices(range(len(streams)), self.weights)
-            yield {**next(streams[task]), "task": task}
 
 
 def _of_components(operation: str, datasets: Sequence[object]) -> list[list[Any]]:
@@ -155,14 +121,3 @@ def _drawn(rng: random.Random, places: list[_Place], count: int) -> list[_Place]
     """``count`` of the places, each as often as any other or once more."""
     whole, rest = divmod(count, len(places)) if places else (0, 0)
     return places * whole + rng.sample(places, rest)
-
-
-def _endless(parts: Sequence[Iterable[Example]], component: int) -> Iterator[Example]:
-    while True:
-        empty = True
-        for part in parts:
-            for example in part:
-                empty = False
-                yield example
-        if empty:
-            raise ValueError(f"TaskStream: component {component} has no examples")

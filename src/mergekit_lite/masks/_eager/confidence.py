@@ -1,7 +1,4 @@
-"""Mixtures whose shares at a position follow from the teachers' entropies there; teachers are added one by one.
-
-Each is made of a buffer (n, V), which becomes log probabilities of the mixture.
-"""
+"""The mixture of teachers by confidence: shares at a position follow from the teachers' entropies there."""
 
 from __future__ import annotations
 
@@ -10,11 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from .logits import log_softmax_, logaddexp_, stretches
+from .logits import logaddexp_, stretches
 
 
 class ByConfidence:
     """Shares that are the softmax over teachers of -entropy / temperature; at temperature 0 the surest teacher alone.
+
+    Teachers are added one by one to a buffer (n, V), which becomes the log probabilities of the mixture.
 
     Weights are kept relative to the surest teacher so far: at a small temperature they are huge numbers, whose
     difference rounding would swallow.
@@ -44,26 +43,3 @@ class ByConfidence:
         """Shares that sum to one."""
         if self.temperature:
             self.target -= self.total
-
-
-class ByEntropy:
-    """The teachers' logits, mixed by shares in proportion to 1 / entropy."""
-
-    def __init__(self, target: Tensor, temperature: float):
-        self.target = target.zero_()
-        self.total = torch.zeros_like(target[:, :1])
-
-    def add(self, logs: Tensor, entropy: Tensor) -> None:
-        """Another teacher; logits that are shifted to log probabilities mix to the same distribution."""
-        share = 1 / entropy.clamp_min(torch.finfo(entropy.dtype).tiny ** 0.5)
-        self.total += share
-        for piece in stretches(self.target):
-            self.target[piece] += share[piece] * logs[piece]
-
-    def finish(self) -> None:
-        """Log probabilities."""
-        self.target /= self.total
-        log_softmax_(self.target)
-
-
-MIXTURES = {"confidence": ByConfidence, "entropy": ByEntropy}

@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     merge.add_argument("out", help="folder to write; must not exist or be empty")
     merge.add_argument(
         "--calibration", nargs="+", metavar="FILE",
-        help="text or JSON, one of each model's data in order, for regmean, regmean++, activation and fisher",
+        help="text or JSON, one of each model's data in order, for regmean and regmean++",
     )  # fmt: skip
     merge.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
     merge.add_argument("--cuda", action="store_true", help=argparse.SUPPRESS)  # as mergekit's users write it

@@ -7,7 +7,6 @@ Source of each formula: the docstring of the method of the same name in `mergeki
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -352,22 +351,6 @@ def ramplus_tl(
     return base + torch.stack(scaled).sum(0) / count.clamp(min=1)
 
 
-def consensus(
-    tensors: list[Tensor],
-    base: Tensor,
-    *,
-    weight: Weights,
-    tall_lambda: float = 0.6,
-    min_models: int = 2,
-    lambda_: float = 1.0,
-) -> Tensor:
-    """Keep what at least ``min_models`` TALL masks select."""
-    changes = [w * (t - base) for w, t in zip(weight, tensors, strict=True)]
-    total = _total(changes)
-    votes = _total((c.abs() > tall_lambda * (total - c).abs()).to(base.dtype) for c in changes)
-    return base + lambda_ * total * (votes >= min_models).to(base.dtype)
-
-
 def _mean_change(tensors: list[Tensor], base: Tensor, weight: Weights, alpha: float) -> Tensor:
     return base + alpha * sum(w * (t - base) for w, t in zip(weight, tensors, strict=True)) / len(tensors)
 
@@ -398,44 +381,3 @@ def iso_c(tensors: list[Tensor], base: Tensor, *, weight: Weights, alpha: float 
         return _mean_change(tensors, base, weight, alpha)
     u, s, v = torch.linalg.svd(sum(w * (t - base) for w, t in zip(weight, tensors, strict=True)), full_matrices=False)
     return base + alpha * u @ torch.diag(s.mean().expand_as(s)) @ v
-
-
-def iso_cts(
-    tensors: list[Tensor], base: Tensor, *, weight: Weights, alpha: float = 1.0, common_space_fraction: float = 0.8
-) -> Tensor:
-    """Common directions, then each task's own, one strength."""
-    if base.dim() != 2:
-        return _mean_change(tensors, base, weight, alpha)
-    changes = [w * (t - base) for w, t in zip(weight, tensors, strict=True)]
-    rank = min(base.shape)
-    each = math.floor((1 - common_space_fraction) * rank / len(changes))
-    common = rank - each * len(changes)
-    u, s, v = torch.linalg.svd(sum(changes), full_matrices=False)
-    us, ss, vs = [u[:, :common]], [s[:common]], [v[:common]]
-    projector = us[0] @ us[0].mT
-    for change in changes:
-        own_u, own_s, own_v = torch.linalg.svd(change - projector @ change, full_matrices=False)
-        us.append(own_u[:, :each])
-        ss.append(own_s[:each])
-        vs.append(own_v[:each])
-    strength = torch.cat(ss).mean()
-    return base + alpha * strength * _procrustes(torch.cat(us, 1)) @ _procrustes(torch.cat(vs, 0))
-
-
-def knots(
-    tensors: list[Tensor],
-    base: Tensor,
-    *,
-    weight: Weights,
-    density: Weights,
-    normalize: bool = True,
-    lambda_: float = 1.0,
-) -> Tensor:
-    """`ties` on the right factors of a joint singular value decomposition."""
-    settings = {"weight": weight, "density": density, "normalize": normalize, "lambda_": lambda_}
-    if base.dim() != 2:
-        return ties(tensors, base, **settings)
-    u, s, v = torch.linalg.svd(torch.cat([t - base for t in tensors], 1), full_matrices=False)
-    significant = s > 1e-4 * s[0]
-    blocks = list(v[significant].chunk(len(tensors), 1))
-    return base + u[:, significant] @ torch.diag(s[significant]) @ ties(blocks, torch.zeros_like(blocks[0]), **settings)

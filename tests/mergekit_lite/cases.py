@@ -101,13 +101,9 @@ CASES = [
     Case("ram", 3, grid=True),
     Case("ramplus_tl", 2, grid=True, parameters={"epsilon": 0.5}),
     Case("ramplus_tl", 3, grid=True, parameters={"epsilon": 0.5, "r": 0.3, "alpha": 0.9}),
-    Case("consensus", 2, grid=True),
-    Case("consensus", 3, grid=True, parameters={"weight": [0.5, 0.25, 1.0], "tall_lambda": 0.375, "lambda_": 0.5}),
     Case("tsv", 2, gradients=False, shapes=MATRICES),
     Case("tsv", 3, gradients=False, shapes=MATRICES, parameters={"weight": [0.5, 1.5, 1.0], "alpha": 0.7}),
     Case("iso_c", 2, gradients=False, shapes=MATRICES),
-    Case("iso_cts", 2, gradients=False, shapes=MATRICES, parameters={"common_space_fraction": 0.5, "alpha": 0.6}),
-    Case("knots", 2, gradients=False, shapes=MATRICES, parameters={"weight": [0.5, 0.25]}),
 ]  # spectral methods have no gradient rows: a thin decomposition's gradient is undefined up to the sign of its vectors
 
 
@@ -147,10 +143,8 @@ def reference_for(case: Case, inputs: dict[str, Tensor]) -> Callable[..., Tensor
     """The definition, called with the inputs by name."""
     function = getattr(reference, case.method)
     parameters = dict(case.parameters)
-    if case.method in ("tsv", "iso_c", "iso_cts", "consensus", "knots"):
+    if case.method in ("tsv", "iso_c"):
         parameters.setdefault("weight", [1.0] * case.models)
-    if case.method == "knots":
-        parameters.setdefault("density", [1.0] * case.models)
     if case.method.startswith(("dare", "della")):
         parameters["keep"] = keep_masks(case, inputs)
         parameters.pop("epsilon", None)

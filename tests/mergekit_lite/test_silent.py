@@ -62,7 +62,7 @@ def test_weights_too_large_for_float32_are_refused():
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("method", ["arcee_fusion", "tsv", "iso_c", "knots", "della"])
+@pytest.mark.parametrize("method", ["arcee_fusion", "tsv", "iso_c", "della"])
 def test_no_method_takes_nan_or_infinity_for_an_answer(method, poison, tmp_path):
     model, base = {"w": torch.randn(6, 6)}, {"w": torch.randn(6, 6)}
     model["w"][2, 3] = poison

@@ -115,32 +115,6 @@ def _sce(x: FusedTensor, select_topk: float) -> Finish:
     return finish
 
 
-def _active(x: FusedTensor, epsilon: float, unique: Array) -> Finish:
-    e = np.float32(epsilon)
-    return lambda raw, count, place, block, out: kernels.mean_of_active(raw, count, x.models, e, unique, out)
-
-
-def _ram(x: FusedTensor, epsilon: float) -> Finish:
-    return _active(x, epsilon, np.ones(x.models, np.float32))
-
-
-def _ramplus_tl(x: FusedTensor, r: float, alpha: float, epsilon: float) -> Finish:
-    def work(raw: Array, count: int, place: int, block: int) -> Array:
-        counts = np.zeros((x.models, 2), np.int64)
-        kernels.active_counts(raw, count, x.models, np.float32(epsilon), counts)
-        return counts
-
-    counts = summed(x.each(work)).astype(np.float64)
-    unique = counts[:, 1] - counts[:, 0]
-    ratio = np.where(unique > 0, counts[:, 0] / np.maximum(unique, 1), 0.0)
-    return _active(x, epsilon, (1 + r * ratio.clip(0, alpha)).astype(np.float32))
-
-
-def _consensus(x: FusedTensor, weight: list[float], tall_lambda: float, min_models: int, lambda_: float) -> Finish:
-    w, settings = float32(weight), (np.float32(tall_lambda), np.float32(min_models), np.float32(lambda_))
-    return lambda raw, count, place, block, out: kernels.agreed(raw, count, x.models, w, *settings, out)
-
-
 PROGRAMS: Mapping[MergeMethod, Callable[..., Finish]] = {
     methods.linear: _linear,
     methods.passthrough: _passthrough,
@@ -157,8 +131,5 @@ PROGRAMS: Mapping[MergeMethod, Callable[..., Finish]] = {
     methods.sce: _sce,
     methods.dare_linear: _keeping(FusedTensor.drawn, vote=False),
     methods.dare_ties: _keeping(FusedTensor.drawn, vote=True),
-    methods.ram: _ram,
-    methods.ramplus_tl: _ramplus_tl,
-    methods.consensus: _consensus,
 }
 """The methods that have a kernel, where a tensor may be cut anywhere."""

@@ -1,8 +1,7 @@
 """The merged weight of a linear layer from its inputs: sums over tokens, then one solve.
 
 Sums are float64. RegMean (Jin et al., arXiv 2212.09849): W = (Σ_k W_k G_k)(Σ_k G_k)⁻¹ with G_k = X_kᵀ X_k / N_k, whose
-entries off the diagonal are multiplied by ``reduce``; with only the diagonal kept, columns are averaged by the mean
-square of their inputs.
+entries off the diagonal are multiplied by ``reduce``.
 
 Letters: K models, N tokens, O out_features, I in_features.
 """
@@ -18,28 +17,24 @@ _RIDGE = 1e-6  # of the mean diagonal: where no model has any input, weights are
 
 
 class InputStatistics:
-    """The mean of xᵀ x, or of x², over the tokens that a layer has read.
+    """The mean of xᵀ x over the tokens that a layer has read.
 
     Args:
         in_features: I.
-        diagonal: Keep x² alone.
     """
 
-    def __init__(self, in_features: int, *, diagonal: bool):
-        self.total = torch.zeros(in_features if diagonal else (in_features, in_features), dtype=torch.float64)
-        self.count, self.diagonal = 0, diagonal
+    def __init__(self, in_features: int):
+        self.total = torch.zeros((in_features, in_features), dtype=torch.float64)
+        self.count = 0
 
     def add(self, x: Tensor) -> None:  # (N, I)
-        """More tokens."""
+        """Add tokens."""
         x = x.detach().to("cpu", torch.float64)
         self.count += len(x)
-        if self.diagonal:
-            self.total += x.square().sum(0)
-        else:
-            self.total.addmm_(x.T, x)
+        self.total.addmm_(x.T, x)
 
-    def mean(self) -> Tensor:
-        """(I, I), or (I,)."""
+    def mean(self) -> Tensor:  # (I, I)
+        """Return the mean over all tokens."""
         return self.total / max(1, self.count)
 
 
@@ -59,12 +54,8 @@ def merge_by_inputs(
         shares: How much each model counts.
     """
     means = [share * s.mean() for share, s in zip(shares, statistics, strict=True)]
-    size = sum(float((m if m.dim() == 1 else m.diagonal()).mean()) for m in means)
+    size = sum(float(m.diagonal().mean()) for m in means)
     ridge = _RIDGE * size / len(weights) or 1.0  # no input at all: the average
-    if statistics[0].diagonal:
-        columns = [m + ridge for m in means]
-        total = torch.stack(columns).sum(0)
-        return torch.stack([w.double() * c for w, c in zip(weights, columns, strict=True)]).sum(0) / total
     right = torch.zeros_like(means[0])
     left = torch.zeros(weights[0].shape, dtype=torch.float64)
     for w, gram in zip(weights, means, strict=True):

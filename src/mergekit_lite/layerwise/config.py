@@ -19,11 +19,10 @@ class CalibratedMerge:
     """Settings of a data-driven merge.
 
     Args:
-        method: ``"regmean"``, ``"regmean++"`` (inputs come through the blocks merged so far), ``"activation"``, or
-            ``"fisher"``, for which one whole model is resident.
+        method: ``"regmean"``, or ``"regmean++"``, whose inputs come through the blocks merged so far.
         weight: How much each model counts, or a number for all; default: alike.
-        reduce: What entries of Gram matrices off the diagonal are multiplied by; at ``"activation"`` they are not made.
-        auto_class: Of transformers.
+        reduce: The factor of Gram matrices' entries off the diagonal.
+        auto_class: The AutoModel class of transformers that builds the models.
         batch_size: Examples that run at once.
         max_length: Tokens of an example.
 
@@ -61,8 +60,3 @@ class CalibratedMerge:
         if not sound or isinstance(given, str):
             raise ValueError(f"merge_models: weight is {self.weight}, needed {count} numbers from 0, not all 0")
         return [w / sum(weights) for w in weights]
-
-    @property
-    def diagonal(self) -> bool:
-        """Only the mean square of inputs counts."""
-        return self.method == "activation" or self.reduce == 0

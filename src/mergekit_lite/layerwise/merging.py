@@ -15,9 +15,7 @@ from ..files import CheckpointError, Source, TensorInfo, open_source
 from .blocks import Skeleton
 from .config import CalibratedMerge
 from .data import calibration_batches
-from .fisher import write_fisher_parts
 from .run import BlockMerge
-from .states import run_fingerprint
 
 
 def merged_source(
@@ -31,8 +29,7 @@ def merged_source(
 ) -> Source:
     """The merged tensors, written block by block into an open stage folder, as a source that a merge can read.
 
-    Of the models one block is resident at a time, and the merged one, and hidden states of the calibration data; for
-    ``"fisher"`` one whole model.
+    Of the models one block is resident at a time, and the merged one, and hidden states of the calibration data.
 
     Args:
         models: What `open_source` takes, of one architecture.
@@ -60,12 +57,6 @@ def merged_source(
         calibration_batches(c, s, batch_size=merge.batch_size, max_length=merge.max_length)
         for c, s in zip(calibration, sources, strict=True)
     ]
-    if merge.method == "fisher":
-        if not resume:
-            stage.clear()
-        mark = run_fingerprint(sources, data, [merge.method])
-        write_fisher_parts(skeleton, sources, data, shares, stage.folder, mark, progress=progress)
-        return _Joined(sources[0], [open_source(path) for path in sorted(stage.folder.glob("part-*.safetensors"))])
     run = BlockMerge(skeleton, sources, data, shares, merge, stage.folder)
     mark = run.fingerprint()
     first = run.resumed(mark) if resume else 0

@@ -20,8 +20,7 @@ def regmean(
 ) -> Tensor:  # (O, I)
     """The weight whose outputs are nearest, in the mean square, to each model's on its own inputs.
 
-    With ``reduce`` below 1 the Gram matrices' entries off the diagonal are multiplied by it; at 0 columns are averaged
-    by the mean square of their inputs.
+    The Gram matrices' entries off the diagonal are multiplied by ``reduce``.
     """
     shares = [1.0] * len(weights) if weight is None else list(weight)
     left, right = 0, 0

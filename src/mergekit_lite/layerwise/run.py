@@ -105,7 +105,7 @@ class BlockMerge:
         statistics_of_parts = []
         for outside, batches, hidden, calls in zip(self._outsides(), self.data, self.hidden, self.calls, strict=True):
             self.skeleton.load_outside(outside)
-            statistics = InputStatistics(hidden[0].shape[-1], diagonal=self.merge.diagonal)
+            statistics = InputStatistics(hidden[0].shape[-1])
             for call, states in zip(calls[0], self.skeleton.after(batches, hidden), strict=True):
                 statistics.add(call.tokens(states))
             statistics_of_parts.append(statistics)
@@ -123,7 +123,7 @@ class BlockMerge:
                 owner = owners.setdefault(name, next((n for n, other in read.items() if other is x), name))
                 read[name] = x
                 if owner == name:
-                    statistics.setdefault(name, InputStatistics(x.shape[-1], diagonal=self.merge.diagonal))
+                    statistics.setdefault(name, InputStatistics(x.shape[-1]))
                     statistics[name].add(call.tokens(x))
 
             with inputs_seen(linear_layers(block), see):
@@ -156,7 +156,7 @@ class BlockMerge:
     def save(self, done: int, mark: str) -> None:
         """Save where an interrupted run goes on."""
         states = {f"{k}.{i}": h for k, batches in enumerate(self.hidden) for i, h in enumerate(batches)}
-        save_states(self.folder, states, done=done, mark=mark, job="merge")
+        save_states(self.folder, states, done=done, mark=mark)
 
     def resumed(self, mark: str) -> int:
         """How many blocks are written by an earlier run of the same merge, whose states are taken up."""

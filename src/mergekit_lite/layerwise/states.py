@@ -28,7 +28,7 @@ def run_fingerprint(sources: Sequence[Source], data: Sequence[Sequence[Batch]], 
     return hashlib.sha256(json.dumps(described, default=str).encode()).hexdigest()
 
 
-def save_states(folder: Path, states: Mapping[str, Tensor], *, done: int, mark: str, job: str) -> None:
+def save_states(folder: Path, states: Mapping[str, Tensor], *, done: int, mark: str) -> None:
     """Write them in the place of those before.
 
     Args:
@@ -36,9 +36,8 @@ def save_states(folder: Path, states: Mapping[str, Tensor], *, done: int, mark: 
         states: By any names.
         done: How many blocks they have been through.
         mark: What the run depends on, as text that other runs do not have.
-        job: Whose files they are, for messages.
     """
-    with new_file(folder / _STATES, job) as part:
+    with new_file(folder / _STATES, "merge") as part:
         save_file({name: state.contiguous() for name, state in states.items()}, part, {"mark": mark, "done": str(done)})
 
 

@@ -2,12 +2,12 @@
 
 from .averaging import linear, nearswap, passthrough, task_arithmetic
 from .dropping import dare_linear, dare_ties, della, della_linear
-from .fusion import arcee_fusion, consensus, ram, ramplus_tl
+from .fusion import arcee_fusion, ram, ramplus_tl
 from .noise import Noise
 from .parameters import Parameter, PerModel, Range
 from .registry import CALIBRATED, METHODS, MergeMethod, get_method, merge_method
 from .selection import Largest, Sum
-from .spectral import iso_c, iso_cts, knots, tsv
+from .spectral import iso_c, tsv
 from .spherical import karcher, model_stock, multislerp, nuslerp, slerp
 from .trimming import breadcrumbs, breadcrumbs_ties, sce, ties
 
@@ -24,16 +24,13 @@ __all__ = [
     "arcee_fusion",
     "breadcrumbs",
     "breadcrumbs_ties",
-    "consensus",
     "dare_linear",
     "dare_ties",
     "della",
     "della_linear",
     "get_method",
     "iso_c",
-    "iso_cts",
     "karcher",
-    "knots",
     "linear",
     "merge_method",
     "model_stock",

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .._torch import Tensor, torch
-from .averaging import deltas, weighted_sum
-from .parameters import PerModel, Range
+from .averaging import deltas
+from .parameters import Range
 from .registry import merge_method
 from .selection import Asking, Largest, Sum
 
@@ -84,33 +84,3 @@ def ramplus_tl(
     factors = [a * (shared + (1 - shared) * s.to(base.dtype)) for a, s in zip(active, scales, strict=True)]
     total = sum((c * f for c, f in zip(changes[1:], factors[1:], strict=True)), changes[0] * factors[0])
     return base + total / count.clamp(min=1)
-
-
-@merge_method(
-    "consensus",
-    base="required",
-    inputs=(2, None),
-    chunking="elements",
-    ranges={"tall_lambda": Range(0), "min_models": Range(1)},
-)
-def consensus(
-    tensors: list[Tensor],
-    base: Tensor,
-    *,
-    weight: PerModel = 1.0,
-    tall_lambda: float = 0.6,
-    min_models: int = 2,
-    lambda_: float = 1.0,
-) -> Tensor:
-    """Task arithmetic on the elements that at least ``min_models`` models' TALL masks select.
-
-    A model's TALL mask is |D_i| > tall_lambda |Σ_j D_j - D_i|: where its own change outweighs the others' sum.
-    Source: Localizing task information (Wang et al., arXiv 2405.07813), consensus task arithmetic.
-
-    >>> consensus([torch.tensor([2.0, 2.0]), torch.tensor([3.0, 0.1])], torch.zeros(2))
-    tensor([5., 0.])
-    """
-    changes = [change * w for change, w in zip(deltas(tensors, base), weight, strict=True)]
-    total = weighted_sum(changes, [1.0] * len(changes))
-    masks = [(c.abs() > tall_lambda * (total - c).abs()).to(base.dtype) for c in changes]
-    return base + lambda_ * total * (sum(masks[1:], masks[0]) >= min_models).to(base.dtype)

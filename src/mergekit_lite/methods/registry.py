@@ -200,8 +200,8 @@ def block_shape(shape: tuple[int, ...], chunking: Chunking) -> tuple[int, ...]:
 
 METHODS: dict[str, MergeMethod] = {}
 
-CALIBRATED = ("regmean", "regmean++", "activation", "fisher")
-"""Methods that look at each model's data: `mergekit_lite.layerwise` has them."""
+CALIBRATED = ("regmean", "regmean++")
+"""The methods that read calibration data of each model; `mergekit_lite.layerwise` implements them."""
 
 
 def merge_method(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from mergekit_lite import merge_models
 from mergekit_lite.__main__ import main
 from mergekit_lite.files import open_source
-from mergekit_lite.layerwise import CalibratedMerge, InputStatistics, fisher, merge_by_inputs, reference
+from mergekit_lite.layerwise import CalibratedMerge, InputStatistics, merge_by_inputs, reference
 from mergekit_lite.layerwise.blocks import Skeleton, linear_layers
 from tests.support.models import auto_class, save, save_tokenizer, tiny
 
@@ -32,8 +32,8 @@ def examples(count, seed):
 DATA = [examples(11, 1), examples(9, 2)]
 
 
-def statistics_of(x, diagonal):
-    found = InputStatistics(x.shape[1], diagonal=diagonal)
+def statistics_of(x):
+    found = InputStatistics(x.shape[1])
     for part in x.split(7):
         found.add(part)
     return found
@@ -45,7 +45,7 @@ def test_the_streamed_solution_is_the_definition(reduce, shares):
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(6, 5, generator=generator) for _ in range(2)]
     inputs = [torch.randn(40, 5, generator=generator) * (k + 1) for k in range(2)]
-    seen = [statistics_of(x, reduce == 0) for x in inputs]
+    seen = [statistics_of(x) for x in inputs]
     found = merge_by_inputs(weights, seen, reduce=reduce, shares=shares)
     expected = reference.regmean(weights, inputs, reduce=reduce, weight=shares)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -63,12 +63,11 @@ def test_with_whole_gram_matrices_it_is_least_squares():
 def test_inputs_that_nobody_has_are_averaged():
     weights = [torch.ones(2, 3), 3 * torch.ones(2, 3)]
     x = torch.tensor([[1.0, 0.0, 0.0]] * 4)
-    for diagonal in (False, True):
-        seen = [statistics_of(x, diagonal), statistics_of(0 * x, diagonal)]
-        found = merge_by_inputs(weights, seen, reduce=0.9, shares=(0.5, 0.5))
-        torch.testing.assert_close(found[:, 1:].float(), torch.full((2, 2), 2.0))
-        torch.testing.assert_close(found[:, 0].float(), torch.ones(2), rtol=1e-4, atol=1e-4)  # who has it decides
-    none = [statistics_of(0 * x, False) for _ in range(2)]
+    seen = [statistics_of(x), statistics_of(0 * x)]
+    found = merge_by_inputs(weights, seen, reduce=0.9, shares=(0.5, 0.5))
+    torch.testing.assert_close(found[:, 1:].float(), torch.full((2, 2), 2.0))
+    torch.testing.assert_close(found[:, 0].float(), torch.ones(2), rtol=1e-4, atol=1e-4)  # who has it decides
+    none = [statistics_of(0 * x) for _ in range(2)]
     torch.testing.assert_close(
         merge_by_inputs(weights, none, reduce=0.9, shares=(0.5, 0.5)).float(), torch.full((2, 3), 2.0)
     )
@@ -103,7 +102,7 @@ def dense(paths, kind, data, method, reduce=0.9):
     def solve(own, theirs, seen):
         turned = type(own).__name__ == "Conv1D"
         weights = [t.weight.T if turned else t.weight for t in theirs]
-        found = reference.regmean(weights, seen, reduce=0.0 if method == "activation" else reduce)
+        found = reference.regmean(weights, seen, reduce=reduce)
         own.weight.data.copy_(found.T if turned else found)
 
     for number in range(len(blocks[0])):
@@ -131,7 +130,7 @@ def dense(paths, kind, data, method, reduce=0.9):
     return merged
 
 
-@pytest.mark.parametrize("method", ["regmean", "regmean++", "activation"])
+@pytest.mark.parametrize("method", ["regmean", "regmean++"])
 @pytest.mark.parametrize("kind", ["llama-tied", "llama", "gpt2", "gemma3", "qwen2"])
 def test_block_by_block_is_the_dense_merge(kind, method, tmp_path):
     paths = pair(kind, tmp_path)
@@ -329,47 +328,6 @@ def slow_information(model, rows, seed=0):
         for name, parameter in model.named_parameters():
             found[name] += parameter.grad**2 / len(rows)
     return found
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "llama-tied"])
-def test_fisher_is_its_definition(kind, tmp_path):
-    paths = pair(kind, tmp_path)
-    merge_models(paths, "fisher", calibration=DATA, weight=[0.3, 0.7], out=tmp_path / "out", progress=False)
-    merged = auto_class(kind).from_pretrained(tmp_path / "out").state_dict()
-    models = [auto_class(kind).from_pretrained(path).eval() for path in paths]
-    weights = [{n: p.detach().double() for n, p in m.named_parameters()} for m in models]
-    found = [
-        slow_information(m, sorted(d, key=lambda row: len(row["input_ids"]))) for m, d in zip(models, DATA, strict=True)
-    ]
-    for name in weights[0]:
-        parts = [s * f[name] + 1e-30 for s, f in zip((0.3, 0.7), found, strict=True)]
-        expected = (parts[0] * weights[0][name] + parts[1] * weights[1][name]) / (parts[0] + parts[1])
-        seen = (parts[0] + parts[1]) > 1e-6 * (parts[0] + parts[1]).mean()  # elsewhere rounding decides
-        torch.testing.assert_close(merged[name].double()[seen], expected[seen], rtol=2e-2, atol=2e-3)
-    assert not list(tmp_path.glob(".*"))
-
-
-def test_fisher_goes_on_after_the_model_that_it_was_at(tmp_path, monkeypatch):
-    paths, seen = pair("llama", tmp_path), []
-    merge_models(paths, "fisher", calibration=DATA, out=tmp_path / "whole", progress=False)
-    real = fisher.fisher_information
-
-    def information(model, batches, **options):
-        if len(seen) == 1:
-            seen.append("killed")
-            raise KeyboardInterrupt
-        seen.append(len(batches))
-        return real(model, batches, **options)
-
-    monkeypatch.setattr(fisher, "fisher_information", information)
-    with pytest.raises(KeyboardInterrupt):
-        merge_models(paths, "fisher", calibration=DATA, out=tmp_path / "out", progress=False)
-    merge_models(paths, "fisher", calibration=DATA, out=tmp_path / "out", progress=False)
-    assert len(seen) == 3
-    files = [tmp_path / name / "model.safetensors" for name in ("whole", "out")]
-    assert files[0].read_bytes() == files[1].read_bytes()
-    merge_models(paths, "fisher", calibration=DATA[::-1], out=tmp_path / "other", progress=False)
-    assert len(seen) == 5  # of other data nothing is taken up
 
 
 def test_data_that_are_refused_leave_nothing_behind(tmp_path):

@@ -35,7 +35,7 @@ def config(tmp_path, monkeypatch):
         "masks": {"granularity": "output"},
         "kl": {"coefficients": "evidence"},
         "training": {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 4, "use_cpu": True},
-        "compare": ["linear", "activation"],
+        "compare": ["linear", "regmean++"],
         "held_out": 3,
     }
     (tmp_path / "run.yml").write_text(yaml.safe_dump(values))
@@ -48,7 +48,7 @@ def test_the_command_trains_bakes_and_compares(config, tmp_path, capsys):
     assert "what is supervised in brackets" in printed
     assert "⟦" in printed
     report = json.loads((tmp_path / "merged.training" / "report.json").read_text())
-    assert list(report["losses"]) == ["model0", "model1", "linear", "activation", "masks"]
+    assert list(report["losses"]) == ["model0", "model1", "linear", "regmean++", "masks"]
     assert report["tasks"] == ["task0", "second"]
     baked = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     again = MaskRun.from_yaml("run.yml")
@@ -203,7 +203,7 @@ def test_components_of_one_name_have_rows_of_their_own(config, tmp_path):
         ({"compare": ["slerp"]}, "compare has slerp, which needs"),
         (
             {"components": ["model0"], "data": ["task0.jsonl"], "base": "model1"},
-            "activation, which needs two components",
+            r"regmean\+\+, which needs two components",
         ),
         ({"train_on_inputs": "yes"}, "train_on_inputs is 'yes'"),
     ],

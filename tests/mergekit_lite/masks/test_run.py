@@ -203,7 +203,7 @@ def test_components_of_one_name_have_rows_of_their_own(config, tmp_path):
         ({"compare": ["slerp"]}, "compare has slerp, which needs"),
         (
             {"components": ["model0"], "data": ["task0.jsonl"], "base": "model1"},
-            r"regmean\+\+, which needs two components",
+            "regmean++, which needs two components",
         ),
         ({"train_on_inputs": "yes"}, "train_on_inputs is 'yes'"),
     ],

@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from small_gpt2 import CONTEXT, Rows, arguments, make_tokenizer, python_text, tr
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from kronecker import PRESETS, DistillConfig, KroneckerConfig, KroneckerTrainer, convert_, fold, perplexity, preset
+from kronecker import PRESETS, DistillConfig, KroneckerConfig, KroneckerTrainer, convert_, fold, perplexity
 
 
 def options() -> argparse.Namespace:
@@ -27,7 +28,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--model", help="folder or hub id of a GPT-2 (default: train a small one)")
     parser.add_argument("--text", help="text file (default: Python's own documentation and sources)")
     parser.add_argument("--dataset", help="hub data set with a `text` column, instead of --text (needs `datasets`)")
-    parser.add_argument("--preset", choices=PRESETS, help="for GPT-2 124M (default: half of the hidden neurons)")
+    kronecker = [name for name, layers in PRESETS.items() if "*.mlp.c_fc" in layers]
+    parser.add_argument("--preset", choices=kronecker, help="for GPT-2 124M (default: half of the hidden neurons)")
     parser.add_argument("--init", nargs="+", default=["random", "van_loan", "prune", "sequential"])
     parser.add_argument("--steps", type=int, default=300, help="to train back")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
@@ -69,7 +71,9 @@ def one(given: argparse.Namespace, init: str, teacher, tokenizer, rows, held) ->
     model = AutoModelForCausalLM.from_config(teacher.config).eval()
     model.load_state_dict(teacher.state_dict())
     calibration = rows[torch.randperm(len(rows))[: 12_000 // rows.shape[1]]].split(8)
-    config = preset(given.preset, init=init) if given.preset else KroneckerConfig(b_shape=(2, 1), init=init)
+    config = KroneckerConfig(b_shape=(2, 1), init=init)
+    if given.preset:
+        config = {name: replace(layer, init=init) for name, layer in PRESETS[given.preset].items()}
     report = convert_(model, config, calibration=calibration, cache=place / "fitted")
     converted, first = time.perf_counter() - begin, perplexity(model, held.split(16))
     saving = {"save_strategy": "steps", "save_steps": 100, "save_total_limit": 1}

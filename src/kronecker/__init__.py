@@ -1,8 +1,8 @@
 """Make pretrained models smaller: fewer neurons, low rank or Kronecker sums, fitted to data, then trained back.
 
 `prune_` drops hidden neurons, fits the rest to make up for them and leaves a stock model. With `convert_` weights
-become products of thin matrices, or ``Σ_r s_r A_r ⊗ B_r``, sums of Kronecker products; `plan` chooses for a budget;
-`KroneckerTrainer` trains smaller models back; `fold` writes a stock checkpoint.
+become products of thin matrices, or ``Σ_r s_r A_r ⊗ B_r``, sums of Kronecker products. `KroneckerTrainer` trains
+smaller models back; `fold` writes a stock checkpoint.
 
 >>> from transformers import GPT2Config, GPT2LMHeadModel
 >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=1, n_head=1))
@@ -17,14 +17,11 @@ from .config import KroneckerConfig, LowRankConfig, PruneConfig
 from .data.text import strided, text_batches, text_of
 from .functional import kron_embedding, kron_linear
 from .layers.embedding import KroneckerEmbedding, LowRankEmbedding
-from .layers.experts import KroneckerExperts
 from .layers.linear import KroneckerLinear, LowRankLinear
 from .losses import DistillConfig
-from .planning import plan
-from .presets import PRESETS, preset
+from .presets import PRESETS
 from .report import compare, perplexity
 from .storage.checkpoints import fold, from_pretrained, save_pretrained
-from .storage.krony import load_krony
 from .surgery.convert import convert_, num_parameters
 from .surgery.prune import prune_
 from .surgery.revert import revert_
@@ -39,7 +36,6 @@ __all__ = [
     "FreezePretrained",
     "KroneckerConfig",
     "KroneckerEmbedding",
-    "KroneckerExperts",
     "KroneckerLinear",
     "KroneckerTrainer",
     "LowRankConfig",
@@ -52,12 +48,9 @@ __all__ = [
     "from_pretrained",
     "kron_embedding",
     "kron_linear",
-    "load_krony",
     "num_parameters",
     "parameter_groups",
     "perplexity",
-    "plan",
-    "preset",
     "prune_",
     "revert_",
     "save_pretrained",

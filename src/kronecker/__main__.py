@@ -1,4 +1,4 @@
-"""The command line: ``python -m kronecker prune|convert|plan|fold|compare``."""
+"""The command line: ``python -m kronecker prune|convert|fold|compare``."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from model_components._commands import GOES_ON, run_command
 from model_components._devices import find_device
-from model_components._folders import NewFolder, check_new, is_begun, new_file
+from model_components._folders import NewFolder, check_new, is_begun
 from model_components._hub import find_folder
 
 from .config import GRANULARITIES, INITS, Config, KroneckerConfig, LowRankConfig, PruneConfig
 from .data.batches import positions_of
 from .data.text import strided, text_batches, text_of
-from .planning import plan
-from .presets import PRESETS, preset
+from .presets import PRESETS
 from .report import compare
 from .storage.checkpoints import fold, from_pretrained, is_compressed, model_class, write_files
-from .structures import STRUCTURES, from_json, to_json
 from .surgery.convert import convert_, num_parameters
 from .surgery.prune import prune_
 
@@ -33,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     """The arguments."""
     top = argparse.ArgumentParser(prog="python -m kronecker", description="Make models smaller.")
     commands = top.add_subparsers(dest="command", required=True)
-    pruning = commands.add_parser("prune", help="drop hidden neurons, heads or blocks and write a smaller stock model")
+    pruning = commands.add_parser("prune", help="drop hidden neurons or blocks and write a smaller stock model")
     pruning.add_argument("model", help="folder or hub id of a transformers model")
     pruning.add_argument("out", help="folder to write; must not exist or be empty")
     share = pruning.add_mutually_exclusive_group()
@@ -46,7 +44,6 @@ def parser() -> argparse.ArgumentParser:
     convert.add_argument("out", help="folder to write; must not exist or be empty")
     what = convert.add_mutually_exclusive_group(required=True)
     what.add_argument("--preset", choices=PRESETS, help="for GPT-2 124M")
-    what.add_argument("--plan", help="JSON file that `plan` wrote")
     what.add_argument("--b-shape", type=int, nargs=2, metavar=("O2", "I2"), help="Kronecker sums")
     what.add_argument("--low-rank", type=float, metavar="KEEP", help="two thin matrices of this share")
     convert.add_argument(
@@ -54,15 +51,6 @@ def parser() -> argparse.ArgumentParser:
     )
     convert.add_argument("--rank", type=int, default=1, help="terms, with --b-shape (default: 1)")
     convert.add_argument("--init", choices=INITS, help="where Kronecker factors start (default: sequential)")
-    planning = commands.add_parser("plan", help="choose what each MLP becomes within a budget of parameters")
-    planning.add_argument("model", help="folder or hub id of a transformers model")
-    size = planning.add_mutually_exclusive_group()
-    size.add_argument("--budget", type=int, help="parameters of the whole model")
-    size.add_argument("--keep", type=float, help="share of the MLPs' parameters, instead of --budget")
-    planning.add_argument("--time-budget", type=float, help="share of the blocks' own time, instead or besides")
-    planning.add_argument("--structures", nargs="+", choices=STRUCTURES, default=[*STRUCTURES], help="to choose from")
-    planning.add_argument("--uniform", action="store_true", help="one structure of one size for all MLPs")
-    planning.add_argument("--out", help="JSON file to write, for convert --plan")
     folding = commands.add_parser("fold", help="write the smallest stock checkpoint of a compressed model")
     folding.add_argument("model", help="folder that convert wrote")
     folding.add_argument("out", help="folder to write; must not exist or be empty")
@@ -70,15 +58,14 @@ def parser() -> argparse.ArgumentParser:
     comparing.add_argument("models", nargs="+", help="folders, compressed or not")
     comparing.add_argument("--text", required=True, nargs="+", help="files as for --calibration, each a column")
     comparing.add_argument("--stride", type=int, help="tokens between the starts of overlapping windows")
-    for command in (pruning, convert, planning):
+    for command in (pruning, convert):
         command.add_argument(
             "--calibration",
             required=command is not convert,
             help="text, or .json or .jsonl of records with texts: what layers are fitted on",
         )
-    for command in (pruning, convert, planning):
         command.add_argument("--no-progress", action="store_true", help="no progress bar")
-    for command in (pruning, convert, planning, comparing):
+    for command in (pruning, convert, comparing):
         command.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
         many = 50_000 if command is pruning else 12_000
         command.add_argument("--tokens", type=int, default=many, help=f"of the text to use (default: {many})")
@@ -186,14 +173,11 @@ def _prune(options: argparse.Namespace) -> None:
 
 
 def _convert(options: argparse.Namespace) -> None:
-    if (options.preset or options.plan) and (options.rank != 1 or (options.plan and options.init is not None)):
-        raise ValueError(
-            "convert: presets and plans say ranks, and plans say how layers begin; needed neither beside them"
-        )
+    if options.preset and (options.rank != 1 or options.init is not None):
+        raise ValueError("convert: a preset sets --rank and --init itself; leave them out")
+    config: object
     if options.preset:
-        config: object = preset(options.preset, init=options.init)
-    elif options.plan:
-        config = from_json(Path(options.plan).read_text(encoding="utf-8"))
+        config = PRESETS[options.preset]
     elif options.low_rank is not None:
         if options.rank != 1 or options.init is not None:
             raise ValueError("convert: --rank and --init are of Kronecker sums, needed --low-rank alone")
@@ -203,7 +187,7 @@ def _convert(options: argparse.Namespace) -> None:
         config = KroneckerConfig(b_shape=tuple(options.b_shape), rank=options.rank, init=init)
     if options.layers:
         if not isinstance(config, Config):
-            raise ValueError("convert: presets and plans name their layers, needed --layers with another option")
+            raise ValueError("convert: a preset names its layers itself; leave out --layers")
         config = dict.fromkeys(options.layers, config)
     new = NewFolder(options.out, "convert", resumable=True)
     name = options.tokenizer or options.model
@@ -228,20 +212,6 @@ def _tokenizer(name: str) -> Any:
         return None
 
 
-def _plan(options: argparse.Namespace) -> None:
-    model = load(options.model).to(options.device)
-    data = calibration(options, options.tokenizer or options.model, model)
-    chosen = plan(
-        model, budget=options.budget, keep=options.keep, time_budget=options.time_budget, calibration=data,
-        structures=options.structures, uniform=options.uniform, progress=not options.no_progress,
-    )  # fmt: skip
-    print(chosen)
-    if options.out:
-        with new_file(options.out, "plan") as part:
-            part.write_text(to_json(chosen.configs) + "\n", encoding="utf-8")
-        print(f"{options.out} is what convert --plan takes")
-
-
 def _fold(options: argparse.Namespace) -> None:
     check_new(options.out, "fold")
     model = load(options.model)
@@ -250,7 +220,7 @@ def _fold(options: argparse.Namespace) -> None:
           f"{num_parameters(model):,} in {options.model}")  # fmt: skip
 
 
-COMMANDS = {"prune": _prune, "convert": _convert, "plan": _plan, "fold": _fold, "compare": _compare}
+COMMANDS = {"prune": _prune, "convert": _convert, "fold": _fold, "compare": _compare}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

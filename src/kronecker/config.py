@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 
 INITS = ("sequential", "van_loan", "van_loan_normalized", "prune", "random")
 LOW_RANK_INITS = ("sequential", "svd")
-GRANULARITIES = ("neuron", "head", "block")
+GRANULARITIES = ("neuron", "block")
 REFITS = ("all", "writing", "none")
 
 
@@ -49,7 +49,6 @@ class KroneckerConfig(_Config):
         keep: What ``"prune"`` keeps: ``"even"``, ``"odd"``, ``"energy"``, or the position (row, column) within B.
         rounds: Of alternating least squares in a sequential fit.
         epochs: Of descent after that, over the calibration tokens, on all matrices of an MLP together; 0: none.
-        share_a: One A for all experts of a mixture (their B differ), started by Van Loan.
 
     Raises:
         ValueError: Neither or both shapes, sizes below 1, an unknown init.
@@ -68,7 +67,6 @@ class KroneckerConfig(_Config):
     keep: str | tuple[int, int] = "even"
     rounds: int = 10
     epochs: int = 3
-    share_a: bool = False
 
     def __post_init__(self) -> None:
         for name in ("a_shape", "b_shape", "keep"):
@@ -84,11 +82,8 @@ class KroneckerConfig(_Config):
             raise ValueError(f"KroneckerConfig: shape is {shape}, needed two whole numbers, 1 or more")
         if not is_whole(self.rank, 1):
             raise ValueError(f"KroneckerConfig: rank is {self.rank}, needed a whole number, 1 or more")
-        for name in ("scales", "share_a"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"KroneckerConfig: {name} is {getattr(self, name)!r}, needed True or False")
-        if self.share_a and self.init not in ("van_loan", "sequential"):
-            raise ValueError(f"KroneckerConfig: share_a with init {self.init!r}; one A for all experts needs van_loan")
+        if not isinstance(self.scales, bool):
+            raise ValueError(f"KroneckerConfig: scales must be True or False, got {self.scales!r}")
         if not is_whole(self.rounds, 1):
             raise ValueError(f"KroneckerConfig: rounds is {self.rounds}, needed a whole number, 1 or more")
         if not is_whole(self.epochs, 0):
@@ -199,10 +194,9 @@ class PruneConfig(_Config):
     """What is dropped, and how what stays makes up for it.
 
     Args:
-        keep: Share of the hidden neurons, of the heads or of the blocks, that stays (default: half); in `prune_` all
-            layers keep the same number, so that the result is a stock model.
-        granularity: What goes: ``"neuron"`` of the MLPs, ``"head"`` of the attentions (those that share a key and a
-            value go together), or ``"block"``: whole blocks.
+        keep: Share of the hidden neurons, or of the blocks, that stays (default: half); in `prune_` all layers keep
+            the same number, so that the result is a stock model.
+        granularity: What goes: ``"neuron"``, hidden neurons of the MLPs, or ``"block"``, whole blocks.
         budget: Parameters of the whole model instead of ``keep``.
         refit: What is fitted towards the original's outputs: ``"writing"``: the matrix that writes the block's width,
             by least squares in closed form; ``"all"``: then also those that feed it, by descent on the same error,
@@ -283,4 +277,25 @@ def _near(total: int, wanted: int) -> str:
 
 
 Config = KroneckerConfig | LowRankConfig | PruneConfig
-"""What an MLP's layers can become; experts and single layers take the first two."""
+"""What an MLP's layers can become; single layers take the first two, stacks of experts the last."""
+
+STRUCTURES: dict[str, type[Config]] = {"kronecker": KroneckerConfig, "low_rank": LowRankConfig, "prune": PruneConfig}
+
+
+def structure_of(config: Config) -> str:
+    """Return ``"kronecker"``, ``"low_rank"`` or ``"prune"``."""
+    return next(name for name, cls in STRUCTURES.items() if isinstance(config, cls))
+
+
+def to_dict(config: Config) -> dict:
+    """Return a config and the name of its structure, as JSON holds them."""
+    return {"structure": structure_of(config)} | config.to_dict()
+
+
+def from_dict(values: Mapping) -> Config:
+    """Return the config that `to_dict` gave."""
+    rest = dict(values)
+    name = rest.pop("structure", "kronecker")
+    if name not in STRUCTURES:
+        raise ValueError(f"kronecker: structure must be one of {', '.join(STRUCTURES)}, got {name!r}")
+    return STRUCTURES[name].from_dict(rest)

@@ -16,7 +16,7 @@ from model_components._autograd import Context
 from . import reference
 from ._eager import CONTRACTIONS, ORDERS, order_of, plain, scaled, small_gradients
 
-IMPLS = ("reference", "eager", "fused", "auto")
+IMPLS = ("reference", "eager", "auto")
 _TRACED_TOKENS = 1024  # what a graph's order is chosen for: one graph serves any number of tokens
 
 
@@ -56,14 +56,13 @@ def kron_linear(
         bias: (O1 O2,) or None.
         scales: One number for each term, or None for ones.
         order: ``"b_first"``, ``"a_first"``, ``"rebuild"`` or ``"auto"``.
-        impl: ``"reference"`` (`torch.kron`), ``"eager"``, ``"fused"`` (Triton: small B, float32 and half precisions) or
-            ``"auto"``: eager; no row measured on a GPU says yet that the kernels are faster.
+        impl: ``"reference"`` (`torch.kron`) or ``"eager"``, which ``"auto"`` takes.
 
     Returns:
         (*B, O1 O2), in x's dtype.
 
     Raises:
-        ValueError: Shapes or dtypes that do not fit, fused where it cannot run.
+        ValueError: Shapes or dtypes that do not fit.
 
     Source: Van Loan, "The ubiquitous Kronecker product", 2000: (A ⊗ B) vec(X) = vec(B X Aᵀ).
 
@@ -98,11 +97,7 @@ def kron_linear(
         flat = x.reshape(-1, i1 * i2)
         if not torch.is_grad_enabled():  # nothing is kept for a backward that will not come
             flat, a, b, scales = flat.detach(), a.detach(), b.detach(), None if scales is None else scales.detach()
-        if _uses_fused(impl, x, a, b, order):
-            from . import _triton
-
-            y = _triton.kron_matmul(flat, a, b, scales)
-        elif traced:
+        if traced:
             chosen = order_of((o1, i1), (o2, i2), r, _TRACED_TOKENS) if order == "auto" else order
             y = plain(flat, a, b, scales, chosen)
         else:
@@ -114,20 +109,6 @@ def kron_linear(
         if bias is not None:
             y = y + bias if torch.is_grad_enabled() else y.add_(bias)
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], o1 * o2))  # no view: `relu_` may write into it
-
-
-def _uses_fused(impl: str, x: Tensor, a: Tensor, b: Tensor, order: str) -> bool:
-    """Whether the Triton path runs; an explicit choice that cannot run raises."""
-    if impl != "fused":  # "auto" is eager until a row measured on a GPU says that the kernels are faster there
-        return False
-    from . import _triton
-
-    reason = _triton.unsupported(x, a, b)
-    if reason is None and order != "auto":
-        reason = f"order is {order!r}, which it chooses itself"
-    if reason is not None:
-        raise ValueError(f"kron_linear: impl 'fused' cannot run: {reason}")
-    return True
 
 
 def kron_embedding(
@@ -145,7 +126,7 @@ def kron_embedding(
         a: (r, O1, I1).
         b: (r, O2, I2).
         scales: (r,) or None.
-        impl: ``"reference"``, ``"eager"`` or ``"auto"``; there is no fused path, a gather is bound by its bytes.
+        impl: ``"reference"`` or ``"eager"``, which ``"auto"`` takes.
 
     Returns:
         (*B, I1 I2), in the factors' dtype.
@@ -160,8 +141,8 @@ def kron_embedding(
             [ 1.,  5.]])
     """
     check_factors("kron_embedding", a, b, scales)
-    if impl not in IMPLS or impl == "fused":
-        raise ValueError(f"kron_embedding: impl is {impl!r}, needed reference, eager or auto")
+    if impl not in IMPLS:
+        raise ValueError(f"kron_embedding: impl must be one of {', '.join(IMPLS)}, got {impl!r}")
     if ids.is_floating_point() or ids.is_complex():
         raise ValueError(f"kron_embedding: ids are {ids.dtype}, needed integers")
     if impl == "reference":

@@ -18,7 +18,7 @@ from kronecker import kron_linear, reference
 from tests.benchmarks.measure import interleave, run_alone, saved_bytes
 from tests.benchmarks.results import Row, append
 
-IMPLS = ("nn.Linear", "kron_linear", "torch.kron", "einsum", "kron_linear, fused", "tensorly-torch")
+IMPLS = ("nn.Linear", "kron_linear", "torch.kron", "einsum", "tensorly-torch")
 SHAPES = (
     ((3072, 384), (1, 2), (1, 4)),
     ((384, 3072), (2, 1), (1,)),
@@ -67,7 +67,6 @@ def prepare(
     forward = {
         "nn.Linear": lambda: F.linear(x, leaves[1]),
         "kron_linear": lambda: kron_linear(x, *leaves[1:]),
-        "kron_linear, fused": lambda: kron_linear(x, *leaves[1:], impl="fused"),
         "torch.kron": lambda: reference.kron_linear(x, *leaves[1:]),
         "einsum": einsum,
         "tensorly-torch": lambda: layer(x),
@@ -90,7 +89,7 @@ def measure(impls, place: tuple, runs: int, options: argparse.Namespace, peak: b
     """Rows of all implementations of one case, in turn."""
     a_shape, b_shape, rank, tokens, dtype, device, backward = place
     many, peer = LAYERS if tokens == 1 else 1, importlib.util.find_spec("tltorch") is not None
-    impls = [i for i in impls if (peer or i != "tensorly-torch") and (device == "cuda" or "fused" not in i)]
+    impls = [i for i in impls if peer or i != "tensorly-torch"]
     steps = {impl: [prepare(impl, *place, seed) for seed in range(many)] for impl in impls}
     turns = {impl: (lambda held=held: [step() for step in held]) for impl, held in steps.items()}
     rows = []

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from kronecker import KroneckerConfig, KroneckerLinear, convert_, preset
+from kronecker import PRESETS, KroneckerConfig, KroneckerLinear, convert_
 from tests.benchmarks.measure import interleave
 from tests.benchmarks.results import Row, append
 
@@ -24,7 +25,9 @@ def model(name: str, device: str) -> GPT2LMHeadModel:
     config = GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
     made = GPT2LMHeadModel(config)
     if name != "dense":
-        convert_(made, KroneckerConfig(b_shape=(2, 1), init="prune") if name == HALF else preset(name, init="prune"))
+        half = KroneckerConfig(b_shape=(2, 1), init="prune")
+        layers = {} if name == HALF else {n: replace(c, init="prune") for n, c in PRESETS[name].items()}
+        convert_(made, layers or half)
     return made.to(device)
 
 

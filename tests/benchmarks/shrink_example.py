@@ -29,7 +29,7 @@ def write_table() -> None:
     losses = [math.log(next(iter(model["perplexities"].values()))) for model in (before, after)]
     speeds = [[model[f"{what}_tokens_per_second"] for model in (before, after)] for what in ("forward", "generated")]
     line = (
-        f"SmolLM2-135M-Instruct, `--keep .5 --method auto`, {told['tokens']:,} tokens of Alpaca: "
+        f"SmolLM2-135M-Instruct, `--keep .5`, {told['tokens']:,} tokens of Alpaca: "
         f"{told['seconds'] / 60:.0f} minutes in all; loss {losses[0]:.3f} to {losses[1]:.3f} "
         f"({losses[1] - losses[0]:+.3f}) on text that follows, {before['parameters'] / 1e6:.1f} to "
         f"{after['parameters'] / 1e6:.1f} million parameters, {told['bytes'][0] / 2**20:.0f} to "
@@ -55,8 +55,6 @@ def main(arguments: list[str] | None = None) -> None:
         figures = Path(folder) / "figures.json"
         command = [options.python, str(ROOT / "examples" / "shrink_model.py"), "--model", str(model), "--keep", ".5"]
         command += [
-            "--method",
-            "auto",
             "--calibration",
             str(data),
             "--out",

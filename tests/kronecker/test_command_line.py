@@ -42,17 +42,12 @@ def place(tmp_path):
 COMMON = ["--context", "16", "--tokens", "320"]
 
 
-def test_plan_convert_compare_and_fold(place, capsys):
+def test_convert_compare_and_fold(place, capsys):
     model, text = str(place / "model"), ["--calibration", str(place / "text.txt"), *COMMON]
-    budget = num_parameters(tiny("gpt2")) - 2500
-    command = ["plan", model, "--budget", str(budget), "--out", str(place / "plan.json"), "--no-progress", *text]
-    assert main([*command, "--structures", "low_rank", "kronecker"]) == 0
-    assert f"budget of {budget:,}" in capsys.readouterr().out
     small = str(place / "small")
-    assert main(["convert", model, small, "--plan", str(place / "plan.json"), "--no-progress", *text]) == 0
+    assert main(["convert", model, small, "--low-rank", "0.5", "--no-progress", *text]) == 0
     assert "parameters" in capsys.readouterr().out
     assert not list(place.glob(".*"))
-    assert num_parameters(from_pretrained(small)) <= budget
     assert main(["fold", small, str(place / "dense")]) == 0
     capsys.readouterr()
     files = ["--text", str(place / "text.txt"), *COMMON]
@@ -75,7 +70,7 @@ def test_shapes_in_the_command(place, capsys):
     assert main([*command[:-1], "sequential"]) == 1
     assert "needed calibration data" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["plan", str(place / "model"), "--budget", "1"])
+        main(["prune", str(place / "model"), str(place / "other")])
     assert "--calibration" in capsys.readouterr().err
     (place / "text.txt").write_text("")
     assert main(["compare", str(place / "model"), "--text", str(place / "text.txt")]) == 1
@@ -151,11 +146,9 @@ def test_pruning_in_the_command_writes_a_stock_model(place, capsys):
     assert not (place / "new").exists()
 
 
-def test_a_plan_of_neurons_for_all_ends_as_a_stock_model(place, capsys):
+def test_neurons_dropped_by_a_preset_end_as_a_stock_model(place, capsys):
     model, text = str(place / "model"), ["--calibration", str(place / "text.txt"), *COMMON, "--no-progress"]
-    command = ["plan", model, "--keep", "0.5", "--structures", "prune", "--uniform", "--out", str(place / "plan.json")]
-    assert main([*command, *text]) == 0
-    assert main(["convert", model, str(place / "small"), "--plan", str(place / "plan.json"), *text]) == 0
+    assert main(["convert", model, str(place / "small"), "--preset", "gpt2-96m", *text]) == 0
     assert main(["fold", str(place / "small"), str(place / "stock")]) == 0
     small, stock = from_pretrained(place / "small"), GPT2LMHeadModel.from_pretrained(place / "stock").eval()
     assert num_parameters(stock) == num_parameters(small) < num_parameters(tiny("gpt2"))
@@ -170,7 +163,7 @@ def test_a_plan_of_neurons_for_all_ends_as_a_stock_model(place, capsys):
         "lm_head",
     ]
     assert main(["convert", model, str(place / "new"), "--preset", "gpt2-96m", "--layers", "*.wte", *text]) == 1
-    assert "needed --layers with another option" in capsys.readouterr().err
+    assert "leave out --layers" in capsys.readouterr().err
     assert main(["convert", str(place / "absent"), str(place / "new"), "--low-rank", "0.5", *text]) == 1
     assert "absent: there is no such folder" in capsys.readouterr().err
     assert main(["prune", model, str(place / "new"), "--tokenizer", "no/such", *text]) == 1
@@ -231,10 +224,10 @@ def test_comparing_refuses_what_it_cannot_measure():
         compare({"short": tiny("gpt2", n_positions=8)}, [ids])
 
 
-@pytest.mark.parametrize("options", [["--preset", "gpt2-93m", "--rank", "7"], ["--plan", "p.json", "--init", "random"]])
-def test_what_a_preset_or_a_plan_says_is_not_said_beside_it(options, place, capsys):
-    assert main(["convert", str(place / "model"), str(place / "out"), *options]) == 1
-    assert "presets and plans say ranks" in capsys.readouterr().err
+@pytest.mark.parametrize("options", [["--rank", "7"], ["--init", "random"]])
+def test_what_a_preset_sets_is_not_given_beside_it(options, place, capsys):
+    assert main(["convert", str(place / "model"), str(place / "out"), "--preset", "gpt2-80m", *options]) == 1
+    assert "a preset sets --rank and --init" in capsys.readouterr().err
 
 
 def test_importing_needs_no_triton_peft_plotting_or_datasets():

@@ -6,7 +6,7 @@ import torch
 import transformers
 from torch import nn
 
-from kronecker import KroneckerConfig, convert_, plan, prune_
+from kronecker import KroneckerConfig, convert_, prune_
 from kronecker.surgery.mlps import find_mlps
 from tests.support.models import MAKERS, MIXTURES, tiny
 
@@ -230,8 +230,8 @@ def test_adapters_are_merged_first():
         model = peft.get_peft_model(tiny("llama"), config)
         with pytest.raises(ValueError, match=r"convert_: .* is an adapter's; merge adapters first"):
             convert_(model, KroneckerConfig(b_shape=(2, 1), rank=2, init="van_loan"), progress=False)
-        with pytest.raises(ValueError, match=r"plan: .* is an adapter's; merge adapters first"):
-            plan(model, keep=0.5, calibration=[batch], progress=False)
+        with pytest.raises(ValueError, match=r"prune_: .* is an adapter's; merge adapters first"):
+            prune_(model, calibration=[batch], progress=False)
 
 
 def test_short_ids_are_refused_by_their_type():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kronecker import PruneConfig, convert_, plan, prune_, text_batches, text_of
+from kronecker import PruneConfig, convert_, prune_, text_batches, text_of
 from kronecker.data.batches import tokens_seen
 from tests.support.models import tiny
 
@@ -20,11 +20,10 @@ def test_a_tokenizer_itself_is_not_its_encode(encode):
         text_batches("some words", encode, tokens=8)
 
 
-@pytest.mark.parametrize("call", [prune_, convert_, plan])
+@pytest.mark.parametrize("call", [prune_, convert_])
 def test_a_folder_is_not_a_model(call):
-    given = {"config": PruneConfig()} if call is not plan else {"keep": 0.5}
     with pytest.raises(ValueError, match="model is a str, needed a loaded model"):
-        call("models/llama", **given, calibration=[torch.ones(1, 4, dtype=torch.long)])
+        call("models/llama", PruneConfig(), calibration=[torch.ones(1, 4, dtype=torch.long)])
 
 
 def test_a_vision_model_says_what_it_reads():

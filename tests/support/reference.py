@@ -28,7 +28,7 @@ PAGES = (
     ),
     Page(
         "kronecker", "Smaller models", "kronecker",
-        ("init", "planning.Plan", "report.Comparison", "surgery.convert.ConversionReport",
+        ("init", "report.Comparison", "surgery.convert.ConversionReport",
          "surgery.convert.LayerReport", "surgery.prune.PruneReport"),
     ),
     Page(

@@ -17,11 +17,10 @@ from ..layers.experts import is_experts
 from ..layers.weights import dense
 from ..moments import Moments
 from ..surgery.finding import blocks_of
-from ..surgery.heads import Attention
 from ..surgery.mlps import Mlp, watched
 from .calls import Call, Stop, WholeModel, calls_of, tokens
 from .mlp import Middle, Seen, middle_of
-from .stream import attention_stream_kind, stream_kind
+from .stream import stream_kind
 
 
 class Block:
@@ -33,7 +32,6 @@ class Block:
         mlps: Those within it.
         singles: Names of layers in it that are fitted by themselves: linear layers, stacks of experts.
         calls: One for each batch.
-        attentions: Those within it whose heads go.
     """
 
     def __init__(
@@ -43,10 +41,8 @@ class Block:
         mlps: Sequence[Mlp],
         singles: Sequence[str],
         calls: Sequence[Call],
-        attentions: Sequence[Attention] = (),
     ):
         self.model, self.name, self.mlps, self.singles, self.calls = model, name, mlps, singles, calls
-        self.writers: list[Mlp | Attention] = [*mlps, *attentions]  # of the residual stream
         self.module = model.get_submodule(name)
         self.kinds: dict[str, str | None] = {}  # where the residual stream that each MLP adds to can be read
         self.ran: list[str] = []  # the layers that write an MLP's output, and the singles, in the order they run
@@ -55,17 +51,18 @@ class Block:
 
     def original(self, states: Sequence[Tensor]) -> list[Tensor]:
         """Run it as it is on the original's states; returns its outputs, and keeps what its layers should give."""
-        self.kinds = {m.down: self._kind(m, states[0]) for m in self.writers}
+        self.kinds = {m.down: self._kind(m, states[0]) for m in self.mlps}
         outputs: list[Tensor] = []
-        self.wanted, self.said = {m.down: [] for m in self.writers}, {n: [] for n in self.singles}
+        self.wanted = {m.down: [] for m in self.mlps}
+        self.said = {n: [] for n in self.singles}
         for call, hidden in zip(self.calls, states, strict=True):
             out, seen = self._run(call, hidden, self.singles)
             outputs.append(out)
-            for writer in self.writers:
-                if writer.down not in seen:
-                    raise ValueError(f"kronecker: {writer.down} does not run on all batches of calibration")
-                x, _, y = seen[writer.down]
-                self.wanted[writer.down].append(y + self._stream(writer, x, y, out, call))
+            for mlp in self.mlps:
+                if mlp.down not in seen:
+                    raise ValueError(f"kronecker: {mlp.down} does not run on all batches of calibration")
+                x, _, y = seen[mlp.down]
+                self.wanted[mlp.down].append(y + self._stream(mlp, x, y, out, call))
             for name in self.singles:
                 if name in seen:
                     self.said[name].append(seen[name][2])
@@ -84,14 +81,14 @@ class Block:
             pairs = zip(self.wanted[mlp.down], outputs, later, self.calls, strict=True)
             self.wanted[mlp.down] = [w + tokens(b - a, call.keep) for w, a, b, call in pairs]
 
-    def smaller(self, writer: Mlp | Attention, states: Sequence[Tensor], *, keep_inputs: bool) -> Seen:
-        """Run it on the smaller model's states: what an MLP (or attention) sees there, and what it should give."""
-        matrix = dense(self.model.get_submodule(writer.down))
+    def smaller(self, mlp: Mlp, states: Sequence[Tensor], *, keep_inputs: bool) -> Seen:
+        """Run the block on the smaller model's states; return what an MLP sees there, and what it should give."""
+        matrix = dense(self.model.get_submodule(mlp.down))
         total = Seen(Moments.zeros(*matrix.shape, device=matrix.device))
-        for call, hidden, target in zip(self.calls, states, self.wanted[writer.down], strict=True):
+        for call, hidden, target in zip(self.calls, states, self.wanted[mlp.down], strict=True):
             out, seen = self._run(call, hidden)
-            x, h, y = seen[writer.down]
-            total.add(h, target - self._stream(writer, x, y, out, call), x if keep_inputs else None)
+            x, h, y = seen[mlp.down]
+            total.add(h, target - self._stream(mlp, x, y, out, call), x if keep_inputs else None)
         return total
 
     def inputs(self, name: str, states: Sequence[Tensor]) -> list[Tensor]:
@@ -151,7 +148,7 @@ class Block:
         """
         inputs: dict[str, Tensor] = {}
         seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-        first = {m.ups[0]: m.down for m in self.writers}
+        first = {m.ups[0]: m.down for m in self.mlps}
 
         def see(name: str, x: Tensor, y: Tensor) -> None:
             if name in first:
@@ -162,27 +159,24 @@ class Block:
             flat = tokens(x, call.keep)
             seen[name] = inputs.get(name, flat), flat, tokens(y, call.keep)
 
-        names = [*(n for m in self.writers for n in (m.ups[0], m.down)), *singles]
+        names = [*(n for m in self.mlps for n in (m.ups[0], m.down)), *singles]
         call.hidden = hidden
         with watched({n: self.model.get_submodule(n) for n in names}, see):
             out = call.run(self.module)
         return out, seen
 
-    def _kind(self, writer: Mlp | Attention, states: Tensor) -> str | None:
-        up, down = self.model.get_submodule(writer.ups[0]), self.model.get_submodule(writer.down)
-        if isinstance(writer, Attention):
-            return attention_stream_kind(self.module, down, self.calls[0], states)
+    def _kind(self, mlp: Mlp, states: Tensor) -> str | None:
+        up = self.model.get_submodule(mlp.ups[0])
+        down = self.model.get_submodule(mlp.down)
         if len(self.mlps) > 1 or any(is_experts(self.model.get_submodule(n)) for n in self.singles):
             return None
         return stream_kind(self.module, up, down, self.calls[0], states)
 
-    def _stream(self, writer: Mlp | Attention, x: Tensor, y: Tensor, out: Tensor, call: Call) -> Tensor:
-        """The residual stream that an MLP or attention adds to, or nothing where it cannot be read."""
-        kind = self.kinds[writer.down]
+    def _stream(self, mlp: Mlp, x: Tensor, y: Tensor, out: Tensor, call: Call) -> Tensor:
+        """Return the residual stream that an MLP adds to, or zeros if it cannot be read."""
+        kind = self.kinds[mlp.down]
         if kind == "output":
             return tokens(out, call.keep) - y
-        if kind == "input":
-            return tokens(call.hidden, call.keep)
         return x if kind == "read" else torch.zeros_like(y)
 
 
@@ -191,13 +185,12 @@ def blocks_with(
     mlps: Sequence[Mlp],
     singles: Sequence[str],
     data: Sequence[Batch],
-    attentions: Sequence[Attention] = (),
 ) -> list[Block]:
     """The model's blocks in order, each with its layers; the first one's calls have the hidden states to begin with.
 
     Where a block reads something else than what the one before it gives, the whole model is one block.
     """
-    names = [*(w.down for w in (*mlps, *attentions)), *singles]
+    names = [*(m.down for m in mlps), *singles]
     blocks = blocks_of(model, names)
     calls = None if not blocks[0][0] else calls_of(model, [b for _, b, _ in blocks], data)
     if calls is None:  # not a chain of blocks: the whole model is one
@@ -209,7 +202,6 @@ def blocks_with(
             [m for m in mlps if m.down in names],
             [n for n in singles if n in names],
             c,
-            [a for a in attentions if a.down in names],
         )
         for (name, _, names), c in zip(blocks, calls, strict=True)
     ]

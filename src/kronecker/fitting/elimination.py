@@ -1,8 +1,7 @@
 """Which inputs of a linear layer to drop, and the best weight for those that stay: linear algebra in float64.
 
-Letters: O outputs; I inputs in groups of s (a neuron is a group of one, an attention head one of its width); S the
-inputs that stay. A layer W sees inputs with second moments C = E[x xᵀ] and should give t with cross moments E[t xᵀ].
-All is about E‖(W - Ŵ) x‖² = ‖(W - Ŵ) C^½‖².
+Letters: O outputs; I inputs; S the inputs that stay. A layer W sees inputs with second moments C = E[x xᵀ] and should
+give t with cross moments E[t xᵀ]. All is about E‖(W - Ŵ) x‖² = ‖(W - Ŵ) C^½‖².
 """
 
 from __future__ import annotations
@@ -11,18 +10,17 @@ import torch
 from torch import Tensor
 
 
-def eliminate(weight: Tensor, moment: Tensor, keep: int, *, size: int = 1, step: int = 1) -> Tensor:
-    """Drop the groups of inputs that cost least, some at a time, while the others always make up for what went.
+def eliminate(weight: Tensor, moment: Tensor, keep: int, *, step: int = 1) -> Tensor:
+    """Drop the inputs that cost least, some at a time, while the others always make up for what went.
 
-    The cost of a group g is tr(W_g (C⁻¹)_gg⁻¹ W_gᵀ); after each step the weight and C⁻¹ are those of the inputs that
+    The cost of an input j is ‖w_j‖² / (C⁻¹)_jj; after each step the weight and C⁻¹ are those of the inputs that
     are left (optimal brain surgeon: Hassibi and Stork 1993; for layers of language models: SlimGPT, arXiv 2412.18110).
 
     Args:
         weight: (O, I), the best weight on all inputs.
         moment: C, (I, I), positive definite.
-        keep: Number of groups that stay.
-        size: Inputs in a group, next to each other.
-        step: Groups that go at a time: the more, the faster and the less exact.
+        keep: Number of inputs that stay.
+        step: Inputs that go at a time: the more, the faster and the less exact.
 
     Returns:
         The inputs that stay, (S,), in their order.
@@ -32,22 +30,18 @@ def eliminate(weight: Tensor, moment: Tensor, keep: int, *, size: int = 1, step:
     tensor([1, 2])
     """
     weight, inverse = weight.double(), torch.cholesky_inverse(torch.linalg.cholesky(moment.double()))
-    alive = torch.arange(weight.shape[1], device=weight.device).view(-1, size)
+    alive = torch.arange(weight.shape[1], device=weight.device)
     while len(alive) > keep:
-        groups = len(alive)
-        blocks = inverse.view(groups, size, groups, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-        columns = weight.view(-1, groups, size).transpose(0, 1)  # (groups, O, s)
-        costs = (torch.linalg.solve(blocks, columns.transpose(1, 2)) * columns.transpose(1, 2)).sum((1, 2))
-        dropped = costs.argsort(stable=True)[: min(step, groups - keep)]
-        stays = torch.ones(groups, dtype=torch.bool, device=weight.device)
-        stays[dropped] = False
-        inputs = torch.arange(groups * size, device=weight.device).view(groups, size)
-        out, rest = inputs[dropped].flatten(), inputs[stays].flatten()
+        costs = weight.square().sum(0) / inverse.diagonal()
+        out = costs.argsort(stable=True)[: min(step, len(alive) - keep)]
+        stays = torch.ones(len(alive), dtype=torch.bool, device=weight.device)
+        stays[out] = False
+        rest = stays.nonzero()[:, 0]
         solved = torch.linalg.solve(inverse[out][:, out], inverse[out][:, rest])  # (dropped, kept)
         weight = weight[:, rest] - weight[:, out] @ solved
         inverse = inverse[rest][:, rest] - inverse[rest][:, out] @ solved
         alive = alive[stays]
-    return alive.flatten()
+    return alive
 
 
 def refitted(cross: Tensor, moment: Tensor, kept: Tensor) -> Tensor:

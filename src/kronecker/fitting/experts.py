@@ -10,13 +10,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..config import KroneckerConfig, PruneConfig
-from ..layers.experts import ExpertsLayout, KroneckerExperts, between, canonical_parameters, layout_of
-from ..layers.weights import start
+from ..config import PruneConfig
+from ..layers.experts import ExpertsLayout, between, canonical_parameters, layout_of
 from ..moments import Moments
 from ..surgery.mlps import Mlp
-from .factors import fit_factors
-from .mlp import Matrix, MlpWeights, Seen
+from .mlp import MlpWeights, Seen
 from .neurons import fit_neurons
 
 Routed = Sequence[tuple[Tensor, Tensor]]  # for each batch the tokens (N, H) and the experts of each (N, k)
@@ -56,41 +54,6 @@ def fit_expert_neurons(
         apart, energy = apart + error * size, energy + size
     dtype = module.get_parameter("down_proj").dtype
     return {n: layout.stock(n, torch.stack(t).to(dtype)) for n, t in new.items()}, apart / max(1e-30, energy)
-
-
-def fit_expert_factors(module: nn.Module, routed: Routed, config: KroneckerConfig) -> tuple[dict[str, Tensor], float]:
-    """Each expert's matrices as Kronecker sums; an expert that no token is routed to starts by Van Loan.
-
-    Args:
-        module: A stack of experts.
-        routed: What it gets in the smaller model.
-        config: Of the matrices that read the block's width; those that write it have the opposite shapes.
-
-    Returns:
-        The state of a `KroneckerExperts`, and the relative error of all experts together, squared.
-    """
-    layer, layout = KroneckerExperts(module, config), layout_of(module)
-    configs = dict(zip(layout.matrices, (config, config.opposite()), strict=True))
-    biases: dict[str, list[Tensor]] = {name: [] for name in layout.biases}
-    apart, energy = 0.0, 0.0
-    for expert, (weights, seen) in enumerate(_experts(module, routed, keep_inputs=True)):
-        small = weights
-        if seen.moments.count:
-            small, error, _ = fit_factors(_mlp(layout), weights, seen, configs)
-            pairs: list[Matrix] = [small.ups[0], small.down]
-            size = float(seen.moments.energy)
-            apart, energy = apart + error * size, energy + size
-        else:
-            matrices = (*weights.ups[0], *weights.down)
-            shapes = [c.shapes(*w.shape)[1] for c, w in zip(configs.values(), matrices, strict=True)]
-            both = zip(matrices, shapes, configs.values(), strict=True)
-            pairs = [start(w, shape, own, None, alone=True)[:2] for w, shape, own in both]
-        for name, (a, b) in zip(layout.matrices, pairs, strict=True):
-            layer.set_factors_(name, a, b, expert)
-        for name, bias in zip(biases, _biases(small), strict=True):
-            biases[name].append(bias)
-    stacks = {n: layout.stock(n, torch.stack(t)) for n, t in biases.items()}
-    return layer.state_dict() | stacks, apart / max(1e-30, energy)
 
 
 def _mlp(layout: ExpertsLayout) -> Mlp:

@@ -21,28 +21,26 @@ from ..layers.linear import KroneckerLinear, LowRankLinear
 from ..layers.weights import dense
 from ..moments import Moments
 from ..surgery.finding import put, set_parameters_
-from ..surgery.heads import Attention
 from ..surgery.mlps import Mlp
 from .block import Block, blocks_with
 from .cache import FitCache
 from .calls import outputs_of
-from .experts import fit_expert_factors, fit_expert_neurons
+from .experts import fit_expert_neurons
 from .factors import fit_factors
 from .mlp import MlpWeights, Seen
-from .neurons import fit_heads, fit_neurons
+from .neurons import fit_neurons
 
 UNKNOWN = "fitted in closed form only, since what it computes between its matrices is not known"
 
 
 @dataclass(frozen=True)
 class Part:
-    """Layers that are fitted together: an MLP, an attention, a stack of experts, or one linear layer by itself."""
+    """Layers that are fitted together: an MLP, a stack of experts, or one linear layer by itself."""
 
     name: str  # of the layer that writes the block's width, of the stack, of the layer
     configs: Mapping[str, Config]  # by name of its layers
     mlp: Mlp | None = None
-    neurons: int = 0  # that stay, where some are dropped; of an attention groups of heads
-    attention: Attention | None = None
+    neurons: int = 0  # that stay, where some are dropped
 
     @property
     def prune(self) -> PruneConfig | None:
@@ -87,8 +85,8 @@ def fit_(
     """
     done: dict[str, Fitted] = {}
     by_name = {p.name: p for p in parts}
-    mlps, attentions = [p.mlp for p in parts if p.mlp], [p.attention for p in parts if p.attention]
-    blocks = blocks_with(model, mlps, [p.name for p in parts if not (p.mlp or p.attention)], data, attentions)
+    mlps = [p.mlp for p in parts if p.mlp]
+    blocks = blocks_with(model, mlps, [p.name for p in parts if not p.mlp], data)
     theirs = [c.hidden for c in blocks[0].calls]
     ours = list(theirs)
     for index, block in enumerate(blocks):
@@ -123,16 +121,9 @@ def fit_(
 def fit_part(model: nn.Module, block: Block, part: Part, states: Sequence[Tensor], operation: str) -> Fitted:
     """A part's new parameters, from the hidden states that the smaller model has before its block."""
     if is_experts(module := model.get_submodule(part.name)):
-        routed = block.routed(part.name, states)
-        if part.prune is not None:
-            tensors, error = fit_expert_neurons(module, routed, part.neurons, part.prune)
-        else:
-            config = part.configs[part.name]
-            assert isinstance(config, KroneckerConfig)
-            tensors, error = fit_expert_factors(module, routed, config)
+        assert part.prune is not None
+        tensors, error = fit_expert_neurons(module, block.routed(part.name, states), part.neurons, part.prune)
         return Fitted({f"{part.name}.{n}": t for n, t in tensors.items()}, error)
-    if part.attention is not None:
-        return _fitted_attention(module, block, part, part.attention, states, operation)
     if part.mlp is None:
         return _fitted_alone(module, part, block.inputs(part.name, states), block.said[part.name])
     return _fitted_mlp(model, block, part, part.mlp, states, operation)
@@ -150,21 +141,6 @@ def _fitted_alone(module: nn.Module, part: Part, inputs: Sequence[Tensor], said:
     seen = moments.centred() if layer.bias is not None else moments
     tensors = {f"{part.name}.{n}": t for n, t in layer.state_dict().items()}
     return Fitted(tensors, seen.error(layer.dense_weight()) ** 2)
-
-
-def _fitted_attention(
-    module: nn.Module, block: Block, part: Part, attention: Attention, states: Sequence[Tensor], operation: str
-) -> Fitted:
-    """An attention's writing layer, which no longer reads the groups of heads that go."""
-    assert part.prune is not None
-    weights = MlpWeights.of([module], None)
-    seen = block.smaller(attention, states, keep_inputs=False)
-    _check_seen(seen, part, operation)
-    matrix, bias, error = fit_heads(weights, seen.moments, attention.groups, part.neurons, part.prune)
-    state = {f"{part.name}.weight": (matrix.T if isinstance(module, Conv1D) else matrix).to(dense(module).dtype)}
-    if bias is not None:
-        state[f"{part.name}.bias"] = bias.to(dense(module).dtype)
-    return Fitted(state, error)
 
 
 def _fitted_mlp(

@@ -34,15 +34,12 @@ def normal_equations(weights: MlpWeights, moments: Moments, ridge: float) -> tup
     return moments.inputs / n + ridge * eye, moments.cross / n + ridge * weights.down_weight.double()
 
 
-def most_important(weights: MlpWeights, moments: Moments, keep: int, *, size: int = 1) -> Tensor:
-    """The ``keep`` hidden neurons, in their order, without which the others could not make up for what is lost.
-
-    With ``size``, of that many groups of so many neurons next to each other, which go together.
-    """
+def most_important(weights: MlpWeights, moments: Moments, keep: int) -> Tensor:
+    """Return the ``keep`` hidden neurons, in their order, without which the others could not make up for the loss."""
     moment, cross = normal_equations(weights, moments, _RIDGE)
     count = len(moment)
     everything = refitted(cross, moment, torch.arange(count, device=moment.device))
-    return eliminate(everything, moment, keep, size=size, step=max(1, count // size // 48))
+    return eliminate(everything, moment, keep, step=max(1, count // 48))
 
 
 def fit_neurons(mlp: Mlp, weights: MlpWeights, seen: Seen, keep: int, config: PruneConfig) -> tuple[MlpWeights, float]:
@@ -60,22 +57,6 @@ def fit_neurons(mlp: Mlp, weights: MlpWeights, seen: Seen, keep: int, config: Pr
     if config.refit == "all" and seen.moments.count and small.middle is not None:
         return descended(small, torch.cat(seen.inputs), torch.cat(seen.targets), config.epochs)
     return small, seen.moments.of_inputs(chosen).error(small.down_weight, small.down_bias) ** 2
-
-
-def fit_heads(
-    weights: MlpWeights, moments: Moments, groups: int, keep: int, config: PruneConfig
-) -> tuple[Tensor, Tensor | None, float]:
-    """The writing matrix and bias of an attention that reads ``keep`` groups of heads; and the relative error, squared.
-
-    The matrix is as wide as it was, with zeros where a group is not read.
-    """
-    size = len(moments.inputs) // groups
-    chosen = most_important(weights, moments, keep, size=size)
-    small = replace(weights, down=(weights.down_weight[:, chosen],))
-    small = _with_writing_matrix(small, weights, moments, chosen, config)
-    wide = torch.zeros_like(weights.down_weight)
-    wide[:, chosen] = small.down_weight
-    return wide, small.down_bias, moments.of_inputs(chosen).error(small.down_weight, small.down_bias) ** 2
 
 
 def _with_writing_matrix(

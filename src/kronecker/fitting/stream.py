@@ -32,16 +32,6 @@ def stream_kind(block: nn.Module, up: nn.Module, down: nn.Module, call: Call, st
     return "read" if _norm_takes_sum(block, up, down, call) else None
 
 
-def attention_stream_kind(block: nn.Module, down: nn.Module, call: Call, states: Tensor) -> str | None:
-    """The same for an attention: ``"input"`` where a norm takes the sum of the block's input and what it says."""
-    if isinstance(call, WholeModel):
-        return None
-    call.hidden = states
-    if _norm_takes_sum(block, None, down, call):
-        return "input"
-    return "output" if _adds_to_output(block, down, call) else None
-
-
 def _adds_to_output(block: nn.Module, down: nn.Module, call: Call) -> bool:
     """Whether what a layer says is added to the block's output and changes nothing else."""
     plain = call.run(block).float()
@@ -51,8 +41,8 @@ def _adds_to_output(block: nn.Module, down: nn.Module, call: Call) -> bool:
     return plain.shape == moved.shape and float((moved - plain - step).abs().mean()) < _NEAR * step
 
 
-def _norm_takes_sum(block: nn.Module, up: nn.Module | None, down: nn.Module, call: Call) -> bool:
-    """Whether a norm reads the sum of what one layer reads (or of the block's input) and what another says."""
+def _norm_takes_sum(block: nn.Module, up: nn.Module, down: nn.Module, call: Call) -> bool:
+    """Return whether a norm reads the sum of one layer's input and another's output."""
     seen: dict[str, Tensor] = {}
     takes = [False]
 
@@ -63,10 +53,7 @@ def _norm_takes_sum(block: nn.Module, up: nn.Module | None, down: nn.Module, cal
             takes[0] |= bool(apart.abs().mean() < _NEAR * given[0].float().abs().mean())
 
     with ExitStack() as hooks:
-        if up is None:
-            seen["read"] = call.hidden
-        else:
-            hooks.enter_context(up.register_forward_hook(lambda m, given, out: seen.update(read=given[0])))
+        hooks.enter_context(up.register_forward_hook(lambda m, given, out: seen.update(read=given[0])))
         hooks.enter_context(down.register_forward_hook(lambda m, given, out: seen.update(said=out)))
         for module in block.modules():
             if "Norm" in type(module).__name__:

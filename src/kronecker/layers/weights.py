@@ -20,33 +20,23 @@ from ..moments import Moments
 Device = torch.device | str | None
 
 
-class StandsFor(nn.Module):
-    """A layer whose state has, beside its parameters, an empty tensor under the name of each weight it stands for.
+class SmallerWeight(nn.Module):
+    """A weight that is made of two smaller parameters, or several of each.
 
-    Plain transformers then raises on a file with that state; without these names it would initialise the weights at
-    random.
+    Its state also has an empty tensor named ``weight``. Plain transformers then raises on a file with that state;
+    without this name it would initialize the weight at random.
     """
 
-    stands_for: tuple[str, ...]
-    empty_shape: tuple[int, ...] = (0,)
+    a: nn.Parameter
+    b: nn.Parameter
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self.stands_for:
-            destination[prefix + name] = next(self.parameters()).detach().new_empty(self.empty_shape)
+        destination[f"{prefix}weight"] = self.a.detach().new_empty(0)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: object) -> None:  # pyrefly: ignore
-        for name in self.stands_for:
-            state_dict.pop(prefix + name, None)
+        state_dict.pop(f"{prefix}weight", None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-
-
-class SmallerWeight(StandsFor):
-    """A weight that is made of two smaller parameters, or several of each."""
-
-    stands_for = ("weight",)
-    a: nn.Parameter
-    b: nn.Parameter
 
     def dense_weight(self) -> Tensor:
         """The weight, (rows, columns), differentiable."""

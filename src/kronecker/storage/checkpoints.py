@@ -20,11 +20,9 @@ from transformers.initialization import no_init_weights
 from model_components._folders import NewFolder, check_new, make_folder
 from model_components._hub import find_folder
 
-from ..config import PruneConfig
+from ..config import PruneConfig, from_dict, to_dict
 from ..layers import empty_layer
-from ..layers.experts import KroneckerExperts
 from ..layers.linear import SmallerLinear
-from ..structures import from_dict, to_dict
 from ..surgery.finding import COMPRESSED, mlps_if_any, put, set_parameters_
 from ..surgery.stock import empty, parameter_shapes
 from ..surgery.unread import smallest_stock
@@ -217,9 +215,6 @@ def dense_again(layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Modul
     """For compressed layers, one after the other, stock ones of the same function; tied ones share their weight."""
     weights: dict[int, nn.Parameter] = {}
     for name, layer in layers.items():
-        if isinstance(layer, KroneckerExperts):
-            yield name, layer.to_experts()
-            continue
         dense: Any = layer.to_linear() if isinstance(layer, SmallerLinear) else layer.to_embedding()  # pyrefly: ignore
         dense.weight = weights.setdefault(id(layer.a), dense.weight)
         yield name, dense

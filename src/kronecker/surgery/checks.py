@@ -7,8 +7,8 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig
-from ..layers.experts import KroneckerExperts, is_experts
+from ..config import Config, KroneckerConfig, PruneConfig
+from ..layers.experts import is_experts
 from ..layers.weights import dense, is_linear
 from .finding import COMPRESSED
 
@@ -60,8 +60,10 @@ def check_own(operation: str, model: nn.Module, names: Collection[str]) -> None:
 
 def check_config(name: str, module: nn.Module, config: Config, tied: bool) -> None:
     """Refuse what a config cannot make of a layer."""
-    if isinstance(config, LowRankConfig) and is_experts(module):
-        raise ValueError(f"convert_: {name} is a stack of experts; LowRankConfig needs a linear layer or an embedding")
+    if is_experts(module) and not isinstance(config, PruneConfig):
+        raise ValueError(
+            f"convert_: {name} is a stack of experts, got {type(config).__name__}; experts take PruneConfig"
+        )
     if isinstance(config, PruneConfig):
         if tied or not (is_linear(module) or is_experts(module)):
             raise ValueError(f"convert_: {name} is tied or not a linear layer; PruneConfig needs all layers of an MLP")
@@ -70,9 +72,7 @@ def check_config(name: str, module: nn.Module, config: Config, tied: bool) -> No
                 f"convert_: {config} is not about one MLP, needed keep and granularity='neuron'; see prune_"
             )
         return
-    if isinstance(config, KroneckerConfig) and is_experts(module):
-        KroneckerExperts(module, config)
-    elif isinstance(config, KroneckerConfig):
+    if isinstance(config, KroneckerConfig):
         config.shapes(*dense(module).shape, operation=f"convert_: {name}")
     else:
         config.rank_of(*dense(module).shape, operation=f"convert_: {name}")

@@ -16,18 +16,17 @@ from model_components._modes import evaluating
 from model_components._report import Axes, Figure, Report, Table, bars
 
 from .._eager import build, scaled
-from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig
+from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig, structure_of
 from ..data.batches import Batch, batches, check_model, tokens_seen
 from ..fitting.cache import FitCache
 from ..fitting.fit import UNKNOWN, Fitted, Part, fit_
 from ..fitting.tables import TableUse, low_rank_table, uses_of
 from ..init import Factors, low_rank, relative_error
 from ..layers import empty_layer
-from ..layers.experts import GROUPED, KroneckerExperts, is_experts, layout_of
+from ..layers.experts import GROUPED, is_experts, layout_of
 from ..layers.linear import SmallerLinear
 from ..layers.weights import KroneckerLayer, LowRankLayer, SmallerWeight, dense, is_linear, start
 from ..storage.checkpoints import own_saving_, resized
-from ..structures import structure_of
 from .beside import beside
 from .checks import check_config, check_layer, tied_modules
 from .finding import COMPRESSED, convertible, is_embedding, mlps_if_any, put, resolve, snapshot
@@ -125,7 +124,7 @@ def convert_(
     matrices, `PruneConfig` by fewer hidden neurons. A single config is for the MLPs (and stacks of experts), with
     opposite shapes for the layer that writes the block's width; attention, embeddings and head are left alone. With
     ``filter_fn`` it is for whatever that accepts. A map from name patterns (``"*.mlp.c_fc"``) to configs says it layer
-    by layer; `preset` and `plan` give such maps. Tied weights stay tied. ``model.save_pretrained`` writes the smaller
+    by layer; `PRESETS` has such maps. Tied weights stay tied. ``model.save_pretrained`` writes the smaller
     weights from then on, for `kronecker.from_pretrained`; `prune_` makes a stock model.
 
     The matrices of an MLP are fitted together, block by block, on what the smaller model feeds them; a table of
@@ -265,8 +264,7 @@ def _fitted_tables(
 
 def _is_fitted(module: nn.Module, config: Config) -> bool:
     """Whether a layer is fitted on calibration data."""
-    shared = isinstance(config, KroneckerConfig) and config.share_a
-    return config.init == "sequential" and (is_linear(module) or (is_experts(module) and not shared))
+    return config.init == "sequential" and (is_linear(module) or is_experts(module))
 
 
 def _parts(model: nn.Module, configs: Mapping[str, Config], data: Sequence[Batch] | None) -> list[Part]:
@@ -316,14 +314,6 @@ def _convert_alone(
     if isinstance(module, COMPRESSED):
         return float("nan")  # came along with the one it is tied to
     assert not isinstance(config, PruneConfig)
-    if is_experts(module):
-        assert isinstance(config, KroneckerConfig)
-        stack = KroneckerExperts.from_experts(module, config)
-        smaller, weights = stack.dense_weights(), dict(module.named_parameters(recurse=False))
-        parts = [(weights[n] - w).square().sum() for n, w in smaller.items()]
-        put(model, name, stack)
-        energies = [weights[n].square().sum() for n in smaller]
-        return float((torch.stack(parts).sum() / torch.stack(energies).sum()).detach().sqrt())
     others = tied.get(name, [])
     if others and config.init == "sequential" and isinstance(config, KroneckerConfig):
         config = replace(config, init="van_loan")

@@ -12,12 +12,12 @@ from transformers.pytorch_utils import Conv1D
 
 from ..config import Config
 from ..layers.embedding import SmallerEmbedding
-from ..layers.experts import KroneckerExperts, is_experts
+from ..layers.experts import is_experts
 from ..layers.linear import SmallerLinear
 from ..layers.weights import is_linear
 from .mlps import Mlp, find_mlps
 
-COMPRESSED = (SmallerLinear, SmallerEmbedding, KroneckerExperts)
+COMPRESSED = (SmallerLinear, SmallerEmbedding)
 
 
 def is_embedding(module: nn.Module) -> bool:
@@ -63,8 +63,7 @@ def resolve(
         theirs = find_mlps(model, batch) if filter_fn is None else mlps_if_any(model, batch)
         downs, members = {m.down for m in theirs}, {n for m in theirs for n in (*m.ups, m.down)}
         for name, module in modules.items():
-            experts = is_experts(module) or isinstance(module, KroneckerExperts)
-            wanted = (name in members or experts) if filter_fn is None else filter_fn(module, name)
+            wanted = (name in members or is_experts(module)) if filter_fn is None else filter_fn(module, name)
             if wanted:
                 _refuse_own_forward(name, module)
             if wanted and (convertible(module) or isinstance(module, COMPRESSED)):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..config import Config, KroneckerConfig, PruneConfig
+from ..config import PruneConfig
 from ..data.batches import Batch
 from ..fitting.experts import experts_shapes
 from ..layers.experts import GROUPED, is_experts, layout_of
@@ -28,44 +28,14 @@ class PrunablePart:
     modules: tuple[str, ...]
     count: int  # hidden neurons
     shapes: Callable[[int], dict[str, torch.Size]]  # of its parameters, with so many
-    matrices: tuple[tuple[int, int], ...]  # (rows, columns) of its weights; of a stack each expert's
     mlp: Mlp | None  # None: experts
-    copies: int = 1  # of the matrices: one for each expert
 
     def parameters(self, keep: int) -> int:
         """How many it has with so many hidden neurons."""
         return sum(shape.numel() for shape in self.shapes(keep).values())
 
-    def neurons(self, config: PruneConfig) -> int:
-        """How many a config keeps."""
-        unit = math.lcm(config.multiple_of, 1 if self.mlp else GROUPED)
-        return config.neurons(self.count, unit)
 
-    def parameters_as(self, config: Config | None) -> int:
-        """How many it has as a config says; None: as it is.
-
-        Raises:
-            ValueError: A config that does not fit.
-        """
-        if config is None:
-            return self.parameters(self.count)
-        if isinstance(config, PruneConfig):
-            return self.parameters(self.neurons(config))
-        if self.mlp is None and not isinstance(config, KroneckerConfig):
-            raise ValueError(f"kronecker: {self.name} is a stack of experts, which {config} is not for")
-        *ups, down = self.matrices
-        factors = sum(config.count(*shape) for shape in ups) + config.opposite().count(*down)
-        weights = sum(rows * columns for rows, columns in self.matrices)
-        return self.parameters(self.count) + self.copies * (factors - weights)
-
-    def configs(self, config: Config) -> dict[str, Config]:
-        """By the names of its layers."""
-        if self.mlp is None:
-            return {self.name: config}
-        return dict.fromkeys(self.mlp.ups, config) | {self.mlp.down: config.opposite()}
-
-
-def prunable_parts(model: nn.Module, data: Sequence[Batch], operation: str = "prune_") -> list[PrunablePart]:
+def prunable_parts(model: nn.Module, data: Sequence[Batch]) -> list[PrunablePart]:
     """The MLPs and stacks of experts of a model.
 
     Raises:
@@ -76,26 +46,23 @@ def prunable_parts(model: nn.Module, data: Sequence[Batch], operation: str = "pr
         if is_experts(module):
             parts.append(_experts_part(name, module))
     if not parts:
-        raise ValueError(f"{operation}: no MLP is found in {type(model).__name__}")
+        raise ValueError(f"prune_: no MLP is found in {type(model).__name__}")
     members = {n for p in parts for n in p.modules}
-    check_own(operation, model, members)
+    check_own("prune_", model, members)
     return parts
 
 
 def _mlp_part(model: nn.Module, mlp: Mlp) -> PrunablePart:
-    names = (*mlp.ups, mlp.down)
-    matrices = tuple((rows, columns) for n in names for rows, columns in [dense(model.get_submodule(n)).shape])
-    return PrunablePart(mlp.down, names, matrices[-1][1], lambda keep: _shapes(model, mlp, keep), matrices, mlp)
+    count = dense(model.get_submodule(mlp.down)).shape[1]
+    return PrunablePart(mlp.down, (*mlp.ups, mlp.down), count, lambda keep: _shapes(model, mlp, keep), mlp)
 
 
 def _experts_part(name: str, module: nn.Module) -> PrunablePart:
     def shapes(keep: int) -> dict[str, torch.Size]:
         return {f"{name}.{n}": shape for n, shape in experts_shapes(module, keep).items()}
 
-    layout, down = layout_of(module), module.get_parameter("down_proj").shape
-    weights = [(n, torch.empty_like(module.get_parameter(n), device="meta")) for n in layout.matrices]
-    matrices = tuple((rows, columns) for n, w in weights for _, rows, columns in [layout.canonical(n, w).shape])
-    return PrunablePart(name, (name,), layout.neurons(down), shapes, matrices, None, down[0])
+    count = layout_of(module).neurons(module.get_parameter("down_proj").shape)
+    return PrunablePart(name, (name,), count, shapes, None)
 
 
 def neurons_to_keep(model: nn.Module, parts: Sequence[PrunablePart], config: PruneConfig) -> dict[str, int]:

@@ -28,10 +28,8 @@ from .blocks import (
     least_influential,
     new_places,
 )
-from .checks import check_own
 from .convert import num_parameters
 from .finding import COMPRESSED, all_or_nothing
-from .heads import check_runs, config_with_heads, cut_heads_, find_attentions, groups_to_keep
 from .neurons import PrunablePart, neurons_to_keep, prunable_parts
 from .stock import Changes, attribute_changes, parameter_shapes, set_attributes_, stock_config
 
@@ -43,7 +41,7 @@ class PrunedLayer:
     """One layer that became smaller, was fitted to make up for others, or a block that went."""
 
     name: str
-    unit: str  # what is counted: hidden neurons, groups of heads; of a block that went parameters
+    unit: str  # what is counted: hidden neurons; of a block that went parameters
     before: int
     after: int
     error: float  # relative, of what it adds to the stream, on the smaller model's own inputs; of a block its influence
@@ -137,7 +135,7 @@ def prune_(
     check_model("prune_", model)
     _refuse(model)
     walk = _Walk(model, config, batches(calibration, model, "prune_"), cache, progress)
-    prune = {"neuron": _drop_neurons, "head": _drop_heads, "block": _drop_blocks}[config.granularity]
+    prune = {"neuron": _drop_neurons, "block": _drop_blocks}[config.granularity]
     before = num_parameters(model)
     rows, notes = prune(walk, prunable_parts(model, walk.data))
     return PruneReport(tuple(rows), before, num_parameters(model), (*walk.notes, *notes))
@@ -191,32 +189,6 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     sizes = {p.name: p.count for p in parts}
     remarks = _rounded(walk.config, first.count, keep[first.name], f"neurons of {first.name}", near=1.0)
     return [PrunedLayer(n, _NEURONS, sizes[n], keep[n], fitted.error**0.5) for n, fitted in done.items()], remarks
-
-
-def _drop_heads(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
-    """Drop the groups of heads that cost least; the MLPs make up for them."""
-    model = walk.model
-    if not isinstance(model, PreTrainedModel) or not (attentions := find_attentions(model)):
-        raise ValueError(
-            f"prune_: {type(model).__name__} has no attention whose queries, keys and values are layers of their own, "
-            f"needed such to drop heads"
-        )
-    groups, keep = attentions[0].groups, groups_to_keep(model, attentions, walk.config)
-    if keep == groups:
-        _refuse_nothing(walk.config, groups, "groups of heads")
-    new_config = config_with_heads(model, attentions, keep)
-    check_runs(model, new_config, walk.data[0])
-    check_own("prune_", model, {n for a in attentions for n in (*a.ups, a.down)})
-    heads = [Part(a.down, dict.fromkeys((*a.ups, a.down), walk.config), None, keep, a) for a in attentions]
-    refits = walk.refits(parts)
-    names = [n for part in (*heads, *refits) for n in part.configs]
-    with all_or_nothing(model, names), evaluating(model):
-        done = walk.fit([*heads, *refits], keep)
-        cut_heads_(model, attentions, keep, new_config, walk.data[0])
-    counts = {p.name: (_NEURONS, p.count, p.count) for p in parts}
-    counts |= {a.down: ("groups of heads", groups, keep) for a in attentions}
-    rows = [PrunedLayer(n, *counts[n], fitted.error**0.5) for n, fitted in done.items()]
-    return rows, _rounded(walk.config, groups, keep, "groups of heads")
 
 
 def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:

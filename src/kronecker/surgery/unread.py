@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..layers.experts import GROUPED, KroneckerExperts, experts_layout
+from ..layers.experts import GROUPED, experts_layout
 from .mlps import LAYOUTS, Mlp
 from .stock import empty, parameter_shapes, stock_config
 
@@ -114,7 +114,7 @@ def _of_mlp(model: nn.Module, mlp: Mlp) -> _Hidden:
 def _of_experts(model: nn.Module) -> list[_Hidden]:
     hidden = []
     for name, module in model.named_modules():
-        if layout := module.layout if isinstance(module, KroneckerExperts) else experts_layout(module):
+        if layout := experts_layout(module):
             dims = {f"{name}.{n}": dim for n, dim in layout.neuron_dims.items()}
             read = f"{name}.down_proj", dims.pop(f"{name}.down_proj")
             hidden.append(_Hidden(tuple(dims.items()), read, layout.rows, GROUPED))

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import mazes  # noqa: F401, registers the task "maze"
 import torch
 from common import ask_where, make_room, save_curves
 from transformers import set_seed

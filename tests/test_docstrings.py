@@ -23,7 +23,6 @@ PAPERS = {  # what has one, and words of it
     "kronecker.kron_linear": "Van Loan",
     "kronecker.parameter_groups": "2406.06248",
     "kronecker.prune_": "2403.03853",
-    "thinker.ExactHalt": "Jolicoeur-Martineau",
     "thinker.ThinkerConfig": "Hawthorne",
     "thinker.ThinkerTrainer": "Wang et al. 2025",
     "heads.lora.lora_linear": "2312.03415",

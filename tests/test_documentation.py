@@ -385,7 +385,7 @@ def test_guide_and_reference_of_thinking_have_every_task_choice_and_class():
     from typing import get_args
 
     import thinker
-    from thinker import config, halting
+    from thinker import config
 
     guide = (ROOT / "docs" / "thinker.md").read_text(encoding="utf-8")
     reference = text_of(next(page for page in PAGES if page.package == "thinker"))
@@ -398,7 +398,7 @@ def test_guide_and_reference_of_thinking_have_every_task_choice_and_class():
     for name, task in thinker.TASKS.items():
         assert f"`{name}`" in guide
         assert all(f"`{f.name}`" in guide for f in dataclasses.fields(task)), name
-    for kinds in (config.Positions, config.LatentInit, config.MemoryKind, config.StepUpdate, halting.ExitKind):
+    for kinds in (config.Positions, config.LatentInit, config.MemoryKind, config.StepUpdate):
         assert all(f'`"{kind}"`' in guide for kind in get_args(kinds)), kinds
     for kind in (*thinker.schedules.Schedule.__subclasses__(), *thinker.losses.StepLoss.__subclasses__()):
         assert f"`{kind.__name__}`" in guide

@@ -15,11 +15,11 @@ from model_components import __version__ as __version__
 
 from .config import ThinkerConfig
 from .curriculum import CurriculumDataset
+from .exits import ExitRule
 from .flow import FlowPlan
-from .halting import ExitRule
-from .losses import AllSteps, ExactHalt, Reach
+from .losses import AllSteps, Reach
 from .model import LatentThinker
-from .report import evaluate_grid, evaluate_halting, evaluate_steps, plot_training
+from .report import evaluate_grid, evaluate_steps, plot_training
 from .schedules import Frontier
 from .tasks import TASKS, AtTokens, SequenceTask, Task, make_task, register_task
 from .training import RewindOnPeak, ThinkerTrainer, parameter_groups, thinker_arguments
@@ -29,7 +29,6 @@ __all__ = [
     "AllSteps",
     "AtTokens",
     "CurriculumDataset",
-    "ExactHalt",
     "ExitRule",
     "FlowPlan",
     "Frontier",
@@ -41,7 +40,6 @@ __all__ = [
     "ThinkerConfig",
     "ThinkerTrainer",
     "evaluate_grid",
-    "evaluate_halting",
     "evaluate_steps",
     "make_task",
     "parameter_groups",

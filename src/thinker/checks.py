@@ -113,7 +113,7 @@ def check_plan(config: ThinkerConfig, rows: Sequence[FlowRow]) -> None:
     if config.memory == "static" and torch.is_grad_enabled() and any(row.mem_write for row in rows):
         raise ValueError(
             'LatentThinker: memory="static" writes in place, which would change what autograd saved; needed '
-            'memory="grow" or "window", or torch.no_grad()'
+            'memory="grow", or torch.no_grad()'
         )
 
 
@@ -131,14 +131,6 @@ def check_labels(config: ThinkerConfig, labels: Tensor, logits: Sequence[int]) -
             f"LatentThinker: labels from {int(known.min())} to {int(known.max())}; needed 0 to output_size - 1, "
             f"{config.output_size - 1}, and -100 where there is no answer"
         )
-
-
-def check_choice(config: ThinkerConfig, what: str, *, causal: bool = False) -> None:
-    """Refuse exits and rollouts with gradients on, and in a causal flow unless ``causal`` allows it."""
-    if torch.is_grad_enabled():
-        raise ValueError(f"LatentThinker: {what} with gradients on; needed torch.no_grad()")
-    if config.causal and not causal:
-        raise ValueError(f"LatentThinker: {what} would choose by later tokens in a causal flow; needed one rollout")
 
 
 def check_latents(

@@ -12,9 +12,9 @@ from transformers import PreTrainedConfig
 
 from .flow import PARTS, FlowPlan
 
-Positions = Literal["learned", "cyclic", "sinusoidal", "rotary", "rotary_2d", "random", "random_float", "aligned"]
+Positions = Literal["learned", "cyclic", "rotary", "rotary_2d", "random", "aligned"]
 LatentInit = Literal["table", "noise", "tokens"]
-MemoryKind = Literal["none", "grow", "window", "static"]
+MemoryKind = Literal["none", "grow", "static"]
 StepUpdate = Literal["normalized", "replace"]
 OutputSteps = Literal["last", "all"] | Sequence[int]
 
@@ -57,23 +57,21 @@ class ThinkerConfig(PreTrainedConfig):
         n_step: Steps when a call does not say.
         plan: What each step does when a call does not say, a `FlowPlan` or its `to_dict`; default everything that the
             model has. One of a fixed length takes its own number of steps, whatever ``n_step`` is.
-        positions: How input and answer are told where they are: ``"learned"`` and ``"sinusoidal"`` by index;
-            ``"cyclic"``, learned and the same again after ``num_positions`` places, so that none is new at any length;
-            ``"rotary"`` turns the input's keys (the answer's queries are learned); ``"rotary_2d"``, half of each head
-            by the row and half by the column of a grid that is read row by row; ``"random"``, an ordered random
-            subset of ``num_positions`` learned ones, drawn once a batch and shared by both (Ruoss et al. 2023);
-            ``"random_float"``, sorted random reals as sinusoids; ``"aligned"``, by place inside the operand (McLeish et
-            al. 2024), where operands end at ``separators``.
+        positions: Codes of position for input and answer: ``"learned"`` by index; ``"cyclic"``, learned and the same
+            again after ``num_positions`` places, so that none is new at any length; ``"rotary"`` turns the input's keys
+            (the answer's queries are learned); ``"rotary_2d"``, half of each head by the row and half by the column of
+            a grid that is read row by row; ``"random"``, an ordered random subset of ``num_positions`` learned ones,
+            drawn once a batch and shared by both (Ruoss et al. 2023); ``"aligned"``, by place inside the operand
+            (McLeish et al. 2024), where operands end at ``separators``.
         from_end: Add a learned position counted from the input's end.
-        num_positions: Of ``"random"`` and ``"random_float"``, default four times the longest sequence; of
+        num_positions: The size of the table of ``"random"``, default four times the longest sequence, or of
             ``"cyclic"``, default 4.
         grid_width: With ``"rotary_2d"``, the grid's columns; default each row of the batch is a square.
         separators: Token ids that end an operand; for ``"aligned"``.
         max_offset: With ``"aligned"``, positions of a training batch start at a random place up to here.
-        memory: Of past latents' keys and values: ``"none"``, ``"grow"`` keeps all, ``"window"`` the last
-            ``memory_size`` writes, ``"static"`` writes in place into room for ``memory_size`` writes (only without
-            gradients).
-        memory_size: In writes.
+        memory: Keys and values of past latents: ``"none"``, ``"grow"`` keeps all, ``"static"`` writes in place into
+            room for ``memory_size`` writes (only without gradients).
+        memory_size: The room of a static memory, in writes.
         num_static_tokens: Learned vectors that ``static_mem_lookup`` attends to.
         step_update: What a step makes of latents z and the block's output f(z): ``"normalized"``, z + λ (f(z) - z) with
             z and f(z) at unit RMS, and the result too, where λ is learned for each channel (nGPT's, Loshchilov et al.
@@ -89,7 +87,6 @@ class ThinkerConfig(PreTrainedConfig):
         window: With ``"tokens"``, each latent looks at those less than ``window`` places away, itself included: with 2
             at its neighbours, in a grid (``"rotary_2d"``) at the eight around it. What a latent knows then travels one
             place a step, as in a scan; default everywhere.
-        halting: A head that says when to stop; starts with zero weights and a bias of -5.
         initializer_range: Standard deviation of the initial embeddings, positions, latents and static tokens. With a
             small one (0.02) copying is not learned in the time of the recipe.
         **rest: Of `transformers.PreTrainedConfig`.
@@ -138,7 +135,6 @@ class ThinkerConfig(PreTrainedConfig):
         decoder_self_attention: bool = False,
         causal: bool = False,
         window: int | None = None,
-        halting: bool = False,
         initializer_range: float = 0.5,
         **rest: Any,
     ):
@@ -179,7 +175,6 @@ class ThinkerConfig(PreTrainedConfig):
         self.decoder_self_attention = decoder_self_attention
         self.causal = causal
         self.window = window
-        self.halting = halting
         self.initializer_range = initializer_range
         self._check()
         super().__init__(**rest)
@@ -206,7 +201,7 @@ class ThinkerConfig(PreTrainedConfig):
                 refuse(name, value, "a whole number")
             if value is not None and value < 1:
                 refuse(name, value, "1 or more")
-        for name in ("from_end", "sandwich", "decoder_self_attention", "causal", "halting"):
+        for name in ("from_end", "sandwich", "decoder_self_attention", "causal"):
             if not isinstance(getattr(self, name), bool):
                 refuse(name, getattr(self, name), "True or False")
         for name, kinds in _KINDS.items():
@@ -229,9 +224,7 @@ class ThinkerConfig(PreTrainedConfig):
             refuse("hidden_size / num_heads", size, "a multiple of 4 for rotary positions in two dimensions")
         if self.grid_width is not None and self.positions != "rotary_2d":
             refuse("grid_width", self.grid_width, 'none without positions="rotary_2d"')
-        if self.positions in ("sinusoidal", "random_float") and self.hidden_size % 2:
-            refuse("hidden_size", self.hidden_size, f"an even size for {self.positions} positions")
-        if self.positions.startswith("random") and self.num_positions < self.longest:
+        if self.positions == "random" and self.num_positions < self.longest:
             refuse("num_positions", self.num_positions, f"at least the longest sequence, {self.longest}")
         if (self.positions == "aligned") != bool(self.separators):
             refuse("separators", self.separators, 'token ids with positions="aligned", and none without')
@@ -242,8 +235,8 @@ class ThinkerConfig(PreTrainedConfig):
 
     def _check_steps(self) -> None:
         size = self.memory_size
-        if (self.memory in ("window", "static")) != (size is not None):
-            refuse("memory_size", size, "writes, 1 or more, with memory window or static, and none without")
+        if (self.memory == "static") != (size is not None):
+            refuse("memory_size", size, "writes, 1 or more, with memory static, and none without")
         if size is not None and (not is_whole(size) or size < 1):
             refuse("memory_size", size, "writes, a whole number, 1 or more")
         plan = FlowPlan(**self.plan) if self.plan else None
@@ -265,8 +258,8 @@ class ThinkerConfig(PreTrainedConfig):
             refuse("initializer_range", self.initializer_range, "above 0, and finite")
         if self.causal and self.latent_init != "tokens":
             refuse("latent_init", self.latent_init, '"tokens" in a causal flow')
-        if self.causal and (self.positions not in ("learned", "cyclic", "sinusoidal", "rotary") or self.from_end):
-            refuse("positions", self.positions, "learned, cyclic, sinusoidal or rotary, and no from_end, if causal")
+        if self.causal and (self.positions not in ("learned", "cyclic", "rotary") or self.from_end):
+            refuse("positions", self.positions, "learned, cyclic or rotary, and no from_end, if causal")
         if self.at_tokens and self.decoder_self_attention:
             refuse("decoder_self_attention", True, 'False with latent_init="tokens", whose latents are the answer')
         if self.window is not None and not self.at_tokens:

@@ -30,10 +30,6 @@ class Frame:
     turn: Tensor | None = None
     real: Tensor | None = None
 
-    def mean(self, latents: Tensor) -> Tensor:  # (B, n, d) to (B, d)
-        """The mean over the latents that are not padding."""
-        return latents.mean(1) if self.real is None else (latents * self.real).sum(1) / self.real.sum(1)
-
     def residual(
         self,
         before: Tensor,  # (B, n, d)

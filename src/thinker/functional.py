@@ -63,7 +63,7 @@ def angles(
     *,
     base: float = 10_000.0,
 ) -> Tensor:  # (..., n, size), float32
-    """Position times base^(-i / size) for i in 0 .. size - 1: what `rotate` and `sinusoid` take the cosine and sine of.
+    """Position times base^(-i / size) for i in 0 .. size - 1: the angles that `rotate` turns by.
 
     >>> angles(torch.tensor([0, 2]), 2, base=100.0)
     tensor([[0.0000, 0.0000],
@@ -71,16 +71,3 @@ def angles(
     """
     frequencies = base ** -(torch.arange(size, device=positions.device, dtype=torch.float64) / size)
     return positions.float()[..., None] * frequencies.float()
-
-
-def sinusoid(
-    positions: Tensor,  # (..., n), whole or real
-    size: int,
-) -> Tensor:  # (..., n, size), float32
-    """Sines, then cosines, of `angles` (Vaswani et al. 2017, section 3.5).
-
-    >>> sinusoid(torch.tensor([0.0]), 4)
-    tensor([[0., 0., 1., 1.]])
-    """
-    turned = angles(positions, size // 2)
-    return torch.cat([turned.sin(), turned.cos()], -1)

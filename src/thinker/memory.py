@@ -55,23 +55,6 @@ class GrowMemory(Memory):
         return type(self)([(torch.cat([k, a], 2), torch.cat([v, b], 2)) for (k, v), (a, b) in joined])
 
 
-class WindowMemory(Memory):
-    """Keeps the last writes."""
-
-    def __init__(self, size: int, layers: Sequence[KeysValues] = ()):
-        super().__init__(layers)
-        self.size = size
-
-    def write(self, layers: Sequence[KeysValues]) -> Memory:
-        """Appended; the oldest is dropped when there are more than ``size``."""
-        if not self.layers:
-            return type(self)(self.size, layers)
-        n = layers[0][0].shape[2]
-        keep = n * (self.size - 1)
-        old = [(k[:, :, max(0, k.shape[2] - keep) :], v[:, :, max(0, v.shape[2] - keep) :]) for k, v in self.layers]
-        return type(self)(self.size, GrowMemory(old).write(layers).layers)
-
-
 @dataclass
 class _Room:
     """What several handles share: tensors with room for all writes, and how much of it is written."""
@@ -107,7 +90,7 @@ class StaticMemory(Memory):
         if torch.is_grad_enabled():
             raise ValueError(
                 'LatentThinker: memory="static" writes in place, which would change what autograd saved; needed '
-                'memory="grow" or "window", or torch.no_grad()'
+                'memory="grow", or torch.no_grad()'
             )
         return self._write(layers)
 
@@ -145,4 +128,4 @@ def make_memory(config: ThinkerConfig) -> Memory | None:
     if config.memory == "none":
         return None
     assert config.memory_size is not None
-    return WindowMemory(config.memory_size) if config.memory == "window" else StaticMemory(config.memory_size)
+    return StaticMemory(config.memory_size)

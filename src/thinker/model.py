@@ -6,7 +6,6 @@ Shapes: B batch, n latents, L input length, O answer length, d width, H heads, h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_args
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from .checks import (
-    check_choice,
     check_grid,
     check_labels,
     check_latents,
@@ -26,9 +24,9 @@ from .checks import (
     chosen_steps,
 )
 from .config import OutputSteps, ThinkerConfig
+from .exits import ExitRule, Exits, check_exit
 from .flow import FlowPlan, FlowRow
 from .frames import Frame, plain_frame, token_frame
-from .halting import ExitRule, Exits, Select, best_rollouts, check_exit
 from .layers import Readout, ThinkLayer
 from .memory import Memory, make_memory
 from .positions import Places, Positions
@@ -71,7 +69,6 @@ class LatentThinker(PreTrainedModel):
         self.layers = nn.ModuleList(ThinkLayer(config) for _ in range(config.layers_per_step))
         self.rate = nn.Parameter(torch.empty(d)) if config.step_update == "normalized" else None
         self.readout = Readout(config)
-        self.halt = nn.Linear(d, 1) if config.halting else None
         self.gradient_checkpointing = False
         self.check_inputs = True
         self.post_init()
@@ -80,11 +77,7 @@ class LatentThinker(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range
         if isinstance(module, nn.Linear):
-            if module is self.halt:
-                nn.init.zeros_(module.weight)
-                nn.init.constant_(module.bias, -5.0)
-            else:
-                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=std)
         elif isinstance(module, nn.LayerNorm):
@@ -147,7 +140,7 @@ class LatentThinker(PreTrainedModel):
             longest = max(tokens.shape[1], out_len or 0)
             places = self.positions.draw(longest, generator=generator, device=tokens.device)
         embedded = self.embedding(tokens)
-        codes = self.positions.encode(tokens, mask, places, embedded.dtype)
+        codes = self.positions.encode(tokens, mask, places)
         if codes is not None:
             embedded = embedded + codes
         index = self.positions.index(tokens, mask)
@@ -173,7 +166,6 @@ class LatentThinker(PreTrainedModel):
         output_steps: OutputSteps = "last",
         grad_steps: int | None = None,
         exit_rule: ExitRule | None = None,
-        out_len: int | None = None,
         step_noise: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Thought:
@@ -189,7 +181,6 @@ class LatentThinker(PreTrainedModel):
             grad_steps: Only the last so many steps have gradients (truncated backpropagation); default all.
             exit_rule: When a row may stop early (without gradients); rows that stopped leave the batch. In a causal
                 model the number of steps depends on later tokens too: do not score next-token predictions with it.
-            out_len: Of the answer that an exit by ``"kl"`` or ``"argmax"`` watches; default the longest.
             step_noise: Standard deviation; default the config's in training, none in evaluation.
             generator: Of noise and noise latents; in evaluation, without one, the same each time.
 
@@ -211,13 +202,10 @@ class LatentThinker(PreTrainedModel):
             check_latents(config, n_latent, carry.latents.shape, context.shape, carried=True)
         keep = chosen_steps(output_steps, rows)
         first_grad = 0 if grad_steps is None else max(0, len(rows) - grad_steps)
-        exits = None if exit_rule is None else Exits(
-            exit_rule, context, state, len(rows), answer=lambda latents, at: self._decode(latents, out_len, at),
-            halting=self.halt is not None, at_tokens=config.at_tokens,
-        )  # fmt: skip
+        exits = None if exit_rule is None else Exits(exit_rule, context, state, len(rows))
         latents, memory = state.latents, state.memory or make_memory(config)
         frame = self._frame(context, latents.shape[1])
-        kept, residuals, pooled = {}, [], []
+        kept, residuals = {}, []
         for number, row in enumerate(rows, 1):
             before = latents
             with torch.set_grad_enabled(torch.is_grad_enabled() and number > first_grad):
@@ -227,11 +215,8 @@ class LatentThinker(PreTrainedModel):
             if number in keep:
                 kept[number] = latents if exits is None else exits.merged(latents)
             residuals.append(frame.residual(before, latents))
-            if self.halt is not None:
-                pooled.append(frame.mean(latents))
             if exits is not None:
-                halted = None if self.halt is None else self.halt(pooled.pop())[:, 0]
-                rest = exits.step(number, row, latents, memory, residuals.pop(), halted)
+                rest = exits.step(number, row, latents, memory, residuals.pop())
                 if rest is None:
                     break
                 if rest is not exits.SAME:
@@ -243,7 +228,6 @@ class LatentThinker(PreTrainedModel):
             state=ThinkerState(latents, memory, context.places),
             kept=kept,
             residuals=torch.stack(residuals, 1),
-            halt_logits=None if self.halt is None else self.halt(torch.stack(pooled, 1))[..., 0],
             steps=torch.full((latents.shape[0],), len(rows), device=latents.device),
         )
 
@@ -261,7 +245,7 @@ class LatentThinker(PreTrainedModel):
         Raises:
             ValueError: An answer longer than the model's.
         """
-        return self._decode(state.latents, out_len, state)
+        return self._decode(state.latents, out_len, state.places)
 
     def forward(
         self,
@@ -277,8 +261,6 @@ class LatentThinker(PreTrainedModel):
         grad_steps: int | None = None,
         carry: ThinkerState | None = None,
         exit_rule: ExitRule | None = None,
-        rollouts: int = 1,
-        select: Select = "residual",
         step_noise: float | None = None,
         generator: torch.Generator | None = None,
     ) -> ThinkerOutput:
@@ -296,9 +278,7 @@ class LatentThinker(PreTrainedModel):
             grad_steps: Truncated backpropagation.
             carry: Of an earlier output.
             exit_rule: Rows may stop early.
-            rollouts: Think so many times with different noise, and keep each row's best (without gradients).
-            select: The best rollout: ``"residual"``, which moved least at the end, or ``"confidence"`` in its answer.
-            step_noise: Standard deviation of noise before each step; rollouts default to the config's, or to 0.01.
+            step_noise: Standard deviation of noise before each step.
             generator: Of everything drawn.
 
         Raises:
@@ -310,37 +290,13 @@ class LatentThinker(PreTrainedModel):
             out_len = self.config.max_output_length
         places = None if carry is None else carry.places
         context = self.encode(input_ids, attention_mask, out_len=out_len, places=places, generator=generator)
-        if select not in get_args(Select):
-            raise ValueError(f"LatentThinker: select is {select!r}; needed one of {', '.join(get_args(Select))}")
-        if rollouts > 1:
-            check_choice(self.config, f"{rollouts} rollouts")
-
-            def repeat(rows: Tensor) -> Tensor:
-                return rows.repeat_interleave(rollouts, 0)
-
-            context, carry = context.map(repeat), None if carry is None else carry.map(repeat)
-            if step_noise is None and not self.config.step_noise:
-                step_noise = 0.01
-            step_noise = self.config.step_noise if step_noise is None else step_noise
-        elif rollouts < 1:
-            raise ValueError(f"LatentThinker: rollouts is {rollouts}; needed 1 or more")
         thought = self.think(
             context, n_step=n_step, n_latent=n_latent, plan=plan, carry=carry, output_steps=output_steps,
-            grad_steps=grad_steps, exit_rule=exit_rule, out_len=out_len, step_noise=step_noise, generator=generator,
+            grad_steps=grad_steps, exit_rule=exit_rule, step_noise=step_noise, generator=generator,
         )  # fmt: skip
         steps = tuple(sorted(thought.kept))
-        logits = self._decode(torch.cat([thought.kept[s] for s in steps]), out_len, thought.state)
+        logits = self._decode(torch.cat([thought.kept[s] for s in steps]), out_len, thought.state.places)
         step_logits = logits.unflatten(0, (len(steps), -1)).unbind(0)  # one read-out for all
-        if rollouts > 1:
-            best = best_rollouts(thought, step_logits[-1], rollouts, select)
-            step_logits = tuple(x[best] for x in step_logits)
-            thought = Thought(
-                state=thought.state.map(lambda t: t[best]),
-                kept={},
-                residuals=thought.residuals[best],
-                halt_logits=None if thought.halt_logits is None else thought.halt_logits[best],
-                steps=thought.steps[best],
-            )
         loss = None
         if labels is not None:
             if self._checked():
@@ -348,7 +304,7 @@ class LatentThinker(PreTrainedModel):
             loss = self.loss_function(step_logits[-1].flatten(0, 1), labels.flatten())
         return ThinkerOutput(
             loss=loss, logits=step_logits[-1], step_logits=tuple(step_logits), output_steps=steps,
-            halt_logits=thought.halt_logits, residuals=thought.residuals, steps=thought.steps, carry=thought.state,
+            residuals=thought.residuals, steps=thought.steps, carry=thought.state,
         )  # fmt: skip
 
     def _layers(self) -> list[ThinkLayer]:
@@ -404,7 +360,7 @@ class LatentThinker(PreTrainedModel):
             return F.rms_norm(unit + self.rate * (to - unit), z.shape[-1:])
         return state
 
-    def _decode(self, latents: Tensor, out_len: int | None, state: ThinkerState) -> Tensor:
+    def _decode(self, latents: Tensor, out_len: int | None, places: Places) -> Tensor:
         config = self.config
         if config.at_tokens:
             if out_len not in (None, latents.shape[1]):
@@ -418,7 +374,7 @@ class LatentThinker(PreTrainedModel):
             raise ValueError(
                 f"LatentThinker: out_len is {length}; needed 1 to max_output_length, {config.max_output_length}"
             )
-        return self.readout(latents, self.positions.queries(length, state.places, latents.device))
+        return self.readout(latents, self.positions.queries(length, places, latents.device))
 
 
 def _normal(shape: Sequence[int], like: Tensor, generator: torch.Generator | None) -> Tensor:

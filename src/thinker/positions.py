@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .config import ThinkerConfig
-from .functional import angles, sinusoid
+from .functional import angles
 
-SHARED = ("sinusoidal", "random", "random_float", "aligned")  # kinds whose codes are the same for input and answer
+SHARED = ("random", "aligned")  # kinds whose codes are the same for input and answer
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Places:
     """What was drawn for a batch, shared by its input and its answer.
 
     Args:
-        drawn: Random positions in order, whole or real, (n,); none for kinds that draw none.
+        drawn: Random positions in order, (n,); none for kinds that draw none.
         offset: Where ``"aligned"`` positions start.
     """
 
@@ -110,18 +110,15 @@ class Positions(nn.Module):
         In evaluation, without a generator, the same each time.
         """
         config = self.config
-        random, moved = config.positions in ("random", "random_float"), config.max_offset and self.training
-        if not random and not moved:
+        moved = config.max_offset and self.training
+        if config.positions != "random" and not moved:
             return Places()
         if generator is None and not self.training and not torch.compiler.is_compiling():
             generator = torch.Generator().manual_seed(0)
         where = generator.device if generator is not None else torch.device("cpu")
         if moved:
             return Places(offset=int(torch.randint(config.max_offset + 1, (), generator=generator, device=where)))
-        if config.positions == "random":
-            drawn = torch.randperm(config.num_positions, generator=generator, device=where)[:length].sort().values
-        else:
-            drawn = torch.rand(length, generator=generator, device=where).sort().values * config.num_positions
+        drawn = torch.randperm(config.num_positions, generator=generator, device=where)[:length].sort().values
         return Places(drawn.to(device))
 
     def encode(
@@ -129,9 +126,8 @@ class Positions(nn.Module):
         tokens: Tensor,  # (B, L)
         mask: Tensor | None,  # (B, L)
         places: Places,
-        dtype: torch.dtype,
     ) -> Tensor | None:  # (B or 1, L, d)
-        """What is added to the input's embeddings; nothing with rotary positions alone."""
+        """Return what is added to the input's embeddings; nothing with rotary positions alone."""
         index, kind, code = token_index(tokens, mask), self.config.positions, None
         if kind == "aligned":
             index = operand_index(tokens, mask, self.config.separators) + places.offset
@@ -141,8 +137,6 @@ class Positions(nn.Module):
             index = index % self.config.num_positions
         if self.input is not None:
             code = self.input(index)
-        elif not kind.startswith("rotary"):
-            code = self._waves(index, dtype)
         if self.end is not None:
             count = tokens.shape[1] if mask is None else mask.sum(1, keepdim=True)
             from_end = self.end((count - 1 - token_index(tokens, mask)).clamp(min=0))
@@ -182,9 +176,5 @@ class Positions(nn.Module):
             index = places.drawn[index]
         if self.config.positions not in SHARED:
             return self.output(index)
-        code = self._waves(index, self.output.weight.dtype) if self.input is None else self.input(index)
-        return code + self.output.weight
-
-    def _waves(self, index: Tensor, dtype: torch.dtype) -> Tensor:
-        scale = self.config.initializer_range * 2**0.5  # a sinusoid's standard deviation is √½
-        return scale * sinusoid(index, self.config.hidden_size).to(dtype)
+        assert self.input is not None
+        return self.input(index) + self.output.weight

@@ -107,42 +107,6 @@ class Frontier(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear(Schedule):
-    """A frontier that moves from ``start`` to ``max_length`` in ``steps`` batches.
-
-    Args:
-        start: First frontier; default ``min_length``.
-        steps: Batches until the last.
-        share: Of the rows at the frontier.
-    """
-
-    start: int | None = None
-    steps: int = 1000
-    share: float = 0.5
-
-    def __post_init__(self):
-        super().__post_init__()
-        _share("Linear", self.share)
-        if not self.min_length <= self.first <= self.max_length or self.steps < 1:
-            raise ValueError(
-                f"Linear: start {self.first}, steps {self.steps}; needed a length in range and 1 step or more"
-            )
-
-    @property
-    def first(self) -> int:
-        """The first frontier."""
-        return self.min_length if self.start is None else self.start
-
-    def difficulty(self, step: int, state: Tensor) -> float:
-        """The frontier."""
-        return self.first + (self.max_length - self.first) * min(1.0, step / self.steps)
-
-    def lengths(self, generator: torch.Generator, batch: int, step: int, state: Tensor) -> Tensor:
-        """The mix, at the present frontier."""
-        return self._frontier(generator, batch, round(self.difficulty(step, state)), self.share)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Progressive(Schedule):
     """A frontier that moves on when its answers are right, and back when they are not.
 

@@ -85,14 +85,12 @@ class Thought:
         state: After the last step of each row.
         kept: Latents of the steps asked for, (B, n, d) by step counted from 1.
         residuals: (B, T), ‖z - z'‖ / ‖z'‖ against the step before; 0 after a row stopped.
-        halt_logits: (B, T) of the halting head; none without one.
         steps: (B,), how many steps each row took.
     """
 
     state: ThinkerState
     kept: dict[int, Tensor]
     residuals: Tensor
-    halt_logits: Tensor | None
     steps: Tensor
 
 
@@ -105,7 +103,6 @@ class ThinkerOutput(ModelOutput):
         logits: (B, O, output_size) of the last step.
         step_logits: The same of every step asked for, in order.
         output_steps: Which steps those are, counted from 1.
-        halt_logits: (B, T); none without a halting head.
         residuals: (B, T), how far each step moved the latents, relative to them.
         steps: (B,), how many steps each row took.
         carry: Latents and memory, to think on from.
@@ -115,7 +112,6 @@ class ThinkerOutput(ModelOutput):
     logits: torch.Tensor | None = None
     step_logits: tuple[torch.Tensor, ...] | None = None
     output_steps: tuple[int, ...] | None = None
-    halt_logits: torch.Tensor | None = None
     residuals: torch.Tensor | None = None
     steps: torch.Tensor | None = None
     carry: ThinkerState | None = None

@@ -25,7 +25,6 @@ LOSSES = {
     "last": lambda: th.losses.LastAndRandom(1.0, 0.0),
     "last + random": th.losses.LastAndRandom,
     "all": th.AllSteps,
-    "linear": th.losses.LinearWeights,
     "learned": lambda: th.losses.LearnedWeights(8),
     "progressive": th.losses.ProgressiveLoss,
 }

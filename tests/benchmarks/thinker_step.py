@@ -19,14 +19,12 @@ from tests.benchmarks.results import ROOT, Row, append, latest, put
 from thinker import (
     AtTokens,
     CurriculumDataset,
-    ExactHalt,
     ExitRule,
     Frontier,
     LatentThinker,
     Reach,
     ThinkerConfig,
     ThinkerTrainer,
-    evaluate_halting,
     make_task,
     thinker_arguments,
 )
@@ -153,7 +151,7 @@ def measure_loop(length: int, shape: tuple, backward: bool, runs: int, device: s
 
 
 def trained_scan(longest: int) -> tuple[LatentThinker, CurriculumDataset]:
-    """Prefix parity, learned on up to five symbols, with a halting head."""
+    """Prefix parity, learned on up to five symbols."""
     import tempfile
 
     from transformers import set_seed
@@ -162,13 +160,13 @@ def trained_scan(longest: int) -> tuple[LatentThinker, CurriculumDataset]:
     task = AtTokens(make_task("prefix_sum"))
     data = CurriculumDataset(task, Frontier(max_length=5), n_step=lambda length: (1, length + 6), holdout=0.0, seed=12)
     model = LatentThinker(ThinkerConfig(
-        **data.sizes(longest), hidden_size=32, num_heads=2, causal=True, window=2, positions="rotary", halting=True
+        **data.sizes(longest), hidden_size=32, num_heads=2, causal=True, window=2, positions="rotary"
     ))  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         arguments = thinker_arguments(
             folder, max_steps=2000, learning_rate=4e-3, warmup_steps=50, disable_tqdm=True, use_cpu=True, seed=12
         )
-        ThinkerTrainer(model, arguments, train_dataset=data, step_loss=ExactHalt(Reach())).train()
+        ThinkerTrainer(model, arguments, train_dataset=data, step_loss=Reach()).train()
     return model, data
 
 
@@ -182,13 +180,7 @@ def measure_exit(runs: int, device: str) -> list[Row]:
     rules: dict[str, ExitRule | None] = {
         "all rows": None,
         "residual": ExitRule(),
-        "halt": ExitRule(kind="halt"),
-        "kl": ExitRule(kind="kl"),
-        "argmax": ExitRule(kind="argmax", patience=2),
-        "kl every step": ExitRule(kind="kl", every=1),
         "residual, nobody leaves": ExitRule(threshold=0.0),
-        "kl, nobody leaves": ExitRule(kind="kl", threshold=0.0),
-        "kl every step, nobody leaves": ExitRule(kind="kl", threshold=0.0, every=1),
     }
 
     @torch.no_grad()
@@ -206,8 +198,6 @@ def measure_exit(runs: int, device: str) -> list[Row]:
         text = "256 rows of 4 to 64 symbols, at most 80 steps"
         rows.append(Row.of("early exit", name, mode, "float32", text, measured, 0, device=device))
     report(rows)
-    calibration = evaluate_halting(model, data, 5, n_step=11)
-    print(f"halting head at length 5: {calibration}")
     return rows
 
 

@@ -245,7 +245,7 @@ def thinkers(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
 
     def exits(every: int) -> str:
         model = model_of(latent_init="tokens", num_latents=None, positions="rotary")
-        rule = thinker.ExitRule(kind="residual", threshold=0.5, every=every)
+        rule = thinker.ExitRule(threshold=0.5, every=every)
         with torch.no_grad():
             out = model(*batch(rows=9), n_step=12, exit_rule=rule)
         return digest(out.logits, out.steps, out.residuals)

@@ -34,12 +34,12 @@ PAGES = (
     Page(
         "thinker", "Latent thinking", "thinker",
         ("curriculum.Batch", "curriculum.Rows", "flow.FlowRow", "losses.LastAndRandom", "losses.LearnedWeights",
-         "losses.LinearWeights", "losses.Ponder", "losses.ProgressiveLoss", "losses.StepLoss", "report.Accuracy",
-         "report.Calibration", "report.Curves", "report.Grid", "schedules.Dynamic", "schedules.Fixed",
-         "schedules.Linear", "schedules.Progressive", "schedules.Schedule", "schedules.Uniform", "state.Context",
+         "losses.ProgressiveLoss", "losses.StepLoss", "report.Accuracy", "report.Curves", "report.Grid",
+         "schedules.Dynamic", "schedules.Fixed", "schedules.Progressive", "schedules.Schedule", "schedules.Uniform",
+         "state.Context",
          "state.ThinkerOutput", "state.ThinkerState", "state.Thought", "tasks.Sample", "tasks.TensorTask",
          "tasks.sudoku_difficulty", "tasks.sudoku_puzzles", "tasks.sudoku_shuffle", "training.CurriculumCallback",
-         "training.GridCallback", "training.ThinkerCallback"),
+         "training.ThinkerCallback"),
     ),
     Page(
         "heads.lora", "LoRA", "lora",

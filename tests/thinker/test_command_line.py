@@ -71,9 +71,9 @@ def test_latents_at_the_tokens_go_on_being_right_on_longer_inputs(tmp_path):
     assert json.loads((out / "result.json").read_text())["by_length"]["20"][0] > 0.9
 
 
-def test_a_task_with_a_least_length_and_a_folder_with_a_run(tmp_path, capsys):
+def test_a_folder_with_a_run_is_refused(tmp_path, capsys):
     out = str(tmp_path / "run")
-    given = ["train", "maze", "--out", out, *SHORT, "--length", "5", "--iterations", "2"]
+    given = ["train", "copy", "--out", out, *SHORT, "--length", "5", "--iterations", "2"]
     assert main(given) == 0
     assert main(given) == 1
     assert "has a run already; needed another --out, or --resume" in capsys.readouterr().err
@@ -95,7 +95,6 @@ def test_settings_reach_the_model(tmp_path):
     assert tokens["latent_init"] == "tokens"
     assert tokens["plan"]["prologue"][0][0] == 1
     assert not tokens["plan"]["loop"][0][0]
-    config("positions=rotary_2d", task="maze", options=["--schedule", "progressive"])
 
 
 @pytest.mark.parametrize(

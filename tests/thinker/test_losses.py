@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.thinker.test_model import batch, model_of
-from thinker import AllSteps, ExactHalt, FlowPlan, Reach
-from thinker.losses import LastAndRandom, LearnedWeights, LinearWeights, Ponder, ProgressiveLoss, exact
+from thinker import AllSteps, FlowPlan, Reach
+from thinker.losses import LastAndRandom, LearnedWeights, ProgressiveLoss
 
 LABELS = torch.tensor([[1, 2, 3, -100], [4, -100, -100, -100], [5, 6, 7, 8]])
 
@@ -51,12 +51,10 @@ def test_last_and_one_random_earlier_step():
     assert [p.output_steps for p in once] == [(4,)]
 
 
-def test_all_steps_and_linear_weights():
+def test_all_steps():
     out, part, found = run(AllSteps())
     assert part.output_steps == (1, 2, 3, 4)
     torch.testing.assert_close(found, dense(out, [0.25] * 4))
-    out, _, found = run(LinearWeights())
-    torch.testing.assert_close(found, dense(out, [0.1, 0.2, 0.3, 0.4]))
 
 
 def test_learned_weights_never_fall():
@@ -123,66 +121,14 @@ def test_labels_of_each_step():
     torch.testing.assert_close(short, AllSteps()(out, torch.cat([by_step[:, :3], by_step[:, 2:3]], 1)))
 
 
-def test_ponder():
-    loss = Ponder(prior=0.3, weight=0.5)
-    model = model_of(halting=True)
-    with torch.no_grad():
-        model.halt.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
-        model.halt.bias.fill_(-1.0)
-    (part,) = loss.passes(4, EVERY, torch.Generator())
-    out = model(*batch(), n_step=4, out_len=4, output_steps=part.output_steps)
-    stop = out.halt_logits.sigmoid()
-    chances = []
-    for row in stop:
-        left, mine = 1.0, []
-        for step in range(4):
-            mine.append(left * row[step] if step < 3 else left)
-            left = left * (1 - row[step])
-        chances.append(torch.stack([torch.as_tensor(m) for m in mine]))
-    chances = torch.stack(chances)
-    torch.testing.assert_close(chances.sum(1), torch.ones(3))
-    prior = torch.tensor([0.3 * 0.7**t for t in range(4)])
-    prior = prior / prior.sum()
-    kl = (chances * (chances / prior).log()).sum(1).mean()
-    torch.testing.assert_close(loss(out, LABELS), dense(out, list(chances.T)) + 0.5 * kl)
-    loss(out, LABELS).backward()
-    assert model.halt.weight.grad.abs().sum() > 0
-
-
-def test_the_halting_head_learns_whether_the_answer_is_right():
-    model = model_of(halting=True)
-    with torch.no_grad():
-        model.halt.weight.normal_(std=0.5, generator=torch.Generator().manual_seed(0))
-    loss = ExactHalt(AllSteps(), weight=0.3)
-    (part,) = loss.passes(3, EVERY, torch.Generator())
-    out = model(*batch(), n_step=3, out_len=4, output_steps=part.output_steps)
-    labels = torch.where(LABELS == -100, LABELS, out.logits.argmax(-1))
-    labels[0, 0] = (labels[0, 0] + 1) % 11  # two rows of three are right at the last step
-    penalty = 0.0
-    for row in range(3):
-        for step, logits in enumerate(out.step_logits):
-            right = all(int(logits[row, p].argmax()) == y for p, y in enumerate(labels[row].tolist()) if y >= 0)
-            chance = out.halt_logits[row, step].sigmoid()
-            penalty = penalty - torch.log(chance if right else 1 - chance) / 9
-    assert exact(out, labels)[:, -1].tolist() == [False, True, True]
-    torch.testing.assert_close(loss(out, labels), AllSteps()(out, labels) + 0.3 * penalty)
-    with pytest.raises(ValueError, match="an answer for each step, so none is the whole"):
-        loss(out, labels[:, None].expand(-1, 3, -1))
-    with pytest.raises(ValueError, match="ExactHalt: the model has no halting head"):
-        loss.check(model_of().config)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: LastAndRandom(last=0), "last 0"),
         (lambda: ProgressiveLoss(alpha=2), "alpha is 2"),
-        (lambda: Ponder(prior=1.0), "prior 1.0"),
-        (lambda: ExactHalt(weight=0), "weight is 0; needed above 0"),
         (lambda: Reach(window=1), "window 1; needed 1 or more, and 2 or more"),
         (lambda: Reach(grad_steps=0), "grad_steps 0"),
         (lambda: Reach().check(model_of().config), "window is 2, the model's None; needed the same"),
-        (lambda: Ponder().check(model_of().config), r"needed ThinkerConfig\(halting=True\)"),
     ],
 )
 def test_bad_input_is_refused(call, message):

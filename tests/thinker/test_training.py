@@ -14,7 +14,6 @@ from thinker import (
     AllSteps,
     AtTokens,
     CurriculumDataset,
-    ExactHalt,
     FlowPlan,
     Frontier,
     LatentThinker,
@@ -31,11 +30,11 @@ from thinker import (
 )
 from thinker.counters import seed_of
 from thinker.flow import FlowRow
-from thinker.losses import LearnedWeights, Ponder, ProgressiveLoss
-from thinker.schedules import Fixed, Linear, Progressive
+from thinker.losses import LearnedWeights, ProgressiveLoss
+from thinker.schedules import Fixed, Progressive
 from thinker.tasks import TensorTask
 from thinker.tasks.sequences import Copy
-from thinker.training import CurriculumCallback, GridCallback
+from thinker.training import CurriculumCallback
 
 SIZES = {
     "vocab_size": 16,
@@ -80,7 +79,6 @@ LOSSES = {
     "default": (None, {}),
     "learned": (lambda: LearnedWeights(8), {}),
     "progressive": (ProgressiveLoss, {}),
-    "ponder": (Ponder, {"halting": True}),
     "progressive, memory": (ProgressiveLoss, {"memory": "grow", "num_static_tokens": 2}),
 }
 
@@ -120,7 +118,7 @@ def test_resumed_is_as_if_never_stopped(loss, tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"memory": "window", "memory_size": 2, "positions": "random"}, {"positions": "aligned", "separators": [3],
+    [{}, {"memory": "grow", "positions": "random"}, {"positions": "aligned", "separators": [3],
      "max_offset": 2, "memory": "grow"}],
 )  # fmt: skip
 def test_resumed_in_the_middle_of_a_batch_is_as_if_never_stopped(changes, tmp_path):
@@ -428,7 +426,7 @@ for number, loss in enumerate(cases):
 
 
 def test_two_processes_give_what_one_gives(tmp_path):
-    losses = ("default", "learned", "ponder", "progressive, memory")
+    losses = ("default", "learned", "progressive, memory")
     in_two_processes(RANK, tmp_path, *losses)
     for number, loss in enumerate(losses):
         compare_with_one_process(states(tmp_path, f"{number}-"), *LOSSES[loss], tmp_path)
@@ -698,7 +696,16 @@ def test_an_easy_beginning_is_not_better_than_a_hard_end(tmp_path):
                 with torch.no_grad():
                     model.readout.head.weight.mul_(-50)
 
-    data = data_of(Linear(max_length=6, steps=50))
+    class Growing(Frontier):
+        """A frontier that moves from 1 to the longest in 50 batches."""
+
+        def difficulty(self, step, state):
+            return 1 + (self.max_length - 1) * min(1.0, step / 50)
+
+        def lengths(self, generator, batch, step, state):
+            return self._frontier(generator, batch, round(self.difficulty(step, state)), self.share)
+
+    data = data_of(Growing(max_length=6))
     trainer = trainer_of(tmp_path, data=data, max_steps=60, callbacks=[Spoil(), RewindOnPeak(every=10)])
     trainer.train()
     rewinds = [r["step"] for r in trainer.state.log_history if "rewinds" in r]
@@ -714,7 +721,7 @@ def test_what_callbacks_know_is_theirs_whatever_others_come(tmp_path):
 
     first = RewindOnPeak(every=5)
     run(tmp_path, first)
-    again, new = RewindOnPeak(every=5), GridCallback(100, n_latents=[4], n_steps=[1])
+    again, new = RewindOnPeak(every=5), CurriculumCallback(every=7)
     run(tmp_path / "more", new, again, resume_from_checkpoint=tmp_path / "checkpoint-12")
     assert again.first == first.first
     known, unknown = RewindOnPeak(every=5), RewindOnPeak(every=5)  # the checkpoint knows of one
@@ -778,12 +785,12 @@ def test_workers_change_nothing(tmp_path):
 
 
 def test_groups_decay_matrices_only():
-    model = model_of(latent_init="table", num_static_tokens=2, halting=True)
+    model = model_of(latent_init="table", num_static_tokens=2)
     decayed, rest = parameter_groups(model, learning_rate=1.0, weight_decay=0.3)
     assert (decayed["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
     names = {id(p): n for n, p in model.named_parameters()}
     spared = {names[id(p)] for p in rest["params"]}
-    assert {"latents", "static_tokens", "embedding.weight", "positions.input.weight", "halt.bias"} <= spared
+    assert {"latents", "static_tokens", "embedding.weight", "positions.input.weight"} <= spared
     assert all("norm" in n or n in spared for n, p in model.named_parameters() if p.dim() == 1)
     assert {names[id(p)] for p in decayed["params"]} | spared == set(names.values())
     assert all(p.dim() == 2 for p in decayed["params"])
@@ -822,17 +829,13 @@ def test_grids_lengths_and_plots(tmp_path):
 
 
 def test_the_trainer_evaluates_and_logs(tmp_path):
-    grids = GridCallback(4, n_latents=[2, 4], n_steps=[1, 2], samples=16, out=tmp_path / "grids")
     trainer = trainer_of(
         tmp_path, max_steps=8, logging_steps=4, eval_strategy="steps", eval_steps=4, eval_lengths=[2, 6],
-        eval_samples=16, callbacks=[grids],
+        eval_samples=16,
     )  # fmt: skip
     trainer.train()
     history = trainer.state.log_history
     assert [r["step"] for r in history if "eval_accuracy_6" in r] == [4, 8]
-    assert [r["step"] for r in history if "grid_accuracy" in r] == [4, 8]
-    assert list(grids.grids) == [4, 8]
-    assert {p.name for p in (tmp_path / "grids").iterdir()} == {"grid-4.json", "grid-8.json"}
     assert all(0 <= r["accuracy"] <= 1 for r in history if "loss" in r)
 
 
@@ -841,7 +844,6 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
     [
         (lambda out: trainer_of(out, model_of(vocab_size=8)), "vocab_size is 8; Copy up to length 6 needed 16"),
         (lambda out: trainer_of(out, model_of(max_input_length=5)), "max_input_length is 5; .* needed 6"),
-        (lambda out: trainer_of(out, step_loss=Ponder()), "the model has no halting head"),
         (lambda out: trainer_of(out, ema=1.0), "ema is 1.0"),
         (lambda out: trainer_of(out).ema_model, "no moving average is kept; needed ema=0.999"),
         (lambda out: trainer_of(out, data=data_of(Progressive(max_length=6), delay=3), dataloader_num_workers=2),
@@ -864,14 +866,6 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
                 data_of(task=AtTokens(make_task("copy"))), segments=2, step_loss=Reach(),
             ),
             "but Reach counts steps from the start; needed 1, or another loss",
-        ),
-        (
-            lambda out: trainer_of(
-                out, model_of(vocab_size=17, latent_init="tokens", num_latents=None, window=2, max_input_length=7,
-                              max_output_length=7, halting=True),
-                data_of(task=AtTokens(make_task("copy"))), segments=2, step_loss=ExactHalt(Reach()),
-            ),
-            "but ExactHalt counts steps from the start",
         ),
         (
             lambda out: trainer_of(out, data=data_of(Progressive(max_length=6), delay=4), segments=5),

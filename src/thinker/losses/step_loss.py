@@ -71,17 +71,13 @@ class StepLoss(nn.Module, ABC):
     ) -> Tensor | Sequence[float]:
         """(S,), (S, B) or (S, B, O): how much each step, row and answer counts."""
 
-    def penalty(self, output: ThinkerOutput, labels: Tensor) -> Tensor | float:
-        """What is added, a mean over rows."""
-        return 0.0
-
     def forward(
         self,
         output: ThinkerOutput,
         labels: Tensor,  # (B, O), or (B, T, O) of each step; -100 counts nowhere
         distance: Tensor | None = None,  # (B, O), see `Sample`
     ) -> Tensor:
-        """Σ_s w_s Σ cross-entropy of step s, over the number of answers, plus the penalty."""
+        """Return Σ_s w_s Σ cross-entropy of step s, over the number of answers."""
         assert output.step_logits is not None
         assert output.output_steps is not None
         steps = output.output_steps
@@ -93,4 +89,4 @@ class StepLoss(nn.Module, ABC):
         if not isinstance(weights, Tensor):
             weights = torch.tensor(weights, device=errors.device, dtype=errors.dtype)
         weights = weights.to(errors.dtype).reshape(*weights.shape, *[1] * (3 - weights.dim()))
-        return (weights * errors).sum() / num_answers(labels, steps).clamp(min=1) + self.penalty(output, labels)
+        return (weights * errors).sum() / num_answers(labels, steps).clamp(min=1)

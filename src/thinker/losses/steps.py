@@ -57,14 +57,6 @@ class AllSteps(StepLoss):
         return [1 / len(steps)] * len(steps)
 
 
-class LinearWeights(AllSteps):
-    """Every step that outputs, in proportion to its number."""
-
-    def weights(self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None) -> Sequence[float]:
-        """Step s counts s / Σ s."""
-        return [s / sum(steps) for s in steps]
-
-
 class LearnedWeights(AllSteps):
     """Every step that outputs, by learned weights that never fall from one step to the next.
 

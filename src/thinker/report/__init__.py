@@ -1,17 +1,15 @@
 """How right a thinker is: by steps, latents and length; and the plots of it."""
 
-from .evaluation import accuracies, evaluate_grid, evaluate_halting, evaluate_steps
-from .results import Accuracy, Calibration, Curves, Grid
+from .evaluation import accuracies, evaluate_grid, evaluate_steps
+from .results import Accuracy, Curves, Grid
 from .training import plot_training
 
 __all__ = [
     "Accuracy",
-    "Calibration",
     "Curves",
     "Grid",
     "accuracies",
     "evaluate_grid",
-    "evaluate_halting",
     "evaluate_steps",
     "plot_training",
 ]

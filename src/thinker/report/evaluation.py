@@ -11,9 +11,9 @@ from model_components._modes import evaluating
 from ..checks import check_layout, chosen_plan
 from ..curriculum import CurriculumDataset, Rows
 from ..flow import FlowPlan
-from ..losses import exact, labels_of_steps
+from ..losses import labels_of_steps
 from ..model import LatentThinker
-from .results import Accuracy, Calibration, Curves, Grid
+from .results import Accuracy, Curves, Grid
 
 
 @torch.no_grad()
@@ -152,49 +152,3 @@ def evaluate_steps(
         batch = data.held_out(samples, length, seed=seed)
         cells.append(tuple(accuracies(model, batch, n_steps=numbers, n_latent=n_latent, plan=plan)))
     return Curves(tuple(steps), tuple(map(tuple, steps.values())), tuple(cells))
-
-
-@torch.no_grad()
-def evaluate_halting(
-    model: LatentThinker,
-    data: CurriculumDataset,
-    length: int,
-    *,
-    n_step: int,
-    samples: int = 512,
-    plan: FlowPlan | None = None,
-    seed: int = 0,
-) -> Calibration:
-    """How often a halting head is right about the answer being right, after every step.
-
-    Args:
-        model: With ``halting=True``, trained with `ExactHalt`; in any mode.
-        data: Whose held-out samples.
-        length: Of the samples.
-        n_step: Steps; each that outputs is looked at.
-        samples: How many.
-        plan: What each step does.
-        seed: Which samples.
-
-    Returns:
-        What the head said and how often it was right, by tenths of its probability.
-
-    Raises:
-        ValueError: A model without the head.
-    """
-    _check_data("evaluate_halting", model, data)
-    if not model.config.halting:
-        raise ValueError("evaluate_halting: the model has no halting head; needed ThinkerConfig(halting=True)")
-    rows = data.held_out(samples, length, seed=seed)
-    labels = model.answers_of(rows["labels"].to(model.device))
-    with evaluating(model):
-        out = model(
-            rows["input_ids"].to(model.device), rows["attention_mask"].to(model.device), out_len=labels.shape[-1],
-            n_step=n_step, plan=plan, output_steps="all",
-        )  # fmt: skip
-    said = out.halt_logits[:, torch.tensor(out.output_steps, device=model.device) - 1].float().sigmoid().flatten()
-    right = exact(out, labels).float().flatten()
-    tenths = (said * 10).long().clamp(max=9)
-    count = torch.zeros(10, device=said.device).index_add_(0, tenths, torch.ones_like(said))
-    sums = [torch.zeros(10, device=said.device).index_add_(0, tenths, x) / count.clamp(min=1) for x in (said, right)]
-    return Calibration(tuple(int(n) for n in count), *(tuple(x.tolist()) for x in sums))

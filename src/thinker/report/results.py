@@ -1,4 +1,4 @@
-"""What is found out about a thinker: accuracy by steps, latents and length, and what its halting head is worth."""
+"""Reports about a thinker: accuracy by steps, latents and length."""
 
 from __future__ import annotations
 
@@ -125,37 +125,6 @@ class Curves(Report):
         names = [f"length {n}" for n in self.lengths]
         _step_curves(axes, names, self.n_steps, [[c.token for c in cells] for cells in self.cells])
         return figure
-
-
-@dataclass(frozen=True)
-class Calibration(Report):
-    """The probabilities of a halting head beside how often answers were right, by tenths of the probability.
-
-    Args:
-        count: Looks in each tenth: rows times steps.
-        said: Mean probability that the head gave.
-        right: Share of whole answers that were right.
-    """
-
-    count: tuple[int, ...]
-    said: tuple[float, ...]
-    right: tuple[float, ...]
-
-    @property
-    def error(self) -> float:
-        """The expected calibration error: the mean of |said - right| over all looks."""
-        parts = zip(self.count, self.said, self.right, strict=True)
-        return sum(n * abs(s - r) for n, s, r in parts) / max(1, sum(self.count))
-
-    def summary(self) -> list[str]:
-        """One line."""
-        return [f"{sum(self.count)} looks, calibration error {self.error:.3f}"]
-
-    def table(self) -> Table:
-        """Tenths that were used."""
-        parts = zip(range(10), self.count, self.said, self.right, strict=True)
-        rows = [[f"{i / 10:.1f} to {(i + 1) / 10:.1f}", str(n), f"{s:.3f}", f"{r:.3f}"] for i, n, s, r in parts if n]
-        return Table(["probability", "looks", "said", "right"], rows)
 
 
 def _step_curves(

@@ -1,6 +1,6 @@
 """Tasks: batches of inputs and answers, by name; importing this puts the package's own under their names."""
 
-from . import arithmetic, grids, puzzles, sequences  # noqa: F401
+from . import arithmetic, puzzles, sequences  # noqa: F401
 from .at_tokens import AtTokens
 from .sequences import SequenceTask
 from .sudoku import sudoku_difficulty, sudoku_puzzles, sudoku_shuffle

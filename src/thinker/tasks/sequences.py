@@ -184,35 +184,3 @@ class PrefixSum(SequenceTask):
     def distance(self, lengths: Tensor, place: Tensor) -> Tensor:
         """To the start."""
         return (place + 1).expand(len(lengths), -1)
-
-
-@register_task("parity")
-@dataclass(frozen=True, kw_only=True)
-class Parity(SequenceTask):
-    """The whole sum modulo the number of symbols."""
-
-    symbols: int = 2
-
-    def output_length(self, length: int) -> int:
-        """One."""
-        return 1
-
-    def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
-        """Σ t_i mod symbols."""
-        return (tokens * mask).sum(1, keepdim=True).remainder(self.symbols)
-
-
-@register_task("majority")
-class Majority(SequenceTask):
-    """The most frequent symbol, the smallest of several."""
-
-    def output_length(self, length: int) -> int:
-        """One."""
-        return 1
-
-    def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
-        """Argmax of counts."""
-        counts = torch.zeros(len(tokens), self.symbols, dtype=torch.long, device=tokens.device)
-        counts.scatter_add_(1, tokens, mask.long())
-        best = counts == counts.amax(1, keepdim=True)
-        return best.long().argmax(1, keepdim=True)

@@ -1,13 +1,12 @@
 """`ThinkerTrainer`, its callbacks, and the recipe's arguments."""
 
 from .arguments import thinker_arguments
-from .callbacks import CurriculumCallback, GridCallback, RewindOnPeak, ThinkerCallback
+from .callbacks import CurriculumCallback, RewindOnPeak, ThinkerCallback
 from .parameters import parameter_groups
 from .trainer import ThinkerTrainer
 
 __all__ = [
     "CurriculumCallback",
-    "GridCallback",
     "RewindOnPeak",
     "ThinkerCallback",
     "ThinkerTrainer",

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from model_components._folders import write_json
-
 from ..curriculum import CurriculumDataset, StateDict
 from ..model import LatentThinker
-from ..report import Grid, evaluate_grid
 from .tally import Counts, Tally, mean_loss
 
 logger = logging.get_logger(__name__)
@@ -217,41 +212,3 @@ class RewindOnPeak(ThinkerCallback):
         for name in ("count", "best", "newest", "first", "last"):
             setattr(self, name, state[name])
         self.before = self.trainer.tally.loaded(state["before"])
-
-
-class GridCallback(ThinkerCallback):
-    """Evaluates a grid every so many steps: logs its mean, and keeps it in ``grids`` and in a file.
-
-    Args:
-        every: Steps between two grids.
-        n_latents: Rows.
-        n_steps: Columns.
-        out: Folder for ``grid-STEP.json``; default none are written.
-        **options: Of `evaluate_grid`.
-    """
-
-    def __init__(
-        self,
-        every: int,
-        *,
-        n_latents: Sequence[int],
-        n_steps: Sequence[int],
-        out: str | Path | None = None,
-        **options: object,
-    ):
-        self.every, self.out = every, None if out is None else Path(out)
-        self.options: dict[str, Any] = {"n_latents": n_latents, "n_steps": n_steps, **options}
-        self.grids: dict[int, Grid] = {}
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """Look."""
-        if state.global_step % self.every or not state.is_world_process_zero:
-            return
-        trainer = self.trainer
-        grid = evaluate_grid(trainer.thinker, trainer.data, **self.options)
-        self.grids[state.global_step] = grid
-        if self.out is not None:
-            write_json(self.out / f"grid-{state.global_step}.json", grid.to_dict(), "GridCallback")
-        trainer.log({"grid_accuracy": float(grid.token().mean())})

@@ -1,4 +1,7 @@
-"""Puzzles on a grid, which is read row by row: each cell is a token, and has an answer."""
+"""Mazes as a task of one's own: a grid that is read row by row; each cell is a token, and has an answer.
+
+`solve_puzzles.py --puzzle maze` learns it. Importing this file registers the task under the name "maze".
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .task import IGNORED, Sample, Task, integers, register_task
+from thinker import Task, register_task
+from thinker.tasks import Sample
 
+IGNORED = -100  # a label that counts nowhere
 OPEN, WALL, START, GOAL = range(4)
 
 
@@ -74,7 +79,7 @@ def _trees(generator: torch.Generator, lengths: Tensor, longest: int) -> Tensor:
     row, column = place // wide - 2, place % wide - 2
     taken = (row < 0) | (column < 0) | (row >= lengths) | (column >= lengths)
     steps = torch.tensor([-wide, wide, -1, 1], device=lengths.device)
-    at = integers(generator, 1 << 30, len(lengths), 2) % ((lengths + 1) // 2)
+    at = torch.randint(1 << 30, (len(lengths), 2), generator=generator, device=generator.device) % ((lengths + 1) // 2)
     here = ((2 * at[:, :1] + 2) * wide + 2 * at[:, 1:] + 2).clone()
     opened, back = torch.zeros_like(taken).scatter(1, here, value=True), torch.where(taken, 0, here)
     taken = taken.scatter(1, here, value=True)
@@ -93,7 +98,9 @@ def _trees(generator: torch.Generator, lengths: Tensor, longest: int) -> Tensor:
 def _two_rooms(generator: torch.Generator, lengths: Tensor, longest: int) -> Tensor:  # (B, 2) cells
     """Two that differ."""
     side = (lengths + 1) // 2
-    first, other = (integers(generator, 1 << 30, len(lengths), 1) % (side**2 - apart) for apart in (0, 1))
+    size = (len(lengths), 1)
+    first = torch.randint(1 << 30, size, generator=generator, device=generator.device) % side**2
+    other = torch.randint(1 << 30, size, generator=generator, device=generator.device) % (side**2 - 1)
     both = torch.cat([first, other + (other >= first)], 1)
     return 2 * (both // side) * longest + 2 * (both % side)
 

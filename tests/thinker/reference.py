@@ -13,8 +13,8 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from .config import ThinkerConfig
-from .flow import FlowRow
+from thinker.config import ThinkerConfig
+from thinker.flow import FlowRow
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, heads: int, look: Tensor | None) -> Tensor:
@@ -57,10 +57,6 @@ def think(
     def waves(position: Tensor, size: int, base: float = 10_000.0) -> Tensor:
         frequency = torch.tensor([base ** (-i / size) for i in range(size)], dtype=torch.float32)
         return position[..., None].float() * frequency
-
-    def sinusoid(position: Tensor) -> Tensor:
-        turned = waves(position, d // 2)
-        return math.sqrt(2) * config.initializer_range * torch.cat([turned.sin(), turned.cos()], -1).to(dtype)
 
     def turned(x: Tensor, position: Tensor) -> Tensor:
         size, parts = d // heads, []
@@ -114,8 +110,6 @@ def think(
         at = at % config.num_positions
     if config.positions in ("learned", "cyclic", "random", "aligned"):
         x = x + w["positions.input.weight"][at]
-    elif not config.positions.startswith("rotary"):
-        x = x + sinusoid(at)
     if config.from_end:
         x = x + w["positions.end.weight"][(valid.sum(1, keepdim=True) - 1 - place).clamp(min=0)]
 
@@ -164,7 +158,6 @@ def think(
             z = z / (z.square().mean(-1, keepdim=True) + torch.finfo(dtype).eps).sqrt()
         if row.mem_write:
             written.append(z)
-            written = written[-config.memory_size :] if config.memory == "window" and config.memory_size else written
 
     if config.at_tokens:
         answer = z
@@ -175,8 +168,6 @@ def think(
         output_table = w["positions.output.weight"]
         if config.positions in ("random", "aligned"):
             answer = (w["positions.input.weight"][ask] + output_table)[None]
-        elif config.positions in ("sinusoidal", "random_float"):
-            answer = (sinusoid(ask) + output_table)[None]
         else:
             answer = output_table[ask][None]
         answer = answer + look_up("readout.look", answer, z, None, None, None)

@@ -1,0 +1,138 @@
+"""When a row may stop thinking: `ExitRule`; rows that stopped leave the batch.
+
+Shapes: B batch, n latents, d width, T steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import ThinkerConfig, is_whole
+from .flow import FlowRow
+from .memory import Memory
+from .state import Context, ThinkerState, Thought
+
+_CROWD = 7 / 8  # dropping rows copies keys and values: it pays once an eighth of them has stopped
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitRule:
+    """A row stops when its latents hardly move, in evaluation; rows that stop leave the batch.
+
+    Args:
+        threshold: Stop when ‖z - z'‖ / ‖z'‖ against the step before is below it. `ThinkerOutput.residuals` shows
+            the usual values.
+        patience: How many successive looks must agree.
+        min_steps: The first step at which a row may stop.
+        every: Steps from one look to the next. A look at a step that does not output waits for the next that does.
+
+    Raises:
+        ValueError: A number out of its range.
+
+    >>> ExitRule(min_steps=4).threshold
+    0.03
+    """
+
+    threshold: float = 0.03
+    patience: int = 1
+    min_steps: int = 1
+    every: int = 1
+
+    def __post_init__(self):
+        for name in ("patience", "min_steps", "every"):
+            value = getattr(self, name)
+            if not is_whole(value) or value < 1:
+                raise ValueError(f"ExitRule: {name} must be a whole number, 1 or more, got {value!r}")
+        if not isinstance(self.threshold, int | float) or not self.threshold >= 0:
+            raise ValueError(f"ExitRule: threshold must be 0 or more, got {self.threshold!r}")
+
+    def looks_at(self, step: int) -> bool:
+        """Return whether this step, counted from 1, is looked at: every ``every`` steps, from the first that counts."""
+        first = self.min_steps - self.every * (self.patience - 1)
+        return step >= first and (step - self.min_steps) % self.every == 0
+
+
+def check_exit(config: ThinkerConfig, exit_rule: object) -> None:
+    """Check that a rule is one, and that gradients are off."""
+    if not isinstance(exit_rule, ExitRule | None):
+        raise ValueError(f"LatentThinker: exit_rule must be an ExitRule or None, got {exit_rule!r}")
+    if exit_rule is not None and torch.is_grad_enabled():
+        raise ValueError("LatentThinker: an exit rule came with gradients on; use torch.no_grad()")
+
+
+class Exits:
+    """The bookkeeping of one `LatentThinker.think` with an `ExitRule`.
+
+    Args:
+        rule: When a row stops.
+        context: The context of all rows.
+        state: Their state before the first step.
+        num_steps: The most steps.
+    """
+
+    SAME = object()  # the batch stays as it is
+
+    def __init__(self, rule: ExitRule, context: Context, state: ThinkerState, num_steps: int):
+        batch = len(state.latents)
+        device = state.latents.device
+        self.rule = rule
+        self.context = context
+        self.places = context.places
+        self.num_steps = num_steps
+        self.due = False  # a look that waits for a step that outputs
+        self.rows = torch.arange(batch, device=device)  # which row of the whole batch each present one is
+        self.going = torch.ones(batch, dtype=torch.bool, device=device)  # of the present rows
+        self.calm = torch.zeros(batch, dtype=torch.long, device=device)
+        self.latents = state.latents.clone()
+        self.steps = torch.full((batch,), num_steps, device=device)
+        self.residuals = torch.zeros(batch, num_steps, device=device, dtype=torch.float32)
+
+    def merged(self, latents: Tensor) -> Tensor:
+        """Return the latents of every row: present ones as they are, stopped ones as they were when they stopped."""
+        whole = self.latents.clone()
+        here = self.going.nonzero()[:, 0]
+        return whole.index_copy_(0, self.rows[here], latents[here])
+
+    def step(self, number: int, row: FlowRow, latents: Tensor, memory: Memory | None, residual: Tensor) -> Any:
+        """Note a step; return `SAME`, or (context, latents, memory) of the rows that go on, or None if none does."""
+        self.residuals[self.rows, number - 1] = torch.where(self.going, residual.float(), 0.0)
+        if number == self.num_steps:
+            done = self.going
+        else:
+            self.due = self.due or self.rule.looks_at(number)
+            if not self.due or not row.output:
+                return self.SAME
+            self.due = False
+            self.calm = torch.where(residual < self.rule.threshold, self.calm + 1, 0)
+            if number < self.rule.min_steps:
+                return self.SAME
+            done = self.going & (self.calm >= self.rule.patience)
+        which = done.nonzero()[:, 0]
+        if not len(which):
+            return self.SAME
+        self.steps[self.rows[which]] = number
+        self.latents.index_copy_(0, self.rows[which], latents[which])
+        self.going = self.going & ~done
+        keep = self.going.nonzero()[:, 0]
+        if not len(keep):
+            return None
+        if len(keep) > _CROWD * len(self.going):
+            return self.SAME
+        self.rows = self.rows[keep]
+        self.calm = self.calm[keep]
+        self.going = self.going[keep]
+        self.context = self.context.map(lambda t: t[keep])
+        return self.context, latents[keep], None if memory is None else memory.map(lambda t: t[keep])
+
+    def thought(self, kept: dict[int, Tensor], asked: set[int]) -> Thought:
+        """Return every row's result, without memories: rows that stopped at different steps wrote different amounts."""
+        return Thought(
+            state=ThinkerState(self.latents, None, self.places),
+            kept={step: kept.get(step, self.latents) for step in asked},
+            residuals=self.residuals,
+            steps=self.steps,
+        )

@@ -6,10 +6,9 @@
     python examples/finetune_lora.py --data rows.json --model openai-community/gpt2-medium --dtype bfloat16
 
 Needs the extras `trl` and `judge` (and `plot` for the curves). The rate is 2e-3 for the small model and 2e-4
-for others, with --full 5e-4 and 2e-5; --loraplus and --rslora want less. GPT-2's fused q, k, v projection gets an
-adapter for each of the three: OUT/NAME/model loads with `load_lora`, and OUT/NAME/stock in plain peft. --merge writes
-OUT/NAME/merged. OUT/NAME/log.json and curves.png are the run's, OUT/runs.csv the table of all runs; sweep_lora.py makes
-many. Nothing is downloaded unless it is named.
+for others, with --full 5e-4 and 2e-5; --loraplus and --rslora want less. OUT/NAME/model loads with `load_lora` and in
+plain peft; --merge writes OUT/NAME/merged. OUT/NAME/log.json and curves.png are the run's, OUT/runs.csv the table of
+all runs; sweep_lora.py makes many. Nothing is downloaded unless it is named.
 """
 
 import argparse
@@ -131,19 +130,18 @@ def rows_and_base(given: argparse.Namespace) -> tuple[list[dict], str, Any]:
 
 def trainable(given: argparse.Namespace, base: Any) -> Any:
     """The model with adapters, or itself, with what is asked for frozen."""
-    fused = base.config.model_type == "gpt2"
     blocks = base.config.num_hidden_layers
     if given.last is not None and not 0 < given.last <= blocks:
         raise ValueError(f"--last is {given.last}; the model has {blocks} blocks")
     last = None if given.last is None else list(range(blocks - given.last, blocks))
     model = base
     if not given.full:
-        targets = given.targets or (["c_attn", "c_proj", "c_fc"] if fused else "all-linear")
+        targets = given.targets or "all-linear"
         config = LoraConfig(
             r=given.rank, lora_alpha=given.alpha, lora_dropout=given.dropout, use_rslora=given.rslora,
             target_modules=targets, layers_to_transform=last, task_type="CAUSAL_LM",
         )  # fmt: skip
-        model = lora.prepare_lora(base, config, split_fused_qkv=fused and given.targets is None)
+        model = lora.prepare_lora(base, config)
         print(lora.lora_report(model, batch=given.batch, context=given.max_length))
     elif last is not None:
         kept = re.compile(rf"\.({'|'.join(map(str, last))})\.")
@@ -330,10 +328,7 @@ def tune(given: argparse.Namespace) -> None:
     })  # fmt: skip
     drawn = save_plot(plots, out / "curves.png", report.plot)
     print(f"{out / 'model'}; {given.out / 'runs.csv'}; {drawn}")
-    for name in ("stock", "merged"):
-        remove_earlier(out / name)
-    if not given.full and base.config.model_type == "gpt2" and given.targets is None:
-        lora.export_lora(model, out / "stock")
+    remove_earlier(out / "merged")
     if given.merge:
         print(lora.merge_lora(model, out / "merged"))
 

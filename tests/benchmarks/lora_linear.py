@@ -26,7 +26,7 @@ GUIDE = ROOT / "docs" / "lora.md"
 SHAPES = ((768, 768), (768, 3072), (1024, 4096), (2048, 5632))
 TOKENS, RANKS = (1, 32, 256, 2048), (8, 16, 128)
 MODES = ("inference", "training")
-IMPLS = ("ours", "ours, float32 adapters", "peft", "peft, float32 adapters", "ours, fused", "unsloth")
+IMPLS = ("ours", "ours, float32 adapters", "peft", "peft, float32 adapters", "unsloth")
 
 
 def unsloth(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -53,7 +53,7 @@ def prepare(impl: str, layer: nn.Linear, tokens: int, rank: int, dropout: float,
     config = LoraConfig(r=rank, lora_alpha=rank, target_modules=["0"], lora_dropout=dropout)
     model: Any = get_peft_model(base, config, autocast_adapter_dtype="float32" in impl).train(mode == "training")
     if impl.startswith("ours"):
-        accelerate_lora_(model, impl="fused" if "fused" in impl else "auto")
+        accelerate_lora_(model)
     run = unsloth(model) if impl == "unsloth" else model.base_model.model
     x = torch.randn(1, tokens, ins, device=device, dtype=dtype, requires_grad=mode == "training")
     grad = torch.randn(1, tokens, outs, device=device, dtype=dtype)
@@ -77,9 +77,7 @@ def measure(
 ) -> dict[str, Any]:
     """A row: microseconds of all implementations of one case, medians, and the bytes that training keeps."""
     impls = [i for i in IMPLS if "float32" not in i or dtype != torch.float32]
-    if device != "cuda":
-        impls = [i for i in impls if i not in ("ours, fused", "unsloth")]
-    elif mode == "inference" or dropout or importlib.util.find_spec("unsloth") is None:
+    if device != "cuda" or mode == "inference" or dropout or importlib.util.find_spec("unsloth") is None:
         impls.remove("unsloth")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -45,7 +45,7 @@ PAGES = (
         "heads.lora", "LoRA", "lora",
         ("data.rows.RowReport", "report.adapters.AdapterRow", "report.adapters.LoraReport", "report.training.Spike",
          "report.training.TuningReport", "storage.merge.MergedLayer", "storage.merge.MergeReport",
-         "surgery.accelerate.AccelerationReport", "surgery.split.SplitQKV"),
+         "surgery.accelerate.AccelerationReport"),
     ),
     Page("heads.pairwise", "Which answer is better", "pairwise"),
 )  # fmt: skip

@@ -11,11 +11,10 @@ from .layers import LoraLinear
 from .losses import answer_loss
 from .report.adapters import lora_report
 from .report.training import tuning_report
-from .storage.adapters import export_lora, load_lora
+from .storage.adapters import load_lora
 from .storage.merge import merge_lora
 from .surgery.accelerate import accelerate_lora_, restore_lora_
 from .surgery.prepare import prepare_lora
-from .surgery.split import join_fused_qkv_, split_fused_qkv_
 
 __all__ = [
     "Judge",
@@ -28,8 +27,6 @@ __all__ = [
     "answer_loss",
     "chat_template",
     "check_packed_examples",
-    "export_lora",
-    "join_fused_qkv_",
     "judge_answers",
     "load_lora",
     "lora_linear",
@@ -39,6 +36,5 @@ __all__ = [
     "read_rows",
     "restore_lora_",
     "row_report",
-    "split_fused_qkv_",
     "tuning_report",
 ]

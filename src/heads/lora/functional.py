@@ -11,7 +11,7 @@ from torch import Tensor
 from . import reference
 from ._eager.autograd import Adapter, autocast_dtype, run, transforming
 
-IMPLS = ("reference", "eager", "fused", "auto")
+IMPLS = ("reference", "eager", "auto")
 
 
 def check(operation: str, x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor, bias: Tensor | None,
@@ -73,14 +73,13 @@ def lora_linear(
         dropout_p: Share of x's elements that the update does not see; pass 0 in evaluation.
         seed: A scalar of 64 bits that names the dropout, as a tensor on x's device; None draws one from torch's state.
         transposed: The weight is stored (I, O), as GPT-2's `Conv1D` does.
-        impl: ``"reference"`` (also taken within vmap, jvp and the like), ``"eager"``, ``"fused"`` (Triton for all
-            narrow products) or ``"auto"``: eager, as no row measured on a GPU says yet that the kernels are faster.
+        impl: ``"reference"`` (also taken within vmap, jvp and the like) or ``"eager"``, which ``"auto"`` takes.
 
     Returns:
         (*B, O), in x's dtype, or autocast's.
 
     Raises:
-        ValueError: Shapes or dtypes that do not fit; an option that is not one; fused where it cannot run.
+        ValueError: Shapes or dtypes that do not fit; an unknown option.
 
     Source: Hu et al., "LoRA", 2021. Order of products and what to save: "RunLoRA", arXiv 2312.03415.
 
@@ -101,6 +100,6 @@ def lora_linear(
         )
     y = run(
         x.reshape(-1, x.shape[-1]), weight, bias, (lora_a, lora_b), (Adapter(float(scaling), float(dropout_p)),),
-        transposed=transposed, impl=impl, seeds=None if seed is None else seed.reshape(1),
+        transposed=transposed, seeds=None if seed is None else seed.reshape(1),
     )  # fmt: skip
     return y.view(*x.shape[:-1], y.shape[-1])

@@ -31,12 +31,7 @@ class LeanForward:
 
     Calls that it does not support go to peft's own forward, see `route`. Everything but the forward is
     peft's: parameters, state dict, merging, switching, several adapters (active together or one a sample).
-
-    Attributes:
-        impl: ``"eager"``, ``"fused"`` or ``"auto"``.
     """
-
-    impl: str = "auto"
 
     def forward(self: Any, x: Tensor, *args: object, **kwargs: Any) -> Tensor:
         """Peft's arguments and result."""
@@ -51,7 +46,7 @@ class LeanForward:
         chosen_path = route(self, spans)
         if isinstance(chosen_path, str):
             return super().forward(x, *args, **kwargs)  # pyrefly: ignore
-        return compute(chosen_path, x, self.impl)
+        return compute(chosen_path, x)
 
     def _get_name(self) -> str:
         """In a printed model: peft's name, with a mark."""
@@ -149,8 +144,8 @@ def _is_sharded(weight: object) -> bool:
     return hasattr(weight, "device_mesh") or hasattr(weight, "ds_id")
 
 
-def compute(chosen_path: Route, x: Tensor, impl: str) -> Tensor:
-    """A layer's output: by `_Lora` for dropout over many tokens or for the fused kernels, else by plain products."""
+def compute(chosen_path: Route, x: Tensor) -> Tensor:
+    """Return a layer's output: by `_Lora` for dropout over many tokens, else by plain products."""
     base, weight, factors, adapters = chosen_path
     flat = x.reshape(-1, x.shape[-1])
     if weight is None or (weight.dtype != x.dtype and autocast_dtype(x) is None):  # which raises as a stock layer does
@@ -159,8 +154,8 @@ def compute(chosen_path: Route, x: Tensor, impl: str) -> Tensor:
     transposed, bias = type(base) is Conv1D, base._parameters.get("bias")
     in_transform = transforming()
     drops = not torch.compiler.is_compiling() and any(0 < one.dropout_p < 1 for one in adapters)
-    if not in_transform and (impl == "fused" or (drops and flat.shape[0] > _FEW)):
-        y = run(flat, weight, bias, factors, adapters, transposed=transposed, impl=impl)
+    if not in_transform and drops and flat.shape[0] > _FEW:
+        y = run(flat, weight, bias, factors, adapters, transposed=transposed)
     elif _merges(flat, weight, factors, adapters):
         y = linear(flat, merged(weight, factors, adapters, transposed), bias, transposed)
     else:

@@ -461,12 +461,6 @@ def test_float32_adapters_under_bfloat16_lose_little(monkeypatch):
     assert errors["ours"] < 1.5 * errors["peft"], errors
 
 
-@pytest.mark.parametrize("options", [{"impl": "reference"}, {"impl": "fast"}])
-def test_options_that_are_none_are_refused(options):
-    with pytest.raises(ValueError, match="accelerate_lora_: "):
-        accelerate_lora_(peft_model("llama"), **options)
-
-
 @pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16])
 def test_adapters_of_a_lower_dtype_do_not_round_the_layers_own_output(lower):
     model = get_peft_model(nn.Sequential(nn.Linear(16, 16)), LoraConfig(target_modules=["0"], r=2))

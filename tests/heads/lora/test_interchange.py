@@ -14,12 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from heads.lora import (
     accelerate_lora_,
-    export_lora,
-    join_fused_qkv_,
     load_lora,
     merge_lora,
     prepare_lora,
-    split_fused_qkv_,
 )
 from model_components._folders import OutputError
 from tests.heads.lora.test_accelerate import IDS, TARGETS, assert_same, run
@@ -369,104 +366,6 @@ def test_a_layer_of_zeros_is_merged_and_its_update_is_not_measured_by_it(tmp_pat
     assert "inf" in str(report)
 
 
-SPLIT = {"target_modules": ["c_attn", "c_proj", "c_fc"], "r": 4, "lora_alpha": 8}
-
-
-def test_a_split_projection_is_the_fused_one():
-    model, split = tiny("gpt2").double(), tiny("gpt2").double()
-    names = split_fused_qkv_(split)
-    assert len(names) == 3
-    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in split.parameters())
-    expected = run(model)
-    torch.testing.assert_close(run(split)["output"], expected["output"])
-    assert join_fused_qkv_(split) == names
-    found = run(split)
-    assert all(torch.equal(expected[k], found[k]) for k in expected)
-    assert list(split.state_dict()) == list(model.state_dict())
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no c_attn"):
-        split_fused_qkv_(tiny("llama"))
-
-
-SPLITS = [
-    {},
-    {"use_rslora": True},
-    {"target_modules": ["q_proj", "v_proj"]},
-    {"target_modules": ["h.0.attn.c_attn"]},  # of one layer: the export names no other
-    {"rank_pattern": {"k_proj": 2}, "alpha_pattern": {"v_proj": 3}},
-]
-
-
-@pytest.mark.parametrize("changes", SPLITS, ids=str)
-def test_split_adapters_are_saved_loaded_exported_and_merged(changes, tmp_path):
-    model = spoken(prepare_lora(tiny("gpt2"), LoraConfig(**SPLIT | changes), split_fused_qkv=True))
-    with torch.no_grad():
-        expected = model(input_ids=IDS)[0]
-    model.save_pretrained(tmp_path / "three")
-    tensors = load_file(tmp_path / "three" / "adapter_model.safetensors")
-    assert "base_model.model.transformer.h.0.attn.c_attn.q_proj.lora_A.weight" in tensors
-    loaded = load_lora(tiny("gpt2"), tmp_path / "three")
-    with torch.no_grad():
-        assert torch.equal(loaded.eval()(input_ids=IDS)[0], expected)
-    export_lora(model, tmp_path / "one")
-    one = load_file(tmp_path / "one" / "adapter_model.safetensors")[
-        "base_model.model.transformer.h.0.attn.c_attn.lora_B.weight"
-    ]
-    assert one.shape[0] == 48
-    assert float((one == 0).float().mean()) > 0.6  # block-diagonal
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        stock_model = PeftModel.from_pretrained(tiny("gpt2"), tmp_path / "one").eval()
-    with torch.no_grad():
-        torch.testing.assert_close(stock_model(input_ids=IDS)[0], expected)
-    merge_lora(model, tmp_path / "merged", progress=False)
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    assert list(merged.state_dict()) == list(tiny("gpt2").state_dict())
-    with torch.no_grad():
-        torch.testing.assert_close(merged(input_ids=IDS)[0], expected)
-    with pytest.raises(ValueError, match="carries an adapter"):
-        join_fused_qkv_(model.get_base_model())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        unloaded = model.merge_and_unload()  # peft's own way writes a stock checkpoint, too
-    assert list(unloaded.state_dict()) == list(tiny("gpt2").state_dict())
-    split = tiny("gpt2")
-    split_fused_qkv_(split)
-    split.load_state_dict(unloaded.state_dict())
-    with torch.no_grad():
-        torch.testing.assert_close(split(input_ids=IDS)[0], expected)
-
-
-def test_exporting_what_one_adapter_cannot_say_is_refused(tmp_path):
-    for changes in ({"use_dora": True}, {"lora_bias": True}, {"bias": "all"}):
-        model = prepare_lora(tiny("gpt2"), LoraConfig(**SPLIT | changes), split_fused_qkv=True)
-        with pytest.raises(ValueError, match="which one block-diagonal adapter could not say"):
-            export_lora(model, tmp_path / "out")
-
-
-def test_the_fused_name_stands_for_its_parts():
-    def ranks(**changes):
-        model = prepare_lora(tiny("gpt2"), LoraConfig(**{"r": 4} | changes), split_fused_qkv=True)
-        return {n.removeprefix("base_model.model.transformer."): m.r["default"]
-                for n, m in model.named_modules() if hasattr(m, "lora_A") and m.r}  # fmt: skip
-
-    assert len(ranks()) == 9  # peft's default for a GPT-2 is c_attn
-    found = ranks(
-        target_modules=["c_attn"], rank_pattern={"h.1.attn.c_attn": 2}, exclude_modules=["transformer.h.0.attn.c_attn"]
-    )
-    assert sorted(found.values()) == [2, 2, 2, 4, 4, 4]
-    assert {name for name, rank in found.items() if rank == 2} == {f"h.1.attn.c_attn.{p}_proj" for p in "qkv"}
-    with pytest.raises(ValueError, match="with split_fused_qkv name q_proj, k_proj, v_proj in it"):
-        ranks(target_modules=".*c_attn")
-
-
-def test_exporting_what_was_not_split_is_refused(tmp_path):
-    model = prepare_lora(tiny("gpt2"), LoraConfig(**SPLIT))
-    with pytest.raises(ValueError, match="nothing was split"):
-        export_lora(model, tmp_path / "out")
-    with pytest.raises(ValueError, match="adapter_name is 'b', the model has"):
-        export_lora(model, tmp_path / "out", adapter_name="b")
-
-
 SIZES = {"medium": (1024, 24, 16), "large": (1280, 36, 20), "xl": (1600, 48, 25)}
 TOTALS = {
     "medium": (406_286_336, 354_823_168),
@@ -475,15 +374,10 @@ TOTALS = {
 }
 EVERYTHING = ["c_attn", "c_proj", "c_fc", "lm_head"]
 TRAINABLE = [
-    ("medium", 16, EVERYTHING, True, 7_898_384),
-    ("medium", 32, EVERYTHING, True, 15_796_768),
-    ("medium", 64, EVERYTHING, True, 31_593_536),
-    ("large", 16, EVERYTHING, True, 14_095_632),
-    ("xl", 16, EVERYTHING, True, 22_948_112),
-    ("medium", 16, EVERYTHING, False, 7_111_952),
-    ("large", 16, EVERYTHING, False, 12_621_072),
-    ("medium", 16, "all-linear", False, 6_291_456),
-    ("large", 16, "all-linear", False, 11_796_480),
+    ("medium", 16, EVERYTHING, 7_111_952),
+    ("large", 16, EVERYTHING, 12_621_072),
+    ("medium", 16, "all-linear", 6_291_456),
+    ("large", 16, "all-linear", 11_796_480),
 ]
 
 
@@ -500,9 +394,9 @@ def test_golden_totals(size):
     assert counts == TOTALS[size]
 
 
-@pytest.mark.parametrize(("size", "rank", "targets", "split", "count"), TRAINABLE)
-def test_golden_trainable_counts(size, rank, targets, split, count):
-    model = prepare_lora(gpt2_without_memory(size), LoraConfig(r=rank, target_modules=targets), split_fused_qkv=split)
+@pytest.mark.parametrize(("size", "rank", "targets", "count"), TRAINABLE)
+def test_golden_trainable_counts(size, rank, targets, count):
+    model = prepare_lora(gpt2_without_memory(size), LoraConfig(r=rank, target_modules=targets))
     assert model.get_nb_trainable_parameters()[0] == count
 
 
@@ -615,18 +509,7 @@ def test_bad_checkpoints_are_refused_before_the_model_is_touched(tmp_path):
         refused("adapter_config.json cannot be read|holds an adapter of", good)
 
 
-def test_split_adapters_are_refused_by_a_model_that_is_not_split(tmp_path):
-    config = LoraConfig(target_modules=TARGETS["gpt2"], fan_in_fan_out=True)
-    prepare_lora(tiny("gpt2"), config, split_fused_qkv=True).save_pretrained(tmp_path)
-    model = get_peft_model(tiny("gpt2"), LoraConfig(target_modules=["c_proj"], fan_in_fan_out=True))
-    before = list(model.state_dict())
-    with pytest.raises(ValueError, match="adapts q, k and v apart, and the model's c_attn is not split"):
-        load_lora(model, tmp_path, adapter_name="other")
-    assert list(model.state_dict()) == before
-
-
 def test_what_came_to_be_there_during_a_merge_stays(tmp_path, monkeypatch):
-    import heads.lora.storage.adapters
     import heads.lora.storage.merge
 
     model = spoken(get_peft_model(tiny("llama"), config_of("llama")[1]))
@@ -643,15 +526,10 @@ def test_what_came_to_be_there_during_a_merge_stays(tmp_path, monkeypatch):
             merge_lora(model, tmp_path / "m", progress=False)
     assert (tmp_path / "m" / "thesis").read_text() == "x"
     (tmp_path / "file").write_text("x")
-    split = prepare_lora(tiny("gpt2"), LoraConfig(target_modules=TARGETS["gpt2"]), split_fused_qkv=True)
-    assert export_lora(split, tmp_path / "stock") == tmp_path / "stock"
     with monkeypatch.context() as patched:  # refused before any work
         patched.setattr(heads.lora.storage.merge, "_measured", lambda *given: 1 / 0)
-        patched.setattr(heads.lora.storage.adapters, "get_peft_model_state_dict", lambda *given, **named: 1 / 0)
         with pytest.raises(OutputError, match="a file is there"):
             merge_lora(model, tmp_path / "file", progress=False)
-        with pytest.raises(OutputError, match="a file is there"):
-            export_lora(split, tmp_path / "file")
     assert (tmp_path / "file").read_text() == "x"
 
 
@@ -662,9 +540,7 @@ def test_ordinary_use_warns_of_nothing(kind, tmp_path):
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="Could not find a config file in")  # peft 0.18, saving a tiny model
         config = LoraConfig(target_modules=[t for t in TARGETS[kind] if t != "lm_head"])
-        model = spoken(prepare_lora(tiny(kind), config, split_fused_qkv=kind == "gpt2"))
+        model = spoken(prepare_lora(tiny(kind), config))
         model.save_pretrained(tmp_path / "adapter")
         load_lora(tiny(kind), tmp_path / "adapter")
         merge_lora(model, tmp_path / "merged", progress=False)
-        if kind == "gpt2":
-            export_lora(model, tmp_path / "stock")

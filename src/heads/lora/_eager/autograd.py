@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from types import ModuleType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,7 +41,6 @@ class _Plan(NamedTuple):
 
     adapters: tuple[Adapter, ...]
     transposed: bool
-    fused: bool
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -121,7 +119,7 @@ class _Tensors(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """What one call of a backend needs: an adapter and its rows of x."""
+    """An adapter and its rows of x."""
 
     adapter: int
     rows: slice
@@ -146,14 +144,6 @@ def _pieces(plan: _Plan, t: _Tensors, seeds: Tensor | None, x: Tensor) -> Iterat
             )
 
 
-def _backend(plan: _Plan) -> ModuleType:
-    if not plan.fused:
-        return products
-    from .. import _triton
-
-    return _triton
-
-
 class _LoraContext(Context, Protocol):
     plan: _Plan
 
@@ -171,7 +161,7 @@ class _Lora(torch.autograd.Function):
         t = _Tensors.of(x.dtype, tensors)
         y = linear(x, t.weight, t.bias, plan.transposed)
         for piece in _pieces(plan, t, seeds, x):
-            _backend(plan).add_(y[piece.rows], x[piece.rows], piece.a, piece.b, piece.scale, piece.drop)
+            products.add_(y[piece.rows], x[piece.rows], piece.a, piece.b, piece.scale, piece.drop)
         return y
 
     @staticmethod
@@ -192,7 +182,7 @@ class _Lora(torch.autograd.Function):
             gradients[1] = grad.sum(0)
         for piece in _pieces(plan, t, seeds, x):
             at = 2 * piece.adapter
-            piece_gradients = _backend(plan).gradients(
+            piece_gradients = products.gradients(
                 grad[piece.rows], x[piece.rows], piece.a, piece.b, piece.scale, piece.drop,
                 None if dx is None else dx[piece.rows], needs[at], needs[at + 1],
             )  # fmt: skip
@@ -233,7 +223,6 @@ def run(
     adapters: Sequence[Adapter],
     *,
     transposed: bool = False,
-    impl: str = "auto",
     seeds: Tensor | None = None,
 ) -> Tensor:
     """A layer and its adapters, without checks; x (T, I) is not copied where it has the right dtype."""
@@ -242,7 +231,7 @@ def run(
         x = x.to(autocast)
     if seeds is None and any(one.dropout_p for one in adapters):
         seeds = torch.randint(-(2**63), 2**63 - 1, (len(adapters),), device=x.device, dtype=torch.int64)
-    plan = _Plan(adapters, transposed, _uses_fused(impl, x))
+    plan = _Plan(adapters, transposed)
     with nullcontext() if autocast is None else torch.autocast(x.device.type, enabled=False):
         return _Lora.apply(x, plan, seeds, weight, bias, *factors)
 
@@ -260,15 +249,3 @@ def transforming() -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
-
-
-def _uses_fused(impl: str, x: Tensor) -> bool:
-    """Whether the Triton path runs; an explicit choice that cannot run raises."""
-    if impl != "fused":  # "auto" is eager until a row measured on a GPU says that the kernels are faster there
-        return False
-    from .. import _triton
-
-    reason = _triton.unsupported(x)
-    if reason is not None:
-        raise ValueError(f"lora_linear: impl 'fused' cannot run: {reason}")
-    return True

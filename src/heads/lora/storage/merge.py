@@ -26,7 +26,6 @@ from model_components._folders import NewFolder, check_new
 from model_components._report import Axes, Figure, Report, Table, bars
 
 from ..layers import lora_layers
-from ..surgery.split import PARTS, SplitQKV
 
 _SHOWN = 5  # layers of a printed report
 
@@ -101,7 +100,7 @@ def merge_lora(
 
     Every update is added in float32 (float64 of such a model) and rounded once. A weight of bfloat16 has 8 bits, so
     that an update of a thousandth of it is mostly lost: that share, ``|stored - W - dW| / |dW|``, is reported for every
-    layer, and refused above ``max_lost``. Layers that were split are joined; a head adapted apart from its tied
+    layer, and refused above ``max_lost``. A head adapted apart from its tied
     embedding is untied. The weights of adapted layers are in memory twice meanwhile.
 
     Args:
@@ -243,11 +242,6 @@ def _state(
         if dtype is not None and value.is_floating_point():
             value = cast.setdefault((value.data_ptr(), value.shape), value.to(dtype))  # what was one tensor stays one
         state[place] = value
-    for name, module in base.named_modules():
-        if isinstance(module, SplitQKV):
-            for last, dim in (("weight", 1), ("bias", 0)):
-                if f"{name}.{last}" not in state:  # else no part carries an adapter: they are fused already
-                    state[f"{name}.{last}"] = torch.cat([state.pop(f"{name}.{p}.{last}") for p in PARTS], dim)
     return state
 
 

@@ -1,1 +1,1 @@
-"""Changing a model's layers in place: injection, the lean forward, GPT-2's fused projection split."""
+"""Changing a model's layers in place: injection, and the lean forward."""

@@ -10,7 +10,6 @@ from torch import nn
 
 from model_components._report import Report, Table
 
-from ..functional import IMPLS
 from ..layers import LeanForward, can_be_lean, lean, lora_layers, route
 
 
@@ -36,7 +35,7 @@ class AccelerationReport(Report):
         return Table(("peft's own forward, because", "layers"), rows)
 
 
-def accelerate_lora_(model: nn.Module, *, impl: str = "auto") -> AccelerationReport:
+def accelerate_lora_(model: nn.Module) -> AccelerationReport:
     """Give every supported layer of a peft model the forward of `lora_linear`, in place.
 
     Only the class changes: parameters, their names, checkpoints, merging and hooks stay peft's, and new adapters can
@@ -45,21 +44,18 @@ def accelerate_lora_(model: nn.Module, *, impl: str = "auto") -> AccelerationRep
 
     Args:
         model: A `PeftModel`, or any module with peft's LoRA layers inside.
-        impl: ``"auto"``, ``"eager"`` or ``"fused"``.
 
     Returns:
         What was changed, and what was not and why.
 
     Raises:
-        ValueError: A model without LoRA layers, an unknown option.
+        ValueError: A model without LoRA layers.
 
     >>> from peft import LoraConfig, get_peft_model
     >>> model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), LoraConfig(target_modules=["0"]))
     >>> print(accelerate_lora_(model))
     1 layers accelerated
     """
-    if impl not in IMPLS or impl == "reference":
-        raise ValueError(f"accelerate_lora_: impl is {impl!r}, needed auto, eager or fused")
     layers = lora_layers(model)
     if not layers:
         raise ValueError(
@@ -75,8 +71,6 @@ def accelerate_lora_(model: nn.Module, *, impl: str = "auto") -> AccelerationRep
                 skipped[name] = f"lora.{kind.__name__}"
                 continue
             layer.__class__ = lean(kind)
-        assert isinstance(layer, LeanForward)
-        layer.impl = impl
         chosen_path = (
             "its forward was replaced, by an accelerate hook, say" if "forward" in vars(layer) else route(layer)
         )
@@ -115,7 +109,6 @@ def restore_lora_(model: nn.Module) -> int:
             )
     for layer in layers.values():
         layer.__class__ = lean(type(layer))
-        vars(layer).pop("impl", None)
     return len(layers)
 
 

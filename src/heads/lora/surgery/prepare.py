@@ -6,7 +6,7 @@ import copy
 import difflib
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,6 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from .accelerate import accelerate_lora_
-from .split import FUSED, PARTS, split_fused_qkv_
 
 PREFIX = "base_model.model."
 """What peft puts before a base model's names in its files."""
@@ -103,37 +102,11 @@ def _rehearse(operation: str, model: nn.Module, config: LoraConfig, adapter_name
                 )
 
 
-def _of_parts(operation: str, config: LoraConfig) -> LoraConfig:
-    """A copy of the config in which every ``c_attn`` is replaced by the names of its three parts."""
-    config = copy.deepcopy(config)
-
-    def spread(names: Iterable[str]) -> list[str]:
-        target_names: list[str] = []
-        for name in names:
-            whole = name == FUSED or name.endswith(f".{FUSED}")
-            target_names += [f"{name}.{part}" if "." in name else part for part in PARTS] if whole else [name]
-        return target_names
-
-    for field in ("target_modules", "exclude_modules"):
-        setting = getattr(config, field)
-        if isinstance(setting, str) and FUSED in setting:
-            raise ValueError(f"{operation}: {field} is {setting!r}; with split_fused_qkv name {', '.join(PARTS)} in it")
-        if setting is None and field == "target_modules":
-            setting = [FUSED]  # peft's default for a GPT-2
-        if setting is not None and not isinstance(setting, str):
-            setattr(config, field, spread(list(setting)))
-    for field in ("rank_pattern", "alpha_pattern"):
-        setting = getattr(config, field) or {}
-        setattr(config, field, {part: value for name, value in setting.items() for part in spread([name])})
-    return config
-
-
 def prepare_lora(
     model: nn.Module,
     config: LoraConfig,
     *,
     adapter_name: str = "default",
-    split_fused_qkv: bool = False,
     accelerate: bool = True,
     **options: object,
 ) -> PeftModel:
@@ -143,9 +116,6 @@ def prepare_lora(
         model: The base model; peft changes it in place, and nothing has changed where an error is raised.
         config: peft's own.
         adapter_name: What the adapter is called.
-        split_fused_qkv: Give GPT-2's fused ``c_attn`` separate adapters for q, k and v: they are saved as three
-            entries, and `export_lora` writes them as one block-diagonal adapter for a stock GPT-2. Targets are then
-            ``q_proj``, ``k_proj`` and ``v_proj``; ``c_attn`` among the targets stands for the three.
         accelerate: Also call `accelerate_lora_`.
         options: More of `get_peft_model`'s, such as ``autocast_adapter_dtype``.
 
@@ -154,7 +124,7 @@ def prepare_lora(
 
     Raises:
         ValueError: A rank below 1 or larger than a matrix, a target that no module is called (with near names), a name
-            that peft cannot keep apart, a model with adapters already, no fused projection to split.
+            that peft cannot keep apart, a model with adapters already.
 
     A quantised model cannot be rehearsed; names and ranks below 1 are still looked at.
 
@@ -166,15 +136,8 @@ def prepare_lora(
     (24, 64)
     """
     operation = "prepare_lora"
-    trial = model
-    if split_fused_qkv and isinstance(config, LoraConfig):
-        trial = skeleton(model)
-        split_fused_qkv_(trial)
-        config = _of_parts(operation, config)
-    _check_config(operation, trial, config, adapter_name)
-    _rehearse(operation, trial, config, adapter_name)
-    if split_fused_qkv:
-        split_fused_qkv_(model)
+    _check_config(operation, model, config, adapter_name)
+    _rehearse(operation, model, config, adapter_name)
     peft_model = inject(model, config, adapter_name, **options)
     if accelerate:
         accelerate_lora_(peft_model)

@@ -83,11 +83,10 @@ def parser() -> argparse.ArgumentParser:
     add("--depth", type=int, help="use only so many of its layers, the lowest")
     add("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the encoder")
     add("--freeze", help="of the encoder: all (the default with --encoder), bottom:6 or so, embeddings, none")
-    add("--link", default="antisymmetric", choices=["davidson", "rao-kupper", "antisymmetric", "concat"])
-    add("--pooling", nargs="+", default=["mean", "last"], choices=["mean", "first", "last", "max", "attention"])
+    add("--link", default="antisymmetric", choices=["davidson", "antisymmetric", "concat"])
+    add("--pooling", nargs="+", default=["mean", "last"], choices=["mean", "first", "last"])
     add("--surface", nargs="*", choices=SURFACE, help="what the head sees beside the encoder; default all of it")
     add("--append-prompt", default=True, action=argparse.BooleanOptionalAction, help="encode it before each answer")
-    add("--question", default="", help="read after each answer, such as ' Good? [MASK]'; --pooling last takes its end")
     add("--max-tokens", type=int, help="of prompt and answer; default what the encoder takes")
     add("--epochs", type=above_zero, help="at most; default 8, and 3 where the encoder trains")
     add("--batch", type=int, default=64, help="pairs of a step, over all processes")
@@ -122,7 +121,7 @@ def model_of(given: argparse.Namespace, parts: list[list], encoder: str | Path, 
     surface = given.surface if given.surface is not None else SURFACE if given.link != "concat" else []
     model = PairwiseModel.from_encoder(
         encoder, dtype=getattr(torch, given.dtype), depth=given.depth, link=given.link, pooling=given.pooling,
-        append_prompt=given.append_prompt, question=given.question,
+        append_prompt=given.append_prompt,
         surface=surface, max_tokens=given.max_tokens, dropout=given.dropout,
         hidden_features=given.hidden, ties=ties,
     )  # fmt: skip

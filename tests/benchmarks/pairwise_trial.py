@@ -86,7 +86,7 @@ def run(setting: dict[str, Any], parts: tuple[list[Pair], ...]) -> dict[str, Any
 
     set_seed(setting["seed"])
     folder = {"smollm2": real.smollm2, "minilm": real.minilm}[setting["encoder"]]()
-    names = ("link", "surface", "pooling", "dropout", "max_tokens", "depth", "question")
+    names = ("link", "surface", "pooling", "dropout", "max_tokens", "depth")
     model = PairwiseModel.from_encoder(
         folder, dtype=torch.bfloat16, ties=False, **{name: setting[name] for name in names}
     )
@@ -127,7 +127,7 @@ def run(setting: dict[str, Any], parts: tuple[list[Pair], ...]) -> dict[str, Any
 def read_found() -> list[dict[str, Any]]:
     """The rows that are there already."""
     rows = json.loads(FOUND.read_text(encoding="utf-8"))["rows"] if FOUND.exists() else []
-    return [{"models_held_out": 0, "prompts": "first", "question": ""} | row for row in rows]
+    return [{"models_held_out": 0, "prompts": "first"} | row for row in rows]
 
 
 def _told(rows: list[dict], key: str, form: str) -> str:
@@ -141,8 +141,7 @@ def _table(rows: list[dict]) -> list[str]:
     """Baselines and judges on the same pairs."""
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
-        name = ENCODERS[row["encoder"]] + (f', asked "{row["question"].strip()}"' if row["question"] else "")
-        key = (name, row["depth"], row["link"], ", ".join(row["surface"]) or "none")
+        key = (ENCODERS[row["encoder"]], row["depth"], row["link"], ", ".join(row["surface"]) or "none")
         groups.setdefault(key, []).append(row)
     lines = [
         "| verdicts of | layers | link | surface | log-loss | accuracy | within 20 % length | calibration error | gain "

@@ -14,7 +14,6 @@ from .pairs import Pair, Turn, split_pairs
 from .report.baselines import baseline_verdicts
 from .report.evaluation import calibrate_, pairwise_report
 from .report.metrics import pairwise_metrics
-from .reward import PairwiseForSequenceClassification
 from .surgery import freeze_
 from .training.guard import DeadRunError, DeadRunGuard
 from .training.parameters import parameter_groups
@@ -27,7 +26,6 @@ __all__ = [
     "PairwiseCollator",
     "PairwiseConfig",
     "PairwiseDataset",
-    "PairwiseForSequenceClassification",
     "PairwiseHead",
     "PairwiseModel",
     "PairwiseTrainer",

@@ -10,8 +10,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from model_components._hub import hub_id
 
-Link = Literal["davidson", "rao-kupper", "antisymmetric", "concat"]
-Pooling = Literal["mean", "first", "last", "max", "attention"]
+Link = Literal["davidson", "antisymmetric", "concat"]
+Pooling = Literal["mean", "first", "last"]
 Surface = Literal["length", "style", "overlap"]
 
 CLASSES = ("A", "B", "tie")
@@ -26,20 +26,17 @@ class PairwiseConfig(PreTrainedConfig):
 
     Args:
         encoder: The encoder's config, or its dictionary.
-        link: From features to A, B or tie. ``"davidson"`` and ``"rao-kupper"`` give each answer one score and learn how
-            often close ones tie; ``"antisymmetric"`` compares both directly; ``"concat"``, a classifier over
-            both side by side, is a baseline, and the only one whose verdict depends on which answer is called A.
-        pooling: ``"mean"`` of an answer's last hidden states, the sequence's ``"first"`` or ``"last"`` one, the
-            ``"max"`` of each channel, or a learned ``"attention"``; or several of them, side by side.
+        link: From features to A, B or tie. ``"davidson"`` gives each answer one score and learns how often close ones
+            tie. ``"antisymmetric"`` compares both directly. ``"concat"``, a classifier over both side by side, is a
+            baseline, and the only one whose verdict depends on which answer is called A.
+        pooling: ``"mean"`` of an answer's last hidden states, the sequence's ``"first"`` or ``"last"`` one; or several
+            of them, side by side.
         ties: Whether there is a class for ties.
         hidden_features: Inner width of the head; 0 for a linear one, and 64 inside ``"antisymmetric"``.
         dropout: On the features and inside the head.
         surface: What the head is told beside the encoder's states: any of the answers' ``"length"``, ``"style"`` and
             ``"overlap"`` with the prompt. Judges owe much to these; `pairwise_report` says how much.
         append_prompt: Encode the prompt before each answer.
-        question: What is read after each answer, with the tokenizer's special tokens: " Good? [MASK]" for an encoder
-            that was trained to fill such, a question in the chat's frame for a language model (a cloze, as TinyRM has
-            it, arXiv 2507.09973). ``pooling="last"`` takes the state of its last token.
         max_tokens: Most tokens of prompt, answer and special tokens together; default what the encoder takes.
         max_prompt_tokens: Tokens that a prompt keeps where an answer is long; default a quarter of ``max_tokens``.
         label_smoothing: Share of each target that is spread over all classes.
@@ -55,7 +52,7 @@ class PairwiseConfig(PreTrainedConfig):
     3
     >>> PairwiseConfig(encoder=BertConfig(), link="davidsson")
     Traceback (most recent call last):
-    ValueError: PairwiseConfig: link is 'davidsson'; needed one of davidson, rao-kupper, antisymmetric, concat
+    ValueError: PairwiseConfig: link is 'davidsson'; needed one of davidson, antisymmetric, concat
     """
 
     model_type = "pairwise"
@@ -72,7 +69,6 @@ class PairwiseConfig(PreTrainedConfig):
         dropout: float = 0.1,
         surface: Sequence[Surface] = (),
         append_prompt: bool = True,
-        question: str = "",
         max_tokens: int | None = None,
         max_prompt_tokens: int | None = None,
         label_smoothing: float = 0.0,
@@ -92,7 +88,6 @@ class PairwiseConfig(PreTrainedConfig):
         self.dropout = dropout
         self.surface = list(surface)
         self.append_prompt = append_prompt
-        self.question = question
         self.max_tokens = max_tokens
         self.max_prompt_tokens = max_prompt_tokens
         self.label_smoothing = label_smoothing
@@ -121,8 +116,6 @@ class PairwiseConfig(PreTrainedConfig):
         for name in ("ties", "append_prompt"):
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "True or False")
-        if not isinstance(self.question, str):
-            _refuse("question", self.question, "text")
         for name in ("dropout", "label_smoothing", "swap_consistency"):
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), (int, float)):
                 _refuse(name, getattr(self, name), "a number")

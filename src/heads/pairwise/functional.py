@@ -167,28 +167,6 @@ def davidson(score_a: Tensor, score_b: Tensor, log_nu: Tensor) -> Tensor:
     return torch.stack([score_a, score_b, 0.5 * (score_a + score_b) + log_nu], -1)
 
 
-def rao_kupper(score_a: Tensor, score_b: Tensor, log_theta: Tensor) -> Tensor:
-    """Log-probabilities of A, B and tie from two scores (Rao and Kupper 1967).
-
-    ``P(A) = σ(a - b - η)``, ``P(B) = σ(b - a - η)``, ``η = log θ > 0``: a difference below the threshold η is a tie.
-    That is ``(θ² - 1) P(A) P(B)``, which has no cancellation.
-
-    Args:
-        score_a: (P,).
-        score_b: (P,).
-        log_theta: (), the threshold, above 0.
-
-    Returns:
-        (P, 3). Swapping the scores swaps the first two columns and moves no bit.
-
-    >>> rao_kupper(torch.zeros(1), torch.zeros(1), torch.tensor(2.0).log()).exp()
-    tensor([[0.3333, 0.3333, 0.3333]])
-    """
-    a, b, eta = (t.float() if t.dtype.itemsize < 4 else t for t in (score_a, score_b, log_theta))
-    wins_a, wins_b = F.logsigmoid(a - b - eta), F.logsigmoid(b - a - eta)
-    return torch.stack([wins_a, wins_b, wins_a + wins_b + torch.expm1(2 * eta).log()], -1).to(score_a.dtype)
-
-
 def swapped(classes: Tensor) -> Tensor:
     """(..., C) of A against B as of B against A: the first two columns trade places.
 

@@ -19,7 +19,6 @@ from .config import CLASSES
 from .data.collate import Answer, PairwiseCollator, PairwiseDataset, flat_batch
 from .functional import log_probabilities, swapped
 from .judge import Judge
-from .layers import SCORED
 
 Sides = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """(P, W) features of A and of B, and their (P, F) surface features, if any."""
@@ -177,7 +176,7 @@ def rank_answers(model: Judge, answers: Sequence[Answer], batch_size: int) -> Ra
             features.append(model.features(**batch)[places].to(model.head.outer.weight.dtype))
             looks += [] if look is None else [look[places].to(model.head.outer.weight.dtype)]
         states, surface = torch.cat(features), torch.cat(looks) if looks else None
-        link = model.config.link in SCORED
+        link = model.config.link == "davidson"
         scores = model.head.score(states, surface) if link else None
         pairs, shares = torch.combinations(torch.arange(count, device=device)), []
         for some in pairs.split(batch_size):

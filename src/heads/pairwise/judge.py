@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 
 from .config import PairwiseConfig
 from .functional import pairwise_loss, swap_divergence, swapped
-from .layers import SCORED, PairwiseHead, Pool
+from .layers import PairwiseHead, Pool
 from .packing import ATTENTION, PackingReport, base_of, encode_packed, encode_padded
 from .surface import SURFACE, columns_of
 
@@ -143,7 +143,7 @@ class Judge(PreTrainedModel):
         divisor = 1.0 if self.training else self.head.temperature
         consistent = self.config.swap_consistency if self.config.link == "concat" and labels is not None else 0.0
         loss = scores = other = None
-        if self.config.link in SCORED:
+        if self.config.link == "davidson":
             scores = torch.stack([self.head.score(a, surface_a), self.head.score(b, surface_b)], -1)
             logits = self.head.linked(*scores.unbind(-1)) / divisor
             other = swapped(logits) if both_orders else None

@@ -14,17 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import Link, Pooling
-from .functional import davidson, rao_kupper
+from .functional import davidson
 from .surface import SurfaceEncoding
 
-SCORED = ("davidson", "rao-kupper")  # links that give each answer a score
 _INNER, _COMBINATIONS = 64, 16  # width of a network, and of what it sees of the features
 
 
 class PairwiseHead(nn.Module):
     """Logits of A, B and tie from the features of two answers.
 
-    - ``"davidson"`` and ``"rao-kupper"`` give each answer a score, by a network on its features and one on its surface.
+    - ``"davidson"`` gives each answer a score, by a network on its features and one on its surface.
     - ``"antisymmetric"`` compares: a weighted difference of the features, and a network that sees a few of their
       combinations, differences and means, beside the surface of both. Half the difference of its outputs for both
       orders goes into the win's logit, half their sum into the tie's.
@@ -123,8 +122,6 @@ class PairwiseHead(nn.Module):
         log_nu = math.log(2 * rate / (1 - rate))
         if self.tie is None:
             self.outer.bias[-1] = log_nu
-        elif self.link == "rao-kupper":
-            self.tie.fill_(_inverse_softplus(math.log((1 + rate) / (1 - rate))))
         else:
             self.tie.fill_(log_nu)
 
@@ -139,7 +136,7 @@ class PairwiseHead(nn.Module):
         Raises:
             ValueError: A link that only compares.
         """
-        if self.link not in SCORED:
+        if self.link != "davidson":
             raise ValueError(f"PairwiseHead: link {self.link!r} compares answers and gives single ones no score")
         scores = self._read(features)[:, 0]
         if self.encoding is None or self.beside is None:
@@ -148,7 +145,7 @@ class PairwiseHead(nn.Module):
 
     def forward(self, a: Tensor, b: Tensor, surface_a: Tensor | None = None, surface_b: Tensor | None = None) -> Tensor:
         """(P, W) features of A and of B, and (P, F) surface features, to (P, C) logits."""
-        if self.link in SCORED:
+        if self.link == "davidson":
             return self.linked(self.score(a, surface_a), self.score(b, surface_b))
         if self.project is None or self.beside is None:
             return self._read(a, b)
@@ -166,12 +163,10 @@ class PairwiseHead(nn.Module):
         return torch.stack(logits, -1)
 
     def linked(self, score_a: Tensor, score_b: Tensor) -> Tensor:
-        """(P,) scores of A and of B to (P, C) logits, by a link that has scores."""
+        """(P,) scores of A and of B to (P, C) logits, for link ``"davidson"``."""
         if self.tie is None:
             return torch.stack([score_a, score_b], -1)
-        if self.link == "davidson":
-            return davidson(score_a, score_b, self.tie)
-        return rao_kupper(score_a, score_b, F.softplus(self.tie))
+        return davidson(score_a, score_b, self.tie)
 
     def extra_repr(self) -> str:
         """What it was made with."""
@@ -193,10 +188,6 @@ def _network(width: int, inner: int, outs: int, dropout: float) -> nn.Sequential
     )  # fmt: skip
 
 
-def _inverse_softplus(value: float) -> float:
-    return value + math.log(-math.expm1(-value))
-
-
 def _given(surface: Tensor | None) -> Tensor:
     if surface is None:
         raise ValueError("PairwiseHead: surface features are None; needed them, as the head has a part for them")
@@ -206,52 +197,40 @@ def _given(surface: Tensor | None) -> Tensor:
 class Pool(nn.Module):
     """(T, W) states of all sequences to (S, K W) float32 features, of K kinds side by side.
 
-    What answers have in common says nothing about which is better: means, maxima and attention are over the answer and
-    what follows it, not over the prompt.
+    What answers have in common says nothing about which is better: a mean is over the answer and what follows it, not
+    over the prompt.
 
     Args:
-        width: W.
-        pooling: Of ``"mean"``, ``"max"`` or ``"attention"``, a learned query, over the answer; the sequence's
-            ``"first"`` state or its ``"last"``.
+        pooling: Of ``"mean"`` over the answer, the sequence's ``"first"`` state or its ``"last"``.
 
-    >>> pool = Pool(2, ["mean", "last"])
+    >>> pool = Pool(["mean", "last"])
     >>> states = torch.tensor([[9.0, 9.0], [1.0, 0.0], [3.0, 0.0], [5.0, 1.0]])
     >>> pool(states, torch.tensor([3, 1]), torch.tensor([1, 0]))
     tensor([[2., 0., 3., 0.],
             [5., 1., 5., 1.]])
     """
 
-    def __init__(self, width: int, pooling: Sequence[Pooling]):
+    def __init__(self, pooling: Sequence[Pooling]):
         super().__init__()
         self.pooling = tuple(pooling)
-        self.query = nn.Linear(width, 1, bias=False) if "attention" in pooling else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """A query of zeros: a mean, at first."""
-        if self.query is not None:
-            nn.init.zeros_(self.query.weight)
 
     def forward(self, states: Tensor, lengths: Tensor, begins: Tensor) -> Tensor:
         """``lengths`` are (S,), at least 1 each, and ``begins`` (S,), where answers start in their sequences."""
-        states, ends = states.float(), lengths.cumsum(0)
-        place = torch.arange(len(states), device=states.device)
-        of_answer = place >= (ends - lengths + begins).repeat_interleave(lengths, output_size=len(states))
-        answers, sizes = states[of_answer], lengths - begins
-        return torch.cat([self._pooled(kind, states, answers, ends, lengths, sizes) for kind in self.pooling], 1)
-
-    def _pooled(
-        self, kind: str, states: Tensor, answers: Tensor, ends: Tensor, lengths: Tensor, sizes: Tensor
-    ) -> Tensor:
-        if kind in ("first", "last"):
-            return states[ends - (lengths if kind == "first" else 1)]
-        if kind != "attention" or self.query is None:  # sums in a fixed order on every device, unlike index_add
-            return torch.segment_reduce(answers, kind, lengths=sizes, axis=0)
-        scores = F.linear(answers, self.query.weight.to(answers.dtype))[:, 0]
-        top = torch.segment_reduce(scores.detach(), "max", lengths=sizes)
-        weights = (scores - top.repeat_interleave(sizes, output_size=len(answers))).exp()
-        total = torch.segment_reduce(weights, "sum", lengths=sizes)
-        return torch.segment_reduce(answers * weights[:, None], "sum", lengths=sizes, axis=0) / total[:, None]
+        states = states.float()
+        ends = lengths.cumsum(0)
+        starts = ends - lengths
+        pooled = []
+        for kind in self.pooling:
+            if kind == "first":
+                pooled.append(states[starts])
+            elif kind == "last":
+                pooled.append(states[ends - 1])
+            else:
+                place = torch.arange(len(states), device=states.device)
+                of_answer = place >= (starts + begins).repeat_interleave(lengths, output_size=len(states))
+                # sums in a fixed order on every device, unlike index_add
+                pooled.append(torch.segment_reduce(states[of_answer], "mean", lengths=lengths - begins, axis=0))
+        return torch.cat(pooled, 1)
 
     def extra_repr(self) -> str:
         """The kinds."""

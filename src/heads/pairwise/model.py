@@ -78,7 +78,7 @@ class PairwiseModel(SavedJudge):
             inner.pooler = None  # what pools here is ours, and parameters without gradients stop DDP
         inner.config.use_cache = False  # of keys and values, which nothing here asks for again
         self.encoder = inner
-        self.pool = Pool(config.encoder.hidden_size, config.pooling)
+        self.pool = Pool(config.pooling)
         self.head = PairwiseHead(
             config.encoder.hidden_size * len(config.pooling), link=config.link, ties=config.ties,
             hidden_features=config.hidden_features, dropout=config.dropout, surface=config.surface,
@@ -88,7 +88,7 @@ class PairwiseModel(SavedJudge):
             self.packing: PackingReport = check_packing(inner)
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, (Pool, PairwiseHead)):
+        if isinstance(module, PairwiseHead):
             module.reset_parameters()
 
     @classmethod
@@ -193,8 +193,8 @@ class PairwiseModel(SavedJudge):
     def rank(self, prompt: WordsLike, answers: Sequence[WordsLike], *, batch_size: int = 256) -> Ranking:
         """The order of several answers to one prompt, each of which is encoded once.
 
-        A link that has scores puts answers in their order; another compares each pair, in both orders, and the scores
-        are those of a tournament.
+        Link ``"davidson"`` puts answers in the order of their scores. Another link compares each pair, in both orders,
+        and the scores are those of a tournament.
 
         Args:
             prompt: What was asked: a text, or turns.

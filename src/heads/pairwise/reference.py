@@ -1,4 +1,4 @@
-"""The definitions: attention within sequences of one flat run, and the links from two scores to A, B or tie.
+"""The definitions: attention within sequences of one flat run, and the link from two scores to A, B or tie.
 
 Shapes: T tokens of all sequences, S sequences, H heads of the query, G of key and value, d width of a head, P pairs.
 """
@@ -39,10 +39,3 @@ def davidson(score_a: Tensor, score_b: Tensor, log_nu: Tensor) -> Tensor:
     a, b = score_a.exp(), score_b.exp()
     parts = torch.stack([a, b, log_nu.exp() * (a * b).sqrt()], -1)
     return parts / parts.sum(-1, keepdim=True)
-
-
-def rao_kupper(score_a: Tensor, score_b: Tensor, log_theta: Tensor) -> Tensor:
-    """(P, 3) probabilities: ``πA / (πA + θ πB)``, ``πB / (πB + θ πA)`` and the rest, θ >= 1 (Rao and Kupper 1967)."""
-    a, b, theta = score_a.exp(), score_b.exp(), log_theta.exp()
-    wins = torch.stack([a / (a + theta * b), b / (b + theta * a)], -1)
-    return torch.cat([wins, 1 - wins.sum(-1, keepdim=True)], -1)

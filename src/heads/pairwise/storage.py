@@ -16,7 +16,6 @@ from model_components._hub import hub_id, upload
 from .checks import most_tokens
 from .config import PairwiseConfig
 from .judge import Judge
-from .layers import SCORED
 from .packing import check_packing
 
 _CARD = "README.md"
@@ -109,7 +108,7 @@ def card_of(config: PairwiseConfig, report: Any = None) -> str:
     base = hub_id(getattr(encoder, "_name_or_path", "") or "")
     head: dict[str, object] = {
         "library_name": "transformers", "pipeline_tag": "text-ranking",
-        "tags": ["model-components", "pairwise", "reward-model" if config.link in SCORED else "preference-model"],
+        "tags": ["model-components", "pairwise", "preference-model"],
     }  # fmt: skip
     if base is not None:
         head |= {"base_model": base}

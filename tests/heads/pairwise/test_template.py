@@ -120,11 +120,3 @@ def test_nothing_at_all_is_refused():
     bare._tokenizer.post_processor = None
     with pytest.raises(ValueError, match="a prompt and its answer have no token"):
         made_of(bare, "", "", append_prompt=False)
-
-
-@pytest.mark.parametrize("tokenizer", [tokenizer_of, chat_of])
-def test_a_question_comes_after_every_answer(tokenizer):
-    plain, asked = (made_of(tokenizer(), "w1", words(*range(5, 80)), question=q) for q in ("", " w70 <unk>"))
-    assert asked[0].ids[-2:].tolist() == [74, 3]  # special tokens are what they are
-    assert len(asked[0].ids) == len(plain[0].ids) == 64  # and there is room for it
-    assert asked[0].ids[:5].tolist() == plain[0].ids[:5].tolist()

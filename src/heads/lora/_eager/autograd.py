@@ -187,6 +187,8 @@ class _Lora(torch.autograd.Function):
                 None if dx is None else dx[piece.rows], needs[at], needs[at + 1],
             )  # fmt: skip
             for place, part in enumerate(piece_gradients, 2 + at):
+                if part is None:  # this factor is not trained
+                    continue
                 before = gradients[place]
                 gradients[place] = part if before is None else before + part
         cast = [None if f is None or t is None else f.to(t.dtype) for f, t in zip(gradients, tensors, strict=True)]

@@ -42,14 +42,13 @@ def encoded(model: Judge, sequences: Sequence[Tokens], cache: str | Path | None,
     """(S, W) float32 features of sequences, of which equal ones are encoded once.
 
     Raises:
-        ValueError: An encoder or a pooling that trains.
+        ValueError: An encoder that trains.
     """
-    parts = {"encoder": model.encoder, "pool": model.pool}
-    trained = [name for part, module in parts.items() for name, p in module.named_parameters(part) if p.requires_grad]
+    trained = [name for name, parameter in model.encoder.named_parameters() if parameter.requires_grad]
     if trained:
         raise ValueError(
-            f"encode_: {len(trained)} tensors train that answers go through, such as {trained[0]}; needed "
-            "freeze_(model, 'all') before, and a pooling without weights"
+            f"encode_: {len(trained)} of the encoder's tensors train, such as {trained[0]}; call "
+            "freeze_(model, 'all') before"
         )
     warn_if_slow("encode_", model.encoder)
     kinds = model.pool.pooling
@@ -125,8 +124,8 @@ def _folders(model: Judge, cache: Path) -> dict[str, Path]:
     """Where features of each kind of pooling lie."""
     config = {name: value for name, value in model.encoder.config.to_dict().items() if name not in _ELSEWHERE}
     beside = [type(model.encoder).__name__, json.dumps(config, sort_keys=True, default=str), *_adapters(model)]
-    folder, pool = cache / _hashed(model.encoder, *beside), model.pool
-    return {kind: folder / (kind if kind != "attention" else f"{kind}-{_hashed(pool)}") for kind in pool.pooling}
+    folder = cache / _hashed(model.encoder, *beside)
+    return {kind: folder / kind for kind in model.pool.pooling}
 
 
 def _adapters(model: Judge) -> list[str]:
@@ -138,7 +137,7 @@ def _adapters(model: Judge) -> list[str]:
 def fingerprint(model: Judge) -> str:
     """What tells one encoder and its pooling from another in milliseconds: a few numbers of each tensor."""
     digest = hashlib.sha256(repr((type(model.encoder).__name__, model.pool.pooling, _adapters(model))).encode())
-    for tensor in (*model.encoder.state_dict().values(), *model.pool.state_dict().values()):
+    for tensor in model.encoder.state_dict().values():
         flat = tensor.detach().flatten()
         digest.update(flat[:: max(1, len(flat) // _SAMPLED)].double().cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -155,13 +155,13 @@ class PairwiseDataset(Dataset):
         """Let a model's encoder read each answer once, and keep its features: a head alone trains on them in seconds.
 
         Args:
-            model: A `PairwiseModel` whose encoder and pooling do not train.
+            model: A `PairwiseModel` whose encoder does not train.
             cache: A folder that the features are kept in, by encoder and tokens; what an earlier run left there,
                 finished or not, is not made again.
             progress: Show a bar.
 
         Raises:
-            ValueError: An encoder or a pooling that trains.
+            ValueError: An encoder that trains.
         """
         self._features = encoded(model, [self.answer(k).tokens for k in range(2 * len(self))], cache, progress)
         self._features_of = fingerprint(model)
@@ -184,27 +184,6 @@ class PairwiseDataset(Dataset):
         tokens = Tokens(self._ids[part], self._types[part], self._begins[number])
         features = None if self._features is None else self._features[number]
         return Answer(tokens, self._surface[number], features)
-
-    def reward_rows(self) -> list[dict[str, list[int]]]:
-        """The pairs that have a winner, as tokenised rows for TRL's ``RewardTrainer``.
-
-        From texts TRL would make other tokens than those that the judge reads in `PairwiseModel.predict`.
-
-        Raises:
-            ValueError: Pairs without labels.
-
-        Returns:
-            Rows of ``chosen_ids`` and ``rejected_ids``.
-        """
-        rows = []
-        for number, label in enumerate(self.labels):
-            if label is None:
-                raise ValueError(f"reward_rows: pair {number} has no label; needed who won")
-            won = label.index(max(label)) if isinstance(label, tuple) else label
-            if won < 2:
-                ids = [self.answer(2 * number + k).tokens.ids.tolist() for k in (won, 1 - won)]
-                rows.append(dict(zip(("chosen_ids", "rejected_ids"), ids, strict=True)))
-        return rows
 
     def _label(self, label: object) -> Any:
         """A label as batches need it: shares for all pairs once any pair has shares."""

@@ -32,7 +32,7 @@ class Template:
 
     Args:
         tokenizer: A fast one.
-        config: Whether there is a prompt, a question after answers, and the most tokens.
+        config: Whether there is a prompt, and the most tokens.
 
     Raises:
         ValueError: A tokenizer without offsets, a chat template that does not show what was said, or special tokens
@@ -51,7 +51,6 @@ class Template:
             self._read_chat_template()
         else:
             self._read_pair(config)
-        self._after = [*self._after, *self._special(config.question)]
         if config.max_tokens is None:
             raise ValueError("PairwiseDataset: config.max_tokens is None; needed a number, which from_encoder finds")
         self.limit = config.max_tokens

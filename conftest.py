@@ -1,4 +1,5 @@
-"""What every test and doctest sees: torch in doctests, memory from torch.empty full of NaN, the judge's rows."""
+"""What every test and doctest sees: torch in doctests, memory from torch.empty full of NaN, the
+judge's rows."""
 
 import importlib.util
 import os
@@ -13,20 +14,30 @@ if not torch.cuda.is_available():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--write-numerics", action="store_true", help="write docs/numerics.md from the judge's rows")
-    parser.addoption("--device", help="where what is judged runs (default: a GPU where there is one)")
+    parser.addoption(
+        "--write-numerics", action="store_true", help="write docs/numerics.md from the judge's rows"
+    )
+    parser.addoption(
+        "--device", help="where what is judged runs (default: a GPU where there is one)"
+    )
     parser.addoption("--expect-wheel", help="fail unless the packages come from this folder")
 
 
 def pytest_configure(config):
     torch.set_num_threads(1)
-    equivalence.DEVICE = config.getoption("--device") or ("cuda" if torch.cuda.is_available() else "cpu")
+    equivalence.DEVICE = config.getoption("--device") or (
+        "cuda" if torch.cuda.is_available() else "cpu"
+    )
     folder = config.getoption("--expect-wheel")
     if folder:
         for package in ("heads", "kronecker", "mergekit_lite", "model_components", "thinker"):
             found = importlib.util.find_spec(package)
-            if found is None or not Path(found.origin or "").resolve().is_relative_to(Path(folder).resolve()):
-                raise pytest.UsageError(f"{package} comes from {found and found.origin}, not from {folder}")
+            if found is None or not Path(found.origin or "").resolve().is_relative_to(
+                Path(folder).resolve()
+            ):
+                raise pytest.UsageError(
+                    f"{package} comes from {found and found.origin}, not from {folder}"
+                )
 
 
 def pytest_sessionfinish(session, exitstatus):
@@ -41,7 +52,8 @@ def _in_every_doctest(doctest_namespace):
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory():
-    """A result that torch.empty left unwritten must show: torch fills it with NaN in deterministic mode.
+    """A result that torch.empty left unwritten must show: torch fills it with NaN in deterministic
+    mode.
 
     On a GPU that mode takes other kernels, and warns of those that it has not.
     """

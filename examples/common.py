@@ -1,4 +1,7 @@
-"""What the examples share: whether they can draw, said before training; a bar with a name; room for a result."""
+"""What the examples share: whether they can draw, said before training; a bar with a name.
+
+Room for a result.
+"""
 
 import argparse
 import importlib.util
@@ -60,7 +63,10 @@ def ask_where(parser: argparse.ArgumentParser) -> None:
 
 
 def make_room(parser: argparse.ArgumentParser, options: argparse.Namespace) -> bool:
-    """Make the folders that `ask_where` was told, before any training; whether a picture can be drawn there."""
+    """Make the folders that `ask_where` was told, before any training.
+
+    Whether a picture can be drawn there.
+    """
     if options.json is not None and options.json.is_dir():
         parser.error(f"{options.json} is a folder; needed a file")
     for folder in filter(None, (options.out, options.json and options.json.parent)):
@@ -78,7 +84,10 @@ def save_curves(curves: Any, name: str, options: argparse.Namespace, wanted: boo
 
 
 def whole_checkpoint(folder: Path) -> str | None:
-    """The last checkpoint of a Trainer's in a folder that was written to its end; None without one."""
+    """The last checkpoint of a Trainer's in a folder that was written to its end.
+
+    None without one.
+    """
     found = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
     for path in sorted(found, key=lambda path: -int(path.name.rpartition("-")[2])):
         try:
@@ -95,6 +104,12 @@ def whole_checkpoint(folder: Path) -> str | None:
 
 
 def remove_earlier(folder: Path) -> None:
-    """Remove a checkpoint that an earlier run of an example left; anything else in its place stays."""
-    if any((folder / name).is_file() for name in ("merge_manifest.json", "adapter_config.json", "config.json")):
+    """Remove a checkpoint that an earlier run of an example left.
+
+    Anything else in its place stays.
+    """
+    if any(
+        (folder / name).is_file()
+        for name in ("merge_manifest.json", "adapter_config.json", "config.json")
+    ):
         shutil.rmtree(folder)

@@ -1,10 +1,12 @@
-"""Compress a GPT-2 by Kronecker sums, train it back, and write a stock checkpoint again.
+r"""Compress a GPT-2 by Kronecker sums, train it back, and write a stock checkpoint again.
 
     python examples/compress_gpt2.py  # a small GPT-2 that it trains first; 12 minutes on 2 cores
-    python examples/compress_gpt2.py --model openai-community/gpt2 --text wiki.txt --preset gpt2-82m --steps 2000
+    python examples/compress_gpt2.py --model openai-community/gpt2 --text wiki.txt \
+        --preset gpt2-82m --steps 2000
 
-For each start (--init) it converts, evaluates, trains back with the original as a teacher, evaluates and folds.
-Prints a table and, with matplotlib, draws the losses. Expect `sequential` to begin where the original is.
+For each start (--init) it converts, evaluates, trains back with the original as a teacher,
+evaluates and folds. Prints a table and, with matplotlib, draws the losses. Expect `sequential` to
+begin where the original is.
 """
 
 import argparse
@@ -16,20 +18,44 @@ from pathlib import Path
 
 import torch
 from common import can_draw, save_plot
-from small_gpt2 import CONTEXT, Rows, arguments, make_tokenizer, python_text, train_original, windows
+from small_gpt2 import (
+    CONTEXT,
+    Rows,
+    arguments,
+    make_tokenizer,
+    python_text,
+    train_original,
+    windows,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from kronecker import PRESETS, DistillConfig, KroneckerConfig, KroneckerTrainer, convert_, fold, perplexity
+from kronecker import (
+    PRESETS,
+    DistillConfig,
+    KroneckerConfig,
+    KroneckerTrainer,
+    convert_,
+    fold,
+    perplexity,
+)
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="folder or hub id of a GPT-2 (default: train a small one)")
-    parser.add_argument("--text", help="text file (default: Python's own documentation and sources)")
-    parser.add_argument("--dataset", help="hub data set with a `text` column, instead of --text (needs `datasets`)")
+    parser.add_argument(
+        "--text", help="text file (default: Python's own documentation and sources)"
+    )
+    parser.add_argument(
+        "--dataset", help="hub data set with a `text` column, instead of --text (needs `datasets`)"
+    )
     kronecker = [name for name, layers in PRESETS.items() if "*.mlp.c_fc" in layers]
-    parser.add_argument("--preset", choices=kronecker, help="for GPT-2 124M (default: half of the hidden neurons)")
+    parser.add_argument(
+        "--preset", choices=kronecker, help="for GPT-2 124M (default: half of the hidden neurons)"
+    )
     parser.add_argument("--init", nargs="+", default=["random", "van_loan", "prune", "sequential"])
     parser.add_argument("--steps", type=int, default=300, help="to train back")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
@@ -50,7 +76,9 @@ def original(given: argparse.Namespace):
         text = "\n\n".join(load_dataset(given.dataset, split="train")["text"])
     text = text or python_text(300_000 if given.smoke else 6_000_000)
     folder = given.out / "original"
-    name = given.model or (str(folder) if given.resume and (folder / "model.safetensors").exists() else None)
+    name = given.model or (
+        str(folder) if given.resume and (folder / "model.safetensors").exists() else None
+    )
     if name:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name).eval()
@@ -85,11 +113,23 @@ def one(given: argparse.Namespace, init: str, teacher, tokenizer, rows, held) ->
         pretrained_learning_rate=given.pretrained_learning_rate,
         train_dataset=Rows(rows),
     )
-    last = get_last_checkpoint(place / "trainer") if given.resume and (place / "trainer").exists() else None
+    last = (
+        get_last_checkpoint(place / "trainer")
+        if given.resume and (place / "trainer").exists()
+        else None
+    )
     trainer.train(resume_from_checkpoint=last)
     curve = [(row["step"], row["loss"]) for row in trainer.state.log_history if "loss" in row]
-    made = {"init": init, "parameters": report.after, "before": math.log(first), "seconds to convert": converted}
-    made |= {"after": math.log(perplexity(model.eval(), held.split(16))), "seconds": time.perf_counter() - begin}
+    made = {
+        "init": init,
+        "parameters": report.after,
+        "before": math.log(first),
+        "seconds to convert": converted,
+    }
+    made |= {
+        "after": math.log(perplexity(model.eval(), held.split(16))),
+        "seconds": time.perf_counter() - begin,
+    }
     if not (place / "folded").exists():
         fold(model, place / "folded")
         tokenizer.save_pretrained(place / "folded")
@@ -113,15 +153,21 @@ def main() -> None:
     if given.smoke:
         given.steps = min(given.steps, 4)
     teacher, tokenizer, rows, held = original(given)
-    goal, count = math.log(perplexity(teacher, held.split(16))), sum(p.numel() for p in teacher.parameters())
+    goal, count = (
+        math.log(perplexity(teacher, held.split(16))),
+        sum(p.numel() for p in teacher.parameters()),
+    )
     found = [one(given, init, teacher, tokenizer, rows, held) for init in given.init]
     print(
-        f"\n{'start':22}{'parameters':>12}{'loss before':>13}{f'after {given.steps}':>13}{'convert':>10}{'in all':>9}"
+        f"\n{'start':22}{'parameters':>12}{'loss before':>13}"
+        f"{f'after {given.steps}':>13}{'convert':>10}{'in all':>9}"
     )
     print(f"{'the original':22}{count:>12,}{goal:>13.3f}")
     for row in found:
         times = f"{row['seconds to convert']:>8.0f} s{row['seconds']:>7.0f} s"
-        print(f"{row['init']:22}{row['parameters']:>12,}{row['before']:>13.3f}{row['after']:>13.3f}{times}")
+        print(
+            f"{row['init']:22}{row['parameters']:>12,}{row['before']:>13.3f}{row['after']:>13.3f}{times}"
+        )
     save_plot(plots, given.out / "losses.png", lambda: losses(found))
     (given.out / "table.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

@@ -1,6 +1,9 @@
-"""Mazes as a task of one's own: a grid that is read row by row; each cell is a token, and has an answer.
+"""Mazes as a task of one's own: a grid that is read row by row.
 
-`solve_puzzles.py --puzzle maze` learns it. Importing this file registers the task under the name "maze".
+Each cell is a token, and has an answer.
+
+`solve_puzzles.py --puzzle maze` learns it. Importing this file registers the task under the name
+"maze".
 """
 
 from __future__ import annotations
@@ -22,12 +25,15 @@ OPEN, WALL, START, GOAL = range(4)
 @register_task("maze")
 @dataclass(frozen=True, kw_only=True)
 class Maze(Task):
-    """Which cells lie on the way from start to goal, in a maze without loops; ``length`` is its side in cells.
+    """Which cells lie on the way from start to goal, in a maze without loops.
 
-    Walls are cells too: rooms lie where row and column are even, and a random walk that goes back where it is stuck
-    breaks the walls between them (depth first, which makes long corridors). Ids are 0 open, 1 wall, 2 start, 3 goal;
-    answers are 1 on the way, both ends included, and 0 elsewhere, walls not asked. All of it can be found by filling
-    dead ends: an answer's ``distance`` is the round that fills its cell, and 1 on the way, which a cell is taken to be
+    ``length`` is its side in cells.
+
+    Walls are cells too: rooms lie where row and column are even, and a random walk that goes back
+    where it is stuck breaks the walls between them (depth first, which makes long corridors). Ids
+    are 0 open, 1 wall, 2 start, 3 goal; answers are 1 on the way, both ends included, and 0
+    elsewhere, walls not asked. All of it can be found by filling dead ends: an answer's
+    ``distance`` is the round that fills its cell, and 1 on the way, which a cell is taken to be
     until it is filled.
     """
 
@@ -66,20 +72,26 @@ class Maze(Task):
         tokens = torch.where(cells, OPEN, WALL).scatter(1, ends, kinds)
         place = torch.arange(longest**2, device=generator.device)
         mask = place < lengths**2
-        index = (place // lengths * longest + place % lengths).clamp(max=longest**2 - 1)  # of each row's own square
+        index = (place // lengths * longest + place % lengths).clamp(
+            max=longest**2 - 1
+        )  # of each row's own square
         tokens, filled, cells = (x.gather(1, index) for x in (tokens, filled, cells))
         targets = (filled == 0).long().masked_fill(~(cells & mask), IGNORED)
         return Sample(tokens.masked_fill(~mask, 0), mask, targets, filled.clamp(min=1))
 
 
-def _trees(generator: torch.Generator, lengths: Tensor, longest: int) -> Tensor:  # (B, 1) to (B, longest²)
+def _trees(
+    generator: torch.Generator, lengths: Tensor, longest: int
+) -> Tensor:  # (B, 1) to (B, longest²)
     """Cells that are open, of each row's own square at the upper left."""
     wide = longest + 4  # two cells around it that are never entered
     place = torch.arange(wide**2, device=lengths.device)
     row, column = place // wide - 2, place % wide - 2
     taken = (row < 0) | (column < 0) | (row >= lengths) | (column >= lengths)
     steps = torch.tensor([-wide, wide, -1, 1], device=lengths.device)
-    at = torch.randint(1 << 30, (len(lengths), 2), generator=generator, device=generator.device) % ((lengths + 1) // 2)
+    at = torch.randint(1 << 30, (len(lengths), 2), generator=generator, device=generator.device) % (
+        (lengths + 1) // 2
+    )
     here = ((2 * at[:, :1] + 2) * wide + 2 * at[:, 1:] + 2).clone()
     opened, back = torch.zeros_like(taken).scatter(1, here, value=True), torch.where(taken, 0, here)
     taken = taken.scatter(1, here, value=True)
@@ -89,7 +101,9 @@ def _trees(generator: torch.Generator, lengths: Tensor, longest: int) -> Tensor:
         step = steps[chance.masked_fill(~free, -1.0).argmax(1, keepdim=True)]
         goes = free.any(1, keepdim=True)
         before, here = here, torch.where(goes, here + 2 * step, back.gather(1, here))
-        opened = opened.scatter(1, torch.cat([torch.where(goes, before + step, before), here], 1), value=True)
+        opened = opened.scatter(
+            1, torch.cat([torch.where(goes, before + step, before), here], 1), value=True
+        )
         taken = taken.scatter(1, here, value=True)
         back = back.scatter(1, here, torch.where(goes, before, back.gather(1, here)))
     return opened.view(-1, wide, wide)[:, 2:-2, 2:-2].flatten(1)
@@ -100,19 +114,26 @@ def _two_rooms(generator: torch.Generator, lengths: Tensor, longest: int) -> Ten
     side = (lengths + 1) // 2
     size = (len(lengths), 1)
     first = torch.randint(1 << 30, size, generator=generator, device=generator.device) % side**2
-    other = torch.randint(1 << 30, size, generator=generator, device=generator.device) % (side**2 - 1)
+    other = torch.randint(1 << 30, size, generator=generator, device=generator.device) % (
+        side**2 - 1
+    )
     both = torch.cat([first, other + (other >= first)], 1)
     return 2 * (both // side) * longest + 2 * (both % side)
 
 
 def _filled(cells: Tensor, ends: Tensor, longest: int) -> Tensor:  # (B, longest²)
-    """In which round each open cell is filled as a dead end, counted from 1; 0 on the way between the ends."""
+    """In which round each open cell is filled as a dead end, counted from 1.
+
+    0 on the way between the ends.
+    """
     ends_kept = torch.zeros_like(cells).scatter(1, ends, value=True)
     filled, number = torch.zeros(cells.shape, dtype=torch.long, device=cells.device), 0
     while True:
         number += 1
         around = F.pad(cells.view(-1, longest, longest).long(), (1, 1, 1, 1))
-        ways = around[:, 2:, 1:-1] + around[:, :-2, 1:-1] + around[:, 1:-1, 2:] + around[:, 1:-1, :-2]
+        ways = (
+            around[:, 2:, 1:-1] + around[:, :-2, 1:-1] + around[:, 1:-1, 2:] + around[:, 1:-1, :-2]
+        )
         dead = cells & ~ends_kept & (ways.flatten(1) <= 1)
         if not bool(dead.any()):
             return filled

@@ -1,9 +1,10 @@
-"""Train two small specialists of one ancestor, merge them in five ways, and see what each merge can do.
+"""Train two small specialists of one ancestor, merge them in five ways, and see the results.
 
 Command   python examples/merge_checkpoints.py
 Time      about 1 minute on 2 CPU cores; nothing is downloaded
-Result    a table of accuracy on both tasks: each specialist does its own task and not the other's; averages keep one
-          whole and most of the other; sign election (ties, dare_ties) hurts, since each had to unlearn the other's
+Result    a table of accuracy on both tasks: each specialist does its own task and not the
+          other's; averages keep one whole and most of the other; sign election (ties, dare_ties)
+          hurts, since each had to unlearn the other's
 
 All checkpoints stay in the output folder. `train_masks.py` goes on from here.
 """
@@ -26,7 +27,10 @@ MERGES = {
 
 def merge_by_formulas(out: Path) -> dict[str, Path]:
     """Merge the specialists in five ways."""
-    models, folders = [out / "reverse", out / "upper"], {method: out / f"merged-{method}" for method in MERGES}
+    models, folders = (
+        [out / "reverse", out / "upper"],
+        {method: out / f"merged-{method}" for method in MERGES},
+    )
     for method, folder in folders.items():
         remove_earlier(folder)
         base = {"linear": None, "slerp": out / "reverse"}.get(method, out / "ancestor")

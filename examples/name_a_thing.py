@@ -1,7 +1,7 @@
-"""What `train_judge` does where nothing is named: made-up pairs, and a small encoder to train on them.
+"""Made-up pairs and a small encoder: what `train_judge` trains where nothing is named.
 
-Prompts ask for a thing of a kind ("Name a tool."). An answer that names one ("A hammer, of course.") is better than one
-that does not ("Why should I know that?"); two that do, or do not, tie.
+Prompts ask for a thing of a kind ("Name a tool."). An answer that names one ("A hammer, of
+course.") is better than one that does not ("Why should I know that?"); two that do, or do not, tie.
 """
 
 import random
@@ -18,8 +18,20 @@ KINDS = {
     "tool": "axe chisel drill hammer knife pliers rake saw shovel spanner",
     "colour": "black blue brown green grey orange pink red white yellow",
 }
-GOOD = ("{}.", "I would say {}.", "{}, of course.", "That would be {}, as far as I know.", "Let me think. {}!")
-BAD = ("No idea.", "Ask someone else.", "I would rather not say.", "Why should I know that?", "Let me think. No.")
+GOOD = (
+    "{}.",
+    "I would say {}.",
+    "{}, of course.",
+    "That would be {}, as far as I know.",
+    "Let me think. {}!",
+)
+BAD = (
+    "No idea.",
+    "Ask someone else.",
+    "I would rather not say.",
+    "Why should I know that?",
+    "Let me think. No.",
+)
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 
 
@@ -30,8 +42,13 @@ def made_up(count: int, seed: int) -> list[Pair]:
         kind = rng.choice(list(KINDS))
         right = [rng.random() < 0.5 for _ in range(2)]
         words = KINDS[kind].split()
-        answers = [rng.choice(GOOD).format(rng.choice(words)) if good else rng.choice(BAD) for good in right]
-        pairs.append(Pair(f"Name a {kind}.", *answers, 2 if right[0] == right[1] else right.index(True)))
+        answers = [
+            rng.choice(GOOD).format(rng.choice(words)) if good else rng.choice(BAD)
+            for good in right
+        ]
+        pairs.append(
+            Pair(f"Name a {kind}.", *answers, 2 if right[0] == right[1] else right.index(True))
+        )
     return pairs
 
 
@@ -41,23 +58,35 @@ def own_encoder(out: Path) -> Path:
     if (folder / "config.json").exists():
         return folder
     made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    made.normalizer, made.pre_tokenizer = (
+        normalizers.BertNormalizer(),
+        pre_tokenizers.BertPreTokenizer(),
+    )
     texts = [text for pair in made_up(2000, seed=7) for text in pair[:3]]
     made.train_from_iterator(
-        texts, trainers.WordPieceTrainer(vocab_size=400, special_tokens=SPECIAL, show_progress=False)
+        texts,
+        trainers.WordPieceTrainer(vocab_size=400, special_tokens=SPECIAL, show_progress=False),
     )
     made.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
     names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep")}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, model_max_length=64, model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        tokenizer_object=made,
+        model_max_length=64,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
         **names,
-    )  # fmt: skip
+    )
     config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
         max_position_embeddings=64,
-    )  # fmt: skip
+    )
     BertModel(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

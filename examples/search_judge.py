@@ -1,11 +1,15 @@
-"""Search for the settings of a judge by Optuna (extra `search`), on validation pairs, and train it with the best.
+r"""Search for the settings of a judge by Optuna (extra `search`), and train it with the best.
 
-    python examples/search_judge.py --trials 20 --data pairs.jsonl --encoder models/SmolLM2-135M-Instruct --depth 20
+The search looks at validation pairs.
 
-Flags are those of train_judge.py. Searched for are --lr, --weight-decay, --dropout, --hidden, --link and --pooling;
-what is given for them is the first trial. Trials are compared by their best epoch's log-loss of the validation pairs,
-and poor ones are cut short. OUT/search.db holds them: the same command goes on where it was stopped, and with more
---trials goes further. With a frozen encoder, answers are read once for each pooling and a trial takes a minute.
+    python examples/search_judge.py --trials 20 --data pairs.jsonl \
+        --encoder models/SmolLM2-135M-Instruct --depth 20
+
+Flags are those of train_judge.py. Searched for are --lr, --weight-decay, --dropout, --hidden,
+--link and --pooling; what is given for them is the first trial. Trials are compared by their best
+epoch's log-loss of the validation pairs, and poor ones are cut short. OUT/search.db holds them: the
+same command goes on where it was stopped, and with more --trials goes further. With a frozen
+encoder, answers are read once for each pooling and a trial takes a minute.
 """
 
 import argparse
@@ -52,24 +56,35 @@ def settled(given: argparse.Namespace, trial: optuna.trial.BaseTrial) -> argpars
     made.dropout = trial.suggest_float("dropout", 0.05, 0.6)
     made.hidden = trial.suggest_categorical("hidden", sorted({*INNER, given.hidden}))
     made.link = trial.suggest_categorical("link", sorted({*LINKS, given.link}))
-    made.pooling = trial.suggest_categorical("pooling", sorted({*POOLING, " ".join(given.pooling)})).split()
+    made.pooling = trial.suggest_categorical(
+        "pooling", sorted({*POOLING, " ".join(given.pooling)})
+    ).split()
     return made
 
 
 def study_of(given: argparse.Namespace, parts: list[list]) -> tuple[optuna.Study, dict[str, Any]]:
     """The study of these pairs and these flags, in OUT/search.db, and what finds it."""
-    flags = {name: value for name, value in vars(given).items() if name not in train_judge.MAY_CHANGE}
+    flags = {
+        name: value for name, value in vars(given).items() if name not in train_judge.MAY_CHANGE
+    }
     name = hashlib.sha256(repr((sorted(flags.items()), parts)).encode()).hexdigest()[:16]
     given.out.mkdir(parents=True, exist_ok=True)
-    place = {"storage": f"sqlite:///{given.out / 'search.db'}", "study_name": name, "load_if_exists": True,
-             "direction": "minimize", "pruner": optuna.pruners.MedianPruner(n_warmup_steps=2)}  # fmt: skip
+    place = {
+        "storage": f"sqlite:///{given.out / 'search.db'}",
+        "study_name": name,
+        "load_if_exists": True,
+        "direction": "minimize",
+        "pruner": optuna.pruners.MedianPruner(n_warmup_steps=2),
+    }
     study = optuna.create_study(**place)
     for trial in study.get_trials(states=[TrialState.RUNNING]):  # of a run that was killed
         study.tell(trial.number, state=TrialState.FAIL)
         study.enqueue_trial(trial.params)
     if not study.get_trials(states=(*WHOLE, TrialState.WAITING)):
         study.enqueue_trial(first_trial(given))
-    drawn = given.seed + len(study.trials)  # the seed alone would draw again what earlier runs have tried
+    drawn = given.seed + len(
+        study.trials
+    )  # the seed alone would draw again what earlier runs have tried
     return study, place | {"sampler": optuna.samplers.TPESampler(seed=drawn)}
 
 
@@ -96,18 +111,28 @@ def search(given: argparse.Namespace) -> argparse.Namespace:
             return min(metrics["eval_log_loss"], float("inf") if held is None else held)
 
         trainer.hyperparameter_search(
-            lambda trial: rates(trial, given), best_so_far, n_trials=given.trials - done, backend="optuna",
-            catch=(DeadRunError,), **place,
-        )  # fmt: skip
+            lambda trial: rates(trial, given),
+            best_so_far,
+            n_trials=given.trials - done,
+            backend="optuna",
+            catch=(DeadRunError,),
+            **place,
+        )
     for trial in sorted(study.get_trials(states=WHOLE[:1]), key=lambda trial: trial.value)[:5]:
-        told = (f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in trial.params.items())
+        told = (
+            f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in trial.params.items()
+        )
         print(f"{trial.value:.4f}  {', '.join(told)}")
     best = optuna.trial.FixedTrial(study.best_params)
     made = settled(given, best)
-    made.lr, made.weight_decay = study.best_params["learning_rate"], study.best_params["weight_decay"]
+    made.lr, made.weight_decay = (
+        study.best_params["learning_rate"],
+        study.best_params["weight_decay"],
+    )
     print(
-        f"best: --lr {made.lr:.3g} --weight-decay {made.weight_decay:.3g} --dropout {made.dropout:.3g} "
-        f"--hidden {made.hidden} --link {made.link} --pooling {' '.join(made.pooling)}"
+        f"best: --lr {made.lr:.3g} --weight-decay {made.weight_decay:.3g} --dropout "
+        f"{made.dropout:.3g} --hidden {made.hidden} --link {made.link} --pooling "
+        f"{' '.join(made.pooling)}"
     )
     return made
 
@@ -115,12 +140,17 @@ def search(given: argparse.Namespace) -> argparse.Namespace:
 def main() -> None:
     parser = train_judge.parser()
     parser.description = __doc__
-    parser.add_argument("--trials", type=int, default=20, help="in all, those of earlier runs among them")
+    parser.add_argument(
+        "--trials", type=int, default=20, help="in all, those of earlier runs among them"
+    )
     given = parser.parse_args()
     if given.trials < 1:
         parser.error(f"--trials is {given.trials}, needed 1 or more")
     if given.link == "concat":
-        parser.error("--link is concat, which has no part for surface features; needed another, or train_judge.py")
+        parser.error(
+            "--link is concat, which has no part for surface features; needed another, or "
+            "train_judge.py"
+        )
     if given.smoke:
         given.trials = min(given.trials, 3)
     train_judge.train(search(given))

@@ -2,10 +2,11 @@
 
     python examples/shrink_model.py --model FOLDER --calibration texts.json --keep .5 --out small
 
-Drops hidden neurons of every MLP, fits the others on 32,000 tokens of your text, writes a checkpoint that plain
-transformers loads, and prints loss, parameters, bytes and tokens a second next to the original's, on text that nothing
-was fitted on. SmolLM2-135M took 8 minutes on 2 cores. Expect a loss about 0.7 above the original's at half, measured
-on text of the same kind (the guide has our run).
+Drops hidden neurons of every MLP, fits the others on 32,000 tokens of your text, writes a
+checkpoint that plain transformers loads, and prints loss, parameters, bytes and tokens a second
+next to the original's, on text that nothing was fitted on. SmolLM2-135M took 8 minutes on 2 cores.
+Expect a loss about 0.7 above the original's at half, measured on text of the same kind (the guide
+has our run).
 """
 
 import argparse
@@ -20,15 +21,30 @@ from kronecker import PruneConfig, compare, prune_, text_batches, text_of
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder or hub id of a causal language model")
-    parser.add_argument("--calibration", required=True, help="text, .json or .jsonl of records with texts")
-    parser.add_argument("--held-out", help="the same, to measure on (default: what follows in --calibration)")
-    parser.add_argument("--keep", type=float, default=0.5, help="share of the MLPs' parameters that stays")
-    parser.add_argument("--tokens", type=int, default=32_000, help="to calibrate on")
-    parser.add_argument("--measured-tokens", type=int, default=10_000, help="to measure the loss on")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--out", type=Path, default=Path("smaller"), help="folder to make for the checkpoint (default: smaller)"
+        "--model", required=True, help="folder or hub id of a causal language model"
+    )
+    parser.add_argument(
+        "--calibration", required=True, help="text, .json or .jsonl of records with texts"
+    )
+    parser.add_argument(
+        "--held-out", help="the same, to measure on (default: what follows in --calibration)"
+    )
+    parser.add_argument(
+        "--keep", type=float, default=0.5, help="share of the MLPs' parameters that stays"
+    )
+    parser.add_argument("--tokens", type=int, default=32_000, help="to calibrate on")
+    parser.add_argument(
+        "--measured-tokens", type=int, default=10_000, help="to measure the loss on"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("smaller"),
+        help="folder to make for the checkpoint (default: smaller)",
     )
     parser.add_argument("--json", type=Path, help="a file for the figures")
     parser.add_argument("--smoke", action="store_true", help="few tokens of everything")
@@ -50,7 +66,9 @@ def main() -> None:
     stored = AutoConfig.from_pretrained(given.model)
     context = min(512, getattr(stored, "max_position_embeddings", 512))
     calibration = text_batches(text, tokenizer.encode, tokens=given.tokens, context=context)
-    held_out = text_batches(measured, tokenizer.encode, tokens=given.measured_tokens, context=context, skip=skip)
+    held_out = text_batches(
+        measured, tokenizer.encode, tokens=given.measured_tokens, context=context, skip=skip
+    )
 
     original = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
@@ -61,10 +79,16 @@ def main() -> None:
     model.to(stored.dtype or torch.float32).save_pretrained(given.out)
     tokenizer.save_pretrained(given.out)
     sizes = {
-        name: sum(f.stat().st_size for f in Path(name).rglob("*.safetensors")) for name in (given.model, given.out)
+        name: sum(f.stat().st_size for f in Path(name).rglob("*.safetensors"))
+        for name in (given.model, given.out)
     }
-    print("on disk:", ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items() if size))
-    smaller = AutoModelForCausalLM.from_pretrained(given.out, dtype=torch.float32).eval()  # as anyone would load it
+    print(
+        "on disk:",
+        ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items() if size),
+    )
+    smaller = AutoModelForCausalLM.from_pretrained(
+        given.out, dtype=torch.float32
+    ).eval()  # as anyone would load it
     found = compare({"original": original, str(given.out): smaller}, held_out)
     print(found)
     if given.json is not None:

@@ -1,4 +1,7 @@
-"""A small GPT-2 trained on text that every machine has: the documentation and sources that come with Python."""
+"""Train a small GPT-2 on text that every machine has.
+
+The text is the documentation and the sources that come with Python.
+"""
 
 import pydoc_data.topics
 import sysconfig
@@ -6,13 +9,20 @@ from pathlib import Path
 
 import torch
 from tokenizers import ByteLevelBPETokenizer
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 CONTEXT = 128
 
 
 def python_text(size: int = 6_000_000) -> str:
-    """Language reference first, then sources of the standard library, in the order of their names."""
+    """Return text: the language reference first, then sources of the standard library by name."""
     parts = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         parts.append(path.read_text(encoding="utf-8", errors="replace"))
@@ -23,11 +33,17 @@ def python_text(size: int = 6_000_000) -> str:
 def make_tokenizer(text: str, vocabulary: int = 2048) -> PreTrainedTokenizerFast:
     """Byte-level BPE, learned from the text."""
     made = ByteLevelBPETokenizer()
-    made.train_from_iterator([text], vocab_size=vocabulary, special_tokens=["<end>"], show_progress=False)
-    return PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, eos_token="<end>", pad_token="<end>")
+    made.train_from_iterator(
+        [text], vocab_size=vocabulary, special_tokens=["<end>"], show_progress=False
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made._tokenizer, eos_token="<end>", pad_token="<end>"
+    )
 
 
-def windows(tokenizer: PreTrainedTokenizerFast, text: str, context: int = CONTEXT) -> tuple[torch.Tensor, torch.Tensor]:
+def windows(
+    tokenizer: PreTrainedTokenizerFast, text: str, context: int = CONTEXT
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of ``context`` tokens to train on, and 64 from all over the text that are held out."""
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     rows = ids[: len(ids) // context * context].view(-1, context)
@@ -57,16 +73,42 @@ def arguments(out: Path, steps: int, rate: float, batch: int = 16, **more) -> Tr
         "learning_rate": rate,
         "warmup_steps": steps // 20,
     }
-    common |= {"lr_scheduler_type": "cosine", "report_to": "none", "use_cpu": not torch.cuda.is_available()}
-    common |= {"logging_steps": max(1, steps // 20), "save_strategy": "no", "weight_decay": 0.1, "adam_beta2": 0.95}
+    common |= {
+        "lr_scheduler_type": "cosine",
+        "report_to": "none",
+        "use_cpu": not torch.cuda.is_available(),
+    }
+    common |= {
+        "logging_steps": max(1, steps // 20),
+        "save_strategy": "no",
+        "weight_decay": 0.1,
+        "adam_beta2": 0.95,
+    }
     return TrainingArguments(str(out), **common | more)
 
 
-def train_original(out: Path, rows: torch.Tensor, vocabulary: int, steps: int, seed: int = 0) -> GPT2LMHeadModel:
-    """The model that is then compressed: 4 blocks of width 128, about three minutes for 900 steps."""
+def train_original(
+    out: Path, rows: torch.Tensor, vocabulary: int, steps: int, seed: int = 0
+) -> GPT2LMHeadModel:
+    """Make the model that is then compressed.
+
+    It has 4 blocks of width 128; 900 steps take about three minutes.
+    """
     set_seed(seed)
-    config = GPT2Config(vocab_size=vocabulary, n_positions=CONTEXT, n_embd=128, n_layer=4, n_head=4, bos_token_id=0,
-                        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+    config = GPT2Config(
+        vocab_size=vocabulary,
+        n_positions=CONTEXT,
+        n_embd=128,
+        n_layer=4,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     model = GPT2LMHeadModel(config)
-    Trainer(model, arguments(out / "trainer", steps, 2e-3, seed=seed), train_dataset=Rows(rows)).train()
+    Trainer(
+        model, arguments(out / "trainer", steps, 2e-3, seed=seed), train_dataset=Rows(rows)
+    ).train()
     return model.eval()

@@ -1,12 +1,15 @@
-"""A small thinker learns to solve puzzles, each cell a latent, and solves more of them the longer it thinks.
+"""Train a small thinker to solve puzzles, and solve more of them by thinking longer.
+
+Each cell is a latent.
 
 python examples/solve_puzzles.py --puzzle sudoku4
 
-learns 4 x 4 Sudoku in a minute and a half on one CPU core, from puzzles that need every clue they have; it is tested on
-puzzles whose solutions it has never seen, after one step and after many. ``maze`` learns mazes of up to 9 x 9
-cells in eight minutes and solves larger ones; ``sudoku9`` is Sudoku of 9 x 9 cells, for a GPU (``--device cuda``).
-``--out`` takes a picture (extra ``plot``), ``--json`` the figures: a list of {length, steps, symbols, rows}, where rows
-are whole puzzles and length is a maze's side.
+learns 4 x 4 Sudoku in a minute and a half on one CPU core, from puzzles that need every clue they
+have; it is tested on puzzles whose solutions it has never seen, after one step and after many.
+``maze`` learns mazes of up to 9 x 9 cells in eight minutes and solves larger ones; ``sudoku9`` is
+Sudoku of 9 x 9 cells, for a GPU (``--device cuda``). ``--out`` takes a picture (extra ``plot``),
+``--json`` the figures: a list of {length, steps, symbols, rows}, where rows are whole puzzles and
+length is a maze's side.
 """
 
 from __future__ import annotations
@@ -43,26 +46,44 @@ class Puzzle:
 def sudoku(box: int, count: int, tested: int, seed: int, **recipe: Any) -> Puzzle:
     """Puzzles of one kind, some of whose solutions are kept for the test."""
     puzzles, solutions = sudoku_puzzles(count, box=box, seed=seed)
-    which = torch.unique(solutions, dim=0, return_inverse=True)[1]  # the same number, the same solution, in order
-    test = which < which.max() * tested // count + 1  # the first ones: none in training begins as they do
+    which = torch.unique(solutions, dim=0, return_inverse=True)[
+        1
+    ]  # the same number, the same solution, in order
+    test = (
+        which < which.max() * tested // count + 1
+    )  # the first ones: none in training begins as they do
     # every 4 x 4 grid can be made of every other: there training makes no others of its puzzles
     others = sudoku_shuffle(box) if box > 2 else None
     parts = [
         th.CurriculumDataset(
             th.AtTokens(TensorTask(puzzles[rows], solutions[rows], grid=True, augment=augment)),
-            n_step=(1, 4), holdout=0.0, seed=seed,
+            n_step=(1, 4),
+            holdout=0.0,
+            seed=seed,
         )
         for rows, augment in ((~test, others), (test, None))
-    ]  # fmt: skip
+    ]
     return Puzzle(
-        train=parts[0], test=parts[1], lengths=(1,), steps=lambda length: [1, 2, 4, 8, 16, 32], learning_rate=3e-3,
-        trainer={"segments": 4}, **recipe,
-    )  # fmt: skip
+        train=parts[0],
+        test=parts[1],
+        lengths=(1,),
+        steps=lambda length: [1, 2, 4, 8, 16, 32],
+        learning_rate=3e-3,
+        trainer={"segments": 4},
+        **recipe,
+    )
 
 
 def sudoku4(seed: int, smoke: bool) -> Puzzle:
     """A tenth of the 288 solutions that there are is kept for the test."""
-    return sudoku(2, 200 if smoke else 8000, 20 if smoke else 800, seed, iterations=3000, model={"hidden_size": 64})
+    return sudoku(
+        2,
+        200 if smoke else 8000,
+        20 if smoke else 800,
+        seed,
+        iterations=3000,
+        model={"hidden_size": 64},
+    )
 
 
 def sudoku9(seed: int, smoke: bool) -> Puzzle:
@@ -72,17 +93,27 @@ def sudoku9(seed: int, smoke: bool) -> Puzzle:
 
 
 def maze(seed: int, smoke: bool) -> Puzzle:
-    """A latent sees the eight cells around it, so that a larger maze is the same work, more of it."""
+    """A latent sees the eight cells around it.
+
+    So a larger maze is the same work, more of it.
+    """
     data = th.CurriculumDataset(
-        th.AtTokens(th.make_task("maze")), th.Frontier(max_length=9, min_length=3), batch_size=32, n_step=(1, 16),
+        th.AtTokens(th.make_task("maze")),
+        th.Frontier(max_length=9, min_length=3),
+        batch_size=32,
+        n_step=(1, 16),
         seed=seed,
-    )  # fmt: skip
+    )
     return Puzzle(
-        train=data, test=data, lengths=(9,) if smoke else (9, 13, 17),
+        train=data,
+        test=data,
+        lengths=(9,) if smoke else (9, 13, 17),
         steps=lambda side: [side, 2 * side, 4 * side, 8 * side],
         model={"hidden_size": 32, "positions": "rotary_2d", "window": 2, "max_input_length": 33**2},
-        trainer={"step_loss": th.Reach()}, iterations=4000, learning_rate=3e-3,
-    )  # fmt: skip
+        trainer={"step_loss": th.Reach()},
+        iterations=4000,
+        learning_rate=3e-3,
+    )
 
 
 PUZZLES = {"sudoku4": sudoku4, "maze": maze, "sudoku9": sudoku9}
@@ -90,7 +121,9 @@ PUZZLES = {"sudoku4": sudoku4, "maze": maze, "sudoku9": sudoku9}
 
 def main() -> None:
     """Train, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--puzzle", choices=PUZZLES, default="sudoku4")
     parser.add_argument("--iterations", type=int, help="default: the puzzle's, 3000 to 8000")
     parser.add_argument("--samples", type=int, default=256, help="puzzles of each size to test")
@@ -116,18 +149,31 @@ def main() -> None:
     started = time.process_time()
     puzzle = PUZZLES[options.puzzle](options.seed, options.smoke)
     iterations = options.iterations or puzzle.iterations
-    model = th.LatentThinker(th.ThinkerConfig(**puzzle.train.sizes() | {"latent_init": "tokens"} | puzzle.model))
+    model = th.LatentThinker(
+        th.ThinkerConfig(**puzzle.train.sizes() | {"latent_init": "tokens"} | puzzle.model)
+    )
     arguments = th.thinker_arguments(
-        "runs/solve_puzzles", max_steps=iterations, learning_rate=puzzle.learning_rate, warmup_steps=50,
-        logging_steps=max(1, iterations // 6), seed=options.seed, use_cpu=options.device == "cpu",
-    )  # fmt: skip
+        "runs/solve_puzzles",
+        max_steps=iterations,
+        learning_rate=puzzle.learning_rate,
+        warmup_steps=50,
+        logging_steps=max(1, iterations // 6),
+        seed=options.seed,
+        use_cpu=options.device == "cpu",
+    )
     th.ThinkerTrainer(model, arguments, train_dataset=puzzle.train, **puzzle.trainer).train()
     seconds = time.process_time() - started
     print(f"{model.num_parameters()} parameters, {iterations} iterations, {seconds:.0f} CPU s")
-    curves = th.evaluate_steps(model, puzzle.test, puzzle.lengths, n_steps=puzzle.steps, samples=options.samples)
+    curves = th.evaluate_steps(
+        model, puzzle.test, puzzle.lengths, n_steps=puzzle.steps, samples=options.samples
+    )
     for row in curves.rows():
         size = "{length} x {length}, " if len(puzzle.lengths) > 1 else ""
-        print((size + "{steps} steps: {symbols:.2%} of cells, {rows:.2%} of whole puzzles").format(**row))
+        print(
+            (size + "{steps} steps: {symbols:.2%} of cells, {rows:.2%} of whole puzzles").format(
+                **row
+            )
+        )
     save_curves(curves, options.puzzle, options, draw)
 
 

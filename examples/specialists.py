@@ -1,4 +1,7 @@
-"""What `train_masks_on_instructions.py` merges: LoRA specialists of one real model, and a table that keeps its rows."""
+"""LoRA specialists of one real model, and a table that keeps its rows.
+
+`train_masks_on_instructions.py` merges them.
+"""
 
 import argparse
 import json
@@ -24,10 +27,14 @@ from mergekit_lite.masks import MaskCollator, TextExamples
 from mergekit_lite.masks.run import held_out_losses
 
 KINDS = {
-    "edit": "rewrite edit correct fix paraphrase rephrase improve reword modify revise convert change transform "
-    "translate rearrange replace reverse combine",
-    "compose": "generate create write compose describe design develop construct come brainstorm suggest explain tell "
-    "imagine craft draft make invent",
+    "edit": (
+        "rewrite edit correct fix paraphrase rephrase improve reword modify revise convert change "
+        "transform translate rearrange replace reverse combine"
+    ),
+    "compose": (
+        "generate create write compose describe design develop construct come brainstorm suggest "
+        "explain tell imagine craft draft make invent"
+    ),
 }
 TUNED = ((90, 1e-3), (100, 2e-3))  # steps and rate of each kind's specialist
 LENGTH, HELD_OUT, APART = 128, 120, 0.10  # tokens of an example, examples of a kind, nats
@@ -43,14 +50,26 @@ class Trial:
         self.train, self.test = zip(*(self.examples(kind) for kind in KINDS), strict=True)
         self.components = [f"{self.model}+{self.out / kind}" for kind in KINDS]
         self.steps, self.seeds = (2, 1) if given.smoke else (40, given.seeds)
-        self.settings = {"model": given.model.name, "steps": self.steps, "examples": [len(part) for part in self.train]}
+        self.settings = {
+            "model": given.model.name,
+            "steps": self.steps,
+            "examples": [len(part) for part in self.train],
+        }
         (self.out / "rows").mkdir(parents=True, exist_ok=True)
 
     def examples(self, kind: str) -> tuple[list[dict], list[dict]]:
         """Those of a kind that are short enough, for training and for the table."""
-        rows = [r for path in sorted(self.given.data.glob("*.json")) for r in json.loads(path.read_text("utf-8"))]
+        rows = [
+            r
+            for path in sorted(self.given.data.glob("*.json"))
+            for r in json.loads(path.read_text("utf-8"))
+        ]
         once = {(r["instruction"], r["input"]): r for r in rows if r.get("output")}.values()
-        own = [r for r in once if r["instruction"].split()[0].lower().strip(",.:") in KINDS[kind].split()]
+        own = [
+            r
+            for r in once
+            if r["instruction"].split()[0].lower().strip(",.:") in KINDS[kind].split()
+        ]
         own = [r for r in own if kind == "edit" or not r["input"]]
         random.Random(0).shuffle(own)
         texts = []
@@ -68,7 +87,10 @@ class Trial:
         return list(held_out_losses(model, tasks or self.test, self.collator, batch_size=16))
 
     def row(self, name: str, make: Callable[[], Any]) -> list[float] | None:
-        """A row of the table, of what ``make`` gives, unless it is there; None where it is not asked for."""
+        """A row of the table, of what ``make`` gives, unless it is there.
+
+        None where it is not asked for.
+        """
         file = self.out / "rows" / f"{name}.json"
         if not file.is_file():
             if not any(fnmatchcase(name, pattern) for pattern in self.given.only):
@@ -76,11 +98,18 @@ class Trial:
             start = time.process_time()
             model = make()
             seconds = round(time.process_time() - start, 1)
-            told = {"name": name, "losses": self.losses(model), "cpu_seconds": seconds, "settings": self.settings}
+            told = {
+                "name": name,
+                "losses": self.losses(model),
+                "cpu_seconds": seconds,
+                "settings": self.settings,
+            }
             file.write_text(json.dumps(told) + "\n", encoding="utf-8")
         told = json.loads(file.read_text(encoding="utf-8"))
         if told["settings"] != self.settings:
-            sys.exit(f"{file} is of a run with other settings ({told['settings']}); name another --out")
+            sys.exit(
+                f"{file} is of a run with other settings ({told['settings']}); name another --out"
+            )
         values = " ".join(f"{v:8.4f}" for v in [*told["losses"], statistics.mean(told["losses"])])
         print(f"{name:34s} {values}   {told['cpu_seconds']:7.1f}", flush=True)
         return told["losses"]
@@ -92,18 +121,29 @@ class Trial:
     def arguments(self, rate: float, steps: int, seed: int, **more: Any) -> TrainingArguments:
         """What all trainings have in common."""
         options = {
-            "output_dir": str(self.out / "trainer"), "max_steps": steps, "learning_rate": rate, "warmup_steps": 5,
-            "per_device_train_batch_size": 8, "lr_scheduler_type": "cosine", "logging_strategy": "no",
-            "save_strategy": "no", "report_to": "none", "train_sampling_strategy": "group_by_length",
-            "disable_tqdm": True, "seed": seed, "remove_unused_columns": False,
+            "output_dir": str(self.out / "trainer"),
+            "max_steps": steps,
+            "learning_rate": rate,
+            "warmup_steps": 5,
+            "per_device_train_batch_size": 8,
+            "lr_scheduler_type": "cosine",
+            "logging_strategy": "no",
+            "save_strategy": "no",
+            "report_to": "none",
+            "train_sampling_strategy": "group_by_length",
+            "disable_tqdm": True,
+            "seed": seed,
+            "remove_unused_columns": False,
             "use_cpu": not torch.cuda.is_available(),
-        }  # fmt: skip
+        }
         return TrainingArguments(**{**options, **more})
 
     def lora(self) -> LoraConfig:
         """The specialists' adapters."""
         rank = 4 if self.given.smoke else 16
-        return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        return LoraConfig(
+            r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
 
     def specialist(self, k: int) -> Any:
         """The base, tuned on kind ``k``; its adapter is kept."""
@@ -111,8 +151,17 @@ class Trial:
         if not (folder / "adapter_model.safetensors").is_file():
             set_seed(0)
             model = prepare_lora(self.load_model(self.model), self.lora())
-            arguments = self.arguments(rate, 2 if self.given.smoke else steps, 42, lr_scheduler_type="linear")
-            run(Trainer(model=model, args=arguments, train_dataset=self.train[k], data_collator=self.collator))
+            arguments = self.arguments(
+                rate, 2 if self.given.smoke else steps, 42, lr_scheduler_type="linear"
+            )
+            run(
+                Trainer(
+                    model=model,
+                    args=arguments,
+                    train_dataset=self.train[k],
+                    data_collator=self.collator,
+                )
+            )
             model.save_pretrained(folder)
         return self.merged([self.components[k]], "linear", weight=[1.0])
 
@@ -121,7 +170,10 @@ class Trial:
         for k, kind in enumerate(KINDS):
             gap = min(row[k] for i, row in enumerate(rows) if i != k) - rows[k][k]
             if gap < APART:
-                sys.exit(f"{kind}: its specialist is {gap:.3f} nats better than the other; needed {APART}")
+                sys.exit(
+                    f"{kind}: its specialist is {gap:.3f} nats better than the other; needed "
+                    f"{APART}"
+                )
 
     def merged(self, models: Sequence[str], method: str, **options: Any) -> Any:
         """A merge by a method of `merge_models`."""

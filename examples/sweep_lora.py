@@ -1,11 +1,16 @@
-"""Many runs of finetune_lora.py from one file: rank by alpha by rate by batch, or any of its options, as one table.
+"""Run finetune_lora.py many times from one file, and make one table.
 
-    python examples/sweep_lora.py examples/sweeps/which_word.yml --out runs/sweep          # 16 runs, 20 minutes
+Rank by alpha by rate by batch, or any of its options.
+
+    python examples/sweep_lora.py examples/sweeps/which_word.yml --out runs/sweep
     python examples/sweep_lora.py mine.yml --out runs/sweep --model FOLDER --data rows.json
 
-The file has `common`, options of every run, and `runs`, a list of grids: each option is a value or a list of them, and
-a grid is all combinations. What --model and --data say is common, too. A run that is in OUT/runs.csv is not made again
-and one that was interrupted goes on. Writes OUT/table.md and OUT/sweep.png (extra `plot`) after every run.
+The first makes 16 runs in 20 minutes.
+
+The file has `common`, options of every run, and `runs`, a list of grids: each option is a value or
+a list of them, and a grid is all combinations. What --model and --data say is common, too. A run
+that is in OUT/runs.csv is not made again and one that was interrupted goes on. Writes OUT/table.md
+and OUT/sweep.png (extra `plot`) after every run.
 """
 
 import argparse
@@ -21,9 +26,25 @@ from finetune_lora import read_runs
 
 WRONG_OPTIONS = 2  # as argparse ends
 SHOWN = (
-    "name", "batch", "steps", "epochs", "optimizer", "lr", "min_lr", "warmup", "weight_decay", "rank", "alpha", "loss",
-    "perplexity", "judge", "overfits_from", "spikes", "seconds", "peak_mb",
-)  # fmt: skip
+    "name",
+    "batch",
+    "steps",
+    "epochs",
+    "optimizer",
+    "lr",
+    "min_lr",
+    "warmup",
+    "weight_decay",
+    "rank",
+    "alpha",
+    "loss",
+    "perplexity",
+    "judge",
+    "overfits_from",
+    "spikes",
+    "seconds",
+    "peak_mb",
+)
 
 
 def settings(config: dict) -> list[dict]:
@@ -41,12 +62,19 @@ def settings(config: dict) -> list[dict]:
 
 
 def name_of(setting: dict, varied: list[str]) -> str:
-    said = [key if setting[key] is True else f"{key}{setting[key]}" for key in varied if setting.get(key) is not None]
+    said = [
+        key if setting[key] is True else f"{key}{setting[key]}"
+        for key in varied
+        if setting.get(key) is not None
+    ]
     return "-".join(said).replace("/", "_") or "run"
 
 
 def words_of(setting: dict) -> list[str]:
-    """Options as a command line has them; a list, which only common options can be, is several words."""
+    """Options as a command line has them.
+
+    A list, which only common options can be, is several words.
+    """
     words = []
     for key, value in setting.items():
         if value is not None and value is not False:
@@ -67,7 +95,11 @@ def draw(out: Path, names: list[str]) -> None:
     """Held-out losses on the way, and in the end."""
     from matplotlib.figure import Figure
 
-    ended = {row["name"]: float(row["loss"]) for row in read_runs(out / "runs.csv") if row["name"] in names}
+    ended = {
+        row["name"]: float(row["loss"])
+        for row in read_runs(out / "runs.csv")
+        if row["name"] in names
+    }
     figure = Figure((11, max(3.6, 0.3 * len(ended))), layout="constrained", dpi=150)
     way, end = figure.subplots(1, 2)
     for place, (name, loss) in enumerate(ended.items()):
@@ -84,12 +116,16 @@ def draw(out: Path, names: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config", type=Path)
     parser.add_argument("--out", type=Path, default=Path("runs/sweep"))
     parser.add_argument("--model")
     parser.add_argument("--data")
-    parser.add_argument("--smoke", action="store_true", help="runs of seconds, to see that they work")
+    parser.add_argument(
+        "--smoke", action="store_true", help="runs of seconds, to see that they work"
+    )
     given = parser.parse_args()
     try:
         config = yaml.safe_load(given.config.read_text(encoding="utf-8"))
@@ -97,11 +133,19 @@ def main() -> None:
         sys.exit(f"{given.config}: {error}")
     named = {key: getattr(given, key) for key in ("model", "data") if getattr(given, key)}
     runs = [run | named for run in settings(config)]
-    given.out = given.out / "smoke" if given.smoke else given.out  # these are not the runs that are asked for
-    varied = [key for key in dict.fromkeys(k for run in runs for k in run) if len({str(r.get(key)) for r in runs}) > 1]
+    given.out = (
+        given.out / "smoke" if given.smoke else given.out
+    )  # these are not the runs that are asked for
+    varied = [
+        key
+        for key in dict.fromkeys(k for run in runs for k in run)
+        if len({str(r.get(key)) for r in runs}) > 1
+    ]
     names = [name_of(run, varied) for run in runs]
     if len(set(names)) < len(names):
-        sys.exit(f"two runs are the same: {sorted(name for name in names if names.count(name) > 1)[0]}")
+        sys.exit(
+            f"two runs are the same: {sorted(name for name in names if names.count(name) > 1)[0]}"
+        )
     plots, script = can_draw(), Path(__file__).with_name("finetune_lora.py")
     for number, (name, run) in enumerate(zip(names, runs, strict=True), 1):
         if name in {row["name"] for row in read_runs(given.out / "runs.csv")}:
@@ -110,10 +154,15 @@ def main() -> None:
                 sys.exit(f"{name} was made with other options; needed another --out")
             continue
         print(f"{number} of {len(runs)}: {name}", flush=True)
-        words = words_of(run | {"out": given.out, "smoke": given.smoke, "name": name, "resume": True})
+        words = words_of(
+            run | {"out": given.out, "smoke": given.smoke, "name": name, "resume": True}
+        )
         code = subprocess.run([sys.executable, str(script), *words], check=False).returncode
         if code:
-            sys.exit(f"{name} stopped" + ("; the same command goes on from there" if code != WRONG_OPTIONS else ""))
+            sys.exit(
+                f"{name} stopped"
+                + ("; the same command goes on from there" if code != WRONG_OPTIONS else "")
+            )
         (given.out / name / "sweep.json").write_text(json.dumps(run) + "\n", encoding="utf-8")
         print(write_table(given.out, names))
         if plots:

@@ -2,10 +2,11 @@
 
 python examples/think_longer.py --task parity --train-length 5 --seed 11
 
-trains for a quarter of a minute on sequences of up to five bits; then every symbol is right at lengths 10, 20, 40 and
-100 once there were somewhat more steps than symbols, and stays right after ten times as many. Each token has a latent
-that looks at its neighbours: what is known travels one token a step. ``--out`` takes a picture of it (extra ``plot``),
-``--json`` the figures: a list of {length, steps, symbols, rows}, the last two shares of right ones.
+trains for a quarter of a minute on sequences of up to five bits; then every symbol is right at
+lengths 10, 20, 40 and 100 once there were somewhat more steps than symbols, and stays right after
+ten times as many. Each token has a latent that looks at its neighbours: what is known travels one
+token a step. ``--out`` takes a picture of it (extra ``plot``), ``--json`` the figures: a list of
+{length, steps, symbols, rows}, the last two shares of right ones.
 """
 
 from __future__ import annotations
@@ -21,8 +22,18 @@ from transformers import set_seed
 
 import thinker as th
 
-SCAN = {"causal": True, "window": 2, "positions": "rotary", "hidden_size": 32, "num_heads": 2}  # from left to right
-EXCHANGE = {"latent_init": "tokens", "window": 2, "positions": "cyclic"}  # between neighbours, both ways
+SCAN = {
+    "causal": True,
+    "window": 2,
+    "positions": "rotary",
+    "hidden_size": 32,
+    "num_heads": 2,
+}  # from left to right
+EXCHANGE = {
+    "latent_init": "tokens",
+    "window": 2,
+    "positions": "cyclic",
+}  # between neighbours, both ways
 POINTER = {"num_latents": 4}  # a few latents look things up
 
 TASKS: dict[str, dict[str, Any]] = {  # longest in training, iterations, the task and its options
@@ -33,10 +44,30 @@ TASKS: dict[str, dict[str, Any]] = {  # longest in training, iterations, the tas
     "add10": {"length": 5, "iterations": 2000, "model": SCAN, "task": "add_columns", "base": 10},
     "add16": {"length": 5, "iterations": 3000, "model": SCAN, "task": "add_columns", "base": 16},
     "copy": {"length": 5, "iterations": 500, "model": SCAN, "task": "copy"},
-    "reverse": {"length": 12, "iterations": 1200, "model": EXCHANGE, "task": "reverse", "by_step": True, "symbols": 4},
-    "sort": {"length": 12, "iterations": 3000, "model": EXCHANGE, "task": "sort", "by_step": True, "symbols": 4},
+    "reverse": {
+        "length": 12,
+        "iterations": 1200,
+        "model": EXCHANGE,
+        "task": "reverse",
+        "by_step": True,
+        "symbols": 4,
+    },
+    "sort": {
+        "length": 12,
+        "iterations": 3000,
+        "model": EXCHANGE,
+        "task": "sort",
+        "by_step": True,
+        "symbols": 4,
+    },
     "hops": {"length": 4, "iterations": 1000, "model": POINTER, "task": "hops"},
-    "pointers": {"length": 4, "iterations": 1000, "model": POINTER, "task": "hops", "permutation": False},
+    "pointers": {
+        "length": 4,
+        "iterations": 1000,
+        "model": POINTER,
+        "task": "hops",
+        "permutation": False,
+    },
 }
 NOT_OF_THE_TASK = ("length", "iterations", "model", "task")
 
@@ -47,25 +78,42 @@ def scan_steps(longest: int) -> tuple[int, int]:
 
 
 def exchange_steps(longest: int) -> tuple[int, int]:
-    """Each has an answer of its own; few, so that places far from both ends do not always know of an end."""
+    """Each has an answer of its own.
+
+    Few, so that places far from both ends do not always know of an end.
+    """
     return 1, min(8, longest)
 
 
 def steps_to_test(name: str, length: int) -> list[int]:
-    """After how many steps to look; where each step has an answer of its own, that is what it is compared with."""
+    """After how many steps to look.
+
+    Where each step has an answer of its own, that is what it is compared with.
+    """
     if name in ("hops", "pointers"):
         return [length + 1]  # the first step reads the start
     if name == "reverse":
         return [length]  # further steps would turn it back
     longest = 2 if name == "sort" else 10  # times the length
-    return [max(1, length // 4), max(1, length // 2), length, length + 8, 2 * length, longest * length]
+    return [
+        max(1, length // 4),
+        max(1, length // 2),
+        length,
+        length + 8,
+        2 * length,
+        longest * length,
+    ]
 
 
 def main() -> None:
     """Train, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--task", choices=TASKS, default="parity")
-    parser.add_argument("--train-length", type=int, help="the longest in training (default: the task's, 4 to 12)")
+    parser.add_argument(
+        "--train-length", type=int, help="the longest in training (default: the task's, 4 to 12)"
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[10, 20, 40, 100], help="to test")
     parser.add_argument("--iterations", type=int, help="of 64 rows (default: the task's)")
     parser.add_argument("--samples", type=int, default=128, help="rows of each length to test")
@@ -87,9 +135,14 @@ def main() -> None:
     set_seed(options.seed)
     started = time.process_time()
     recipe = TASKS[options.task]
-    trained, iterations = options.train_length or recipe["length"], options.iterations or recipe["iterations"]
+    trained, iterations = (
+        options.train_length or recipe["length"],
+        options.iterations or recipe["iterations"],
+    )
     flow = recipe["model"]
-    task = th.make_task(recipe["task"], **{k: v for k, v in recipe.items() if k not in NOT_OF_THE_TASK})
+    task = th.make_task(
+        recipe["task"], **{k: v for k, v in recipe.items() if k not in NOT_OF_THE_TASK}
+    )
     if flow is POINTER:  # every step is another hop
         schedule, loss, n_step = th.schedules.Fixed(max_length=trained), th.AllSteps(), trained + 1
     else:
@@ -99,13 +152,24 @@ def main() -> None:
     data = th.CurriculumDataset(task, schedule, n_step=n_step, holdout=0.0, seed=options.seed)
     model = th.LatentThinker(th.ThinkerConfig(**data.sizes(max(trained, *options.lengths)), **flow))
     arguments = th.thinker_arguments(
-        "runs/think_longer", max_steps=iterations, learning_rate=3e-3 if flow is POINTER else 4e-3, warmup_steps=50,
-        logging_steps=max(1, iterations // 6), seed=options.seed, use_cpu=True,
-    )  # fmt: skip
+        "runs/think_longer",
+        max_steps=iterations,
+        learning_rate=3e-3 if flow is POINTER else 4e-3,
+        warmup_steps=50,
+        logging_steps=max(1, iterations // 6),
+        seed=options.seed,
+        use_cpu=True,
+    )
     th.ThinkerTrainer(model, arguments, train_dataset=data, step_loss=loss).train()
     seconds = time.process_time() - started
-    print(f"{model.num_parameters()} parameters, lengths up to {trained}, {iterations} iterations, {seconds:.0f} CPU s")
-    print(f"testing on {options.samples} rows of lengths {options.lengths}, which may take longer than the training")
+    print(
+        f"{model.num_parameters()} parameters, lengths up to {trained}, {iterations} iterations, "
+        f"{seconds:.0f} CPU s"
+    )
+    print(
+        f"testing on {options.samples} rows of lengths {options.lengths}, which may take longer "
+        "than the training"
+    )
     steps = partial(steps_to_test, options.task)
     curves = th.evaluate_steps(model, data, options.lengths, n_steps=steps, samples=options.samples)
     print(curves)

@@ -1,12 +1,15 @@
-"""Merge two specialists by learned masks, where no formula keeps both tasks; then bake an ordinary checkpoint.
+"""Merge two specialists by learned masks, where no formula keeps both tasks.
+
+Then bake an ordinary checkpoint.
 
 Command   python examples/train_masks.py                  (this is what `make demo` runs)
 Time      about 2 minutes on 2 CPU cores; nothing is downloaded
-Result    the table of `merge_checkpoints.py`, whose averages keep one task and most of the other, and below it the
-          masked merges, accurate and efficient, and the baked checkpoint: all of both tasks. The masks are drawn.
+Result    the table of `merge_checkpoints.py`, whose averages keep one task and most of the
+          other; below it the masked merges, accurate and efficient, and the baked checkpoint: all
+          of both tasks. The masks are drawn.
 
-The data say which specialist to follow: `task` 0 is the first component's. Only the masks learn, from the specialists'
-own distributions over the next letter; no answer is ever shown.
+The data say which specialist to follow: `task` 0 is the first component's. Only the masks learn,
+from the specialists' own distributions over the next letter; no answer is ever shown.
 """
 
 from pathlib import Path
@@ -18,13 +21,19 @@ from two_tasks import arguments, dataset, make_specialists, make_tokenizer, opti
 from mergekit_lite.masks import KLConfig, MaskCollator, MaskTrainer, Merger, TaskMixture
 
 
-def train_masks(components: list[Path], data: TaskMixture, steps: int, out: Path, **config) -> Merger:
+def train_masks(
+    components: list[Path], data: TaskMixture, steps: int, out: Path, **config
+) -> Merger:
     """Lay masks over the components and train them."""
     merger = Merger.from_pretrained(components, **config)
     collator = MaskCollator(pad_token_id=0)
     rate = 1e-2  # of masks: some ten times that of weights
     trainer = MaskTrainer(
-        merger, arguments(out, steps, rate), kl=KLConfig(), train_dataset=data, data_collator=collator
+        merger,
+        arguments(out, steps, rate),
+        kl=KLConfig(),
+        train_dataset=data,
+        data_collator=collator,
     )
     run_named(trainer, out.name)
     merger.save_masks(out / "masks.safetensors")
@@ -33,8 +42,14 @@ def train_masks(components: list[Path], data: TaskMixture, steps: int, out: Path
 
 def main() -> None:
     given, plots = options(__doc__), can_draw()
-    print("An ancestor learns three things to do with a word; two specialists of it go on with one each.")
-    print("They are merged by five formulas, and by masks that learn from what each specialist would have said.")
+    print(
+        "An ancestor learns three things to do with a word; two specialists of it go on with one "
+        "each."
+    )
+    print(
+        "They are merged by five formulas, and by masks that learn from what each specialist would "
+        "have said."
+    )
     models = make_specialists(given.out, given.smoke) | merge_by_formulas(given.out)
     components, tokenizer = [given.out / "reverse", given.out / "upper"], make_tokenizer()
     data = TaskMixture([dataset(tokenizer, task, 10_000) for task in ("reverse", "upper")])
@@ -49,14 +64,21 @@ def main() -> None:
             heat_map = save_plot(plots, out / "masks.png", merger.report().plot)
     scores = show(models | {"masks, baked": baked})
     specialists = [scores["reverse specialist"][0], scores["upper specialist"][1]]
-    kept = [own / best if best else 0.0 for own, best in zip(scores["masks, baked"], specialists, strict=True)]
+    kept = [
+        own / best if best else 0.0
+        for own, best in zip(scores["masks, baked"], specialists, strict=True)
+    ]
     formulas = {name: scores[name] for name in models if name in MERGES}
     best = max(formulas, key=lambda name: min(formulas[name]))
-    print(f"\nThe formula that keeps most of both, {best}: {formulas[best][0]:.0%} and {formulas[best][1]:.0%}.")
+    print(
+        f"\nThe formula that keeps most of both, {best}: {formulas[best][0]:.0%} and "
+        f"{formulas[best][1]:.0%}."
+    )
     print(f"The baked masks keep {kept[0]:.1%} and {kept[1]:.1%} of the specialists' accuracy.")
     print(f"An ordinary checkpoint: {baked}. The masks as a picture: {heat_map}.")
     print(
-        "Next: your own models, by formula (docs/howto/recipe.md) or masks (docs/masks.md); all else in docs/which.md."
+        "Next: your own models, by formula (docs/howto/recipe.md) or masks (docs/masks.md); all "
+        "else in docs/which.md."
     )
 
 

@@ -1,14 +1,20 @@
-"""Learned masks on a real language model: two LoRA specialists of one base, merged by every way there is.
+"""Learned masks on a real language model.
+
+Two LoRA specialists of one base, merged by every way there is.
 
 Command   make real, then: python examples/train_masks_on_instructions.py
-Data      *.json in --data: lists of {"instruction", "input", "output"}, as Alpaca's; not part of this repository.
-          Without it, or without the model (SmolLM2-135M-Instruct: `make real`), the example says so and ends.
-Time      two hours on 2 CPU cores; a row that is done is kept in OUT/rows, and the same command goes on
-Result    nats a token of held-out answers of each kind; then a few answers. Our run's table is in docs/masks.md
+Data      *.json in --data: lists of {"instruction", "input", "output"}, as Alpaca's; not part of
+          this repository. Without it, or without the model (SmolLM2-135M-Instruct: `make real`),
+          the example says so and ends.
+Time      two hours on 2 CPU cores; a row that is done is kept in OUT/rows, and the same command
+          goes on
+Result    nats a token of held-out answers of each kind; then a few answers; our run's table is in
+          docs/masks.md
 
-The kinds, by an instruction's first word: editing a text, and writing one (rows without input). A specialist is tuned
-on each, and each must be better than the other on its own kind, or there is nothing to merge. Formulas' weights are
-chosen on training examples. Masks, and all weights, learn by one divergence, from the same examples, in as many steps.
+The kinds, by an instruction's first word: editing a text, and writing one (rows without input). A
+specialist is tuned on each, and each must be better than the other on its own kind, or there is
+nothing to merge. Formulas' weights are chosen on training examples. Masks, and all weights, learn
+by one divergence, from the same examples, in as many steps.
 """
 
 import argparse
@@ -31,19 +37,29 @@ BOTH = [1.0] * len(KINDS)
 def searched(trial: Trial, method: str, choices: Sequence[dict[str, Any]]) -> Any:
     """A formula with the parameters that are best on training examples."""
     sample = [part[: 2 if trial.given.smoke else 40] for part in trial.train]
-    found = [statistics.mean(trial.losses(trial.merged(trial.components, method, **c), sample)) for c in choices]
+    found = [
+        statistics.mean(trial.losses(trial.merged(trial.components, method, **c), sample))
+        for c in choices
+    ]
     best = choices[found.index(min(found))]
     print(f"  {method}: {', '.join(f'{k} {v}' for k, v in best.items())}")
     return trial.merged(trial.components, method, **best)
 
 
-def masks(trial: Trial, seed: int, rate: float, *, coefficients: str = "evidence", **options: Any) -> Any:
+def masks(
+    trial: Trial, seed: int, rate: float, *, coefficients: str = "evidence", **options: Any
+) -> Any:
     """A merger, trained end to end; over the base unless said otherwise."""
-    merger = Merger.from_pretrained(trial.components, **{"base": trial.model, "dtype": "float32"} | options)
+    merger = Merger.from_pretrained(
+        trial.components, **{"base": trial.model, "dtype": "float32"} | options
+    )
     trainer = MaskTrainer(
-        merger, trial.arguments(rate, trial.steps, seed), kl=KLConfig(coefficients=coefficients),
-        train_dataset=TaskMixture(trial.train, weights="tokens", seed=seed), data_collator=trial.collator,
-    )  # fmt: skip
+        merger,
+        trial.arguments(rate, trial.steps, seed),
+        kl=KLConfig(coefficients=coefficients),
+        train_dataset=TaskMixture(trial.train, weights="tokens", seed=seed),
+        data_collator=trial.collator,
+    )
     run(trainer)
     if coefficients == "evidence" and not options and seed == 0:
         merger.save_masks(trial.out / "masks, evidence.safetensors")
@@ -55,7 +71,9 @@ def all_weights(trial: Trial, seed: int, rate: float) -> Any:
     model = trial.merged(trial.components, "linear", weight=BOTH)
     mixture = TaskMixture(trial.train, weights="tokens", seed=seed)
     arguments = trial.arguments(rate, trial.steps, seed)
-    trainer = AllWeights(model=model, args=arguments, train_dataset=mixture, data_collator=trial.collator)
+    trainer = AllWeights(
+        model=model, args=arguments, train_dataset=mixture, data_collator=trial.collator
+    )
     trainer.teachers = Merger.from_pretrained(trial.components, base=trial.model, dtype="float32")
     run(trainer)
     return model
@@ -89,7 +107,9 @@ def formulas(trial: Trial) -> None:
     """Rows of merges without learning."""
     weights, calibration = [0.4, 0.5, 0.6, 0.7, 0.85, 1.0], [part[:128] for part in trial.train]
     alike = [{"weight": [w] * len(KINDS)} for w in weights]
-    sparse = [{"weight": BOTH, "density": d, "lambda_": w} for d in (0.3, 0.7) for w in (0.5, 1.0, 1.5)]
+    sparse = [
+        {"weight": BOTH, "density": d, "lambda_": w} for d in (0.3, 0.7) for w in (0.5, 1.0, 1.5)
+    ]
     ways = {"slerp": [{"t": w} for w in weights[:4]], "task_arithmetic": alike, "ties": sparse}
     ways |= {"dare_ties": [{**choice, "density": 0.7} for choice in alike]}
     trial.row("average", lambda: trial.merged(trial.components, "linear", weight=BOTH))
@@ -97,7 +117,9 @@ def formulas(trial: Trial) -> None:
         given = choices[:1] if trial.given.smoke else choices
         trial.row(method, lambda m=method, c=given: searched(trial, m, c))
     for method in ("regmean", "regmean++"):
-        trial.row(method, lambda m=method: trial.merged(trial.components, m, calibration=calibration))
+        trial.row(
+            method, lambda m=method: trial.merged(trial.components, m, calibration=calibration)
+        )
 
 
 def learnt(trial: Trial) -> None:
@@ -108,20 +130,29 @@ def learnt(trial: Trial) -> None:
         "masks, element": lambda s: masks(trial, s, 1e-2, granularity="element"),
         "all weights": lambda s: all_weights(trial, s, 2e-5),
         "masks, whole weights": lambda s: masks(trial, s, 1e-2, base=None, constraint="none"),
-        "masks, whole weights, sum to one": lambda s: masks(trial, s, 1e-1, base=None, constraint="sum_to_one"),
+        "masks, whole weights, sum to one": lambda s: masks(
+            trial, s, 1e-1, base=None, constraint="sum_to_one"
+        ),
     }
     rows = {}
     for name, make in ways.items():
         seeds = 1 if "whole" in name else trial.seeds
-        rows[name] = [trial.row(f"{name}, seed {s}", lambda m=make, s=s: m(s)) for s in range(seeds)]
+        rows[name] = [
+            trial.row(f"{name}, seed {s}", lambda m=make, s=s: m(s)) for s in range(seeds)
+        ]
     if trial.seeds > 1:
         print("\nmeans over seeds; how far the means of seeds are apart")
     for name, own in rows.items():
         found = [row for row in own if row is not None]
         if len(found) > 1:
             means = [statistics.mean(row) for row in found]
-            columns = " ".join(f"{statistics.mean(column):8.4f}" for column in zip(*found, strict=True))
-            print(f"{name:34s} {columns} {statistics.mean(means):8.4f}   {max(means) - min(means):.4f}")
+            columns = " ".join(
+                f"{statistics.mean(column):8.4f}" for column in zip(*found, strict=True)
+            )
+            print(
+                f"{name:34s} {columns} {statistics.mean(means):8.4f}   "
+                f"{max(means) - min(means):.4f}"
+            )
 
 
 def answers(trial: Trial) -> None:
@@ -134,36 +165,65 @@ def answers(trial: Trial) -> None:
         ids, labels = examples[0]["input_ids"], examples[0]["labels"]
         asked = sum(label == -100 for label in labels)
         made = merger.generate(
-            input_ids=torch.tensor([ids[:asked]]), max_new_tokens=40, do_sample=False,
+            input_ids=torch.tensor([ids[:asked]]),
+            max_new_tokens=40,
+            do_sample=False,
             pad_token_id=trial.collator.pad_token_id,
-        )[0, asked:]  # fmt: skip
-        texts = [trial.tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:asked], ids[asked:], made)]
-        print(f"\n{kind}: {texts[0].strip()}\n  held out: {texts[1].strip()}\n  the merge: {texts[2].strip()}")
+        )[0, asked:]
+        texts = [
+            trial.tokenizer.decode(part, skip_special_tokens=True)
+            for part in (ids[:asked], ids[asked:], made)
+        ]
+        print(
+            f"\n{kind}: {texts[0].strip()}\n  held out: {texts[1].strip()}\n  the merge: "
+            f"{texts[2].strip()}"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path("build/real/smollm2"), help="folder of the base")
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of instruction data")
-    parser.add_argument("--out", type=Path, default=Path("runs/instructions"), help="folder for all that is made")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, default=Path("build/real/smollm2"), help="folder of the base"
+    )
+    parser.add_argument(
+        "--data", type=Path, default=Path("../shared/data"), help="folder of instruction data"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/instructions"), help="folder for all that is made"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="of what learns")
-    parser.add_argument("--only", nargs="+", default=["*"], help="patterns of rows: several processes may share --out")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=["*"],
+        help="patterns of rows: several processes may share --out",
+    )
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
     given = parser.parse_args()
     logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message=".*is deprecated.*")  # transformers' and peft's own affair
+    warnings.filterwarnings(
+        "ignore", message=".*is deprecated.*"
+    )  # transformers' and peft's own affair
     if not any(given.data.glob("*.json")):
-        print(f"skipped: {given.data} is no folder with *.json of instructions; name one with --data")
+        print(
+            f"skipped: {given.data} is no folder with *.json of instructions; name one with --data"
+        )
         return
     if not (given.model / "config.json").is_file():
         print(f"skipped: {given.model} is no model; run `make real`, or name one with --model")
         return
     trial = Trial(given)
     print(
-        f"{'nats a token, held out':34s} {' '.join(f'{kind:>8s}' for kind in KINDS)}     mean   CPU seconds to make it"
+        f"{'nats a token, held out':34s} {' '.join(f'{kind:>8s}' for kind in KINDS)}     mean   "
+        "CPU seconds to make it"
     )
     trial.row("base", lambda: trial.load_model(trial.model))
-    own = [trial.row(f"specialist {kind}", lambda k=k: trial.specialist(k)) for k, kind in enumerate(KINDS)]
+    own = [
+        trial.row(f"specialist {kind}", lambda k=k: trial.specialist(k))
+        for k, kind in enumerate(KINDS)
+    ]
     made = [row for row in own if row is not None]
     if len(made) == len(KINDS) and not given.smoke:
         trial.check_specialists(made)

@@ -1,7 +1,10 @@
-"""What the merging demos share: two small specialists of one ancestor, and what a merge of them can do.
+"""Two small specialists of one ancestor, and what a merge of them can do.
 
-The ancestor is trained for a while on three tasks: to copy a six-letter word, to reverse it, and to put it into upper
-case (`reverse:fadbce>ecbdaf`, `upper:fadbce>FADBCE`). Each specialist goes on with one of the last two.
+The merging demos share them.
+
+The ancestor is trained for a while on three tasks: to copy a six-letter word, to reverse it, and to
+put it into upper case (`reverse:fadbce>ecbdaf`, `upper:fadbce>FADBCE`). Each specialist goes on
+with one of the last two.
 """
 
 import argparse
@@ -11,7 +14,14 @@ from pathlib import Path
 import torch
 from common import run_named
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.utils import logging
 
 LETTERS = "abcdefgh"
@@ -36,18 +46,32 @@ def examples(task: str, count: int, seed: int) -> list[tuple[str, str]]:
 
 def arguments(out: Path, steps: int, rate: float) -> TrainingArguments:
     return TrainingArguments(
-        output_dir=str(out), max_steps=steps, learning_rate=rate, per_device_train_batch_size=128, warmup_steps=20,
-        lr_scheduler_type="cosine", logging_strategy="no", save_strategy="no", report_to="none", use_cpu=True,
-    )  # fmt: skip
+        output_dir=str(out),
+        max_steps=steps,
+        learning_rate=rate,
+        per_device_train_batch_size=128,
+        warmup_steps=20,
+        lr_scheduler_type="cosine",
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+    )
 
 
 def dataset(tokenizer, task: str, count: int) -> list[dict]:
     """Tokens, and labels at the answer alone."""
-    rows = [tokenizer(prompt + answer)["input_ids"] for prompt, answer in examples(task, count, seed=1)]
-    return [{"input_ids": ids, "labels": [-100] * (len(ids) - LENGTH) + ids[-LENGTH:]} for ids in rows]
+    rows = [
+        tokenizer(prompt + answer)["input_ids"] for prompt, answer in examples(task, count, seed=1)
+    ]
+    return [
+        {"input_ids": ids, "labels": [-100] * (len(ids) - LENGTH) + ids[-LENGTH:]} for ids in rows
+    ]
 
 
-def train(model: GPT2LMHeadModel, tokenizer, tasks: list[str], steps: int, rate: float, out: Path) -> None:
+def train(
+    model: GPT2LMHeadModel, tokenizer, tasks: list[str], steps: int, rate: float, out: Path
+) -> None:
     rows = [row for task in tasks for row in dataset(tokenizer, task, 20_000 // len(tasks))]
     run_named(Trainer(model=model, args=arguments(out, steps, rate), train_dataset=rows), out.name)
     model.save_pretrained(out)
@@ -59,7 +83,11 @@ def accuracy(model, tokenizer, task: str, count: int = 200) -> float:
     prompts, answers = zip(*examples(task, count, seed=2), strict=True)
     batch = tokenizer(list(prompts), return_tensors="pt")["input_ids"]
     made = model.eval().generate(
-        batch, attention_mask=torch.ones_like(batch), max_new_tokens=LENGTH, do_sample=False, pad_token_id=0
+        batch,
+        attention_mask=torch.ones_like(batch),
+        max_new_tokens=LENGTH,
+        do_sample=False,
+        pad_token_id=0,
     )
     texts = ["".join(tokenizer.convert_ids_to_tokens(row)) for row in made[:, batch.shape[1] :]]
     return sum(text == answer for text, answer in zip(texts, answers, strict=True)) / count
@@ -69,13 +97,24 @@ def make_specialists(out: Path, smoke: bool) -> dict[str, Path]:
     """Train the ancestor and from it one specialist a task."""
     tokenizer = make_tokenizer()
     sizes = {"n_positions": 2 * LENGTH + 3, "n_embd": 64, "n_layer": 3, "n_head": 4}
-    none = {"bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    none = {
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }
     config = GPT2Config(vocab_size=len(tokenizer), **sizes, **none)
-    train(GPT2LMHeadModel(config), tokenizer, list(TASKS), 5 if smoke else 180, 3e-3, out / "ancestor")
+    train(
+        GPT2LMHeadModel(config), tokenizer, list(TASKS), 5 if smoke else 180, 3e-3, out / "ancestor"
+    )
     for task in ("reverse", "upper"):
         model = GPT2LMHeadModel.from_pretrained(out / "ancestor")
         train(model, tokenizer, [task], 5 if smoke else 300, 1e-3, out / task)
-    return {"ancestor": out / "ancestor", **{f"{task} specialist": out / task for task in ("reverse", "upper")}}
+    return {
+        "ancestor": out / "ancestor",
+        **{f"{task} specialist": out / task for task in ("reverse", "upper")},
+    }
 
 
 def show(models: dict[str, Path | tuple]) -> dict[str, list[float]]:
@@ -83,7 +122,9 @@ def show(models: dict[str, Path | tuple]) -> dict[str, list[float]]:
     print(f"\n{'model':24s} {'reverse':>8s} {'upper':>8s}   checkpoint")
     scores, kinds = {}, (GPT2LMHeadModel, PreTrainedTokenizerFast)
     for name, model in models.items():
-        loaded = model if isinstance(model, tuple) else [kind.from_pretrained(model) for kind in kinds]
+        loaded = (
+            model if isinstance(model, tuple) else [kind.from_pretrained(model) for kind in kinds]
+        )
         where = "in memory" if isinstance(model, tuple) else model
         scores[name] = [accuracy(*loaded, task) for task in ("reverse", "upper")]
         print(f"{name:24s} {scores[name][0]:8.1%} {scores[name][1]:8.1%}   {where}", flush=True)
@@ -92,11 +133,17 @@ def show(models: dict[str, Path | tuple]) -> dict[str, list[float]]:
 
 def options(description: str) -> argparse.Namespace:
     """Where to write, and whether this is only a trial."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/two_tasks"), help="folder for checkpoints")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/two_tasks"), help="folder for checkpoints"
+    )
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
     set_seed(0)
-    torch.set_num_threads(1)  # matrices of 64 columns gain nothing from more, and on a busy machine lose much
+    torch.set_num_threads(
+        1
+    )  # matrices of 64 columns gain nothing from more, and on a busy machine lose much
     logging.disable_progress_bar()  # of loading; training keeps its own
     logging.set_verbosity_error()
     return parser.parse_args()

@@ -1,7 +1,7 @@
-"""What the fine-tuning example does where nothing is named: made-up data, and a small model to tune on it.
+"""Made-up data and a small model: what the fine-tuning example uses where nothing is named.
 
-The task is which of a few words to say, or its opposite. The model is a small GPT-2 that is trained on the easy part of
-it (a minute), so that there is something to tune.
+The task is which of a few words to say, or its opposite. The model is a small GPT-2 that is trained
+on the easy part of it (a minute), so that there is something to tune.
 """
 
 import random
@@ -14,7 +14,10 @@ from trl import SFTConfig, SFTTrainer
 
 from heads.lora import read_rows
 
-PAIRS = "hot cold|big small|old new|fast slow|near far|light dark|soft hard|tall short|wet dry|loud quiet"
+PAIRS = (
+    "hot cold|big small|old new|fast slow|near far|light dark|soft hard|tall short|wet dry|loud "
+    "quiet"
+)
 OPPOSITES = dict(pair.split() for pair in PAIRS.split("|"))
 OPPOSITES |= {value: key for key, value in OPPOSITES.items()}
 TASKS = {
@@ -42,7 +45,9 @@ def short(row: dict) -> dict:
 
 
 def own_rows(smoke: bool) -> list[dict]:
-    rows = {str(row): row for row in made_up(200 if smoke else 2400, list(TASKS), seed=0)}  # each once
+    rows = {
+        str(row): row for row in made_up(200 if smoke else 2400, list(TASKS), seed=0)
+    }  # each once
     return read_rows(rows.values(), short)
 
 
@@ -54,21 +59,41 @@ def own_base(out: Path, smoke: bool) -> Path:
     print("training the base model on the easy tasks")
     tokens = ByteLevelBPETokenizer()
     texts = (row["prompt"] + row["completion"] for row in own_rows(smoke))
-    tokens.train_from_iterator(texts, vocab_size=1024, special_tokens=["<end>"], show_progress=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens._tokenizer, eos_token="<end>", pad_token="<end>")
+    tokens.train_from_iterator(
+        texts, vocab_size=1024, special_tokens=["<end>"], show_progress=False
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokens._tokenizer, eos_token="<end>", pad_token="<end>"
+    )
     config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=256, n_embd=128, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0,
+        vocab_size=len(tokenizer),
+        n_positions=256,
+        n_embd=128,
+        n_layer=4,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
         tie_word_embeddings=False,
-    )  # fmt: skip
+    )
     tuned = {row["prompt"] for row in own_rows(smoke)}
     easy = read_rows(made_up(200 if smoke else 8000, EASY, seed=1), short)
     easy = [row for row in easy if row["prompt"] not in tuned]  # nothing that is held out later
     arguments = SFTConfig(
-        str(folder), max_steps=4 if smoke else 1500, learning_rate=1e-3, per_device_train_batch_size=32,
-        logging_steps=300, gradient_checkpointing=False, bf16=False, save_strategy="no", report_to="none",
-    )  # fmt: skip
+        str(folder),
+        max_steps=4 if smoke else 1500,
+        learning_rate=1e-3,
+        per_device_train_batch_size=32,
+        logging_steps=300,
+        gradient_checkpointing=False,
+        bf16=False,
+        save_strategy="no",
+        report_to="none",
+    )
     trainer = SFTTrainer(
-        GPT2LMHeadModel(config), args=arguments, train_dataset=Dataset.from_list(easy), processing_class=tokenizer
+        GPT2LMHeadModel(config),
+        args=arguments,
+        train_dataset=Dataset.from_list(easy),
+        processing_class=tokenizer,
     )
     trainer.train()
     trainer.save_model(folder)

@@ -1,11 +1,13 @@
-"""Planted errors: small changes at drawn places of the source, one at a time; which of them do the tests not notice?
+"""Planted errors: small changes at drawn places of the source, one at a time; which of them do the
+tests not notice?
 
-A change is one that a tired person makes: a comparison that is off by one or turned round, another sign, a condition
-that is negated, a number off by one, a check that is gone. For each, the doctests of its file and the tests of its
-package run, those first that name most of what the file defines. A test that fails without the change, too, does not
-count. The list goes to results/mutations.json and to CONTRIBUTING.md (`make mutations`; two hours). A run that was
-stopped goes on at the commit where it began. ``--again`` tries those that were not noticed once more, at the present
-commit, after a test was written.
+A change is one that a tired person makes: a comparison that is off by one or turned round, another
+sign, a condition that is negated, a number off by one, a check that is gone. For each, the doctests
+of its file and the tests of its package run, those first that name most of what the file defines. A
+test that fails without the change, too, does not count. The list goes to results/mutations.json and
+to CONTRIBUTING.md (`make mutations`; two hours). A run that was stopped goes on at the commit where
+it began. ``--again`` tries those that were not noticed once more, at the present commit, after a
+test was written.
 """
 
 from __future__ import annotations
@@ -26,18 +28,48 @@ from tests.benchmarks.results import RESULTS, ROOT, commit, put, today
 
 FOUND, PAGE = RESULTS / "mutations.json", ROOT / "CONTRIBUTING.md"
 SHARES = {  # how many of sixty
-    "heads/lora": 9, "heads/pairwise": 10, "kronecker": 12, "mergekit_lite": 10, "mergekit_lite/masks": 8,
-    "model_components": 3, "thinker": 8,
-}  # fmt: skip
-COMPARED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is not": "is", "is": "is not",
-            "not in": "in", "in": "not in"}  # fmt: skip
-REPLACED = {"+": "-", "-": "+", "*": "/", "/": "*", "//": "*", "%": "*", "@": "*", "**": "*", "&": "|", "|": "&"}
-FIRST, PATIENCE = 2, 1200  # files of tests before all the others; seconds of one run: one that does not end is noticed
+    "heads/lora": 9,
+    "heads/pairwise": 10,
+    "kronecker": 12,
+    "mergekit_lite": 10,
+    "mergekit_lite/masks": 8,
+    "model_components": 3,
+    "thinker": 8,
+}
+COMPARED = {
+    "<": "<=",
+    "<=": "<",
+    ">": ">=",
+    ">=": ">",
+    "==": "!=",
+    "!=": "==",
+    "is not": "is",
+    "is": "is not",
+    "not in": "in",
+    "in": "not in",
+}
+REPLACED = {
+    "+": "-",
+    "-": "+",
+    "*": "/",
+    "/": "*",
+    "//": "*",
+    "%": "*",
+    "@": "*",
+    "**": "*",
+    "&": "|",
+    "|": "&",
+}
+FIRST, PATIENCE = (
+    2,
+    1200,
+)  # files of tests before all the others; seconds of one run: one that does not end is noticed
 HARMLESS: dict[str, str] = {  # by the line when it is changed, judged by reading
     'if not (order == "b_first"):': "both orders are one product; their speed differs",
-    "if not mlps and _tried(model, mlps, runs, rows)[1]:": "what may be tried all at once is tried one by one",
-    'row = block_shape(t.shape, "rows")[1] if t.chunking == "rows" else 2': "blocks are of an even number anyhow, and "
-    "only rows are counted so",
+    "if not mlps and _tried(model, mlps, runs, "
+    "rows)[1]:": "what may be tried all at once is tried one by one",
+    'row = block_shape(t.shape, "rows")[1] if t.chunking == "rows" else '
+    "2": "blocks are of an even number anyhow, and only rows are counted so",
 }
 
 
@@ -65,7 +97,9 @@ class Places(ast.NodeVisitor):
         self.visit(ast.parse(self.source))
 
     def offset(self, node: ast.expr | ast.stmt, end: bool = False) -> int:
-        line, column = (node.end_lineno, node.end_col_offset) if end else (node.lineno, node.col_offset)
+        line, column = (
+            (node.end_lineno, node.end_col_offset) if end else (node.lineno, node.col_offset)
+        )
         assert line is not None
         assert column is not None
         return self.starts[line - 1] + column
@@ -73,10 +107,14 @@ class Places(ast.NodeVisitor):
     def add(self, node: ast.expr | ast.stmt, begin: int, end: int, new: str) -> None:
         old, line = self.source[begin:end].decode(), self.source.count(b"\n", 0, begin)
         after = self.source.find(b"\n", end)
-        changed = self.source[self.starts[line] : begin].decode() + new + self.source[end:after].decode()
+        changed = (
+            self.source[self.starts[line] : begin].decode() + new + self.source[end:after].decode()
+        )
         self.found.append(Mutation(self.path, node.lineno, old, new, begin, end, changed.strip()))
 
-    def between(self, node: ast.expr, left: ast.expr, right: ast.expr, table: dict[str, str]) -> None:
+    def between(
+        self, node: ast.expr, left: ast.expr, right: ast.expr, table: dict[str, str]
+    ) -> None:
         begin, end = self.offset(left, end=True), self.offset(right)
         old = self.source[begin:end].decode()
         words = "|".join(re.escape(word) for word in sorted(table, key=len, reverse=True))
@@ -90,7 +128,9 @@ class Places(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
-        if not any(isinstance(part, ast.JoinedStr) or _is_text(part) for part in (node.left, node.right)):
+        if not any(
+            isinstance(part, ast.JoinedStr) or _is_text(part) for part in (node.left, node.right)
+        ):
             self.between(node, node.left, node.right, REPLACED)
         self.generic_visit(node)
 
@@ -146,11 +186,21 @@ def _is_text(node: ast.expr) -> bool:
 
 
 def places(folder: Path, group: str) -> list[Mutation]:
-    """All of a package, but none of a kernel: those are compiled, and no line of theirs is seen to run."""
+    """All of a package, but none of a kernel: those are compiled, and no line of theirs is seen to
+    run."""
     source = folder / "src"
     inner = [source / other for other in SHARES if other.startswith(f"{group}/")]
-    files = [path for path in sorted((source / group).rglob("*.py")) if path.name not in ("_triton.py", "_numba.py")]
-    return [place for path in files if not any(map(path.is_relative_to, inner)) for place in Places(folder, path).found]
+    files = [
+        path
+        for path in sorted((source / group).rglob("*.py"))
+        if path.name not in ("_triton.py", "_numba.py")
+    ]
+    return [
+        place
+        for path in files
+        if not any(map(path.is_relative_to, inner))
+        for place in Places(folder, path).found
+    ]
 
 
 def drawn(folder: Path, count: int, seed: int) -> list[Mutation]:
@@ -170,7 +220,8 @@ def missed(folder: Path, records: list[dict[str, Any]]) -> list[Mutation]:
         same = [
             place
             for place in Places(folder, folder / record["path"]).found
-            if (place.old, place.new, place.changed) == (record["old"], record["new"], record["changed"])
+            if (place.old, place.new, place.changed)
+            == (record["old"], record["new"], record["changed"])
         ]
         found.append(min(same, key=lambda place: abs(place.line - record["line"])))
     return found
@@ -180,11 +231,31 @@ def run(folder: Path, tests: list[str]) -> str:
     """Which test of these fails first in a copy of the repository; nothing where all pass."""
     names = folder / "tests.txt"
     names.write_text("\n".join(tests), encoding="utf-8")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder / 'src'}{os.pathsep}{folder}"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-rfE", "-p", "no:cacheprovider", f"@{names}"]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{folder / 'src'}{os.pathsep}{folder}",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-rfE",
+        "-p",
+        "no:cacheprovider",
+        f"@{names}",
+    ]
     try:
         done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+            command,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return "no end"
@@ -197,9 +268,12 @@ def run(folder: Path, tests: list[str]) -> str:
 
 
 def tests_of(folder: Path, change: Mutation) -> list[list[str]]:
-    """Files of tests, the ones that name most of what the changed file defines first; then all of the package."""
+    """Files of tests, the ones that name most of what the changed file defines first; then all of
+    the package."""
     tree = ast.parse((folder / change.path).read_bytes())
-    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names = {
+        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
     package, room = Path(change.path).parts[1:3]
     places = [folder / "tests" / package / room, folder / "tests" / package]
     named = {}
@@ -234,10 +308,12 @@ def write_table(found: dict[str, Any]) -> None:
     rows = found["planted"]
     unseen = [row for row in rows if not row["noticed"]]
     later = sum("again" in row for row in rows if row["noticed"])
-    since = f", and {later} more since tests were written for them ({found['again']})" if later else ""
+    since = (
+        f", and {later} more since tests were written for them ({found['again']})" if later else ""
+    )
     lines = [
-        f"{len(rows)} errors at drawn places: {len(rows) - len(unseen) - later} noticed ({found['date']} at "
-        f"{found['commit']}){since}; {len(unseen)} not.",
+        f"{len(rows)} errors at drawn places: {len(rows) - len(unseen) - later} noticed "
+        f"({found['date']} at {found['commit']}){since}; {len(unseen)} not.",
         "",
     ]
     if unseen:
@@ -258,8 +334,14 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     before = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
     asked, now = {"seed": options.seed, "count": options.count}, commit().rstrip("+")
-    stopped = before and len(before["planted"]) < before["drawn"] and before.items() >= asked.items()
-    found = before if options.again or stopped else asked | {"date": today(), "commit": now, "planted": []}
+    stopped = (
+        before and len(before["planted"]) < before["drawn"] and before.items() >= asked.items()
+    )
+    found = (
+        before
+        if options.again or stopped
+        else asked | {"date": today(), "commit": now, "planted": []}
+    )
     records = found.pop("planted")
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "main"
@@ -274,12 +356,18 @@ def main(arguments: list[str] | None = None) -> None:
         records = [record for record in records if record["noticed"] or not options.again]
         for number, change in enumerate(changes, 1):
             by = noticed(folder, change)
-            record = {key: getattr(change, key) for key in ("path", "line", "old", "new", "changed")} | {"noticed": by}
+            record = {
+                key: getattr(change, key) for key in ("path", "line", "old", "new", "changed")
+            } | {"noticed": by}
             record |= {"again": True} if options.again else {}
-            print(f"{number}/{len(changes)} {'noticed' if by else 'NOT NOTICED'} {record}", flush=True)
+            print(
+                f"{number}/{len(changes)} {'noticed' if by else 'NOT NOTICED'} {record}", flush=True
+            )
             records.append(record)
             if not options.again:
-                FOUND.write_text(json.dumps(found | {"planted": records}, indent=1) + "\n", encoding="utf-8")
+                FOUND.write_text(
+                    json.dumps(found | {"planted": records}, indent=1) + "\n", encoding="utf-8"
+                )
     FOUND.write_text(json.dumps(found | {"planted": records}, indent=1) + "\n", encoding="utf-8")
     write_table(found | {"planted": records})
 

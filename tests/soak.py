@@ -1,10 +1,12 @@
-"""Merges, bakes, pruning and training, killed at random moments: nothing is lost, nothing is left behind (`make soak`).
+"""Merges, bakes, pruning and training, killed at random moments: nothing is lost, nothing is left
+behind (`make soak`).
 
-Each job is a command that a user runs, on a model of a few million parameters. It is started and killed (SIGKILL)
-until it happens to end by itself; what it wrote must be what an undisturbed run writes, to the bit. A kill between the
-moment when a result gets its name and the end may leave the hidden folder, without a result: the next run to that name
-must clear it. One process merges over and over, whose memory and open files are counted. The summary goes to
-results/soak.json and docs/scale.md.
+Each job is a command that a user runs, on a model of a few million parameters. It is started and
+killed (SIGKILL) until it happens to end by itself; what it wrote must be what an undisturbed run
+writes, to the bit. A kill between the moment when a result gets its name and the end may leave the
+hidden folder, without a result: the next run to that name must clear it. One process merges over
+and over, whose memory and open files are counted. The summary goes to results/soak.json and
+docs/scale.md.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ from typing import Any
 from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
 
 FOUND, PAGE = RESULTS / "soak.json", ROOT / "docs" / "scale.md"
-RECIPE = "merge_method: ties\nbase_model: base\nmodels: [a, b]\nparameters: {weight: 0.5, density: 0.4}\n"
+RECIPE = (
+    "merge_method: ties\nbase_model: base\nmodels: [a, b]\nparameters: {weight: 0.5, density: "
+    "0.4}\n"
+)
 BAKE = """
 import torch
 from mergekit_lite.masks import Merger
@@ -38,13 +43,48 @@ with torch.no_grad():
 merger.bake("OUT", progress=False)
 """
 JOBS = {  # the command, and the files that tell whether it came out the same
-    "merge": ["-m", "mergekit_lite", "merge", "recipe.yml", "OUT", "--max-shard-size", "4MB", "--no-progress"],
+    "merge": [
+        "-m",
+        "mergekit_lite",
+        "merge",
+        "recipe.yml",
+        "OUT",
+        "--max-shard-size",
+        "4MB",
+        "--no-progress",
+    ],
     "bake": ["-c", BAKE],
-    "prune": ["-m", "kronecker", "prune", "base", "OUT", "--calibration", "texts.txt", "--tokens", "4000",
-              "--context", "64", "--no-progress"],
-    "train": ["-m", "thinker", "train", "copy", "--out", "OUT", "--iterations", "60", "--length", "6",
-              "--samples", "64", "--no-progress", "--resume"],
-}  # fmt: skip
+    "prune": [
+        "-m",
+        "kronecker",
+        "prune",
+        "base",
+        "OUT",
+        "--calibration",
+        "texts.txt",
+        "--tokens",
+        "4000",
+        "--context",
+        "64",
+        "--no-progress",
+    ],
+    "train": [
+        "-m",
+        "thinker",
+        "train",
+        "copy",
+        "--out",
+        "OUT",
+        "--iterations",
+        "60",
+        "--length",
+        "6",
+        "--samples",
+        "64",
+        "--no-progress",
+        "--resume",
+    ],
+}
 WHOLE = {"train": "result.json"}  # what is there only at the end, where the folder is there before
 STEADY = """
 import gc, json, os, sys, torch
@@ -70,8 +110,14 @@ def prepare(folder: Path) -> None:
     from tests.support.models import save_tokenizer
 
     words = [f"w{k}" for k in range(500)]
-    config = LlamaConfig(vocab_size=512, hidden_size=192, intermediate_size=768, num_hidden_layers=6,
-                         num_attention_heads=4, max_position_embeddings=128)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=192,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+    )
     for seed, name in enumerate(("base", "a", "b")):
         torch.manual_seed(seed)
         LlamaForCausalLM(config).save_pretrained(folder / name)
@@ -97,10 +143,21 @@ def digest(folder: Path) -> str:
 
 def run(folder: Path, job: str, out: str, kill_after: float | None) -> int:
     """One start of a job; its status, negative where it was killed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), environment.get("PYTHONPATH", "")])
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT / "src"), environment.get("PYTHONPATH", "")]
+    )
     with subprocess.Popen(
-        command(job, out), cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        command(job, out),
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     ) as process:
         try:
             _, errors = process.communicate(timeout=kill_after)
@@ -136,7 +193,11 @@ def soak(folder: Path, minutes: float, seed: int) -> dict[str, Any]:
         if digest(folder / out) != truth[job]:
             raise SystemExit(f"soak: {out} ({job}) is other than an undisturbed run's")
         counts[job]["done"] += 1
-        if late and (hidden := _hidden(folder, out)) and not any((path / "result").exists() for path in hidden):
+        if (
+            late
+            and (hidden := _hidden(folder, out))
+            and not any((path / "result").exists() for path in hidden)
+        ):
             counts[job]["cleared"] += 1
             shutil.rmtree(folder / out)
             run(folder, job, out, None)
@@ -155,8 +216,14 @@ def _hidden(folder: Path, out: str) -> list[Path]:
 def steady(folder: Path, merges: int) -> dict[str, Any]:
     """Memory and open files of one process after a quarter of its merges, and after all."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([sys.executable, "-c", STEADY, str(merges)], cwd=folder, env=environment, check=True,
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", STEADY, str(merges)],
+        cwd=folder,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     (memory, files), (memory_after, files_after) = json.loads(done.stdout.splitlines()[-1])
     return {"merges": merges, "bytes": [memory, memory_after], "files": [files, files_after]}
 
@@ -166,15 +233,18 @@ def write_table(found: dict[str, Any]) -> None:
     lines = ["| job | ended whole | killed on the way |", "|---|---|---|"]
     lines += [f"| {job} | {row['done']} | {row['killed']} |" for job, row in found["jobs"].items()]
     steady, cleared = found["steady"], sum(row["cleared"] for row in found["jobs"].values())
-    beside = f" but for {cleared} hidden folders without a result, which the next run cleared" if cleared else ""
+    beside = (
+        f" but for {cleared} hidden folders without a result, which the next run cleared"
+        if cleared
+        else ""
+    )
     memory, files = [f"{size / 1e6:.0f} MB" for size in steady["bytes"]], steady["files"]
     lines += [
         "",
-        f"{found['minutes']:.0f} minutes; each result is an undisturbed run's, to the bit, and nothing was left beside "
-        f"it{beside}. "
-        f"One process that merged {steady['merges']} times held {memory[0]} and {files[0]} open files after "
-        f"a quarter of them, {memory[1]} and {files[1]} at the end. "
-        f"{found['hardware']}; {found['date']} at {found['commit']}.",
+        f"{found['minutes']:.0f} minutes; each result is an undisturbed run's, to the bit, and "
+        f"nothing was left beside it{beside}. One process that merged {steady['merges']} times "
+        f"held {memory[0]} and {files[0]} open files after a quarter of them, {memory[1]} and "
+        f"{files[1]} at the end. {found['hardware']}; {found['date']} at {found['commit']}.",
     ]
     put(PAGE, lines, "soak")
 
@@ -190,7 +260,10 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
         watched = steady(Path(folder), options.merges)
-        if watched["bytes"][1] > 1.1 * watched["bytes"][0] or watched["files"][1] > watched["files"][0]:
+        if (
+            watched["bytes"][1] > 1.1 * watched["bytes"][0]
+            or watched["files"][1] > watched["files"][0]
+        ):
             raise SystemExit(f"soak: one process grows: {watched}")
         jobs = soak(Path(folder), options.minutes, options.seed)
     found = {"minutes": options.minutes, "jobs": jobs, "steady": watched}

@@ -11,9 +11,18 @@ import pytest
 
 from mergekit_lite import METHODS
 
-PACKAGES = ("mergekit_lite", "mergekit_lite.masks", "kronecker", "thinker", "heads.lora", "heads.pairwise")
+PACKAGES = (
+    "mergekit_lite",
+    "mergekit_lite.masks",
+    "kronecker",
+    "thinker",
+    "heads.lora",
+    "heads.pairwise",
+)
 SECTIONS = "Args|Attributes|Returns|Yields|Raises"
-SHAPE = re.compile(r"\((\*B|[A-Z]\w*|r)(,| [A-Z])|shape|scalar|each element|for each term|sizes that broadcast")
+SHAPE = re.compile(
+    r"\((\*B|[A-Z]\w*|r)(,| [A-Z])|shape|scalar|each element|for each term|sizes that broadcast"
+)
 PAPERS = {  # what has one, and words of it
     "mergekit_lite.extract_lora": "Eckart and Young, 1936",
     "mergekit_lite.masks.constrain": "2410.08371",
@@ -62,7 +71,11 @@ def constructor(kind):
 
 def inputs(thing):
     """The named inputs of a function, a class or a dataclass."""
-    if inspect.isclass(thing) and issubclass(thing, BaseException) and constructor(thing) is not thing:
+    if (
+        inspect.isclass(thing)
+        and issubclass(thing, BaseException)
+        and constructor(thing) is not thing
+    ):
         return []
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     try:
@@ -74,7 +87,11 @@ def inputs(thing):
 
 def raises(thing):
     """Whether a function's or a constructor's own lines raise."""
-    bodies = [thing] if inspect.isroutine(thing) else [vars(thing).get(n) for n in ("__init__", "__post_init__")]
+    bodies = (
+        [thing]
+        if inspect.isroutine(thing)
+        else [vars(thing).get(n) for n in ("__init__", "__post_init__")]
+    )
     bodies = [inspect.unwrap(b) for b in bodies if b is not None]
     if inspect.isclass(thing) and dataclasses.is_dataclass(thing):
         bodies = [b for b in bodies if b.__name__ == "__post_init__"]
@@ -121,7 +138,11 @@ def tensors(thing):
     if not inspect.isroutine(function):
         return [], False
     signature = inspect.signature(function)
-    found = [p.name for p in signature.parameters.values() if re.match(r"(?!Callable).*\bTensor\b", str(p.annotation))]
+    found = [
+        p.name
+        for p in signature.parameters.values()
+        if re.match(r"(?!Callable).*\bTensor\b", str(p.annotation))
+    ]
     return found, str(signature.return_annotation) == "Tensor"
 
 
@@ -130,7 +151,9 @@ def test_tensors_have_shapes(name):
     found, result = tensors(NAMES[name])
     text = sections(NAMES[name])
     for tensor in found:
-        entry = re.search(rf"^    (?:\w+, )*{tensor}(?:, \w+)*: (.*(?:\n        .*)*)", text["Args"], re.M)
+        entry = re.search(
+            rf"^    (?:\w+, )*{tensor}(?:, \w+)*: (.*(?:\n        .*)*)", text["Args"], re.M
+        )
         assert entry, tensor
         assert SHAPE.search(entry[1]), (tensor, entry[1])
     assert not result or SHAPE.search(text["Returns"])

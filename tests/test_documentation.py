@@ -1,4 +1,5 @@
-"""The documentation says what the code does: every method, every parameter and default, every judged operation."""
+"""The documentation says what the code does: every method, every parameter and default, every
+judged operation."""
 
 import csv
 import gzip
@@ -44,7 +45,10 @@ def test_the_guide_has_each_method_with_its_parameters(name):
     for parameter in METHODS[name].parameters.values():
         default = "required" if parameter.required else re.escape(shown(parameter.default))
         default = default.replace("1e\\-05", "1e-5").replace("1e\\-08", "1e-8")
-        assert re.search(rf"`{parameter.name}` (\*per model\* )?\({default}\)", line), (name, parameter.name)
+        assert re.search(rf"`{parameter.name}` (\*per model\* )?\({default}\)", line), (
+            name,
+            parameter.name,
+        )
 
 
 @pytest.mark.parametrize("impl", ["eager", "stream"])
@@ -68,7 +72,9 @@ def test_the_reference_has_every_public_name(page):
     shown = re.findall(r"^::: ([\w.]+)$", text_of(page), re.M)
     assert {f"{page.package}.{name}" for name in module.__all__} <= set(shown)
     assert len(set(shown)) == len(shown)
-    assert f"(reference/{page.guide}.md)" in (ROOT / "docs" / f"{page.guide}.md").read_text(encoding="utf-8")
+    assert f"(reference/{page.guide}.md)" in (ROOT / "docs" / f"{page.guide}.md").read_text(
+        encoding="utf-8"
+    )
     assert f"reference/{page.guide}.md\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
 
@@ -95,7 +101,11 @@ def users_files(tmp_path, monkeypatch):
         tokenizer = AutoTokenizer.from_pretrained(f"models/{name}", pad_token="w0", eos_token="w1")
         tokenizer.save_pretrained(f"models/{name}")
     for name in ("adapter", "adapter_2"):
-        config = LoraConfig(target_modules=["q_proj"], base_model_name_or_path="models/base", init_lora_weights=False)
+        config = LoraConfig(
+            target_modules=["q_proj"],
+            base_model_name_or_path="models/base",
+            init_lora_weights=False,
+        )
         prepare_lora(tiny("llama"), config).save_pretrained(f"models/{name}")
     for name in ("rewriting", "summaries"):
         rows = [{"prompt": f"w{k} w1", "completion": f" w2 w{k}"} for k in range(8)]
@@ -105,7 +115,9 @@ def users_files(tmp_path, monkeypatch):
     Path("texts.json").write_text(json.dumps([{"text": " ".join(words * 20)}]))
     rows = [{"instruction": f"w{k} w1", "output": f"w2 w{k}"} for k in range(8)]
     Path("rows.json").write_text(json.dumps(rows))
-    PairwiseModel.from_encoder(tiny("bert"), tokenizer_of(), link="davidson").save_pretrained("runs/judge/model")
+    PairwiseModel.from_encoder(tiny("bert"), tokenizer_of(), link="davidson").save_pretrained(
+        "runs/judge/model"
+    )
 
 
 def test_every_snippet_of_the_readme_runs_as_it_stands(users_files):
@@ -125,8 +137,13 @@ HOWTO = sorted(path.stem for path in (ROOT / "docs" / "howto").glob("*.md"))
 def test_a_how_to_page_runs_as_it_stands(page, users_files):
     """Its files, commands and Python, in order, with fewer steps."""
     text = (ROOT / "docs" / "howto" / f"{page}.md").read_text(encoding="utf-8")
-    environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), environment.get("PYTHONPATH", "")])
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT / "src"), environment.get("PYTHONPATH", "")]
+    )
     blocks = re.findall(r'```(\w+)(?: title="([^"]+)")?\n(.*?)```', text, re.S)
     assert blocks
     try:
@@ -135,14 +152,24 @@ def test_a_how_to_page_runs_as_it_stands(page, users_files):
                 Path(title).write_text(code)
             elif kind == "python":
                 exec(re.sub(r"max_steps=\d+", "max_steps=2", code), {})
-            elif kind == "text":  # too long to run: scripts that are there, and flags that they have
+            elif (
+                kind == "text"
+            ):  # too long to run: scripts that are there, and flags that they have
                 for name, flags in re.findall(r"examples/(\w+\.py)([^#\n]*)", code):
                     source = (ROOT / "examples" / name).read_text(encoding="utf-8")
-                    assert all(f'"{flag}"' in source for flag in re.findall(r"--[\w-]+", flags)), (name, flags)
+                    assert all(f'"{flag}"' in source for flag in re.findall(r"--[\w-]+", flags)), (
+                        name,
+                        flags,
+                    )
             elif kind == "bash":
                 for line in code.splitlines():
                     done = subprocess.run(
-                        line, shell=True, env=environment, capture_output=True, text=True, timeout=300
+                        line,
+                        shell=True,
+                        env=environment,
+                        capture_output=True,
+                        text=True,
+                        timeout=300,
                     )
                     assert done.returncode == 0, f"{line}\n{done.stderr[-2000:]}"
     finally:
@@ -157,16 +184,25 @@ def run_example(name, *options, without=None):
     environment = dict(os.environ)
     if without is not None:
         (without / "sitecustomize.py").write_text("import sys; sys.modules['matplotlib'] = None\n")
-        environment["PYTHONPATH"] = os.pathsep.join([str(without), environment.get("PYTHONPATH", "")])
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(without), environment.get("PYTHONPATH", "")]
+        )
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     if without is not None:  # said before any training starts, and nothing fails after it
-        assert "no plots will be drawn: they need matplotlib, pip install 'model-components[plot]'" in done.stdout
+        assert (
+            "no plots will be drawn: they need matplotlib, pip install 'model-components[plot]'"
+            in done.stdout
+        )
     return done.stdout
 
 
 def test_the_merging_example_runs(tmp_path):
-    rows = [line.split() for line in run_example("merge_checkpoints.py", "--out", tmp_path).splitlines() if "%" in line]
+    rows = [
+        line.split()
+        for line in run_example("merge_checkpoints.py", "--out", tmp_path).splitlines()
+        if "%" in line
+    ]
     assert [r[0] for r in rows][-5:] == ["linear", "slerp", "task_arithmetic", "ties", "dare_ties"]
     assert all((tmp_path / f"merged-{r[0]}" / "model.safetensors").exists() for r in rows[-5:])
 
@@ -181,11 +217,20 @@ def test_the_masks_example_runs(tmp_path):
 @pytest.mark.slow
 def test_half_of_the_mlps_parameters_can_go_and_training_brings_the_loss_back(tmp_path):
     command = [sys.executable, str(ROOT / "examples" / "compress_gpt2.py"), "--out", str(tmp_path)]
-    done = subprocess.run([*command, "--init", "prune", "sequential"], capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(
+        [*command, "--init", "prune", "sequential"], capture_output=True, text=True, timeout=1800
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     original = float(re.search(r"^the original +[\d,]+ +([\d.]+)", done.stdout, re.M)[1])
-    rows = {name: list(map(float, re.search(rf"^{name} +[\d,]+ +([\d.]+) +([\d.]+)", done.stdout, re.M).groups()))
-            for name in ("prune", "sequential")}  # fmt: skip
+    rows = {
+        name: list(
+            map(
+                float,
+                re.search(rf"^{name} +[\d,]+ +([\d.]+) +([\d.]+)", done.stdout, re.M).groups(),
+            )
+        )
+        for name in ("prune", "sequential")
+    }
     assert rows["sequential"][0] < original + 0.05 < rows["prune"][0]
     assert rows["sequential"][1] <= original
 
@@ -201,9 +246,14 @@ def test_masks_keep_both_tasks_where_no_formula_does(tmp_path):
         if line.count("%") == 2 and not line.startswith("The baked")
     }
     best = found["reverse specialist"][0], found["upper specialist"][1]
-    kept = {name: min(a / b for a, b in zip(values, best, strict=True)) for name, values in found.items()}
+    kept = {
+        name: min(a / b for a, b in zip(values, best, strict=True))
+        for name, values in found.items()
+    }
     assert kept["masks, baked"] >= 0.95
-    assert all(kept[name] < 0.95 for name in ("linear", "slerp", "task_arithmetic", "ties", "dare_ties"))
+    assert all(
+        kept[name] < 0.95 for name in ("linear", "slerp", "task_arithmetic", "ties", "dare_ties")
+    )
 
 
 WORDS = ["red", "green", "blue", "round", "square", "small", "large", "old", "new", "warm", "cold"]
@@ -228,7 +278,9 @@ def test_the_field_trial_runs_and_goes_on(tmp_path):
     from tests.support.models import save
 
     words = write_instructions(tmp_path)
-    pairs = [{"prompt": f"p{k}", "a": "w1 w2 w3", "b": f"w4 w{k}", "label": k % 2} for k in range(60)]
+    pairs = [
+        {"prompt": f"p{k}", "a": "w1 w2 w3", "b": f"w4 w{k}", "label": k % 2} for k in range(60)
+    ]
     with gzip.open(tmp_path / "alpaca_eval_pairs.jsonl.gz", "wt") as file:
         file.write("".join(json.dumps(pair) + "\n" for pair in pairs))
     given = [
@@ -248,12 +300,25 @@ def test_the_field_trial_runs_and_goes_on(tmp_path):
     tokenizer_of().save_pretrained(tmp_path / "judge")
     printed = run_example("field_trial/run.py", *given)
     for name in (
-        "specialist edit", "a step of training", "regmean", "learned masks", "ties, from a recipe, ours",
-        "half pruned, trained back", "half by largest weights, trained back", "what is saved", "the judge",
-        "half pruned, trained back, against", "thinks as long as it needs", "a stock transformer",
-    ):  # fmt: skip
+        "specialist edit",
+        "a step of training",
+        "regmean",
+        "learned masks",
+        "ties, from a recipe, ours",
+        "half pruned, trained back",
+        "half by largest weights, trained back",
+        "what is saved",
+        "the judge",
+        "half pruned, trained back, against",
+        "thinks as long as it needs",
+        "a stock transformer",
+    ):
         assert re.search(rf"^{re.escape(name)} .*\d", printed, re.M), name
-    kept = [path for folder in ("rows", "figures") for path in (tmp_path / "out" / folder).rglob("*.json")]
+    kept = [
+        path
+        for folder in ("rows", "figures")
+        for path in (tmp_path / "out" / folder).rglob("*.json")
+    ]
     before = {path: path.stat().st_mtime_ns for path in kept}
     assert len(before) > 20
     assert "goes on: " in run_example("field_trial/merge.py", *given)
@@ -269,10 +334,15 @@ def test_the_instruction_example_runs(tmp_path):
     assert "is no model; run `make real`" in run_example("train_masks_on_instructions.py", *asked)
     save(tiny("llama-tied"), tmp_path / "model")
     save_tokenizer(tmp_path / "model", words)
-    printed = run_example("train_masks_on_instructions.py", *asked, "--only", "base", "spec*", "average", "ties")
+    printed = run_example(
+        "train_masks_on_instructions.py", *asked, "--only", "base", "spec*", "average", "ties"
+    )
     assert [line[:12] for line in printed.splitlines() if ".json" not in line][1:5] == [
-        "base        ", "specialist e", "specialist c", "average     "
-    ]  # fmt: skip
+        "base        ",
+        "specialist e",
+        "specialist c",
+        "average     ",
+    ]
     done = {path.stem: path.stat().st_mtime_ns for path in (tmp_path / "out" / "rows").iterdir()}
     assert "masks, evidence, seed 0" not in done
     printed = run_example("train_masks_on_instructions.py", *asked)
@@ -284,13 +354,25 @@ def test_the_instruction_example_runs(tmp_path):
     ):
         assert re.search(rf"^{re.escape(name)}.* +\d+\.\d+ +\d+\.\d+ ", printed, re.M), name
     rows = tmp_path / "out" / "rows"
-    assert all((rows / f"{name}.json").stat().st_mtime_ns == when for name, when in done.items())  # none twice
+    assert all(
+        (rows / f"{name}.json").stat().st_mtime_ns == when for name, when in done.items()
+    )  # none twice
 
 
 GRANULARITIES = ("scalar", "input", "output", "element")
-MASKED = ["blend", "masked_embedding", "masked_kl", "masked_linear accurate", "masked_linear efficient"]
-MASK_ROWS = [(op, g, "eager", d) for op in MASKED for g in GRANULARITIES for d in ("float32", "bfloat16")]
-MASK_ROWS = [row for row in MASK_ROWS if row[:2] != ("masked_linear efficient", "element")]  # there is no such thing
+MASKED = [
+    "blend",
+    "masked_embedding",
+    "masked_kl",
+    "masked_linear accurate",
+    "masked_linear efficient",
+]
+MASK_ROWS = [
+    (op, g, "eager", d) for op in MASKED for g in GRANULARITIES for d in ("float32", "bfloat16")
+]
+MASK_ROWS = [
+    row for row in MASK_ROWS if row[:2] != ("masked_linear efficient", "element")
+]  # there is no such thing
 FUSED = ["blend", "masked_embedding", "masked_linear accurate"]
 MASK_ROWS += [(op, g, "fused", "float32") for op in FUSED for g in GRANULARITIES]
 
@@ -307,10 +389,15 @@ def test_the_guide_to_masks_has_every_field():
 
 
 KRONECKER_ROWS = [
-    (f"kron_linear, {o}", "eager", d) for o in ("b_first", "a_first", "rebuild") for d in ("float32", "bfloat16")
+    (f"kron_linear, {o}", "eager", d)
+    for o in ("b_first", "a_first", "rebuild")
+    for d in ("float32", "bfloat16")
 ]
 KRONECKER_ROWS += [("kron_embedding", "eager", "float32")]
-KRONECKER_ROWS += [(op, "eager", "float32") for op in ("van_loan", "van_loan, normalized", "prune", "als", "to_linear")]
+KRONECKER_ROWS += [
+    (op, "eager", "float32")
+    for op in ("van_loan", "van_loan, normalized", "prune", "als", "to_linear")
+]
 KRONECKER_ROWS += [(op, "eager", "float32") for op in ("low_rank_linear", "low_rank_embedding")]
 KRONECKER_ROWS += [("fold", "stock checkpoint", d) for d in ("float32", "bfloat16")]
 
@@ -322,12 +409,15 @@ def test_the_guide_to_kronecker_has_every_preset_and_start():
     guide = (ROOT / "docs" / "kronecker.md").read_text(encoding="utf-8")
     assert all(f"`{name}` " in guide for name in kronecker.PRESETS)
     assert all(f'`"{name}"`' in guide for name in INITS)
-    assert len(re.findall(r"^\| (half|quarter),", guide, re.M)) == 4  # the starts that were measured
+    assert (
+        len(re.findall(r"^\| (half|quarter),", guide, re.M)) == 4
+    )  # the starts that were measured
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_snippets_about_smaller_models_run(tmp_path, monkeypatch):
-    """The guide's in order in one namespace, on a small model with a text made for it, with few tokens and steps."""
+    """The guide's in order in one namespace, on a small model with a text made for it, with few
+    tokens and steps."""
     monkeypatch.chdir(tmp_path)
     words = [f"w{i}" for i in range(96)]
     tiny("llama").save_pretrained("models/llama")
@@ -339,10 +429,14 @@ def test_the_snippets_about_smaller_models_run(tmp_path, monkeypatch):
     snippets, namespace = re.findall(r"```python\n(.*?)```", guide, re.S), {}
     assert len(snippets) == 5
     for code in snippets:
-        code = code.replace("50_000", "1_000").replace("5_000", "300").replace("context=256", "context=32")
-        code = re.sub(r"max_steps=\d+", 'max_steps=2, report_to="none", use_cpu=True', code).replace(
-            "bf16=True", "bf16=False"
+        code = (
+            code.replace("50_000", "1_000")
+            .replace("5_000", "300")
+            .replace("context=256", "context=32")
         )
+        code = re.sub(
+            r"max_steps=\d+", 'max_steps=2, report_to="none", use_cpu=True', code
+        ).replace("bf16=True", "bf16=False")
         exec(code, namespace)
     assert namespace["report"].after > 0
     assert Path("models/trained/config.json").exists()
@@ -353,7 +447,12 @@ THINKER_ROWS += [("think", "early exit", "float32"), ("think", "carry", "float32
 THINKER_ROWS += [("ThinkerTrainer", "resumed", "float32")]
 
 
-LORA_CASES = [f"lora_linear{c}{b}{d}" for c in ("", ", Conv1D") for b in ("", ", bias") for d in ("", ", dropout")]
+LORA_CASES = [
+    f"lora_linear{c}{b}{d}"
+    for c in ("", ", Conv1D")
+    for b in ("", ", bias")
+    for d in ("", ", dropout")
+]
 LORA_ROWS = [
     (op, impl, dtype)
     for op in LORA_CASES
@@ -363,9 +462,15 @@ LORA_ROWS = [
 LORA_ROWS += [("accelerate_lora_", "eager", dtype) for dtype in ("float32", "bfloat16")]
 
 
-PAIRWISE_ROWS = [("packed_attention", "eager", dtype) for dtype in ("float32", "bfloat16", "float16")]
-PAIRWISE_ROWS += [(link, "eager", dtype) for link in ("davidson",) for dtype in ("float32", "bfloat16")]
-PAIRWISE_ROWS += [(f"Pool, {kind}", "eager", "float32") for kind in ("mean", "first", "last", "last, mean")]
+PAIRWISE_ROWS = [
+    ("packed_attention", "eager", dtype) for dtype in ("float32", "bfloat16", "float16")
+]
+PAIRWISE_ROWS += [
+    (link, "eager", dtype) for link in ("davidson",) for dtype in ("float32", "bfloat16")
+]
+PAIRWISE_ROWS += [
+    (f"Pool, {kind}", "eager", "float32") for kind in ("mean", "first", "last", "last, mean")
+]
 PAIRWISE_ROWS += [(f"encoder, {kind}", "packed", "float32") for kind in (*PACKED, *DECODERS)]
 PAIRWISE_ROWS += [(f"encoder, {kind}", "padded", "float32") for kind in PADDED]
 
@@ -388,10 +493,21 @@ def test_guide_and_reference_of_thinking_have_every_task_choice_and_class():
 
     guide = (ROOT / "docs" / "thinker.md").read_text(encoding="utf-8")
     reference = text_of(next(page for page in PAGES if page.package == "thinker"))
-    modules = (thinker.flow, thinker.losses, thinker.report, thinker.schedules, thinker.state, thinker.training)
+    modules = (
+        thinker.flow,
+        thinker.losses,
+        thinker.report,
+        thinker.schedules,
+        thinker.state,
+        thinker.training,
+    )
     for module in modules:
         for name, value in vars(module).items():
-            if inspect.isclass(value) and value.__module__.startswith(module.__name__) and not name.startswith("_"):
+            if (
+                inspect.isclass(value)
+                and value.__module__.startswith(module.__name__)
+                and not name.startswith("_")
+            ):
                 shown = name in thinker.__all__ or f"::: {module.__name__}.{name}\n" in reference
                 assert shown or name in ("Pass",), f"{module.__name__}.{name}"
     for name, task in thinker.TASKS.items():
@@ -399,9 +515,14 @@ def test_guide_and_reference_of_thinking_have_every_task_choice_and_class():
         assert all(f"`{f.name}`" in guide for f in dataclasses.fields(task)), name
     for kinds in (config.Positions, config.LatentInit, config.MemoryKind, config.StepUpdate):
         assert all(f'`"{kind}"`' in guide for kind in get_args(kinds)), kinds
-    for kind in (*thinker.schedules.Schedule.__subclasses__(), *thinker.losses.StepLoss.__subclasses__()):
+    for kind in (
+        *thinker.schedules.Schedule.__subclasses__(),
+        *thinker.losses.StepLoss.__subclasses__(),
+    ):
         assert f"`{kind.__name__}`" in guide
-    results = json.loads((ROOT / "tests" / "benchmarks" / "results" / "thinker_accuracy.json").read_text())
+    results = json.loads(
+        (ROOT / "tests" / "benchmarks" / "results" / "thinker_accuracy.json").read_text()
+    )
     assert all(f"| {name} |" in guide for name in results["rows"])
 
 
@@ -414,13 +535,16 @@ def test_the_snippets_about_thinking_run(tmp_path, monkeypatch):
     found = [
         code
         for code in snippets
-        if re.search(r"th\.|model\.", code) and not re.search("kronecker|mergekit_lite|from heads", code)
+        if re.search(r"th\.|model\.", code)
+        and not re.search("kronecker|mergekit_lite|from heads", code)
     ]
     assert len(found) == 7
     namespace = {}
     try:
         for code in found:
-            code = re.sub(r"max_steps=\d+", "max_steps=2", code).replace("save_steps=500", "save_steps=2")
+            code = re.sub(r"max_steps=\d+", "max_steps=2", code).replace(
+                "save_steps=500", "save_steps=2"
+            )
             exec(code.replace('"runs/plan")', '"runs/plan", max_steps=2)'), namespace)
     finally:
         thinker.TASKS.pop("double", None)
@@ -432,7 +556,9 @@ def test_the_example_that_thinks_longer_runs(task, tmp_path):
     figures = tmp_path / "figures.json"
     options = ["--task", task, "--lengths", 4, 9, "--json", figures, "--out", tmp_path]
     printed = run_example("think_longer.py", *options, without=tmp_path if task == "sort" else None)
-    assert re.search(r"^\d+ parameters, lengths up to \d+, 20 iterations, \d+ CPU s$", printed, re.M)
+    assert re.search(
+        r"^\d+ parameters, lengths up to \d+, 20 iterations, \d+ CPU s$", printed, re.M
+    )
     points = json.loads(figures.read_text())
     assert {p["length"] for p in points} == {4, 9}
     assert all(0 <= p["rows"] <= p["symbols"] <= 1 and p["steps"] >= 1 for p in points)
@@ -442,7 +568,9 @@ def test_the_example_that_thinks_longer_runs(task, tmp_path):
 @pytest.mark.parametrize("puzzle", ["sudoku4", "maze", "sudoku9"])
 def test_the_example_that_solves_puzzles_runs(puzzle, tmp_path):
     figures = tmp_path / "figures.json"
-    printed = run_example("solve_puzzles.py", "--puzzle", puzzle, "--json", figures, "--out", tmp_path)
+    printed = run_example(
+        "solve_puzzles.py", "--puzzle", puzzle, "--json", figures, "--out", tmp_path
+    )
     assert re.search(r"^\d+ parameters, 8 iterations, \d+ CPU s$", printed, re.M)
     points = json.loads(figures.read_text())
     assert len(points) >= 4
@@ -452,7 +580,9 @@ def test_the_example_that_solves_puzzles_runs(puzzle, tmp_path):
         import solve_puzzles
 
         recipe = solve_puzzles.PUZZLES[puzzle](11, True)
-        seen, tested = (set(map(tuple, data.task.task.targets.tolist())) for data in (recipe.train, recipe.test))
+        seen, tested = (
+            set(map(tuple, data.task.task.targets.tolist())) for data in (recipe.train, recipe.test)
+        )
         assert not seen & tested
         assert 0 < len(tested) < len(seen)
     assert (tmp_path / f"{puzzle}.svg").exists()
@@ -463,10 +593,21 @@ def test_the_example_that_solves_puzzles_runs(puzzle, tmp_path):
 def test_parity_of_five_bits_becomes_parity_of_a_hundred(seed, tmp_path):
     """The figures that the guide promises, by the command that it shows."""
     figures, example = tmp_path / "figures.json", str(ROOT / "examples" / "think_longer.py")
-    options = ["--task", "parity", "--train-length", "5", "--seed", str(seed), "--json", str(figures)]
+    options = [
+        "--task",
+        "parity",
+        "--train-length",
+        "5",
+        "--seed",
+        str(seed),
+        "--json",
+        str(figures),
+    ]
     command = [sys.executable, example, *options, "--samples", "128"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=tmp_path).stdout
+    printed = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=environment, cwd=tmp_path
+    ).stdout
     assert int(re.search(r"(\d+) CPU s$", printed, re.M)[1]) < 60
     right = {(p["length"], p["steps"]): p["symbols"] for p in json.loads(figures.read_text())}
     assert right[40, 48] >= 0.999
@@ -524,16 +665,39 @@ def test_the_judge_example_runs_and_resumes(tmp_path):
     assert json.loads((tmp_path / "metrics.json").read_text())["flip_rate"] == 0
     rows = []
     for i in range(60):
-        won = dict(zip(("winner_model_a", "winner_model_b", "winner_tie"), [i % 3 == k for k in range(3)], strict=True))
-        rows.append({"prompt": f'["Name a tool {i}."]', "response_a": "a saw", "response_b": f"an axe {i}"} | won)
+        won = dict(
+            zip(
+                ("winner_model_a", "winner_model_b", "winner_tie"),
+                [i % 3 == k for k in range(3)],
+                strict=True,
+            )
+        )
+        rows.append(
+            {"prompt": f'["Name a tool {i}."]', "response_a": "a saw", "response_b": f"an axe {i}"}
+            | won
+        )
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with gzip.open(tmp_path / "test.csv.gz", "wt", newline="") as file:
         writer = csv.DictWriter(file, ["id", "prompt", "response_a", "response_b"])
         writer.writeheader()
-        asked = [row | {"prompt": '["\\ud83d"]'} if i == 1 else row for i, row in enumerate(rows[:5])]
-        writer.writerows({"id": 100 + i} | {k: row[k] for k in writer.fieldnames[1:]} for i, row in enumerate(asked))
+        asked = [
+            row | {"prompt": '["\\ud83d"]'} if i == 1 else row for i, row in enumerate(rows[:5])
+        ]
+        writer.writerows(
+            {"id": 100 + i} | {k: row[k] for k in writer.fieldnames[1:]}
+            for i, row in enumerate(asked)
+        )
     out = tmp_path / "b"
-    options = ["--data", tmp_path / "rows.jsonl", "--encoder", tmp_path / "encoder", "--batch", 8, "--out", out]
+    options = [
+        "--data",
+        tmp_path / "rows.jsonl",
+        "--encoder",
+        tmp_path / "encoder",
+        "--batch",
+        8,
+        "--out",
+        out,
+    ]
     options += ["--submit", tmp_path / "test.csv.gz", "--evaluate", tmp_path / "rows.jsonl"]
     printed = run_example("train_judge.py", *options)
     assert "60 of 60 rows" in printed
@@ -543,19 +707,34 @@ def test_the_judge_example_runs_and_resumes(tmp_path):
         found = list(csv.DictReader(file))
     assert [row.pop("id") for row in found] == ["100", "101", "102", "103", "104"]
     assert all(abs(sum(map(float, row.values())) - 1) < 1e-4 for row in found)
-    middle = [sum(float(row["winner_tie"]) for row in found if row is not found[1]) / 4, float(found[1]["winner_tie"])]
+    middle = [
+        sum(float(row["winner_tie"]) for row in found if row is not found[1]) / 4,
+        float(found[1]["winner_tie"]),
+    ]
     assert middle[0] == pytest.approx(middle[1], abs=1e-3)  # of the row that is none
-    last = max((out / "checkpoints").glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    last = max(
+        (out / "checkpoints").glob("checkpoint-*"),
+        key=lambda path: int(path.name.rpartition("-")[2]),
+    )
     (last / "trainer_state.json").write_text("{")  # cut short: the one before is taken
     printed = run_example("train_judge.py", *options, "--resume")
     assert re.search(rf"{last.name} is not whole", printed)
     assert re.search(r"going on from .*checkpoint-3$", printed, re.M)
     for flags in (["--resume"], []):  # the judge that is there would be lost
-        with pytest.raises(AssertionError, match=r"was begun with --batch 8; needed the same, or another --out"):
+        with pytest.raises(
+            AssertionError, match=r"was begun with --batch 8; needed the same, or another --out"
+        ):
             run_example("train_judge.py", *options, *flags, "--batch", 4)
     with pytest.raises(AssertionError, match=r"--evaluate .*test\.csv\.gz .*pairs without a label"):
         run_example("train_judge.py", *options, "--evaluate", tmp_path / "test.csv.gz")
-    options[3:4] = [tmp_path / "encoder", "--freeze", "bottom:1", "--link", "concat", "--no-append-prompt"]
+    options[3:4] = [
+        tmp_path / "encoder",
+        "--freeze",
+        "bottom:1",
+        "--link",
+        "concat",
+        "--no-append-prompt",
+    ]
     assert (out / "model" / "model.safetensors").exists()
     options[options.index(out)] = tmp_path / "c"
     assert "frozen: embeddings, encoder.layer.0" in run_example("train_judge.py", *options)
@@ -566,10 +745,14 @@ def test_the_search_for_a_judge_runs_and_goes_on(tmp_path):
     printed = run_example("search_judge.py", "--trials", 2, "--out", tmp_path)
     assert "0 of 2 trials are there" in printed
     assert re.search(
-        r"^best: --lr [\de.-]+ --weight-decay [\d.e-]+ --dropout [\d.]+ --hidden \d+ --link", printed, re.M
+        r"^best: --lr [\de.-]+ --weight-decay [\d.e-]+ --dropout [\d.]+ --hidden \d+ --link",
+        printed,
+        re.M,
     )
     assert re.search(r"^125 pairs: accuracy [\d.]+%$", printed, re.M)
-    assert "trials are there" in (again := run_example("search_judge.py", "--trials", 3, "--out", tmp_path))
+    assert "trials are there" in (
+        again := run_example("search_judge.py", "--trials", 3, "--out", tmp_path)
+    )
     assert "2 of 3 trials are there" in again
     assert "# A judge on bert" in (tmp_path / "model" / "README.md").read_text()
 
@@ -582,7 +765,11 @@ def runs_in(folder):
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_the_fine_tuning_example_runs_and_resumes(kind, tmp_path):
     adapts = kind == "lora"
-    options = ["--out", tmp_path, *(["--merge", "--rank", 4, "--pack"] if adapts else ["--full", "--last", 2])]
+    options = [
+        "--out",
+        tmp_path,
+        *(["--merge", "--rank", 4, "--pack"] if adapts else ["--full", "--last", 2]),
+    ]
     printed = run_example("finetune_lora.py", *options)
     assert re.search(r"^after:  loss [\d.]+, perplexity [\d.]+, judge [\d.]+$", printed, re.M)
     assert "said: " in printed
@@ -591,17 +778,31 @@ def test_the_fine_tuning_example_runs_and_resumes(kind, tmp_path):
     name = "adapter_model" if adapts else "model"
     assert (tmp_path / kind / "model" / f"{name}.safetensors").exists()
     assert (tmp_path / kind / "merged").exists() == adapts
-    (tmp_path / "rows.json").write_text(json.dumps([{"instruction": f"Say {i}.", "output": f"{i}"} for i in range(30)]))
-    named = ["--data", tmp_path / "rows.json", "--model", tmp_path / "base-smoke", "--judge", "gain", "--resume"]
+    (tmp_path / "rows.json").write_text(
+        json.dumps([{"instruction": f"Say {i}.", "output": f"{i}"} for i in range(30)])
+    )
+    named = [
+        "--data",
+        tmp_path / "rows.json",
+        "--model",
+        tmp_path / "base-smoke",
+        "--judge",
+        "gain",
+        "--resume",
+    ]
     anew = ["--out", tmp_path / "new", *options[2:]]
     assert "starting anew" in run_example("finetune_lora.py", *anew, *named, without=tmp_path)
     assert "is finished" in run_example("finetune_lora.py", *anew, *named)
     (row,) = runs_in(tmp_path / "new")
     assert row["steps"] == "6"
     state = tmp_path / "new" / kind / "checkpoints" / "checkpoint-6" / "trainer_state.json"
-    state.write_text(json.dumps(json.loads(state.read_text()) | {"global_step": 4}))  # as if it had been stopped there
+    state.write_text(
+        json.dumps(json.loads(state.read_text()) | {"global_step": 4})
+    )  # as if it had been stopped there
     assert "going on from" in run_example("finetune_lora.py", *anew, *named)
-    assert [row["tokens_per_second"] for row in runs_in(tmp_path / "new")][1] == ""  # of a part of a run
+    assert [row["tokens_per_second"] for row in runs_in(tmp_path / "new")][
+        1
+    ] == ""  # of a part of a run
     with pytest.raises(AssertionError, match=r"the run in .* has lr"):
         run_example("finetune_lora.py", *anew, *named, "--lr", "1")
 
@@ -617,7 +818,14 @@ def test_the_fine_tuning_example_runs_and_resumes(kind, tmp_path):
     ],
 )
 def test_what_cannot_be_tuned_is_told_in_a_line(options, told, tmp_path):
-    command = [sys.executable, str(ROOT / "examples" / "finetune_lora.py"), "--smoke", "--out", str(tmp_path), *options]
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "finetune_lora.py"),
+        "--smoke",
+        "--out",
+        str(tmp_path),
+        *options,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode != 0
     assert told in done.stderr
@@ -627,9 +835,15 @@ def test_what_cannot_be_tuned_is_told_in_a_line(options, told, tmp_path):
 
 def test_the_sweep_makes_each_run_once(tmp_path):
     config = tmp_path / "sweep.yml"
-    config.write_text("common: {batch: 4}\nruns:\n  - {rank: [2, 4]}\n  - {full: true, lr: 5.0e-4}\n")
+    config.write_text(
+        "common: {batch: 4}\nruns:\n  - {rank: [2, 4]}\n  - {full: true, lr: 5.0e-4}\n"
+    )
     printed = run_example("sweep_lora.py", config, "--out", tmp_path)
-    assert [row["name"] for row in runs_in(tmp_path / "smoke")] == ["rank2", "rank4", "full-lr0.0005"]
+    assert [row["name"] for row in runs_in(tmp_path / "smoke")] == [
+        "rank2",
+        "rank4",
+        "full-lr0.0005",
+    ]
     assert (tmp_path / "smoke" / "table.md").read_text() in printed
     assert (tmp_path / "smoke" / "sweep.png").stat().st_size > 5_000
     assert run_example("sweep_lora.py", config, "--out", tmp_path).count("is there already") == 3
@@ -638,7 +852,10 @@ def test_the_sweep_makes_each_run_once(tmp_path):
 def test_the_compression_example_runs(tmp_path):
     options = ["--out", tmp_path, "--init", "prune", "sequential"]
     printed = run_example("compress_gpt2.py", *options)
-    assert all(re.search(rf"^{start} +[\d,]+ +[\d.]+ +[\d.]+", printed, re.M) for start in ("prune", "sequential"))
+    assert all(
+        re.search(rf"^{start} +[\d,]+ +[\d.]+ +[\d.]+", printed, re.M)
+        for start in ("prune", "sequential")
+    )
     assert (tmp_path / "losses.png").stat().st_size > 10_000
     assert (tmp_path / "sequential" / "folded" / "model.safetensors").exists()
     again = run_example("compress_gpt2.py", *options, "--resume", without=tmp_path)
@@ -654,15 +871,30 @@ def test_the_shrinking_example_writes_a_stock_model(tmp_path):
     model = tiny("llama").to(torch.bfloat16)
     model.save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model", words)
-    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": " ".join(words)}) for _ in range(10)))
-    options = ["--model", tmp_path / "model", "--calibration", tmp_path / "texts.jsonl", "--out", tmp_path / "small"]
-    printed = run_example("shrink_model.py", *options, "--keep", 0.25, "--json", tmp_path / "figures.json")
+    (tmp_path / "texts.jsonl").write_text(
+        "\n".join(json.dumps({"text": " ".join(words)}) for _ in range(10))
+    )
+    options = [
+        "--model",
+        tmp_path / "model",
+        "--calibration",
+        tmp_path / "texts.jsonl",
+        "--out",
+        tmp_path / "small",
+    ]
+    printed = run_example(
+        "shrink_model.py", *options, "--keep", 0.25, "--json", tmp_path / "figures.json"
+    )
     told = json.loads((tmp_path / "figures.json").read_text())
     assert told["models"][0]["name"] == "original"
     assert told["models"][1]["parameters"] < told["models"][0]["parameters"]
     assert told["bytes"][1] < told["bytes"][0]
     assert "on disk:" in printed
-    rows = [line.split() for line in printed.splitlines() if line.startswith(("original", str(tmp_path / "small")))]
+    rows = [
+        line.split()
+        for line in printed.splitlines()
+        if line.startswith(("original", str(tmp_path / "small")))
+    ]
     assert [row[1] for row in rows] == ["10,896", "7,440"]
     smaller = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
     assert smaller.dtype == torch.bfloat16
@@ -673,11 +905,15 @@ def test_the_readme_example_of_the_guide_registers_and_merges(tmp_path):
     """The user-defined method of the guide, as printed there."""
     from mergekit_lite import merge_models
 
-    code = re.search(r"```python\n(import torch\nfrom mergekit_lite import PerModel.*?)```", MERGING, re.S)[1]
+    code = re.search(
+        r"```python\n(import torch\nfrom mergekit_lite import PerModel.*?)```", MERGING, re.S
+    )[1]
     models = {"model_a": {"w": torch.randn(4, 3)}, "model_b": {"w": torch.randn(4, 3)}}
     try:
         exec(code.replace('out="out"', f"out={str(tmp_path / 'o')!r}, progress=False"), models)
-        merged = merge_models([models["model_a"], models["model_b"]], "soft_vote", sharpness=2.0, progress=False)
+        merged = merge_models(
+            [models["model_a"], models["model_b"]], "soft_vote", sharpness=2.0, progress=False
+        )
         assert merged["w"].shape == (4, 3)
     finally:
         METHODS.pop("soft_vote", None)
@@ -693,13 +929,29 @@ def test_accelerate_runs_an_example_in_two_processes(tmp_path):
     script = tmp_path / "judge.py"
     example = ROOT / "examples" / "train_judge.py"
     script.write_text(
-        "import runpy, sys\nfrom accelerate import PartialState\nassert PartialState(cpu=True).num_processes == 2\n"
-        f"sys.path.insert(0, {str(example.parent)!r})\nrunpy.run_path({str(example)!r}, run_name='__main__')\n"
+        "import runpy, sys\nfrom accelerate import PartialState\nassert "
+        "PartialState(cpu=True).num_processes == 2\nsys.path.insert(0, "
+        f"{str(example.parent)!r})\nrunpy.run_path({str(example)!r}, run_name='__main__')\n"
     )
     file = ROOT / "examples" / "accelerate" / "two_processes.yaml"
-    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file", str(file), str(script)]
+    command = [
+        str(Path(sys.executable).parent / "accelerate"),
+        "launch",
+        "--config_file",
+        str(file),
+        str(script),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    given = [*command, "--smoke", "--encoder", str(encoder), "--freeze", "none", "--out", str(tmp_path / "out")]
+    given = [
+        *command,
+        "--smoke",
+        "--encoder",
+        str(encoder),
+        "--freeze",
+        "none",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     done = subprocess.run(given, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
@@ -707,7 +959,8 @@ def test_accelerate_runs_an_example_in_two_processes(tmp_path):
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs_twice_in_one_folder(name, tmp_path, monkeypatch):
-    """Cell by cell in one namespace, as a reader would run it, with fewer steps; what it says it found is stored."""
+    """Cell by cell in one namespace, as a reader would run it, with fewer steps; what it says it
+    found is stored."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")
     cells = cells_of(name)
@@ -731,6 +984,8 @@ def test_a_notebook_shows_what_it_found(name):
     assert counts == list(range(1, len(code) + 1))  # run from the first to the last
     outputs = [output for cell in code for output in cell["outputs"]]
     assert any("image/png" in output.get("data", {}) for output in outputs)
-    assert not any(output["output_type"] == "error" or output.get("name") == "stderr" for output in outputs)
+    assert not any(
+        output["output_type"] == "error" or output.get("name") == "stderr" for output in outputs
+    )
     first = "".join(notebook["cells"][0]["source"])
     assert re.match(r"# .*\?\n", first)  # a question

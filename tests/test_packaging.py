@@ -1,6 +1,8 @@
-"""What is built: a wheel whose packages import and whose commands run, an sdist that a test run can start from.
+"""What is built: a wheel whose packages import and whose commands run, an sdist that a test run can
+start from.
 
-`make test-wheel` builds both, and runs this file and the doctests against the wheel; elsewhere what needs them skips.
+`make test-wheel` builds both, and runs this file and the doctests against the wheel; elsewhere what
+needs them skips.
 """
 
 import os
@@ -33,7 +35,12 @@ def test_every_package_is_typed_and_knows_its_version(package):
 
 
 @pytest.mark.parametrize(
-    "command", [("mergekit_lite", "plan", "--help"), ("kronecker", "convert", "--help"), ("model_components", "doctor")]
+    "command",
+    [
+        ("mergekit_lite", "plan", "--help"),
+        ("kronecker", "convert", "--help"),
+        ("model_components", "doctor"),
+    ],
 )
 def test_the_commands_run(command):
     done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
@@ -50,7 +57,11 @@ def test_the_wheel_has_the_packages_and_nothing_else():
         assert f"{package}/py.typed" in names
         sources = {str(p.relative_to(ROOT / "src")) for p in (ROOT / "src" / package).rglob("*.py")}
         assert sources <= set(names)
-    for line in ("License-Expression: Apache-2.0", "Programming Language :: Python :: 3.13", "Typing :: Typed"):
+    for line in (
+        "License-Expression: Apache-2.0",
+        "Programming Language :: Python :: 3.13",
+        "Typing :: Typed",
+    ):
         assert line in metadata
     assert "](docs/" not in metadata  # a link of the README's that works in a checkout alone
 
@@ -59,11 +70,22 @@ def test_a_test_run_can_start_from_the_sdist(tmp_path):
     with tarfile.open(built("*.tar.gz")) as file:
         file.extractall(tmp_path, filter="data")
     (folder,) = tmp_path.iterdir()
-    for name in ("Makefile", "conftest.py", "constraints.txt", "mkdocs.yml", "LICENSE", "README.md", "CONTRIBUTING.md"):
+    for name in (
+        "Makefile",
+        "conftest.py",
+        "constraints.txt",
+        "mkdocs.yml",
+        "LICENSE",
+        "README.md",
+        "CONTRIBUTING.md",
+    ):
         assert (folder / name).is_file(), name
     environment = os.environ | {"PYTHONPATH": str(folder / "src")}
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
     ours = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1].split(" in ")[0] == ours.stdout.splitlines()[-1].split(" in ")[0]
+    assert (
+        done.stdout.splitlines()[-1].split(" in ")[0]
+        == ours.stdout.splitlines()[-1].split(" in ")[0]
+    )

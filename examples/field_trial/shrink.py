@@ -1,9 +1,11 @@
-"""Chapter 3. The merge with half of every MLP: pruned and fitted, or by largest weights; then both trained back.
+"""Chapter 3. The merge with half of every MLP: pruned and fitted, or by largest weights.
+
+Then both trained back.
 
     python examples/field_trial/shrink.py       # after merge.py
 
-A user would have dropped the neurons with the smallest weights and trained on. Both are trained back alike: by the
-merge's own logits, on the same batches, in as many steps.
+A user would have dropped the neurons with the smallest weights and trained on. Both are trained
+back alike: by the merge's own logits, on the same batches, in as many steps.
 """
 
 from typing import Any
@@ -25,8 +27,13 @@ def merged(story: Story) -> Any:
 def fitted(story: Story) -> Any:
     """Neurons chosen by what they cost, and the others fitted to make up for them."""
     model = merged(story)
-    data = [{n: b[n] for n in ("input_ids", "attention_mask")} for b in story.batches(2 if story.given.smoke else 60)]
-    prune_(model, PruneConfig(keep=0.5), calibration=data, cache=story.out / "prune", progress=False)
+    data = [
+        {n: b[n] for n in ("input_ids", "attention_mask")}
+        for b in story.batches(2 if story.given.smoke else 60)
+    ]
+    prune_(
+        model, PruneConfig(keep=0.5), calibration=data, cache=story.out / "prune", progress=False
+    )
     return model
 
 
@@ -36,7 +43,9 @@ def by_weights(story: Story) -> Any:
     model = merged(story)
     for mlp in find_mlps(model):
         *ups, down = (model.get_submodule(n) for n in (*mlp.ups, mlp.down))
-        sizes = torch.stack([down.weight.norm(dim=0), *(up.weight.norm(dim=1) for up in ups)]).prod(0)
+        sizes = torch.stack([down.weight.norm(dim=0), *(up.weight.norm(dim=1) for up in ups)]).prod(
+            0
+        )
         kept = sizes.argsort()[len(sizes) // 2 :].sort().values
         down.weight = torch.nn.Parameter(down.weight[:, kept])
         for up in ups:
@@ -68,7 +77,9 @@ def main() -> None:
     rows = {
         "half pruned": lambda: story.load_model(story.keep_model("half pruned", fitted(story))),
         "half pruned, trained back": lambda: story.load_model(
-            story.keep_model("half pruned, trained back", trained_back(story, loaded(story, "half pruned")))
+            story.keep_model(
+                "half pruned, trained back", trained_back(story, loaded(story, "half pruned"))
+            )
         ),
         "half by largest weights": lambda: by_weights(story),
         "half by largest weights, trained back": lambda: trained_back(story, by_weights(story)),
@@ -81,7 +92,11 @@ def main() -> None:
         whole, half = merged(story), loaded(story, "half pruned")
         counts = num_parameters(half), num_parameters(whole)
         times = tokens_a_second(half, batch), tokens_a_second(whole, batch)
-        return {"parameters": counts[0], "of": counts[1], "tokens a second, times": round(times[0] / times[1], 2)}
+        return {
+            "parameters": counts[0],
+            "of": counts[1],
+            "tokens a second, times": round(times[0] / times[1], 2),
+        }
 
     story.figure("shrink", "what is saved", worth)
 

@@ -1,4 +1,7 @@
-"""What the chapters of the field trial share: flags, what is kept of a run, and the models of each stage by name."""
+"""What the chapters of the field trial share.
+
+Flags, what is kept of a run, and the models of each stage by name.
+"""
 
 import argparse
 import json
@@ -20,20 +23,32 @@ from mergekit_lite import merge_models
 
 
 class Story(Trial):
-    """A base, two specialists of it, and what becomes of them; every figure is kept in OUT, none is made twice."""
+    """A base, two specialists of it, and what becomes of them.
+
+    Every figure is kept in OUT, none is made twice.
+    """
 
     def models(self) -> dict[str, Path]:
         """The folders of the stages that are there, in the order of the story."""
         stages = ("merged", "half pruned", "half pruned, trained back")
-        folders = {"base": Path(self.model), **{stage: self.out / "models" / stage for stage in stages}}
-        return {name: folder for name, folder in folders.items() if (folder / "config.json").is_file()}
+        folders = {
+            "base": Path(self.model),
+            **{stage: self.out / "models" / stage for stage in stages},
+        }
+        return {
+            name: folder for name, folder in folders.items() if (folder / "config.json").is_file()
+        }
 
     def figure(self, chapter: str, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What ``make`` finds, printed in a line, unless it is there."""
         file = self.out / "figures" / chapter / f"{name}.json"
         if not file.is_file():
             begin = cpu_seconds()
-            found = {**make(), "cpu_seconds": round(cpu_seconds() - begin, 1), "settings": self.settings}
+            found = {
+                **make(),
+                "cpu_seconds": round(cpu_seconds() - begin, 1),
+                "settings": self.settings,
+            }
             file.parent.mkdir(parents=True, exist_ok=True)
             part = file.with_suffix(".partial")
             part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -41,7 +56,11 @@ class Story(Trial):
         found = json.loads(file.read_text(encoding="utf-8"))
         if found.pop("settings") != self.settings:
             sys.exit(f"{file} is of a run with other settings; name another --out")
-        shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items() if _short(v))
+        shown = (
+            f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
+            for k, v in found.items()
+            if _short(v)
+        )
         print(f"{name:34s} {', '.join(shown)}", flush=True)
         return found
 
@@ -59,30 +78,53 @@ class Story(Trial):
         """A specialist with its adapter merged in, for programs that take no adapters."""
         folder = self.out / "models" / list(KINDS)[k]
         if not folder.is_dir():
-            merge_models([self.components[k]], "linear", weight=[1.0], out=folder, dtype="bfloat16", progress=False)
+            merge_models(
+                [self.components[k]],
+                "linear",
+                weight=[1.0],
+                out=folder,
+                dtype="bfloat16",
+                progress=False,
+            )
         return folder
 
     def batches(self, count: int) -> Iterator[dict[str, Any]]:
         """Batches of 8 training examples of both kinds, in turn."""
         for start in range(0, count * 4, 4):
             rows = [part[k % len(part)] for part in self.train for k in range(start, start + 4)]
-            yield self.collator([{name: row[name] for name in ("input_ids", "labels")} for row in rows])
+            yield self.collator(
+                [{name: row[name] for name in ("input_ids", "labels")} for row in rows]
+            )
 
 
 def begin(description: str | None) -> Story | None:
     """The story so far; None where the model or the data are not there, which is said."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path("build/real/smollm2"), help="folder of the base")
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of instruction data")
-    parser.add_argument("--judge", type=Path, help="folder of the judge's encoder (default: MiniLM, by `make real`)")
-    parser.add_argument("--out", type=Path, default=Path("runs/field_trial"), help="folder for all that is made")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, default=Path("build/real/smollm2"), help="folder of the base"
+    )
+    parser.add_argument(
+        "--data", type=Path, default=Path("../shared/data"), help="folder of instruction data"
+    )
+    parser.add_argument(
+        "--judge", type=Path, help="folder of the judge's encoder (default: MiniLM, by `make real`)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/field_trial"), help="folder for all that is made"
+    )
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
     given = parser.parse_args()
     given.seeds, given.only = 1, ["*"]
     logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message=".*is deprecated.*")  # transformers' and peft's own affair
+    warnings.filterwarnings(
+        "ignore", message=".*is deprecated.*"
+    )  # transformers' and peft's own affair
     if not any(given.data.glob("*.json")):
-        print(f"skipped: {given.data} is no folder with *.json of instructions; name one with --data")
+        print(
+            f"skipped: {given.data} is no folder with *.json of instructions; name one with --data"
+        )
         return None
     if not (given.model / "config.json").is_file():
         print(f"skipped: {given.model} is no model; run `make real`, or name one with --model")
@@ -98,7 +140,10 @@ def cpu_seconds() -> float:
 
 def head(story: Story) -> None:
     """The columns of the rows that follow."""
-    print(f"{'nats a token, held out':34s} {' '.join(f'{kind:>8s}' for kind in KINDS)}     mean   CPU s to make it")
+    print(
+        f"{'nats a token, held out':34s} {' '.join(f'{kind:>8s}' for kind in KINDS)}     mean   "
+        "CPU s to make it"
+    )
 
 
 def seconds_of(work: Callable[[], Any]) -> float:

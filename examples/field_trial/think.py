@@ -1,4 +1,7 @@
-"""Chapter 5. A small model that learns to add numbers of five digits, and adds numbers of a hundred by thinking longer.
+"""Chapter 5.
+
+A small model that learns to add numbers of five digits, and adds numbers of a hundred by thinking
+longer.
 
     python examples/field_trial/think.py
 
@@ -20,13 +23,19 @@ def data_of(longest: int) -> th.CurriculumDataset:
     """Columns of two digits, from the last; training has up to five."""
     task = th.AtTokens(th.make_task("add_columns", base=10))
     return th.CurriculumDataset(
-        task, th.Frontier(max_length=longest), n_step=lambda length: (1, length + 6), holdout=0.0, seed=11
+        task,
+        th.Frontier(max_length=longest),
+        n_step=lambda length: (1, length + 6),
+        holdout=0.0,
+        seed=11,
     )
 
 
 def columns(batch: dict[str, Any]) -> dict[str, Any]:
     """What a stock model takes of a batch."""
-    return {name: torch.as_tensor(batch[name]) for name in ("input_ids", "attention_mask", "labels")}
+    return {
+        name: torch.as_tensor(batch[name]) for name in ("input_ids", "attention_mask", "labels")
+    }
 
 
 def thinks(story: Story) -> dict[str, Any]:
@@ -34,16 +43,31 @@ def thinks(story: Story) -> dict[str, Any]:
     set_seed(11)
     data, steps = data_of(5), 20 if story.given.smoke else 2000
     config = th.ThinkerConfig(
-        **data.sizes(max(LENGTHS)), causal=True, window=2, positions="rotary", hidden_size=32, num_heads=2
+        **data.sizes(max(LENGTHS)),
+        causal=True,
+        window=2,
+        positions="rotary",
+        hidden_size=32,
+        num_heads=2,
     )
     model = th.LatentThinker(config)
     arguments = th.thinker_arguments(
-        story.out / "thinker", max_steps=steps, learning_rate=4e-3, warmup_steps=50, seed=11, use_cpu=True
+        story.out / "thinker",
+        max_steps=steps,
+        learning_rate=4e-3,
+        warmup_steps=50,
+        seed=11,
+        use_cpu=True,
     )
     th.ThinkerTrainer(model, arguments, train_dataset=data, step_loss=th.Reach(window=2)).train()
-    found = th.evaluate_steps(model, data, list(LENGTHS), n_steps=lambda length: [2 * length], samples=64)
+    found = th.evaluate_steps(
+        model, data, list(LENGTHS), n_steps=lambda length: [2 * length], samples=64
+    )
     rights = {row["length"]: row["symbols"] for row in found.rows()}
-    return {"parameters": model.num_parameters(), **{f"right at {n}": round(rights[n], 4) for n in LENGTHS}}
+    return {
+        "parameters": model.num_parameters(),
+        **{f"right at {n}": round(rights[n], 4) for n in LENGTHS},
+    }
 
 
 def reads(story: Story) -> dict[str, Any]:
@@ -51,10 +75,18 @@ def reads(story: Story) -> dict[str, Any]:
     set_seed(11)
     data, steps = data_of(5), 20 if story.given.smoke else 2000
     sizes = data.sizes(max(LENGTHS))
-    model = LlamaForTokenClassification(LlamaConfig(
-        vocab_size=sizes["vocab_size"], num_labels=sizes["output_size"], hidden_size=32, intermediate_size=64,
-        num_hidden_layers=3, num_attention_heads=2, max_position_embeddings=128, pad_token_id=None,
-    ))  # fmt: skip
+    model = LlamaForTokenClassification(
+        LlamaConfig(
+            vocab_size=sizes["vocab_size"],
+            num_labels=sizes["output_size"],
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            max_position_embeddings=128,
+            pad_token_id=None,
+        )
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps + 1)
     for step in range(steps):
@@ -69,7 +101,9 @@ def reads(story: Story) -> dict[str, Any]:
         with torch.no_grad():
             said = model(batch["input_ids"], batch["attention_mask"]).logits.argmax(-1)
         asked = batch["labels"] != -100
-        found[f"right at {length}"] = round(float((said == batch["labels"])[asked].double().mean()), 4)
+        found[f"right at {length}"] = round(
+            float((said == batch["labels"])[asked].double().mean()), 4
+        )
     return {"parameters": model.num_parameters(), **found}
 
 

@@ -2,8 +2,9 @@
 
     python examples/field_trial/tune.py
 
-One is tuned on editing a text, one on writing one. A user would have used peft: ours is peft's model with another
-forward, so that losses are the same; what differs is time, measured step by step in turn.
+One is tuned on editing a text, one on writing one. A user would have used peft: ours is peft's
+model with another forward, so that losses are the same; what differs is time, measured step by step
+in turn.
 """
 
 import statistics
@@ -18,7 +19,9 @@ from heads.lora import prepare_lora
 def steps_in_turn(story: Story) -> dict[str, Any]:
     """Training steps of peft's forward and of ours, from one adapter, on the same batches."""
     ways = {"peft": get_peft_model, "ours": prepare_lora}
-    models = {name: make(story.load_model(story.model), story.lora()) for name, make in ways.items()}
+    models = {
+        name: make(story.load_model(story.model), story.lora()) for name, make in ways.items()
+    }
     models["ours"].load_state_dict(models["peft"].state_dict())
     times: dict[str, list[float]] = {name: [] for name in ways}
     losses: dict[str, list[float]] = {name: [] for name in ways}
@@ -35,7 +38,11 @@ def steps_in_turn(story: Story) -> dict[str, Any]:
             losses[name].append(float(kept[0].detach()))
     ours, theirs = (statistics.median(times[name][1:]) for name in ("ours", "peft"))
     apart = max(abs(a - b) for a, b in zip(losses["ours"], losses["peft"], strict=True))
-    return {"seconds a step": round(ours, 3), "of peft's": round(ours / theirs, 3), "losses apart": float(apart)}
+    return {
+        "seconds a step": round(ours, 3),
+        "of peft's": round(ours / theirs, 3),
+        "losses apart": float(apart),
+    }
 
 
 def main() -> None:
@@ -44,7 +51,10 @@ def main() -> None:
         return
     head(story)
     story.row("base", lambda: story.load_model(story.model))
-    rows = [story.row(f"specialist {kind}", lambda k=k: story.specialist(k)) for k, kind in enumerate(KINDS)]
+    rows = [
+        story.row(f"specialist {kind}", lambda k=k: story.specialist(k))
+        for k, kind in enumerate(KINDS)
+    ]
     if not story.given.smoke:
         story.check_specialists([row for row in rows if row is not None])
     story.figure("tune", "a step of training", lambda: steps_in_turn(story))

@@ -1,12 +1,16 @@
-"""Make pretrained models smaller: fewer neurons, low rank or Kronecker sums, fitted to data, then trained back.
+"""Make pretrained models smaller: fewer neurons, low rank or Kronecker sums.
 
-`prune_` drops hidden neurons, fits the rest to make up for them and leaves a stock model. With `convert_` weights
-become products of thin matrices, or ``Σ_r s_r A_r ⊗ B_r``, sums of Kronecker products. `KroneckerTrainer` trains
-smaller models back; `fold` writes a stock checkpoint.
+They are fitted to data, then trained back.
+
+`prune_` drops hidden neurons, fits the rest to make up for them and leaves a stock model. With
+`convert_` weights become products of thin matrices, or ``Σ_r s_r A_r ⊗ B_r``, sums of Kronecker
+products. `KroneckerTrainer` trains smaller models back; `fold` writes a stock checkpoint.
 
 >>> from transformers import GPT2Config, GPT2LMHeadModel
 >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=1, n_head=1))
->>> report = prune_(model, PruneConfig(keep=0.5), calibration=[torch.tensor([[1, 2, 3]])], progress=False)
+>>> report = prune_(
+...     model, PruneConfig(keep=0.5), calibration=[torch.tensor([[1, 2, 3]])], progress=False
+... )
 >>> model.config.n_inner, report.after < report.before
 (8, True)
 """

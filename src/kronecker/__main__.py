@@ -31,33 +31,56 @@ def parser() -> argparse.ArgumentParser:
     """The arguments."""
     top = argparse.ArgumentParser(prog="python -m kronecker", description="Make models smaller.")
     commands = top.add_subparsers(dest="command", required=True)
-    pruning = commands.add_parser("prune", help="drop hidden neurons or blocks and write a smaller stock model")
+    pruning = commands.add_parser(
+        "prune", help="drop hidden neurons or blocks and write a smaller stock model"
+    )
     pruning.add_argument("model", help="folder or hub id of a transformers model")
     pruning.add_argument("out", help="folder to write; must not exist or be empty")
     share = pruning.add_mutually_exclusive_group()
     share.add_argument("--keep", type=float, help="share that stays (default: 0.5)")
-    share.add_argument("--budget", type=int, help="parameters of the whole model, instead of --keep")
-    pruning.add_argument("--granularity", choices=GRANULARITIES, default="neuron", help="what goes (default: neuron)")
-    pruning.add_argument("--multiple-of", type=int, default=1, help="round sizes to this (default: 1)")
-    convert = commands.add_parser("convert", help="compress a model's MLPs by low rank or Kronecker sums and write it")
+    share.add_argument(
+        "--budget", type=int, help="parameters of the whole model, instead of --keep"
+    )
+    pruning.add_argument(
+        "--granularity", choices=GRANULARITIES, default="neuron", help="what goes (default: neuron)"
+    )
+    pruning.add_argument(
+        "--multiple-of", type=int, default=1, help="round sizes to this (default: 1)"
+    )
+    convert = commands.add_parser(
+        "convert", help="compress a model's MLPs by low rank or Kronecker sums and write it"
+    )
     convert.add_argument("model", help="folder or hub id of a transformers model")
     convert.add_argument("out", help="folder to write; must not exist or be empty")
     what = convert.add_mutually_exclusive_group(required=True)
     what.add_argument("--preset", choices=PRESETS, help="for GPT-2 124M")
     what.add_argument("--b-shape", type=int, nargs=2, metavar=("O2", "I2"), help="Kronecker sums")
-    what.add_argument("--low-rank", type=float, metavar="KEEP", help="two thin matrices of this share")
+    what.add_argument(
+        "--low-rank", type=float, metavar="KEEP", help="two thin matrices of this share"
+    )
     convert.add_argument(
-        "--layers", nargs="+", metavar="PATTERN", help="these instead of the MLPs, such as '*embed_tokens'"
+        "--layers",
+        nargs="+",
+        metavar="PATTERN",
+        help="these instead of the MLPs, such as '*embed_tokens'",
     )
     convert.add_argument("--rank", type=int, default=1, help="terms, with --b-shape (default: 1)")
-    convert.add_argument("--init", choices=INITS, help="where Kronecker factors start (default: sequential)")
-    folding = commands.add_parser("fold", help="write the smallest stock checkpoint of a compressed model")
+    convert.add_argument(
+        "--init", choices=INITS, help="where Kronecker factors start (default: sequential)"
+    )
+    folding = commands.add_parser(
+        "fold", help="write the smallest stock checkpoint of a compressed model"
+    )
     folding.add_argument("model", help="folder that convert wrote")
     folding.add_argument("out", help="folder to write; must not exist or be empty")
     comparing = commands.add_parser("compare", help="parameters, perplexity and speed of models")
     comparing.add_argument("models", nargs="+", help="folders, compressed or not")
-    comparing.add_argument("--text", required=True, nargs="+", help="files as for --calibration, each a column")
-    comparing.add_argument("--stride", type=int, help="tokens between the starts of overlapping windows")
+    comparing.add_argument(
+        "--text", required=True, nargs="+", help="files as for --calibration, each a column"
+    )
+    comparing.add_argument(
+        "--stride", type=int, help="tokens between the starts of overlapping windows"
+    )
     for command in (pruning, convert):
         command.add_argument(
             "--calibration",
@@ -68,8 +91,12 @@ def parser() -> argparse.ArgumentParser:
     for command in (pruning, convert, comparing):
         command.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
         many = 50_000 if command is pruning else 12_000
-        command.add_argument("--tokens", type=int, default=many, help=f"of the text to use (default: {many})")
-        command.add_argument("--context", type=int, default=512, help="tokens in a row (default: 512)")
+        command.add_argument(
+            "--tokens", type=int, default=many, help=f"of the text to use (default: {many})"
+        )
+        command.add_argument(
+            "--context", type=int, default=512, help="tokens in a row (default: 512)"
+        )
         command.add_argument("--tokenizer", help="folder or hub id (default: the model's own)")
     return top
 
@@ -85,15 +112,21 @@ def load(name: str) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(name)
     except OSError as error:
         first = str(error).splitlines()[0]
-        raise ValueError(f"kronecker: {name} is no model's folder, nor found on the hub ({first})") from None
+        raise ValueError(
+            f"kronecker: {name} is no model's folder, nor found on the hub ({first})"
+        ) from None
     architectures = config.architectures or []
     if not architectures:
         raise ValueError(f"kronecker: {name} does not say its architecture in config.json")
     try:
-        loaded: Any = model_class(architectures[0], "kronecker").from_pretrained(name, output_loading_info=True)
+        loaded: Any = model_class(architectures[0], "kronecker").from_pretrained(
+            name, output_loading_info=True
+        )
         model, loading_info = loaded
     except Exception as error:  # whatever a damaged file or a config that was edited gives
-        raise ValueError(f"kronecker: {name} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"kronecker: {name} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
     for what in ("missing_keys", "mismatched_keys"):
         if loading_info[what]:
             names = sorted(map(str, loading_info[what]))
@@ -102,26 +135,39 @@ def load(name: str) -> PreTrainedModel:
                 f"({len(names)} weights, which would be random)"
             )
     if unexpected := loading_info["unexpected_keys"]:
-        print(f"kronecker: {len(unexpected)} weights in {name} are not used by the model", file=sys.stderr)
+        print(
+            f"kronecker: {len(unexpected)} weights in {name} are not used by the model",
+            file=sys.stderr,
+        )
     return model.eval()
 
 
-def tokens(options: argparse.Namespace, file: str, tokenizer: str, *models: PreTrainedModel) -> list[Tensor]:
-    """Batches of token ids from the beginning of a text, in rows that the models have positions for."""
+def tokens(
+    options: argparse.Namespace, file: str, tokenizer: str, *models: PreTrainedModel
+) -> list[Tensor]:
+    """Return batches of token ids from the beginning of a text.
+
+    Rows are as long as the models have positions for.
+    """
     context = _context(options, models)
     try:
         encode = AutoTokenizer.from_pretrained(find_folder(tokenizer))
     except (OSError, ValueError) as error:
-        raise ValueError(f"kronecker: {tokenizer} has no tokenizer, needed --tokenizer FOLDER") from error
+        raise ValueError(
+            f"kronecker: {tokenizer} has no tokenizer, needed --tokenizer FOLDER"
+        ) from error
     return text_batches(
         text_of(file),
-        lambda text: encode(text, verbose=False)["input_ids"],  # pyrefly: ignore
+        # pyrefly: ignore[not-callable]: AutoTokenizer may give None; find_folder found one
+        lambda text: encode(text, verbose=False)["input_ids"],
         tokens=options.tokens,
         context=context,
     )
 
 
-def calibration(options: argparse.Namespace, tokenizer: str, model: PreTrainedModel) -> list[object]:
+def calibration(
+    options: argparse.Namespace, tokenizer: str, model: PreTrainedModel
+) -> list[object]:
     """Batches of what layers are fitted on; an encoder-decoder reads the text on both sides."""
     rows = tokens(options, options.calibration, tokenizer, model)
     if model.config.is_encoder_decoder:
@@ -139,16 +185,24 @@ def _compare(options: argparse.Namespace) -> None:
     loaded = list(models.values())
     texts = {Path(f).stem: tokens(options, f, tokenizer, *loaded) for f in options.text}
     if len(texts) < len(options.text):
-        raise ValueError(f"compare: files of one name, {', '.join(options.text)}; needed names that differ")
+        raise ValueError(
+            f"compare: files of one name, {', '.join(options.text)}; needed names that differ"
+        )
     if options.stride is not None:
         context = _context(options, loaded)
-        texts = {name: strided(batches, context=context, stride=options.stride) for name, batches in texts.items()}
+        texts = {
+            name: strided(batches, context=context, stride=options.stride)
+            for name, batches in texts.items()
+        }
     print(compare(models, texts if len(texts) > 1 else next(iter(texts.values()))))
 
 
 def _prune(options: argparse.Namespace) -> None:
     config = PruneConfig(
-        keep=options.keep, granularity=options.granularity, budget=options.budget, multiple_of=options.multiple_of
+        keep=options.keep,
+        granularity=options.granularity,
+        budget=options.budget,
+        multiple_of=options.multiple_of,
     )
     new = NewFolder(options.out, "prune", resumable=True)
     name = options.tokenizer or options.model
@@ -180,7 +234,9 @@ def _convert(options: argparse.Namespace) -> None:
         config = PRESETS[options.preset]
     elif options.low_rank is not None:
         if options.rank != 1 or options.init is not None:
-            raise ValueError("convert: --rank and --init are of Kronecker sums, needed --low-rank alone")
+            raise ValueError(
+                "convert: --rank and --init are of Kronecker sums, needed --low-rank alone"
+            )
         config = LowRankConfig(keep=options.low_rank)
     else:
         init = options.init or "sequential"
@@ -195,13 +251,16 @@ def _convert(options: argparse.Namespace) -> None:
     data = calibration(options, name, model) if options.calibration else None
     with new:
         fitted, quiet = new.place / "fitted", options.no_progress
-        report = convert_(model, config, calibration=data, cache=fitted, progress=not quiet)  # pyrefly: ignore
+        report = convert_(model, config, calibration=data, cache=fitted, progress=not quiet)
         new.clear()
         write_files(model, new.folder)
         if (tokenizer := _tokenizer(name)) is not None:
             tokenizer.save_pretrained(new.folder)
     print(report)
-    print(f"{options.out} holds factors: kronecker.from_pretrained loads them, fold makes a stock model of them")
+    print(
+        f"{options.out} holds factors: kronecker.from_pretrained loads them, fold makes a stock "
+        "model of them"
+    )
 
 
 def _tokenizer(name: str) -> Any:
@@ -216,8 +275,10 @@ def _fold(options: argparse.Namespace) -> None:
     check_new(options.out, "fold")
     model = load(options.model)
     fold(model, options.out, tokenizer=_tokenizer(options.model))
-    print(f"{options.out} is a stock model of {num_parameters(load(options.out)):,} parameters, "
-          f"{num_parameters(model):,} in {options.model}")  # fmt: skip
+    print(
+        f"{options.out} is a stock model of {num_parameters(load(options.out)):,} parameters, "
+        f"{num_parameters(model):,} in {options.model}"
+    )
 
 
 COMMANDS = {"prune": _prune, "convert": _convert, "fold": _fold, "compare": _compare}

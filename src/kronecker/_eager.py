@@ -1,4 +1,4 @@
-"""The eager arithmetic of `kron_linear`: two products with the factors, or the weight rebuilt for one.
+"""The eager arithmetic of `kron_linear`: two products with the factors, or one with the weight.
 
 Everything is made of three sums over the small factor and one large product:
 
@@ -6,8 +6,9 @@ Everything is made of three sums over the small factor and one large product:
 - `outward`: (q, n, r, u), (r, q, v) → (n, u, v), the sum over q and r: its adjoint
 - `gram`: (q, n, r, u), (n, u, v) → (r, q, v), the sum over n and u: the small factor's gradient
 
-"B first" is `inward`, then one product with A that also sums over r; "A first" is a product with A, then `outward`.
-The large product costs r O1 I1 multiply-adds a token, times O2 for B first and times I2 for A first.
+"B first" is `inward`, then one product with A that also sums over r; "A first" is a product with A,
+then `outward`. The large product costs r O1 I1 multiply-adds a token, times O2 for B first and
+times I2 for A first.
 
 Letters: n tokens; p, u index A's rows and columns, q, v those of B.
 """
@@ -25,7 +26,9 @@ from model_components._autograd import Context
 
 ORDERS = ("b_first", "a_first", "rebuild")
 _WORTH = 1.3  # two products have overheads; below this gain the weight is rebuilt instead
-_REBUILD_TOKENS = 24  # building one term's weight costs about as much as so many tokens' dense product
+_REBUILD_TOKENS = (
+    24  # building one term's weight costs about as much as so many tokens' dense product
+)
 _SMALL = 256  # elements of B's gradient up to which its long sums are made in the next better dtype
 _FEW = 8  # rows of a product below which A is best read where it lies
 _BLOCK = 256  # tokens at a time on a CPU, so that what lies between two products stays in its cache
@@ -41,7 +44,10 @@ def order_of(a_shape: tuple[int, int], b_shape: tuple[int, int], rank: int, toke
     """
     (o1, i1), (o2, i2) = a_shape, b_shape
     dense = o1 * o2 * i1 * i2
-    costs = {"b_first": rank * (i1 * i2 * o2 + i1 * o1 * o2), "a_first": rank * (i1 * i2 * o1 + i2 * o1 * o2)}
+    costs = {
+        "b_first": rank * (i1 * i2 * o2 + i1 * o1 * o2),
+        "a_first": rank * (i1 * i2 * o1 + i2 * o1 * o2),
+    }
     order = "b_first" if costs["b_first"] <= costs["a_first"] else "a_first"
     rebuilt = dense * (tokens + _REBUILD_TOKENS * rank)
     return order if costs[order] * tokens * _WORTH <= rebuilt else "rebuild"
@@ -67,7 +73,10 @@ def outward(t: Tensor, b: Tensor) -> Tensor:
     """Σ_{q, r} b[r, q, v] t[q, n, r, u], as (n, u, v)."""
     q, n, r, u = t.shape
     v = b.shape[2]
-    if q * r == 1 and t.dtype in (torch.float32, torch.float64):  # half precisions are faster as a product
+    if q * r == 1 and t.dtype in (
+        torch.float32,
+        torch.float64,
+    ):  # half precisions are faster as a product
         out, rows = t.new_empty(n, u, v), t.reshape(n, u)
         for k in range(v):
             out[..., k] = rows * b[0, 0, k]
@@ -87,7 +96,10 @@ def gram(t: Tensor, x: Tensor) -> Tensor:
 
 
 def _long_product(left: Tensor, right: Tensor) -> Tensor:
-    """Left @ right, few elements that are sums of very many: in the next better dtype where that costs little."""
+    """Return left @ right, few elements that are sums of very many.
+
+    It is made in the next better dtype where that costs little.
+    """
     if left.shape[0] * right.shape[1] <= _SMALL:
         better = torch.float64 if left.dtype in (torch.float32, torch.float64) else torch.float32
         return torch.mm(left.to(better), right.to(better))
@@ -118,7 +130,10 @@ def _packed(a: Tensor) -> Tensor:
 
 
 def _few(a: Tensor, rows: Tensor) -> Tensor:
-    """Σ_r A_r rows_rᵀ, (O1, m), for rows (r, m, I1): so few that A is best read where it lies, on the left."""
+    """Return Σ_r A_r rows_rᵀ, (O1, m), for rows (r, m, I1).
+
+    They are so few that A is best read where it lies, on the left.
+    """
     return torch.bmm(a, rows.transpose(1, 2)).sum(0, dtype=_work(rows.dtype)).to(rows.dtype)
 
 
@@ -127,7 +142,10 @@ def _plus(total: Tensor | None, part: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor, alone: int) -> Iterator[slice]:
-    """Slices of at most `_BLOCK` tokens on a CPU; a single one on a GPU, or where B's side ``alone`` is 1."""
+    """Slices of at most `_BLOCK` tokens on a CPU.
+
+    A single one on a GPU, or where B's side ``alone`` is 1.
+    """
     tokens = x.shape[0]
     step = _BLOCK if x.device.type == "cpu" and alone > 1 else max(1, tokens)
     for start in range(0, max(1, tokens), step):
@@ -135,10 +153,15 @@ def _blocks(x: Tensor, alone: int) -> Iterator[slice]:
 
 
 class _BFirst(torch.autograd.Function):
-    """Σ_v with B, then the product with A. Saves x and the factors; what lies between is made again in backward."""
+    """Σ_v with B, then the product with A. Saves x and the factors.
+
+    What lies between is made again in backward.
+    """
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:  # (N, I), factors
+    def forward(
+        ctx: Context, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None
+    ) -> Tensor:  # (N, I), factors
         ctx.save_for_backward(x, a, b, scales)
         b = scaled(b, scales)
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
@@ -150,12 +173,15 @@ class _BFirst(torch.autograd.Function):
         for block in _blocks(x, o2):
             part = x[block]
             t = inward(part.view(len(part), i1, i2), b).reshape(-1, r * i1)
-            out = _put(out, block, torch.mm(t, packed.T).view(o2, len(part), o1).permute(1, 2, 0), n)
+            out = _put(
+                out, block, torch.mm(t, packed.T).view(o2, len(part), o1).permute(1, 2, 0), n
+            )
         return _whole(out, n, o1 * o2)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
+    # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, a, b, scales = ctx.saved_tensors
         small, packed = scaled(b, scales), _packed(a)
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
@@ -182,10 +208,15 @@ class _BFirst(torch.autograd.Function):
 
 
 class _AFirst(torch.autograd.Function):
-    """A first, then B. Saves x, the factors and, where B or the scales learn, x Aᵀ, which is costly to recompute."""
+    """A first, then B.
+
+    Saves x, the factors and, where B or the scales learn, x Aᵀ, which is costly to recompute.
+    """
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:  # (N, I), factors
+    def forward(
+        ctx: Context, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None
+    ) -> Tensor:  # (N, I), factors
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
         n, out, saved = x.shape[0], None, None
         flat, turned = a.reshape(r * o1, i1), scaled(b, scales).transpose(1, 2)
@@ -203,7 +234,8 @@ class _AFirst(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
+    # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, a, b, scales, kept = ctx.saved_tensors
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
         need_x, need_a, need_b = _needs(ctx)
@@ -217,7 +249,9 @@ class _AFirst(torch.autograd.Function):
             if need_x or need_a:
                 ds = inward(g, turned).reshape(i2 * n, r * o1)
                 if need_x:
-                    dx = _put(dx, block, torch.mm(ds, flat).view(i2, n, i1).permute(1, 2, 0), len(x))
+                    dx = _put(
+                        dx, block, torch.mm(ds, flat).view(i2, n, i1).permute(1, 2, 0), len(x)
+                    )
                 if da is not None:
                     _add_product(da, ds.T, _split(x[block], i1, i2))
             if need_b:
@@ -228,16 +262,22 @@ class _AFirst(torch.autograd.Function):
 
 
 class _Rebuild(torch.autograd.Function):
-    """The weight for one dense product, dropped after it and built again in backward. Saves x and the factors."""
+    """The weight for one dense product, dropped after it and built again in backward.
+
+    Saves x and the factors.
+    """
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:  # (N, I), factors
+    def forward(
+        ctx: Context, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None
+    ) -> Tensor:  # (N, I), factors
         ctx.save_for_backward(x, a, b, scales)
         return F.linear(x, build(a, scaled(b, scales)))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
+    # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, a, b, scales = ctx.saved_tensors
         small = scaled(b, scales)
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
@@ -245,7 +285,12 @@ class _Rebuild(torch.autograd.Function):
         dx = torch.mm(grad, build(a, small)) if need_x else None
         da, db = None, (None, None)
         if need_a or need_b:
-            dw = torch.mm(grad.T, x).view(o1, o2, i1, i2).permute(1, 3, 0, 2).reshape(o2 * i2, o1 * i1)
+            dw = (
+                torch.mm(grad.T, x)
+                .view(o1, o2, i1, i2)
+                .permute(1, 3, 0, 2)
+                .reshape(o2 * i2, o1 * i1)
+            )
             if need_a:
                 da = torch.mm(small.reshape(r, -1), dw).view_as(a)
             if need_b:
@@ -253,8 +298,13 @@ class _Rebuild(torch.autograd.Function):
         return dx, da, *db
 
 
-def plain(x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None, order: str) -> Tensor:  # (N, I) to (N, O)
-    """`kron_linear` in plain torch operations that do not depend on the number of tokens: to trace and transform."""
+def plain(
+    x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None, order: str
+) -> Tensor:  # (N, I) to (N, O)
+    """Compute `kron_linear` in plain torch operations, to trace and transform.
+
+    They do not depend on the number of tokens.
+    """
     b = scaled(b, scales)
     (r, o1, i1), (_, o2, i2) = a.shape, b.shape
     if order == "rebuild":
@@ -276,7 +326,10 @@ def _needs(ctx: Context) -> tuple[bool, bool, bool]:
 
 
 def _put(out: Tensor | None, block: slice, rows: Tensor, n: int) -> Tensor:
-    """Write a block's rows into a result of ``n`` rows; a block that is the whole result is returned as it is."""
+    """Write a block's rows into a result of ``n`` rows.
+
+    A block that is the whole result is returned as it is.
+    """
     if out is None:
         if len(rows) == n:
             return rows
@@ -303,4 +356,8 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += torch.mm(left, right)
 
 
-CONTRACTIONS: dict[str, type[torch.autograd.Function]] = {"b_first": _BFirst, "a_first": _AFirst, "rebuild": _Rebuild}
+CONTRACTIONS: dict[str, type[torch.autograd.Function]] = {
+    "b_first": _BFirst,
+    "a_first": _AFirst,
+    "rebuild": _Rebuild,
+}

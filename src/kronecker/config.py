@@ -21,13 +21,19 @@ class _Config:
 
     def to_dict(self) -> dict:
         """As JSON has it; only what differs from the defaults."""
-        values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}  # pyrefly: ignore
-        return {n: list(v) if isinstance(v, tuple) else v for n, (v, default) in values.items() if v != default}
+        # pyrefly: ignore[bad-argument-type]: its subclasses are dataclasses
+        values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
+        return {
+            n: list(v) if isinstance(v, tuple) else v
+            for n, (v, default) in values.items()
+            if v != default
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping) -> Self:
         """From `to_dict`; unknown names are refused."""
-        if unknown := sorted(set(values) - {f.name for f in fields(cls)}):  # pyrefly: ignore
+        # pyrefly: ignore[bad-argument-type]: its subclasses are dataclasses
+        if unknown := sorted(set(values) - {f.name for f in fields(cls)}):
             raise ValueError(f"{cls.__name__}: unknown fields {', '.join(unknown)}")
         return cls(**values)
 
@@ -43,12 +49,15 @@ class KroneckerConfig(_Config):
         b_shape: (O2, I2) of every B.
         rank: Number of terms r.
         scales: A trainable number s_r for each term.
-        init: ``"sequential"``: fitted to calibration data, block by block, on what the smaller model really feeds it;
-            from the weight alone: ``"van_loan"``, ``"van_loan_normalized"`` the nearest weight, the second with the
-            norm of the original; ``"prune"`` some rows and columns; ``"random"``.
-        keep: What ``"prune"`` keeps: ``"even"``, ``"odd"``, ``"energy"``, or the position (row, column) within B.
+        init: ``"sequential"``: fitted to calibration data, block by block, on what the smaller
+            model really feeds it; from the weight alone: ``"van_loan"``, ``"van_loan_normalized"``
+            the nearest weight, the second with the norm of the original; ``"prune"`` some rows and
+            columns; ``"random"``.
+        keep: What ``"prune"`` keeps: ``"even"``, ``"odd"``, ``"energy"``, or the position (row,
+            column) within B.
         rounds: Of alternating least squares in a sequential fit.
-        epochs: Of descent after that, over the calibration tokens, on all matrices of an MLP together; 0: none.
+        epochs: Of descent after that, over the calibration tokens, on all matrices of an MLP
+            together; 0: none.
 
     Raises:
         ValueError: Neither or both shapes, sizes below 1, an unknown init.
@@ -75,25 +84,44 @@ class KroneckerConfig(_Config):
                 object.__setattr__(self, name, tuple(value))
         if (self.a_shape is None) == (self.b_shape is None):
             raise ValueError(
-                f"KroneckerConfig: a_shape is {self.a_shape} and b_shape is {self.b_shape}, needed one of them"
+                f"KroneckerConfig: a_shape is {self.a_shape} and b_shape is {self.b_shape}, needed "
+                "one of them"
             )
         shape = self.a_shape or self.b_shape
-        if not isinstance(shape, tuple) or len(shape) != 2 or not all(is_whole(n, 1) for n in shape):
-            raise ValueError(f"KroneckerConfig: shape is {shape}, needed two whole numbers, 1 or more")
+        if (
+            not isinstance(shape, tuple)
+            or len(shape) != 2
+            or not all(is_whole(n, 1) for n in shape)
+        ):
+            raise ValueError(
+                f"KroneckerConfig: shape is {shape}, needed two whole numbers, 1 or more"
+            )
         if not is_whole(self.rank, 1):
-            raise ValueError(f"KroneckerConfig: rank is {self.rank}, needed a whole number, 1 or more")
+            raise ValueError(
+                f"KroneckerConfig: rank is {self.rank}, needed a whole number, 1 or more"
+            )
         if not isinstance(self.scales, bool):
             raise ValueError(f"KroneckerConfig: scales must be True or False, got {self.scales!r}")
         if not is_whole(self.rounds, 1):
-            raise ValueError(f"KroneckerConfig: rounds is {self.rounds}, needed a whole number, 1 or more")
+            raise ValueError(
+                f"KroneckerConfig: rounds is {self.rounds}, needed a whole number, 1 or more"
+            )
         if not is_whole(self.epochs, 0):
-            raise ValueError(f"KroneckerConfig: epochs is {self.epochs}, needed a whole number, 0 or more")
+            raise ValueError(
+                f"KroneckerConfig: epochs is {self.epochs}, needed a whole number, 0 or more"
+            )
         if self.init not in INITS:
-            raise ValueError(f"KroneckerConfig: init is {self.init!r}, needed one of {', '.join(INITS)}")
+            raise ValueError(
+                f"KroneckerConfig: init is {self.init!r}, needed one of {', '.join(INITS)}"
+            )
         if self.keep not in ("even", "odd", "energy") and not (
-            isinstance(self.keep, tuple) and len(self.keep) == 2 and all(is_whole(n, 0) for n in self.keep)
+            isinstance(self.keep, tuple)
+            and len(self.keep) == 2
+            and all(is_whole(n, 0) for n in self.keep)
         ):
-            raise ValueError(f"KroneckerConfig: keep is {self.keep!r}, needed even, odd, energy or (row, column)")
+            raise ValueError(
+                f"KroneckerConfig: keep is {self.keep!r}, needed even, odd, energy or (row, column)"
+            )
 
     def shapes(
         self, out_features: int, in_features: int, *, operation: str = "KroneckerConfig"
@@ -106,20 +134,24 @@ class KroneckerConfig(_Config):
             near = " and ".join(f"{_near(n, g)} of {n}" for n, g in zip(weight, known, strict=True))
             name = "a_shape" if self.a_shape else "b_shape"
             raise ValueError(
-                f"{operation}: {name} {known} does not divide a weight of {weight}; the nearest that do: {near}"
+                f"{operation}: {name} {known} does not divide a weight of {weight}; the nearest "
+                f"that do: {near}"
             )
         other = (out_features // known[0], in_features // known[1])
         a, b = (known, other) if self.a_shape else (other, known)
         most = min(a[0] * a[1], b[0] * b[1])
         if self.rank > most:
             raise ValueError(
-                f"{operation}: rank is {self.rank}, but A {a} and B {b} need at most {most}, where it is exact"
+                f"{operation}: rank is {self.rank}, but A {a} and B {b} need at most {most}, where "
+                "it is exact"
             )
         return a, b
 
     def opposite(self) -> Self:
         """The same for a layer of transposed shape: for c_proj when this is for c_fc."""
-        a_shape, b_shape = (None if s is None else (s[1], s[0]) for s in (self.a_shape, self.b_shape))
+        a_shape, b_shape = (
+            None if s is None else (s[1], s[0]) for s in (self.a_shape, self.b_shape)
+        )
         keep = self.keep if isinstance(self.keep, str) else self.keep[::-1]
         return replace(self, a_shape=a_shape, b_shape=b_shape, keep=keep)
 
@@ -140,10 +172,11 @@ class LowRankConfig(_Config):
     Args:
         keep: Share of a weight's parameters that stays (default: half); r is what that leaves.
         rank: r instead of ``keep``.
-        init: ``"sequential"``: the best on calibration data, by the singular values of the weight times the root of
-            its inputs' second moments (SVD-LLM, arXiv 2403.07378), block by block on what the smaller model feeds it;
-            ``"svd"``: the nearest weight.
-        epochs: Epochs of gradient descent after that, on all matrices of an MLP together; 0 for none.
+        init: ``"sequential"``: the best on calibration data, by the singular values of the weight
+            times the root of its inputs' second moments (SVD-LLM, arXiv 2403.07378), block by block
+            on what the smaller model feeds it; ``"svd"``: the nearest weight.
+        epochs: Epochs of gradient descent after that, on all matrices of an MLP together; 0 for
+            none.
 
     Raises:
         ValueError: A value out of range.
@@ -161,26 +194,38 @@ class LowRankConfig(_Config):
         if self.keep is not None and (not is_number(self.keep) or not 0 < self.keep < 1):
             raise ValueError(f"LowRankConfig: keep is {self.keep}, needed a share between 0 and 1")
         if self.rank is not None and not is_whole(self.rank, 1):
-            raise ValueError(f"LowRankConfig: rank is {self.rank}, needed a whole number, 1 or more")
+            raise ValueError(
+                f"LowRankConfig: rank is {self.rank}, needed a whole number, 1 or more"
+            )
         if self.keep is not None and self.rank is not None:
-            raise ValueError(f"LowRankConfig: keep is {self.keep} and rank {self.rank}, needed one of them")
+            raise ValueError(
+                f"LowRankConfig: keep is {self.keep} and rank {self.rank}, needed one of them"
+            )
         if self.init not in LOW_RANK_INITS:
-            raise ValueError(f"LowRankConfig: init is {self.init!r}, needed one of {', '.join(LOW_RANK_INITS)}")
+            raise ValueError(
+                f"LowRankConfig: init is {self.init!r}, needed one of {', '.join(LOW_RANK_INITS)}"
+            )
         if not is_whole(self.epochs, 0):
-            raise ValueError(f"LowRankConfig: epochs is {self.epochs}, needed a whole number, 0 or more")
+            raise ValueError(
+                f"LowRankConfig: epochs is {self.epochs}, needed a whole number, 0 or more"
+            )
 
     @property
     def share(self) -> float:
         """Of a weight's parameters that stays, where no rank says it."""
         return 0.5 if self.keep is None else self.keep
 
-    def rank_of(self, out_features: int, in_features: int, *, operation: str = "LowRankConfig") -> int:
+    def rank_of(
+        self, out_features: int, in_features: int, *, operation: str = "LowRankConfig"
+    ) -> int:
         """R for a weight of (out_features, in_features)."""
-        rank = self.rank or max(1, int(self.share * out_features * in_features / (out_features + in_features)))
+        rank = self.rank or max(
+            1, int(self.share * out_features * in_features / (out_features + in_features))
+        )
         if rank > min(out_features, in_features):
             raise ValueError(
-                f"{operation}: rank is {rank}, but a weight of {(out_features, in_features)} has at most "
-                f"{min(out_features, in_features)}"
+                f"{operation}: rank is {rank}, but a weight of {(out_features, in_features)} has "
+                f"at most {min(out_features, in_features)}"
             )
         return rank
 
@@ -194,17 +239,19 @@ class PruneConfig(_Config):
     """What is dropped, and how what stays makes up for it.
 
     Args:
-        keep: Share of the hidden neurons, or of the blocks, that stays (default: half); in `prune_` all layers keep
-            the same number, so that the result is a stock model.
-        granularity: What goes: ``"neuron"``, hidden neurons of the MLPs, or ``"block"``, whole blocks.
+        keep: Share of the hidden neurons, or of the blocks, that stays (default: half); in `prune_`
+            all layers keep the same number, so that the result is a stock model.
+        granularity: What goes: ``"neuron"``, hidden neurons of the MLPs, or ``"block"``, whole
+            blocks.
         budget: Parameters of the whole model instead of ``keep``.
-        refit: What is fitted towards the original's outputs: ``"writing"``: the matrix that writes the block's width,
-            by least squares in closed form; ``"all"``: then also those that feed it, by descent on the same error,
-            layer by layer; ``"none"``: nothing.
+        refit: What is fitted towards the original's outputs: ``"writing"``: the matrix that writes
+            the block's width, by least squares in closed form; ``"all"``: then also those that feed
+            it, by descent on the same error, layer by layer; ``"none"``: nothing.
         epochs: Epochs of that descent over the calibration tokens.
-        multiple_of: Numbers of neurons are rounded to a multiple of this (those of experts also to one of 8).
-        ridge: What the fit in closed form adds to the inputs' second moments, as a share of their mean; it pulls
-            towards the matrix as it was.
+        multiple_of: Numbers of neurons are rounded to a multiple of this (those of experts also to
+            one of 8).
+        ridge: What the fit in closed form adds to the inputs' second moments, as a share of their
+            mean; it pulls towards the matrix as it was.
 
     Raises:
         ValueError: A value out of range.
@@ -227,21 +274,29 @@ class PruneConfig(_Config):
             raise ValueError(f"PruneConfig: keep is {self.keep}, needed a share above 0, at most 1")
         if self.granularity not in GRANULARITIES:
             raise ValueError(
-                f"PruneConfig: granularity is {self.granularity!r}, needed one of {', '.join(GRANULARITIES)}"
+                f"PruneConfig: granularity is {self.granularity!r}, needed one of "
+                f"{', '.join(GRANULARITIES)}"
             )
         if self.refit not in REFITS:
-            raise ValueError(f"PruneConfig: refit is {self.refit!r}, needed one of {', '.join(REFITS)}")
+            raise ValueError(
+                f"PruneConfig: refit is {self.refit!r}, needed one of {', '.join(REFITS)}"
+            )
         for name, least in (("epochs", 1), ("multiple_of", 1)):
             if not is_whole(getattr(self, name), least):
                 raise ValueError(
-                    f"PruneConfig: {name} is {getattr(self, name)}, needed a whole number, {least} or more"
+                    f"PruneConfig: {name} is {getattr(self, name)}, needed a whole number, {least} "
+                    "or more"
                 )
         if self.multiple_of > 1 and self.granularity != "neuron":
-            raise ValueError(f"PruneConfig: multiple_of is {self.multiple_of} for {self.granularity}s, needed 1")
+            raise ValueError(
+                f"PruneConfig: multiple_of is {self.multiple_of} for {self.granularity}s, needed 1"
+            )
         if self.budget is not None and not is_whole(self.budget, 1):
             raise ValueError(f"PruneConfig: budget is {self.budget}, needed a number of parameters")
         if self.budget is not None and self.keep is not None:
-            raise ValueError(f"PruneConfig: keep is {self.keep} and budget {self.budget:,}, needed one of them")
+            raise ValueError(
+                f"PruneConfig: keep is {self.keep} and budget {self.budget:,}, needed one of them"
+            )
         if not is_number(self.ridge) or not 0 < self.ridge < 1:
             raise ValueError(f"PruneConfig: ridge is {self.ridge}, needed a share between 0 and 1")
 
@@ -279,7 +334,11 @@ def _near(total: int, wanted: int) -> str:
 Config = KroneckerConfig | LowRankConfig | PruneConfig
 """What an MLP's layers can become; single layers take the first two, stacks of experts the last."""
 
-STRUCTURES: dict[str, type[Config]] = {"kronecker": KroneckerConfig, "low_rank": LowRankConfig, "prune": PruneConfig}
+STRUCTURES: dict[str, type[Config]] = {
+    "kronecker": KroneckerConfig,
+    "low_rank": LowRankConfig,
+    "prune": PruneConfig,
+}
 
 
 def structure_of(config: Config) -> str:
@@ -297,5 +356,7 @@ def from_dict(values: Mapping) -> Config:
     rest = dict(values)
     name = rest.pop("structure", "kronecker")
     if name not in STRUCTURES:
-        raise ValueError(f"kronecker: structure must be one of {', '.join(STRUCTURES)}, got {name!r}")
+        raise ValueError(
+            f"kronecker: structure must be one of {', '.join(STRUCTURES)}, got {name!r}"
+        )
     return STRUCTURES[name].from_dict(rest)

@@ -1,6 +1,9 @@
-"""`kron_linear` and `kron_embedding`: layers whose weights are sums of Kronecker products, rarely built.
+"""`kron_linear` and `kron_embedding`: layers whose weights are sums of Kronecker products.
 
-Letters: r terms; A is (r, O1, I1), B is (r, O2, I2); out_features O = O1 O2, in_features I = I1 I2; *B any shape.
+The weights are rarely built.
+
+Letters: r terms; A is (r, O1, I1), B is (r, O2, I2); out_features O = O1 O2, in_features I = I1 I2;
+*B any shape.
 """
 
 from __future__ import annotations
@@ -24,12 +27,16 @@ def check_factors(operation: str, a: Tensor, b: Tensor, scales: Tensor | None) -
     """Refuse factors that do not belong together."""
     if a.dim() != 3 or b.dim() != 3 or a.shape[0] != b.shape[0] or not a.shape[0]:
         raise ValueError(
-            f"{operation}: a is {list(a.shape)} and b {list(b.shape)}, needed (r, O1, I1) and (r, O2, I2), r >= 1"
+            f"{operation}: a is {list(a.shape)} and b {list(b.shape)}, needed (r, O1, I1) and (r, "
+            "O2, I2), r >= 1"
         )
     if a.dtype != b.dtype or not a.is_floating_point():
         raise ValueError(f"{operation}: a is {a.dtype} and b is {b.dtype}, needed one float dtype")
     if scales is not None and tuple(scales.shape) != (a.shape[0],):
-        raise ValueError(f"{operation}: scales have shape {list(scales.shape)}, needed ({a.shape[0]},), one a term")
+        raise ValueError(
+            f"{operation}: scales have shape {list(scales.shape)}, needed ({a.shape[0]},), one a "
+            "term"
+        )
 
 
 def kron_linear(
@@ -44,10 +51,11 @@ def kron_linear(
 ) -> Tensor:
     """A linear layer with the weight Σ_r s_r A_r ⊗ B_r: ``x @ (Σ s A ⊗ B).T + bias``.
 
-    ``order`` says how: contract B first, A first, or rebuild the weight for one dense product; ``"auto"`` takes the
-    cheapest by its multiply-adds a token, r(I O2 + I1 O), r(I O1 + I2 O) or O I. B first and rebuild keep x and the
-    factors until backward; A first also x Aᵀ, (tokens, r I2 O1). Under `torch.compile`, `torch.export` and `torch.func`
-    the order is that for many tokens, and torch's own operations run: they keep more, and may be differentiated twice.
+    ``order`` says how: contract B first, A first, or rebuild the weight for one dense product;
+    ``"auto"`` takes the cheapest by its multiply-adds a token, r(I O2 + I1 O), r(I O1 + I2 O) or O
+    I. B first and rebuild keep x and the factors until backward; A first also x Aᵀ, (tokens, r I2
+    O1). Under `torch.compile`, `torch.export` and `torch.func` the order is that for many tokens,
+    and torch's own operations run: they keep more, and may be differentiated twice.
 
     Args:
         x: Input, (*B, I1 I2).
@@ -75,28 +83,39 @@ def kron_linear(
     if impl not in IMPLS:
         raise ValueError(f"kron_linear: impl is {impl!r}, needed one of {', '.join(IMPLS)}")
     if order not in (*ORDERS, "auto"):
-        raise ValueError(f"kron_linear: order is {order!r}, needed one of {', '.join(ORDERS)} or auto")
+        raise ValueError(
+            f"kron_linear: order is {order!r}, needed one of {', '.join(ORDERS)} or auto"
+        )
     if not x.dim() or x.shape[-1] != i1 * i2:
         raise ValueError(
-            f"kron_linear: last dim of x is {x.shape[-1] if x.dim() else 'missing'}, but a {(o1, i1)} and b {(o2, i2)} "
-            f"need {i1} * {i2} = {i1 * i2}"
+            f"kron_linear: last dim of x is {x.shape[-1] if x.dim() else 'missing'}, but a "
+            f"{(o1, i1)} and b {(o2, i2)} need {i1} * {i2} = {i1 * i2}"
         )
     if bias is not None and tuple(bias.shape) != (o1 * o2,):
         raise ValueError(f"kron_linear: bias has shape {list(bias.shape)}, needed ({o1 * o2},)")
     device = x.device.type
-    traced = x.is_meta or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    traced = (
+        x.is_meta or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    )
     if not x.is_meta and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, a, b = x.to(dtype), a.to(dtype), b.to(dtype)
     elif x.dtype != a.dtype:
-        raise ValueError(f"kron_linear: x is {x.dtype} and the factors are {a.dtype}, needed one dtype")
+        raise ValueError(
+            f"kron_linear: x is {x.dtype} and the factors are {a.dtype}, needed one dtype"
+        )
     bias, scales = (None if t is None else t.to(x.dtype) for t in (bias, scales))
     with nullcontext() if x.is_meta else torch.autocast(device, enabled=False):
         if impl == "reference":
             return reference.kron_linear(x, a, b, bias, scales)
         flat = x.reshape(-1, i1 * i2)
         if not torch.is_grad_enabled():  # nothing is kept for a backward that will not come
-            flat, a, b, scales = flat.detach(), a.detach(), b.detach(), None if scales is None else scales.detach()
+            flat, a, b, scales = (
+                flat.detach(),
+                a.detach(),
+                b.detach(),
+                None if scales is None else scales.detach(),
+            )
         if traced:
             chosen = order_of((o1, i1), (o2, i2), r, _TRACED_TOKENS) if order == "auto" else order
             y = plain(flat, a, b, scales, chosen)
@@ -108,7 +127,9 @@ def kron_linear(
             return y.reshape(*x.shape[:-1], o1 * o2)
         if bias is not None:
             y = y + bias if torch.is_grad_enabled() else y.add_(bias)
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], o1 * o2))  # no view: `relu_` may write into it
+        return torch.ops.aten._unsafe_view(
+            y, (*x.shape[:-1], o1 * o2)
+        )  # no view: `relu_` may write into it
 
 
 def kron_embedding(
@@ -119,7 +140,9 @@ def kron_embedding(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """Rows of the embedding table Σ_r s_r A_r ⊗ B_r, made from gathered rows of A and B: never the table.
+    """Return rows of the embedding table Σ_r s_r A_r ⊗ B_r.
+
+    They are made from gathered rows of A and B, never from the table.
 
     Args:
         ids: Token ids, (*B,), below O1 O2.
@@ -151,18 +174,24 @@ def kron_embedding(
 
 
 class _Embedding(torch.autograd.Function):
-    """Saves the ids and the factors; gathers again in backward, where what belongs to one row is summed in float32."""
+    """Saves the ids and the factors.
+
+    Gathers again in backward, where what belongs to one row is summed in float32.
+    """
 
     @staticmethod
     def forward(ctx: Context, ids: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:
         ctx.save_for_backward(ids, a, b, scales)
         p, q = _rows(ids, b)
-        products = torch.einsum("rnu,rnv->nuv", a.index_select(1, p), scaled(b, scales).index_select(1, q))
+        products = torch.einsum(
+            "rnu,rnv->nuv", a.index_select(1, p), scaled(b, scales).index_select(1, q)
+        )
         return products.reshape(*ids.shape, a.shape[2] * b.shape[2])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
+    # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         ids, a, b, scales = ctx.saved_tensors
         p, q = _rows(ids, b)
         better = torch.float32 if a.dtype in (torch.float16, torch.bfloat16) else torch.float64

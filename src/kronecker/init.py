@@ -1,7 +1,8 @@
 """How factors start: from a weight alone, or from a layer's inputs and wanted outputs.
 
-`random`, `van_loan`, `prune` and `als` return `Factors` with their error. Van Loan uses the weight alone, `als` the
-inputs and outputs (`Moments`); quality follows the error of the outputs, not that of the weight.
+`random`, `van_loan`, `prune` and `als` return `Factors` with their error. Van Loan uses the weight
+alone, `als` the inputs and outputs (`Moments`); quality follows the error of the outputs, not that
+of the weight.
 
 Letters: r terms; p, u index A's rows and columns, q, v those of B; O = O1 O2, I = I1 I2.
 """
@@ -38,24 +39,32 @@ def relative_error(weight: Tensor, built: Tensor) -> float:
 def _blocks(weight: Tensor, b_shape: tuple[int, int]) -> tuple[int, int, int, int]:
     (o2, i2), (o, i) = b_shape, weight.shape
     if o % o2 or i % i2:
-        raise ValueError(f"kronecker.init: b_shape {b_shape} does not divide a weight of {tuple(weight.shape)}")
+        raise ValueError(
+            f"kronecker.init: b_shape {b_shape} does not divide a weight of {tuple(weight.shape)}"
+        )
     return o // o2, i // i2, o2, i2
 
 
 def _check(operation: str, weight: Tensor, rank: int, most: int) -> None:
     if not torch.isfinite(weight).all() or not weight.any():
-        raise ValueError(f"{operation}: the weight {list(weight.shape)} is zero or not finite, needed numbers")
+        raise ValueError(
+            f"{operation}: the weight {list(weight.shape)} is zero or not finite, needed numbers"
+        )
     if not 1 <= rank <= most:
         raise ValueError(f"{operation}: rank is {rank}, needed 1 to {most}")
 
 
 def random(
-    shape: tuple[int, int], b_shape: tuple[int, int], rank: int = 1, *, dtype: torch.dtype = torch.float32
+    shape: tuple[int, int],
+    b_shape: tuple[int, int],
+    rank: int = 1,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> Factors:
     """Normal factors whose product keeps the size of activations.
 
-    Standard deviations are min(1, √(O_k / I_k)) / √I_k of each factor, and the sum over r has that of one term
-    ("Compute Better Spent", arXiv 2406.06248, section 3).
+    Standard deviations are min(1, √(O_k / I_k)) / √I_k of each factor, and the sum over r has that
+    of one term ("Compute Better Spent", arXiv 2406.06248, section 3).
 
     Args:
         shape: (O, I) of the weight.
@@ -76,19 +85,24 @@ def random(
     return Factors(a.to(dtype), b.to(dtype), float("nan"))
 
 
-def van_loan(weight: Tensor, b_shape: tuple[int, int], rank: int = 1, *, normalize: bool = False) -> Factors:
+def van_loan(
+    weight: Tensor, b_shape: tuple[int, int], rank: int = 1, *, normalize: bool = False
+) -> Factors:
     """The nearest sum of ``rank`` Kronecker products: the truncated SVD of the rearranged weight.
 
-    By the eigenvectors of its smaller Gram matrix, in float64: 2 x 2 for a B of (1, 2), whatever the weight's size.
+    By the eigenvectors of its smaller Gram matrix, in float64: 2 x 2 for a B of (1, 2), whatever
+    the weight's size.
 
     Args:
         weight: (O, I).
         b_shape: (O2, I2).
         rank: Number of terms, up to the smaller number of elements of A and B, where it is exact.
-        normalize: Multiply by ‖W‖ / ‖Ŵ‖, so that the norm of the weight is kept (Krony-PT, arXiv 2412.12351).
+        normalize: Multiply by ‖W‖ / ‖Ŵ‖, so that the norm of the weight is kept (Krony-PT, arXiv
+            2412.12351).
 
     Raises:
-        ValueError: A shape that does not divide, a rank out of range, a weight that is zero or not finite.
+        ValueError: A shape that does not divide, a rank out of range, a weight that is zero or not
+            finite.
 
     Source: Van Loan and Pitsianis, "Approximation with Kronecker products", 1993.
 
@@ -98,7 +112,9 @@ def van_loan(weight: Tensor, b_shape: tuple[int, int], rank: int = 1, *, normali
     """
     o1, i1, o2, i2 = _blocks(weight, b_shape)
     _check("van_loan", weight, rank, min(o1 * i1, o2 * i2))
-    rows = weight.detach().double().view(o1, o2, i1, i2).permute(0, 2, 1, 3).reshape(o1 * i1, o2 * i2)
+    rows = (
+        weight.detach().double().view(o1, o2, i1, i2).permute(0, 2, 1, 3).reshape(o1 * i1, o2 * i2)
+    )
     if o2 * i2 <= o1 * i1:
         b = torch.linalg.eigh(rows.T @ rows).eigenvectors.flip(1)[:, :rank]
         a = rows @ b
@@ -106,14 +122,18 @@ def van_loan(weight: Tensor, b_shape: tuple[int, int], rank: int = 1, *, normali
         a = torch.linalg.eigh(rows @ rows.T).eigenvectors.flip(1)[:, :rank]
         b = rows.T @ a
     a, b = a.T.reshape(rank, o1, i1), b.T.reshape(rank, o2, i2)
-    sign = torch.where(b.flatten(1).gather(1, b.flatten(1).abs().argmax(1, True)) < 0, -1.0, 1.0).view(-1, 1, 1)
+    sign = torch.where(
+        b.flatten(1).gather(1, b.flatten(1).abs().argmax(1, True)) < 0, -1.0, 1.0
+    ).view(-1, 1, 1)
     a, b = a * sign, b * sign
     if normalize:
         a = a * (weight.double().norm() / build(a, b).norm())
     return Factors(a.to(weight.dtype), b.to(weight.dtype), relative_error(weight, build(a, b)))
 
 
-def prune(weight: Tensor, b_shape: tuple[int, int], *, keep: str | tuple[int, int] = "even") -> Factors:
+def prune(
+    weight: Tensor, b_shape: tuple[int, int], *, keep: str | tuple[int, int] = "even"
+) -> Factors:
     """Keep one row in O2 and one column in I2: A is that part of the weight, B a unit matrix entry.
 
     Kept outputs are exact where I2 is 1.
@@ -121,8 +141,8 @@ def prune(weight: Tensor, b_shape: tuple[int, int], *, keep: str | tuple[int, in
     Args:
         weight: (O, I).
         b_shape: (O2, I2).
-        keep: ``"even"`` the first of each group, ``"odd"`` the second, ``"energy"`` the position with the most energy,
-            or (row, column) within B.
+        keep: ``"even"`` the first of each group, ``"odd"`` the second, ``"energy"`` the position
+            with the most energy, or (row, column) within B.
 
     Raises:
         ValueError: As `van_loan`; a position outside B.
@@ -137,7 +157,11 @@ def prune(weight: Tensor, b_shape: tuple[int, int], *, keep: str | tuple[int, in
     if keep == "energy":
         q, v = divmod(int(parts.double().square().sum((0, 2)).argmax()), i2)
     else:
-        q, v = {"even": (0, 0), "odd": (min(1, o2 - 1), min(1, i2 - 1))}[keep] if isinstance(keep, str) else keep
+        q, v = (
+            {"even": (0, 0), "odd": (min(1, o2 - 1), min(1, i2 - 1))}[keep]
+            if isinstance(keep, str)
+            else keep
+        )
     if not (0 <= q < o2 and 0 <= v < i2):
         raise ValueError(f"prune: keep is {(q, v)}, needed a position within B {b_shape}")
     a = parts[:, q, :, v].clone()[None]
@@ -147,10 +171,13 @@ def prune(weight: Tensor, b_shape: tuple[int, int], *, keep: str | tuple[int, in
 
 
 def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
-    """Activation-aware factors: alternating least squares of Σ |Σ_r (A_r ⊗ B_r) x - y|² over calibration tokens.
+    """Return activation-aware factors, by alternating least squares over calibration tokens.
 
-    For a given B the best A is one linear solve of r I1 unknowns, shared by all its rows; for a given A the best B one
-    of r I2. With wanted outputs y = W x this is min ‖(W - Σ A ⊗ B) C^½‖, C the inputs' second moments.
+    The error is Σ |Σ_r (A_r ⊗ B_r) x - y|².
+
+    For a given B the best A is one linear solve of r I1 unknowns, shared by all its rows; for a
+    given A the best B one of r I2. With wanted outputs y = W x this is min ‖(W - Σ A ⊗ B) C^½‖, C
+    the inputs' second moments.
 
     Args:
         moments: Of the layer's inputs and wanted outputs.
@@ -173,7 +200,9 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
     if not moments.count:
         raise ValueError("als: there are no calibration tokens, needed some")
     if tuple(moments.cross.shape) != (o1 * o2, i1 * i2):
-        raise ValueError(f"als: moments are of a weight {list(moments.cross.shape)}, needed {[o1 * o2, i1 * i2]}")
+        raise ValueError(
+            f"als: moments are of a weight {list(moments.cross.shape)}, needed {[o1 * o2, i1 * i2]}"
+        )
     damped, begin = moments.damped(), Factors(start.a.double(), start.b.double(), start.error)
     ridge = damped - moments.inputs
     # the ridge pulls towards the start, not towards nothing
@@ -204,13 +233,18 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
 
 
 def _solve(normal: Tensor, right: Tensor) -> Tensor:
-    """Solve a symmetric positive (semi)definite system; a tiny diagonal makes it solvable when terms are dependent."""
+    """Solve a symmetric positive (semi)definite system.
+
+    A tiny diagonal makes it solvable when terms are dependent.
+    """
     scale = normal.diagonal().mean().clamp_min(1e-300)
     factor, info = torch.linalg.cholesky_ex(
         normal + 1e-10 * scale * torch.eye(len(normal), dtype=normal.dtype, device=normal.device)
     )
     if int(info):
-        return torch.linalg.lstsq(normal, right, driver="gelsd" if normal.device.type == "cpu" else "gels").solution
+        return torch.linalg.lstsq(
+            normal, right, driver="gelsd" if normal.device.type == "cpu" else "gels"
+        ).solution
     return torch.cholesky_solve(right, factor)
 
 
@@ -221,9 +255,12 @@ def correct_bias(moments: Moments, weight: Tensor) -> Tensor:
 
 
 def low_rank(weight: Tensor, rank: int, moments: Moments | None = None) -> tuple[Tensor, Tensor]:
-    """The best product of two thin matrices: of the weight, or with ``moments`` of its outputs on calibration data.
+    """Return the best product of two thin matrices of the weight.
 
-    With C the inputs' second moments, W the best weight on them and C = L Lᵀ, it is the truncated SVD of W L times L⁻¹.
+    With ``moments`` it is the best for outputs on calibration data.
+
+    With C the inputs' second moments, W the best weight on them and C = L Lᵀ, it is the truncated
+    SVD of W L times L⁻¹.
 
     Args:
         weight: (O, I).
@@ -233,7 +270,8 @@ def low_rank(weight: Tensor, rank: int, moments: Moments | None = None) -> tuple
     Returns:
         A (r, I) and B (O, r) in the weight's dtype, for the weight B A.
 
-    Source: SVD-LLM (arXiv 2403.07378), section 3; with wanted outputs that are not W x it is reduced-rank regression.
+    Source: SVD-LLM (arXiv 2403.07378), section 3; with wanted outputs that are not W x it is
+    reduced-rank regression.
 
     >>> a, b = low_rank(torch.eye(4), 2)
     >>> a.shape, b.shape
@@ -243,7 +281,10 @@ def low_rank(weight: Tensor, rank: int, moments: Moments | None = None) -> tuple
     wanted, root = weight.double(), None
     if moments is not None:
         moment, root = positive(moments.damped())
-        wanted = torch.cholesky_solve((moments.cross + wanted @ (moment - moments.inputs)).T, root).T @ root
+        wanted = (
+            torch.cholesky_solve((moments.cross + wanted @ (moment - moments.inputs)).T, root).T
+            @ root
+        )
     u, s, v = torch.linalg.svd(wanted, full_matrices=False)
     b, a = u[:, :rank] * s[:rank].sqrt(), s[:rank, None].sqrt() * v[:rank]
     if root is not None:

@@ -19,16 +19,19 @@ from .surgery.mlps import Mlp, find_mlps, watched
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig:
-    """What a student learns from: labels * cross-entropy + logits * KL + hidden * error + layers * error.
+    """What a student learns from: labels * cross-entropy + logits * KL + hidden and layers * error.
 
-    Every part is a mean over the tokens that have a label (shifted for language models), or else are not padding.
+    Every part is a mean over the tokens that have a label (shifted for language models), or else
+    are not padding.
 
     Args:
         labels: Weight of the model's own loss.
         logits: Weight of T² KL(teacher ‖ student) over the vocabulary.
         temperature: T of both distributions.
-        hidden: Weight of the squared error of hidden states, ‖s - t‖² / ‖t‖² of each token, a mean over layers.
-        layers: Weight of the same error for each MLP's output on the teacher's input to it; all MLPs learn in parallel.
+        hidden: Weight of the squared error of hidden states, ‖s - t‖² / ‖t‖² of each token, a mean
+            over layers.
+        layers: Weight of the same error for each MLP's output on the teacher's input to it; all
+            MLPs learn in parallel.
 
     Raises:
         ValueError: A negative weight, all of them zero, a temperature that is not positive.
@@ -46,7 +49,9 @@ class DistillConfig:
     def __post_init__(self) -> None:
         weights = {n: getattr(self, n) for n in ("labels", "logits", "hidden", "layers")}
         if not all(weight >= 0 for weight in weights.values()) or not any(weights.values()):
-            raise ValueError(f"DistillConfig: weights are {weights}, needed none below 0 and one above")
+            raise ValueError(
+                f"DistillConfig: weights are {weights}, needed none below 0 and one above"
+            )
         if not self.temperature > 0:
             raise ValueError(f"DistillConfig: temperature is {self.temperature}, needed above 0")
 
@@ -63,7 +68,8 @@ def targets_of(
 
     Args:
         shape: (B, T) of the tokens.
-        labels: Of the same shape, with -100 where there is none; of another shape (one a row) they are handed through.
+        labels: Of the same shape, with -100 where there is none; of another shape (one a row) they
+            are handed through.
         mask: Attention mask.
         shifted: The label at t + 1 belongs to token t.
         device: Of the mask that is made.
@@ -82,18 +88,26 @@ def targets_of(
     return torch.ones(shape, dtype=torch.bool, device=device), labels
 
 
-def token_loss(config: DistillConfig, student: Tensor, teacher: Tensor, labels: Tensor | None) -> Tensor:
+def token_loss(
+    config: DistillConfig, student: Tensor, teacher: Tensor, labels: Tensor | None
+) -> Tensor:
     """Mean over rows of logits * T² KL + labels * cross-entropy, for logits (N, V)."""
     student, count = student.float(), max(1, len(student))
     total = torch.zeros((), device=student.device)
     if config.logits:
         t = config.temperature
         log_p, log_q = F.log_softmax(teacher.float() / t, -1), F.log_softmax(student / t, -1)
-        total = total + config.logits * t * t * F.kl_div(log_q, log_p, log_target=True, reduction="sum")
+        total = total + config.logits * t * t * F.kl_div(
+            log_q, log_p, log_target=True, reduction="sum"
+        )
     if config.labels:
         if labels is None:
-            raise ValueError("KroneckerTrainer: DistillConfig has labels > 0, but the batch has none")
-        total = total + config.labels * F.cross_entropy(student, labels.reshape(-1), reduction="sum")
+            raise ValueError(
+                "KroneckerTrainer: DistillConfig has labels > 0, but the batch has none"
+            )
+        total = total + config.labels * F.cross_entropy(
+            student, labels.reshape(-1), reduction="sum"
+        )
     return total / count
 
 
@@ -122,12 +136,13 @@ class TeacherMlps:
             parent = mlp.ups[0].rpartition(".")[0]
             if not _two_modules(mlp) and not _takes_one_tensor(teacher.get_submodule(parent)):
                 raise ValueError(
-                    f"KroneckerTrainer: {parent} is more than an MLP and cannot run alone; needed layers=0"
+                    f"KroneckerTrainer: {parent} is more than an MLP and cannot run alone; needed "
+                    "layers=0"
                 )
 
     @contextmanager
     def watched(self) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-        """Each MLP's input and what its last layer says, by that layer's name, while the teacher runs."""
+        """Yield each MLP's input and its last layer's output, by name, while the teacher runs."""
         seen: dict[str, tuple[Tensor, Tensor]] = {}
         inputs: dict[str, Tensor] = {}
         downs = {mlp.ups[0]: mlp.down for mlp in self.mlps}
@@ -138,7 +153,9 @@ class TeacherMlps:
             else:
                 seen[name] = inputs[name], y
 
-        with watched({n: self.teacher.get_submodule(n) for pair in downs.items() for n in pair}, see):
+        with watched(
+            {n: self.teacher.get_submodule(n) for pair in downs.items() for n in pair}, see
+        ):
             yield seen
 
     def loss(self, seen: Mapping[str, tuple[Tensor, Tensor]], keep: Tensor) -> Tensor:
@@ -152,11 +169,18 @@ class TeacherMlps:
 
 
 def _two_modules(mlp: Mlp) -> bool:
-    """Whether it is BERT's pair: a module up to the activation, and a linear layer within another."""
+    """Return whether it is BERT's pair.
+
+    A module up to the activation, and a linear layer within another.
+    """
     return mlp.ups[0].endswith("intermediate.dense")
 
 
 def _takes_one_tensor(module: nn.Module) -> bool:
     parameters = list(inspect.signature(module.forward).parameters.values())
-    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    needed = [
+        p
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     return len(needed) == 1

@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 
 RIDGE = 3e-2
-"""Added to the diagonal of inputs' second moments, as a share of its mean: keeps what was never seen where it was."""
+"""Added to the diagonal of inputs' second moments, as a share of its mean: keeps what was never
+seen where it was."""
 
 
 @dataclass
 class Moments:
-    """A layer's inputs x and wanted outputs y, summed over tokens in float64: all that least squares needs."""
+    """A layer's inputs x and wanted outputs y, summed over tokens in float64.
+
+    It is all that least squares needs.
+    """
 
     inputs: Tensor  # Σ x xᵀ, (I, I)
     cross: Tensor  # Σ y xᵀ, (O, I)
@@ -24,7 +28,9 @@ class Moments:
     size: float = 0.0  # of the inputs before they were centred: the mean of Σ x²
 
     @classmethod
-    def zeros(cls, out_features: int, in_features: int, device: torch.device | str | None = None) -> Moments:
+    def zeros(
+        cls, out_features: int, in_features: int, device: torch.device | str | None = None
+    ) -> Moments:
         """Of no tokens yet."""
 
         def zeros(*shape: int) -> Tensor:
@@ -36,7 +42,9 @@ class Moments:
     def add(self, x: Tensor, y: Tensor) -> None:
         """Count tokens: inputs (N, I) and wanted outputs (N, O)."""
         if len(x) != len(y):
-            raise ValueError(f"Moments: {len(x)} inputs and {len(y)} wanted outputs, needed as many")
+            raise ValueError(
+                f"Moments: {len(x)} inputs and {len(y)} wanted outputs, needed as many"
+            )
         x, y = x.detach().float(), y.detach().float()
         self.inputs += x.T @ x
         self.cross += y.T @ x
@@ -69,7 +77,9 @@ class Moments:
     def damped(self) -> Tensor:
         """The inputs' second moments with the ridge; never nothing, however few the tokens."""
         ridge = RIDGE * (max(float(self.inputs.diagonal().mean()), 1e-4 * self.size) or 1.0)
-        return self.inputs + ridge * torch.eye(len(self.inputs), dtype=self.inputs.dtype, device=self.inputs.device)
+        return self.inputs + ridge * torch.eye(
+            len(self.inputs), dtype=self.inputs.dtype, device=self.inputs.device
+        )
 
     def of_inputs(self, index: Tensor) -> Moments:
         """Those of some of the inputs, or of all in another order."""
@@ -77,7 +87,10 @@ class Moments:
         return replace(self, inputs=inputs, cross=cross, sum_x=self.sum_x[index])
 
     def error(self, weight: Tensor, bias: Tensor | None = None) -> float:
-        """Σ |W x + b - y|² over Σ |y|², its square root; 0 where there is nothing to say but a mean."""
+        """Σ |W x + b - y|² over Σ |y|², its square root.
+
+        0 where there is nothing to say but a mean.
+        """
         if not float(self.energy):
             return 0.0
         w = weight.double()
@@ -89,9 +102,12 @@ class Moments:
 
 
 def positive(moment: Tensor) -> tuple[Tensor, Tensor]:
-    """A second moment with the smallest ridge that makes it positive definite, and its Cholesky factor.
+    """Return a second moment with the smallest ridge that makes it positive definite.
 
-    Where the mean of tokens is far from zero, subtracting it loses more digits than a small ridge makes up for.
+    Its Cholesky factor comes with it.
+
+    Where the mean of tokens is far from zero, subtracting it loses more digits than a small ridge
+    makes up for.
     """
     ridge, eye = 0.0, torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
     size = max(float(moment.diagonal().abs().mean()), 1e-300)
@@ -101,5 +117,7 @@ def positive(moment: Tensor) -> tuple[Tensor, Tensor]:
         if not int(wrong):
             return damped, root
         if ridge > 1:
-            raise ValueError("kronecker: second moments are not finite, needed calibration without inf or nan")
+            raise ValueError(
+                "kronecker: second moments are not finite, needed calibration without inf or nan"
+            )
         ridge = max(1e-8, 10 * ridge)

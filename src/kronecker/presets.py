@@ -1,4 +1,7 @@
-"""Conversions of GPT-2 124M by the size that they leave: maps from patterns of layer names to configs."""
+"""Conversions of GPT-2 124M by the size that they leave.
+
+They map patterns of layer names to configs.
+"""
 
 from __future__ import annotations
 
@@ -24,4 +27,5 @@ PRESETS: Mapping[str, Mapping[str, Config]] = {
     "gpt2-80m": _kronecker((1024, 256), 2),
     "gpt2-68m": _kronecker((256, 64)),
 }
-"""The first and third drop hidden neurons, the second halves the model's width, the others have Krony-PT's shapes."""
+"""The first and third drop hidden neurons, the second halves the model's width, the others have
+Krony-PT's shapes."""

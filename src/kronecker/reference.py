@@ -1,6 +1,7 @@
 """The definitions: dense, slow, obvious, any float dtype.
 
-Letters: r terms; A is (r, O1, I1), B is (r, O2, I2); out_features O = O1 O2, in_features I = I1 I2; *B any shape.
+Letters: r terms; A is (r, O1, I1), B is (r, O2, I2); out_features O = O1 O2, in_features I = I1 I2;
+*B any shape.
 """
 
 from __future__ import annotations
@@ -32,13 +33,21 @@ def kron_embedding(ids: Tensor, a: Tensor, b: Tensor, scales: Tensor | None = No
 
 
 def rearranged(weight: Tensor, b_shape: tuple[int, int]) -> Tensor:
-    """R(W), (O1 I1, O2 I2): row (p, u) is the block that A[p, u] multiplies; Kronecker products become rank one."""
+    """R(W), (O1 I1, O2 I2): row (p, u) is the block that A[p, u] multiplies.
+
+    Kronecker products become rank one.
+    """
     o2, i2 = b_shape
     return rearrange(weight, "(p o2) (u i2) -> (p u) (o2 i2)", o2=o2, i2=i2)
 
 
-def van_loan(weight: Tensor, b_shape: tuple[int, int], rank: int, normalize: bool = False) -> Tensor:
-    """The nearest sum of ``rank`` Kronecker products, as a dense weight (Van Loan and Pitsianis 1993)."""
+def van_loan(
+    weight: Tensor, b_shape: tuple[int, int], rank: int, normalize: bool = False
+) -> Tensor:
+    """Return the nearest sum of ``rank`` Kronecker products, as a dense weight.
+
+    Source: Van Loan and Pitsianis 1993.
+    """
     (o2, i2), (o, i) = b_shape, weight.shape
     u, s, v = torch.linalg.svd(rearranged(weight, b_shape), full_matrices=False)
     a = (u[:, :rank] * s[:rank]).T.reshape(rank, o // o2, i // i2)
@@ -47,7 +56,10 @@ def van_loan(weight: Tensor, b_shape: tuple[int, int], rank: int, normalize: boo
 
 
 def prune(weight: Tensor, b_shape: tuple[int, int], keep: tuple[int, int]) -> Tensor:
-    """Zero all but one row in ``b_shape[0]`` and one column in ``b_shape[1]``: those at position ``keep``."""
+    """Zero all but one row in ``b_shape[0]`` and one column in ``b_shape[1]``.
+
+    Those at position ``keep`` stay.
+    """
     pruned = torch.zeros_like(weight)
     rows, columns = (slice(k, None, step) for k, step in zip(keep, b_shape, strict=True))
     pruned[rows, columns] = weight[rows, columns]
@@ -55,10 +67,12 @@ def prune(weight: Tensor, b_shape: tuple[int, int], keep: tuple[int, int]) -> Te
 
 
 def als(cross: Tensor, moment: Tensor, a: Tensor, b: Tensor, rounds: int) -> Tensor:
-    """Alternating least squares of ‖(W - Σ A ⊗ B) C^½‖ with D = W C, by the whole design matrix, as a dense weight.
+    """Return, as a dense weight, alternating least squares of ‖(W - Σ A ⊗ B) C^½‖, D = W C.
 
-    vec of the weight is linear in A for a given B, and in B for a given A; each half step solves the normal equations
-    that C makes of that linear map.
+    It solves for the whole design matrix.
+
+    vec of the weight is linear in A for a given B, and in B for a given A; each half step solves
+    the normal equations that C makes of that linear map.
     """
     for _ in range(rounds):
         for which in (0, 1):

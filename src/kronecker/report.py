@@ -29,7 +29,8 @@ class ModelFigures:
         name: The model's.
         parameters: How many it has, tied ones once.
         perplexities: Of a language model, by text.
-        cosines: Of an encoder, by text: the mean cosine of its embeddings of rows to the first model's.
+        cosines: Of an encoder, by text: the mean cosine of its embeddings of rows to the first
+            model's.
         forward_tokens_per_second: Of a forward pass.
         generated_tokens_per_second: Of a language model.
     """
@@ -61,28 +62,41 @@ class Comparison(Report):
         """A row for each model."""
         rows = []
         for m in self.models:
-            quality = [text for p in m.perplexities.values() for text in (f"{math.log(p):.3f}", f"{p:.2f}")]
+            quality = [
+                text for p in m.perplexities.values() for text in (f"{math.log(p):.3f}", f"{p:.2f}")
+            ]
             quality += [f"{cosine:.4f}" for cosine in m.cosines.values()]
             speeds = [f"{m.forward_tokens_per_second:,.0f}"]
             if m.generated_tokens_per_second is not None:
                 speeds.append(f"{m.generated_tokens_per_second:,.1f}")
             rows.append((m.name, f"{m.parameters:,}", *quality, *speeds))
         first = self.models[0]
-        names = [f"{figure} {text}".strip() for text in first.perplexities for figure in ("loss", "perplexity")]
+        names = [
+            f"{figure} {text}".strip()
+            for text in first.perplexities
+            for figure in ("loss", "perplexity")
+        ]
         names += [f"cosine {text}".strip() for text in first.cosines]
         speeds = ["forward tok/s", *(["generate tok/s"] if first.perplexities else [])]
         return Table(("model", "parameters", *names, *speeds), rows)
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Perplexity, or an encoder's cosine, against parameters (extra ``plot``), on ``ax`` or in a new figure.
+        """Plot perplexity, or an encoder's cosine, against parameters (extra ``plot``).
+
+        It is drawn on ``ax`` or in a new figure.
 
         Raises:
             ImportError: matplotlib is not installed.
         """
         figure, axes = axes_for(ax, "Comparison.plot")
         for m in self.models:
-            axes.scatter(m.parameters, next(iter((m.perplexities or m.cosines).values())), label=m.name)
-        axes.set(xlabel="parameters", ylabel="perplexity" if self.models[0].perplexities else "cosine to the first's")
+            axes.scatter(
+                m.parameters, next(iter((m.perplexities or m.cosines).values())), label=m.name
+            )
+        axes.set(
+            xlabel="parameters",
+            ylabel="perplexity" if self.models[0].perplexities else "cosine to the first's",
+        )
         axes.legend()
         return figure
 
@@ -93,8 +107,8 @@ def perplexity(model: nn.Module, batches: Batches) -> float:
 
     Args:
         model: A causal language model in evaluation mode.
-        batches: Token ids (B, T), or dicts of ``input_ids`` and ``labels``, -100 where a token does not count, as
-            `strided` makes them.
+        batches: Token ids (B, T), or dicts of ``input_ids`` and ``labels``, -100 where a token does
+            not count, as `strided` makes them.
 
     Returns:
         A number of at least 1; its logarithm is the loss in nats.
@@ -109,7 +123,9 @@ def perplexity(model: nn.Module, batches: Batches) -> float:
     """
     loss, count, device = 0.0, 0, next(model.parameters()).device
     for batch in batches:
-        ids, labels = (batch["input_ids"], batch["labels"]) if isinstance(batch, Mapping) else (batch, batch)
+        ids, labels = (
+            (batch["input_ids"], batch["labels"]) if isinstance(batch, Mapping) else (batch, batch)
+        )
         logits = model(input_ids=ids.to(device)).logits[:, :-1].float()
         labels = labels[:, 1:].reshape(-1).to(device)
         loss += float(nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum"))
@@ -124,51 +140,74 @@ def embeddings(model: nn.Module, batches: Batches) -> Tensor:  # (rows, width)
     parts, device = [], next(model.parameters()).device
     for batch in batches:
         arguments = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
-        arguments = {name: value.to(device) for name, value in arguments.items() if name not in ("labels", "label")}
+        arguments = {
+            name: value.to(device)
+            for name, value in arguments.items()
+            if name not in ("labels", "label")
+        }
         states = getattr(model(**arguments), "last_hidden_state", None)
         if states is None:
             raise ValueError(
-                f"compare: {type(model).__name__} gives no last_hidden_state, needed an encoder without a head"
+                f"compare: {type(model).__name__} gives no last_hidden_state, needed an encoder "
+                "without a head"
             )
         states = states.float()
-        mask = arguments.get("attention_mask", torch.ones(states.shape[:2], device=device))[..., None].float()
+        mask = arguments.get("attention_mask", torch.ones(states.shape[:2], device=device))[
+            ..., None
+        ].float()
         parts.append(((states * mask).sum(1) / mask.sum(1).clamp(min=1)).cpu())
     return torch.cat(parts)
 
 
 @torch.no_grad()
 def compare(
-    models: Mapping[str, Any], texts: Batches | Mapping[str, Batches], *, runs: int = 5, new: int = 32
+    models: Mapping[str, Any],
+    texts: Batches | Mapping[str, Batches],
+    *,
+    runs: int = 5,
+    new: int = 32,
 ) -> Comparison:
     """Measure language models, or encoders, in turn within one process; times are medians.
 
-    A language model's figure is its perplexity; an encoder's the mean cosine of its embeddings (means of last hidden
-    states) to those of the first model.
+    A language model's figure is its perplexity; an encoder's the mean cosine of its embeddings
+    (means of last hidden states) to those of the first model.
 
     Args:
         models: By name, in evaluation mode, on one device; of encoders the original first.
-        texts: Batches as for `perplexity`, or several texts' by name. Speed is over the first batch of the first.
+        texts: Batches as for `perplexity`, or several texts' by name. Speed is over the first batch
+            of the first.
         runs: Times that each is timed, after one that is not counted.
         new: Tokens to generate, or as many as the models have positions for.
 
     Returns:
-        Parameters, perplexities or cosines, and tokens a second of each; it prints as a table and can be drawn.
+        Parameters, perplexities or cosines, and tokens a second of each; it prints as a table and
+        can be drawn.
 
     Raises:
-        ValueError: No models or texts; language models and others; models of too few positions to generate; others
-            than encoders of text.
+        ValueError: No models or texts; language models and others; models of too few positions to
+            generate; others than encoders of text.
     """
     if not models or not texts:
-        raise ValueError(f"compare: {len(models)} models and {len(texts)} texts, needed one or more of both")
-    kinds = {name: bool(getattr(model, "can_generate", lambda: False)()) for name, model in models.items()}
+        raise ValueError(
+            f"compare: {len(models)} models and {len(texts)} texts, needed one or more of both"
+        )
+    kinds = {
+        name: bool(getattr(model, "can_generate", lambda: False)())
+        for name, model in models.items()
+    }
     if len(set(kinds.values())) > 1:
         other = next(name for name, generates in kinds.items() if not generates)
-        raise ValueError(f"compare: {other} is a {type(models[other]).__name__}, needed language models alone, or none")
+        raise ValueError(
+            f"compare: {other} is a {type(models[other]).__name__}, needed language models alone, "
+            "or none"
+        )
     generates = next(iter(kinds.values()))
     positions = [p for p in map(positions_of, models.values()) if p]
     new = min([new, *(p - _PROMPT for p in positions)])
     if generates and new < 1:
-        raise ValueError(f"compare: the models have {min(positions)} positions, needed over {_PROMPT}")
+        raise ValueError(
+            f"compare: the models have {min(positions)} positions, needed over {_PROMPT}"
+        )
     named = texts if isinstance(texts, Mapping) else {"": texts}
     batches_of_first = next(iter(named.values()))
     first = batches_of_first[0] if len(batches_of_first) else {}
@@ -182,14 +221,28 @@ def compare(
             seconds = _seconds(model, ids, new if generates else 0)
             if run:
                 times[name].append(seconds)
-    originals = {} if generates else {text: embeddings(next(iter(models.values())), b) for text, b in named.items()}
+    originals = (
+        {}
+        if generates
+        else {text: embeddings(next(iter(models.values())), b) for text, b in named.items()}
+    )
     rows = []
     for name, model in models.items():
         forward, generate = (sorted(t)[len(t) // 2] for t in zip(*times[name], strict=True))
-        perplexities = {text: perplexity(model, batches) for text, batches in named.items()} if generates else {}
-        cosines = {text: _cosine(embeddings(model, named[text]), o, name) for text, o in originals.items()}
+        perplexities = (
+            {text: perplexity(model, batches) for text, batches in named.items()}
+            if generates
+            else {}
+        )
+        cosines = {
+            text: _cosine(embeddings(model, named[text]), o, name) for text, o in originals.items()
+        }
         speed = new / generate if generates else None
-        rows.append(ModelFigures(name, num_parameters(model), perplexities, cosines, ids.numel() / forward, speed))
+        rows.append(
+            ModelFigures(
+                name, num_parameters(model), perplexities, cosines, ids.numel() / forward, speed
+            )
+        )
     return Comparison(tuple(rows))
 
 
@@ -210,7 +263,13 @@ def _seconds(model: Any, ids: Tensor, new: int) -> tuple[float, float]:
     middle = time.perf_counter()
     if new:
         prompt, length = ids[:1, :_PROMPT], {"min_new_tokens": new, "max_new_tokens": new}
-        model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0, **length)
+        model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            pad_token_id=0,
+            **length,
+        )
         _finish(ids.device)
     return middle - begin, time.perf_counter() - middle
 

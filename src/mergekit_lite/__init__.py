@@ -13,9 +13,27 @@ from .adapters import extract_lora, merge_adapters
 from .engine import NotFiniteError
 from .files import CheckpointError
 from .functional import merge_models
-from .methods import METHODS, Largest, MergeMethod, Noise, PerModel, Range, Sum, get_method, merge_method
+from .methods import (
+    METHODS,
+    Largest,
+    MergeMethod,
+    Noise,
+    PerModel,
+    Range,
+    Sum,
+    get_method,
+    merge_method,
+)
 from .planning import PlanError, make_plan
-from .recipe import MergeRecipe, ModelEntry, RecipeError, Slice, TokenizerSpec, TokenRule, load_recipe
+from .recipe import (
+    MergeRecipe,
+    ModelEntry,
+    RecipeError,
+    Slice,
+    TokenizerSpec,
+    TokenRule,
+    load_recipe,
+)
 
 __all__ = [
     "METHODS",

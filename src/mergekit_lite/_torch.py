@@ -1,7 +1,9 @@
-"""torch, imported when something of it is first used: a merge of files by a compiled kernel never needs it.
+"""Import torch when something of it is first used.
 
-Modules of this package write ``from .._torch import Tensor, torch`` where others import both from torch. ``Tensor`` is
-for annotations only.
+A merge of files by a compiled kernel never needs it.
+
+Modules of this package write ``from .._torch import Tensor, torch`` where others import both from
+torch. ``Tensor`` is for annotations only.
 """
 
 from __future__ import annotations

@@ -11,27 +11,44 @@ from typing import Any
 from torch.utils.data import Dataset
 
 _NEEDED = (
-    "messages (a list of role and content), instruction and output (and perhaps input), prompt and completion, or text"
+    "messages (a list of role and content), instruction and output (and perhaps input), prompt and "
+    "completion, or text"
 )
 
-_NO_TEXT = (".csv", ".tsv", ".parquet", ".arrow", ".xlsx", ".gz", ".zip", ".safetensors", ".bin", ".pt")
+_NO_TEXT = (
+    ".csv",
+    ".tsv",
+    ".parquet",
+    ".arrow",
+    ".xlsx",
+    ".gz",
+    ".zip",
+    ".safetensors",
+    ".bin",
+    ".pt",
+)
 
 
 class TextExamples(Dataset):
-    """Examples of ``input_ids`` and ``labels`` from text: what a model answers is supervised, what it is asked is not.
+    """Make examples of ``input_ids`` and ``labels`` from text.
+
+    What a model answers is supervised, what it is asked is not.
 
     Args:
-        source: A ``.json`` (a list) or ``.jsonl`` file of rows, a text file as one plain text, or rows: strings, or
-            mappings (a `datasets.Dataset`'s, too) with ``messages``, of which every turn of the assistant is
-            supervised; with ``instruction``, ``output`` and perhaps ``input``; with ``prompt`` and ``completion``; or
-            with ``text``, all of which is supervised.
-        tokenizer: Of transformers; its chat template lays out messages and instructions; without one they are
-            separated by lines.
-        max_length: Most tokens of an example: a row is cut off there, a plain text is cut into pieces.
+        source: A ``.json`` (a list) or ``.jsonl`` file of rows, a text file as one plain text, or
+            rows: strings, or mappings (a `datasets.Dataset`'s, too) with ``messages``, of which
+            every turn of the assistant is supervised; with ``instruction``, ``output`` and perhaps
+            ``input``; with ``prompt`` and ``completion``; or with ``text``, all of which is
+            supervised.
+        tokenizer: Of transformers; its chat template lays out messages and instructions; without
+            one they are separated by lines.
+        max_length: Most tokens of an example: a row is cut off there, a plain text is cut into
+            pieces.
         train_on_inputs: Supervise what is asked, too.
 
     Raises:
-        ValueError: No rows; a row of none of these kinds (with its number); no answer left below ``max_length`` in any.
+        ValueError: No rows; a row of none of these kinds (with its number); no answer left below
+            ``max_length`` in any.
     """
 
     def __init__(
@@ -43,19 +60,37 @@ class TextExamples(Dataset):
         train_on_inputs: bool = False,
     ):
         if not isinstance(train_on_inputs, bool):
-            raise ValueError(f"TextExamples: train_on_inputs is {train_on_inputs!r}, needed True or False")
-        if not getattr(tokenizer, "is_fast", False) or not isinstance(max_length, int) or max_length < 2:
             raise ValueError(
-                f"TextExamples: tokenizer is {type(tokenizer).__name__}, max_length {max_length!r}; needed a fast "
-                "tokenizer of transformers, which knows where its tokens stand in a text, and 2 or more"
+                f"TextExamples: train_on_inputs is {train_on_inputs!r}, needed True or False"
             )
-        self.tokenizer, self.max_length, self.train_on_inputs = tokenizer, max_length, train_on_inputs
+        if (
+            not getattr(tokenizer, "is_fast", False)
+            or not isinstance(max_length, int)
+            or max_length < 2
+        ):
+            raise ValueError(
+                f"TextExamples: tokenizer is {type(tokenizer).__name__}, max_length "
+                f"{max_length!r}; needed a fast tokenizer of transformers, which knows where its "
+                "tokens stand in a text, and 2 or more"
+            )
+        self.tokenizer, self.max_length, self.train_on_inputs = (
+            tokenizer,
+            max_length,
+            train_on_inputs,
+        )
         name, rows = _read(source)
-        examples = [self._example(f"{name}, row {number}", row) for number, row in enumerate(rows, 1)]
-        self.examples = [e for e in chain.from_iterable(examples) if any(label != -100 for label in e["labels"][1:])]
+        examples = [
+            self._example(f"{name}, row {number}", row) for number, row in enumerate(rows, 1)
+        ]
+        self.examples = [
+            e
+            for e in chain.from_iterable(examples)
+            if any(label != -100 for label in e["labels"][1:])
+        ]
         if not self.examples:
             raise ValueError(
-                f"TextExamples: {name}: of {len(rows)} rows none has an answer within {max_length} tokens; needed one"
+                f"TextExamples: {name}: of {len(rows)} rows none has an answer within {max_length} "
+                "tokens; needed one"
             )
 
     def __len__(self) -> int:
@@ -83,7 +118,10 @@ class TextExamples(Dataset):
         """The examples of one row: one, or a plain text's pieces."""
         if isinstance(row, str):
             ids = self.tokenizer(row)["input_ids"]
-            pieces = [ids[start : start + self.max_length] for start in range(0, len(ids), self.max_length)]
+            pieces = [
+                ids[start : start + self.max_length]
+                for start in range(0, len(ids), self.max_length)
+            ]
             return [{"input_ids": piece, "labels": piece} for piece in pieces]
         text, spans = self._laid_out(where, row)
         if spans is None:
@@ -92,18 +130,33 @@ class TextExamples(Dataset):
         ids, labels = encoded["input_ids"], []
         for token, (start, stop) in zip(ids, encoded["offset_mapping"], strict=True):
             # a tokenizer may trim a token of spaces to nothing
-            asked = any(first <= start and stop <= last and (start < stop or first < start) for first, last in spans)
+            asked = any(
+                first <= start and stop <= last and (start < stop or first < start)
+                for first, last in spans
+            )
             labels.append(token if asked or self.train_on_inputs else -100)
         return [{"input_ids": ids[: self.max_length], "labels": labels[: self.max_length]}]
 
     def _laid_out(self, where: str, row: object) -> tuple[str, list[tuple[int, int]] | None]:
-        """A row's text, and from where to where it is supervised; None: all of it, as a plain text."""
+        """A row's text, and from where to where it is supervised.
+
+        None: all of it, as a plain text.
+        """
         if not isinstance(row, Mapping):
-            raise ValueError(f"TextExamples: {where} is a {type(row).__name__}; needed a text, or a mapping")
+            raise ValueError(
+                f"TextExamples: {where} is a {type(row).__name__}; needed a text, or a mapping"
+            )
         messages = row.get("messages")
-        if messages is None and isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str):
+        if (
+            messages is None
+            and isinstance(row.get("instruction"), str)
+            and isinstance(row.get("output"), str)
+        ):
             asked = "\n".join(filter(None, (row["instruction"], row.get("input"))))
-            messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+            messages = [
+                {"role": "user", "content": asked},
+                {"role": "assistant", "content": row["output"]},
+            ]
         if messages is not None:
             return self._conversation(where, messages)
         if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
@@ -111,26 +164,43 @@ class TextExamples(Dataset):
             return text, [(len(row["prompt"]), len(text))]
         if isinstance(row.get("text"), str):
             return row["text"], None
-        raise ValueError(f"TextExamples: {where} has {', '.join(map(str, row)) or 'nothing'}; needed {_NEEDED}")
+        raise ValueError(
+            f"TextExamples: {where} has {', '.join(map(str, row)) or 'nothing'}; needed {_NEEDED}"
+        )
 
     def _conversation(self, where: str, messages: object) -> tuple[str, list[tuple[int, int]]]:
-        """A conversation as text, and where the assistant's turns stand in it, each with what ends it."""
-        good = isinstance(messages, Sequence) and not isinstance(messages, str) and all(
-            isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-            for m in messages
-        )  # fmt: skip
+        """Return a conversation as text, and where the assistant's turns stand in it.
+
+        Each turn has with it what ends it.
+        """
+        good = (
+            isinstance(messages, Sequence)
+            and not isinstance(messages, str)
+            and all(
+                isinstance(m, Mapping)
+                and isinstance(m.get("role"), str)
+                and isinstance(m.get("content"), str)
+                for m in messages
+            )
+        )
         if not good or not any(m["role"] == "assistant" for m in messages):
-            raise ValueError(f"TextExamples: {where}: messages needed roles and contents, and one of an assistant")
+            raise ValueError(
+                f"TextExamples: {where}: messages needed roles and contents, and one of an "
+                "assistant"
+            )
         spans, texts = [], []
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                texts += [self._text(messages[:number], prompt=True), self._text(messages[: number + 1])]
+                texts += [
+                    self._text(messages[:number], prompt=True),
+                    self._text(messages[: number + 1]),
+                ]
                 spans.append((len(texts[-2]), len(texts[-1])))
         text, whole = texts[-1], self._text(messages)
         if not all(whole.startswith(part) for part in texts):
             raise ValueError(
-                f"TextExamples: {where}: the tokenizer's chat template changes earlier turns when later ones come; "
-                "needed rows of one answer"
+                f"TextExamples: {where}: the tokenizer's chat template changes earlier turns when "
+                "later ones come; needed rows of one answer"
             )
         return text, spans  # nothing after the last answer
 
@@ -138,7 +208,9 @@ class TextExamples(Dataset):
         if getattr(self.tokenizer, "chat_template", None):
             if not messages:
                 return ""
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
+            return self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=prompt
+            )
         end = self.tokenizer.eos_token or "\n"
         return "".join(m["content"] + (end if m["role"] == "assistant" else "\n") for m in messages)
 
@@ -146,7 +218,9 @@ class TextExamples(Dataset):
 def _read(source: object) -> tuple[str, list[object]]:
     """A name of the source for messages, and its rows."""
     if isinstance(source, Mapping) or not isinstance(source, (str, Path, Iterable)):
-        raise ValueError(f"TextExamples: source is a {type(source).__name__}; needed a file, or rows")
+        raise ValueError(
+            f"TextExamples: source is a {type(source).__name__}; needed a file, or rows"
+        )
     if not isinstance(source, (str, Path)):
         rows = list(source)
         if not rows:
@@ -156,7 +230,9 @@ def _read(source: object) -> tuple[str, list[object]]:
     if not path.is_file():
         raise ValueError(f"TextExamples: {path} is not there; needed a file")
     if path.suffix.lower() in _NO_TEXT:
-        raise ValueError(f"TextExamples: {path} is no running text; needed .jsonl or .json rows, or a text file")
+        raise ValueError(
+            f"TextExamples: {path} is no running text; needed .jsonl or .json rows, or a text file"
+        )
     text = path.read_text(encoding="utf-8")
     try:
         if path.suffix in (".jsonl", ".ndjson"):
@@ -164,7 +240,9 @@ def _read(source: object) -> tuple[str, list[object]]:
         else:
             rows = json.loads(text) if path.suffix == ".json" else [text]
     except json.JSONDecodeError as error:
-        raise ValueError(f"TextExamples: {path} is not the JSON that its name says ({error})") from error
+        raise ValueError(
+            f"TextExamples: {path} is not the JSON that its name says ({error})"
+        ) from error
     if not isinstance(rows, list) or not rows or not any(rows):
         raise ValueError(f"TextExamples: {path} holds no rows; needed a list")
     return str(path), rows

@@ -1,7 +1,7 @@
 """Dtypes of tensors in files, by name, and numpy arrays of what is stored: no torch.
 
-numpy has no bfloat16, so an array of uint16 holds bfloat16 bit patterns wherever this package passes stored values
-about; every other dtype is numpy's own.
+numpy has no bfloat16, so an array of uint16 holds bfloat16 bit patterns wherever this package
+passes stored values about; every other dtype is numpy's own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class DType:
-    """A dtype: its name in torch, its code in safetensors, and the numpy dtype of its stored values."""
+    """A dtype: its torch name, its safetensors code, and the numpy dtype of its stored values."""
 
     name: str
     code: str

@@ -37,39 +37,65 @@ def parse_size(size: int | str) -> int:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)B?\s*", str(size))
     if not match or float(match[1]) <= 0:
-        raise ValueError(f"max_shard_size: is {size!r}, needed a number of bytes or text like '5GB'")
+        raise ValueError(
+            f"max_shard_size: is {size!r}, needed a number of bytes or text like '5GB'"
+        )
     return int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
 
 
 def build_recipe(
-    models: Sequence[object], method: str, base_model: object, parameters: Mapping[str, object], **rest: Any
+    models: Sequence[object],
+    method: str,
+    base_model: object,
+    parameters: Mapping[str, object],
+    **rest: Any,
 ) -> MergeRecipe:
     """A recipe from `merge_models`' arguments: lists of per-model parameters go to their models.
 
     Raises:
-        ValueError: An unknown method, a base that it does not use, or a list whose length is not the number of models.
+        ValueError: An unknown method, a base that it does not use, or a list whose length is not
+            the number of models.
     """
     chosen = get_method(method)
     if base_model is not None and chosen.base == "unused":
-        raise ValueError(f"{method}: a base model was given, but this method uses none; list it among the models")
+        raise ValueError(
+            f"{method}: a base model was given, but this method uses none; list it among the models"
+        )
     own_parameters: list[dict[str, object]] = [{} for _ in models]
     general: dict[str, object] = {}
     for key, value in parameters.items():
         name = "lambda" if key == "lambda_" else key
         parameter = chosen.parameters.get(name)
         per_model = parameter is not None and parameter.per_model
-        if per_model and isinstance(value, (list, tuple)) and not any(isinstance(v, Mapping) for v in value):
-            takers = [o for o, m in zip(own_parameters, models, strict=True) if model_key(m) != model_key(base_model)]
+        if (
+            per_model
+            and isinstance(value, (list, tuple))
+            and not any(isinstance(v, Mapping) for v in value)
+        ):
+            takers = [
+                o
+                for o, m in zip(own_parameters, models, strict=True)
+                if model_key(m) != model_key(base_model)
+            ]
             if len(value) != len(takers):
                 raise ValueError(
-                    f"{method}: {name} has {len(value)} values, needed one for each of {len(takers)} models"
+                    f"{method}: {name} has {len(value)} values, needed one for each of "
+                    f"{len(takers)} models"
                 )
             for taker, v in zip(takers, value, strict=True):
                 taker[name] = v
         else:
             general[name] = value
-    entries = [ModelEntry(model=m, parameters=o) for m, o in zip(models, own_parameters, strict=True)]
-    return MergeRecipe(merge_method=method, models=tuple(entries), base_model=base_model, parameters=general, **rest)
+    entries = [
+        ModelEntry(model=m, parameters=o) for m, o in zip(models, own_parameters, strict=True)
+    ]
+    return MergeRecipe(
+        merge_method=method,
+        models=tuple(entries),
+        base_model=base_model,
+        parameters=general,
+        **rest,
+    )
 
 
 def merge_models(
@@ -94,37 +120,44 @@ def merge_models(
 ) -> MergeReport | dict[str, Tensor]:
     """Merge several models into one.
 
-    With ``out`` tensors stream from the inputs' files to the output's in stretches, so memory does not grow with the
-    model. Arithmetic is float32 or better, from the stored values, rounded once.
+    With ``out`` tensors stream from the inputs' files to the output's in stretches, so memory does
+    not grow with the model. Arithmetic is float32 or better, from the stored values, rounded once.
 
     Args:
-        models: Folders, hub ids (``org/name@revision``), ``"model+adapter"``, modules or state dicts, mixed; or a
-            `MergeRecipe`, which then says everything down to ``out_dtype``.
+        models: Folders, hub ids (``org/name@revision``), ``"model+adapter"``, modules or state
+            dicts, mixed; or a `MergeRecipe`, which then says everything down to ``out_dtype``.
         method: A name from the table of methods; default: ``"linear"``.
-        base_model: The common ancestor, for methods that use one. It may also stand among ``models``.
+        base_model: The common ancestor, for methods that use one. It may also stand among
+            ``models``.
         out: Folder to write; it must not exist or be empty. None returns a state dict.
-        dtype: Dtype of the result; default: the inputs' promoted dtype. ``"float64"`` also computes in float64.
+        dtype: Dtype of the result; default: the inputs' promoted dtype. ``"float64"`` also computes
+            in float64.
         out_dtype: Dtype of the result where it differs from ``dtype``.
         device: Where to compute.
-        impl: ``"eager"`` runs torch functions. ``"fused"`` runs compiled kernels, which never import torch, on files,
-            or raises where there is none. ``"auto"``, where a folder is written, runs kernels where it can; both
-            write the same bytes.
+        impl: ``"eager"`` runs torch functions. ``"fused"`` runs compiled kernels, which never
+            import torch, on files, or raises where there is none. ``"auto"``, where a folder is
+            written, runs kernels where it can; both write the same bytes.
         max_shard_size: Largest weight file, bytes or ``"5GB"``.
         seed: Of methods that draw.
-        threads: Blocks in work at once; default: one a core, at most 8. Results do not depend on it.
+        threads: Blocks in work at once; default: one a core, at most 8. Results do not depend on
+            it.
         progress: Show a progress bar.
         resume: Go on from an interrupted run of the same merge.
         allow_pickle: ``"weights_only"`` admits pickled checkpoints.
-        trust_remote_code: Copy the Python files of the model whose config the output takes, and the ``auto_map`` that
-            has transformers run them. Without it they are left out, and the report says so.
-        calibration: For each model its data, for the data-driven methods ``"regmean"`` and ``"regmean++"``: a text or
-            JSON file, rows (`mergekit_lite.masks.TextExamples`), examples
-            of ``input_ids``, or batches of them. Their parameters: `mergekit_lite.layerwise.CalibratedMerge`.
-        **parameters: The method's: a number for all models, or for a per-model parameter a list with one value for
-            each of ``models`` (the base not counted). Gradients and filters as in recipes.
+        trust_remote_code: Copy the Python files of the model whose config the output takes, and the
+            ``auto_map`` that has transformers run them. Without it they are left out, and the
+            report says so.
+        calibration: For each model its data, for the data-driven methods ``"regmean"`` and
+            ``"regmean++"``: a text or JSON file, rows (`mergekit_lite.masks.TextExamples`),
+            examples of ``input_ids``, or batches of them. Their parameters:
+            `mergekit_lite.layerwise.CalibratedMerge`.
+        **parameters: The method's: a number for all models, or for a per-model parameter a list
+            with one value for each of ``models`` (the base not counted). Gradients and filters as
+            in recipes.
 
     Returns:
-        A `MergeReport`, or without ``out`` the merged state dict; what a report would note is then warned of.
+        A `MergeReport`, or without ``out`` the merged state dict; what a report would note is then
+        warned of.
 
     Raises:
         PlanError: The merge cannot be done; every reason found is listed, and nothing was written.
@@ -135,35 +168,82 @@ def merge_models(
     >>> merge_models([a, b], weight=[0.25, 0.75], progress=False)
     {'w': tensor([3.0000, 3.5000])}
     """
-    if isinstance(models, MergeRecipe) and calibration is not None and method is None and not parameters:
+    if (
+        isinstance(models, MergeRecipe)
+        and calibration is not None
+        and method is None
+        and not parameters
+    ):
         dtype, (models, method, parameters) = dtype or models.dtype, _calibrated_recipe(models)
     if calibration is not None or method in CALIBRATED:
-        unsupported = {"base_model": base_model, "out_dtype": out_dtype, "allow_pickle": allow_pickle}
+        unsupported = {
+            "base_model": base_model,
+            "out_dtype": out_dtype,
+            "allow_pickle": allow_pickle,
+        }
         unsupported |= {"device": None if str(device) == "cpu" else device}  # blocks run on the CPU
         if method is not None and method not in CALIBRATED:
-            raise ValueError(f"merge_models: {method!r} is no method with calibration: {', '.join(CALIBRATED)}")
-        if isinstance(models, MergeRecipe) or out is None or calibration is None:
-            lost = "models in a list" if isinstance(models, MergeRecipe) else "out=" if out is None else "calibration="
             raise ValueError(
-                f"merge_models: {method or 'calibration'} came without {lost}; needed models in a list, calibration= "
-                "with a file or rows for each of them, and out="
+                f"merge_models: {method!r} is no method with calibration: {', '.join(CALIBRATED)}"
+            )
+        if isinstance(models, MergeRecipe) or out is None or calibration is None:
+            lost = (
+                "models in a list"
+                if isinstance(models, MergeRecipe)
+                else "out="
+                if out is None
+                else "calibration="
+            )
+            raise ValueError(
+                f"merge_models: {method or 'calibration'} came without {lost}; needed models in a "
+                "list, calibration= with a file or rows for each of them, and out="
             )
         if passed := [name for name, value in unsupported.items() if value]:
-            raise ValueError(f"merge_models: {method} has no {passed[0]}; needed none of {', '.join(unsupported)}")
-        chosen = {"threads": threads, "device": device, "impl": impl, "seed": seed, "max_shard_size": max_shard_size}
-        chosen |= {"dtype": dtype, "progress": progress, "resume": resume, "trust_remote_code": trust_remote_code}
-        return _merge_calibrated(models, method or CALIBRATED[0], calibration, out, parameters, chosen)
+            raise ValueError(
+                f"merge_models: {method} has no {passed[0]}; needed none of "
+                f"{', '.join(unsupported)}"
+            )
+        chosen = {
+            "threads": threads,
+            "device": device,
+            "impl": impl,
+            "seed": seed,
+            "max_shard_size": max_shard_size,
+        }
+        chosen |= {
+            "dtype": dtype,
+            "progress": progress,
+            "resume": resume,
+            "trust_remote_code": trust_remote_code,
+        }
+        return _merge_calibrated(
+            models, method or CALIBRATED[0], calibration, out, parameters, chosen
+        )
     if isinstance(models, MergeRecipe):
-        options = {"method": method, "base_model": base_model, "dtype": dtype, "out_dtype": out_dtype}
+        options = {
+            "method": method,
+            "base_model": base_model,
+            "dtype": dtype,
+            "out_dtype": out_dtype,
+        }
         if extra := [k for k, v in options.items() if v] + list(parameters):
-            raise ValueError(f"merge_models: {extra[0]} was given beside a recipe, which says it itself")
+            raise ValueError(
+                f"merge_models: {extra[0]} was given beside a recipe, which says it itself"
+            )
         recipe = models
     else:
-        if isinstance(models, (str, os.PathLike, Mapping)) or not isinstance(models, Sequence) or not models:
-            recipe_file = isinstance(models, (str, os.PathLike)) and os.fspath(models).endswith((".yml", ".yaml"))
+        if (
+            isinstance(models, (str, os.PathLike, Mapping))
+            or not isinstance(models, Sequence)
+            or not models
+        ):
+            recipe_file = isinstance(models, (str, os.PathLike)) and os.fspath(models).endswith(
+                (".yml", ".yaml")
+            )
             hint = f", or load_recipe({os.fspath(models)!r})" if recipe_file else ""
             raise ValueError(
-                f"merge_models: models is {type(models).__name__}, needed a list with at least one model{hint}"
+                f"merge_models: models is {type(models).__name__}, needed a list with at least one "
+                f"model{hint}"
             )
         names = {"dtype": dtype, "out_dtype": out_dtype}
         rest = {k: str(v).removeprefix("torch.") for k, v in names.items() if v is not None}
@@ -190,16 +270,28 @@ def merge_models(
 
 
 def _calibrated_recipe(recipe: MergeRecipe) -> tuple[list[object], str, dict[str, object]]:
-    """Models, method and parameters of a recipe for `_merge_calibrated`, which has no other entries."""
+    """Return models, method and parameters of a recipe for `_merge_calibrated`.
+
+    It has no other entries.
+    """
     told = {
-        "slices": recipe.slices, "base_model": recipe.base_model, "tokenizer": recipe.tokenizer,
-        "chat_template": recipe.chat_template, "out_dtype": recipe.out_dtype,
-    }  # fmt: skip
+        "slices": recipe.slices,
+        "base_model": recipe.base_model,
+        "tokenizer": recipe.tokenizer,
+        "chat_template": recipe.chat_template,
+        "out_dtype": recipe.out_dtype,
+    }
     if unsupported := [name for name, value in told.items() if value]:
-        raise ValueError(f"merge_models: a recipe of {recipe.merge_method} with calibration has no {unsupported[0]}")
-    if strange := sorted({name for entry in recipe.models for name in entry.parameters} - {"weight"}):
         raise ValueError(
-            f"merge_models: a model of a recipe of {recipe.merge_method} has {strange[0]}, needed weight alone"
+            f"merge_models: a recipe of {recipe.merge_method} with calibration has no "
+            f"{unsupported[0]}"
+        )
+    if strange := sorted(
+        {name for entry in recipe.models for name in entry.parameters} - {"weight"}
+    ):
+        raise ValueError(
+            f"merge_models: a model of a recipe of {recipe.merge_method} has {strange[0]}, needed "
+            "weight alone"
         )
     parameters = dict(recipe.parameters)
     if any(entry.parameters for entry in recipe.models):
@@ -216,7 +308,10 @@ def _merge_calibrated(
     parameters: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> MergeReport:
-    """Merge into parts in a folder beside ``out``, then let a ``passthrough`` merge make a checkpoint of them."""
+    """Merge into parts in a folder beside ``out``.
+
+    Then let a ``passthrough`` merge make a checkpoint of them.
+    """
     from .layerwise import CalibratedMerge, merged_source
 
     started, cpu_started = time.perf_counter(), time.process_time()
@@ -227,7 +322,12 @@ def _merge_calibrated(
         raise ValueError(f"merge_models: {method}: {str(error).partition(' ')[2]}") from error
     with NewFolder(path.with_name(f"{path.name}.blocks"), "merge", resumable=True) as stage:
         source = merged_source(
-            models, calibration, merge, stage, resume=options["resume"], progress=options["progress"]
+            models,
+            calibration,
+            merge,
+            stage,
+            resume=options["resume"],
+            progress=options["progress"],
         )
         report = merge_models([source], "passthrough", out=path, **options)
         stage.discard()
@@ -237,5 +337,7 @@ def _merge_calibrated(
 
 
 def _default_threads() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, min(cores, _MOST_THREADS) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

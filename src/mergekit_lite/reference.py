@@ -1,7 +1,10 @@
-"""The definitions of the merge methods: dense, slow, obvious, in whatever float dtype they are given.
+"""The definitions of the merge methods.
 
-Nothing here is optimised; the fast paths are judged against it. Random methods take the keep masks they are to use.
-Source of each formula: the docstring of the method of the same name in `mergekit_lite.methods`.
+Dense, slow, obvious, in whatever float dtype they are given.
+
+Nothing here is optimised; the fast paths are judged against it. Random methods take the keep masks
+they are to use. Source of each formula: the docstring of the method of the same name in
+`mergekit_lite.methods`.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ def linear(tensors: list[Tensor], base: None, *, weight: Weights, normalize: boo
     return total / sum(weight) if normalize else total
 
 
-def passthrough(tensors: list[Tensor], base: None, *, scale: Sequence[float | None] = (None,)) -> Tensor:
+def passthrough(
+    tensors: list[Tensor], base: None, *, scale: Sequence[float | None] = (None,)
+) -> Tensor:
     """The tensor, or its multiple."""
     return tensors[0] * (1.0 if scale[0] is None else scale[0])
 
@@ -38,7 +43,12 @@ def _scaled_sum(changes: list[Tensor], weight: Weights, normalize: bool, lambda_
 
 
 def task_arithmetic(
-    tensors: list[Tensor], base: Tensor, *, weight: Weights, lambda_: float = 1.0, normalize: bool = False
+    tensors: list[Tensor],
+    base: Tensor,
+    *,
+    weight: Weights,
+    lambda_: float = 1.0,
+    normalize: bool = False,
 ) -> Tensor:
     """B + λ Σ w_i D_i."""
     return base + _scaled_sum([t - base for t in tensors], weight, normalize, lambda_)
@@ -51,7 +61,10 @@ def nearswap(tensors: list[Tensor], base: Tensor, *, t: float) -> Tensor:
 
 
 def _arc(x: Tensor, y: Tensor, t: float, straight_below: float) -> Tensor:
-    """The point at t on the arc, or on the line where the squared sine of the angle is below the limit."""
+    """Return the point at t on the arc, or on the line where the angle is small.
+
+    Small: its squared sine is below the limit.
+    """
     lengths = x.norm() * y.norm()
     cosine = (x * y).sum() / lengths if lengths > 0 else torch.zeros_like(lengths)
     if 1 - cosine**2 <= straight_below:
@@ -73,7 +86,10 @@ def nuslerp(
     nuslerp_flatten: bool = True,
     nuslerp_row_wise: bool = False,
 ) -> Tensor:
-    """Arc between the two models or task vectors: whole, or vector by vector along the last or the first dimension."""
+    """The arc between the two models or task vectors.
+
+    Whole, or vector by vector along the last or the first dimension.
+    """
     x, y = tensors if base is None else [t - base for t in tensors]
     t = 0.5 if abs(sum(weight)) < 1e-6 else weight[1] / sum(weight)
     near = 1e-16
@@ -155,7 +171,10 @@ def model_stock(tensors: list[Tensor], base: Tensor, *, filter_wise: bool = Fals
 
 
 def keep_largest(change: Tensor, count: int) -> Tensor:
-    """The change with all but its ``count`` largest magnitudes set to 0; ties go to the lowest index."""
+    """The change with all but its ``count`` largest magnitudes set to 0.
+
+    Ties go to the lowest index.
+    """
     order = change.detach().abs().flatten().sort(descending=True, stable=True).indices
     mask = torch.zeros(change.numel(), dtype=change.dtype)
     mask[order[:count]] = 1
@@ -174,7 +193,9 @@ def _consensus(changes: list[Tensor], weight: Weights, normalize: bool) -> Tenso
     return merged / torch.where(share.abs() < 1e-8, 1.0, share)
 
 
-def _rescaled(changes: list[Tensor], trimmed: list[Tensor], density: Weights, rescale: bool) -> list[Tensor]:
+def _rescaled(
+    changes: list[Tensor], trimmed: list[Tensor], density: Weights, rescale: bool
+) -> list[Tensor]:
     """What is left of the changes, with their L1 norms where these are wanted back."""
     if not rescale or min(density) >= 1:
         return trimmed
@@ -195,8 +216,12 @@ def ties(
 ) -> Tensor:
     """Trim, elect, average."""
     changes = [t - base for t in tensors]
-    trimmed = [keep_largest(c, max(1, int(d * c.numel()))) for c, d in zip(changes, density, strict=True)]
-    return base + lambda_ * _consensus(_rescaled(changes, trimmed, density, rescale), weight, normalize)
+    trimmed = [
+        keep_largest(c, max(1, int(d * c.numel()))) for c, d in zip(changes, density, strict=True)
+    ]
+    return base + lambda_ * _consensus(
+        _rescaled(changes, trimmed, density, rescale), weight, normalize
+    )
 
 
 def _middle(change: Tensor, density: float, gamma: float) -> Tensor:
@@ -206,7 +231,9 @@ def _middle(change: Tensor, density: float, gamma: float) -> Tensor:
     return keep_largest(change, top + trimmed) - keep_largest(change, top)
 
 
-def _crumbs(tensors: list[Tensor], base: Tensor, density: Weights, gamma: Weights, rescale: bool) -> list[Tensor]:
+def _crumbs(
+    tensors: list[Tensor], base: Tensor, density: Weights, gamma: Weights, rescale: bool
+) -> list[Tensor]:
     changes = [t - base for t in tensors]
     trimmed = [_middle(c, d, g) for c, d, g in zip(changes, density, gamma, strict=True)]
     return _rescaled(changes, trimmed, density, rescale)
@@ -242,7 +269,9 @@ def breadcrumbs_ties(
     scope: str = "tensor",
 ) -> Tensor:
     """Drop the largest and the smallest, then elect."""
-    return base + lambda_ * _consensus(_crumbs(tensors, base, density, gamma, rescale), weight, normalize)
+    return base + lambda_ * _consensus(
+        _crumbs(tensors, base, density, gamma, rescale), weight, normalize
+    )
 
 
 def sce(tensors: list[Tensor], base: Tensor, *, select_topk: float = 1.0) -> Tensor:
@@ -256,7 +285,9 @@ def sce(tensors: list[Tensor], base: Tensor, *, select_topk: float = 1.0) -> Ten
         mask[order[:count]] = 1
         changes = changes * mask.view(variance.shape)
     energy = changes.square().flatten(1).sum(1)
-    weights = energy / energy.sum() if energy.sum() > 0 else torch.full_like(energy, 1 / len(tensors))
+    weights = (
+        energy / energy.sum() if energy.sum() > 0 else torch.full_like(energy, 1 / len(tensors))
+    )
     elected = torch.where(changes.sum(0) >= 0, 1.0, -1.0).to(changes.dtype)
     agrees = (changes.sign() == elected).to(changes.dtype) * weights.view(-1, *[1] * base.dim())
     return base + (changes * agrees).sum(0) / agrees.sum(0).clamp(min=1e-6)
@@ -298,7 +329,9 @@ def dare_ties(
     lambda_: float = 1.0,
 ) -> Tensor:
     """Drop by the given masks, restore the L1 norm, elect."""
-    return base + lambda_ * _consensus(_dropped(tensors, base, density, rescale, keep), weight, normalize)
+    return base + lambda_ * _consensus(
+        _dropped(tensors, base, density, rescale, keep), weight, normalize
+    )
 
 
 # DELLA differs from DARE in how the masks are drawn; given the masks, the arithmetic is the same.
@@ -337,7 +370,12 @@ def ram(tensors: list[Tensor], base: Tensor, *, epsilon: float = 1e-5) -> Tensor
 
 
 def ramplus_tl(
-    tensors: list[Tensor], base: Tensor, *, r: float = 0.1, alpha: float = 0.2, epsilon: float = 1e-5
+    tensors: list[Tensor],
+    base: Tensor,
+    *,
+    r: float = 0.1,
+    alpha: float = 0.2,
+    epsilon: float = 1e-5,
 ) -> Tensor:
     """`ram`, unique changes strengthened."""
     changes = torch.stack([t - base for t in tensors])
@@ -352,7 +390,9 @@ def ramplus_tl(
 
 
 def _mean_change(tensors: list[Tensor], base: Tensor, weight: Weights, alpha: float) -> Tensor:
-    return base + alpha * sum(w * (t - base) for w, t in zip(weight, tensors, strict=True)) / len(tensors)
+    return base + alpha * sum(w * (t - base) for w, t in zip(weight, tensors, strict=True)) / len(
+        tensors
+    )
 
 
 def _procrustes(matrix: Tensor) -> Tensor:
@@ -379,5 +419,7 @@ def iso_c(tensors: list[Tensor], base: Tensor, *, weight: Weights, alpha: float 
     """Flatten the spectrum of the summed change."""
     if base.dim() != 2:
         return _mean_change(tensors, base, weight, alpha)
-    u, s, v = torch.linalg.svd(sum(w * (t - base) for w, t in zip(weight, tensors, strict=True)), full_matrices=False)
+    u, s, v = torch.linalg.svd(
+        sum(w * (t - base) for w, t in zip(weight, tensors, strict=True)), full_matrices=False
+    )
     return base + alpha * u @ torch.diag(s.mean().expand_as(s)) @ v

@@ -17,7 +17,8 @@ class MergeReport(Report):
     Args:
         out: The folder.
         paths: Its weight files.
-        bytes_read: Bytes that all merging passes read; hashes of inputs take one more where torch functions merge.
+        bytes_read: Bytes that all merging passes read; hashes of inputs take one more where torch
+            functions merge.
         bytes_written: Bytes of tensors.
         seconds: Wall time.
         cpu_seconds: CPU time of this process, all threads.
@@ -42,11 +43,15 @@ class MergeReport(Report):
         """Sizes, time and memory."""
         files = f"{len(self.paths)} file{'s' if len(self.paths) > 1 else ''}"
         return [
-            f"{len(self.tensors)} tensors, {self.bytes_written / 1e6:.1f} MB in {files} at {self.out}",
-            f"{self.seconds:.1f} s, {self.cpu_seconds:.1f} CPU s, peak {self.peak_memory / 1e6:.0f} MB",
+            f"{len(self.tensors)} tensors, {self.bytes_written / 1e6:.1f} MB in {files} at "
+            f"{self.out}",
+            f"{self.seconds:.1f} s, {self.cpu_seconds:.1f} CPU s, peak "
+            f"{self.peak_memory / 1e6:.0f} MB",
         ]
 
     def remarks(self) -> list[str]:
         """How many files an interrupted run had finished, and the notes."""
-        resumed = f"{len(self.resumed)} of {len(self.paths)} files were there from an interrupted run"
+        resumed = (
+            f"{len(self.resumed)} of {len(self.paths)} files were there from an interrupted run"
+        )
         return [*([resumed] if self.resumed else []), *(f"note: {text}" for text in self.notes)]

@@ -1,4 +1,7 @@
-"""What the output's dtype will lose of adapters that are folded in, measured on samples before a merge."""
+"""What the output's dtype will lose of adapters that are folded in.
+
+Measured on samples before a merge.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +21,31 @@ _HALF = 2  # bytes of the dtypes that round an update away
 def rounding_notes(plan: MergePlan) -> list[str]:
     """A note for each model whose adapter the output would mostly round away.
 
-    A weight of bfloat16 has 8 bits, so that an update dW of a thousandth of W is mostly lost. Looked at is, for layers
-    from the first to the last, ``|stored(W + dW) - stored(W) - dW| / |dW|``, as if the model were written alone.
+    A weight of bfloat16 has 8 bits, so that an update dW of a thousandth of W is mostly lost.
+    Looked at is, for layers from the first to the last,
+    ``|stored(W + dW) - stored(W) - dW| / |dW|``, as if the model were written alone.
     """
     adapted: dict[int, tuple[LoraSource, list[tuple[str, DType]]]] = {}
     for t in plan.tensors:
         for place in t.everything:
             source = _unaligned(plan.sources[place.source])
-            if isinstance(source, LoraSource) and source.pair(place.name) and t.dtype.itemsize <= _HALF:
+            if (
+                isinstance(source, LoraSource)
+                and source.pair(place.name)
+                and t.dtype.itemsize <= _HALF
+            ):
                 adapted.setdefault(id(source), (source, []))[1].append((place.name, t.dtype))
     notes = []
     for source, layers in adapted.values():
         spread = layers[:: -(-len(layers) // _LAYERS)]
-        lost = [share for name, dtype in spread if (share := _lost(source, name, dtype)) is not None]
+        lost = [
+            share for name, dtype in spread if (share := _lost(source, name, dtype)) is not None
+        ]
         if lost and median(lost) > _MUCH:
             notes.append(
-                f"rounding to {layers[0][1].name} loses {median(lost):.0%} of what the adapter of {source.label} "
-                f"changes (median of {len(lost)} layers, if written alone); float32 keeps it"
+                f"rounding to {layers[0][1].name} loses {median(lost):.0%} of what the adapter of "
+                f"{source.label} changes (median of {len(lost)} layers, if written alone); float32 "
+                "keeps it"
             )
     return notes
 

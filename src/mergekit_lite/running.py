@@ -84,9 +84,14 @@ class Bar:
 @contextlib.contextmanager
 def _running(plan: MergePlan, run: Run, ranks: Ranks) -> Iterator[tuple[Engine, Bar, Executor]]:
     """The engine, its progress bar, and an executor for blocks and hashes."""
-    with Bar(plan, hidden=not run.progress or ranks.rank > 0) as bar, ThreadPoolExecutor(run.threads) as executor:
+    with (
+        Bar(plan, hidden=not run.progress or ranks.rank > 0) as bar,
+        ThreadPoolExecutor(run.threads) as executor,
+    ):
         side_by_side = executor if run.threads > 1 else None
-        with Engine(plan, run.seed, run.device, side_by_side, bar.say, run.impl, run.hashing) as engine:
+        with Engine(
+            plan, run.seed, run.device, side_by_side, bar.say, run.impl, run.hashing
+        ) as engine:
             yield engine, bar, executor
 
 
@@ -98,7 +103,9 @@ def merge_in_memory(recipe: MergeRecipe, run: Run) -> tuple[dict[str, Tensor], M
         source = DictSource(state, model_label(stage), stage_plan.config)
         source.folder = stage_plan.sources[stage_plan.donor].folder
         stages[id(stage)] = source
-    plan = make_plan(recipe, threads=run.threads, allow_pickle=run.allow_pickle, stages=stages or None)
+    plan = make_plan(
+        recipe, threads=run.threads, allow_pickle=run.allow_pickle, stages=stages or None
+    )
     for note in [*plan.notes, *rounding_notes(plan)]:
         warnings.warn(f"merge_models: {note}", stacklevel=4)
     merged = {t.name: torch.empty(t.shape, dtype=to_torch(t.dtype)) for t in plan.tensors}
@@ -106,7 +113,9 @@ def merge_in_memory(recipe: MergeRecipe, run: Run) -> tuple[dict[str, Tensor], M
     def sink(t: TensorPlan, start: int, values: Array) -> None:
         stored_of(merged[t.name].view(-1))[start : start + values.size] = values
 
-    eager = replace(run, hashing=False, impl="eager" if run.impl == "auto" else run.impl)  # no wait for a compiler
+    eager = replace(
+        run, hashing=False, impl="eager" if run.impl == "auto" else run.impl
+    )  # no wait for a compiler
     with _running(plan, eager, Ranks()) as (engine, bar, _):
         for t, _ in zip(plan.tensors, engine.run_all(plan.tensors, sink), strict=True):
             bar.update(t.nbytes)
@@ -119,7 +128,11 @@ def merge_to_folder(recipe: MergeRecipe, out: Path, run: Run) -> MergeReport:
     ranks = Ranks()
     with _stages_beside(recipe, out, run, ranks) as (stages, notes):
         plan = make_plan(
-            recipe, max_shard_size=run.limit, threads=run.threads, allow_pickle=run.allow_pickle, stages=stages or None
+            recipe,
+            max_shard_size=run.limit,
+            threads=run.threads,
+            allow_pickle=run.allow_pickle,
+            stages=stages or None,
         )
         plan.notes += [*notes, *code_note(plan, run.trust_remote_code), *rounding_notes(plan)]
         with _running(plan, run, ranks) as (engine, bar, executor):
@@ -135,7 +148,8 @@ def merge_to_folder(recipe: MergeRecipe, out: Path, run: Run) -> MergeReport:
         bytes_written=plan.bytes_written,
         seconds=time.perf_counter() - started,
         cpu_seconds=time.process_time() - cpu_started,
-        peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024),
         resumed=resumed,
         tensors=facts,
         notes=[*plan.notes, *engine.notes],
@@ -146,11 +160,14 @@ def merge_to_folder(recipe: MergeRecipe, out: Path, run: Run) -> MergeReport:
 def _stages_beside(
     recipe: MergeRecipe, out: Path, run: Run, ranks: Ranks
 ) -> Iterator[tuple[dict[int, Source], list[str]]]:
-    """Merge the recipes that stand among the models into a hidden folder, which is removed when the merge is done.
+    """Merge the recipes that stand among the models into a hidden folder.
+
+    It is removed when the merge is done.
 
     With them come the notes of those that were merged now.
 
-    An interrupted run leaves the finished ones; a later run uses those that have the fingerprint it expects.
+    An interrupted run leaves the finished ones; a later run uses those that have the fingerprint it
+    expects.
     """
     if not recipe.stages():
         yield {}, []
@@ -158,18 +175,24 @@ def _stages_beside(
     folder = NewFolder(out.with_name(f"{out.name}.stages"), "merge", resumable=True)
     stages: dict[int, Source] = {}
     notes: list[str] = []
-    make_plan(recipe, allow_pickle=run.allow_pickle)  # check the last stage before the first is merged
+    make_plan(
+        recipe, allow_pickle=run.allow_pickle
+    )  # check the last stage before the first is merged
     ranks.lead(folder.open)
     try:
         for stage in recipe.stages():
             name = model_label(stage)
             if not ranks.share(_is_whole(folder.folder / name, stage, run)):
-                keep = [model_label(s) for s in recipe.stages() if id(s) in stages] + [f".{name}.partial"]
+                keep = [model_label(s) for s in recipe.stages() if id(s) in stages] + [
+                    f".{name}.partial"
+                ]
                 ranks.lead(lambda keep=keep: folder.clear(keep=keep))
                 report = merge_to_folder(replace(stage, name=name), folder.folder / name, run)
                 notes += [f"{name}: {note}" for note in report.notes]
                 mark = {"fingerprint": _stage_mark(stage, run), "tensors": len(report.tensors)}
-                ranks.lead(lambda place=folder.folder / name, mark=mark: write_json(place / _STAGE, mark))
+                ranks.lead(
+                    lambda place=folder.folder / name, mark=mark: write_json(place / _STAGE, mark)
+                )
             stages[id(stage)] = open_source(folder.folder / name, label=name)
         yield stages, notes
     except BaseException:
@@ -179,7 +202,10 @@ def _stages_beside(
 
 
 def _stage_mark(stage: MergeRecipe, run: Run) -> str | None:
-    """The fingerprint of a stage's plan; None where it has stages of its own: such a stage is always merged again."""
+    """The fingerprint of a stage's plan.
+
+    None where it has stages of its own: such a stage is always merged again.
+    """
     if stage.stages():
         return None
     return plan_fingerprint(make_plan(stage, allow_pickle=run.allow_pickle), run.seed, __version__)
@@ -234,7 +260,9 @@ def _write(
         facts = ranks.share(facts)
         ranks.lead(lambda: folder.complete(facts, run.seed, run.trust_remote_code))
     except BaseException as error:
-        executor.shutdown(wait=True, cancel_futures=True)  # nothing may write once the folder is let go
+        executor.shutdown(
+            wait=True, cancel_futures=True
+        )  # nothing may write once the folder is let go
         full = isinstance(error, OSError) and error.errno == errno.ENOSPC
         if ranks.rank == 0 and (full or isinstance(error, NotFiniteError)):
             with contextlib.suppress(OSError):  # the error of the merge is the one to tell

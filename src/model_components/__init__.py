@@ -1,4 +1,6 @@
-"""The floor under `mergekit_lite`, `kronecker`, `thinker` and `heads`; private but for the version and the doctor.
+"""The floor under `mergekit_lite`, `kronecker`, `thinker` and `heads`.
+
+Private but for the version and the doctor.
 
 >>> import model_components
 >>> model_components.__version__.count(".")

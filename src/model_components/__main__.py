@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from . import __version__
 from .doctor import PACKAGES, examine, other_distributions
 
-_SHOWN = ("torch", "transformers", "safetensors", "peft", "accelerate", "huggingface_hub", "numpy", "matplotlib")
+_SHOWN = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "peft",
+    "accelerate",
+    "huggingface_hub",
+    "numpy",
+    "matplotlib",
+)
 
 _COMMANDS = """the other commands, each with --help:
   mergekit-lite               merge checkpoints, plan a merge, extract adapters, train masks
@@ -23,12 +32,16 @@ _COMMANDS = """the other commands, each with --help:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 1 where something needs repair."""
     top = argparse.ArgumentParser(
-        prog="model-components", description="Look whether the installation is whole.", epilog=_COMMANDS,
+        prog="model-components",
+        description="Look whether the installation is whole.",
+        epilog=_COMMANDS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     top.add_argument("--version", action="version", version=f"model-components {__version__}")
     commands = top.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="versions, and packages that another distribution has overwritten")
+    commands.add_parser(
+        "doctor", help="versions, and packages that another distribution has overwritten"
+    )
     top.parse_args(arguments)
     print(f"model-components {__version__}, Python {sys.version.split()[0]}")
     for name in _SHOWN:
@@ -40,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for finding in findings:
         print(finding)
     for package in PACKAGES:
-        if package not in [finding.package for finding in findings] and (others := other_distributions(package)):
+        if package not in [finding.package for finding in findings] and (
+            others := other_distributions(package)
+        ):
             print(f"{package}: ours, but {', '.join(others)} has a package of that name, too")
     if not findings:
         print("all four packages are ours")

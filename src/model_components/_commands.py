@@ -25,6 +25,9 @@ def run_command(program: str, work: Callable[[], object], *, kept: Callable[[], 
         print(f"{program}: {str(error).removeprefix(f'{program}: ')}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"{program}: stopped; {kept() or 'nothing was kept, the same command begins anew'}", file=sys.stderr)
+        print(
+            f"{program}: stopped; {kept() or 'nothing was kept, the same command begins anew'}",
+            file=sys.stderr,
+        )
         return 130
     return 0

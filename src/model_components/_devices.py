@@ -1,4 +1,7 @@
-"""A device by its name, once something could be put there; and a dtype that it does not compute in."""
+"""A device by its name, once something could be put there.
+
+And a dtype that it does not compute in.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ def find_device(name: str, operation: str) -> str:
     """The device; under torchrun, ``"cuda"`` is the process's own.
 
     Raises:
-        ValueError: This torch has none of that name, nothing can be put there, or what is put there is lost ("meta").
+        ValueError: This torch has none of that name, nothing can be put there, or what is put there
+            is lost ("meta").
 
     >>> find_device("cpu", "merge_models")
     'cpu'
@@ -36,13 +40,16 @@ def find_device(name: str, operation: str) -> str:
 
 
 def warn_if_slow(operation: str, module: nn.Module) -> None:
-    """Warn of bfloat16 on a processor without instructions for it, where a product takes some 50 times as long."""
+    """Warn of bfloat16 on a processor without instructions for it.
+
+    A product then takes some 50 times as long.
+    """
     import torch
 
     slow = [p for p in module.parameters() if p.device.type == "cpu" and p.dtype == torch.bfloat16]
     if slow and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         warnings.warn(
-            f"{operation}: {type(module).__name__} is in bfloat16, which this processor has no instructions for; "
-            "float32 is many times as fast here",
+            f"{operation}: {type(module).__name__} is in bfloat16, which this processor has no "
+            "instructions for; float32 is many times as fast here",
             stacklevel=3,
         )

@@ -1,12 +1,13 @@
 """The only code here that creates, replaces or removes what is on a user's disk.
 
-A result is written into ``.NAME.partial`` beside its final name and gets that name, by one rename, when it is whole.
-That folder carries a marker. One without it, one that another user owns and a symbolic link are not ours: they are
-refused and left as they are. Nothing but a marked folder, or a file that was just created here, is ever removed.
+A result is written into ``.NAME.partial`` beside its final name and gets that name, by one rename,
+when it is whole. That folder carries a marker. One without it, one that another user owns and a
+symbolic link are not ours: they are refused and left as they are. Nothing but a marked folder, or a
+file that was just created here, is ever removed.
 
     out's folder/
       .NAME.partial/
-        .made-by-model-components   the marker: an empty file, so that it is there whole or not at all
+        .made-by-model-components   the marker: an empty file, which is there whole or not at all
         result/                     what will be NAME
         ...                         what an interrupted run may want to know
 """
@@ -40,7 +41,8 @@ def check_new(out: str | os.PathLike[str], operation: str) -> Path:
     """The absolute path of a folder that can be made: nothing is there, or an empty folder.
 
     Raises:
-        OutputError: Something is there, a symbolic link included; a parent is no folder, or may not be written to.
+        OutputError: Something is there, a symbolic link included; a parent is no folder, or may not
+            be written to.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile() as file:
@@ -54,7 +56,9 @@ def check_new(out: str | os.PathLike[str], operation: str) -> Path:
             raise OutputError(f"{to}: a symbolic link is there; name the folder that it leads to")
         if path.is_dir():
             if path.samefile(os.curdir) or path.is_mount():
-                raise OutputError(f"{to}: this is the current folder or a mount; name a folder inside it")
+                raise OutputError(
+                    f"{to}: this is the current folder or a mount; name a folder inside it"
+                )
             if any(path.iterdir()):
                 raise OutputError(f"{to}: the folder is not empty; name a new one")
         elif os.path.lexists(path):
@@ -62,7 +66,9 @@ def check_new(out: str | os.PathLike[str], operation: str) -> Path:
         parent = next(p for p in path.parents if os.path.lexists(p))
         if not parent.is_dir():
             raise OutputError(f"{to}: {parent} is a file, needed a folder")
-        if not os.access(parent, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        if not os.access(
+            parent, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids
+        ):
             raise OutputError(f"{to}: {parent} may not be written to")
     except OSError as error:
         raise _told(to, error) from error
@@ -70,13 +76,21 @@ def check_new(out: str | os.PathLike[str], operation: str) -> Path:
 
 
 def _told(to: str, error: OSError) -> OutputError:
-    return error if isinstance(error, OutputError) else OutputError(f"{to}: cannot be written ({error.strerror})")
+    return (
+        error
+        if isinstance(error, OutputError)
+        else OutputError(f"{to}: cannot be written ({error.strerror})")
+    )
 
 
 def is_begun(out: str | os.PathLike[str]) -> bool:
     """Whether an interrupted run left work beside ``out`` that the same run takes up."""
     path = Path(os.path.abspath(out))
-    hidden = (part for place in path.parent.glob(f".{glob.escape(path.name)}.*partial") for part in place.rglob("*"))
+    hidden = (
+        part
+        for place in path.parent.glob(f".{glob.escape(path.name)}.*partial")
+        for part in place.rglob("*")
+    )
     return any(part.is_file() and part.name != _MARKER for part in hidden)
 
 
@@ -89,7 +103,9 @@ def make_folder(path: str | os.PathLike[str], operation: str) -> Path:
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(f"{operation} to {path}: the folder cannot be made ({error.strerror})") from error
+        raise OutputError(
+            f"{operation} to {path}: the folder cannot be made ({error.strerror})"
+        ) from error
     return Path(path)
 
 
@@ -156,7 +172,9 @@ class NewFolder:
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise (self._foreign() if error.errno in (errno.ENOTDIR, errno.ELOOP) else error) from None
+            raise (
+                self._foreign() if error.errno in (errno.ENOTDIR, errno.ELOOP) else error
+            ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -173,8 +191,8 @@ class NewFolder:
 
     def _foreign(self) -> OutputError:
         return OutputError(
-            f"{self._to}: {self.place} was not made by model-components and is in the way; move it, or name another "
-            "folder"
+            f"{self._to}: {self.place} was not made by model-components and is in the way; move "
+            "it, or name another folder"
         )
 
     def _has_its_name(self) -> bool:
@@ -201,7 +219,9 @@ class NewFolder:
     def _check_result(self) -> None:
         """Refuse a result that somebody has made a link, or a file."""
         if not stat.S_ISDIR(os.lstat(self.folder).st_mode):
-            raise OutputError(f"{self._to}: {self.folder} is no folder of ours; remove it, or name another folder")
+            raise OutputError(
+                f"{self._to}: {self.folder} is no folder of ours; remove it, or name another folder"
+            )
 
     def clear(self, keep: Collection[str] = ()) -> None:
         """Remove what the result has so far, but for the files named."""
@@ -212,19 +232,26 @@ class NewFolder:
         """Give the result its name, and remove the hidden folder.
 
         Raises:
-            OutputError: Something was put there meanwhile. It stays, and so does the result: no later run clears it.
+            OutputError: Something was put there meanwhile. It stays, and so does the result: no
+                later run clears it.
         """
         if not self._has_its_name():
             raise self._foreign()
         self._check_result()
         try:
-            os.rename(self.folder, self.out)  # onto nothing, or onto an empty folder; atomic, and follows no link
+            os.rename(
+                self.folder, self.out
+            )  # onto nothing, or onto an empty folder; atomic, and follows no link
         except OSError as error:
             (self.place / _MARKER).unlink(missing_ok=True)
             self.close()
-            why = "something was put there meanwhile" if os.path.lexists(self.out) else error.strerror
+            why = (
+                "something was put there meanwhile" if os.path.lexists(self.out) else error.strerror
+            )
             raise OutputError(f"{self._to}: {why}; the result is in {self.folder}") from None
-        with contextlib.suppress(OSError):  # the result is there; what cannot be removed, a later run clears
+        with contextlib.suppress(
+            OSError
+        ):  # the result is there; what cannot be removed, a later run clears
             self.discard()
 
     def discard(self) -> None:
@@ -241,7 +268,9 @@ class NewFolder:
         """Let go of the lock; what is written stays for a later run."""
         if self._lock is not None:
             with contextlib.suppress(OSError):
-                fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked child may still hold the descriptor
+                fcntl.flock(
+                    self._lock, fcntl.LOCK_UN
+                )  # a forked child may still hold the descriptor
             os.close(self._lock)
             self._lock = None
 
@@ -249,7 +278,10 @@ class NewFolder:
         return self.open()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._lock is None:  # published or discarded in between
             return
@@ -257,7 +289,10 @@ class NewFolder:
             self.publish()
             return
         with contextlib.suppress(OSError):  # the error of the work is the one to tell
-            nothing = sorted(os.listdir(self.place)) == [_MARKER, self.folder.name] and not os.listdir(self.folder)
+            nothing = sorted(os.listdir(self.place)) == [
+                _MARKER,
+                self.folder.name,
+            ] and not os.listdir(self.folder)
             if nothing or not self.resumable:
                 self.discard()
         self.close()
@@ -266,7 +301,9 @@ class NewFolder:
 def _empty(folder: Path, keep: Collection[str]) -> None:
     for entry in list(os.scandir(folder)):
         if entry.name not in keep:
-            shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
+            shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(
+                entry.path
+            )
 
 
 @contextlib.contextmanager

@@ -17,7 +17,9 @@ _CACHED = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})"
 
 
 def hub_id(place: str | Path) -> str | None:
-    """The id under which the hub knows a model, by its name or by the cache's folder; None if it is somewhere else.
+    """The id under which the hub knows a model, by its name or by the cache's folder.
+
+    None if it is somewhere else.
 
     >>> hub_id("Qwen/Qwen3-0.6B@main"), hub_id("models/mine/last"), hub_id("./models/mine")
     ('Qwen/Qwen3-0.6B', None, None)
@@ -28,8 +30,12 @@ def hub_id(place: str | Path) -> str | None:
     return name if _ID.fullmatch(name) and not Path(name).exists() else None
 
 
-def find_folder(place: str | Path, *, patterns: Sequence[str] = PATTERNS, operation: str = "", **hub: Any) -> Path:
-    """A folder as it is, or what the hub or its cache has under ``owner/name`` or ``owner/name@revision``.
+def find_folder(
+    place: str | Path, *, patterns: Sequence[str] = PATTERNS, operation: str = "", **hub: Any
+) -> Path:
+    """Return a folder as it is, or what the hub or its cache has under its id.
+
+    An id is ``owner/name`` or ``owner/name@revision``.
 
     Args:
         place: Of the folder, or an id.
@@ -50,15 +56,25 @@ def find_folder(place: str | Path, *, patterns: Sequence[str] = PATTERNS, operat
     before, at, _ = name.rpartition("@")
     if at and user_path(before).is_dir():  # a folder has no revisions
         return user_path(before)
-    match, missing = _NAME.fullmatch(name), f"{operation and f'{operation}: '}{name}: there is no such folder"
+    match, missing = (
+        _NAME.fullmatch(name),
+        f"{operation and f'{operation}: '}{name}: there is no such folder",
+    )
     if name.startswith((".", "/", "~")) or match is None:
         raise ValueError(f"{missing}{_nearest(folder)}")
     import huggingface_hub
 
-    hub = {"revision": match["revision"], **{key: value for key, value in hub.items() if value is not None}}
+    hub = {
+        "revision": match["revision"],
+        **{key: value for key, value in hub.items() if value is not None},
+    }
     try:
-        return Path(huggingface_hub.snapshot_download(match["name"], allow_patterns=list(patterns), **hub))
-    except Exception as error:  # huggingface_hub raises many unrelated classes for "not there" and "no network"
+        return Path(
+            huggingface_hub.snapshot_download(match["name"], allow_patterns=list(patterns), **hub)
+        )
+    except (
+        Exception
+    ) as error:  # huggingface_hub raises many unrelated classes for "not there" and "no network"
         reason = str(error).strip().split("\n")[0]
         if near := _nearest(folder):
             raise ValueError(f"{missing}{near}") from error
@@ -66,17 +82,29 @@ def find_folder(place: str | Path, *, patterns: Sequence[str] = PATTERNS, operat
 
 
 def _nearest(folder: Path) -> str:
-    """The end of a message: "did you mean" a folder of nearly that name beside it; empty if there is none."""
-    beside = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
+    """The end of a message: "did you mean" a folder of nearly that name beside it.
+
+    Empty if there is none.
+    """
+    beside = (
+        [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
+    )
     near = difflib.get_close_matches(folder.name, beside, n=1, cutoff=0.8)
     return f"; did you mean {folder.with_name(near[0])}?" if near else ""
 
 
 def split_revision(place: str | Path) -> tuple[str, str | None]:
-    """Name and revision of ``owner/name@revision``; of a folder, or a name without one, itself and None."""
+    """Name and revision of ``owner/name@revision``.
+
+    Of a folder, or a name without one, itself and None.
+    """
     name, at, revision = str(place).rpartition("@")
     is_folder = user_path(str(place)).exists() or user_path(name).exists()
-    return (name, revision) if at and not is_folder and _NAME.fullmatch(str(place)) else (str(place), None)
+    return (
+        (name, revision)
+        if at and not is_folder and _NAME.fullmatch(str(place))
+        else (str(place), None)
+    )
 
 
 def user_path(text: str) -> Path:
@@ -94,9 +122,15 @@ def cached_commit(place: str | Path) -> tuple[str, str] | None:
 
 
 def upload(
-    save: Callable[[Path], None], repo_id: str, *, private: bool | None = None, token: str | bool | None = None,
-    revision: str | None = None, create_pr: bool = False, commit_message: str | None = None,
-) -> str:  # fmt: skip
+    save: Callable[[Path], None],
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+) -> str:
     """What ``save`` writes into a folder, as one commit on the hub.
 
     Args:
@@ -120,7 +154,10 @@ def upload(
         if revision is not None and not revision.startswith("refs/pr"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         commit = api.upload_folder(
-            repo_id=repo_id, folder_path=folder, revision=revision, create_pr=create_pr,
+            repo_id=repo_id,
+            folder_path=folder,
+            revision=revision,
+            create_pr=create_pr,
             commit_message=commit_message or "Upload by model-components",
-        )  # fmt: skip
+        )
     return commit.commit_url

@@ -1,4 +1,7 @@
-"""A model in evaluation or in training for a while, and afterwards each of its modules as it was."""
+"""Put a model in evaluation or in training for a while.
+
+Afterwards each of its modules is as it was.
+"""
 
 from __future__ import annotations
 

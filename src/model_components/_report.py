@@ -1,4 +1,7 @@
-"""What every report and plan can do: print as a table, show itself in a notebook, become JSON; and axes to plot on."""
+"""What every report and plan can do: print as a table, show itself in a notebook, become JSON.
+
+And axes to plot on.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,19 @@ class Table:
         widths = [max(len(line[i]) for line in lines) for i in range(len(self.header))]
         left = {0, len(widths) - 1} if self.sentences else {0}
         aligned = [
-            [cell.ljust(widths[i]) if i in left else cell.rjust(widths[i]) for i, cell in enumerate(line)]
+            [
+                cell.ljust(widths[i]) if i in left else cell.rjust(widths[i])
+                for i, cell in enumerate(line)
+            ]
             for line in lines
         ]
         return "\n".join("  ".join(line).rstrip() for line in aligned)
 
     def _repr_html_(self) -> str:
         def line(cells: Sequence[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+            return (
+                "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+            )
 
         body = "".join(line(row, "td") for row in self.rows)
         return f"<table><thead>{line(self.header, 'th')}</thead><tbody>{body}</tbody></table>"
@@ -47,11 +55,13 @@ class Table:
 class Report:
     """The base of reports, which are dataclasses.
 
-    A report says `summary`, lines above its `table`, and `remarks`, lines below; printing, HTML and JSON follow.
+    A report says `summary`, lines above its `table`, and `remarks`, lines below; printing, HTML and
+    JSON follow.
 
     >>> @dataclass(frozen=True)
     ... class Sizes(Report):
     ...     bytes: dict
+    ...
     ...     def table(self):
     ...         return Table(("name", "bytes"), [(k, f"{v:,}") for k, v in self.bytes.items()])
     >>> print(Sizes({"weights": 1000, "b": 2}))
@@ -76,17 +86,28 @@ class Report:
 
     def __str__(self) -> str:
         table = self.table()
-        return "\n".join([*self.summary(), *([str(table)] if table and table.rows else []), *self.remarks()])
+        return "\n".join(
+            [*self.summary(), *([str(table)] if table and table.rows else []), *self.remarks()]
+        )
 
     def _repr_html_(self) -> str:
-        above, below = ("<br>".join(map(html.escape, lines)) for lines in (self.summary(), self.remarks()))
+        above, below = (
+            "<br>".join(map(html.escape, lines)) for lines in (self.summary(), self.remarks())
+        )
         table = self.table()
-        parts = [f"<p>{above}</p>" if above else "", table._repr_html_() if table and table.rows else ""]
+        parts = [
+            f"<p>{above}</p>" if above else "",
+            table._repr_html_() if table and table.rows else "",
+        ]
         return "".join([*parts, f"<p>{below}</p>" if below else ""])
 
     def to_dict(self) -> dict[str, object]:
-        """Every field, as JSON has it: paths and dtypes as text, tensors as lists, nan and infinity as None."""
-        return {field.name: plain(getattr(self, field.name)) for field in fields(self)}  # pyrefly: ignore
+        """Return every field, as JSON has it.
+
+        Paths and dtypes as text, tensors as lists, nan and infinity as None.
+        """
+        # pyrefly: ignore[bad-argument-type]: its subclasses are dataclasses
+        return {field.name: plain(getattr(self, field.name)) for field in fields(self)}
 
 
 def plain(value: object) -> Any:
@@ -120,11 +141,17 @@ def needs_matplotlib(operation: str) -> None:
         ImportError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(f"{operation}: a plot needs matplotlib; pip install 'model-components[plot]'")
+        raise ImportError(
+            f"{operation}: a plot needs matplotlib; pip install 'model-components[plot]'"
+        )
 
 
-def axes_for(ax: Axes | None, operation: str, *, width: float = 6.4, height: float = 4.0) -> tuple[Figure, Axes]:
-    """The given axes and their figure, or a new figure (sizes in inches) outside of pyplot's global state.
+def axes_for(
+    ax: Axes | None, operation: str, *, width: float = 6.4, height: float = 4.0
+) -> tuple[Figure, Axes]:
+    """Return the given axes and their figure, or a new figure (sizes in inches).
+
+    It is outside of pyplot's global state.
 
     A new figure shows itself in a notebook, where others do so only after pyplot has been used.
 
@@ -136,11 +163,15 @@ def axes_for(ax: Axes | None, operation: str, *, width: float = 6.4, height: flo
     from matplotlib.figure import Figure
 
     if ax is not None and not hasattr(ax, "figure"):
-        raise ValueError(f"{operation}: ax is {ax!r}; needed matplotlib's axes (to save: .plot().savefig(path))")
+        raise ValueError(
+            f"{operation}: ax is {ax!r}; needed matplotlib's axes (to save: .plot().savefig(path))"
+        )
     if ax is not None:
-        return ax.figure, ax  # pyrefly: ignore
+        # pyrefly: ignore[bad-return]: no report draws on a subfigure
+        return ax.figure, ax
     figure = Figure((width, height), layout="constrained", dpi=150)
-    figure._repr_png_ = partial(_png, figure)  # pyrefly: ignore
+    # pyrefly: ignore[missing-attribute]: notebooks call it
+    figure._repr_png_ = partial(_png, figure)
     return figure, figure.add_subplot()
 
 

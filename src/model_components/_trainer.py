@@ -1,4 +1,7 @@
-"""What the trainers of all packages share: typed options, and losses that are means over a whole step."""
+"""What the trainers of all packages share.
+
+Typed options, and losses that are means over a whole step.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +36,18 @@ class TrainerOptions(TypedDict, total=False):
 
 
 class StepTrainer(Trainer):
-    """A `transformers.Trainer` whose losses are means over all items of a step, whatever the micro-batches."""
+    """A `transformers.Trainer` whose losses are means over all items of a step.
+
+    Micro-batches change nothing.
+    """
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[object], num_batches: int, device: torch.device
     ) -> tuple[list, Tensor | int | None]:
-        """The batches of a step; none after the last step, where a stock trainer that resumes would take one more."""
+        """The batches of a step.
+
+        None after the last step, where a stock trainer that resumes would take one more.
+        """
         if self.state.global_step >= self.state.max_steps:
             return [], None
         return super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -51,21 +60,28 @@ class StepTrainer(Trainer):
         """The arguments' optimizer over `optimizer_groups`."""
         if self.optimizer is None and (groups := self.optimizer_groups()) is not None:
             asked = self.optimizer_cls_and_kwargs
-            kind, options = asked or self.get_optimizer_cls_and_kwargs(self.args, self.model)  # pyrefly: ignore
+            # pyrefly: ignore[bad-argument-type]: transformers allows no model, we do not
+            kind, options = asked or self.get_optimizer_cls_and_kwargs(self.args, self.model)
             self.optimizer = kind(groups, **options)
         return self.optimizer if self.optimizer is not None else super().create_optimizer(model)
 
     def processes_of_mean(self) -> int:
-        """What a loss over the items of all processes is multiplied by, since DDP takes the mean of gradients."""
+        """Return the factor of a loss over the items of all processes.
+
+        DDP takes the mean of gradients.
+        """
         return self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
 
-    def share_of_step(self, loss: Tensor, items: Tensor | int, num_items_in_batch: Tensor | int | None) -> Tensor:
+    def share_of_step(
+        self, loss: Tensor, items: Tensor | int, num_items_in_batch: Tensor | int | None
+    ) -> Tensor:
         """A micro-batch's part of its step's loss.
 
         Args:
             loss: The mean over the micro-batch's items.
             items: How many those are.
-            num_items_in_batch: Items of the whole step, all processes; None where the trainer takes the mean itself.
+            num_items_in_batch: Items of the whole step, all processes; None where the trainer takes
+                the mean itself.
         """
         if num_items_in_batch is None:
             return loss

@@ -1,7 +1,7 @@
 """Whether the four packages are the ones that this distribution installed.
 
-Unrelated distributions on PyPI are called ``kronecker`` and ``thinker``. pip lets them overwrite our ``__init__.py``
-without a word, and takes it away with them when they are uninstalled.
+Unrelated distributions on PyPI are called ``kronecker`` and ``thinker``. pip lets them overwrite
+our ``__init__.py`` without a word, and takes it away with them when they are uninstalled.
 """
 
 from __future__ import annotations
@@ -60,14 +60,24 @@ def examine(root: Path | None = None) -> list[Finding]:
         if others:
             problem = f"the distribution {', '.join(others)} has overwritten {root / package}"
         else:
-            problem = f"{root / package / '__init__.py'} is gone or not ours; another distribution took it away"
+            problem = (
+                f"{root / package / '__init__.py'} is gone or not ours; another distribution took "
+                "it away"
+            )
         remove = f"pip uninstall -y {' '.join(others)} && " if others else ""
-        findings.append(Finding(package, problem, f"{remove}pip install --force-reinstall --no-deps {DISTRIBUTION}"))
+        findings.append(
+            Finding(
+                package, problem, f"{remove}pip install --force-reinstall --no-deps {DISTRIBUTION}"
+            )
+        )
     return findings
 
 
 def warn_of_overwritten() -> None:
-    """Warn, at import, of packages that another distribution has overwritten; reads four short files."""
+    """Warn, at import, of packages that another distribution has overwritten.
+
+    Reads four short files.
+    """
     root = Path(__file__).parent.parent
     if not all(_is_ours(package, root) for package in PACKAGES):
         for finding in examine(root):

@@ -1,6 +1,10 @@
-"""Small models that read an input once, think for n steps and answer; each call says how many steps.
+"""Small models that read an input once, think for n steps and answer.
 
->>> model = LatentThinker(ThinkerConfig(vocab_size=16, max_input_length=20, max_output_length=20)).eval()
+Each call says how many steps.
+
+>>> model = LatentThinker(
+...     ThinkerConfig(vocab_size=16, max_input_length=20, max_output_length=20)
+... ).eval()
 >>> tokens = torch.randint(16, (2, 7))
 >>> model(tokens, n_step=2, out_len=7).logits.shape
 torch.Size([2, 7, 16])

@@ -29,44 +29,73 @@ from .training import RewindOnPeak, ThinkerTrainer, thinker_arguments
 from .training.checkpoints import newest_whole
 
 Settings = dict[str, Any]
-"""Names and values: a run's settings and figures, as its JSON files have them, or a call's options."""
+"""Names and values: a run's settings and figures, as in its JSON files, or a call's options."""
 
 RECIPES: dict[str, Settings] = {  # what a task needs beyond the defaults
     "reverse": {"iterations": 1000, "model": {"from_end": True}},
     "roll": {"iterations": 1000, "model": {"from_end": True}},
     "add": {
-        "iterations": 2000, "batch": 128, "length": 3, "schedule": "fixed", "options": {"max_value": 1000},
+        "iterations": 2000,
+        "batch": 128,
+        "length": 3,
+        "schedule": "fixed",
+        "options": {"max_value": 1000},
         "model": {"positions": "aligned"},
     },
-}  # fmt: skip
+}
 SCHEDULES = ("frontier", "uniform", "progressive", "dynamic", "fixed")
 
 
 def parser() -> argparse.ArgumentParser:
     """The arguments."""
-    top = argparse.ArgumentParser(prog="python -m thinker", description="Train a latent thinker, and look at it.")
+    top = argparse.ArgumentParser(
+        prog="python -m thinker", description="Train a latent thinker, and look at it."
+    )
     commands = top.add_subparsers(dest="command", required=True)
-    training = commands.add_parser("train", help="train on a task: a folder with the model, and what it can do")
+    training = commands.add_parser(
+        "train", help="train on a task: a folder with the model, and what it can do"
+    )
     training.add_argument(
-        "task", choices=sorted(name for name, task in TASKS.items() if not task.by_step),
+        "task",
+        choices=sorted(name for name, task in TASKS.items() if not task.by_step),
         help="of `thinker.tasks`; what has an answer at each step (hops) needs ThinkerTrainer",
-    )  # fmt: skip
+    )
     training.add_argument("--out", type=Path, help="folder to write (default: runs/thinker/TASK)")
-    training.add_argument("--options", nargs="*", default=[], metavar="NAME=VALUE", help="of the task: symbols=32")
     training.add_argument(
-        "--model", nargs="*", default=[], metavar="NAME=VALUE",
+        "--options", nargs="*", default=[], metavar="NAME=VALUE", help="of the task: symbols=32"
+    )
+    training.add_argument(
+        "--model",
+        nargs="*",
+        default=[],
+        metavar="NAME=VALUE",
         help="of ThinkerConfig: num_heads=8; latent_init=tokens for a latent at each token",
-    )  # fmt: skip
-    training.add_argument("--length", type=int, help="longest in training (default: 20, or the task's)")
-    training.add_argument("--schedule", choices=SCHEDULES, help="of lengths (default: frontier, or the task's)")
-    training.add_argument("--plan", default="every_step", help="every_step, read_once, or a file with a table")
+    )
     training.add_argument(
-        "--steps", type=int, nargs=2, metavar=("LEAST", "MOST"),
+        "--length", type=int, help="longest in training (default: 20, or the task's)"
+    )
+    training.add_argument(
+        "--schedule", choices=SCHEDULES, help="of lengths (default: frontier, or the task's)"
+    )
+    training.add_argument(
+        "--plan", default="every_step", help="every_step, read_once, or a file with a table"
+    )
+    training.add_argument(
+        "--steps",
+        type=int,
+        nargs=2,
+        metavar=("LEAST", "MOST"),
         help="of thought (default: 1 6; with latents at the tokens 1 to the length and six more)",
-    )  # fmt: skip
-    training.add_argument("--iterations", type=int, help="of training (default: 500, or the task's)")
-    training.add_argument("--lengths", type=int, nargs="*", default=[], help="longer ones to make room for")
-    training.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder")
+    )
+    training.add_argument(
+        "--iterations", type=int, help="of training (default: 500, or the task's)"
+    )
+    training.add_argument(
+        "--lengths", type=int, nargs="*", default=[], help="longer ones to make room for"
+    )
+    training.add_argument(
+        "--resume", action="store_true", help="go on from the last checkpoint in the folder"
+    )
     training.add_argument("--no-progress", action="store_true", help="no progress bar")
     looking = commands.add_parser("evaluate", help="accuracy of a trained one by length and steps")
     looking.add_argument(
@@ -75,13 +104,17 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         help="of held-out samples (default: the longest trained on, and train's --lengths)",
     )
-    looking.add_argument("--n-steps", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="of thought")
+    looking.add_argument(
+        "--n-steps", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="of thought"
+    )
     looking.add_argument("--json", type=Path, help="file to write figures to")
     drawing = commands.add_parser("draw", help="draw training and accuracy, into the folder")
     for command in (looking, drawing):
         command.add_argument("out", type=Path, help="folder that train wrote")
     for command in (training, looking):
-        command.add_argument("--samples", type=int, default=1024, help="held out, of each length (default: 1024)")
+        command.add_argument(
+            "--samples", type=int, default=1024, help="held out, of each length (default: 1024)"
+        )
         command.add_argument("--seed", type=int, default=0, help="of data and weights (default: 0)")
         command.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
     return top
@@ -114,19 +147,28 @@ def told_of(options: argparse.Namespace) -> Settings:
     if model.get("causal"):
         model.setdefault("latent_init", "tokens")  # as ThinkerConfig has it
     if options.steps is not None and model.get("latent_init") == "tokens":
-        raise ValueError(f"steps are {options.steps}, but latents at the tokens think by length; needed no --steps")
+        raise ValueError(
+            f"steps are {options.steps}, but latents at the tokens think by length; needed no "
+            "--steps"
+        )
     plan = options.plan
     if plan not in ("every_step", "read_once"):
         plan = Path(plan).read_text(encoding="utf-8")
     return {
-        "task": options.task, "options": recipe.get("options", {}) | settings(options.options), "model": model,
+        "task": options.task,
+        "options": recipe.get("options", {}) | settings(options.options),
+        "model": model,
         "length": recipe.get("length", 20) if options.length is None else options.length,
-        "steps": options.steps or [1, 6], "plan": plan,
-        "schedule": options.schedule or recipe.get("schedule", "frontier"), "batch": recipe.get("batch", 64),
+        "steps": options.steps or [1, 6],
+        "plan": plan,
+        "schedule": options.schedule or recipe.get("schedule", "frontier"),
+        "batch": recipe.get("batch", 64),
         "iterations": recipe.get("iterations", 2400 if _noise(model) else 500)
-        if options.iterations is None else options.iterations,
-        "lengths": options.lengths, "seed": options.seed,
-    }  # fmt: skip
+        if options.iterations is None
+        else options.iterations,
+        "lengths": options.lengths,
+        "seed": options.seed,
+    }
 
 
 def _noise(model: Mapping[str, object]) -> bool:
@@ -136,7 +178,10 @@ def _noise(model: Mapping[str, object]) -> bool:
 def plan_of(told: Settings) -> FlowPlan:
     """What each step does."""
     if told["plan"] in ("every_step", "read_once"):
-        memory, static = told["model"].get("memory", "none") != "none", bool(told["model"].get("num_static_tokens"))
+        memory, static = (
+            told["model"].get("memory", "none") != "none",
+            bool(told["model"].get("num_static_tokens")),
+        )
         return getattr(FlowPlan, told["plan"])(memory=memory, static=static)
     return FlowPlan.from_table(told["plan"])
 
@@ -145,13 +190,23 @@ def data_of(told: Settings) -> CurriculumDataset:
     """The data of a run; where latents are the tokens, it thinks a step a token and six more."""
     task, plan, numbers = make_task(told["task"], **told["options"]), plan_of(told), Settings()
     if told["model"].get("latent_init") == "tokens":
-        task, numbers["n_step"] = AtTokens(task), lambda length: (plan.num_steps(1), plan.num_steps(length + 6))
+        task, numbers["n_step"] = (
+            AtTokens(task),
+            lambda length: (plan.num_steps(1), plan.num_steps(length + 6)),
+        )
     else:
         numbers["n_step"] = tuple(map(plan.num_steps, told["steps"]))
     if _noise(told["model"]):
         numbers["n_latent"] = (8, 16)
-    kind, lengths = getattr(schedules, told["schedule"].capitalize()), {"max_length": told["length"]}
-    schedule = kind(**lengths) if told["schedule"] == "fixed" else kind(min_length=task.min_length, **lengths)
+    kind, lengths = (
+        getattr(schedules, told["schedule"].capitalize()),
+        {"max_length": told["length"]},
+    )
+    schedule = (
+        kind(**lengths)
+        if told["schedule"] == "fixed"
+        else kind(min_length=task.min_length, **lengths)
+    )
     return CurriculumDataset(task, schedule, seed=told["seed"], batch_size=told["batch"], **numbers)
 
 
@@ -167,7 +222,10 @@ def train(options: argparse.Namespace) -> None:
     at_tokens = choices.get("latent_init") == "tokens"
     usual: Settings = {"plan": plan}
     if not at_tokens:
-        usual |= {"num_latents": 16 if _noise(choices) else 8, "n_step": plan.num_steps(told["steps"][1])}
+        usual |= {
+            "num_latents": 16 if _noise(choices) else 8,
+            "n_step": plan.num_steps(told["steps"][1]),
+        }
     usual = {**data.sizes(max([told["length"], *told["lengths"]])), **usual, **choices}
     try:
         config = ThinkerConfig(**usual)
@@ -175,23 +233,35 @@ def train(options: argparse.Namespace) -> None:
         raise ValueError(error) from error
     model = LatentThinker(config)
     if not options.resume and (out / "result.json").exists():
-        raise ValueError(f"{out} has a run already; needed another --out, or --resume to go on with it")
+        raise ValueError(
+            f"{out} has a run already; needed another --out, or --resume to go on with it"
+        )
     if options.resume and (out / "run.json").is_file():
         before = read_json(out, "run.json")
         changed = [name for name in told if told[name] != before.get(name) and name != "iterations"]
         if changed:
             raise ValueError(
-                f"{out} is a run with another {changed[0]} ({before.get(changed[0])!r}); needed another --out"
+                f"{out} is a run with another {changed[0]} ({before.get(changed[0])!r}); needed "
+                "another --out"
             )
     write_json(make_folder(out, "train") / "run.json", told)
     iterations = told["iterations"]
     arguments = thinker_arguments(
-        out / "checkpoints", max_steps=iterations, save_steps=max(10, iterations // 4), save_total_limit=1,
-        seed=told["seed"], use_cpu=options.device == "cpu", logging_steps=max(1, min(50, iterations // 10)),
+        out / "checkpoints",
+        max_steps=iterations,
+        save_steps=max(10, iterations // 4),
+        save_total_limit=1,
+        seed=told["seed"],
+        use_cpu=options.device == "cpu",
+        logging_steps=max(1, min(50, iterations // 10)),
         disable_tqdm=options.no_progress,
-    )  # fmt: skip
-    loss: Settings = {"step_loss": Reach(window=choices["window"])} if at_tokens and "window" in choices else {}
-    trainer = ThinkerTrainer(model, arguments, train_dataset=data, callbacks=[RewindOnPeak()], **loss)
+    )
+    loss: Settings = (
+        {"step_loss": Reach(window=choices["window"])} if at_tokens and "window" in choices else {}
+    )
+    trainer = ThinkerTrainer(
+        model, arguments, train_dataset=data, callbacks=[RewindOnPeak()], **loss
+    )
     checkpoint = whole_checkpoint(out / "checkpoints") if options.resume else None
     if options.resume and checkpoint is None:
         print(f"thinker: {out} has no checkpoint to go on from; it begins anew", file=sys.stderr)
@@ -201,15 +271,30 @@ def train(options: argparse.Namespace) -> None:
     model.save_pretrained(out / "model")
     write_json(out / "log.json", trainer.state.log_history)
     result = figures(model, data, told, options.samples) | {
-        "iterations": iterations, "cpu_seconds": round(seconds, 1), "resumed": checkpoint is not None,
-        "parameters": model.num_parameters(), "seed": told["seed"],
-    }  # fmt: skip
+        "iterations": iterations,
+        "cpu_seconds": round(seconds, 1),
+        "resumed": checkpoint is not None,
+        "parameters": model.num_parameters(),
+        "seed": told["seed"],
+    }
     write_json(out / "result.json", result)
-    print(f"\n{told['task']}, length {told['length']}: {iterations} iterations, {seconds:.0f} CPU seconds")
-    print(f"held out: {result['token']:.4f} of symbols, {result['sequence']:.4f} of rows\n\nlength  symbols     rows")
+    print(
+        f"\n{told['task']}, length {told['length']}: {iterations} iterations, {seconds:.0f} CPU "
+        "seconds"
+    )
+    print(
+        f"held out: {result['token']:.4f} of symbols, {result['sequence']:.4f} of rows\n\nlength  "
+        "symbols     rows"
+    )
     for length, (symbols, rows) in result["by_length"].items():
-        print(f"{length:>6} {symbols:>8.4f} {rows:>8.4f}{'  (longer)' if length > told['length'] else ''}")
-    print(f"\n{out}: model/, result.json; next: python -m thinker evaluate {out}, python -m thinker draw {out}")
+        print(
+            f"{length:>6} {symbols:>8.4f} "
+            f"{rows:>8.4f}{'  (longer)' if length > told['length'] else ''}"
+        )
+    print(
+        f"\n{out}: model/, result.json; next: python -m thinker evaluate {out}, python -m thinker "
+        f"draw {out}"
+    )
 
 
 def folder_of(options: argparse.Namespace) -> Path:
@@ -225,7 +310,9 @@ def whole_checkpoint(folder: Path) -> str | None:
         return None
 
 
-def figures(model: LatentThinker, data: CurriculumDataset, told: Settings, samples: int) -> Settings:
+def figures(
+    model: LatentThinker, data: CurriculumDataset, told: Settings, samples: int
+) -> Settings:
     """Accuracy by length, and by latents and steps."""
     shortest, longest = data.schedule.min_length, told["length"]
     shorter = [] if told["schedule"] == "fixed" else range(shortest, longest, max(1, longest // 4))
@@ -236,12 +323,17 @@ def figures(model: LatentThinker, data: CurriculumDataset, told: Settings, sampl
     by_length = {n: cells[0] for n, cells in zip(lengths, curves.cells, strict=True)}
     at = by_length[longest]
     result: Settings = {
-        "task": told["task"], "length": longest, "token": round(at.token, 5), "sequence": round(at.sequence, 5),
+        "task": told["task"],
+        "length": longest,
+        "token": round(at.token, 5),
+        "sequence": round(at.sequence, 5),
         "by_length": {n: (round(a.token, 4), round(a.sequence, 4)) for n, a in by_length.items()},
-    }  # fmt: skip
+    }
     if not at_tokens:
         steps = sorted({plan.num_steps(n) for n in (1, 2, 4, 6, 8, 12, 16, 24, told["steps"][1])})
-        latents: list[Any] = [4, 6, 8, 12, 16, 24, 32] if _noise(told["model"]) else [model.config.num_latents]
+        latents: list[Any] = (
+            [4, 6, 8, 12, 16, 24, 32] if _noise(told["model"]) else [model.config.num_latents]
+        )
         grid = evaluate_grid(model, data, n_latents=latents, n_steps=steps, samples=samples)
         print(f"\n{grid}")
         result["grid"] = grid.to_dict()
@@ -255,7 +347,9 @@ def read_json(out: Path, name: str) -> Any:
         ValueError: It is not there.
     """
     if not (out / name).is_file():
-        raise ValueError(f"{out} has no {name}; needed a folder that `python -m thinker train` wrote to its end")
+        raise ValueError(
+            f"{out} has no {name}; needed a folder that `python -m thinker train` wrote to its end"
+        )
     return json.loads((out / name).read_text(encoding="utf-8"))
 
 

@@ -14,47 +14,70 @@ from .tasks import AtTokens, Task
 
 
 def check_layout(operation: str, config: ThinkerConfig, task: Task) -> None:
-    """Refuse a task whose layout is not the model's: `AtTokens` goes with latents at the tokens, and only with them."""
+    """Refuse a task whose layout is not the model's.
+
+    `AtTokens` goes with latents at the tokens, and only with them.
+    """
     if config.at_tokens != isinstance(task, AtTokens):
         has = 'latent_init="tokens"' if config.at_tokens else f"latent_init={config.latent_init!r}"
-        needed = "AtTokens(task)" if config.at_tokens else 'a plain task, or a model with latent_init="tokens"'
+        needed = (
+            "AtTokens(task)"
+            if config.at_tokens
+            else 'a plain task, or a model with latent_init="tokens"'
+        )
         raise ValueError(f"{operation}: the model has {has}, the task is {task!r}; needed {needed}")
 
 
-def check_tokens(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None, *, values: bool) -> None:
+def check_tokens(
+    config: ThinkerConfig, tokens: Tensor, mask: Tensor | None, *, values: bool
+) -> None:
     """Shape, length, and with ``values`` the ids."""
     if not isinstance(tokens, Tensor):
-        raise ValueError(f"LatentThinker: tokens are {type(tokens).__name__}; needed a tensor of ids (B, L)")
+        raise ValueError(
+            f"LatentThinker: tokens are {type(tokens).__name__}; needed a tensor of ids (B, L)"
+        )
     if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64) or 0 in tokens.shape:
         raise ValueError(
-            f"LatentThinker: tokens have shape {list(tokens.shape)} and dtype {tokens.dtype}; needed int64 or int32 "
-            f"ids (B, L), none of the two 0"
+            f"LatentThinker: tokens have shape {list(tokens.shape)} and dtype {tokens.dtype}; "
+            "needed int64 or int32 ids (B, L), none of the two 0"
         )
     if mask is not None and mask.shape != tokens.shape:
         hint = "; that is time first: transpose it" if mask.shape == tokens.shape[::-1] else ""
         raise ValueError(
-            f"LatentThinker: mask has shape {list(mask.shape)}, tokens {list(tokens.shape)}; needed the same{hint}"
+            f"LatentThinker: mask has shape {list(mask.shape)}, tokens {list(tokens.shape)}; "
+            f"needed the same{hint}"
         )
     if tokens.shape[1] > config.max_input_length:
         hint = ""
         if tokens.shape[0] <= config.max_input_length:
             hint = "; if these are time first, (L, B), transpose them"
         raise ValueError(
-            f"LatentThinker: tokens (B, L) have shape {list(tokens.shape)}, so L is {tokens.shape[1]}; needed at most "
-            f"max_input_length, {config.max_input_length}{hint}"
+            f"LatentThinker: tokens (B, L) have shape {list(tokens.shape)}, so L is "
+            f"{tokens.shape[1]}; needed at most max_input_length, {config.max_input_length}{hint}"
         )
     if values:
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= config.vocab_size:
             wrong = low if low < 0 else high
-            raise ValueError(f"LatentThinker: token id {wrong}; needed 0 to vocab_size - 1, {config.vocab_size - 1}")
+            raise ValueError(
+                f"LatentThinker: token id {wrong}; needed 0 to vocab_size - 1, "
+                f"{config.vocab_size - 1}"
+            )
 
 
-def check_numbers(n_step: int | None, n_latent: int | None, grad_steps: int | None, noise: float | None) -> None:
+def check_numbers(
+    n_step: int | None, n_latent: int | None, grad_steps: int | None, noise: float | None
+) -> None:
     """What is counted is whole, and noise is not negative."""
-    for name, value, least in (("n_step", n_step, 1), ("n_latent", n_latent, 1), ("grad_steps", grad_steps, 0)):
+    for name, value, least in (
+        ("n_step", n_step, 1),
+        ("n_latent", n_latent, 1),
+        ("grad_steps", grad_steps, 0),
+    ):
         if value is not None and (not is_whole(value) or value < least):
-            raise ValueError(f"LatentThinker: {name} is {value!r}; needed a whole number, {least} or more")
+            raise ValueError(
+                f"LatentThinker: {name} is {value!r}; needed a whole number, {least} or more"
+            )
     if noise is not None and not 0 <= noise < math.inf:
         raise ValueError(f"LatentThinker: step_noise is {noise!r}; needed 0 or more, and finite")
 
@@ -64,9 +87,14 @@ def check_mask(config: ThinkerConfig, mask: Tensor) -> None:
     empty = (~mask.any(1)).nonzero()
     if len(empty):
         which = "no row" if len(empty) == len(mask) else f"not row {int(empty[0])}"
-        raise ValueError(f"LatentThinker: {which} has a token left by the mask; needed one or more in each row")
+        raise ValueError(
+            f"LatentThinker: {which} has a token left by the mask; needed one or more in each row"
+        )
     if config.causal and bool((mask[:, :-1] & ~mask[:, 1:]).any()):
-        raise ValueError("LatentThinker: padding after tokens; a causal flow aligns right and needed it on the left")
+        raise ValueError(
+            "LatentThinker: padding after tokens; a causal flow aligns right and needed it on the "
+            "left"
+        )
 
 
 def check_grid(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None) -> None:
@@ -75,11 +103,19 @@ def check_grid(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None) -> No
         return
     counts = torch.tensor([tokens.shape[1]]) if mask is None else mask.sum(1)
     width = config.grid_width
-    whole = counts.double().sqrt().round().square() == counts if width is None else counts % width == 0
+    whole = (
+        counts.double().sqrt().round().square() == counts if width is None else counts % width == 0
+    )
     if not bool(whole.all()):
         wrong = int((~whole).nonzero()[0])
-        needed = "a square, or ThinkerConfig(grid_width=...)" if width is None else f"a multiple of grid_width, {width}"
-        raise ValueError(f"LatentThinker: row {wrong} has {int(counts[wrong])} tokens; needed {needed}")
+        needed = (
+            "a square, or ThinkerConfig(grid_width=...)"
+            if width is None
+            else f"a multiple of grid_width, {width}"
+        )
+        raise ValueError(
+            f"LatentThinker: row {wrong} has {int(counts[wrong])} tokens; needed {needed}"
+        )
 
 
 def chosen_plan(config: ThinkerConfig, plan: FlowPlan | None = None) -> FlowPlan:
@@ -88,10 +124,14 @@ def chosen_plan(config: ThinkerConfig, plan: FlowPlan | None = None) -> FlowPlan
         raise ValueError(f"LatentThinker: plan is {plan!r}; needed a FlowPlan")
     if plan is None and config.plan is not None:
         return FlowPlan(**config.plan)
-    return plan or FlowPlan.every_step(memory=config.memory != "none", static=config.num_static_tokens > 0)
+    return plan or FlowPlan.every_step(
+        memory=config.memory != "none", static=config.num_static_tokens > 0
+    )
 
 
-def chosen_rows(config: ThinkerConfig, plan: FlowPlan | None, n_step: int | None) -> Sequence[FlowRow]:
+def chosen_rows(
+    config: ThinkerConfig, plan: FlowPlan | None, n_step: int | None
+) -> Sequence[FlowRow]:
     """What each step does, checked."""
     plan = chosen_plan(config, plan)
     rows = plan.rows(plan.num_steps(config.n_step) if n_step is None else n_step)
@@ -100,20 +140,25 @@ def chosen_rows(config: ThinkerConfig, plan: FlowPlan | None, n_step: int | None
 
 
 def check_plan(config: ThinkerConfig, rows: Sequence[FlowRow]) -> None:
-    """Refuse rows that look up or write what the model does not have, or a static memory with gradients."""
+    """Refuse rows that look up or write what the model does not have.
+
+    Refuse a static memory with gradients, too.
+    """
     if config.memory == "none" and any(row.mem_lookup or row.mem_write for row in rows):
         raise ValueError(
-            'LatentThinker: the plan uses the memory, but memory is "none"; needed ThinkerConfig(memory="grow"), or a '
+            'LatentThinker: the plan uses the memory, but memory is "none"; needed '
+            'ThinkerConfig(memory="grow"), or a '
             "plan without mem_lookup and mem_write"
         )
     if not config.num_static_tokens and any(row.static_mem_lookup for row in rows):
         raise ValueError(
-            "LatentThinker: the plan looks up static tokens; needed ThinkerConfig(num_static_tokens=8) or so"
+            "LatentThinker: the plan looks up static tokens; needed "
+            "ThinkerConfig(num_static_tokens=8) or so"
         )
     if config.memory == "static" and torch.is_grad_enabled() and any(row.mem_write for row in rows):
         raise ValueError(
-            'LatentThinker: memory="static" writes in place, which would change what autograd saved; needed '
-            'memory="grow", or torch.no_grad()'
+            'LatentThinker: memory="static" writes in place, which would change what autograd '
+            'saved; needed memory="grow", or torch.no_grad()'
         )
 
 
@@ -121,15 +166,18 @@ def check_labels(config: ThinkerConfig, labels: Tensor, logits: Sequence[int]) -
     """Answers that the logits, (B, O, output_size), can give."""
     if tuple(labels.shape) != tuple(logits[:2]):
         raise ValueError(
-            f"LatentThinker: labels have shape {list(labels.shape)}; needed {list(logits[:2])}, the answer's"
+            f"LatentThinker: labels have shape {list(labels.shape)}; needed {list(logits[:2])}, "
+            "the answer's"
         )
     known = labels[labels != -100]
     if not known.numel():
-        raise ValueError("LatentThinker: every label is -100, of which there is no mean loss; needed an answer")
+        raise ValueError(
+            "LatentThinker: every label is -100, of which there is no mean loss; needed an answer"
+        )
     if int(known.min()) < 0 or int(known.max()) >= config.output_size:
         raise ValueError(
-            f"LatentThinker: labels from {int(known.min())} to {int(known.max())}; needed 0 to output_size - 1, "
-            f"{config.output_size - 1}, and -100 where there is no answer"
+            f"LatentThinker: labels from {int(known.min())} to {int(known.max())}; needed 0 to "
+            f"output_size - 1, {config.output_size - 1}, and -100 where there is no answer"
         )
 
 
@@ -150,22 +198,33 @@ def check_latents(
         )
     if config.at_tokens and (n > context[1] or (n < context[1] and not config.causal)):
         needed = "at most as many" if config.causal else "as many"
-        raise ValueError(f"LatentThinker: n_latent is {n}, the input has {context[1]} tokens; needed {needed}")
+        raise ValueError(
+            f"LatentThinker: n_latent is {n}, the input has {context[1]} tokens; needed {needed}"
+        )
     if config.table_size is not None and n > config.table_size:
         raise ValueError(
-            f"LatentThinker: n_latent is {n}, the table has {config.table_size}; needed at most as many, or a model "
+            f"LatentThinker: n_latent is {n}, the table has {config.table_size}; needed at most as "
+            "many, or a model "
             'with latent_init="noise", which thinks with any number'
         )
 
 
 def chosen_steps(output_steps: OutputSteps, rows: Sequence[FlowRow]) -> set[int]:
-    """The steps, counted from 1, whose answer is asked for; refuses those at which the plan has none."""
+    """The steps, counted from 1, whose answer is asked for.
+
+    Refuses those at which the plan has none.
+    """
     can = [number for number, row in enumerate(rows, 1) if row.output]
     if isinstance(output_steps, str | int):
         if output_steps not in ("last", "all"):
-            raise ValueError(f"LatentThinker: output_steps is {output_steps!r}; needed last, all, or some of {can}")
+            raise ValueError(
+                f"LatentThinker: output_steps is {output_steps!r}; needed last, all, or some of "
+                f"{can}"
+            )
         return set(can if output_steps == "all" else can[-1:])
     wrong = sorted(set(output_steps) - set(can))
     if wrong or not output_steps:
-        raise ValueError(f"LatentThinker: output_steps {list(output_steps)}; the plan outputs at {can}")
+        raise ValueError(
+            f"LatentThinker: output_steps {list(output_steps)}; the plan outputs at {can}"
+        )
     return set(output_steps)

@@ -18,9 +18,27 @@ MemoryKind = Literal["none", "grow", "static"]
 StepUpdate = Literal["normalized", "replace"]
 OutputSteps = Literal["last", "all"] | Sequence[int]
 
-_KINDS = {"latent_init": LatentInit, "positions": Positions, "memory": MemoryKind, "step_update": StepUpdate}
-_WHOLE = ("vocab_size", "output_size", "hidden_size", "num_heads", "mlp_size", "layers_per_step", "max_input_length",
-          "max_output_length", "num_latents", "n_step", "window", "grid_width", "num_positions")  # fmt: skip
+_KINDS = {
+    "latent_init": LatentInit,
+    "positions": Positions,
+    "memory": MemoryKind,
+    "step_update": StepUpdate,
+}
+_WHOLE = (
+    "vocab_size",
+    "output_size",
+    "hidden_size",
+    "num_heads",
+    "mlp_size",
+    "layers_per_step",
+    "max_input_length",
+    "max_output_length",
+    "num_latents",
+    "n_step",
+    "window",
+    "grid_width",
+    "num_positions",
+)
 
 
 def refuse(what: str, got: object, needed: str) -> None:
@@ -36,8 +54,8 @@ def is_whole(value: object) -> bool:
 class ThinkerConfig(PreTrainedConfig):
     """The sizes and choices of a `LatentThinker`.
 
-    The defaults learn to copy in seconds on a CPU; the recipe for reversing adds ``from_end=True``, that for addition
-    ``positions="aligned"``.
+    The defaults learn to copy in seconds on a CPU; the recipe for reversing adds ``from_end=True``,
+    that for addition ``positions="aligned"``.
 
     Args:
         vocab_size: Token ids of the input are below it.
@@ -48,47 +66,55 @@ class ThinkerConfig(PreTrainedConfig):
         layers_per_step: Layers in the shared block; each step runs all of them.
         max_input_length: Longest input.
         max_output_length: Longest answer.
-        num_latents: Latents when a call does not say, default 8; with ``latent_init="table"`` also the most there can
-            be. With ``"tokens"`` one for each token is the default.
-        latent_init: ``"table"``, a learned vector for each (the default); ``"noise"``, one learned vector plus N(0, 1)
-            each, which lets a trained model think with more latents than it has seen; ``"tokens"``, the input's tokens
-            themselves, whose own logits are the answer (the default with ``causal``).
+        num_latents: Latents when a call does not say, default 8; with ``latent_init="table"`` also
+            the most there can be. With ``"tokens"`` one for each token is the default.
+        latent_init: ``"table"``, a learned vector for each (the default); ``"noise"``, one learned
+            vector plus N(0, 1) each, which lets a trained model think with more latents than it has
+            seen; ``"tokens"``, the input's tokens themselves, whose own logits are the answer (the
+            default with ``causal``).
         latent_noise: Standard deviation of what ``"noise"`` adds, instead of 1.
         n_step: Steps when a call does not say.
-        plan: What each step does when a call does not say, a `FlowPlan` or its `to_dict`; default everything that the
-            model has. One of a fixed length takes its own number of steps, whatever ``n_step`` is.
-        positions: Codes of position for input and answer: ``"learned"`` by index; ``"cyclic"``, learned and the same
-            again after ``num_positions`` places, so that none is new at any length; ``"rotary"`` turns the input's keys
-            (the answer's queries are learned); ``"rotary_2d"``, half of each head by the row and half by the column of
-            a grid that is read row by row; ``"random"``, an ordered random subset of ``num_positions`` learned ones,
-            drawn once a batch and shared by both (Ruoss et al. 2023); ``"aligned"``, by place inside the operand
-            (McLeish et al. 2024), where operands end at ``separators``.
+        plan: What each step does when a call does not say, a `FlowPlan` or its `to_dict`; default
+            everything that the model has. One of a fixed length takes its own number of steps,
+            whatever ``n_step`` is.
+        positions: Codes of position for input and answer: ``"learned"`` by index; ``"cyclic"``,
+            learned and the same again after ``num_positions`` places, so that none is new at any
+            length; ``"rotary"`` turns the input's keys (the answer's queries are learned);
+            ``"rotary_2d"``, half of each head by the row and half by the column of a grid that is
+            read row by row; ``"random"``, an ordered random subset of ``num_positions`` learned
+            ones, drawn once a batch and shared by both (Ruoss et al. 2023); ``"aligned"``, by place
+            inside the operand (McLeish et al. 2024), where operands end at ``separators``.
         from_end: Add a learned position counted from the input's end.
-        num_positions: The size of the table of ``"random"``, default four times the longest sequence, or of
-            ``"cyclic"``, default 4.
-        grid_width: With ``"rotary_2d"``, the grid's columns; default each row of the batch is a square.
+        num_positions: The size of the table of ``"random"``, default four times the longest
+            sequence, or of ``"cyclic"``, default 4.
+        grid_width: With ``"rotary_2d"``, the grid's columns; default each row of the batch is a
+            square.
         separators: Token ids that end an operand; for ``"aligned"``.
-        max_offset: With ``"aligned"``, positions of a training batch start at a random place up to here.
-        memory: Keys and values of past latents: ``"none"``, ``"grow"`` keeps all, ``"static"`` writes in place into
-            room for ``memory_size`` writes (only without gradients).
+        max_offset: With ``"aligned"``, positions of a training batch start at a random place up to
+            here.
+        memory: Keys and values of past latents: ``"none"``, ``"grow"`` keeps all, ``"static"``
+            writes in place into room for ``memory_size`` writes (only without gradients).
         memory_size: The room of a static memory, in writes.
         num_static_tokens: Learned vectors that ``static_mem_lookup`` attends to.
-        step_update: What a step makes of latents z and the block's output f(z): ``"normalized"``, z + λ (f(z) - z) with
-            z and f(z) at unit RMS, and the result too, where λ is learned for each channel (nGPT's, Loshchilov et al.
-            2024): latents stay as large as they were, and when they no longer move they have arrived; ``"replace"``,
-            f(z), a sum that grows with the steps.
+        step_update: What a step makes of latents z and the block's output f(z): ``"normalized"``, z
+            + λ (f(z) - z) with z and f(z) at unit RMS, and the result too, where λ is learned for
+            each channel (nGPT's, Loshchilov et al. 2024): latents stay as large as they were, and
+            when they no longer move they have arrived; ``"replace"``, f(z), a sum that grows with
+            the steps.
         step_rate: Where λ starts.
-        step_noise: Standard deviation of what is added to the latents before each training step; it teaches steps to
-            correct what they are given, so that answers stay right when thinking goes on.
+        step_noise: Standard deviation of what is added to the latents before each training step; it
+            teaches steps to correct what they are given, so that answers stay right when thinking
+            goes on.
         sandwich: Norms after attention and MLP too (Huginn, Geiping et al. 2025).
         decoder_self_attention: Answer positions look at each other before they are read off.
-        causal: Nothing looks ahead; needs ``latent_init="tokens"``. With fewer latents than tokens these are the last
-            ones (Perceiver AR, Hawthorne et al. 2022).
-        window: With ``"tokens"``, each latent looks at those less than ``window`` places away, itself included: with 2
-            at its neighbours, in a grid (``"rotary_2d"``) at the eight around it. What a latent knows then travels one
-            place a step, as in a scan; default everywhere.
-        initializer_range: Standard deviation of the initial embeddings, positions, latents and static tokens. With a
-            small one (0.02) copying is not learned in the time of the recipe.
+        causal: Nothing looks ahead; needs ``latent_init="tokens"``. With fewer latents than tokens
+            these are the last ones (Perceiver AR, Hawthorne et al. 2022).
+        window: With ``"tokens"``, each latent looks at those less than ``window`` places away,
+            itself included: with 2 at its neighbours, in a grid (``"rotary_2d"``) at the eight
+            around it. What a latent knows then travels one place a step, as in a scan; default
+            everywhere.
+        initializer_range: Standard deviation of the initial embeddings, positions, latents and
+            static tokens. With a small one (0.02) copying is not learned in the time of the recipe.
         **rest: Of `transformers.PreTrainedConfig`.
 
     Raises:
@@ -154,7 +180,9 @@ class ThinkerConfig(PreTrainedConfig):
         self.max_output_length = max_output_length
         self.latent_init = latent_init or ("tokens" if causal else "table")
         self.latent_noise = latent_noise
-        self.num_latents = 8 if num_latents is None and self.latent_init != "tokens" else num_latents
+        self.num_latents = (
+            8 if num_latents is None and self.latent_init != "tokens" else num_latents
+        )
         self.n_step = n_step
         self.plan: Any = plan
         self.positions = positions
@@ -180,16 +208,26 @@ class ThinkerConfig(PreTrainedConfig):
         super().__init__(**rest)
         for name in _strangers(rest):
             near = difflib.get_close_matches(name, _fields(), 1)
-            hint = f"; did you mean {near[0]}?" if near else f"; needed some of {', '.join(_fields())}"
-            raise ValueError(f"ThinkerConfig: there is no {name} (which is {rest[name]!r} here){hint}")
+            hint = (
+                f"; did you mean {near[0]}?" if near else f"; needed some of {', '.join(_fields())}"
+            )
+            raise ValueError(
+                f"ThinkerConfig: there is no {name} (which is {rest[name]!r} here){hint}"
+            )
 
     def __setattr__(self, key: str, value: object) -> None:
-        """Store a plan as plain lists, as in JSON, also one given to ``from_pretrained`` or set later."""
+        """Store a plan as plain lists, as in JSON.
+
+        Also one given to ``from_pretrained`` or set later.
+        """
         super().__setattr__(key, _plain(value) if key == "plan" else value)
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, object], **kwargs: object) -> Any:
-        """Read a saved config, without fields of other models (``use_cache``) that trainers may have left in it."""
+        """Read a saved config, without fields of other models that trainers may have left in it.
+
+        Such as ``use_cache``.
+        """
         strangers = _strangers(config_dict)
         known = {name: value for name, value in config_dict.items() if name not in strangers}
         return super().from_dict(known, **kwargs)
@@ -197,7 +235,9 @@ class ThinkerConfig(PreTrainedConfig):
     def _check(self) -> None:
         for name in _WHOLE:
             value = getattr(self, name)
-            if not is_whole(value) and not (value is None and name in ("num_latents", "window", "grid_width")):
+            if not is_whole(value) and not (
+                value is None and name in ("num_latents", "window", "grid_width")
+            ):
                 refuse(name, value, "a whole number")
             if value is not None and value < 1:
                 refuse(name, value, "1 or more")
@@ -221,16 +261,32 @@ class ThinkerConfig(PreTrainedConfig):
         if self.positions == "rotary" and size % 2:
             refuse("hidden_size / num_heads", size, "an even size for rotary positions")
         if self.positions == "rotary_2d" and size % 4:
-            refuse("hidden_size / num_heads", size, "a multiple of 4 for rotary positions in two dimensions")
+            refuse(
+                "hidden_size / num_heads",
+                size,
+                "a multiple of 4 for rotary positions in two dimensions",
+            )
         if self.grid_width is not None and self.positions != "rotary_2d":
             refuse("grid_width", self.grid_width, 'none without positions="rotary_2d"')
         if self.positions == "random" and self.num_positions < self.longest:
-            refuse("num_positions", self.num_positions, f"at least the longest sequence, {self.longest}")
+            refuse(
+                "num_positions",
+                self.num_positions,
+                f"at least the longest sequence, {self.longest}",
+            )
         if (self.positions == "aligned") != bool(self.separators):
-            refuse("separators", self.separators, 'token ids with positions="aligned", and none without')
+            refuse(
+                "separators",
+                self.separators,
+                'token ids with positions="aligned", and none without',
+            )
         if not all(is_whole(t) and 0 <= t < self.vocab_size for t in self.separators):
             refuse("separators", self.separators, f"token ids, below vocab_size, {self.vocab_size}")
-        if not is_whole(self.max_offset) or self.max_offset < 0 or (self.max_offset and self.positions != "aligned"):
+        if (
+            not is_whole(self.max_offset)
+            or self.max_offset < 0
+            or (self.max_offset and self.positions != "aligned")
+        ):
             refuse("max_offset", self.max_offset, '0, or more with positions="aligned"')
 
     def _check_steps(self) -> None:
@@ -243,7 +299,9 @@ class ThinkerConfig(PreTrainedConfig):
         if plan is not None and plan.uses_memory and self.memory == "none":
             refuse("memory", self.memory, 'another, as "grow": the plan uses it')
         if plan is not None and plan.uses_static and not self.num_static_tokens:
-            refuse("num_static_tokens", self.num_static_tokens, "some, as 8: the plan looks them up")
+            refuse(
+                "num_static_tokens", self.num_static_tokens, "some, as 8: the plan looks them up"
+            )
         if not is_whole(self.num_static_tokens) or self.num_static_tokens < 0:
             refuse("num_static_tokens", self.num_static_tokens, "a whole number, 0 or more")
         if not 0 < self.step_rate <= 1:
@@ -252,20 +310,36 @@ class ThinkerConfig(PreTrainedConfig):
             refuse("step_noise", self.step_noise, "0 or more, and finite")
 
     def _check_latents(self) -> None:
-        if not 0 < self.latent_noise < math.inf or (self.latent_noise != 1 and self.latent_init != "noise"):
-            refuse("latent_noise", self.latent_noise, 'above 0 and finite, and 1 without latent_init="noise"')
+        if not 0 < self.latent_noise < math.inf or (
+            self.latent_noise != 1 and self.latent_init != "noise"
+        ):
+            refuse(
+                "latent_noise",
+                self.latent_noise,
+                'above 0 and finite, and 1 without latent_init="noise"',
+            )
         if not 0 < self.initializer_range < math.inf:
             refuse("initializer_range", self.initializer_range, "above 0, and finite")
         if self.causal and self.latent_init != "tokens":
             refuse("latent_init", self.latent_init, '"tokens" in a causal flow')
         if self.causal and (self.positions not in ("learned", "cyclic", "rotary") or self.from_end):
-            refuse("positions", self.positions, "learned, cyclic or rotary, and no from_end, if causal")
+            refuse(
+                "positions", self.positions, "learned, cyclic or rotary, and no from_end, if causal"
+            )
         if self.at_tokens and self.decoder_self_attention:
-            refuse("decoder_self_attention", True, 'False with latent_init="tokens", whose latents are the answer')
+            refuse(
+                "decoder_self_attention",
+                True,
+                'False with latent_init="tokens", whose latents are the answer',
+            )
         if self.window is not None and not self.at_tokens:
             refuse("window", self.window, 'none without latent_init="tokens"')
         if self.at_tokens and not self.causal and self.num_latents is not None:
-            refuse("num_latents", self.num_latents, "none in a flow that looks both ways: every token has a latent")
+            refuse(
+                "num_latents",
+                self.num_latents,
+                "none in a flow that looks both ways: every token has a latent",
+            )
 
     @property
     def at_tokens(self) -> bool:
@@ -301,10 +375,16 @@ def _plain(plan: Any) -> dict[str, object] | None:
 
 def _fields() -> list[str]:
     """Names of the fields that `ThinkerConfig` adds to transformers' own."""
-    return [n for n in inspect.signature(ThinkerConfig.__init__).parameters if n not in ("self", "rest")]
+    return [
+        n for n in inspect.signature(ThinkerConfig.__init__).parameters if n not in ("self", "rest")
+    ]
 
 
 def _strangers(names: Iterable[str]) -> list[str]:
     """Names that neither a `ThinkerConfig` nor transformers' own configs have."""
     known = {*_fields(), *PreTrainedConfig().__dict__}
-    return [n for n in names if n not in known and not hasattr(PreTrainedConfig, n) and not n.startswith("_")]
+    return [
+        n
+        for n in names
+        if n not in known and not hasattr(PreTrainedConfig, n) and not n.startswith("_")
+    ]

@@ -1,4 +1,7 @@
-"""`CurriculumDataset`: endless batches of a task, drawn by counters: a batch depends on nothing but its number."""
+"""`CurriculumDataset`: endless batches of a task, drawn by counters.
+
+A batch depends on nothing but its number.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from .tasks import Sample, Task
 from .tasks.task import check_sample
 
 Count = int | tuple[int, int] | Callable[[int], int | tuple[int, int]]
-"""How many steps or latents: a number, two to draw between, or a function from the longest length to either."""
+"""How many steps or latents: a number, two to draw between, or a function from the longest length
+to either."""
 
 
 StateDict = dict[str, Any]
@@ -66,28 +70,32 @@ class Batch(Rows):
 class CurriculumDataset(IterableDataset):
     """Batches of a task, without end.
 
-    Batch number ``step`` is a function of (seed, rank, step) and the schedule's state: the stream is the same with any
-    number of workers and after a resume. What `report` changes takes effect ``delay`` batches later, so that batches
-    drawn ahead do not depend on when they were drawn. Use it in a `DataLoader` with ``batch_size=None``, as
-    `ThinkerTrainer` does.
+    Batch number ``step`` is a function of (seed, rank, step) and the schedule's state: the stream
+    is the same with any number of workers and after a resume. What `report` changes takes effect
+    ``delay`` batches later, so that batches drawn ahead do not depend on when they were drawn. Use
+    it in a `DataLoader` with ``batch_size=None``, as `ThinkerTrainer` does.
 
     Args:
         task: What to sample.
-        schedule: How long; default half of the rows uniform in 1 .. 20, half at 20; rows that are given have length 1.
+        schedule: How long; default half of the rows uniform in 1 .. 20, half at 20; rows that are
+            given have length 1.
         batch_size: Rows.
-        n_step: Steps of each batch: one number, two to draw uniformly between, or a function from the batch's longest
-            length to either. Processes draw the same where their batches are as long.
+        n_step: Steps of each batch: one number, two to draw uniformly between, or a function from
+            the batch's longest length to either. Processes draw the same where their batches are as
+            long.
         n_latent: Latents likewise; none: the model's own.
-        holdout: Share of inputs, by hash, that training never sees and `held_out` gives; the same inputs with every
-            seed. Lengths with fewer than 1000 inputs have none held out, but rows that are given do, however few. With
-            0 `held_out` draws from all: for test data of their own.
+        holdout: Share of inputs, by hash, that training never sees and `held_out` gives; the same
+            inputs with every seed. Lengths with fewer than 1000 inputs have none held out, but rows
+            that are given do, however few. With 0 `held_out` draws from all: for test data of their
+            own.
         seed: Of everything drawn.
         rank: Whose stream, in training with several processes.
         device: Where batches are made.
         delay: How many batches later a report takes effect; at least as many as workers draw ahead.
 
     Raises:
-        ValueError: Numbers outside what is said above, or a task whose samples are not what it says of itself.
+        ValueError: Numbers outside what is said above, or a task whose samples are not what it says
+            of itself.
 
     >>> from thinker import make_task
     >>> data = CurriculumDataset(make_task("copy"), Frontier(max_length=5), batch_size=2)
@@ -112,48 +120,69 @@ class CurriculumDataset(IterableDataset):
     ):
         if not isinstance(task, Task) or not isinstance(schedule, Schedule | None):
             raise ValueError(
-                f"CurriculumDataset: task {task!r}, schedule {schedule!r}; needed a Task, as of make_task, and a "
-                f"Schedule, as Frontier(max_length=20)"
+                f"CurriculumDataset: task {task!r}, schedule {schedule!r}; needed a Task, as of "
+                "make_task, and a Schedule, as Frontier(max_length=20)"
             )
         self.task = task
         enumerable = task.every() is not None
-        usual = Fixed(max_length=1) if enumerable else Frontier(max_length=20, min_length=task.min_length)
+        usual = (
+            Fixed(max_length=1)
+            if enumerable
+            else Frontier(max_length=20, min_length=task.min_length)
+        )
         self.schedule = schedule or usual
-        self.batch_size, self.holdout, self.seed, self.rank, self.delay = batch_size, holdout, seed, rank, delay
+        self.batch_size, self.holdout, self.seed, self.rank, self.delay = (
+            batch_size,
+            holdout,
+            seed,
+            rank,
+            delay,
+        )
         self.n_step, self.n_latent = n_step, n_latent
         for length in (self.schedule.min_length, self.schedule.max_length):
             _pair("n_step", n_step, length)
             _pair("n_latent", n_latent or 1, length)
         self.device = torch.device(device)
-        numbers = all(map(is_whole, (batch_size, delay, seed, rank))) and isinstance(holdout, int | float)
+        numbers = all(map(is_whole, (batch_size, delay, seed, rank))) and isinstance(
+            holdout, int | float
+        )
         if not numbers or batch_size < 1 or delay < 1 or not 0 <= holdout < 1:
             raise ValueError(
-                f"CurriculumDataset: batch_size {batch_size!r}, delay {delay!r}, holdout {holdout!r}, seed {seed!r}, "
-                f"rank {rank!r}; needed 1 or more, 1 or more, 0 to below 1, whole numbers"
+                f"CurriculumDataset: batch_size {batch_size!r}, delay {delay!r}, holdout "
+                f"{holdout!r}, seed {seed!r}, rank {rank!r}; needed 1 or more, 1 or more, 0 to "
+                "below 1, whole numbers"
             )
         if self.schedule.min_length < task.min_length:
             raise ValueError(
-                f"CurriculumDataset: {type(self.schedule).__name__} starts at length {self.schedule.min_length}, but "
-                f"{type(task).__name__} needed {task.min_length} or more"
+                f"CurriculumDataset: {type(self.schedule).__name__} starts at length "
+                f"{self.schedule.min_length}, but {type(task).__name__} needed {task.min_length} "
+                "or more"
             )
         longest = self.schedule.max_length
         if enumerable and longest != 1:
             raise ValueError(
-                f"CurriculumDataset: {type(self.schedule).__name__} goes up to length {longest}; the rows of {task!r} "
-                f"are given, have length 1, and needed no schedule"
+                f"CurriculumDataset: {type(self.schedule).__name__} goes up to length {longest}; "
+                f"the rows of {task!r} are given, have length 1, and needed no schedule"
             )
         check_sample(task, self._generator(2), longest)
         self._hold_out = HoldOut(task, holdout, longest, self.device)
         self.step, self.segments = 0, 1
-        # rows of (from which batch on, state): shared, so that workers that live on see what the trainer reports
+        # rows of (from which batch on, state): shared, so that workers that live on see what the
+        # trainer reports
         initial = self.schedule.initial()
-        self._states = torch.full((2 * delay + 2, 1 + len(initial)), -1.0, dtype=torch.float64).share_memory_()
+        self._states = torch.full(
+            (2 * delay + 2, 1 + len(initial)), -1.0, dtype=torch.float64
+        ).share_memory_()
         self._states[0] = torch.tensor([0.0, *initial], dtype=torch.float64)
 
     @property
     def most_latents(self) -> int | None:
         """The most latents that a batch asks for; none where the model decides."""
-        return None if self.n_latent is None else _pair("n_latent", self.n_latent, self.schedule.max_length)[1]
+        return (
+            None
+            if self.n_latent is None
+            else _pair("n_latent", self.n_latent, self.schedule.max_length)[1]
+        )
 
     @property
     def most_steps(self) -> int:
@@ -161,7 +190,9 @@ class CurriculumDataset(IterableDataset):
         return _pair("n_step", self.n_step, self.schedule.max_length)[1]
 
     def sizes(self, length: int | None = None) -> dict[str, int]:
-        """What a model must have for samples up to ``length``, by default the schedule's: fields of `ThinkerConfig`.
+        """Return fields of `ThinkerConfig` that a model needs for samples up to ``length``.
+
+        By default it is the schedule's.
 
         >>> from thinker import make_task
         >>> CurriculumDataset(make_task("add"), Frontier(max_length=3)).sizes()
@@ -183,7 +214,8 @@ class CurriculumDataset(IterableDataset):
     def difficulty(self, step: int | None = None) -> float:
         """The schedule's, at a step; default the newest."""
         return self.schedule.difficulty(
-            self.step if step is None else step, self.newest_state() if step is None else self.state_at(step)
+            self.step if step is None else step,
+            self.newest_state() if step is None else self.state_at(step),
         )
 
     def report(self, right: Tensor, total: Tensor, *, step: int) -> None:
@@ -204,21 +236,31 @@ class CurriculumDataset(IterableDataset):
         return self._states[self._states[:, 0].argmax(), 1:]
 
     def change(self, state: Tensor, *, step: int) -> None:
-        """Give the schedule a state, from batch ``step + delay`` on; the last one given at a step holds.
+        """Give the schedule a state, from batch ``step + delay`` on.
+
+        The last one given at a step holds.
 
         Raises:
             ValueError: A step before that of an earlier change.
         """
         start, newest = float(step + self.delay), float(self._states[:, 0].max())
         if start < newest:
-            raise ValueError(f"CurriculumDataset: a change at step {step} after a later one; needed steps in order")
-        row = self._states[self._states[:, 0].argmax() if start == newest else self._states[:, 0].argmin()]
+            raise ValueError(
+                f"CurriculumDataset: a change at step {step} after a later one; needed steps in "
+                "order"
+            )
+        row = self._states[
+            self._states[:, 0].argmax() if start == newest else self._states[:, 0].argmin()
+        ]
         row[0] = -1.0
         row[1:] = state
         row[0] = start  # last: workers find a row by it
 
     def batch(self, step: int) -> Batch:
-        """Batch number ``step``; where ``segments`` are more than 1, each drawn batch comes so many times."""
+        """Batch number ``step``.
+
+        Where ``segments`` are more than 1, each drawn batch comes so many times.
+        """
         segment = step % self.segments
         first = step - segment  # so that all segments have the same rows
         generator = self._generator(1, self.rank, first)
@@ -250,23 +292,30 @@ class CurriculumDataset(IterableDataset):
 
     def is_held_out(self, sample: Sample, lengths: Tensor) -> Tensor:  # (B,)
         """Which rows training never sees."""
-        held_out = torch.ones(len(lengths), dtype=torch.bool, device=lengths.device)  # and all that are longer
+        held_out = torch.ones(
+            len(lengths), dtype=torch.bool, device=lengths.device
+        )  # and all that are longer
         trained = (lengths <= self.schedule.max_length).nonzero()[:, 0]
         held_out[trained] = self._hold_out.rows(sample.rows(trained), lengths[trained])
         return held_out
 
     def held_out(self, batch: int, length: int, *, seed: int = 0) -> Rows:
-        """A batch of held-out inputs of one length, or of any inputs where none of that length are held out.
+        """Return a batch of held-out inputs of one length.
+
+        Where none of that length are held out, they are of any inputs.
 
         Args:
-            batch: Rows; of rows that are given (whose length is 1) at most as many as there are, each once.
+            batch: Rows; of rows that are given (whose length is 1) at most as many as there are,
+                each once.
             length: Of all rows.
             seed: Which batch.
         """
         if batch < 1:
             raise ValueError(f"CurriculumDataset: held_out of {batch} rows; needed 1 or more")
         sample = self._hold_out.sample(self._generator(3, seed, length), batch, length)
-        return _rows(self.task, sample, torch.full((len(sample.tokens),), length, device=self.device))
+        return _rows(
+            self.task, sample, torch.full((len(sample.tokens),), length, device=self.device)
+        )
 
     def state_dict(self, step: int | None = None) -> StateDict:
         """What a resume needs: the number of batches that were trained on, the schedule's states.
@@ -278,22 +327,36 @@ class CurriculumDataset(IterableDataset):
         return {"step": step, "states": self._states.tolist(), **self._identity()}
 
     def _identity(self) -> StateDict:
-        """What has to be the same for the same batches to follow; functions among it by name alone."""
-        task, schedule = (re.sub(" at 0x[0-9a-f]+", "", repr(part)) for part in (self.task, self.schedule))
+        """What has to be the same for the same batches to follow.
+
+        Functions among it by name alone.
+        """
+        task, schedule = (
+            re.sub(" at 0x[0-9a-f]+", "", repr(part)) for part in (self.task, self.schedule)
+        )
         return {
-            "task": task, "schedule": schedule, "seed": self.seed, "segments": self.segments,
-            "batch_size": self.batch_size, "holdout": self.holdout, "delay": self.delay,
-        }  # fmt: skip
+            "task": task,
+            "schedule": schedule,
+            "seed": self.seed,
+            "segments": self.segments,
+            "batch_size": self.batch_size,
+            "holdout": self.holdout,
+            "delay": self.delay,
+        }
 
     def load_state_dict(self, state: StateDict) -> None:
         """Go on from there.
 
         Raises:
-            ValueError: A state of another task, schedule, seed, batch size, holdout or delay, or of other segments.
+            ValueError: A state of another task, schedule, seed, batch size, holdout or delay, or of
+                other segments.
         """
         for name, value in self._identity().items():
             if state.get(name, value) != value:
-                raise ValueError(f"CurriculumDataset: the state has {name} {state[name]}; needed {value}, as here")
+                raise ValueError(
+                    f"CurriculumDataset: the state has {name} {state[name]}; needed {value}, as "
+                    "here"
+                )
         self.step = state["step"]
         self._states.copy_(torch.tensor(state["states"], dtype=torch.float64))
 
@@ -304,9 +367,17 @@ class CurriculumDataset(IterableDataset):
 def _pair(name: str, count: Count, length: int) -> tuple[int, int]:
     value = count(length) if callable(count) else count
     pair: object = (value, value) if is_whole(value) else value
-    if not isinstance(pair, Sequence) or len(pair) != 2 or not all(map(is_whole, pair)) or not 1 <= pair[0] <= pair[1]:
+    if (
+        not isinstance(pair, Sequence)
+        or len(pair) != 2
+        or not all(map(is_whole, pair))
+        or not 1 <= pair[0] <= pair[1]
+    ):
         where = f" at length {length}" if callable(count) else ""
-        raise ValueError(f"CurriculumDataset: {name} is {value!r}{where}; needed a number from 1, or two in order")
+        raise ValueError(
+            f"CurriculumDataset: {name} is {value!r}{where}; needed a number from 1, or two in "
+            "order"
+        )
     return pair[0], pair[1]
 
 

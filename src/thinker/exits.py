@@ -24,11 +24,12 @@ class ExitRule:
     """A row stops when its latents hardly move, in evaluation; rows that stop leave the batch.
 
     Args:
-        threshold: Stop when ‖z - z'‖ / ‖z'‖ against the step before is below it. `ThinkerOutput.residuals` shows
-            the usual values.
+        threshold: Stop when ‖z - z'‖ / ‖z'‖ against the step before is below it.
+            `ThinkerOutput.residuals` shows the usual values.
         patience: How many successive looks must agree.
         min_steps: The first step at which a row may stop.
-        every: Steps from one look to the next. A look at a step that does not output waits for the next that does.
+        every: Steps from one look to the next. A look at a step that does not output waits for the
+            next that does.
 
     Raises:
         ValueError: A number out of its range.
@@ -46,12 +47,17 @@ class ExitRule:
         for name in ("patience", "min_steps", "every"):
             value = getattr(self, name)
             if not is_whole(value) or value < 1:
-                raise ValueError(f"ExitRule: {name} must be a whole number, 1 or more, got {value!r}")
+                raise ValueError(
+                    f"ExitRule: {name} must be a whole number, 1 or more, got {value!r}"
+                )
         if not isinstance(self.threshold, int | float) or not self.threshold >= 0:
             raise ValueError(f"ExitRule: threshold must be 0 or more, got {self.threshold!r}")
 
     def looks_at(self, step: int) -> bool:
-        """Return whether this step, counted from 1, is looked at: every ``every`` steps, from the first that counts."""
+        """Return whether this step, counted from 1, is looked at.
+
+        Every ``every`` steps is, from the first that counts.
+        """
         first = self.min_steps - self.every * (self.patience - 1)
         return step >= first and (step - self.min_steps) % self.every == 0
 
@@ -84,7 +90,9 @@ class Exits:
         self.places = context.places
         self.num_steps = num_steps
         self.due = False  # a look that waits for a step that outputs
-        self.rows = torch.arange(batch, device=device)  # which row of the whole batch each present one is
+        self.rows = torch.arange(
+            batch, device=device
+        )  # which row of the whole batch each present one is
         self.going = torch.ones(batch, dtype=torch.bool, device=device)  # of the present rows
         self.calm = torch.zeros(batch, dtype=torch.long, device=device)
         self.latents = state.latents.clone()
@@ -92,13 +100,21 @@ class Exits:
         self.residuals = torch.zeros(batch, num_steps, device=device, dtype=torch.float32)
 
     def merged(self, latents: Tensor) -> Tensor:
-        """Return the latents of every row: present ones as they are, stopped ones as they were when they stopped."""
+        """Return the latents of every row.
+
+        Present ones as they are, stopped ones as they were when they stopped.
+        """
         whole = self.latents.clone()
         here = self.going.nonzero()[:, 0]
         return whole.index_copy_(0, self.rows[here], latents[here])
 
-    def step(self, number: int, row: FlowRow, latents: Tensor, memory: Memory | None, residual: Tensor) -> Any:
-        """Note a step; return `SAME`, or (context, latents, memory) of the rows that go on, or None if none does."""
+    def step(
+        self, number: int, row: FlowRow, latents: Tensor, memory: Memory | None, residual: Tensor
+    ) -> Any:
+        """Note a step.
+
+        Return `SAME`, or (context, latents, memory) of the rows that go on, or None if none does.
+        """
         self.residuals[self.rows, number - 1] = torch.where(self.going, residual.float(), 0.0)
         if number == self.num_steps:
             done = self.going
@@ -126,10 +142,17 @@ class Exits:
         self.calm = self.calm[keep]
         self.going = self.going[keep]
         self.context = self.context.map(lambda t: t[keep])
-        return self.context, latents[keep], None if memory is None else memory.map(lambda t: t[keep])
+        return (
+            self.context,
+            latents[keep],
+            None if memory is None else memory.map(lambda t: t[keep]),
+        )
 
     def thought(self, kept: dict[int, Tensor], asked: set[int]) -> Thought:
-        """Return every row's result, without memories: rows that stopped at different steps wrote different amounts."""
+        """Return every row's result, without memories.
+
+        Rows that stopped at different steps wrote different amounts.
+        """
         return Thought(
             state=ThinkerState(self.latents, None, self.places),
             kept={step: kept.get(step, self.latents) for step in asked},

@@ -11,10 +11,13 @@ import torch
 
 
 class FlowRow(NamedTuple):
-    """One step; within it the order is: read, static look-up, memory look-up, self-attention, MLP, write, output.
+    """One step.
 
-    Every step runs the MLP, and self-attention unless a row turns it off. A row with nothing else neither reads nor
-    writes: it only thinks.
+    Within it the order is: read, static look-up, memory look-up, self-attention, MLP, write,
+    output.
+
+    Every step runs the MLP, and self-attention unless a row turns it off. A row with nothing else
+    neither reads nor writes: it only thinks.
     """
 
     read_input: bool = False
@@ -34,8 +37,8 @@ _TRUE, _FALSE = {"1", "x", "✓", "true", "yes"}, {"", "0", "-", "false", "no"}
 class FlowPlan:
     """What each step does: rows before, rows that repeat as often as there is room, rows after.
 
-    Without a loop the plan has one length. A memory look-up sees what earlier steps wrote; before the first write it
-    does nothing.
+    Without a loop the plan has one length. A memory look-up sees what earlier steps wrote; before
+    the first write it does nothing.
 
     Args:
         prologue: First rows, each a `FlowRow`, or values of 1 and 0 in its order or by column.
@@ -66,13 +69,20 @@ class FlowPlan:
             object.__setattr__(self, part, tuple(map(_row, rows)))
         every = self.prologue + self.loop + self.epilogue
         if not any(row.output for row in every):
-            raise ValueError(f"FlowPlan: none of {len(every)} rows outputs; needed at least the last to")
+            raise ValueError(
+                f"FlowPlan: none of {len(every)} rows outputs; needed at least the last to"
+            )
         if not every[-1].output:
             raise ValueError("FlowPlan: the last step does not output; needed output = 1 there")
 
     @classmethod
     def every_step(
-        cls, n_step: int | None = None, *, memory: bool = True, static: bool = False, self_attention: bool = True
+        cls,
+        n_step: int | None = None,
+        *,
+        memory: bool = True,
+        static: bool = False,
+        self_attention: bool = True,
     ) -> FlowPlan:
         """Every step reads, looks up, writes and outputs.
 
@@ -89,7 +99,9 @@ class FlowPlan:
         return plan if n_step is None else cls(plan.rows(n_step))
 
     @classmethod
-    def read_once(cls, n_step: int | None = None, *, memory: bool = True, static: bool = False) -> FlowPlan:
+    def read_once(
+        cls, n_step: int | None = None, *, memory: bool = True, static: bool = False
+    ) -> FlowPlan:
         """Read once at the beginning, think with memory, output at the end; two steps or more.
 
         Args:
@@ -119,18 +131,28 @@ class FlowPlan:
             n_step: Rows.
             generator: Of the draws.
 
-        >>> FlowPlan.random(0.5, 3, generator=torch.Generator().manual_seed(0)).rows(3)[0].read_input
+        >>> FlowPlan.random(0.5, 3, generator=torch.Generator().manual_seed(0)).rows(3)[
+        ...     0
+        ... ].read_input
         True
         """
         if not isinstance(n_step, int) or n_step < 1 or not isinstance(p, Mapping | float | int):
             raise ValueError(
-                f"FlowPlan.random: p is {p!r}, n_step {n_step!r}; needed a probability, or one by column, and 1 or more"
+                f"FlowPlan.random: p is {p!r}, n_step {n_step!r}; needed a probability, or one by "
+                "column, and 1 or more"
             )
-        by_column = {c: p.get(c, float(_USUAL[c])) if isinstance(p, Mapping) else p for c in COLUMNS}
+        by_column = {
+            c: p.get(c, float(_USUAL[c])) if isinstance(p, Mapping) else p for c in COLUMNS
+        }
         wrong = [v for v in by_column.values() if not 0 <= v <= 1]
         if wrong or (isinstance(p, Mapping) and set(p) - set(COLUMNS)):
-            raise ValueError(f"FlowPlan.random: p is {p!r}; needed probabilities, by columns {', '.join(COLUMNS)}")
-        drawn = torch.rand(n_step, len(COLUMNS), generator=generator) < torch.tensor(list(by_column.values()))
+            raise ValueError(
+                f"FlowPlan.random: p is {p!r}; needed probabilities, by columns "
+                f"{', '.join(COLUMNS)}"
+            )
+        drawn = torch.rand(n_step, len(COLUMNS), generator=generator) < torch.tensor(
+            list(by_column.values())
+        )
         rows = [FlowRow(*row) for row in drawn.tolist()]
         rows[0] = rows[0]._replace(read_input=True)
         rows[-1] = rows[-1]._replace(output=True)
@@ -141,9 +163,9 @@ class FlowPlan:
         """A plan from a Markdown table, as people write it in a notebook, or from rows.
 
         Args:
-            table: Text whose first line names columns (absent ones are 0, ``self_attention`` 1; cells are 1 or 0, x or
-                empty; a ``step`` that ends in * is part of the loop), or a list of rows: mappings by column, or values
-                in the columns' order.
+            table: Text whose first line names columns (absent ones are 0, ``self_attention`` 1;
+                cells are 1 or 0, x or empty; a ``step`` that ends in * is part of the loop), or a
+                list of rows: mappings by column, or values in the columns' order.
 
         Raises:
             ValueError: A column that plans do not have, or a cell that is neither 1 nor 0.
@@ -159,23 +181,33 @@ class FlowPlan:
         rows: list[Mapping[str, object]] = []
         if isinstance(table, str):
             lines = [line.strip() for line in table.splitlines() if line.strip()]
-            for bar in (str.removeprefix, str.removesuffix):  # where the first line has one, all lines have
+            for bar in (
+                str.removeprefix,
+                str.removesuffix,
+            ):  # where the first line has one, all lines have
                 if lines and bar(lines[0], "|") != lines[0]:
                     lines = [bar(line, "|") for line in lines]
             cells = [[c.strip() for c in line.split("|")] for line in lines]
             names, cells = [c.lower() for c in cells[0]] if cells else [], cells[1:]
             doubled = sorted({n for n in names if names.count(n) > 1})
             if doubled:
-                raise ValueError(f"FlowPlan.from_table: two columns are called {doubled[0]!r}; needed each once")
+                raise ValueError(
+                    f"FlowPlan.from_table: two columns are called {doubled[0]!r}; needed each once"
+                )
             if cells and all(re.fullmatch(":?-{2,}:?", c) for c in cells[0]):
                 cells = cells[1:]
             for number, line in enumerate(cells, 1):
                 if len(line) != len(names):
-                    raise ValueError(f"FlowPlan.from_table: row {number} has {len(line)} cells, the head {len(names)}")
+                    raise ValueError(
+                        f"FlowPlan.from_table: row {number} has {len(line)} cells, the head "
+                        f"{len(names)}"
+                    )
                 rows.append(dict(zip(names, line, strict=True)))
         else:
             if not isinstance(table, Sequence):
-                raise ValueError(f"FlowPlan.from_table: table is {table!r}; needed text, or a list of rows")
+                raise ValueError(
+                    f"FlowPlan.from_table: table is {table!r}; needed text, or a list of rows"
+                )
             rows = [row if isinstance(row, Mapping) else _row(row)._asdict() for row in table]
         steps = tuple(_row({c: v for c, v in row.items() if c != "step"}) for row in rows)
         marked = [i for i, row in enumerate(rows) if str(row.get("step", "")).endswith("*")]
@@ -183,13 +215,17 @@ class FlowPlan:
             return cls(steps)
         first, end = marked[0], marked[-1] + 1
         if len(marked) != end - first:
-            raise ValueError("FlowPlan.from_table: rows marked with * have others between them; needed one loop")
+            raise ValueError(
+                "FlowPlan.from_table: rows marked with * have others between them; needed one loop"
+            )
         return cls(steps[:first], steps[first:end], steps[end:])
 
     @property
     def uses_memory(self) -> bool:
         """Whether a step looks up or writes."""
-        return any(row.mem_lookup or row.mem_write for row in self.prologue + self.loop + self.epilogue)
+        return any(
+            row.mem_lookup or row.mem_write for row in self.prologue + self.loop + self.epilogue
+        )
 
     @property
     def uses_static(self) -> bool:
@@ -202,11 +238,17 @@ class FlowPlan:
         return self._ends_in_output(len(self.prologue) + len(self.epilogue) or len(self.loop))
 
     def num_steps(self, usual: int) -> int:
-        """Steps to take: with a loop ``usual`` or the next number after which the plan outputs; else the plan's own."""
+        """Steps to take: with a loop ``usual`` or the next number after which the plan outputs.
+
+        Else the plan's own.
+        """
         return self._ends_in_output(max(usual, self.min_steps)) if self.loop else self.min_steps
 
     def _ends_in_output(self, n: int) -> int:
-        """The first number of steps from ``n`` on whose last step outputs; the last row of a plan always does."""
+        """The first number of steps from ``n`` on whose last step outputs.
+
+        The last row of a plan always does.
+        """
         while not self._cut(n)[-1].output:
             n += 1
         return n
@@ -215,10 +257,12 @@ class FlowPlan:
         """The row of each step.
 
         Args:
-            n_step: How many; default the fewest. A loop of several rows is cut where the epilogue must begin.
+            n_step: How many; default the fewest. A loop of several rows is cut where the epilogue
+                must begin.
 
         Raises:
-            ValueError: A number of steps that the plan does not have, or a cut after which the last does not output.
+            ValueError: A number of steps that the plan does not have, or a cut after which the last
+                does not output.
         """
         n = self.min_steps if n_step is None else n_step
         room = n - len(self.prologue) - len(self.epilogue)
@@ -227,12 +271,17 @@ class FlowPlan:
             raise ValueError(f"FlowPlan: n_step is {n}; this plan needed {needed}")
         rows = self._cut(n)
         if not rows[-1].output:
-            raise ValueError(f"FlowPlan: with n_step {n} the loop of {len(self.loop)} rows ends where none outputs")
+            raise ValueError(
+                f"FlowPlan: with n_step {n} the loop of {len(self.loop)} rows ends where none "
+                "outputs"
+            )
         return rows
 
     def _cut(self, n: int) -> tuple[FlowRow, ...]:
         room = n - len(self.prologue) - len(self.epilogue)
-        return self.prologue + (self.loop * -(-room // max(1, len(self.loop))))[:room] + self.epilogue
+        return (
+            self.prologue + (self.loop * -(-room // max(1, len(self.loop))))[:room] + self.epilogue
+        )
 
     def output_steps(self, n_step: int | None = None) -> tuple[int, ...]:
         """The steps that output, counted from 1.
@@ -246,7 +295,10 @@ class FlowPlan:
         return tuple(number for number, row in enumerate(self.rows(n_step), 1) if row.output)
 
     def to_dict(self) -> dict[str, list[list[int]]]:
-        """Three lists of rows of ones and zeros, as a JSON file has them: `FlowPlan(**plan.to_dict())` is the plan."""
+        """Return three lists of rows of ones and zeros, as a JSON file has them.
+
+        `FlowPlan(**plan.to_dict())` is the plan.
+        """
         return {part: [[int(v) for v in row] for row in getattr(self, part)] for part in PARTS}
 
     def __str__(self) -> str:
@@ -256,8 +308,13 @@ class FlowPlan:
         lines = [f"| {' | '.join(names)} |", f"|{'|'.join('-' * (len(n) + 2) for n in names)}|"]
         for number, row in enumerate(every):
             repeated = first <= number < first + len(self.loop)
-            cells = [f"{number + 1}{'*' if repeated else ''}", *(str(int(v)) for v in row[: len(shown)])]
-            lines.append(f"| {' | '.join(c.ljust(len(n)) for c, n in zip(cells, names, strict=True))} |")
+            cells = [
+                f"{number + 1}{'*' if repeated else ''}",
+                *(str(int(v)) for v in row[: len(shown)]),
+            ]
+            lines.append(
+                f"| {' | '.join(c.ljust(len(n)) for c, n in zip(cells, names, strict=True))} |"
+            )
         return "\n".join(lines)
 
 

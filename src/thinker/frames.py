@@ -22,7 +22,8 @@ class Frame:
         read: (B or 1, 1, 1 or n, L), True where the input may be read; none: everywhere.
         own: (B or 1, 1, n, n), which latents a latent may look at; none: all.
         turn: (B or 1, n, h / 2) radians; none: not at all.
-        real: (B, n, 1), 1 at latents of tokens and 0 at those of padding; none: there is no padding among them.
+        real: (B, n, 1), 1 at latents of tokens and 0 at those of padding; none: there is no padding
+            among them.
     """
 
     read: Tensor | None
@@ -37,7 +38,9 @@ class Frame:
     ) -> Tensor:  # (B,)
         """‖after - before‖ / ‖before‖ over the latents that are not padding."""
         with torch.no_grad():
-            moved, size = (x if self.real is None else x * self.real for x in (after - before, before))
+            moved, size = (
+                x if self.real is None else x * self.real for x in (after - before, before)
+            )
             moved, size = (torch.linalg.vector_norm(x, dim=(1, 2)) for x in (moved, size))
             return moved / size.clamp(min=1e-12)
 
@@ -52,9 +55,17 @@ def plain_frame(context: Context) -> Frame:
 
 
 def token_frame(
-    context: Context, n: int, angles: Callable[[Tensor], Tensor | None], *, causal: bool, window: int | None
+    context: Context,
+    n: int,
+    angles: Callable[[Tensor], Tensor | None],
+    *,
+    causal: bool,
+    window: int | None,
 ) -> Frame:
-    """The latents are the last n tokens; they look at none after them if so asked, and no farther than the window."""
+    """The latents are the last n tokens.
+
+    They look at none after them if so asked, and no farther than the window.
+    """
     place = torch.arange(context.shape[1], device=context.index.device)
     after = place[-n:, None] - place  # (n, L)
     near = torch.ones(1, *after.shape, dtype=torch.bool, device=after.device)
@@ -65,6 +76,14 @@ def token_frame(
     if causal:
         near = near & (after >= 0)
     # padding sees itself: a softmax over nothing is nan
-    read = near[:, None] if context.mask is None else near[:, None] & context.mask[:, None, None] | (after == 0)
-    real = None if context.mask is None else context.mask[:, -n:, None].to(context.keys_values[0][0].dtype)
+    read = (
+        near[:, None]
+        if context.mask is None
+        else near[:, None] & context.mask[:, None, None] | (after == 0)
+    )
+    real = (
+        None
+        if context.mask is None
+        else context.mask[:, -n:, None].to(context.keys_values[0][0].dtype)
+    )
     return Frame(read, read[..., -n:], angles(context.index[:, -n:]), real)

@@ -1,4 +1,6 @@
-"""The pure functions of a thinker: attention over keys and values that are already projected, and codes of position.
+"""The pure functions of a thinker.
+
+Attention over keys and values that are already projected, and codes of position.
 
 Shapes: B batch, H heads, h = d / H, n queries, m keys, d width.
 """
@@ -17,7 +19,9 @@ def attention(
     *,
     mask: Tensor | None = None,  # (B, 1, n, m) or broadcastable, True where a query may look
 ) -> Tensor:  # (B, n, d)
-    """softmax(q kᵀ / √h) v of each head, heads side by side; torch's fused kernel where there is one.
+    """softmax(q kᵀ / √h) v of each head, heads side by side.
+
+    Torch's fused kernel where there is one.
 
     Args:
         query: Queries.
@@ -34,10 +38,15 @@ def attention(
     >>> attention(q, torch.zeros(1, 2, 5, 4), torch.ones(1, 2, 5, 4)).shape
     torch.Size([1, 3, 8])
     """
-    if keys.shape != values.shape or query.dim() != 4 or keys.dim() != 4 or query.shape[1::2] != keys.shape[1::2]:
+    if (
+        keys.shape != values.shape
+        or query.dim() != 4
+        or keys.dim() != 4
+        or query.shape[1::2] != keys.shape[1::2]
+    ):
         raise ValueError(
-            f"attention: query {list(query.shape)}, keys {list(keys.shape)}, values {list(values.shape)}; needed "
-            f"(B, H, n, h), (B, H, m, h) and the keys' shape"
+            f"attention: query {list(query.shape)}, keys {list(keys.shape)}, values "
+            f"{list(values.shape)}; needed (B, H, n, h), (B, H, m, h) and the keys' shape"
         )
     output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
     return output.transpose(1, 2).flatten(2)

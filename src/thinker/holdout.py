@@ -24,7 +24,9 @@ class HoldOut:
     def __init__(self, task: Task, share: float, longest: int, device: torch.device):
         self.task, self.share, self.given = task, share, task.every()
         enough = _ENOUGH if self.given is None else 1
-        has_enough = [share > 0 and task.num_samples(n) >= enough for n in range(task.min_length, longest + 1)]
+        has_enough = [
+            share > 0 and task.num_samples(n) >= enough for n in range(task.min_length, longest + 1)
+        ]
         self.lengths = torch.tensor([False] * task.min_length + has_enough, device=device)
         self._words = row_words(task.input_length(longest), device)  # the same whatever the seed
 
@@ -32,7 +34,9 @@ class HoldOut:
         """Which rows are held out."""
         if not self.share:
             return torch.zeros(len(lengths), dtype=torch.bool, device=lengths.device)
-        word = row_key(sample.tokens, sample.mask, self._words) if sample.key is None else sample.key
+        word = (
+            row_key(sample.tokens, sample.mask, self._words) if sample.key is None else sample.key
+        )
         word = (word ^ (word >> 29)) * signed(0xBF58476D1CE4E5B9)
         hashed = (word ^ (word >> 32)) & 0xFFFFFF
         return (hashed < self.share * (1 << 24)) & self.lengths[lengths]
@@ -45,14 +49,18 @@ class HoldOut:
         """
         wrong = self.rows(sample, lengths).nonzero()[:, 0]
         if sample.distance is not None:
-            sample = sample._replace(distance=sample.distance.clone())  # an expanded view cannot be written to
+            sample = sample._replace(
+                distance=sample.distance.clone()
+            )  # an expanded view cannot be written to
         for _ in range(64):
             if not len(wrong):
                 return sample
             these = lengths[wrong]
             if self.task.by_step:  # and a row of the longest length, for the same number of steps
                 these = torch.cat([these, lengths.amax()[None]])
-            again = self.task.sample(generator, len(these), these).rows(torch.arange(len(wrong), device=wrong.device))
+            again = self.task.sample(generator, len(these), these).rows(
+                torch.arange(len(wrong), device=wrong.device)
+            )
             for whole, part in zip(sample, again, strict=True):
                 if whole is None or part is None:
                     continue
@@ -60,12 +68,14 @@ class HoldOut:
                     whole[wrong] = part
                     continue
                 width = part.shape[-1]
-                columns = slice(whole.shape[-1] - width, None) if self.task.pads_left else slice(width)
+                columns = (
+                    slice(whole.shape[-1] - width, None) if self.task.pads_left else slice(width)
+                )
                 whole[wrong, ..., columns] = part
             wrong = wrong[self.rows(again, lengths[wrong])]
         raise ValueError(
-            f"CurriculumDataset: every sample of length {int(lengths[wrong[0]])} is held out; needed a smaller "
-            f"holdout, or a larger min_length"
+            f"CurriculumDataset: every sample of length {int(lengths[wrong[0]])} is held out; "
+            "needed a smaller holdout, or a larger min_length"
         )
 
     def sample(self, generator: torch.Generator, batch: int, length: int) -> Sample:
@@ -77,7 +87,9 @@ class HoldOut:
             ValueError: None of the given rows is held out, or another length than theirs.
         """
         if self.given is not None and length != 1:
-            raise ValueError(f"CurriculumDataset: held_out of length {length}; rows that are given have length 1")
+            raise ValueError(
+                f"CurriculumDataset: held_out of length {length}; rows that are given have length 1"
+            )
         if self.given is not None:
             return self._of_given(generator, batch, self.given)
         beyond = length >= len(self.lengths)  # nothing of such a length was seen
@@ -88,7 +100,9 @@ class HoldOut:
         for _ in range(1000):
             many = int(missing / self.share * 1.2) + 16
             drawn = self.task.sample(generator, many, length)
-            chosen_rows = self.rows(drawn, torch.full((many,), length, device=generator.device)).nonzero()[:missing, 0]
+            chosen_rows = self.rows(
+                drawn, torch.full((many,), length, device=generator.device)
+            ).nonzero()[:missing, 0]
             samples.append(drawn.rows(chosen_rows))
             missing -= len(chosen_rows)
             if not missing:
@@ -101,5 +115,9 @@ class HoldOut:
         ones = torch.ones(len(rows.tokens), dtype=torch.long, device=generator.device)
         which = (self.rows(rows, ones) if self.share else ones).nonzero()[:, 0]
         if not len(which):
-            raise ValueError(f"CurriculumDataset: none of {len(ones)} rows is held out; needed more of either")
-        return rows.rows(which[torch.randperm(len(which), generator=generator, device=generator.device)[:batch]])
+            raise ValueError(
+                f"CurriculumDataset: none of {len(ones)} rows is held out; needed more of either"
+            )
+        return rows.rows(
+            which[torch.randperm(len(which), generator=generator, device=generator.device)[:batch]]
+        )

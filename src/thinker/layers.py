@@ -1,4 +1,4 @@
-"""Modules of a thinker: attention over projected keys, the layer that every step runs, the read-out.
+"""Modules of a thinker: attention over projected keys, the step's layer, the read-out.
 
 Shapes: B batch, n latents, L input length, O answer length, d width, H heads, h = d / H.
 """
@@ -52,7 +52,9 @@ class Attention(nn.Module):
         query = self.query(self.norm(x)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         if turn is not None:
             query = rotate(query, turn)
-        batch = max(x.shape[0], keys_values[0].shape[0])  # answer queries and static tokens are one row for all
+        batch = max(
+            x.shape[0], keys_values[0].shape[0]
+        )  # answer queries and static tokens are one row for all
         query, keys, values = (t.expand(batch, -1, -1, -1) for t in (query, *keys_values))
         return self.out(attention(query, keys, values, mask=mask))
 
@@ -98,7 +100,10 @@ class SwiGLU(nn.Module):
 
 
 class ThinkLayer(nn.Module):
-    """One layer of the shared block: read, static look-up, memory look-up, self-attention, MLP; the row says which."""
+    """One layer of the shared block: read, static look-up, memory look-up, self-attention, MLP.
+
+    The row says which.
+    """
 
     PARTS = ("read", "static", "memory", "self_attention", "mlp")
 
@@ -143,7 +148,10 @@ class ThinkLayer(nn.Module):
 
 
 class Readout(nn.Module):
-    """Logits of an answer: queries look at the latents, at each other if so configured, and pass an MLP."""
+    """Return logits of an answer.
+
+    Queries look at the latents, at each other if so configured, and pass an MLP.
+    """
 
     def __init__(self, config: ThinkerConfig):
         super().__init__()

@@ -1,4 +1,6 @@
-"""Memory of past latents: their keys and values, of every layer, written once a step and looked up by later ones.
+"""Memory of past latents.
+
+Their keys and values, of every layer, written once a step and looked up by later ones.
 
 Shapes: B batch, H heads, n latents, h = d / H; keys and values are (B, H, writes · n, h).
 """
@@ -18,7 +20,10 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 class Memory(ABC):
-    """What was written so far. Writing gives a new memory; the old one is as it was (but see `StaticMemory`)."""
+    """What was written so far. Writing gives a new memory.
+
+    The old one is as it was (but see `StaticMemory`).
+    """
 
     def __init__(self, layers: Sequence[KeysValues] = ()):
         self.layers = tuple(layers)
@@ -52,12 +57,17 @@ class GrowMemory(Memory):
         if not self.layers:
             return type(self)(layers)
         joined = zip(self.layers, layers, strict=True)
-        return type(self)([(torch.cat([k, a], 2), torch.cat([v, b], 2)) for (k, v), (a, b) in joined])
+        return type(self)(
+            [(torch.cat([k, a], 2), torch.cat([v, b], 2)) for (k, v), (a, b) in joined]
+        )
 
 
 @dataclass
 class _Room:
-    """What several handles share: tensors with room for all writes, and how much of it is written."""
+    """What several handles share.
+
+    Tensors with room for all writes, and how much of it is written.
+    """
 
     layers: tuple[KeysValues, ...] = ()
     filled: int = 0
@@ -86,11 +96,15 @@ class StaticMemory(Memory):
         return keys[:, :, : self.filled], values[:, :, : self.filled]
 
     def write(self, layers: Sequence[KeysValues]) -> Memory:
-        """In place; refused with gradients, whose saved keys it would change, past its room, and from an old handle."""
+        """In place.
+
+        Refused with gradients, whose saved keys it would change, past its room, and from an old
+        handle.
+        """
         if torch.is_grad_enabled():
             raise ValueError(
-                'LatentThinker: memory="static" writes in place, which would change what autograd saved; needed '
-                'memory="grow", or torch.no_grad()'
+                'LatentThinker: memory="static" writes in place, which would change what autograd '
+                'saved; needed memory="grow", or torch.no_grad()'
             )
         return self._write(layers)
 
@@ -101,13 +115,14 @@ class StaticMemory(Memory):
             self.room.layers = tuple((k.new_zeros(whole), v.new_zeros(whole)) for k, v in layers)
         if self.filled != self.room.filled:
             raise ValueError(
-                'LatentThinker: this carry was thought on from before, and memory="static" was written in place; '
-                'needed the newest carry, or memory="grow"'
+                'LatentThinker: this carry was thought on from before, and memory="static" was '
+                'written in place; needed the newest carry, or memory="grow"'
             )
         end = self.filled + n
         if end > self.room.layers[0][0].shape[2]:
             raise ValueError(
-                f"LatentThinker: static memory has room for {self.size} writes and is full; needed a larger memory_size"
+                f"LatentThinker: static memory has room for {self.size} writes and is full; needed "
+                "a larger memory_size"
             )
         for (keys, values), (k, v) in zip(self.room.layers, layers, strict=True):
             keys[:, :, self.filled : end] = k

@@ -1,4 +1,6 @@
-"""`LatentThinker`: latents read an input, think n steps with one shared block and a memory, and are read off.
+"""`LatentThinker`: latents read an input, think n steps with a memory, and are read off.
+
+One block is shared by all steps.
 
 Shapes: B batch, n latents, L input length, O answer length, d width, H heads, h = d / H, T steps.
 """
@@ -36,19 +38,23 @@ from .state import Context, ThinkerOutput, ThinkerState, Thought
 class LatentThinker(PreTrainedModel):
     """Latents that read once, think n steps, and answer.
 
-    Batch first everywhere. Keys and values of the input are projected once and read by every step. Each call says
-    how many steps and latents; a model whose latents start from noise can think with more of them than in training.
+    Batch first everywhere. Keys and values of the input are projected once and read by every step.
+    Each call says how many steps and latents; a model whose latents start from noise can think with
+    more of them than in training.
 
     Args:
         config: Sizes and choices.
 
-    >>> model = LatentThinker(ThinkerConfig(vocab_size=16, max_input_length=8, max_output_length=8)).eval()
+    >>> model = LatentThinker(
+    ...     ThinkerConfig(vocab_size=16, max_input_length=8, max_output_length=8)
+    ... ).eval()
     >>> out = model(torch.zeros(2, 5, dtype=torch.long), n_step=3, out_len=4)
     >>> out.logits.shape, out.steps.tolist()
     (torch.Size([2, 4, 16]), [3, 3])
     """
 
-    config: ThinkerConfig  # pyrefly: ignore
+    # pyrefly: ignore[bad-override-mutable-attribute]: a PreTrainedModel narrows its config
+    config: ThinkerConfig
     config_class = ThinkerConfig
     base_model_prefix = "thinker"
     main_input_name = "input_ids"
@@ -64,7 +70,9 @@ class LatentThinker(PreTrainedModel):
         rows = config.table_size or 1
         self.latents = None if config.at_tokens else nn.Parameter(torch.empty(rows, d))
         self.static_tokens = (
-            nn.Parameter(torch.empty(config.num_static_tokens, d)) if config.num_static_tokens else None
+            nn.Parameter(torch.empty(config.num_static_tokens, d))
+            if config.num_static_tokens
+            else None
         )
         self.layers = nn.ModuleList(ThinkLayer(config) for _ in range(config.layers_per_step))
         self.rate = nn.Parameter(torch.empty(d)) if config.step_update == "normalized" else None
@@ -95,7 +103,10 @@ class LatentThinker(PreTrainedModel):
 
     @property
     def plan(self) -> FlowPlan:
-        """What each step does when a call does not say: the config's plan, or everything that the model has."""
+        """Return what each step does when a call does not say.
+
+        The config's plan, or everything that the model has.
+        """
         return chosen_plan(self.config)
 
     def answers_of(
@@ -103,10 +114,15 @@ class LatentThinker(PreTrainedModel):
         labels: Tensor,  # (..., O)
         n_latent: int | None = None,
     ) -> Tensor:  # (..., n) or the same
-        """The labels that the latents answer: all, or with fewer latents than tokens (causal) the last ``n_latent``."""
+        """Return the labels that the latents answer.
+
+        All, or with fewer latents than tokens (causal) the last ``n_latent``.
+        """
         if not self.config.at_tokens:
             return labels
-        return labels[..., -(self.config.latents_for(labels.shape[-1]) if n_latent is None else n_latent) :]
+        return labels[
+            ..., -(self.config.latents_for(labels.shape[-1]) if n_latent is None else n_latent) :
+        ]
 
     def encode(
         self,
@@ -122,12 +138,14 @@ class LatentThinker(PreTrainedModel):
         Args:
             tokens: Ids below ``vocab_size``.
             mask: True (or 1) at tokens, False at padding; default: no padding.
-            out_len: Longest answer to come, where positions are drawn for both; default the input's length.
+            out_len: Longest answer to come, where positions are drawn for both; default the input's
+                length.
             places: Positions that were drawn before, of a carry; default: drawn here.
             generator: Of positions.
 
         Raises:
-            ValueError: Not (B, L), too long, ids outside the vocabulary, a row all padding, a row that is no grid.
+            ValueError: Not (B, L), too long, ids outside the vocabulary, a row all padding, a row
+                that is no grid.
         """
         check_tokens(self.config, tokens, mask, values=self._checked())
         if mask is not None:
@@ -148,7 +166,10 @@ class LatentThinker(PreTrainedModel):
         static = self.static_tokens
         return Context(
             keys_values=tuple(layer.read.project(embedded, turn) for layer in self._layers()),
-            static=() if static is None else tuple(layer.static.project(static[None]) for layer in self._layers()),  # pyrefly: ignore
+            static=()
+            if static is None
+            # pyrefly: ignore[missing-attribute]: layers have it where the config has static tokens
+            else tuple(layer.static.project(static[None]) for layer in self._layers()),
             mask=mask,
             index=index,
             places=places,
@@ -177,15 +198,19 @@ class LatentThinker(PreTrainedModel):
             n_latent: Latents; default the config's, or the carry's.
             plan: What each step does; default the model's.
             carry: Go on from there.
-            output_steps: Steps whose latents to keep: the ``"last"`` or ``"all"`` that output, or a list, from 1 on.
-            grad_steps: Only the last so many steps have gradients (truncated backpropagation); default all.
-            exit_rule: When a row may stop early (without gradients); rows that stopped leave the batch. In a causal
-                model the number of steps depends on later tokens too: do not score next-token predictions with it.
+            output_steps: Steps whose latents to keep: the ``"last"`` or ``"all"`` that output, or a
+                list, from 1 on.
+            grad_steps: Only the last so many steps have gradients (truncated backpropagation);
+                default all.
+            exit_rule: When a row may stop early (without gradients); rows that stopped leave the
+                batch. In a causal model the number of steps depends on later tokens too: do not
+                score next-token predictions with it.
             step_noise: Standard deviation; default the config's in training, none in evaluation.
             generator: Of noise and noise latents; in evaluation, without one, the same each time.
 
         Raises:
-            ValueError: No steps, more latents than there are, a plan that looks up what is not configured.
+            ValueError: No steps, more latents than there are, a plan that looks up what is not
+                configured.
         """
         config = self.config
         check_numbers(n_step, n_latent, grad_steps, step_noise)
@@ -289,13 +314,25 @@ class LatentThinker(PreTrainedModel):
         elif out_len is None and not self.config.at_tokens:
             out_len = self.config.max_output_length
         places = None if carry is None else carry.places
-        context = self.encode(input_ids, attention_mask, out_len=out_len, places=places, generator=generator)
+        context = self.encode(
+            input_ids, attention_mask, out_len=out_len, places=places, generator=generator
+        )
         thought = self.think(
-            context, n_step=n_step, n_latent=n_latent, plan=plan, carry=carry, output_steps=output_steps,
-            grad_steps=grad_steps, exit_rule=exit_rule, step_noise=step_noise, generator=generator,
-        )  # fmt: skip
+            context,
+            n_step=n_step,
+            n_latent=n_latent,
+            plan=plan,
+            carry=carry,
+            output_steps=output_steps,
+            grad_steps=grad_steps,
+            exit_rule=exit_rule,
+            step_noise=step_noise,
+            generator=generator,
+        )
         steps = tuple(sorted(thought.kept))
-        logits = self._decode(torch.cat([thought.kept[s] for s in steps]), out_len, thought.state.places)
+        logits = self._decode(
+            torch.cat([thought.kept[s] for s in steps]), out_len, thought.state.places
+        )
         step_logits = logits.unflatten(0, (len(steps), -1)).unbind(0)  # one read-out for all
         loss = None
         if labels is not None:
@@ -303,17 +340,25 @@ class LatentThinker(PreTrainedModel):
                 check_labels(self.config, labels, step_logits[-1].shape)
             loss = self.loss_function(step_logits[-1].flatten(0, 1), labels.flatten())
         return ThinkerOutput(
-            loss=loss, logits=step_logits[-1], step_logits=tuple(step_logits), output_steps=steps,
-            residuals=thought.residuals, steps=thought.steps, carry=thought.state,
-        )  # fmt: skip
+            loss=loss,
+            logits=step_logits[-1],
+            step_logits=tuple(step_logits),
+            output_steps=steps,
+            residuals=thought.residuals,
+            steps=thought.steps,
+            carry=thought.state,
+        )
 
     def _layers(self) -> list[ThinkLayer]:
-        return list(self.layers)  # pyrefly: ignore
+        # pyrefly: ignore[bad-return]: a ModuleList of ThinkLayer
+        return list(self.layers)
 
     def _checked(self) -> bool:
         return self.check_inputs and not torch.compiler.is_compiling()
 
-    def _start(self, context: Context, n_latent: int | None, generator: torch.Generator | None) -> ThinkerState:
+    def _start(
+        self, context: Context, n_latent: int | None, generator: torch.Generator | None
+    ) -> ThinkerState:
         """Latents before the first step."""
         config, (batch, length) = self.config, context.shape
         n = config.latents_for(length) if n_latent is None else n_latent
@@ -332,7 +377,9 @@ class LatentThinker(PreTrainedModel):
         config = self.config
         if not config.at_tokens:
             return plain_frame(context)
-        return token_frame(context, n, self.positions.angles, causal=config.causal, window=config.window)
+        return token_frame(
+            context, n, self.positions.angles, causal=config.causal, window=config.window
+        )
 
     def _step(
         self, z: Tensor, row: FlowRow, context: Context, memory: Memory | None, frame: Frame
@@ -343,18 +390,29 @@ class LatentThinker(PreTrainedModel):
         else:
             z = self._advance(z, row, context, written, frame)
         if row.mem_write and memory is not None:
-            memory = memory.write([layer.memory.project(z) for layer in self._layers()])  # pyrefly: ignore
+            # pyrefly: ignore[missing-attribute]: layers have it where there is a memory
+            memory = memory.write([layer.memory.project(z) for layer in self._layers()])
         return z, memory
 
-    def _advance(self, z: Tensor, row: FlowRow, context: Context, written: list, frame: Frame) -> Tensor:
+    def _advance(
+        self, z: Tensor, row: FlowRow, context: Context, written: list, frame: Frame
+    ) -> Tensor:
         state = z
         for i, layer in enumerate(self.layers):
             memory_of_layer = written[i]
             state = layer(
-                state, row, context.keys_values[i], context.static[i] if context.static else None, memory_of_layer,
-                read_mask=frame.read, self_mask=frame.own, turn=frame.turn,
-                memory_mask=None if memory_of_layer is None else frame.memory(memory_of_layer[0].shape[2]),
-            )  # fmt: skip
+                state,
+                row,
+                context.keys_values[i],
+                context.static[i] if context.static else None,
+                memory_of_layer,
+                read_mask=frame.read,
+                self_mask=frame.own,
+                turn=frame.turn,
+                memory_mask=None
+                if memory_of_layer is None
+                else frame.memory(memory_of_layer[0].shape[2]),
+            )
         if self.rate is not None:
             unit, to = (F.rms_norm(x, x.shape[-1:]) for x in (z, state))
             return F.rms_norm(unit + self.rate * (to - unit), z.shape[-1:])
@@ -365,14 +423,15 @@ class LatentThinker(PreTrainedModel):
         if config.at_tokens:
             if out_len not in (None, latents.shape[1]):
                 raise ValueError(
-                    f"LatentThinker: out_len is {out_len}, but the answer is at the {latents.shape[1]} latents, which "
-                    f"are tokens; needed as many"
+                    f"LatentThinker: out_len is {out_len}, but the answer is at the "
+                    f"{latents.shape[1]} latents, which are tokens; needed as many"
                 )
             return self.readout(latents, None)
         length = config.max_output_length if out_len is None else out_len
         if not 1 <= length <= config.max_output_length:
             raise ValueError(
-                f"LatentThinker: out_len is {length}; needed 1 to max_output_length, {config.max_output_length}"
+                f"LatentThinker: out_len is {length}; needed 1 to max_output_length, "
+                f"{config.max_output_length}"
             )
         return self.readout(latents, self.positions.queries(length, places, latents.device))
 

@@ -49,7 +49,9 @@ def operand_index(
     mask: Tensor | None,  # (B, L)
     separators: list[int],
 ) -> Tensor:  # (B, L)
-    """How far each token is from the start of its operand; a separator is the last token of the one that it ends.
+    """How far each token is from the start of its operand.
+
+    A separator is the last token of the one that it ends.
 
     >>> operand_index(torch.tensor([[5, 5, 9, 5, 5]]), None, [9])
     tensor([[0, 1, 2, 0, 1]])
@@ -58,7 +60,9 @@ def operand_index(
     ends = torch.isin(tokens, torch.tensor(separators, device=tokens.device))
     if mask is not None:
         ends = ends & mask
-    after = torch.where(ends, place + 1, 0).cummax(1).values.roll(1, 1)  # where the next operand starts
+    after = (
+        torch.where(ends, place + 1, 0).cummax(1).values.roll(1, 1)
+    )  # where the next operand starts
     after[:, :1] = 0
     return (place - after).clamp_(min=0)
 
@@ -68,7 +72,9 @@ def grid_index(
     mask: Tensor | None,  # (B, L)
     width: int | None,
 ) -> Tensor:  # (B or 1, L, 2)
-    """The row and the column of each token in a grid that is read row by row; without a width, in a square.
+    """The row and the column of each token in a grid that is read row by row.
+
+    Without a width, in a square.
 
     >>> grid_index(torch.zeros(1, 4), None, None)
     tensor([[[0, 0],
@@ -76,14 +82,21 @@ def grid_index(
              [1, 0],
              [1, 1]]])
     """
-    count = torch.tensor([[tokens.shape[1]]], device=tokens.device) if mask is None else mask.sum(1, keepdim=True)
+    count = (
+        torch.tensor([[tokens.shape[1]]], device=tokens.device)
+        if mask is None
+        else mask.sum(1, keepdim=True)
+    )
     columns = count.double().sqrt().round().long() if width is None else width
     place = token_index(tokens, mask)
     return torch.stack([place // columns, place % columns], -1)
 
 
 class Positions(nn.Module):
-    """Codes of position for the input, and the queries of the answer; see `ThinkerConfig`'s ``positions``."""
+    """Codes of position for the input, and the queries of the answer.
+
+    See `ThinkerConfig`'s ``positions``.
+    """
 
     def __init__(self, config: ThinkerConfig):
         super().__init__()
@@ -92,7 +105,9 @@ class Positions(nn.Module):
         num = config.num_positions
         table_sizes = {"random": num, "cyclic": num, "aligned": config.longest + config.max_offset}
         inputs, outputs = table_sizes.get(kind, config.max_input_length), config.max_output_length
-        self.input = nn.Embedding(inputs, d) if kind in ("learned", "cyclic", "random", "aligned") else None
+        self.input = (
+            nn.Embedding(inputs, d) if kind in ("learned", "cyclic", "random", "aligned") else None
+        )
         self.end = nn.Embedding(config.max_input_length, d) if config.from_end else None
         if config.at_tokens:
             outputs = 0  # the latents are the answer
@@ -104,7 +119,9 @@ class Positions(nn.Module):
         """The kind."""
         return f"{self.config.positions!r}"
 
-    def draw(self, length: int, *, generator: torch.Generator | None = None, device: torch.device) -> Places:
+    def draw(
+        self, length: int, *, generator: torch.Generator | None = None, device: torch.device
+    ) -> Places:
         """Positions for a batch whose longest sequence, input or answer, is ``length``.
 
         In evaluation, without a generator, the same each time.
@@ -117,8 +134,16 @@ class Positions(nn.Module):
             generator = torch.Generator().manual_seed(0)
         where = generator.device if generator is not None else torch.device("cpu")
         if moved:
-            return Places(offset=int(torch.randint(config.max_offset + 1, (), generator=generator, device=where)))
-        drawn = torch.randperm(config.num_positions, generator=generator, device=where)[:length].sort().values
+            return Places(
+                offset=int(
+                    torch.randint(config.max_offset + 1, (), generator=generator, device=where)
+                )
+            )
+        drawn = (
+            torch.randperm(config.num_positions, generator=generator, device=where)[:length]
+            .sort()
+            .values
+        )
         return Places(drawn.to(device))
 
     def encode(
@@ -150,10 +175,12 @@ class Positions(nn.Module):
         return token_index(tokens, mask)[..., None]
 
     def angles(self, index: Tensor) -> Tensor | None:  # (B or 1, n, h / 2)
-        """Angles that rotary positions turn keys and queries by; each axis of `index` turns an equal share of a head.
+        """Angles that rotary positions turn keys and queries by.
 
-        In two dimensions a neighbour is a quarter turn away in the fastest pair, and the base is 30: a grid's sides are
-        short (on axes, Heo et al. 2024, section 3.1).
+        Each axis of `index` turns an equal share of a head.
+
+        In two dimensions a neighbour is a quarter turn away in the fastest pair, and the base is
+        30: a grid's sides are short (on axes, Heo et al. 2024, section 3.1).
         """
         if not self.config.positions.startswith("rotary"):
             return None
@@ -161,7 +188,9 @@ class Positions(nn.Module):
         size = self.config.hidden_size // self.config.num_heads // 2 // axes
         if axes == 1:
             return angles(index[..., 0], size)
-        return torch.cat([math.pi / 2 * angles(axis, size, base=30.0) for axis in index.unbind(-1)], -1)
+        return torch.cat(
+            [math.pi / 2 * angles(axis, size, base=30.0) for axis in index.unbind(-1)], -1
+        )
 
     def queries(self, out_len: int, places: Places, device: torch.device) -> Tensor:  # (1, O, d)
         """The queries that read the answer off, one for each of its positions."""
@@ -170,8 +199,8 @@ class Positions(nn.Module):
         if places.drawn is not None:
             if out_len > len(places.drawn):
                 raise ValueError(
-                    f"LatentThinker: out_len is {out_len}, but {len(places.drawn)} positions were drawn; needed "
-                    f"encode(..., out_len={out_len})"
+                    f"LatentThinker: out_len is {out_len}, but {len(places.drawn)} positions were "
+                    f"drawn; needed encode(..., out_len={out_len})"
                 )
             index = places.drawn[index]
         if self.config.positions not in SHARED:

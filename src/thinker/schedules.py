@@ -1,7 +1,8 @@
 """How long samples are, as training goes on.
 
-A schedule is pure: it draws a batch's lengths from a generator, the step and a small vector of state, and makes a new
-state of what was right and wrong. `CurriculumDataset` keeps the state where its workers see it.
+A schedule is pure: it draws a batch's lengths from a generator, the step and a small vector of
+state, and makes a new state of what was right and wrong. `CurriculumDataset` keeps the state where
+its workers see it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Schedule(ABC):
     def __post_init__(self):
         if not 1 <= self.min_length <= self.max_length:
             raise ValueError(
-                f"{type(self).__name__}: min_length {self.min_length}, max_length {self.max_length}; needed 1 or more, "
-                f"in order"
+                f"{type(self).__name__}: min_length {self.min_length}, max_length "
+                f"{self.max_length}; needed 1 or more, in order"
             )
 
     def initial(self) -> list[float]:
@@ -50,9 +51,13 @@ class Schedule(ABC):
 
     def _uniform(self, generator: torch.Generator, batch: int, longest: int) -> Tensor:
         low = min(self.min_length, longest)
-        return torch.randint(low, longest + 1, (batch,), generator=generator, device=generator.device)
+        return torch.randint(
+            low, longest + 1, (batch,), generator=generator, device=generator.device
+        )
 
-    def _frontier(self, generator: torch.Generator, batch: int, longest: int, share: float) -> Tensor:
+    def _frontier(
+        self, generator: torch.Generator, batch: int, longest: int, share: float
+    ) -> Tensor:
         drawn = self._uniform(generator, batch, longest)
         at = torch.rand(batch, generator=generator, device=generator.device) < share
         return drawn.masked_fill_(at, longest)
@@ -90,7 +95,9 @@ class Frontier(Schedule):
         max_length: Largest length.
         share: Of the rows at the longest.
 
-    >>> lengths = Frontier(max_length=9).lengths(torch.Generator().manual_seed(0), 1000, 0, torch.empty(0))
+    >>> lengths = Frontier(max_length=9).lengths(
+    ...     torch.Generator().manual_seed(0), 1000, 0, torch.empty(0)
+    ... )
     >>> bool(500 < (lengths == 9).sum() < 620)
     True
     """
@@ -133,11 +140,13 @@ class Progressive(Schedule):
         _share("Progressive", self.share)
         if not 0 <= self.retreat < self.threshold <= 1:
             raise ValueError(
-                f"Progressive: retreat {self.retreat}, threshold {self.threshold}; needed 0 <= retreat < threshold <= 1"
+                f"Progressive: retreat {self.retreat}, threshold {self.threshold}; needed 0 <= "
+                "retreat < threshold <= 1"
             )
         if not self.min_length <= self.first <= self.max_length or self.grow < 1:
             raise ValueError(
-                f"Progressive: start {self.first}, grow {self.grow}; needed a length in range and 1 or more"
+                f"Progressive: start {self.first}, grow {self.grow}; needed a length in range and "
+                "1 or more"
             )
 
     @property
@@ -185,7 +194,10 @@ class Dynamic(Schedule):
     def __post_init__(self):
         super().__post_init__()
         if self.floor <= 0 or not 0 <= self.momentum < 1:
-            raise ValueError(f"Dynamic: floor {self.floor}, momentum {self.momentum}; needed above 0, and 0 to below 1")
+            raise ValueError(
+                f"Dynamic: floor {self.floor}, momentum {self.momentum}; needed above 0, and 0 to "
+                "below 1"
+            )
 
     def initial(self) -> list[float]:
         """The mean error of each length, from 0 on."""

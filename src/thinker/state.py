@@ -24,7 +24,8 @@ class Context:
         keys_values: By layer, (B, H, L, h) twice.
         static: Those of the static tokens, by layer, (1, H, M, h) twice; empty without any.
         mask: (B, L), False is padding; none when there is none.
-        index: (B or 1, L, 1 or 2), the place of each token in its row, or its row and column in a grid.
+        index: (B or 1, L, 1 or 2), the place of each token in its row, or its row and column in a
+            grid.
         places: What was drawn for positions.
         embedded: (B, L, d), where the latents are the tokens and start from it.
     """
@@ -43,7 +44,10 @@ class Context:
         return keys.shape[0], keys.shape[2]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Context:
-        """The context with ``change`` (rows chosen, repeated) applied to every tensor that has one row an input."""
+        """Return the context with ``change`` applied to every tensor that has one row an input.
+
+        A change chooses or repeats rows.
+        """
         return replace(
             self,
             keys_values=tuple((change(k), change(v)) for k, v in self.keys_values),
@@ -73,7 +77,10 @@ class ThinkerState:
         return replace(self, latents=change(self.latents), memory=memory)
 
     def detach(self) -> ThinkerState:
-        """The state without its history: the next segment's gradients stop here (deep supervision)."""
+        """Return the state without its history.
+
+        The next segment's gradients stop here (deep supervision).
+        """
         return self.map(Tensor.detach)
 
 

@@ -29,12 +29,23 @@ def load_example(name: str) -> Any:
 
 
 def run_example(name: str, options: Sequence[str], seed: int) -> dict[str, Any]:
-    """One run of an example of the thinker's: its CPU seconds, imports included, test not, and its figures."""
+    """One run of an example of the thinker's: its CPU seconds, imports included, test not, and its
+    figures."""
     WORK.mkdir(parents=True, exist_ok=True)
     file = WORK / f"{name}-{options[1]}-{seed}.json"
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *options, "--seed", str(seed), "--json", str(file)]
+    command = [
+        sys.executable,
+        str(EXAMPLES / f"{name}.py"),
+        *options,
+        "--seed",
+        str(seed),
+        "--json",
+        str(file),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
-    done = subprocess.run(command, check=True, env=environment, capture_output=True, text=True, cwd=WORK)
+    done = subprocess.run(
+        command, check=True, env=environment, capture_output=True, text=True, cwd=WORK
+    )
     line = next(row for row in done.stdout.splitlines() if " parameters, " in row)
     numbers = [int(word) for word in line.replace(",", "").split() if word.isdigit()]
     points = json.loads(file.read_text(encoding="utf-8"))

@@ -1,4 +1,5 @@
-"""The field trial (`examples/field_trial/run.py`), its figures as field_trial.json to results, and the page's tables.
+"""The field trial (`examples/field_trial/run.py`), its figures as field_trial.json to results, and
+the page's tables.
 
 The scripts keep what is done in ``--out``, so that this goes on where it was stopped.
 """
@@ -21,17 +22,31 @@ FOUND, PAGE = RESULTS / "field_trial.json", ROOT / "docs" / "field_trial.md"
 WORK = Path(__file__).parent / "work" / "field_trial"
 CHAPTERS = {  # rows of losses, in their order
     "tune": ("base", "specialist edit", "specialist compose"),
-    "merge": ("average", "slerp", "task_arithmetic", "ties", "dare_ties", "regmean", "learned masks"),
+    "merge": (
+        "average",
+        "slerp",
+        "task_arithmetic",
+        "ties",
+        "dare_ties",
+        "regmean",
+        "learned masks",
+    ),
     "shrink": (
-        "merged", "half pruned", "half by largest weights", "half pruned, trained back",
+        "merged",
+        "half pruned",
+        "half by largest weights",
+        "half pruned, trained back",
         "half by largest weights, trained back",
     ),
-}  # fmt: skip
+}
 
 
 def collected(out: Path) -> dict[str, Any]:
     """What a run has kept."""
-    rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((out / "rows").glob("*.json"))]
+    rows = [
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted((out / "rows").glob("*.json"))
+    ]
     figures: dict[str, dict[str, Any]] = {}
     for path in sorted((out / "figures").glob("*/*.json")):
         if path.parent.name != "answers":
@@ -47,7 +62,9 @@ def losses(rows: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     lines = ["| | edit | compose | mean | CPU s |", "|---|---|---|---|---|"]
     for name in names:
         if row := rows.get(name):
-            values = " | ".join(f"{value:.3f}" for value in [*row["losses"], statistics.mean(row["losses"])])
+            values = " | ".join(
+                f"{value:.3f}" for value in [*row["losses"], statistics.mean(row["losses"])]
+            )
             lines.append(f"| {name} | {values} | {row['cpu_seconds']:.0f} |")
     return lines
 
@@ -60,7 +77,10 @@ def listed(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
         lines += ["", f"| | {names} |", "|---" * (len(columns) + 1) + "|"]
         for name, row in figures.items():
             if tuple(row) == columns:
-                cells = (f"{cell:,.4g}" if isinstance(cell, float) else f"{cell:,}" for cell in row.values())
+                cells = (
+                    f"{cell:,.4g}" if isinstance(cell, float) else f"{cell:,}"
+                    for cell in row.values()
+                )
                 lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines[1:]
 
@@ -71,7 +91,11 @@ def write_table() -> None:
         return
     told = json.loads(FOUND.read_text(encoding="utf-8"))
     for chapter, names in CHAPTERS.items():
-        lines = losses(told["rows"], names) if any(name in told["rows"] for name in names[1:]) else ["To come."]
+        lines = (
+            losses(told["rows"], names)
+            if any(name in told["rows"] for name in names[1:])
+            else ["To come."]
+        )
         if figures := told["figures"].get(chapter):
             lines += ["", *listed(figures)]
         put(PAGE, lines, chapter)
@@ -81,8 +105,8 @@ def write_table() -> None:
     put(
         PAGE,
         [
-            f"{counts} training examples; CPU seconds on {told['hardware']}, beside other work; collected "
-            f"{told['date']} at {told['commit']}."
+            f"{counts} training examples; CPU seconds on {told['hardware']}, beside other work; "
+            f"collected {told['date']} at {told['commit']}."
         ],
         "about",
     )
@@ -98,8 +122,15 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not options.collect:
         data = os.environ.get("MODEL_COMPONENTS_DATA", str(ROOT.parent / "shared" / "data"))
-        command = [sys.executable, str(ROOT / "examples" / "field_trial" / "run.py"), "--data", data]
-        subprocess.run([*command, "--out", str(options.out), "--model", str(options.model)], check=True)
+        command = [
+            sys.executable,
+            str(ROOT / "examples" / "field_trial" / "run.py"),
+            "--data",
+            data,
+        ]
+        subprocess.run(
+            [*command, "--out", str(options.out), "--model", str(options.model)], check=True
+        )
     found = collected(options.out)
     if not found["rows"]:
         print("field_trial: skipped, there are no rows: the model or the data are absent")

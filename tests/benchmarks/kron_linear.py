@@ -1,7 +1,9 @@
-"""kron_linear against `nn.Linear`, `torch.kron`, einsum and tensorly-torch, with the presets' shapes.
+"""kron_linear against `nn.Linear`, `torch.kron`, einsum and tensorly-torch, with the presets'
+shapes.
 
-tensorly-torch's is its factorised layer, a block tensor train of two cores: the same sum of Kronecker products.
-One token is timed over twelve layers with weights of their own, as in decoding: no cache holds them all.
+tensorly-torch's is its factorised layer, a block tensor train of two cores: the same sum of
+Kronecker products. One token is timed over twelve layers with weights of their own, as in decoding:
+no cache holds them all.
 """
 
 from __future__ import annotations
@@ -33,9 +35,16 @@ LAYERS = 12  # of one-token decoding
 
 
 def prepare(
-    impl: str, a_shape: tuple, b_shape: tuple, rank: int, tokens: int, dtype: torch.dtype, device: str, backward: bool,
+    impl: str,
+    a_shape: tuple,
+    b_shape: tuple,
+    rank: int,
+    tokens: int,
+    dtype: torch.dtype,
+    device: str,
+    backward: bool,
     seed: int = 0,
-) -> Callable[[], object]:  # fmt: skip
+) -> Callable[[], object]:
     """A step with leaves of its own; ``step.forward`` and ``step.resident`` serve `saved_bytes`."""
     generator = torch.Generator().manual_seed(seed)
     (o1, i1), (o2, i2) = a_shape, b_shape
@@ -56,7 +65,12 @@ def prepare(
             from tltorch import FactorizedLinear
 
             layer = FactorizedLinear(
-                (i1, i2), (o1, o2), bias=False, factorization="blocktt", rank=(1, rank, 1), implementation="factorized"
+                (i1, i2),
+                (o1, o2),
+                bias=False,
+                factorization="blocktt",
+                rank=(1, rank, 1),
+                implementation="factorized",
             ).to(device, dtype)
         leaves += list(layer.parameters())
 
@@ -103,8 +117,20 @@ def measure(impls, place: tuple, runs: int, options: argparse.Namespace, peak: b
             if tokens > 1
             else f"{LAYERS} layers of 1 token, {rank} x {a_shape} ⊗ {b_shape}"
         )
-        rows.append(Row.of("kron_linear", impl, mode, str(dtype), text, results, top, saved=saved, device=device,
-                           packages=("torch", *(["tensorly-torch"] if peer else []))))  # fmt: skip
+        rows.append(
+            Row.of(
+                "kron_linear",
+                impl,
+                mode,
+                str(dtype),
+                text,
+                results,
+                top,
+                saved=saved,
+                device=device,
+                packages=("torch", *(["tensorly-torch"] if peer else [])),
+            )
+        )
     base = rows[0].cpu_p50
     print(text, dtype, mode, {r.impl: round(r.cpu_p50 / base, 2) for r in rows}, flush=True)
     return rows
@@ -125,17 +151,40 @@ def main(arguments: list[str] | None = None) -> None:
             for rank in ranks:
                 for backward in (False, True):
                     place = (a_shape, b_shape, rank, tokens, dtype, options.device, backward)
-                    append("kron_linear.csv", measure(IMPLS, place, options.runs, options, peak=False))
+                    append(
+                        "kron_linear.csv", measure(IMPLS, place, options.runs, options, peak=False)
+                    )
                 place = (a_shape, b_shape, rank, 1, dtype, options.device, False)
                 append(
                     "kron_linear.csv",
-                    measure(IMPLS[:3] if rank < 4 else IMPLS[:2], place, 4 * options.runs, options, peak=False),
+                    measure(
+                        IMPLS[:3] if rank < 4 else IMPLS[:2],
+                        place,
+                        4 * options.runs,
+                        options,
+                        peak=False,
+                    ),
                 )
         if not cuda:
-            for a_shape, b_shape, rank in (((1536, 768), (2, 1), 1), ((768, 768), (4, 1), 1), ((1024, 256), (3, 3), 4)):
+            for a_shape, b_shape, rank in (
+                ((1536, 768), (2, 1), 1),
+                ((768, 768), (4, 1), 1),
+                ((1024, 256), (3, 3), 4),
+            ):
                 for backward in (False, True):
-                    place = (a_shape, b_shape, rank, tokens, torch.bfloat16, options.device, backward)
-                    append("kron_linear.csv", measure(IMPLS[:3], place, options.runs, options, peak=backward))
+                    place = (
+                        a_shape,
+                        b_shape,
+                        rank,
+                        tokens,
+                        torch.bfloat16,
+                        options.device,
+                        backward,
+                    )
+                    append(
+                        "kron_linear.csv",
+                        measure(IMPLS[:3], place, options.runs, options, peak=backward),
+                    )
     finally:
         torch.set_num_threads(threads)
 

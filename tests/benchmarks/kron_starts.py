@@ -1,6 +1,8 @@
-"""Every start on a real 6-layer encoder, before any training: cosine of its embeddings to the original's.
+"""Every start on a real 6-layer encoder, before any training: cosine of its embeddings to the
+original's.
 
-Calibration and held-out texts are answers from `shared/data`; skipped where that or the encoder's package is absent.
+Calibration and held-out texts are answers from `shared/data`; skipped where that or the encoder's
+package is absent.
 """
 
 from __future__ import annotations
@@ -39,10 +41,16 @@ def write_table() -> None:
     if not FOUND.exists():
         return
     found = json.loads(FOUND.read_text(encoding="utf-8"))
-    lines = [f"| FFN parameters kept | {' | '.join(f'`{s}`' for s in STARTS)} |", "|---" * (len(STARTS) + 1) + "|"]
+    lines = [
+        f"| FFN parameters kept | {' | '.join(f'`{s}`' for s in STARTS)} |",
+        "|---" * (len(STARTS) + 1) + "|",
+    ]
     for name, row in found["rows"].items():
         lines.append(f"| {name} | {' | '.join(f'{row[s]:.3f}' for s in STARTS)} |")
-    text = f"{found['tokens']:,} calibration tokens, 96 held-out texts. Measured {found['date']} at {found['commit']}."
+    text = (
+        f"{found['tokens']:,} calibration tokens, 96 held-out texts. Measured {found['date']} at "
+        f"{found['commit']}."
+    )
     put(KRONECKER_GUIDE, [*lines, "", text], "starts")
 
 
@@ -58,13 +66,22 @@ def main(arguments: list[str] | None = None) -> None:
         return
     from transformers import AutoTokenizer, BertModel
 
-    model, tokenizer = BertModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        BertModel.from_pretrained(folder).eval(),
+        AutoTokenizer.from_pretrained(folder),
+    )
     texts = [t for r in rows if len(t := r["output"]) > 200]
 
     def batches(chosen: list[str]) -> list[dict]:
         made = []
         for i in range(0, len(chosen), 16):
-            batch = tokenizer(chosen[i : i + 16], padding=True, truncation=True, max_length=128, return_tensors="pt")
+            batch = tokenizer(
+                chosen[i : i + 16],
+                padding=True,
+                truncation=True,
+                max_length=128,
+                return_tensors="pt",
+            )
             made.append({k: batch[k] for k in ("input_ids", "attention_mask")})
         return made
 
@@ -87,7 +104,9 @@ def main(arguments: list[str] | None = None) -> None:
             convert_(small, replace(config, **fields), calibration=calibration, progress=False)
             cosine = torch.cosine_similarity(embed(small), original, dim=-1).mean()
             rows[name][start] = round(float(cosine), 4)
-            print(name, start, rows[name][start], f"{time.perf_counter() - begin:.0f} s", flush=True)
+            print(
+                name, start, rows[name][start], f"{time.perf_counter() - begin:.0f} s", flush=True
+            )
     tokens = sum(int(b["attention_mask"].sum()) for b in calibration)
     found = {"date": today(), "commit": commit(), "tokens": tokens, "rows": rows}
     FOUND.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

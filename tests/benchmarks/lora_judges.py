@@ -1,8 +1,9 @@
-"""Which judges order answers rightly: real preferences and planted faults, to a JSON of results and the guide's table.
+"""Which judges order answers rightly: real preferences and planted faults, to a JSON of results and
+the guide's table.
 
-Preferences are GPT-4's between answers of models (AlpacaEval, no ties) and polite rewrites before rude ones; faults are
-planted in reference answers. A judge must put the better of two above the other. Not timed. Needs SmolLM2 and the
-folder of real data.
+Preferences are GPT-4's between answers of models (AlpacaEval, no ties) and polite rewrites before
+rude ones; faults are planted in reference answers. A judge must put the better of two above the
+other. Not timed. Needs SmolLM2 and the folder of real data.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from tests.benchmarks.results import RESULTS, ROOT, commit, put, today
 from tests.support import real
 
 FOUND, GUIDE = RESULTS / "lora_judges.json", ROOT / "docs" / "lora.md"
-COUNT, LONGEST = 300, 1500  # cases of a kind; characters of an answer at most, which bounds the time
+COUNT, LONGEST = (
+    300,
+    1500,
+)  # cases of a kind; characters of an answer at most, which bounds the time
 
 
 class Case(NamedTuple):
@@ -48,7 +52,9 @@ def verdicts() -> Iterator[Case]:
 
 def planted() -> Iterator[Case]:
     """Polite before rude, and references before what is wrong with certainty."""
-    held = json.loads(real.data("rasbt_instruction-data-with-preference.json").read_text(encoding="utf-8"))
+    held = json.loads(
+        real.data("rasbt_instruction-data-with-preference.json").read_text(encoding="utf-8")
+    )
     rng = random.Random(1)
     rows = rng.sample([row for row in held if len(row["output"].split()) > 3], COUNT)
     for place, row in enumerate(rows):
@@ -60,9 +66,15 @@ def planted() -> Iterator[Case]:
         while shuffled == words:
             rng.shuffle(shuffled)
         yield Case("right before another row's", prompt, good, rows[place - 1]["output"], None)
-        yield Case("right before the same words in disorder", prompt, good, " ".join(shuffled), None)
-        yield Case("right before one word repeated", prompt, good, " ".join(["the"] * len(words)), None)
-        yield Case("right before its first half", prompt, good, " ".join(words[: len(words) // 2]), None)
+        yield Case(
+            "right before the same words in disorder", prompt, good, " ".join(shuffled), None
+        )
+        yield Case(
+            "right before one word repeated", prompt, good, " ".join(["the"] * len(words)), None
+        )
+        yield Case(
+            "right before its first half", prompt, good, " ".join(words[: len(words) // 2]), None
+        )
 
 
 def scores(cases: list[Case]) -> dict[str, list[tuple[float, float] | None]]:
@@ -92,7 +104,10 @@ def scores(cases: list[Case]) -> dict[str, list[tuple[float, float] | None]]:
         note("likelihood", given)
         note("likelihood a token", [g / n for g, n in zip(given, size, strict=True)])
         note("likelihood gain", [g - b for g, b in zip(given, bare, strict=True)])
-        note("likelihood gain a token", [(g - b) / n for g, b, n in zip(given, bare, size, strict=True)])
+        note(
+            "likelihood gain a token",
+            [(g - b) / n for g, b, n in zip(given, bare, size, strict=True)],
+        )
         overlaps = None
         if case.reference is not None:
             overlap = ReferenceOverlap({"": case.reference})
@@ -115,9 +130,10 @@ def write_table() -> None:
         lines.append(f"| {judge} | " + " | ".join(cells) + " |")
     count = max(found["cases"].values())
     text = (
-        f"How often a judge puts the better of two answers first; equal scores count half. {count} cases of each kind, "
-        f"so that one standard error is {0.5 / count**0.5:.0%} at most; the model is SmolLM2-135M-Instruct, its gain "
-        f"`LikelihoodGain`, the overlap `ReferenceOverlap`. Measured {found['date']} at {found['commit']}."
+        f"How often a judge puts the better of two answers first; equal scores count half. {count} "
+        f"cases of each kind, so that one standard error is {0.5 / count**0.5:.0%} at most; the "
+        "model is SmolLM2-135M-Instruct, its gain `LikelihoodGain`, the overlap "
+        f"`ReferenceOverlap`. Measured {found['date']} at {found['commit']}."
     )
     put(GUIDE, [*lines, "", text], "judges")
 
@@ -139,8 +155,14 @@ def main(arguments: list[str] | None = None) -> None:
     for name, pairs in found.items():
         judges[name] = {}
         for kind in kinds:
-            held = [p for p, case in zip(pairs, cases, strict=True) if case.kind == kind and p is not None]
-            judges[name][kind] = sum((a > b) + (a == b) / 2 for a, b in held) / len(held) if held else None
+            held = [
+                p
+                for p, case in zip(pairs, cases, strict=True)
+                if case.kind == kind and p is not None
+            ]
+            judges[name][kind] = (
+                sum((a > b) + (a == b) / 2 for a, b in held) / len(held) if held else None
+            )
     counts = {kind: sum(case.kind == kind for case in cases) for kind in kinds}
     result = {"date": today(), "commit": commit(), "cases": counts, "judges": judges}
     FOUND.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

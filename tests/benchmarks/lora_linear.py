@@ -1,7 +1,9 @@
-"""A LoRA layer with our forward against peft's own, in turn in one process: shapes, tokens, ranks, dtypes.
+"""A LoRA layer with our forward against peft's own, in turn in one process: shapes, tokens, ranks,
+dtypes.
 
-peft is timed twice, with adapters in the model's dtype and with its default, adapters in float32 under a half-precision
-model; ours, too. On CUDA our kernels and Unsloth's function are timed as well, the latter where its package is there.
+peft is timed twice, with adapters in the model's dtype and with its default, adapters in float32
+under a half-precision model; ours, too. On CUDA our kernels and Unsloth's function are timed as
+well, the latter where its package is there.
 """
 
 from __future__ import annotations
@@ -38,8 +40,11 @@ def unsloth(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: LoRA_W.apply(x, m.base_layer.weight, None, a, b, m.scaling["default"])
 
 
-def prepare(impl: str, layer: nn.Linear, tokens: int, rank: int, dropout: float, mode: str) -> Callable[[], object]:
-    """A forward, or a forward and backward; ``step.forward`` and ``step.parameters`` serve `saved_bytes`.
+def prepare(
+    impl: str, layer: nn.Linear, tokens: int, rank: int, dropout: float, mode: str
+) -> Callable[[], object]:
+    """A forward, or a forward and backward; ``step.forward`` and ``step.parameters`` serve
+    `saved_bytes`.
 
     All adapt one layer: where its weight lies in memory makes a tenth at one token.
     """
@@ -51,7 +56,9 @@ def prepare(impl: str, layer: nn.Linear, tokens: int, rank: int, dropout: float,
     (outs, ins), dtype, device = layer.weight.shape, layer.weight.dtype, layer.weight.device
     base = nn.Sequential(layer)
     config = LoraConfig(r=rank, lora_alpha=rank, target_modules=["0"], lora_dropout=dropout)
-    model: Any = get_peft_model(base, config, autocast_adapter_dtype="float32" in impl).train(mode == "training")
+    model: Any = get_peft_model(base, config, autocast_adapter_dtype="float32" in impl).train(
+        mode == "training"
+    )
     if impl.startswith("ours"):
         accelerate_lora_(model)
     run = unsloth(model) if impl == "unsloth" else model.base_model.model
@@ -73,11 +80,23 @@ def prepare(impl: str, layer: nn.Linear, tokens: int, rank: int, dropout: float,
 
 
 def measure(
-    shape: tuple[int, int], tokens: int, rank: int, dropout: float, dtype: torch.dtype, mode: str, device: str
+    shape: tuple[int, int],
+    tokens: int,
+    rank: int,
+    dropout: float,
+    dtype: torch.dtype,
+    mode: str,
+    device: str,
 ) -> dict[str, Any]:
-    """A row: microseconds of all implementations of one case, medians, and the bytes that training keeps."""
+    """A row: microseconds of all implementations of one case, medians, and the bytes that training
+    keeps."""
     impls = [i for i in IMPLS if "float32" not in i or dtype != torch.float32]
-    if device != "cuda" or mode == "inference" or dropout or importlib.util.find_spec("unsloth") is None:
+    if (
+        device != "cuda"
+        or mode == "inference"
+        or dropout
+        or importlib.util.find_spec("unsloth") is None
+    ):
         impls.remove("unsloth")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -94,15 +113,27 @@ def measure(
         i: round(1e6 * statistics.median(t[clock] for t in held), 1)
         for i, held in interleave(steps, runs, device).items()
     }
-    row: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape), "tokens": tokens}
-    row |= {"rank": rank, "dropout": dropout, "mode": mode, "device": device, "runs": runs, "us": times}
+    row: dict[str, Any] = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "shape": list(shape),
+        "tokens": tokens,
+    }
+    row |= {
+        "rank": rank,
+        "dropout": dropout,
+        "mode": mode,
+        "device": device,
+        "runs": runs,
+        "us": times,
+    }
     if mode == "training":
         row["kept"] = {i: saved_bytes(s.forward, resident=s.parameters) for i, s in steps.items()}  # pyrefly: ignore
     return row
 
 
 def write_table() -> None:
-    """The guide's and the README's tables: our time against peft's, the middle and the worst of shapes and ranks."""
+    """The guide's and the README's tables: our time against peft's, the middle and the worst of
+    shapes and ranks."""
     if not FOUND.exists():
         return
     found = json.loads(FOUND.read_text(encoding="utf-8"))
@@ -115,21 +146,34 @@ def write_table() -> None:
             for tokens in TOKENS:
                 for dtype in ("bfloat16", "float32"):
                     key = (mode, dropout, tokens, dtype)
-                    same = [r for r in rows if (r["mode"], r["dropout"], r["tokens"], r["dtype"]) == key]
+                    same = [
+                        r for r in rows if (r["mode"], r["dropout"], r["tokens"], r["dtype"]) == key
+                    ]
                     if same:
-                        lines.append(_line(same, mode + (f", dropout {dropout}" if dropout else ""), tokens, dtype))
+                        lines.append(
+                            _line(
+                                same,
+                                mode + (f", dropout {dropout}" if dropout else ""),
+                                tokens,
+                                dtype,
+                            )
+                        )
     lines += [
         "",
-        f"Medians over layers of {', '.join(f'{i} to {o}' for i, o in SHAPES)} and ranks {', '.join(map(str, RANKS))}, "
-        "and the worst of them; "
-        "time against peft with adapters in the model's dtype, what is kept against peft's default, float32 adapters. "
-        f"One thread, CPU seconds, all in turn in one process. {found['hardware']}; {found['versions']}; "
+        f"Medians over layers of {', '.join(f'{i} to {o}' for i, o in SHAPES)} and ranks "
+        f"{', '.join(map(str, RANKS))}, and the worst of them; time against peft with adapters in "
+        "the model's dtype, what is kept against peft's default, float32 adapters. One thread, "
+        f"CPU seconds, all in turn in one process. {found['hardware']}; {found['versions']}; "
         f"{found['date']} at {found['commit']}.",
     ]
     put(GUIDE, lines, "speed")
     rows = [f"| {mode}" for mode in MODES]
     few = ("| training | 32 |", "| training | 2048 |")
-    put(README, [line for line in lines if line.startswith(few) or not line.startswith(tuple(rows))], "lora")
+    put(
+        README,
+        [line for line in lines if line.startswith(few) or not line.startswith(tuple(rows))],
+        "lora",
+    )
 
 
 def _line(same: list[dict[str, Any]], what: str, tokens: int, dtype: str) -> str:
@@ -164,14 +208,29 @@ def main(arguments: list[str] | None = None) -> None:
                         for mode in MODES:
                             rows.append(measure(shape, tokens, rank, 0.0, dtype, mode, device))
                         if rank == 16 and tokens >= 256:
-                            rows.append(measure(shape, tokens, rank, 0.05, dtype, "training", device))
+                            rows.append(
+                                measure(shape, tokens, rank, 0.05, dtype, "training", device)
+                            )
                     us = rows[-1]["us"]
-                    print(dtype, shape, tokens, {i: round(t / us["peft"], 3) for i, t in us.items()}, flush=True)
+                    print(
+                        dtype,
+                        shape,
+                        tokens,
+                        {i: round(t / us["peft"], 3) for i, t in us.items()},
+                        flush=True,
+                    )
     finally:
         torch.set_num_threads(threads)
-    found = {"date": today(), "commit": commit(), "hardware": hardware(device), "versions": versions("torch", "peft")}
+    found = {
+        "date": today(),
+        "commit": commit(),
+        "hardware": hardware(device),
+        "versions": versions("torch", "peft"),
+    }
     lines = ",\n".join(json.dumps(row) for row in rows)
-    text = json.dumps(found | {"rows": []}, indent=1).replace('"rows": []', f'"rows": [\n{lines}\n]')
+    text = json.dumps(found | {"rows": []}, indent=1).replace(
+        '"rows": []', f'"rows": [\n{lines}\n]'
+    )
     FOUND.write_text(text + "\n", encoding="utf-8")
     write_table()
 

@@ -1,9 +1,11 @@
-"""Tuning SmolLM2 by LoRA and whole, and why old LoRA runs spiked: lora_recipes.json to results, curves and two tables.
+"""Tuning SmolLM2 by LoRA and whole, and why old LoRA runs spiked: lora_recipes.json to results,
+curves and two tables.
 
-The old recipe scales by alpha instead of alpha / r, draws A sqrt(in / r) larger, clips gradients only after the
-warm-up, and warms up over a fifth of the steps. The base weights are the instruct model's, tuned on Alpaca's rows. Not
-timed but for the CPU seconds of a run. Rows that are there already are not made again; ``--only`` makes some of them.
-Needs SmolLM2 and the folder of real data.
+The old recipe scales by alpha instead of alpha / r, draws A sqrt(in / r) larger, clips gradients
+only after the warm-up, and warms up over a fifth of the steps. The base weights are the instruct
+model's, tuned on Alpaca's rows. Not timed but for the CPU seconds of a run. Rows that are there
+already are not made again; ``--only`` makes some of them. Needs SmolLM2 and the folder of real
+data.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def rows_of(config: dict[str, Any]) -> tuple[list[dict], list[dict]]:
 
 
 def model_of(setting: dict[str, Any]) -> Any:
-    """The base model in bfloat16 with float32 adapters, as peft makes them; tuned whole, it is in float32."""
+    """The base model in bfloat16 with float32 adapters, as peft makes them; tuned whole, it is in
+    float32."""
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM
 
@@ -55,8 +58,12 @@ def model_of(setting: dict[str, Any]) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(real.smollm2(), dtype=dtype)
     if not rank:
         return model
-    alpha = rank * (rank if setting["scaling"] == "alpha" else float(setting["scaling"]))  # peft divides by r
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    alpha = rank * (
+        rank if setting["scaling"] == "alpha" else float(setting["scaling"])
+    )  # peft divides by r
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
     model = prepare_lora(model, config)
     if setting["init"] != "peft":
         for name, parameter in model.named_parameters():
@@ -70,13 +77,21 @@ def answers_to(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
     made: list[str] = []
     tokenizer.padding_side = "left"
     for start in range(0, len(prompts), 10):
-        batch = tokenizer(prompts[start : start + 10], return_tensors="pt", padding=True, add_special_tokens=False)
-        found = model.generate(**batch, max_new_tokens=64, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-        made += tokenizer.batch_decode(found[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        batch = tokenizer(
+            prompts[start : start + 10], return_tensors="pt", padding=True, add_special_tokens=False
+        )
+        found = model.generate(
+            **batch, max_new_tokens=64, do_sample=False, pad_token_id=tokenizer.pad_token_id
+        )
+        made += tokenizer.batch_decode(
+            found[:, batch["input_ids"].shape[1] :], skip_special_tokens=True
+        )
     return made
 
 
-def run(setting: dict[str, Any], config: dict[str, Any], data: tuple[list[dict], list[dict]]) -> dict[str, Any]:
+def run(
+    setting: dict[str, Any], config: dict[str, Any], data: tuple[list[dict], list[dict]]
+) -> dict[str, Any]:
     """Tune under one setting: loss and judge of held-out rows, and what was seen on the way."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback, set_seed
@@ -85,11 +100,17 @@ def run(setting: dict[str, Any], config: dict[str, Any], data: tuple[list[dict],
     set_seed(setting["seed"])
     tokenizer, model = AutoTokenizer.from_pretrained(real.smollm2()), model_of(setting)
     adapted = bool(setting["rank"])
-    step = statistics.median(row.first_step for row in lora_report(model).adapters) if adapted else None
+    step = (
+        statistics.median(row.first_step for row in lora_report(model).adapters)
+        if adapted
+        else None
+    )
 
     class ClipLate(TrainerCallback):
         def on_step_begin(self, args, state, control, **_):
-            args.max_grad_norm = 1.0 if state.global_step > args.get_warmup_steps(state.max_steps) else 0.0
+            args.max_grad_norm = (
+                1.0 if state.global_step > args.get_warmup_steps(state.max_steps) else 0.0
+            )
 
     old = setting["recipe"].startswith("old")
     trained, held = (Dataset.from_list(part) for part in data)
@@ -101,17 +122,36 @@ def run(setting: dict[str, Any], config: dict[str, Any], data: tuple[list[dict],
     judge = ReferenceOverlap(dict(zip(prompts, good, strict=True)))
     with tempfile.TemporaryDirectory() as out:
         arguments = SFTConfig(
-            out, max_steps=config["steps"], per_device_train_batch_size=config["batch"], per_device_eval_batch_size=8,
-            use_cpu=True, learning_rate=setting["lr"], warmup_steps=OLD_WARMUP if old else SOUND_WARMUP,
-            lr_scheduler_type="cosine_with_min_lr", seed=setting["seed"], weight_decay=0.1 if old else 0.0,
-            lr_scheduler_kwargs={"min_lr": 1e-5} if old else {"min_lr_rate": 0.1}, max_length=config["max_length"],
-            logging_steps=1, eval_strategy="steps", eval_steps=config["every"], eval_on_start=True,
-            gradient_checkpointing=False, bf16=not adapted, report_to="none", save_strategy="no", disable_tqdm=True,
-        )  # fmt: skip
+            out,
+            max_steps=config["steps"],
+            per_device_train_batch_size=config["batch"],
+            per_device_eval_batch_size=8,
+            use_cpu=True,
+            learning_rate=setting["lr"],
+            warmup_steps=OLD_WARMUP if old else SOUND_WARMUP,
+            lr_scheduler_type="cosine_with_min_lr",
+            seed=setting["seed"],
+            weight_decay=0.1 if old else 0.0,
+            lr_scheduler_kwargs={"min_lr": 1e-5} if old else {"min_lr_rate": 0.1},
+            max_length=config["max_length"],
+            logging_steps=1,
+            eval_strategy="steps",
+            eval_steps=config["every"],
+            eval_on_start=True,
+            gradient_checkpointing=False,
+            bf16=not adapted,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
         trainer = SFTTrainer(
-            model, args=arguments, train_dataset=trained, eval_dataset=held, processing_class=tokenizer,
+            model,
+            args=arguments,
+            train_dataset=trained,
+            eval_dataset=held,
+            processing_class=tokenizer,
             callbacks=[ClipLate()] if setting["clip"] != "always" else [],
-        )  # fmt: skip
+        )
         whole: Any = trainer.eval_dataset
         trainer.eval_dataset = whole.select(range(config["watched"]))
 
@@ -120,7 +160,9 @@ def run(setting: dict[str, Any], config: dict[str, Any], data: tuple[list[dict],
             trainer.train()
         seconds = time.process_time() - seconds
         loss = answer_loss(trainer.model, whole, trainer.data_collator, progress=False)[0]
-        judged = judge_answers(judge, prompts, answers_to(trainer.model, tokenizer, prompts), progress=False)
+        judged = judge_answers(
+            judge, prompts, answers_to(trainer.model, tokenizer, prompts), progress=False
+        )
     row = _made(setting, config) | {
         "loss": round(loss, 4),
         "judge": round(judged, 2),
@@ -131,11 +173,15 @@ def run(setting: dict[str, Any], config: dict[str, Any], data: tuple[list[dict],
         return row
     seen = tuning_report(trainer.state.log_history)
     return row | {
-        "largest rise": round(seen.largest_rise, 4), "overfits from": seen.overfits_from,
-        "diverges from": seen.diverges_from, "spikes": [list(spike) for spike in seen.spikes],
-        "first step": None if step is None else round(step, 2), "cpu_seconds": round(seconds, 1),
-        "train": [round(loss, 4) for _, loss in seen.train], "held out": [round(loss, 4) for _, loss in seen.held_out],
-    }  # fmt: skip
+        "largest rise": round(seen.largest_rise, 4),
+        "overfits from": seen.overfits_from,
+        "diverges from": seen.diverges_from,
+        "spikes": [list(spike) for spike in seen.spikes],
+        "first step": None if step is None else round(step, 2),
+        "cpu_seconds": round(seconds, 1),
+        "train": [round(loss, 4) for _, loss in seen.train],
+        "held out": [round(loss, 4) for _, loss in seen.held_out],
+    }
 
 
 def _made(setting: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
@@ -175,8 +221,8 @@ def write_table() -> None:
     if not all(parts.values()):  # as long as the first of a kind is not there
         return
     about = (
-        f"SmolLM2-135M-Instruct, {config['steps']} steps of {config['batch']} of Alpaca's rows. Two numbers are two "
-        f"seeds. Measured {max(row['date'] for row in rows)} at "
+        f"SmolLM2-135M-Instruct, {config['steps']} steps of {config['batch']} of Alpaca's rows. "
+        f"Two numbers are two seeds. Measured {max(row['date'] for row in rows)} at "
         f"{', '.join(dict.fromkeys(row['commit'] for row in rows))}."
     )
     bare = next(row for row in parts["tuning"] if row["recipe"] == "not tuned")
@@ -193,20 +239,27 @@ def write_table() -> None:
         losses, judged = seeds(held, "loss", 3), seeds(held, "judge", 1)
         lines.append(f"| {name} | {rate:g} | {losses} | {judged} | {ends} | {minutes:.0f} |")
     told = (
-        f"Loss of {config['held_out']} held-out answers, nats a token; the judge is chrF of {config['answers']} greedy "
-        "answers against the references. "
+        f"Loss of {config['held_out']} held-out answers, nats a token; the judge is chrF of "
+        f"{config['answers']} greedy answers against the references. "
     )
     put(GUIDE, [*lines, "", told + about], "tuning")
-    lines = ["| recipe | r | first step | held-out loss | largest rise on the way | spikes |", "|---" * 6 + "|"]
+    lines = [
+        "| recipe | r | first step | held-out loss | largest rise on the way | spikes |",
+        "|---" * 6 + "|",
+    ]
     sound = [row for row in tuned if row["rank"] in (16, 64) and row["lr"] == config["base"]["lr"]]
     for (recipe, rank), held in grouped(sound + parts["recipes"], "recipe", "rank").items():
-        step, spikes = held[0]["first step"] * held[0]["lr"], " / ".join(str(len(row["spikes"])) for row in held)
+        step, spikes = (
+            held[0]["first step"] * held[0]["lr"],
+            " / ".join(str(len(row["spikes"])) for row in held),
+        )
         losses, rises = seeds(held, "loss", 3), seeds(held, "largest rise", 2)
         lines.append(f"| {recipe} | {rank} | {step:.3f} | {losses} | {rises} | {spikes} |")
     told = (
-        "First step: how far an output moves in Adam's first step at the peak learning rate, 5e-4 of the sound "
-        f"recipe, 5e-5 of the old. The rise is of the loss of {config['watched']} held-out answers, every "
-        f"{config['every']} steps, above the least before it; spikes are the training loss's, by `tuning_report`. "
+        "First step: how far an output moves in Adam's first step at the peak learning rate, 5e-4 "
+        f"of the sound recipe, 5e-5 of the old. The rise is of the loss of {config['watched']} "
+        f"held-out answers, every {config['every']} steps, above the least before it; spikes are "
+        "the training loss's, by `tuning_report`. "
     )
     put(GUIDE, [*lines, "", told + about], "recipes")
 
@@ -224,9 +277,17 @@ def draw() -> None:
     panels = figure.subplots(1, 2, sharey=True)
     tuned = [row for row in rows if row["table"] == "tuning"]
     old = [row for row in rows if row["table"] == "recipes" and row["rank"] == 64]
-    for axes, title, held in zip(panels, ("sound, and all parameters", "old, r 64"), (tuned, old), strict=True):
+    for axes, title, held in zip(
+        panels, ("sound, and all parameters", "old, r 64"), (tuned, old), strict=True
+    ):
         for row in held:
-            name = row["recipe"] if row["table"] == "recipes" else f"r {row['rank']}" if row["rank"] else "all"
+            name = (
+                row["recipe"]
+                if row["table"] == "recipes"
+                else f"r {row['rank']}"
+                if row["rank"]
+                else "all"
+            )
             label = f"{name}, {row['lr']:g}" if row["table"] == "tuning" else name
             steps = range(0, every * len(row["held out"]), every)
             axes.plot(steps, row["held out"], label=label, linewidth=1.2)
@@ -241,7 +302,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Run every setting that has no row; write the results, the tables and the plot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", help="not looked at")
-    parser.add_argument("--only", nargs="+", help="words that 'table recipe rank lr seed' of a setting must all have")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        help="words that 'table recipe rank lr seed' of a setting must all have",
+    )
     options = parser.parse_args(arguments)
     config = json.loads(CONFIG.read_text(encoding="utf-8"))
     try:
@@ -258,7 +323,11 @@ def main(arguments: list[str] | None = None) -> None:
         if options.only and not all(word in words for word in options.only):
             continue
         row = run(setting, config, data)
-        print(words, {k: row[k] for k in ("loss", "judge", "largest rise", "cpu_seconds") if k in row}, flush=True)
+        print(
+            words,
+            {k: row[k] for k in ("loss", "judge", "largest rise", "cpu_seconds") if k in row},
+            flush=True,
+        )
         rows = read_found()  # again: other processes may have added some
         FOUND.write_text(json.dumps({"rows": [*rows, row]}) + "\n", encoding="utf-8")
     write_table()

@@ -1,7 +1,7 @@
 """Learning masks over ever deeper models: the memory of a whole job, from files to the baked model.
 
-`Merger` holds both models, takes one step and bakes. Each job runs in a process of its own; the peak is what the job
-adds to the imports.
+`Merger` holds both models, takes one step and bakes. Each job runs in a process of its own; the
+peak is what the job adds to the imports.
 """
 
 from __future__ import annotations
@@ -25,9 +25,14 @@ def save_models(folder: Path, blocks: int) -> list[str]:
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=4096, hidden_size=576, intermediate_size=1536, num_hidden_layers=blocks, num_attention_heads=9,
-        num_key_value_heads=3, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=4096,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=blocks,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    )
     paths = []
     for seed in range(2):
         torch.manual_seed(seed)
@@ -62,7 +67,13 @@ def main(arguments: list[str] | None = None) -> None:
             paths = save_models(Path(folder), blocks)
             results = [run_alone(prepare, paths, f"{folder}/{run}") for run in range(options.runs)]
         peak, times = max(r[0] for r in results), [r[1] for r in results]
-        made = ("masks, a whole job", "Merger", "one step a block", "torch.float32", f"two Llamas of {blocks} blocks")
+        made = (
+            "masks, a whole job",
+            "Merger",
+            "one step a block",
+            "torch.float32",
+            f"two Llamas of {blocks} blocks",
+        )
         row = Row.of(*made, times, peak, packages=("torch", "transformers"))
         print(f"{blocks} blocks: peak {peak / 1e6:.0f} MB, {row.wall_p50:.2f} s", flush=True)
         append("mask_depth.csv", [row])

@@ -1,8 +1,10 @@
-"""One training step of masks over a pair of GPT-2 124M: peak memory against context, ours and the plain way.
+"""One training step of masks over a pair of GPT-2 124M: peak memory against context, ours and the
+plain way.
 
-The plain way is what a notebook does: every weight Σ m_k W_k built where it is used (`torch.nn.utils.parametrize`),
-whole logits of student and teacher, `kl_div`. Ours is `Merger` with `KLConfig()`. Both without and with gradient
-checkpointing. Each runs in a process of its own, in turn; the peak is what the step adds to the two resident models.
+The plain way is what a notebook does: every weight Σ m_k W_k built where it is used
+(`torch.nn.utils.parametrize`), whole logits of student and teacher, `kl_div`. Ours is `Merger` with
+`KLConfig()`. Both without and with gradient checkpointing. Each runs in a process of its own, in
+turn; the peak is what the step adds to the two resident models.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ def models(context: int, device: str, dtype: torch.dtype) -> list:
     import transformers
 
     config = transformers.GPT2Config(
-        n_positions=max(CONTEXTS), resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="sdpa"
+        n_positions=max(CONTEXTS),
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        attn_implementation="sdpa",
     )
     made = []
     for seed in range(2):
@@ -56,14 +62,17 @@ class Blended(nn.Module):
 
 
 def blend_plainly(pair: list[nn.Module]) -> nn.Module:
-    """The first model with a mask for each input column over all its weights; a tied weight has one mask."""
+    """The first model with a mask for each input column over all its weights; a tied weight has one
+    mask."""
     masks: dict[int, nn.Parameter] = {}
     twins = dict(pair[1].named_modules())
     for name, module in list(pair[0].named_modules()):
         for own, weight in list(module.named_parameters(recurse=False)):
             weight.requires_grad_(False)
             shape = (2, *([1] * (weight.dim() - 1)), weight.shape[-1])
-            mask = masks.setdefault(id(weight), nn.Parameter(torch.full(shape, 0.5, device=weight.device)))
+            mask = masks.setdefault(
+                id(weight), nn.Parameter(torch.full(shape, 0.5, device=weight.device))
+            )
             other = getattr(twins[name], own).detach()
             parametrize.register_parametrization(module, own, Blended(other, mask), unsafe=True)
     return pair[0]
@@ -101,7 +110,9 @@ def prepare(impl: str, context: int, device: str, dtype: torch.dtype) -> Callabl
 def _checkpoint(model: Any, impl: str) -> None:
     if impl.endswith("checkpointed"):
         with warnings.catch_warnings(action="ignore"):  # it has a new name since transformers 5.2x
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -116,14 +127,19 @@ def main(arguments: list[str] | None = None) -> None:
         held: dict[str, list[tuple[int, tuple[float, float]]]] = {impl: [] for impl in IMPLS}
         for _ in range(options.runs):
             for impl in IMPLS:
-                held[impl].append(run_alone(prepare, impl, context, options.device, dtype, device=options.device))
+                held[impl].append(
+                    run_alone(prepare, impl, context, options.device, dtype, device=options.device)
+                )
         rows = []
         for impl, results in held.items():
             peak, times = max(r[0] for r in results), [r[1] for r in results]
             shape, packages = f"GPT-2 124M pair, context {context}", ("torch", "transformers")
             made = ("training step", impl, "forward + backward", str(dtype), shape, times, peak)
             rows.append(Row.of(*made, device=options.device, packages=packages))
-            print(f"context {context} {impl}: peak {peak / 1e6:.0f} MB, {rows[-1].wall_p50:.2f} s", flush=True)
+            print(
+                f"context {context} {impl}: peak {peak / 1e6:.0f} MB, {rows[-1].wall_p50:.2f} s",
+                flush=True,
+            )
         append("mask_training_step.csv", rows)
 
 

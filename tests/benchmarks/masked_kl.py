@@ -1,6 +1,7 @@
 """masked_kl with its gradients: ours, and the plain way with whole logits.
 
-The floor is four products, of the teacher's head once and of the student's three times: 8 N H V FLOPs.
+The floor is four products, of the teacher's head once and of the student's three times: 8 N H V
+FLOPs.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def prepare(
             target = F.softmax(logits.float(), -1)
             del logits
         weight = (masks[0] * heads[0] + masks[1] * heads[1]).to(dtype)
-        return F.kl_div(F.log_softmax((student @ weight.T).float(), -1), target, reduction="batchmean")
+        return F.kl_div(
+            F.log_softmax((student @ weight.T).float(), -1), target, reduction="batchmean"
+        )
 
     def step() -> None:
         (ours if impl == "masked_kl" else plain)().backward()
@@ -73,7 +76,10 @@ def main(arguments: list[str] | None = None) -> None:
                 rows.append(Row.of(*made, device=options.device))
                 append("masked_kl.csv", rows[-1:])
                 part = peak / (shape[0] * shape[2] * 4)
-                print(f"{described} {impl}: {rows[-1].wall_p50:.2f} s, peak {part:.2f} of one float32 logits tensor")
+                print(
+                    f"{described} {impl}: {rows[-1].wall_p50:.2f} s, peak {part:.2f} of one "
+                    "float32 logits tensor"
+                )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""masked_linear, forward and backward: ours, the plain way, and a trainable nn.Linear of the same size.
+"""masked_linear, forward and backward: ours, the plain way, and a trainable nn.Linear of the same
+size.
 
-The floor of one step is what a trainable linear layer does: three products, 6 T I O FLOPs. Beyond it, accurate blends
-twice and reduces once: (2 K + 2 + K) I O elements to move.
+The floor of one step is what a trainable linear layer does: three products, 6 T I O FLOPs. Beyond
+it, accurate blends twice and reduces once: (2 K + 2 + K) I O elements to move.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ IMPLS = ("accurate", "accurate, fused", "efficient", "plain", "nn.Linear")
 
 
 def prepare(
-    impl: str, tokens: int, inputs: int, outputs: int, dtype: torch.dtype, device: str, backward: bool
+    impl: str,
+    tokens: int,
+    inputs: int,
+    outputs: int,
+    dtype: torch.dtype,
+    device: str,
+    backward: bool,
 ) -> Callable[[], object]:
     """One step of an implementation, two components, input masks."""
     torch.manual_seed(0)
@@ -72,7 +79,9 @@ def main(arguments: list[str] | None = None) -> None:
     dtypes = [torch.bfloat16, torch.float32] if cuda else [torch.float32, torch.bfloat16]
     cases = [(*shape, dtype, True) for dtype in dtypes]
     cases += [
-        (t, *shape[1:], dtypes[0], backward) for backward in (False, True) for t in (1, 4, 8, 16, 32, 64, 128, 512)
+        (t, *shape[1:], dtypes[0], backward)
+        for backward in (False, True)
+        for t in (1, 4, 8, 16, 32, 64, 128, 512)
     ]
     rows = []
     for tokens, inputs, outputs, dtype, backward in cases:
@@ -80,7 +89,9 @@ def main(arguments: list[str] | None = None) -> None:
         steps = {impl: prepare(impl, *place) for impl in IMPLS if cuda or "fused" not in impl}
         saved = {i: saved_bytes(s.forward, s.frozen) if backward else "" for i, s in steps.items()}
         whole = tokens == shape[0]
-        for impl, results in interleave(steps, options.runs if whole else 4 * options.runs, options.device).items():
+        for impl, results in interleave(
+            steps, options.runs if whole else 4 * options.runs, options.device
+        ).items():
             peak = run_alone(prepare, impl, *place, device=options.device)[0] if whole else 0
             mode = "forward + backward" if backward else "forward"
             described = f"{tokens} tokens, {inputs} to {outputs}, 2 components, input masks"

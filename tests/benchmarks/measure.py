@@ -1,4 +1,5 @@
-"""How benchmarks measure: implementations in turn within one process, and peaks of memory in processes of their own."""
+"""How benchmarks measure: implementations in turn within one process, and peaks of memory in
+processes of their own."""
 
 from __future__ import annotations
 
@@ -14,12 +15,16 @@ import torch
 
 
 def interleave(
-    functions: Mapping[Any, Callable[[], object]], runs: int, device: str = "cpu", warm: bool = False
+    functions: Mapping[Any, Callable[[], object]],
+    runs: int,
+    device: str = "cpu",
+    warm: bool = False,
 ) -> dict[Any, list[tuple[float, float]]]:
     """CPU and wall seconds of each function, called in turn ``runs`` times.
 
     A turn before them is not counted; there is none where the functions are ``warm``.
-    Every turn begins with another one: what ran before leaves the caches and the allocator in its state.
+    Every turn begins with another one: what ran before leaves the caches and the allocator in its
+    state.
     """
     held: dict[Any, list[tuple[float, float]]] = {key: [] for key in functions}
     keys = list(functions)
@@ -38,8 +43,11 @@ def interleave(
     return held
 
 
-def saved_bytes(function: Callable[[], object], frozen: int = 0, resident: Iterable[torch.Tensor] = ()) -> int:
-    """Bytes that autograd keeps after ``function``, each storage once, less what is resident anyway."""
+def saved_bytes(
+    function: Callable[[], object], frozen: int = 0, resident: Iterable[torch.Tensor] = ()
+) -> int:
+    """Bytes that autograd keeps after ``function``, each storage once, less what is resident
+    anyway."""
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,14 +66,18 @@ def _resident() -> int:
     return pages * resource.getpagesize()
 
 
-def _child(prepare: Callable[..., Callable[[], object]], arguments: tuple, device: str, pipe: Any) -> None:
+def _child(
+    prepare: Callable[..., Callable[[], object]], arguments: tuple, device: str, pipe: Any
+) -> None:
     step = prepare(*arguments)
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # the largest resident size counts anew from here
+        Path("/proc/self/clear_refs").write_text(
+            "5"
+        )  # the largest resident size counts anew from here
         before = _resident()
     cpu, wall = time.process_time(), time.perf_counter()
     step()
@@ -73,7 +85,9 @@ def _child(prepare: Callable[..., Callable[[], object]], arguments: tuple, devic
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated()
     else:
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        status = dict(
+            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
+        )
         peak = int(status["VmHWM"].split()[0]) * 1024
     pipe.send((peak - before, (time.process_time() - cpu, time.perf_counter() - wall)))
 
@@ -83,7 +97,8 @@ def run_alone(
 ) -> tuple[int, tuple[float, float]]:
     """Run once, in a fresh process, the function that ``prepare`` returns.
 
-    The allocator gives freed blocks of 2 MB and more back at once there, so that what counts is what is in use.
+    The allocator gives freed blocks of 2 MB and more back at once there, so that what counts is
+    what is in use.
 
     Returns:
         How far memory rises above what ``prepare`` left, in bytes; CPU and wall seconds.

@@ -1,10 +1,11 @@
 """File merges: ours, mergekit, and the floors, each run in a fresh process, in turn.
 
-Three random Llama-like checkpoints (bfloat16, shards of about 100 MB) are built once under the work folder. The
-floors are a plain copy (read every input, write one output, 16 MB at a time), ``import numba`` and ``import torch``.
-Cold is the first merge on a machine, which compiles its kernels; eager runs torch functions in their place. Spectral
-methods, which have no kernel, stand beside a script that loads both models whole. A size that follows two others in
-the same run has its seconds predicted by the line through them before it is measured.
+Three random Llama-like checkpoints (bfloat16, shards of about 100 MB) are built once under the work
+folder. The floors are a plain copy (read every input, write one output, 16 MB at a time),
+``import numba`` and ``import torch``. Cold is the first merge on a machine, which compiles its
+kernels; eager runs torch functions in their place. Spectral methods, which have no kernel, stand
+beside a script that loads both models whole. A size that follows two others in the same run has its
+seconds predicted by the line through them before it is measured.
 """
 
 from __future__ import annotations
@@ -133,15 +134,29 @@ def build(size: str, name: str, seed: int) -> Path:
     weight_map = {}
     for i, members in enumerate(shards):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        save_file({tensor: value(shapes[tensor]) for tensor in members}, folder / file, metadata={"format": "pt"})
+        save_file(
+            {tensor: value(shapes[tensor]) for tensor in members},
+            folder / file,
+            metadata={"format": "pt"},
+        )
         weight_map |= dict.fromkeys(members, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     hidden, mlp, layers = SIZES[size]
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "intermediate_size": mlp,
-        "num_hidden_layers": layers, "num_attention_heads": hidden // 128, "num_key_value_heads": hidden // 512,
-        "head_dim": 128, "vocab_size": 32000, "tie_word_embeddings": False, "dtype": "bfloat16",
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 128,
+        "num_key_value_heads": hidden // 512,
+        "head_dim": 128,
+        "vocab_size": 32000,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -156,7 +171,11 @@ def recipe(size: str, method: str) -> Path:
     """The YAML that both read."""
     models, base, parameters = (METHODS | SPECTRAL)[method]
     folder = WORK / size
-    listed = [folder / base, *(folder / m for m in models)] if method == "slerp" else [folder / m for m in models]
+    listed = (
+        [folder / base, *(folder / m for m in models)]
+        if method == "slerp"
+        else [folder / m for m in models]
+    )
     text = f"merge_method: {method}\nmodels: {json.dumps([{'model': str(m)} for m in listed])}\n"
     text += f"base_model: {folder / base}\n" if base else ""
     text += f"parameters: {json.dumps(parameters)}\ndtype: bfloat16\n"
@@ -165,11 +184,23 @@ def recipe(size: str, method: str) -> Path:
     return path
 
 
-def commands(size: str, method: str, out: Path, device: str, peer: bool) -> dict[tuple[str, str], list[str]]:
+def commands(
+    size: str, method: str, out: Path, device: str, peer: bool
+) -> dict[tuple[str, str], list[str]]:
     """(implementation, mode) → command line."""
     inputs = [str(WORK / size / name) for name in inputs_of(method)]
     path = str(recipe(size, method))
-    ours = [sys.executable, "-m", "mergekit_lite", "merge", path, str(out), "--no-progress", "--device", device]
+    ours = [
+        sys.executable,
+        "-m",
+        "mergekit_lite",
+        "merge",
+        path,
+        str(out),
+        "--no-progress",
+        "--device",
+        device,
+    ]
     threads = f"{os.cpu_count()} threads"
     cold = ["env", f"NUMBA_CACHE_DIR={WORK / 'cold'}", *ours]
     if method in SPECTRAL:
@@ -191,8 +222,15 @@ def commands(size: str, method: str, out: Path, device: str, peer: bool) -> dict
         ("mergekit_lite", "1 thread, eager"): [*ours, "--threads", "1", "--impl", "eager"],
     }
     if peer:
-        theirs = [str(Path(sys.executable).parent / "mergekit-yaml"), path, str(out), "--no-write-model-card"]
-        chosen[f"mergekit {version('mergekit')}", "1 thread"] = theirs + (["--cuda"] if device == "cuda" else [])
+        theirs = [
+            str(Path(sys.executable).parent / "mergekit-yaml"),
+            path,
+            str(out),
+            "--no-write-model-card",
+        ]
+        chosen[f"mergekit {version('mergekit')}", "1 thread"] = theirs + (
+            ["--cuda"] if device == "cuda" else []
+        )
     return chosen
 
 
@@ -206,8 +244,12 @@ def timed(command: list[str], out: Path) -> tuple[float, float, int]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONPYCACHEPREFIX": str(WORK / "pyc"),
     }
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # both sides run from compiled files, as installed packages do
-    done = subprocess.run([sys.executable, "-c", SPAWN, *command], env=environment, capture_output=True, text=True)
+    environment.pop(
+        "PYTHONDONTWRITEBYTECODE", None
+    )  # both sides run from compiled files, as installed packages do
+    done = subprocess.run(
+        [sys.executable, "-c", SPAWN, *command], env=environment, capture_output=True, text=True
+    )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     shutil.rmtree(out, ignore_errors=True)
@@ -216,9 +258,12 @@ def timed(command: list[str], out: Path) -> tuple[float, float, int]:
 
 
 def predicted(known: dict[str, tuple[float, float]], size: str) -> tuple[float, float]:
-    """CPU and wall seconds by the line through the last two sizes: a start, and so much for each parameter."""
+    """CPU and wall seconds by the line through the last two sizes: a start, and so much for each
+    parameter."""
     (small, before), (large, after) = [*known.items()][-2:]
-    counts = [sum(math.prod(shape) for shape in shapes_of(s).values()) for s in (small, large, size)]
+    counts = [
+        sum(math.prod(shape) for shape in shapes_of(s).values()) for s in (small, large, size)
+    ]
     along = (counts[2] - counts[0]) / (counts[1] - counts[0])
     cpu, wall = (round(x + along * (y - x), 4) for x, y in zip(before, after, strict=True))
     return cpu, wall
@@ -237,8 +282,11 @@ def main(arguments: list[str] | None = None) -> None:
     medians: dict[tuple[str, str, str], dict[str, tuple[float, float]]] = {}
     for size in options.sizes:
         for name in sorted({name for method in options.methods for name in inputs_of(method)}):
-            # In a process of its own: a child inherits its parent's largest resident size as its own first value.
-            maker = multiprocessing.get_context("spawn").Process(target=build, args=(size, name, "abc".index(name)))
+            # In a process of its own: a child inherits its parent's largest resident size as its
+            # own first value.
+            maker = multiprocessing.get_context("spawn").Process(
+                target=build, args=(size, name, "abc".index(name))
+            )
             maker.start()
             maker.join()
         # Peers are timed at the first size; a larger one shows only how our memory grows.
@@ -248,23 +296,30 @@ def main(arguments: list[str] | None = None) -> None:
             out, shape = WORK / size / "out", f"Llama-like, {size} parameters"
             results: dict[tuple[str, str], list[tuple[float, float, int]]] = {}
             for run in range(options.runs + 1):  # the first round fills caches and is not counted
-                for key, command in commands(size, method, out, options.device, peer and run > 0).items():
+                for key, command in commands(
+                    size, method, out, options.device, peer and run > 0
+                ).items():
                     measured = timed(command, out)
                     if run:
                         results.setdefault(key, []).append(measured)
                     cpu, wall, peak = measured
                     print(
-                        f"{size} {method} {' '.join(key)}: {cpu:.2f} CPU s, {wall:.2f} s, {peak / 1e6:.0f} MB",
+                        f"{size} {method} {' '.join(key)}: {cpu:.2f} CPU s, {wall:.2f} s, "
+                        f"{peak / 1e6:.0f} MB",
                         flush=True,
                     )
             for (impl, mode), runs in results.items():
                 times, peak = [r[:2] for r in runs], max(r[2] for r in runs)
-                measured_row = Row.of(method, impl, mode, "bfloat16", shape, times, peak, device=options.device)
+                measured_row = Row.of(
+                    method, impl, mode, "bfloat16", shape, times, peak, device=options.device
+                )
                 rows.append(measured_row)
                 known = medians.setdefault((method, impl, mode), {})
                 if impl == "mergekit_lite" and len(known) >= 2:
                     mode = f"{mode}, predicted from {' and '.join([*known][-2:])}"
-                    rows.append(Row.of(method, impl, mode, "bfloat16", shape, [predicted(known, size)], 0))
+                    rows.append(
+                        Row.of(method, impl, mode, "bfloat16", shape, [predicted(known, size)], 0)
+                    )
                 known[size] = measured_row.cpu_p50, measured_row.wall_p50
         append("merge_models.csv", rows)
 

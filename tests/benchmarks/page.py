@@ -1,4 +1,5 @@
-"""docs/performance.md: what was timed, in short, with a picture of each file of rows and a link to all of them."""
+"""docs/performance.md: what was timed, in short, with a picture of each file of rows and a link to
+all of them."""
 
 from __future__ import annotations
 
@@ -25,65 +26,90 @@ class Table:
 
 TABLES = {
     "merge_models": Table(
-        "merge_models", ("mergekit_lite", "1 thread"), "cpu",
-        "CPU seconds of whole processes, imports and hashes included; in turn, a fresh process each. `ratio` is "
-        "against mergekit_lite with one thread. Cold is the first merge on a machine, which compiles kernels; eager "
-        "runs torch functions in their place. The floor is the copy and `import numba`. Spectral methods have no "
-        "kernel; the dense script loads both models whole and calls `torch.linalg.svd`.",
+        "merge_models",
+        ("mergekit_lite", "1 thread"),
+        "cpu",
+        "CPU seconds of whole processes, imports and hashes included; in turn, a fresh process "
+        "each. `ratio` is against mergekit_lite with one thread. Cold is the first merge on a "
+        "machine, which compiles kernels; eager runs torch functions in their place. The floor is "
+        "the copy and `import numba`. Spectral methods have no kernel; the dense script loads both "
+        "models whole and calls `torch.linalg.svd`.",
     ),
     "masked_linear": Table(
-        "masked_linear", ("nn.Linear", ""), "wall",
-        "Wall seconds; all in turn in one process. `ratio` is against a trainable `nn.Linear` of the same size, which "
-        "is the floor (three products). `plain` is `F.linear(x, m[0] * W[0] + m[1] * W[1])`. `saved` is what autograd "
-        "keeps until backward beyond what is resident; peaks are of processes of their own.",
+        "masked_linear",
+        ("nn.Linear", ""),
+        "wall",
+        "Wall seconds; all in turn in one process. `ratio` is against a trainable `nn.Linear` of "
+        "the same size, which is the floor (three products). `plain` is `F.linear(x, m[0] * W[0] + "
+        "m[1] * W[1])`. `saved` is what autograd keeps until backward beyond what is resident; "
+        "peaks are of processes of their own.",
     ),
     "masked_kl": Table(
-        "masked_kl", ("plain", ""), "wall",
-        "Wall seconds; in turn in one process. `ratio` is against the plain way: whole logits, `log_softmax`, "
-        "`kl_div`. Peaks are of processes of their own.",
+        "masked_kl",
+        ("plain", ""),
+        "wall",
+        "Wall seconds; in turn in one process. `ratio` is against the plain way: whole logits, "
+        "`log_softmax`, `kl_div`. Peaks are of processes of their own.",
     ),
     "mask_training_step": Table(
-        "One training step of masks", ("plain", ""), "wall",
-        "Wall seconds of a first, cold step, one run in a process of its own. Peaks are what it adds to two resident "
-        "models; the plain way has every merged weight and whole logits in the graph. The rows at context 2048 were "
-        "taken with one thread on a machine busy with other work: read their peaks, not their times.",
+        "One training step of masks",
+        ("plain", ""),
+        "wall",
+        "Wall seconds of a first, cold step, one run in a process of its own. Peaks are what it "
+        "adds to two resident models; the plain way has every merged weight and whole logits in "
+        "the graph. The rows at context 2048 were taken with one thread on a machine busy with "
+        "other work: read their peaks, not their times.",
     ),
     "kron_linear": Table(
-        "kron_linear", ("nn.Linear", ""), "cpu",
-        "CPU seconds, one thread; in turn in one process. `ratio` is against a dense `nn.Linear`. One token goes "
-        "through twelve layers with weights of their own, as in decoding. `saved` is what autograd keeps beyond "
-        "the parameters, x included. tensorly-torch: its factorised block tensor train, the same sum of Kronecker "
-        "products.",
+        "kron_linear",
+        ("nn.Linear", ""),
+        "cpu",
+        "CPU seconds, one thread; in turn in one process. `ratio` is against a dense `nn.Linear`. "
+        "One token goes through twelve layers with weights of their own, as in decoding. `saved` "
+        "is what autograd keeps beyond the parameters, x included. tensorly-torch: its factorised "
+        "block tensor train, the same sum of Kronecker products.",
     ),
     "kron_model": Table(
-        "GPT-2 124M, dense and compressed", ("dense", ""), "wall",
-        "Wall seconds; in turn in one process. A training step is forward, backward and fused AdamW; generation is "
-        "greedy, with a cache. The sequential start is one run.",
+        "GPT-2 124M, dense and compressed",
+        ("dense", ""),
+        "wall",
+        "Wall seconds; in turn in one process. A training step is forward, backward and fused "
+        "AdamW; generation is greedy, with a cache. The sequential start is one run.",
     ),
     "lora_step": Table(
-        "Whole models with LoRA", ("peft", ""), "cpu",
-        "CPU seconds, one thread; in turn in one process; a step is forward, loss, backward, AdamW. `ratio` is against "
-        "peft with adapters in the model's dtype. Peaks are what a step adds to the resident model, in processes of "
-        "their own.",
+        "Whole models with LoRA",
+        ("peft", ""),
+        "cpu",
+        "CPU seconds, one thread; in turn in one process; a step is forward, loss, backward, "
+        "AdamW. `ratio` is against peft with adapters in the model's dtype. Peaks are what a step "
+        "adds to the resident model, in processes of their own.",
     ),
     "thinker": Table(
-        "thinker", ("nn.TransformerDecoderLayer", ""), "cpu",
-        "CPU seconds, one thread; in turn in one process. `think` is eight steps and one read-out, with the same "
-        "widths and read-out; `ratio` is against torch's decoder layer as the shared block. perceiver-pytorch is its "
-        "weight-tied Perceiver, which reads out a mean. `saved` is what autograd keeps beyond the parameters.",
+        "thinker",
+        ("nn.TransformerDecoderLayer", ""),
+        "cpu",
+        "CPU seconds, one thread; in turn in one process. `think` is eight steps and one read-out, "
+        "with the same widths and read-out; `ratio` is against torch's decoder layer as the shared "
+        "block. perceiver-pytorch is its weight-tied Perceiver, which reads out a mean. `saved` is "
+        "what autograd keeps beyond the parameters.",
     ),
-}  # fmt: skip
+}
 
 
 def ratios_of(rows: Sequence[Mapping[str, str]], table: Table) -> list[float | None]:
-    """Each row's time over the baseline's of the same operation, shape, type and machine; None without one."""
+    """Each row's time over the baseline's of the same operation, shape, type and machine; None
+    without one."""
     impl, mode = table.baseline
     times: dict[tuple[str, ...], float] = {}
     for row in rows:
         if row["impl"] == impl and (not mode or row["mode"] == mode):
-            times[_place(row) + ((row["mode"],) if not mode else ())] = float(row[f"{table.clock}_p50"])
+            times[_place(row) + ((row["mode"],) if not mode else ())] = float(
+                row[f"{table.clock}_p50"]
+            )
     bases = [times.get(_place(row) + ((row["mode"],) if not mode else ())) for row in rows]
-    return [float(r[f"{table.clock}_p50"]) / b if b else None for r, b in zip(rows, bases, strict=True)]
+    return [
+        float(r[f"{table.clock}_p50"]) / b if b else None for r, b in zip(rows, bases, strict=True)
+    ]
 
 
 def _place(row: Mapping[str, str]) -> tuple[str, ...]:
@@ -100,7 +126,10 @@ def _grouped(rows: Sequence[Mapping[str, str]], *names: str) -> dict[tuple[str, 
 
 def summary(rows: Sequence[Mapping[str, str]], table: Table) -> list[str]:
     """A line for each way, over all shapes."""
-    lines = ["| operation | way | dtype | shapes | time, ratio | least to most | peak MB, at most |", "|---" * 7 + "|"]
+    lines = [
+        "| operation | way | dtype | shapes | time, ratio | least to most | peak MB, at most |",
+        "|---" * 7 + "|",
+    ]
     ratios = ratios_of(rows, table)
     for (op, impl, mode, dtype), places in _grouped(rows, "op", "impl", "mode", "dtype").items():
         known = [ratio for n in places if (ratio := ratios[n]) is not None]
@@ -109,13 +138,15 @@ def summary(rows: Sequence[Mapping[str, str]], table: Table) -> list[str]:
         spread = f"{min(known):.2f} to {max(known):.2f}" if len(known) > 1 else ""
         way = f"{impl}, {mode}" if mode else impl
         lines.append(
-            f"| {op} | {way} | {dtype} | {len(places)} | {middle} | {spread} | {f'{peak:.0f}' if peak else ''} |"
+            f"| {op} | {way} | {dtype} | {len(places)} | {middle} | {spread} | "
+            f"{f'{peak:.0f}' if peak else ''} |"
         )
     return lines
 
 
 def draw(rows: Sequence[Mapping[str, str]], table: Table, path: Path) -> bool:
-    """A dot for each row's ratio, a line of dots for each way; whether there is anything to compare."""
+    """A dot for each row's ratio, a line of dots for each way; whether there is anything to
+    compare."""
     import matplotlib
 
     matplotlib.rcParams["svg.hashsalt"] = "performance"
@@ -123,7 +154,9 @@ def draw(rows: Sequence[Mapping[str, str]], table: Table, path: Path) -> bool:
 
     ratios = ratios_of(rows, table)
     ways = {
-        f"{impl}, {mode}" if mode else impl: [ratio for n in places if (ratio := ratios[n]) is not None]
+        f"{impl}, {mode}" if mode else impl: [
+            ratio for n in places if (ratio := ratios[n]) is not None
+        ]
         for (impl, mode), places in _grouped(rows, "impl", "mode").items()
     }
     ways = {way: known for way, known in ways.items() if known}
@@ -135,7 +168,11 @@ def draw(rows: Sequence[Mapping[str, str]], table: Table, path: Path) -> bool:
         axes.plot(known, [height] * len(known), "o", markersize=4, alpha=0.5)
         axes.plot(statistics.median(known), height, "|", markersize=14, color="0.2")
     axes.axvline(1, color="0.7", linewidth=1)
-    axes.set(xscale="log", xlabel="time over the baseline's; a bar is the median", yticks=range(len(ways)))
+    axes.set(
+        xscale="log",
+        xlabel="time over the baseline's; a bar is the median",
+        yticks=range(len(ways)),
+    )
     axes.set_yticklabels(list(reversed(ways)), fontsize=8)
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
@@ -147,10 +184,10 @@ def write_page() -> None:
     lines = [
         "# What was measured",
         "",
-        "Every figure comes from a row that a benchmark script wrote, which ran all ways in turn (`make bench`). The "
-        "machines are shared and noisy: read the ratios. An operation is only timed after its equivalence tests have "
-        "passed. A table has a line for each way, over all shapes that were timed; each file has every row, with its "
-        "commit, date and versions.",
+        "Every figure comes from a row that a benchmark script wrote, which ran all ways in turn "
+        "(`make bench`). The machines are shared and noisy: read the ratios. An operation is only "
+        "timed after its equivalence tests have passed. A table has a line for each way, over all "
+        "shapes that were timed; each file has every row, with its commit, date and versions.",
         "",
     ]
     if all("CPU" in row["hardware"] for name in TABLES for row in latest(f"{name}.csv")):
@@ -160,7 +197,12 @@ def write_page() -> None:
         if not rows:
             continue
         place = f"{rows[-1]['hardware']}; {rows[-1]['versions']}."
-        lines += [f"## {table.title}", "", f"{table.text} {place} [All {len(rows)} rows](measured/{name}.csv).", ""]
+        lines += [
+            f"## {table.title}",
+            "",
+            f"{table.text} {place} [All {len(rows)} rows](measured/{name}.csv).",
+            "",
+        ]
         if draw(rows, table, PLOTS / f"{name}.svg"):
             lines += [f"![Ratios of {table.title}](measured/{name}.svg)", ""]
         lines += [*summary(rows, table), ""]

@@ -1,9 +1,10 @@
-"""Half of every MLP of SmolLM2-135M, before any training: what each way of making it smaller costs on held-out text.
+"""Half of every MLP of SmolLM2-135M, before any training: what each way of making it smaller costs
+on held-out text.
 
-Rivals beside `prune_` of neurons: neurons chosen by the size of their weights, low rank whitened by the inputs
-(SVD-LLM, arXiv 2403.07378), whole blocks that go until as few parameters are left. And neurons and
-blocks of a fifteenth of all parameters. Rows that are there already are not made again; ``--only`` makes some
-of them. Skipped where the model's package or the data are absent.
+Rivals beside `prune_` of neurons: neurons chosen by the size of their weights, low rank whitened by
+the inputs (SVD-LLM, arXiv 2403.07378), whole blocks that go until as few parameters are left. And
+neurons and blocks of a fifteenth of all parameters. Rows that are there already are not made again;
+``--only`` makes some of them. Skipped where the model's package or the data are absent.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def by_magnitude(model: nn.Module, batches: Sequence[Tensor]) -> None:
 
 
 def low_rank(model: nn.Module, batches: Sequence[Tensor]) -> None:
-    """Each matrix of an MLP by the product of two that have half of its numbers, best on the inputs' second moments."""
+    """Each matrix of an MLP by the product of two that have half of its numbers, best on the
+    inputs' second moments."""
     moments: dict[str, Tensor] = {}
     layers = {n: model.get_submodule(n) for m in find_mlps(model) for n in (m.ups[0], m.down)}
 
@@ -57,13 +59,17 @@ def low_rank(model: nn.Module, batches: Sequence[Tensor]) -> None:
         handle.remove()
     for mlp in find_mlps(model):
         for name in (*mlp.ups, mlp.down):
-            weight, moment = model.get_submodule(name).weight, moments[mlp.ups[0] if name != mlp.down else name]
+            weight, moment = (
+                model.get_submodule(name).weight,
+                moments[mlp.ups[0] if name != mlp.down else name],
+            )
             moment += 1e-6 * moment.diagonal().mean() * torch.eye(len(moment), dtype=moment.dtype)
             root = torch.linalg.cholesky(moment)
             u, s, v = torch.linalg.svd(weight.double() @ root, full_matrices=False)
             rank = weight.numel() // 2 // sum(weight.shape)
             weight.copy_(
-                (u[:, :rank] * s[:rank]) @ torch.linalg.solve_triangular(root, v[:rank], upper=False, left=False)
+                (u[:, :rank] * s[:rank])
+                @ torch.linalg.solve_triangular(root, v[:rank], upper=False, left=False)
             )
 
 
@@ -107,9 +113,18 @@ def write_table() -> None:
         return
     found = json.loads(FOUND.read_text(encoding="utf-8"))
     lines: list[str] = []
-    for what, methods in (("half of every MLP", METHODS), ("6.6 % of all parameters less", LIGHTER)):
-        lines += ["", f"| {what} by | calibration tokens | loss | above the original | CPU s |", "|---" * 5 + "|"]
-        for row in sorted((r for r in found["rows"] if r["method"] in methods), key=lambda r: -r["loss"]):
+    for what, methods in (
+        ("half of every MLP", METHODS),
+        ("6.6 % of all parameters less", LIGHTER),
+    ):
+        lines += [
+            "",
+            f"| {what} by | calibration tokens | loss | above the original | CPU s |",
+            "|---" * 5 + "|",
+        ]
+        for row in sorted(
+            (r for r in found["rows"] if r["method"] in methods), key=lambda r: -r["loss"]
+        ):
             part = f" (part {row['part'] + 1} of the text)" if row["part"] else ""
             above = row["loss"] - found["original"]
             lines.append(
@@ -117,9 +132,9 @@ def write_table() -> None:
                 f"| {row['cpu_seconds']:.0f} |"
             )
     text = (
-        f"SmolLM2-135M-Instruct, {found['held_out']:,} held-out tokens of Alpaca, the original's loss "
-        f"{found['original']:.3f}; 2 cores beside other work, float32. Measured to {found['date']} at "
-        f"{', '.join(dict.fromkeys(r['commit'] for r in found['rows']))}."
+        f"SmolLM2-135M-Instruct, {found['held_out']:,} held-out tokens of Alpaca, the original's "
+        f"loss {found['original']:.3f}; 2 cores beside other work, float32. Measured to "
+        f"{found['date']} at {', '.join(dict.fromkeys(r['commit'] for r in found['rows']))}."
     )
     put(KRONECKER_GUIDE, [*lines[1:], "", text], "pruning")
 
@@ -139,7 +154,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     encode = AutoTokenizer.from_pretrained(folder).encode
     seen, unseen = (
-        "\n\n".join("\n".join(filter(None, (r["instruction"], r["input"], r["output"]))) for r in part)
+        "\n\n".join(
+            "\n".join(filter(None, (r["instruction"], r["input"], r["output"]))) for r in part
+        )
         for part in (rows[:1000], rows[4000:4200])
     )
     held_out = text_batches(unseen, encode, tokens=10_240)
@@ -154,7 +171,9 @@ def main(arguments: list[str] | None = None) -> None:
         loss = torch.tensor(perplexity(load(), held_out)).log()
         found |= {"original": float(loss), "held_out": sum(b.numel() for b in held_out)}
     for method, tokens, part in RUNS:
-        done = any((r["method"], r["tokens"], r["part"]) == (method, tokens, part) for r in found["rows"])
+        done = any(
+            (r["method"], r["tokens"], r["part"]) == (method, tokens, part) for r in found["rows"]
+        )
         if done or (options.only and method not in options.only):
             continue
         batches = text_batches(seen, encode, tokens=tokens, skip=part * tokens)
@@ -164,7 +183,11 @@ def main(arguments: list[str] | None = None) -> None:
         seconds = time.process_time() - begin
         loss = float(torch.tensor(perplexity(model, held_out)).log())
         row = {"method": method, "tokens": tokens, "part": part, "loss": round(loss, 4)}
-        row |= {"cpu_seconds": round(seconds, 1), "parameters": num_parameters(model), "commit": commit()}
+        row |= {
+            "cpu_seconds": round(seconds, 1),
+            "parameters": num_parameters(model),
+            "commit": commit(),
+        }
         found["rows"].append(row)
         found |= {"date": today()}
         print(row, flush=True)

@@ -21,7 +21,8 @@ KRONECKER_GUIDE = ROOT / "docs" / "kronecker.md"
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation of one operation, timed. Seconds; bytes; empty where a column does not apply."""
+    """One implementation of one operation, timed. Seconds; bytes; empty where a column does not
+    apply."""
 
     date: str
     commit: str
@@ -61,7 +62,13 @@ class Row:
         cpus, walls = zip(*times, strict=True)
         place = (today(), commit(), op, impl, mode, dtype.removeprefix("torch."), shape, len(times))
         return cls(
-            *place, *percentiles(cpus), *percentiles(walls), peak, str(saved), hardware(device), versions(*packages)
+            *place,
+            *percentiles(cpus),
+            *percentiles(walls),
+            peak,
+            str(saved),
+            hardware(device),
+            versions(*packages),
         )
 
 
@@ -69,7 +76,9 @@ def commit() -> str:
     """The commit being measured, with a mark when the tree differs from it."""
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            ["git", *words], capture_output=True, text=True, check=False
+        ).stdout.strip()
 
     changed = git("status", "--porcelain", "--", "src")
     return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
@@ -77,7 +86,9 @@ def commit() -> str:
 
 def versions(*packages: str) -> str:
     """Python's and those of packages."""
-    return ", ".join([f"Python {platform.python_version()}", *(f"{p} {version(p)}" for p in packages)])
+    return ", ".join(
+        [f"Python {platform.python_version()}", *(f"{p} {version(p)}" for p in packages)]
+    )
 
 
 def hardware(device: str = "cpu") -> str:
@@ -122,7 +133,8 @@ def latest(file: str) -> list[dict[str, str]]:
         return []
     with path.open(newline="", encoding="utf-8") as handle:
         held = {
-            tuple(r[k] for k in ("op", "impl", "mode", "dtype", "shape", "hardware")): r for r in csv.DictReader(handle)
+            tuple(r[k] for k in ("op", "impl", "mode", "dtype", "shape", "hardware")): r
+            for r in csv.DictReader(handle)
         }
     return list(held.values())
 
@@ -131,7 +143,9 @@ def put(path: Path, lines: Sequence[str], name: str = "results") -> None:
     """Replace what stands between a page's markers."""
     begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
     head, rest = path.read_text(encoding="utf-8").split(begin)
-    path.write_text(head + begin + "\n".join(lines) + "\n" + end + rest.split(end)[1], encoding="utf-8")
+    path.write_text(
+        head + begin + "\n".join(lines) + "\n" + end + rest.split(end)[1], encoding="utf-8"
+    )
 
 
 def write_memory_account() -> None:
@@ -141,7 +155,9 @@ def write_memory_account() -> None:
         return
     impls = sorted({r["impl"] for r in rows}, key=lambda impl: ("plain" not in impl, impl))
     contexts = list(dict.fromkeys(int(r["shape"].rsplit(" ", 1)[1]) for r in rows))
-    peaks = {(r["impl"], int(r["shape"].rsplit(" ", 1)[1])): int(r["peak_bytes"]) / 1e6 for r in rows}
+    peaks = {
+        (r["impl"], int(r["shape"].rsplit(" ", 1)[1])): int(r["peak_bytes"]) / 1e6 for r in rows
+    }
     place = f"{rows[0]['dtype']}; {rows[0]['hardware']}"
     lines = [
         f"Peak MB that one step adds to two resident GPT-2 of 124M parameters ({place}):",
@@ -150,22 +166,35 @@ def write_memory_account() -> None:
         "|---" * (len(impls) + 1) + "|",
     ]
     lines += [f"| {c} | {' | '.join(f'{peaks[i, c]:.0f}' for i in impls)} |" for c in contexts]
-    first, last = contexts[-2:]  # where every activation is a block of its own, which the allocator gives back at once
+    first, last = contexts[
+        -2:
+    ]  # where every activation is a block of its own, which the allocator gives back at once
     slopes = [(peaks[i, last] - peaks[i, first]) / (last - first) for i in impls]
     lines.append(f"| MB a token, {first} to {last} | {' | '.join(f'{s:.2f}' for s in slopes)} |")
-    plain = {impl.endswith("checkpointed"): s for impl, s in zip(impls, slopes, strict=True) if "plain" in impl}
-    ratios = [plain[impl.endswith("checkpointed")] / s for impl, s in zip(impls, slopes, strict=True)]
-    lines.append(f"| slope, plain with or without checkpoints ÷ this | {' | '.join(f'{r:.1f}' for r in ratios)} |")
+    plain = {
+        impl.endswith("checkpointed"): s
+        for impl, s in zip(impls, slopes, strict=True)
+        if "plain" in impl
+    }
+    ratios = [
+        plain[impl.endswith("checkpointed")] / s for impl, s in zip(impls, slopes, strict=True)
+    ]
+    lines.append(
+        "| slope, plain with or without checkpoints ÷ this | "
+        f"{' | '.join(f'{r:.1f}' for r in ratios)} |"
+    )
     put(GUIDE, lines)
 
 
 def write_readme_table() -> None:
-    """The README's table: file merges of the first size, ours with one thread beside the peer and the floors."""
+    """The README's table: file merges of the first size, ours with one thread beside the peer and
+    the floors."""
     rows = [r for r in latest("merge_models.csv") if "CPU" in r["hardware"]]
     shape = next((r["shape"] for r in rows), None)
     rows = [r for r in rows if r["shape"] == shape]
     lines = [
-        f"Merging {shape} ({rows[0]['dtype']}; {rows[0]['hardware']}), whole process with imports, one thread:",
+        f"Merging {shape} ({rows[0]['dtype']}; {rows[0]['hardware']}), whole process with imports, "
+        "one thread:",
         "median CPU seconds / peak resident MB, written by `make bench`:",
         "",
         "| method | mergekit_lite | mergekit 0.1.5 | CPU ratio | memory ratio "
@@ -173,9 +202,16 @@ def write_readme_table() -> None:
         "|---|---|---|---|---|---|---|---|",
     ]
     for op in dict.fromkeys(r["op"] for r in rows):
-        found = {r["impl"]: r for r in rows if r["op"] == op and "," not in r["mode"].replace(" in, 1 out", "")}
+        found = {
+            r["impl"]: r
+            for r in rows
+            if r["op"] == op and "," not in r["mode"].replace(" in, 1 out", "")
+        }
         found |= {r["impl"]: r for r in rows if r["op"] == op and r["mode"] == "1 thread"}
-        ours, peer = found["mergekit_lite"], next((r for i, r in found.items() if i.startswith("mergekit ")), None)
+        ours, peer = (
+            found["mergekit_lite"],
+            next((r for i, r in found.items() if i.startswith("mergekit ")), None),
+        )
 
         def cell(r: dict[str, str] | None) -> str:
             return f"{float(r['cpu_p50']):.1f} s / {int(r['peak_bytes']) / 1e6:.0f} MB" if r else ""
@@ -183,5 +219,7 @@ def write_readme_table() -> None:
         cpu = f"{float(peer['cpu_p50']) / float(ours['cpu_p50']):.1f}" if peer else ""
         memory = f"{int(peer['peak_bytes']) / int(ours['peak_bytes']):.1f}" if peer else ""
         floors = [cell(found.get(name)) for name in ("copy", "import numba", "import torch")]
-        lines.append(f"| {op} | {cell(ours)} | {cell(peer)} | {cpu} | {memory} | {' | '.join(floors)} |")
+        lines.append(
+            f"| {op} | {cell(ours)} | {cell(peer)} | {cpu} | {memory} | {' | '.join(floors)} |"
+        )
     put(README, lines)

@@ -1,4 +1,5 @@
-"""The runner: equivalence first, then every benchmark, then the pages made from the rows. ``make bench``."""
+"""The runner: equivalence first, then every benchmark, then the pages made from the rows. ``make
+bench``."""
 
 from __future__ import annotations
 
@@ -56,7 +57,12 @@ GATES = {
     "thinker_accuracy": [f"{THINKER}/test_tasks.py", f"{THINKER}/test_curriculum.py"],
     "thinker_lengths": [f"{THINKER}/test_tasks.py", f"{THINKER}/test_losses.py"],
     "thinker_ablation": [f"{THINKER}/test_training.py", "-k", "learns_to_copy"],
-    "thinker_puzzles": [f"{THINKER}/test_sudoku.py", f"{THINKER}/test_training.py", "-k", "sudoku or segments"],
+    "thinker_puzzles": [
+        f"{THINKER}/test_sudoku.py",
+        f"{THINKER}/test_training.py",
+        "-k",
+        "sudoku or segments",
+    ],
     "thinker_questions": [f"{THINKER}/test_flow.py", f"{THINKER}/test_training.py", "-k", "plan"],
     "lora_linear": [f"{LORA}/test_functional.py"],
     "lora_step": [f"{LORA}/test_accelerate.py", "-k", "output_and_gradients"],
@@ -64,7 +70,12 @@ GATES = {
     "lora_recipes": [f"{LORA}/test_tuning.py", f"{LORA}/test_rows.py"],
     "field_trial": ["tests/test_documentation.py", "-k", "field_trial"],
     "pairwise_step": [f"{PAIRWISE}/test_packing.py", f"{PAIRWISE}/test_functional.py"],
-    "pairwise_trial": [f"{PAIRWISE}/test_links.py", f"{PAIRWISE}/test_training.py", "-k", "swapping or learns"],
+    "pairwise_trial": [
+        f"{PAIRWISE}/test_links.py",
+        f"{PAIRWISE}/test_training.py",
+        "-k",
+        "swapping or learns",
+    ],
 }
 SCRIPTS = {
     "merging": merging.main,
@@ -100,9 +111,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(SCRIPTS)} (default: all)")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--page-only", action="store_true", help="only write what is made from the rows")
-    parser.add_argument("--rows-only", action="store_true", help="write rows and no page, for tests/gpu_day.sh")
-    parser.add_argument("--gated", action="store_true", help="the caller has just run the equivalence tests")
+    parser.add_argument(
+        "--page-only", action="store_true", help="only write what is made from the rows"
+    )
+    parser.add_argument(
+        "--rows-only", action="store_true", help="write rows and no page, for tests/gpu_day.sh"
+    )
+    parser.add_argument(
+        "--gated", action="store_true", help="the caller has just run the equivalence tests"
+    )
     options, rest = parser.parse_known_args()
     for name in [] if options.page_only else options.names or SCRIPTS:
         gate = [sys.executable, "-m", "pytest", "-q", "--device", options.device, *GATES[name]]
@@ -124,7 +141,15 @@ def main() -> None:
         thinker_ablation,
         thinker_step,
     )
-    for script in (*tabled, lora_linear, lora_step, lora_judges, lora_recipes, pairwise_step, pairwise_trial):
+    for script in (
+        *tabled,
+        lora_linear,
+        lora_step,
+        lora_judges,
+        lora_recipes,
+        pairwise_step,
+        pairwise_trial,
+    ):
         script.write_table()
     write_readme_table()
 

@@ -1,4 +1,5 @@
-"""What merges of large models take: planned from headers alone, and predicted from the rows that were measured.
+"""What merges of large models take: planned from headers alone, and predicted from the rows that
+were measured.
 
 Writes scale.json to results, and the tables of docs/scale.md.
 """
@@ -32,12 +33,18 @@ def planned(folder: Path, method: str) -> dict[str, Any]:
     base = "" if method == "linear" else f"base_model: {folder / 'base'}"
     models = f"[{folder / 'x'}, {folder / 'y'}]"
     begin = time.process_time()
-    plan = make_plan(load_recipe(f"merge_method: {method}\n{base}\nmodels: {models}\n{METHODS[method]}"))
+    plan = make_plan(
+        load_recipe(f"merge_method: {method}\n{base}\nmodels: {models}\n{METHODS[method]}")
+    )
     seconds = time.process_time() - begin
     return {
-        "parameters": plan.parameters, "read": plan.bytes_read, "written": plan.bytes_written,
-        "passes": max(t.passes for t in plan.tensors), "peak": plan.peak_memory, "planning": round(seconds, 2),
-    }  # fmt: skip
+        "parameters": plan.parameters,
+        "read": plan.bytes_read,
+        "written": plan.bytes_written,
+        "passes": max(t.passes for t in plan.tensors),
+        "peak": plan.peak_memory,
+        "planning": round(seconds, 2),
+    }
 
 
 def rates() -> dict[str, tuple[float, float]]:
@@ -49,7 +56,8 @@ def rates() -> dict[str, tuple[float, float]]:
             next(
                 float(r["cpu_p50"])
                 for r in rows
-                if (r["op"], r["impl"], r["mode"], r["shape"]) == (method, "mergekit_lite", "1 thread", shape)
+                if (r["op"], r["impl"], r["mode"], r["shape"])
+                == (method, "mergekit_lite", "1 thread", shape)
             )
             for shape in MEASURED.values()
         ]
@@ -64,7 +72,8 @@ def write_tables() -> None:
         return
     told, of = json.loads(FOUND.read_text(encoding="utf-8")), rates()
     lines = [
-        "| merge of two | method | reads | passes | writes | memory beyond imports | planning, CPU s | merging, CPU s |"
+        "| merge of two | method | reads | passes | writes | memory beyond imports | planning, CPU "
+        "s | merging, CPU s |"
     ]
     lines.append("|---" * 8 + "|")
     for name, rows in told["plans"].items():
@@ -72,25 +81,34 @@ def write_tables() -> None:
             start, slope = of[method]
             seconds = start + slope * row["parameters"] / 1e9
             lines.append(
-                f"| {name} | {method} | {row['read'] / 1e9:,.0f} GB | {row['passes']} | {row['written'] / 1e9:,.0f} GB "
-                f"| {row['peak'] / 1e6:,.0f} MB | {row['planning']:.2f} | {seconds:,.0f} |"
+                f"| {name} | {method} | {row['read'] / 1e9:,.0f} GB | {row['passes']} | "
+                f"{row['written'] / 1e9:,.0f} GB | {row['peak'] / 1e6:,.0f} MB | "
+                f"{row['planning']:.2f} | {seconds:,.0f} |"
             )
     lines += [
         "",
-        f"Plans: from headers, {told['hardware']}, {told['date']} at {told['commit']}. Merging: predicted, one thread, "
-        "from the rows of 300 million and 1 billion parameters.",
+        f"Plans: from headers, {told['hardware']}, {told['date']} at {told['commit']}. Merging: "
+        "predicted, one thread, from the rows of 300 million and 1 billion parameters.",
     ]
     put(PAGE, lines, "merging")
-    rows = [r for r in latest("merge_models.csv") if r["impl"] == "mergekit_lite" and r["mode"] == "1 thread"]
+    rows = [
+        r
+        for r in latest("merge_models.csv")
+        if r["impl"] == "mergekit_lite" and r["mode"] == "1 thread"
+    ]
     flat = [r for r in rows if r["op"] == "linear" and "Llama-like" in r["shape"]]
     lines = ["| linear merge of two, one thread | peak MB | CPU s |", "|---|---|---|"]
     lines += [
-        f"| {r['shape'].removeprefix('Llama-like, ')} | {int(r['peak_bytes']) / 1e6:.0f} | {float(r['cpu_p50']):.1f} |"
+        f"| {r['shape'].removeprefix('Llama-like, ')} | {int(r['peak_bytes']) / 1e6:.0f} | "
+        f"{float(r['cpu_p50']):.1f} |"
         for r in flat
     ]
     put(PAGE, lines, "memory")
     lines = ["| learned masks over | peak MB |", "|---|---|"]
-    lines += [f"| {row['shape']} | {int(row['peak_bytes']) / 1e6:.0f} |" for row in latest("mask_depth.csv")]
+    lines += [
+        f"| {row['shape']} | {int(row['peak_bytes']) / 1e6:.0f} |"
+        for row in latest("mask_depth.csv")
+    ]
     put(PAGE, lines, "masks")
 
 

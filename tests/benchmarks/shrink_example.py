@@ -1,4 +1,5 @@
-"""The whole of `examples/shrink_model.py` on SmolLM2, as a user calls it: shrink_example.json to results.
+"""The whole of `examples/shrink_model.py` on SmolLM2, as a user calls it: shrink_example.json to
+results.
 
 ``--python`` names the interpreter of another environment, such as a clean clone's.
 """
@@ -14,7 +15,16 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.benchmarks.results import KRONECKER_GUIDE, RESULTS, ROOT, commit, hardware, put, today, versions
+from tests.benchmarks.results import (
+    KRONECKER_GUIDE,
+    RESULTS,
+    ROOT,
+    commit,
+    hardware,
+    put,
+    today,
+    versions,
+)
 from tests.support import real
 
 FOUND = RESULTS / "shrink_example.json"
@@ -27,15 +37,18 @@ def write_table() -> None:
     told = json.loads(FOUND.read_text(encoding="utf-8"))
     before, after = told["models"]
     losses = [math.log(next(iter(model["perplexities"].values()))) for model in (before, after)]
-    speeds = [[model[f"{what}_tokens_per_second"] for model in (before, after)] for what in ("forward", "generated")]
+    speeds = [
+        [model[f"{what}_tokens_per_second"] for model in (before, after)]
+        for what in ("forward", "generated")
+    ]
     line = (
         f"SmolLM2-135M-Instruct, `--keep .5`, {told['tokens']:,} tokens of Alpaca: "
         f"{told['seconds'] / 60:.0f} minutes in all; loss {losses[0]:.3f} to {losses[1]:.3f} "
         f"({losses[1] - losses[0]:+.3f}) on text that follows, {before['parameters'] / 1e6:.1f} to "
         f"{after['parameters'] / 1e6:.1f} million parameters, {told['bytes'][0] / 2**20:.0f} to "
-        f"{told['bytes'][1] / 2**20:.0f} MiB, forward {speeds[0][0]:.0f} to {speeds[0][1]:.0f} tokens a second, "
-        f"generation {speeds[1][0]:.1f} to {speeds[1][1]:.1f}. {told['hardware']}; {told['versions']}; {told['date']} "
-        f"at {told['commit']}."
+        f"{told['bytes'][1] / 2**20:.0f} MiB, forward {speeds[0][0]:.0f} to {speeds[0][1]:.0f} "
+        f"tokens a second, generation {speeds[1][0]:.1f} to {speeds[1][1]:.1f}. "
+        f"{told['hardware']}; {told['versions']}; {told['date']} at {told['commit']}."
     )
     put(KRONECKER_GUIDE, [line], "shrink")
 
@@ -53,7 +66,14 @@ def main(arguments: list[str] | None = None) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
-        command = [options.python, str(ROOT / "examples" / "shrink_model.py"), "--model", str(model), "--keep", ".5"]
+        command = [
+            options.python,
+            str(ROOT / "examples" / "shrink_model.py"),
+            "--model",
+            str(model),
+            "--keep",
+            ".5",
+        ]
         command += [
             "--calibration",
             str(data),
@@ -64,9 +84,17 @@ def main(arguments: list[str] | None = None) -> None:
         ]
         begin = time.perf_counter()
         subprocess.run(command, check=True, cwd=folder)
-        told = {"seconds": round(time.perf_counter() - begin), **json.loads(figures.read_text(encoding="utf-8"))}
+        told = {
+            "seconds": round(time.perf_counter() - begin),
+            **json.loads(figures.read_text(encoding="utf-8")),
+        }
     told["models"][1]["name"] = "smaller"  # not a folder of this machine
-    told |= {"date": today(), "commit": commit(), "hardware": hardware(), "versions": versions("torch", "transformers")}
+    told |= {
+        "date": today(),
+        "commit": commit(),
+        "hardware": hardware(),
+        "versions": versions("torch", "transformers"),
+    }
     FOUND.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     write_table()
 

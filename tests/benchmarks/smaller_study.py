@@ -1,10 +1,12 @@
-"""Which structure makes the smallest model that works: neurons, low rank, Kronecker sums, at equal parameters and time.
+"""Which structure makes the smallest model that works: neurons, low rank, Kronecker sums, at equal
+parameters and time.
 
-SmolLM2-135M and MiniLM with 75 %, 50 % and 25 % of their MLPs' parameters, all fitted by the same walk on the same
-tokens (12,288), before training and after 300 distilled steps; beside them a model of that size trained from nothing on
-the same tokens, and half of the table of embeddings beside as many parameters less in neurons. At half the best of each
-structure is trained on three orders of data. Rows that are there already are not made again; ``--only`` makes some of
-them. Fits are kept in ``work``. Skipped where the models' packages or the data are absent.
+SmolLM2-135M and MiniLM with 75 %, 50 % and 25 % of their MLPs' parameters, all fitted by the same
+walk on the same tokens (12,288), before training and after 300 distilled steps; beside them a model
+of that size trained from nothing on the same tokens, and half of the table of embeddings beside as
+many parameters less in neurons. At half the best of each structure is trained on three orders of
+data. Rows that are there already are not made again; ``--only`` makes some of them. Fits are kept
+in ``work``. Skipped where the models' packages or the data are absent.
 """
 
 from __future__ import annotations
@@ -24,7 +26,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BertModel, TrainingArguments, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertModel,
+    TrainingArguments,
+    set_seed,
+)
 
 from kronecker import (
     DistillConfig,
@@ -48,7 +57,9 @@ PLOT = ROOT / "docs" / "smaller_models.svg"
 STEPS, SEEDS, BATCH, CONTEXT = 300, (0, 1, 2), 2, 128
 BUDGETS, TABLE = (0.75, 0.5, 0.25), "table"  # shares of MLPs; half of the embeddings
 RATES = {"smollm2": 2e-4, "minilm": 2e-4}
-AUTOCAST = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # elsewhere a product takes 50 times as long as in float32
+AUTOCAST = (
+    torch.ops.mkldnn._is_mkldnn_bf16_supported()
+)  # elsewhere a product takes 50 times as long as in float32
 
 
 def kronecker(b_shape: tuple[int, int], rank: int) -> KroneckerConfig:
@@ -100,7 +111,9 @@ class Language:
         self.folder, rows = real.smollm2(), real.alpaca(5000)
         encode = AutoTokenizer.from_pretrained(self.folder).encode
         seen, unseen = (
-            "\n\n".join("\n".join(filter(None, (r["instruction"], r["input"], r["output"]))) for r in part)
+            "\n\n".join(
+                "\n".join(filter(None, (r["instruction"], r["input"], r["output"]))) for r in part
+            )
             for part in (rows[:4000], rows[4000:4200])
         )
         self.calibration = text_batches(seen, encode, tokens=12_288)
@@ -136,13 +149,18 @@ class Encoder:
 
         def batches(chosen: list[str], rows: int) -> list[dict[str, Tensor]]:
             parts = [chosen[i : i + rows] for i in range(0, len(chosen), rows)]
-            made = [tokenizer(p, padding=True, truncation=True, max_length=128, return_tensors="pt") for p in parts]
+            made = [
+                tokenizer(p, padding=True, truncation=True, max_length=128, return_tensors="pt")
+                for p in parts
+            ]
             return [{k: b[k] for k in ("input_ids", "attention_mask")} for b in made]
 
         self.held_out, self.calibration = batches(texts[:192], 16), batches(texts[200:332], 16)
         full = tokenizer(texts[200:], padding="max_length", truncation=True, max_length=CONTEXT)
         both = zip(full["input_ids"], full["attention_mask"], strict=True)
-        self.rows = [{"input_ids": torch.tensor(i), "attention_mask": torch.tensor(m)} for i, m in both]
+        self.rows = [
+            {"input_ids": torch.tensor(i), "attention_mask": torch.tensor(m)} for i, m in both
+        ]
         self.distill = DistillConfig(logits=0.0, hidden=1.0)
         self._truth = self._embed(self.original())
 
@@ -192,17 +210,33 @@ def make_smaller(task: Any, name: str, budget: float | str, structure: str) -> n
     return model
 
 
-def trained(task: Any, name: str, model: nn.Module, seed: int, steps: int, rate: float) -> nn.Module:
+def trained(
+    task: Any, name: str, model: nn.Module, seed: int, steps: int, rate: float
+) -> nn.Module:
     """After distilled steps, in bfloat16 autocast where the processor computes in it."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            folder, max_steps=steps, per_device_train_batch_size=BATCH if name == "smollm2" else 8, learning_rate=rate,
-            lr_scheduler_type="cosine", warmup_steps=steps // 20, weight_decay=0.0, adam_beta2=0.95, bf16=AUTOCAST,
-            use_cpu=True, seed=seed, data_seed=seed, report_to="none", save_strategy="no", disable_tqdm=True,
+            folder,
+            max_steps=steps,
+            per_device_train_batch_size=BATCH if name == "smollm2" else 8,
+            learning_rate=rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=steps // 20,
+            weight_decay=0.0,
+            adam_beta2=0.95,
+            bf16=AUTOCAST,
+            use_cpu=True,
+            seed=seed,
+            data_seed=seed,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
             logging_strategy="no",
-        )  # fmt: skip
+        )
         teacher = task.original()
-        KroneckerTrainer(model, arguments, train_dataset=task.rows, teacher=teacher, distill=task.distill).train()
+        KroneckerTrainer(
+            model, arguments, train_dataset=task.rows, teacher=teacher, distill=task.distill
+        ).train()
     return model.eval()
 
 
@@ -210,7 +244,11 @@ def trained(task: Any, name: str, model: nn.Module, seed: int, steps: int, rate:
 def time_ratio(task: Any, model: nn.Module) -> float:
     """Forward of 512 tokens against the original's, in turns."""
     pair, times = (task.original(), model), ([], [])
-    batch = {"input_ids": torch.randint(100, 20_000, (4, 128), generator=torch.Generator().manual_seed(0))}
+    batch = {
+        "input_ids": torch.randint(
+            100, 20_000, (4, 128), generator=torch.Generator().manual_seed(0)
+        )
+    }
     for run in range(12):
         for one, seconds in zip(pair, times, strict=True):
             begin = time.perf_counter()
@@ -230,7 +268,8 @@ def mlp_share(task: Any, model: nn.Module) -> float:
 
 
 def cells(found: Mapping[str, Any]) -> list[tuple[str, float | str, str, int]]:
-    """What is missing, half of the parameters and the first order of data first: (model, budget, structure, seed)."""
+    """What is missing, half of the parameters and the first order of data first: (model, budget,
+    structure, seed)."""
     done = {(r["model"], r["budget"], r["structure"], r["seed"]) for r in found["rows"]}
     every = [
         (name, budget, structure, seed)
@@ -242,12 +281,20 @@ def cells(found: Mapping[str, Any]) -> list[tuple[str, float | str, str, int]]:
     return [cell for cell in every if cell not in done]
 
 
-def run_cell(task: Any, name: str, budget: float | str, structure: str, seed: int, steps: int) -> dict[str, Any]:
+def run_cell(
+    task: Any, name: str, budget: float | str, structure: str, seed: int, steps: int
+) -> dict[str, Any]:
     """One row."""
     begin = time.process_time()
     model = make_smaller(task, name, budget, structure)
     fitted = time.process_time() - begin
-    row: dict[str, Any] = {"model": name, "budget": budget, "structure": structure, "seed": seed, "steps": steps}
+    row: dict[str, Any] = {
+        "model": name,
+        "budget": budget,
+        "structure": structure,
+        "seed": seed,
+        "steps": steps,
+    }
     row |= {} if AUTOCAST else {"autocast": False}
     row |= {"share": round(mlp_share(task, model), 4), "time": round(time_ratio(task, model), 3)}
     row["before"] = round(task.judge(model), 4)
@@ -255,7 +302,11 @@ def run_cell(task: Any, name: str, budget: float | str, structure: str, seed: in
     rate = RATES[name] if STRUCTURES[budget][structure] is not None else 1e-3
     after = trained(task, name, copy.deepcopy(model), seed, steps, rate)
     row |= {"after": round(task.judge(after), 4), "rate": rate, "fit_cpu_seconds": round(fitted, 1)}
-    return row | {"train_cpu_seconds": round(time.process_time() - begin, 1), "date": today(), "commit": commit()}
+    return row | {
+        "train_cpu_seconds": round(time.process_time() - begin, 1),
+        "date": today(),
+        "commit": commit(),
+    }
 
 
 def write_table() -> None:
@@ -271,7 +322,9 @@ def write_table() -> None:
         measure = {"loss": "held-out loss", "cosine": "cosine to the original's embeddings"}[unit]
         original = f", the original's {found['originals'][name]:.3f}" if unit == "loss" else ""
         lines += ["", f"**{NAMES[name]}: {measure}**{original}", ""]
-        lines += ["| parameters | structure | time | before training | after 300 steps | at equal time |"]
+        lines += [
+            "| parameters | structure | time | before training | after 300 steps | at equal time |"
+        ]
         lines += ["|---" * 6 + "|"]
         for budget in (*BUDGETS, TABLE):
             for structure in STRUCTURES[budget]:
@@ -280,15 +333,18 @@ def write_table() -> None:
                     lines.append(_line(rows, budget, structure, same))
     rows = found["rows"]
     others = Counter((r["structure"], r["model"]) for r in rows if not r.get("autocast", True))
-    told = ", ".join(f"{count} of {structure}, {NAMES[model]}" for (structure, model), count in others.items())
+    told = ", ".join(
+        f"{count} of {structure}, {NAMES[model]}" for (structure, model), count in others.items()
+    )
     exact = f" (in float32, on a processor without bfloat16: {told})" if others else ""
     text = (
-        "Parameters: of the MLPs, or half of the table of embeddings. Fitted on 12,288 tokens by the same walk (a "
-        "table's Kronecker sums, and the low rank called nearest: to its weight alone), then distilled in bfloat16 "
-        f"autocast{exact}, {BATCH} x {CONTEXT} tokens a step (MiniLM: 8 x 128); mean, range and "
-        "number of orders of data. Time: forward of 512 tokens against the original's, in turns on one thread, "
-        "beside other work. At equal time: what dropped neurons give at the row's time, between the budgets measured. "
-        f"Measured to {max(r['date'] for r in rows)} at {', '.join(dict.fromkeys(r['commit'] for r in rows))}."
+        "Parameters: of the MLPs, or half of the table of embeddings. Fitted on 12,288 tokens by "
+        "the same walk (a table's Kronecker sums, and the low rank called nearest: to its weight "
+        f"alone), then distilled in bfloat16 autocast{exact}, {BATCH} x {CONTEXT} tokens a step "
+        "(MiniLM: 8 x 128); mean, range and number of orders of data. Time: forward of 512 tokens "
+        "against the original's, in turns on one thread, beside other work. At equal time: what "
+        "dropped neurons give at the row's time, between the budgets measured. Measured to "
+        f"{max(r['date'] for r in rows)} at {', '.join(dict.fromkeys(r['commit'] for r in rows))}."
     )
     put(KRONECKER_GUIDE, [*lines[1:], "", text], "study")
 
@@ -311,7 +367,12 @@ def _at_time(rows: list[dict], seconds: float) -> str:
     for budget in BUDGETS:
         same = [r for r in rows if (r["budget"], r["structure"]) == (budget, "neurons")]
         if same:
-            points.append((statistics.median(r["time"] for r in same), statistics.mean(r["after"] for r in same)))
+            points.append(
+                (
+                    statistics.median(r["time"] for r in same),
+                    statistics.mean(r["after"] for r in same),
+                )
+            )
     points.sort()
     for (t0, v0), (t1, v1) in itertools.pairwise(points):
         if t0 <= seconds <= t1:
@@ -340,14 +401,19 @@ def draw(found: dict) -> None:
                         for r in found["rows"]
                         if (r["model"], r["budget"], r["structure"]) == (name, budget, structure)
                     ]
-                    if same and (structure == kind or (kind == "Kronecker" and structure[-1] == ")")):
+                    if same and (
+                        structure == kind or (kind == "Kronecker" and structure[-1] == ")")
+                    ):
                         means.append(statistics.mean(r["after"] for r in same))
                 if means:
                     points.append((100 * budget, min(means) if name == "smollm2" else max(means)))
             axes.plot(*zip(*points, strict=True), style, label=kind) if points else None
         if name == "smollm2" and name in found["originals"]:
             axes.axhline(found["originals"][name], color="0.6", linewidth=0.8)
-        axes.set(xlabel="parameters of the MLPs, %", ylabel={"smollm2": "held-out loss", "minilm": "cosine"}[name])
+        axes.set(
+            xlabel="parameters of the MLPs, %",
+            ylabel={"smollm2": "held-out loss", "minilm": "cosine"}[name],
+        )
         axes.set_title(NAMES[name], fontsize=10)
         axes.legend(frameon=False)
     figure.savefig(PLOT, metadata={"Date": None})
@@ -357,7 +423,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Make the rows that are missing, the guide's table and the plot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", help="not looked at")
-    parser.add_argument("--only", nargs="+", help="words that a cell's 'model budget structure seed' must all have")
+    parser.add_argument(
+        "--only", nargs="+", help="words that a cell's 'model budget structure seed' must all have"
+    )
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args(arguments)
     found: dict[str, Any] = {"originals": {}, "rows": []}
@@ -366,17 +434,24 @@ def main(arguments: list[str] | None = None) -> None:
     tasks: dict[str, Any] = {}
     try:
         for name, budget, structure, seed in cells(found):
-            if options.only and not all(w in f"{name} {budget} {structure} seed{seed}" for w in options.only):
+            if options.only and not all(
+                w in f"{name} {budget} {structure} seed{seed}" for w in options.only
+            ):
                 continue
             if name not in tasks:
                 tasks[name] = TASKS[name]()
-                found["originals"].setdefault(name, round(tasks[name].judge(tasks[name].original()), 4))
+                found["originals"].setdefault(
+                    name, round(tasks[name].judge(tasks[name].original()), 4)
+                )
             row = run_cell(tasks[name], name, budget, structure, seed, options.steps)
             print(row, flush=True)
             if options.steps == STEPS:
                 if FOUND.exists():  # another process may have added rows
                     stored = json.loads(FOUND.read_text(encoding="utf-8"))
-                    found = {"originals": stored["originals"] | found["originals"], "rows": stored["rows"]}
+                    found = {
+                        "originals": stored["originals"] | found["originals"],
+                        "rows": stored["rows"],
+                    }
                 found["rows"].append(row)
                 FOUND.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     except real.AbsentError as error:

@@ -1,7 +1,7 @@
 """What the thinker's recipe owes to each of its parts: thinker_ablation.json to a JSON of results.
 
-Copying 20 symbols at two sizes; one part at a time is changed. Not timed: what is compared is the accuracy on held-out
-samples, at the steps trained with and at four times as many.
+Copying 20 symbols at two sizes; one part at a time is changed. Not timed: what is compared is the
+accuracy on held-out samples, at the steps trained with and at four times as many.
 """
 
 from __future__ import annotations
@@ -47,31 +47,50 @@ def run(setting: dict[str, Any], size: dict[str, Any], config: dict[str, Any]) -
         th.make_task("copy", symbols=config["symbols"]),
         getattr(th.schedules, setting["schedule"].capitalize()),
     )
-    schedule = kind(max_length=length, **({"steps": iterations // 2} if kind is th.schedules.Linear else {}))
+    schedule = kind(
+        max_length=length, **({"steps": iterations // 2} if kind is th.schedules.Linear else {})
+    )
     noise = setting["latents"] == "noise"
     data = th.CurriculumDataset(task, schedule, seed=setting["seed"])
     positions, _, end = setting["positions"].partition(" + ")
-    model = th.LatentThinker(th.ThinkerConfig(
-        vocab_size=task.vocab_size, max_input_length=length, max_output_length=length, latent_init=setting["latents"],
-        positions=positions, from_end=bool(end), initializer_range=setting["init_std"], **size["model"],
-        **UPDATES[setting["update"]],
-    ))  # fmt: skip
+    model = th.LatentThinker(
+        th.ThinkerConfig(
+            vocab_size=task.vocab_size,
+            max_input_length=length,
+            max_output_length=length,
+            latent_init=setting["latents"],
+            positions=positions,
+            from_end=bool(end),
+            initializer_range=setting["init_std"],
+            **size["model"],
+            **UPDATES[setting["update"]],
+        )
+    )
     with tempfile.TemporaryDirectory() as folder:
         arguments = th.thinker_arguments(
             folder, max_steps=iterations, disable_tqdm=True, use_cpu=True, seed=setting["seed"]
         )
-        trainer = th.ThinkerTrainer(model, arguments, train_dataset=data, step_loss=LOSSES[setting["loss"]]())
+        trainer = th.ThinkerTrainer(
+            model, arguments, train_dataset=data, step_loss=LOSSES[setting["loss"]]()
+        )
         seconds = time.process_time()
         trainer.train()
         seconds = time.process_time() - seconds
     n_latent = size["model"]["num_latents"]
     grid = th.evaluate_grid(model, data, n_latents=[n_latent], n_steps=[1, 6, 24], samples=1024)
-    more = th.evaluate_grid(model, data, n_latents=[2 * n_latent], n_steps=[6], samples=1024) if noise else None
+    more = (
+        th.evaluate_grid(model, data, n_latents=[2 * n_latent], n_steps=[6], samples=1024)
+        if noise
+        else None
+    )
     one, trained, longer = (round(c.token, 4) for c in grid.cells[0])
     return setting | {
-        "1 step": one, "6 steps": trained, "24 steps": longer, "cpu_seconds": round(seconds, 1),
+        "1 step": one,
+        "6 steps": trained,
+        "24 steps": longer,
+        "cpu_seconds": round(seconds, 1),
         "twice the latents": None if more is None else round(more.cells[0][0].token, 4),
-    }  # fmt: skip
+    }
 
 
 def write_table() -> None:
@@ -90,7 +109,8 @@ def write_table() -> None:
         lines.append(f"| {name} | {' | '.join(cells)} |")
     iterations = ", ".join(f"{s}: {v['iterations']}" for s, v in found["config"]["sizes"].items())
     text = (
-        f"Token accuracy of copying {found['config']['length']} held-out symbols. Iterations of 64 rows: {iterations}."
+        f"Token accuracy of copying {found['config']['length']} held-out symbols. Iterations of 64 "
+        f"rows: {iterations}."
     )
     put(GUIDE, [*lines, "", f"{text} Measured {found['date']} at {found['commit']}."], "ablation")
 

@@ -1,4 +1,5 @@
-"""What the thinker learns with the library's defaults, by its own command: a JSON of commands to results."""
+"""What the thinker learns with the library's defaults, by its own command: a JSON of commands to
+results."""
 
 from __future__ import annotations
 
@@ -22,14 +23,35 @@ PLOT = ROOT / "docs" / "thinker_grid.svg"
 def run(name: str, arguments: str, seed: int, smoke: bool) -> dict[str, Any]:
     """One run."""
     out = WORK / f"{name.replace(' ', '_').replace(',', '')}-{seed}"
-    command = [sys.executable, "-m", "thinker", "train", *arguments.split(), "--seed", str(seed), "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "thinker",
+        "train",
+        *arguments.split(),
+        "--seed",
+        str(seed),
+        "--out",
+        str(out),
+    ]
     command += ["--iterations", "20", "--length", "4", "--samples", "64"] if smoke else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     found = json.loads((out / "result.json").read_text(encoding="utf-8"))
     return {
         k: found[k]
-        for k in ("seed", "iterations", "cpu_seconds", "parameters", "token", "sequence", "grid", "by_length")
+        for k in (
+            "seed",
+            "iterations",
+            "cpu_seconds",
+            "parameters",
+            "token",
+            "sequence",
+            "grid",
+            "by_length",
+        )
     }
 
 
@@ -39,7 +61,8 @@ def write_table() -> None:
         return
     found = json.loads(FOUND.read_text(encoding="utf-8"))
     lines = [
-        "| task | goal | held-out symbols right, by seed | whole answers | CPU seconds | iterations |",
+        "| task | goal | held-out symbols right, by seed | whole answers | CPU seconds | "
+        "iterations |",
         "|---|---|---|---|---|---|",
     ]
     for name, row in found["rows"].items():
@@ -47,7 +70,10 @@ def write_table() -> None:
         tokens = " / ".join(f"{100 * r['token']:.2f} %" for r in runs)
         whole = " / ".join(f"{100 * r['sequence']:.1f} %" for r in runs)
         seconds = statistics.median(r["cpu_seconds"] for r in runs)
-        lines.append(f"| {name} | {row['goal']} | {tokens} | {whole} | {seconds:.0f} | {runs[0]['iterations']} |")
+        lines.append(
+            f"| {name} | {row['goal']} | {tokens} | {whole} | {seconds:.0f} | "
+            f"{runs[0]['iterations']} |"
+        )
     commits = ", ".join(sorted({row["commit"] for row in found["rows"].values()}))
     place = f"One thread; {found['hardware']}; measured {found['date']} at {commits}. The commands:"
     lines += ["", place, "", "```bash"]
@@ -68,15 +94,23 @@ def draw(found: dict[str, Any]) -> None:
     figure.suptitle("copying 20 symbols; trained with 8 to 16 latents, 1 to 6 steps")
     figure.savefig(PLOT)
     text = PLOT.read_text(encoding="utf-8").split("\n")
-    PLOT.write_text("\n".join(line.rstrip() for line in text if "<dc:date>" not in line), encoding="utf-8")
+    PLOT.write_text(
+        "\n".join(line.rstrip() for line in text if "<dc:date>" not in line), encoding="utf-8"
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run every task with every seed; write results, tables and the plot."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", help="not looked at: the example trains on the CPU")
+    parser.add_argument(
+        "--device", default="cpu", help="not looked at: the example trains on the CPU"
+    )
     parser.add_argument("--only", nargs="*", help="rows whose name begins so; the others are kept")
-    parser.add_argument("--smoke", action="store_true", help="seconds each, to see that it works; nothing is written")
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="seconds each, to see that it works; nothing is written",
+    )
     options = parser.parse_args(arguments)
     config = json.loads(CONFIG.read_text(encoding="utf-8"))
     before = json.loads(FOUND.read_text(encoding="utf-8"))["rows"] if FOUND.exists() else {}
@@ -86,7 +120,9 @@ def main(arguments: list[str] | None = None) -> None:
             if name in before:
                 found["rows"][name] = before[name]
             continue
-        runs = [run(name, row["arguments"], seed, options.smoke) for seed in row.get("seeds", [0, 1, 2])]
+        runs = [
+            run(name, row["arguments"], seed, options.smoke) for seed in row.get("seeds", [0, 1, 2])
+        ]
         found["rows"][name] = row | {"commit": commit(), "runs": runs}
         print(name, [(r["token"], r["cpu_seconds"]) for r in runs], flush=True)
         if not options.smoke:

@@ -1,9 +1,11 @@
-"""What others would use for the tasks of `examples/think_longer.py`, written from their papers, on the same data.
+"""What others would use for the tasks of `examples/think_longer.py`, written from their papers, on
+the same data.
 
-A GRU; Deep Thinking with recall and the progressive loss (Bansal et al. 2022: convolutions, the input again in every
-iteration); a looped transformer (Fan et al. 2025: one block without positions, the input added in every loop, as many
-loops as symbols, supervised at the last). All are small (width 64), train on the example's batches for the same number
-of iterations with the optimizer that suits them, and are tested on its samples.
+A GRU; Deep Thinking with recall and the progressive loss (Bansal et al. 2022: convolutions, the
+input again in every iteration); a looped transformer (Fan et al. 2025: one block without positions,
+the input added in every loop, as many loops as symbols, supervised at the last). All are small
+(width 64), train on the example's batches for the same number of iterations with the optimizer that
+suits them, and are tested on its samples.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Gru(nn.Module):
 
 
 class DeepThinking(nn.Module):
-    """Convolutions of width 3: a recurrent block that sees the input again, two residual blocks in it, and a head.
+    """Convolutions of width 3: a recurrent block that sees the input again, two residual blocks in
+    it, and a head.
 
     Args:
         vocabulary: Ids.
@@ -54,7 +57,15 @@ class DeepThinking(nn.Module):
 
     rate, extra = 1e-3, 6
 
-    def __init__(self, vocabulary: int, symbols: int, *, width: int = WIDTH, axes: int = 1, alpha: float = 1.0):
+    def __init__(
+        self,
+        vocabulary: int,
+        symbols: int,
+        *,
+        width: int = WIDTH,
+        axes: int = 1,
+        alpha: float = 1.0,
+    ):
         super().__init__()
 
         def conv(i: int, o: int) -> nn.Module:
@@ -64,7 +75,9 @@ class DeepThinking(nn.Module):
         self.embedding = nn.Embedding(vocabulary, d)
         self.project, self.recall = conv(d, d), conv(2 * d, d)
         self.blocks = nn.ModuleList(nn.ModuleList((conv(d, d), conv(d, d))) for _ in range(2))
-        self.head = nn.Sequential(conv(d, d), nn.ReLU(), conv(d, d // 2), nn.ReLU(), conv(d // 2, symbols))
+        self.head = nn.Sequential(
+            conv(d, d), nn.ReLU(), conv(d, d // 2), nn.ReLU(), conv(d // 2, symbols)
+        )
 
     def begin(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The input as channels, and the first thought of it."""
@@ -100,20 +113,26 @@ class DeepThinking(nn.Module):
         if self.alpha < 1:
             losses.append((1 - self.alpha, self.iterate(x, thought, steps)))
         return sum(
-            (share * F.cross_entropy(self.read(end).flatten(0, 1), labels.flatten()) for share, end in losses),
+            (
+                share * F.cross_entropy(self.read(end).flatten(0, 1), labels.flatten())
+                for share, end in losses
+            ),
             torch.zeros(()),
         )
 
 
 class Looped(nn.Module):
-    """One causal transformer block without positions, the input added in every loop; as many loops as symbols."""
+    """One causal transformer block without positions, the input added in every loop; as many loops
+    as symbols."""
 
     rate, extra = 1e-3, 0
 
     def __init__(self, vocabulary: int, symbols: int):
         super().__init__()
         self.embedding, self.head = nn.Embedding(vocabulary, WIDTH), nn.Linear(WIDTH, symbols)
-        self.block = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, F.gelu, batch_first=True, norm_first=True)
+        self.block = nn.TransformerEncoderLayer(
+            WIDTH, 4, 4 * WIDTH, 0.0, F.gelu, batch_first=True, norm_first=True
+        )
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, tokens: Tensor, steps: int) -> Tensor:
@@ -133,14 +152,19 @@ class Looped(nn.Module):
 ANCHORS: dict[str, Any] = {"GRU": Gru, "Deep Thinking": DeepThinking, "looped transformer": Looped}
 
 
-def run(name: str, task: th.Task, *, trained: int, iterations: int, lengths: list[int], seed: int) -> dict[str, Any]:
-    """Train one of them on batches of one length each, half of them the longest; accuracy at each length."""
+def run(
+    name: str, task: th.Task, *, trained: int, iterations: int, lengths: list[int], seed: int
+) -> dict[str, Any]:
+    """Train one of them on batches of one length each, half of them the longest; accuracy at each
+    length."""
     torch.manual_seed(seed)
     random.seed(seed)
     generator, started = torch.Generator().manual_seed(seed), time.process_time()
     model = ANCHORS[name](task.vocab_size, task.output_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=model.rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, model.rate, total_steps=iterations, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, model.rate, total_steps=iterations, pct_start=0.1
+    )
     for _ in range(iterations):
         length = trained if random.random() < 0.5 else random.randint(1, trained)
         sample = task.sample(generator, 64, length)
@@ -151,7 +175,9 @@ def run(name: str, task: th.Task, *, trained: int, iterations: int, lengths: lis
         optimizer.step()
         schedule.step()
     seconds = time.process_time() - started
-    data = th.CurriculumDataset(task, th.Frontier(max_length=trained, min_length=task.min_length), holdout=0.0)
+    data = th.CurriculumDataset(
+        task, th.Frontier(max_length=trained, min_length=task.min_length), holdout=0.0
+    )
     points = []
     for length in lengths:
         batch = data.held_out(64, length)
@@ -161,9 +187,13 @@ def run(name: str, task: th.Task, *, trained: int, iterations: int, lengths: lis
                 found = model(batch["input_ids"], step).argmax(-1)
             counted = batch["labels"] != -100
             right = (found == batch["labels"]) & counted
-            points.append({
-                "length": length, "steps": step, "symbols": float(right.sum() / counted.sum()),
-                "rows": float((right | ~counted).all(1).float().mean()),
-            })  # fmt: skip
+            points.append(
+                {
+                    "length": length,
+                    "steps": step,
+                    "symbols": float(right.sum() / counted.sum()),
+                    "rows": float((right | ~counted).all(1).float().mean()),
+                }
+            )
     size = sum(p.numel() for p in model.parameters())
     return {"seed": seed, "cpu_seconds": round(seconds, 1), "parameters": size, "points": points}

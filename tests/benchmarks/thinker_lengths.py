@@ -1,8 +1,9 @@
-"""Trained on short inputs, tested on long ones: the tasks of `examples/think_longer.py` by its own command, five seeds.
+"""Trained on short inputs, tested on long ones: the tasks of `examples/think_longer.py` by its own
+command, five seeds.
 
-Beside it, on the tasks that are scans, what others would use (`thinker_anchors`): three seeds, as many iterations,
-tested at as many steps as symbols, eight more, and twice as many, of which the best counts. For pointers the score of
-answering the start.
+Beside it, on the tasks that are scans, what others would use (`thinker_anchors`): three seeds, as
+many iterations, tested at as many steps as symbols, eight more, and twice as many, of which the
+best counts. For pointers the score of answering the start.
 """
 
 from __future__ import annotations
@@ -20,19 +21,35 @@ from tests.benchmarks.examples import load_example, run_example
 from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
 
 FOUND = RESULTS / "thinker_lengths.json"
-GUIDE, README, PLOT = ROOT / "docs" / "thinker.md", ROOT / "README.md", ROOT / "docs" / "thinker_lengths.svg"
+GUIDE, README, PLOT = (
+    ROOT / "docs" / "thinker.md",
+    ROOT / "README.md",
+    ROOT / "docs" / "thinker_lengths.svg",
+)
 SEEDS, TIMES = (11, 12, 13, 14, 15), (2, 4, 10, 20)
 SCANS = ("parity", "sums", "depth", "add10")
 WORDS = {
-    "parity": "parity of every prefix", "sums": "sums modulo 5 of every prefix", "depth": "depth of brackets",
-    "add2": "addition in base 2", "add10": "addition in base 10", "add16": "addition in base 16", "copy": "copy",
-    "reverse": "reverse", "sort": "sort", "hops": "hops through a permutation", "pointers": "pointers that may meet",
-}  # fmt: skip
+    "parity": "parity of every prefix",
+    "sums": "sums modulo 5 of every prefix",
+    "depth": "depth of brackets",
+    "add2": "addition in base 2",
+    "add10": "addition in base 10",
+    "add16": "addition in base 16",
+    "copy": "copy",
+    "reverse": "reverse",
+    "sort": "sort",
+    "hops": "hops through a permutation",
+    "pointers": "pointers that may meet",
+}
 
 
-def anchors(task: str, recipe: dict[str, Any], lengths: list[int], iterations: int) -> dict[str, Any]:
+def anchors(
+    task: str, recipe: dict[str, Any], lengths: list[int], iterations: int
+) -> dict[str, Any]:
     """What others would use, three seeds."""
-    options = {k: v for k, v in recipe.items() if k not in ("length", "iterations", "model", "task")}
+    options = {
+        k: v for k, v in recipe.items() if k not in ("length", "iterations", "model", "task")
+    }
     made = th.make_task(recipe["task"], **options)
     numbers = {"trained": recipe["length"], "iterations": iterations, "lengths": lengths}
     return {
@@ -43,17 +60,24 @@ def anchors(task: str, recipe: dict[str, Any], lengths: list[int], iterations: i
 
 def start_alone(task: str, recipe: dict[str, Any], lengths: list[int]) -> dict[str, float]:
     """The share of pointers that end where they start."""
-    options = {k: v for k, v in recipe.items() if k not in ("length", "iterations", "model", "task")}
-    data = th.CurriculumDataset(th.make_task(recipe["task"], **options), th.schedules.Fixed(max_length=4), holdout=0.0)
+    options = {
+        k: v for k, v in recipe.items() if k not in ("length", "iterations", "model", "task")
+    }
+    data = th.CurriculumDataset(
+        th.make_task(recipe["task"], **options), th.schedules.Fixed(max_length=4), holdout=0.0
+    )
     shares = {}
     for length in lengths:
         batch = data.held_out(4096, length)
-        shares[str(length)] = float((batch["labels"][:, -1, 0] == batch["input_ids"][:, -1]).float().mean())
+        shares[str(length)] = float(
+            (batch["labels"][:, -1, 0] == batch["input_ids"][:, -1]).float().mean()
+        )
     return shares
 
 
 def right(points: list[dict[str, Any]], length: int, most: int | None = None) -> float:
-    """The share of symbols at a length: after the most steps that are at most twice it, or at the most of all."""
+    """The share of symbols at a length: after the most steps that are at most twice it, or at the
+    most of all."""
     own = [p for p in points if p["length"] == length and p["steps"] <= (most or 2 * length + 1)]
     return max(own, key=lambda p: p["steps"])["symbols"]
 
@@ -69,11 +93,13 @@ def write_table() -> None:
         return
     found = json.loads(FOUND.read_text(encoding="utf-8"))
     lines = [
-        "| task | trained to | 2 times as long | 4 | 10 | 20 | 20, thinking 10 steps a symbol | training, CPU s |",
+        "| task | trained to | 2 times as long | 4 | 10 | 20 | 20, thinking 10 steps a symbol | "
+        "training, CPU s |",
         "|---|---|---|---|---|---|---|---|",
     ]
     short = [
-        "| trained on a few symbols, tested on 20 times as many | right, worst of five seeds | training, CPU s |",
+        "| trained on a few symbols, tested on 20 times as many | right, worst of five seeds | "
+        "training, CPU s |",
         "|---|---|---|",
     ]
     for task, row in found["tasks"].items():
@@ -81,22 +107,40 @@ def write_table() -> None:
         cells = [percent(min(right(r["points"], trained * n) for r in runs)) for n in TIMES]
         longest = trained * TIMES[-1]
         most = max(p["steps"] for p in runs[0]["points"] if p["length"] == longest)
-        stays = percent(min(right(r["points"], longest, most) for r in runs)) if most >= 10 * longest else ""
+        stays = (
+            percent(min(right(r["points"], longest, most) for r in runs))
+            if most >= 10 * longest
+            else ""
+        )
         seconds = statistics.median(r["cpu_seconds"] for r in runs)
-        lines.append(f"| {WORDS[task]} | {trained} | {' | '.join(cells)} | {stays} | {seconds:.0f} |")
+        lines.append(
+            f"| {WORDS[task]} | {trained} | {' | '.join(cells)} | {stays} | {seconds:.0f} |"
+        )
         short.append(f"| {WORDS[task]}, {trained} to {longest} | {cells[-1]} % | {seconds:.0f} |")
     commits = ", ".join(dict.fromkeys(row["commit"] for row in found["tasks"].values()))
     place = f"{found['hardware']}, one thread; measured {found['date']} at {commits}."
-    put(GUIDE, [*lines, "", f"Per cent of symbols right, the worst of five seeds. {place}"], "longer")
+    put(
+        GUIDE,
+        [*lines, "", f"Per cent of symbols right, the worst of five seeds. {place}"],
+        "longer",
+    )
     put(README, short, "thinker")
     names = list(thinker_anchors.ANCHORS)
-    lines = [f"| task, length | LatentThinker | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
+    lines = [
+        f"| task, length | LatentThinker | {' | '.join(names)} |",
+        f"|---|---|{'---|' * len(names)}",
+    ]
     for task, row in found["tasks"].items():
         for n in (4, 20) if row.get("anchors") else ():
             length = row["trained"] * n
-            cells = [percent(statistics.median(right(r["points"], length) for r in row["runs"][:3]))]
+            cells = [
+                percent(statistics.median(right(r["points"], length) for r in row["runs"][:3]))
+            ]
             for name in names:
-                best = [max(p["symbols"] for p in r["points"] if p["length"] == length) for r in row["anchors"][name]]
+                best = [
+                    max(p["symbols"] for p in r["points"] if p["length"] == length)
+                    for r in row["anchors"][name]
+                ]
                 cells.append(percent(statistics.median(best)))
             lines.append(f"| {WORDS[task]}, {length} | {' | '.join(cells)} |")
     put(GUIDE, lines, "anchors")
@@ -124,10 +168,14 @@ def draw() -> None:
         ax.set_title(f"{WORDS[task]}, trained to {found[task]['trained']}", fontsize=9)
     figure.savefig(PLOT)
     text = PLOT.read_text(encoding="utf-8").split("\n")
-    PLOT.write_text("\n".join(line.rstrip() for line in text if "<dc:date>" not in line), encoding="utf-8")
+    PLOT.write_text(
+        "\n".join(line.rstrip() for line in text if "<dc:date>" not in line), encoding="utf-8"
+    )
 
 
-def save(found: dict[str, Any], rows: dict[str, Any], tasks: dict[str, Any], *, smoke: bool) -> None:
+def save(
+    found: dict[str, Any], rows: dict[str, Any], tasks: dict[str, Any], *, smoke: bool
+) -> None:
     """Write what there is so far, with the earlier rows of other tasks."""
     if not smoke:
         whole = {t: rows.get(t) or found["tasks"].get(t) for t in tasks}
@@ -138,13 +186,23 @@ def save(found: dict[str, Any], rows: dict[str, Any], tasks: dict[str, Any], *, 
 def main(arguments: list[str] | None = None) -> None:
     """Run every task with every seed; write results, tables and the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", help="not looked at: the example trains on the CPU")
+    parser.add_argument(
+        "--device", default="cpu", help="not looked at: the example trains on the CPU"
+    )
     parser.add_argument("--only", nargs="*", help="tasks; the others are kept")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, a thread each")
-    parser.add_argument("--smoke", action="store_true", help="seconds each, to see that it works; nothing is written")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="runs at a time, a thread each"
+    )
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="seconds each, to see that it works; nothing is written",
+    )
     options = parser.parse_args(arguments)
     tasks = load_example("think_longer").TASKS
-    found: dict[str, Any] = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {"tasks": {}}
+    found: dict[str, Any] = (
+        json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {"tasks": {}}
+    )
     found |= {"date": today(), "hardware": hardware()}
     rows = {}
     for task, recipe in tasks.items():
@@ -158,11 +216,22 @@ def main(arguments: list[str] | None = None) -> None:
             seeds, more = SEEDS[:1], ["--iterations", "20", "--samples", "16"]
         with ThreadPoolExecutor(options.jobs) as pool:
             command = ["--task", task, *more, "--lengths", *map(str, lengths)]
-            runs = list(pool.map(lambda seed, c=command: run_example("think_longer", c, seed), seeds))
-        rows[task] = {"commit": commit(), "trained": recipe["length"], "iterations": recipe["iterations"], "runs": runs}
+            runs = list(
+                pool.map(lambda seed, c=command: run_example("think_longer", c, seed), seeds)
+            )
+        rows[task] = {
+            "commit": commit(),
+            "trained": recipe["length"],
+            "iterations": recipe["iterations"],
+            "runs": runs,
+        }
         if recipe["task"] == "hops":
             rows[task]["answering the start"] = start_alone(task, recipe, lengths)
-        print(task, [(r["cpu_seconds"], [right(r["points"], n) for n in lengths]) for r in runs], flush=True)
+        print(
+            task,
+            [(r["cpu_seconds"], [right(r["points"], n) for n in lengths]) for r in runs],
+            flush=True,
+        )
         save(found, rows, tasks, smoke=options.smoke)
     for task in SCANS:
         if not options.only or task in options.only:

@@ -1,8 +1,10 @@
-"""Puzzles that were not seen in training, solved by the command of `examples/solve_puzzles.py`: 5 seeds, or 3 of mazes.
+"""Puzzles that were not seen in training, solved by the command of `examples/solve_puzzles.py`: 5
+seeds, or 3 of mazes.
 
-Beside it, for as many CPU seconds and on the same puzzles: for Sudoku the same model without segments, and a
-transformer of four layers, which has one answer and no steps; for mazes Deep Thinking with recall in two dimensions
-(Bansal et al. 2022), 20 iterations of width 32, with their loss for mazes: a hundredth of it progressive. Three seeds.
+Beside it, for as many CPU seconds and on the same puzzles: for Sudoku the same model without
+segments, and a transformer of four layers, which has one answer and no steps; for mazes Deep
+Thinking with recall in two dimensions (Bansal et al. 2022), 20 iterations of width 32, with their
+loss for mazes: a hundredth of it progressive. Three seeds.
 """
 
 from __future__ import annotations
@@ -37,8 +39,13 @@ class Encoder(nn.Module):
 
     def __init__(self, vocabulary: int, symbols: int, cells: int):
         super().__init__()
-        self.embedding, self.places = nn.Embedding(vocabulary, 64), nn.Parameter(0.5 * torch.randn(cells, 64))
-        layer = nn.TransformerEncoderLayer(64, 4, 256, 0.0, F.gelu, batch_first=True, norm_first=True)
+        self.embedding, self.places = (
+            nn.Embedding(vocabulary, 64),
+            nn.Parameter(0.5 * torch.randn(cells, 64)),
+        )
+        layer = nn.TransformerEncoderLayer(
+            64, 4, 256, 0.0, F.gelu, batch_first=True, norm_first=True
+        )
         self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
         self.head = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, symbols))
 
@@ -60,15 +67,22 @@ def points_of(made: Any, puzzle: Any, samples: int) -> list[dict[str, Any]]:
         for step in [1] if isinstance(made, Encoder) else puzzle.steps(length):
             with torch.no_grad():
                 right = (made(batch["input_ids"], step).argmax(-1) == batch["labels"]) & counted
-            points.append({
-                "length": length, "steps": step, "symbols": float(right.sum() / counted.sum()),
-                "rows": float((right | ~counted).all(1).float().mean()),
-            })  # fmt: skip
+            points.append(
+                {
+                    "length": length,
+                    "steps": step,
+                    "symbols": float(right.sum() / counted.sum()),
+                    "rows": float((right | ~counted).all(1).float().mean()),
+                }
+            )
     return points
 
 
-def rival(make: Callable[..., Any], puzzle: Any, seed: int, seconds: float, *, samples: int) -> dict[str, Any]:
-    """Another model, trained for so many CPU seconds on the puzzle's rows; of mazes one size in each batch."""
+def rival(
+    make: Callable[..., Any], puzzle: Any, seed: int, seconds: float, *, samples: int
+) -> dict[str, Any]:
+    """Another model, trained for so many CPU seconds on the puzzle's rows; of mazes one size in
+    each batch."""
     torch.manual_seed(seed)
     random.seed(seed)
     data, longest = puzzle.train, puzzle.train.schedule.max_length
@@ -78,8 +92,12 @@ def rival(make: Callable[..., Any], puzzle: Any, seed: int, seconds: float, *, s
     started = time.process_time()
     while (done := (time.process_time() - started) / seconds) < 1:
         for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, (iterations + 1) / 50) * (0.525 + 0.475 * math.cos(math.pi * done))
-        length = longest if random.random() < 0.5 else random.randint(data.schedule.min_length, longest)
+            group["lr"] = (
+                rate * min(1.0, (iterations + 1) / 50) * (0.525 + 0.475 * math.cos(math.pi * done))
+            )
+        length = (
+            longest if random.random() < 0.5 else random.randint(data.schedule.min_length, longest)
+        )
         sample = data.task.sample(generator, data.batch_size, length)
         loss = made.loss(sample.tokens, sample.targets, 20)
         optimizer.zero_grad()
@@ -89,32 +107,57 @@ def rival(make: Callable[..., Any], puzzle: Any, seed: int, seconds: float, *, s
         iterations += 1
     size = sum(p.numel() for p in made.parameters())
     points = points_of(made.eval(), puzzle, samples)
-    return {"seed": seed, "cpu_seconds": seconds, "iterations": iterations, "parameters": size, "points": points}
+    return {
+        "seed": seed,
+        "cpu_seconds": seconds,
+        "iterations": iterations,
+        "parameters": size,
+        "points": points,
+    }
 
 
 def without_segments(puzzle: Any, seed: int, share: float, *, samples: int) -> dict[str, Any]:
-    """The same model, an optimizer step for each batch, as many steps of thought as four segments have, at most."""
+    """The same model, an optimizer step for each batch, as many steps of thought as four segments
+    have, at most."""
     import tempfile
 
     from transformers import set_seed
 
     set_seed(seed)
     data = th.CurriculumDataset(puzzle.train.task, n_step=(1, 16), holdout=0.0, seed=seed)
-    made = th.LatentThinker(th.ThinkerConfig(**data.sizes() | {"latent_init": "tokens"} | puzzle.model))
+    made = th.LatentThinker(
+        th.ThinkerConfig(**data.sizes() | {"latent_init": "tokens"} | puzzle.model)
+    )
     with tempfile.TemporaryDirectory() as folder:
         arguments = th.thinker_arguments(
-            folder, max_steps=round(puzzle.iterations * share), learning_rate=puzzle.learning_rate, warmup_steps=50,
-            use_cpu=True, disable_tqdm=True, seed=seed,
-        )  # fmt: skip
-        trainer, started = th.ThinkerTrainer(made, arguments, train_dataset=data), time.process_time()
+            folder,
+            max_steps=round(puzzle.iterations * share),
+            learning_rate=puzzle.learning_rate,
+            warmup_steps=50,
+            use_cpu=True,
+            disable_tqdm=True,
+            seed=seed,
+        )
+        trainer, started = (
+            th.ThinkerTrainer(made, arguments, train_dataset=data),
+            time.process_time(),
+        )
         trainer.train()
     taken = time.process_time() - started
-    curves = th.evaluate_steps(made, puzzle.test, puzzle.lengths, n_steps=puzzle.steps, samples=samples)
-    numbers = {"cpu_seconds": round(taken, 1), "iterations": arguments.max_steps, "parameters": made.num_parameters()}
+    curves = th.evaluate_steps(
+        made, puzzle.test, puzzle.lengths, n_steps=puzzle.steps, samples=samples
+    )
+    numbers = {
+        "cpu_seconds": round(taken, 1),
+        "iterations": arguments.max_steps,
+        "parameters": made.num_parameters(),
+    }
     return {"seed": seed, **numbers, "points": curves.rows()}
 
 
-def others(name: str, puzzle: Any, seed: int, seconds: float, *, smoke: bool) -> dict[str, dict[str, Any]]:
+def others(
+    name: str, puzzle: Any, seed: int, seconds: float, *, smoke: bool
+) -> dict[str, dict[str, Any]]:
     """What the example's model is compared with."""
     if name == "maze":
         make = partial(DeepThinking, width=32, axes=2, alpha=0.01)
@@ -122,7 +165,9 @@ def others(name: str, puzzle: Any, seed: int, seconds: float, *, smoke: bool) ->
     share = 0.005 if smoke else 1 / 3  # takes as long as four segments of a quarter of the steps
     return {
         "without segments": without_segments(puzzle, seed, share, samples=SAMPLES[name]),
-        "a transformer of 4 layers": rival(partial(Encoder, cells=16), puzzle, seed, seconds, samples=SAMPLES[name]),
+        "a transformer of 4 layers": rival(
+            partial(Encoder, cells=16), puzzle, seed, seconds, samples=SAMPLES[name]
+        ),
     }
 
 
@@ -142,13 +187,20 @@ def write_table() -> None:
         lengths = sorted({p["length"] for p in points})
         steps = [p["steps"] // lengths[0] for p in points if p["length"] == lengths[0]]
         heads = [f"{s} step{'s' * (s > 1)}{' a side' * (name == 'maze')}" for s in steps]
-        lines += [f"| {PUZZLES[name]} | CPU s | {' | '.join(heads)} |", "|---" * (2 + len(steps)) + "|"]
+        lines += [
+            f"| {PUZZLES[name]} | CPU s | {' | '.join(heads)} |",
+            "|---" * (2 + len(steps)) + "|",
+        ]
         for length in lengths:
             for model, runs in entry["runs"].items():
                 cells = []
                 for step in steps:
                     own = [
-                        [p["rows"] for p in r["points"] if (p["length"], p["steps"]) == (length, step * length)]
+                        [
+                            p["rows"]
+                            for p in r["points"]
+                            if (p["length"], p["steps"]) == (length, step * length)
+                        ]
                         for r in runs
                     ]
                     cells.append(percent([p[0] for p in own]) if all(own) else "")
@@ -157,7 +209,11 @@ def write_table() -> None:
                 lines.append(f"| {which} | {seconds:.0f} | {' | '.join(cells)} |")
         place = f"{entry['hardware']}, one thread; measured {entry['date']} at {entry['commit']}."
         count = SAMPLES[name]
-        lines += ["", f"Whole puzzles solved, of {count}: the median of the seeds, and the worst. {place}", ""]
+        lines += [
+            "",
+            f"Whole puzzles solved, of {count}: the median of the seeds, and the worst. {place}",
+            "",
+        ]
     put(GUIDE, lines[:-1], "puzzles")
 
 
@@ -166,25 +222,44 @@ def save(name: str, runs: dict[str, list[dict[str, Any]]], *, smoke: bool) -> No
     if not smoke:
         found = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
         found[name] = {"date": today(), "commit": commit(), "hardware": hardware(), "runs": runs}
-        FOUND.write_text(json.dumps({n: found[n] for n in PUZZLES if n in found}, indent=1) + "\n", encoding="utf-8")
+        FOUND.write_text(
+            json.dumps({n: found[n] for n in PUZZLES if n in found}, indent=1) + "\n",
+            encoding="utf-8",
+        )
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Train, test, write results and table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", help="not looked at: the example trains on the CPU")
+    parser.add_argument(
+        "--device", default="cpu", help="not looked at: the example trains on the CPU"
+    )
     parser.add_argument("--only", nargs="*", choices=PUZZLES, help="puzzles; the others are kept")
-    parser.add_argument("--smoke", action="store_true", help="seconds each, to see that it works; nothing is written")
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="seconds each, to see that it works; nothing is written",
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     example = load_example("solve_puzzles")
     for name in options.only or PUZZLES:
-        command = ["--puzzle", name, "--samples", str(SAMPLES[name]), *(["--smoke"] if options.smoke else [])]
+        command = [
+            "--puzzle",
+            name,
+            "--samples",
+            str(SAMPLES[name]),
+            *(["--smoke"] if options.smoke else []),
+        ]
         seeds = SEEDS[name][:1] if options.smoke else SEEDS[name]
         runs: dict[str, list[dict[str, Any]]] = {
             "LatentThinker": [run_example("solve_puzzles", command, s) for s in seeds]
         }
-        seconds = 2.0 if options.smoke else statistics.median(r["cpu_seconds"] for r in runs["LatentThinker"])
+        seconds = (
+            2.0
+            if options.smoke
+            else statistics.median(r["cpu_seconds"] for r in runs["LatentThinker"])
+        )
         save(name, runs, smoke=options.smoke)
         for seed in seeds[:3]:
             puzzle = example.PUZZLES[name](seed, options.smoke)

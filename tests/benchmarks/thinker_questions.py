@@ -1,6 +1,8 @@
-"""What the log that this package grew out of asked, each answered by a table: thinker_questions.json, and its page.
+"""What the log that this package grew out of asked, each answered by a table:
+thinker_questions.json, and its page.
 
-Not timed: what is compared is accuracy, or bits of text. Every number is the median of the seeds, on held-out samples.
+Not timed: what is compared is accuracy, or bits of text. Every number is the median of the seeds,
+on held-out samples.
 """
 
 from __future__ import annotations
@@ -41,7 +43,12 @@ def train(
     rate = options.pop("learning_rate", 3e-3)
     with tempfile.TemporaryDirectory() as folder:
         arguments = th.thinker_arguments(
-            folder, max_steps=iterations, disable_tqdm=True, use_cpu=True, seed=seed, learning_rate=rate
+            folder,
+            max_steps=iterations,
+            disable_tqdm=True,
+            use_cpu=True,
+            seed=seed,
+            learning_rate=rate,
         )
         trainer = th.ThinkerTrainer(made, arguments, train_dataset=data, **options)
         seconds = time.process_time()
@@ -49,7 +56,9 @@ def train(
         return made, time.process_time() - seconds
 
 
-def copying(seed: int, length: int = 20, schedule: th.schedules.Schedule | None = None, **options: Any) -> Any:
+def copying(
+    seed: int, length: int = 20, schedule: th.schedules.Schedule | None = None, **options: Any
+) -> Any:
     """Sixteen symbols."""
     schedule = schedule or th.Frontier(max_length=length)
     return th.CurriculumDataset(th.make_task("copy"), schedule, seed=seed, **options)
@@ -77,16 +86,26 @@ def self_attention(seed: int, few: int) -> Rows:
         "copy 20": (copying(seed), {}, 400),
         "add, base 16, 3 digits": (adding, {}, 800),
         "4 hops": (
-            th.CurriculumDataset(th.make_task("hops"), th.schedules.Fixed(max_length=4), n_step=5, seed=seed),
-            {"step_loss": th.AllSteps()}, 600,
+            th.CurriculumDataset(
+                th.make_task("hops"), th.schedules.Fixed(max_length=4), n_step=5, seed=seed
+            ),
+            {"step_loss": th.AllSteps()},
+            600,
         ),
-    }  # fmt: skip
+    }
     for name, (data, options, iterations) in tasks.items():
         for on in (True, False):
             plan = th.FlowPlan.every_step(memory=False, self_attention=on)
             model, seconds = train(data, COPY | {"plan": plan}, few or iterations, seed, **options)
             right = symbols(model, data, [5])[0]
-            rows.append({"task": name, "self-attention": "yes" if on else "no", "symbols": right, "CPU s": seconds})
+            rows.append(
+                {
+                    "task": name,
+                    "self-attention": "yes" if on else "no",
+                    "symbols": right,
+                    "CPU s": seconds,
+                }
+            )
     return rows
 
 
@@ -128,7 +147,9 @@ def plateau(seed: int, few: int) -> Rows:
         data = copying(seed, schedule=schedule, n_step=6)
         model = {"hidden_size": 16, "num_heads": 4, "num_latents": 4}
         row: dict[str, Any] = {"lengths in training": name}
-        made, seconds = train(data, model, few or 2000, seed, learning_rate=1e-2, step_loss=th.AllSteps())
+        made, seconds = train(
+            data, model, few or 2000, seed, learning_rate=1e-2, step_loss=th.AllSteps()
+        )
         row |= {f"length {n}": symbols(made, data, [6], length=n)[0] for n in (5, 10, 15, 20)}
         rows.append(row | {"CPU s": seconds})
     return rows
@@ -141,20 +162,31 @@ def plans(seed: int, few: int) -> Rows:
         "do all the time": th.FlowPlan.every_step(),
         "read once, think, answer": th.FlowPlan.read_once(),
         "a random one for each batch": lambda generator, n: th.FlowPlan.random(
-            {"read_input": 0.5, "mem_lookup": 0.5, "mem_write": 0.5, "output": 0.5, "self_attention": 0.5},
-            n, generator=generator,
+            {
+                "read_input": 0.5,
+                "mem_lookup": 0.5,
+                "mem_write": 0.5,
+                "output": 0.5,
+                "self_attention": 0.5,
+            },
+            n,
+            generator=generator,
         ),
-    }  # fmt: skip
+    }
     generator = torch.Generator().manual_seed(1)
     draws = [kinds["a random one for each batch"](generator, 6) for _ in range(16)]
     for name, plan in kinds.items():
         data = copying(seed, n_step=(2, 6))
         own, drawn = (plan, None) if isinstance(plan, th.FlowPlan) else (None, plan)
-        model, _ = train(data, COPY | {"memory": "grow", "plan": own}, few or 800, seed, draw_plan=drawn)
+        model, _ = train(
+            data, COPY | {"memory": "grow", "plan": own}, few or 800, seed, draw_plan=drawn
+        )
         row: dict[str, Any] = {"trained with": name}
         for other in ("do all the time", "read once, think, answer"):
             row[other] = symbols(model, data, [6], plan=kinds[other])[0]
-        row["random ones"] = statistics.mean(symbols(model, data, [6], plan=other)[0] for other in draws)
+        row["random ones"] = statistics.mean(
+            symbols(model, data, [6], plan=other)[0] for other in draws
+        )
         rows.append(row)
     return rows
 
@@ -163,9 +195,9 @@ class Neighbours(th.losses.LastAndRandom):
     """The recipe's loss, and one of the log's ideas about embeddings.
 
     Args:
-        kind: ``"mean"``, the mean embedding of the answer against that of what was said; ``"closest"``, each said
-            embedding against the closest of the answer's, wherever it is; ``"near"``, cross-entropy against the symbols
-            one place away too.
+        kind: ``"mean"``, the mean embedding of the answer against that of what was said;
+            ``"closest"``, each said embedding against the closest of the answer's, wherever it is;
+            ``"near"``, cross-entropy against the symbols one place away too.
         embedding: Of symbols.
         weight: Of the idea.
     """
@@ -197,9 +229,11 @@ def embeddings(seed: int, few: int) -> Rows:
     """The log's ideas of losses on embeddings, beside cross-entropy."""
     rows = []
     for name, kind, weight in (
-        ("cross-entropy", "mean", 0.0), ("and the mean embedding", "mean", 0.1),
-        ("and the closest embedding", "closest", 0.1), ("and the symbols beside", "near", 0.1),
-    ):  # fmt: skip
+        ("cross-entropy", "mean", 0.0),
+        ("and the mean embedding", "mean", 0.1),
+        ("and the closest embedding", "closest", 0.1),
+        ("and the symbols beside", "near", 0.1),
+    ):
         row: dict[str, Any] = {"loss": name}
         for iterations in (150, 250, 400):
             data = copying(seed)
@@ -208,7 +242,11 @@ def embeddings(seed: int, few: int) -> Rows:
             set_seed(seed)
             table = th.LatentThinker(th.ThinkerConfig(**{**data.sizes(), **COPY})).embedding.weight
             model, _ = train(
-                data, COPY, few or iterations, seed, step_loss=Neighbours(kind, table.detach().clone(), weight)
+                data,
+                COPY,
+                few or iterations,
+                seed,
+                step_loss=Neighbours(kind, table.detach().clone(), weight),
             )
             row[f"{iterations} iterations"] = symbols(model, data, [6])[0]
         rows.append(row)
@@ -229,7 +267,10 @@ def latent_noise(seed: int, few: int) -> Rows:
         row: dict[str, Any] = {"latents start from": name}
         for n_latent in (8, 16) if start else (8,):
             right = symbols(model, data, [1, 2, 6, 24], n_latent=n_latent)
-            row |= {f"{n_latent} latents, {s} steps": v for s, v in zip((1, 2, 6, 24), right, strict=True)}
+            row |= {
+                f"{n_latent} latents, {s} steps": v
+                for s, v in zip((1, 2, 6, 24), right, strict=True)
+            }
         rows.append(row | {"CPU s": seconds})
     return rows
 
@@ -237,7 +278,9 @@ def latent_noise(seed: int, few: int) -> Rows:
 def text(seed: int, few: int) -> Rows:
     """Bits for each byte of English instructions that were held out, by steps of thought."""
     rows: Rows = []
-    whole = "\n".join(f"{r['instruction']}\n{r['output']}" for r in alpaca(5000)).encode("ascii", "replace")
+    whole = "\n".join(f"{r['instruction']}\n{r['output']}" for r in alpaca(5000)).encode(
+        "ascii", "replace"
+    )
     stream = torch.frombuffer(bytearray(whole), dtype=torch.uint8).long().clamp(max=127)
     length = 96
     pieces = stream[: (len(stream) - 1) // length * length].view(-1, length)
@@ -245,28 +288,41 @@ def text(seed: int, few: int) -> Rows:
     task = th.AtTokens(TensorTask(pieces, following))
     shape = {"hidden_size": 96, "num_heads": 4, "causal": True, "positions": "rotary"}
     kinds: dict[str, tuple[int | tuple[int, int], int | None]] = {
-        "always 1 step": (1, None), "always 4 steps": (4, None), "1 to 8 steps": ((1, 8), None),
+        "always 1 step": (1, None),
+        "always 4 steps": (4, None),
+        "1 to 8 steps": ((1, 8), None),
         "1 to 8 steps, 32 latents at the end (Perceiver AR)": ((1, 8), 32),
-    }  # fmt: skip
+    }
     for name, (n_step, latents) in kinds.items():
-        data = th.CurriculumDataset(task, batch_size=16, n_step=n_step, n_latent=latents, seed=seed, holdout=0.05)
+        data = th.CurriculumDataset(
+            task, batch_size=16, n_step=n_step, n_latent=latents, seed=seed, holdout=0.05
+        )
         model, seconds = train(data, shape, few or 700, seed)
         row: dict[str, Any] = {"trained with": name}
         held = data.held_out(256, 1)
         labels = held["labels"][:, -32:]  # of all the same ones, with 64 before them
         with torch.no_grad():
             for steps in (1, 2, 4, 8, 16):
-                logits = model.eval()(held["input_ids"], n_step=steps, n_latent=latents).logits[:, -32:]
-                loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
+                logits = model.eval()(held["input_ids"], n_step=steps, n_latent=latents).logits[
+                    :, -32:
+                ]
+                loss = F.cross_entropy(
+                    logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100
+                )
                 row[f"{steps} steps"] = float(loss) / math.log(2)
         rows.append(row | {"CPU s": seconds})
     return rows
 
 
 QUESTIONS: dict[str, Callable[[int, int], Rows]] = {
-    "self_attention": self_attention, "fixed_steps": fixed_steps, "plateau": plateau, "plans": plans,
-    "embeddings": embeddings, "latent_noise": latent_noise, "text": text,
-}  # fmt: skip
+    "self_attention": self_attention,
+    "fixed_steps": fixed_steps,
+    "plateau": plateau,
+    "plans": plans,
+    "embeddings": embeddings,
+    "latent_noise": latent_noise,
+    "text": text,
+}
 
 
 def shown(column: str, values: Sequence[Any]) -> str:
@@ -274,7 +330,9 @@ def shown(column: str, values: Sequence[Any]) -> str:
     if not isinstance(values[0], float):
         return str(values[0])
     digits = 0 if column == "CPU s" else 3
-    low, middle, high = (f"{v:.{digits}f}" for v in (min(values), statistics.median(values), max(values)))
+    low, middle, high = (
+        f"{v:.{digits}f}" for v in (min(values), statistics.median(values), max(values))
+    )
     return middle if digits == 0 or low == high else f"{middle} ({low} to {high})"
 
 
@@ -298,8 +356,12 @@ def main(arguments: list[str] | None = None) -> None:
     """Answer every question; write results and tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", help="not looked at: it is not timed")
-    parser.add_argument("--only", nargs="*", choices=QUESTIONS, help="questions; the others are kept")
-    parser.add_argument("--smoke", action="store_true", help="a few iterations each, to see that it works")
+    parser.add_argument(
+        "--only", nargs="*", choices=QUESTIONS, help="questions; the others are kept"
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="a few iterations each, to see that it works"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     for name in options.only or QUESTIONS:
@@ -309,7 +371,12 @@ def main(arguments: list[str] | None = None) -> None:
             print(name, seed, seeds[-1], flush=True)
         if not options.smoke:
             found = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
-            found[name] = {"date": today(), "commit": commit(), "hardware": hardware(), "seeds": seeds}
+            found[name] = {
+                "date": today(),
+                "commit": commit(),
+                "hardware": hardware(),
+                "seeds": seeds,
+            }
             ordered = {n: found[n] for n in QUESTIONS if n in found}
             FOUND.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     if not options.smoke:

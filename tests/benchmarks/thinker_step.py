@@ -1,8 +1,10 @@
-"""A thinker's loop against the same model of `nn.TransformerDecoderLayer`, itself without cache, and perceiver-pytorch.
+"""A thinker's loop against the same model of `nn.TransformerDecoderLayer`, itself without cache,
+and perceiver-pytorch.
 
-One step is forward and backward of eight thinking steps and one read-out. All have the same widths, read-out and, to
-within a few per cent, parameters; perceiver-pytorch's tied Perceiver has no read-out for sequences and is timed with
-its own, a mean. Early exit: a scan that was trained, rows of many lengths, the rule's own cost included.
+One step is forward and backward of eight thinking steps and one read-out. All have the same widths,
+read-out and, to within a few per cent, parameters; perceiver-pytorch's tied Perceiver has no
+read-out for sequences and is timed with its own, a mean. Early exit: a scan that was trained, rows
+of many lengths, the rule's own cost included.
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ from thinker import (
     thinker_arguments,
 )
 
-IMPLS = ("nn.TransformerDecoderLayer", "LatentThinker", "LatentThinker, no cache", "perceiver-pytorch")
+IMPLS = (
+    "nn.TransformerDecoderLayer",
+    "LatentThinker",
+    "LatentThinker, no cache",
+    "perceiver-pytorch",
+)
 STEPS = 8
 GUIDE = ROOT / "docs" / "thinker.md"
 SHAPES = {  # inputs: rows, width, latents, answer
@@ -45,7 +52,9 @@ class Recomputing(LatentThinker):
 
     def __init__(self, config: ThinkerConfig):
         super().__init__(config)
-        self.layers[0].read.source_norm.register_forward_pre_hook(lambda module, inputs: self.see(inputs[0]))
+        self.layers[0].read.source_norm.register_forward_pre_hook(
+            lambda module, inputs: self.see(inputs[0])
+        )
 
     def see(self, embedded: Tensor) -> None:
         """The input, as it was embedded."""
@@ -71,8 +80,11 @@ class Stock(nn.Module):
         super().__init__()
         own = LatentThinker(config)
         self.embedding, self.positions, self.latents, self.readout = (
-            own.embedding, own.positions.input, own.latents, own.readout,
-        )  # fmt: skip
+            own.embedding,
+            own.positions.input,
+            own.latents,
+            own.readout,
+        )
         self.queries = own.positions.output
         self.block = nn.TransformerDecoderLayer(
             config.hidden_size,
@@ -92,22 +104,40 @@ class Stock(nn.Module):
         return self.readout(z, self.queries.weight[None, :out_len])
 
 
-def prepare(impl: str, length: int, shape: tuple, device: str, backward: bool) -> Callable[[], object]:
+def prepare(
+    impl: str, length: int, shape: tuple, device: str, backward: bool
+) -> Callable[[], object]:
     """A step; ``step.forward`` and ``step.resident`` serve `saved_bytes`."""
     rows, width, latents, out_len = shape
     torch.manual_seed(0)
     config = ThinkerConfig(
-        vocab_size=16, hidden_size=width, num_latents=latents, max_input_length=length, max_output_length=out_len
+        vocab_size=16,
+        hidden_size=width,
+        num_latents=latents,
+        max_input_length=length,
+        max_output_length=out_len,
     )
     tokens = torch.randint(16, (rows, length)).to(device)
     if impl == "perceiver-pytorch":
         from perceiver_pytorch import Perceiver
 
         model = Perceiver(
-            input_channels=width, input_axis=1, num_freq_bands=1, max_freq=2.0, depth=STEPS, num_latents=latents,
-            latent_dim=width, cross_heads=4, latent_heads=4, cross_dim_head=width // 4, latent_dim_head=width // 4,
-            num_classes=16, weight_tie_layers=True, fourier_encode_data=False, self_per_cross_attn=1,
-        ).to(device)  # fmt: skip
+            input_channels=width,
+            input_axis=1,
+            num_freq_bands=1,
+            max_freq=2.0,
+            depth=STEPS,
+            num_latents=latents,
+            latent_dim=width,
+            cross_heads=4,
+            latent_heads=4,
+            cross_dim_head=width // 4,
+            latent_dim_head=width // 4,
+            num_classes=16,
+            weight_tie_layers=True,
+            fourier_encode_data=False,
+            self_per_cross_attn=1,
+        ).to(device)
         table = nn.Embedding(16, width).to(device)
 
         def forward() -> Tensor:
@@ -142,10 +172,26 @@ def measure_loop(length: int, shape: tuple, backward: bool, runs: int, device: s
     made = []
     for impl, results in interleave(steps, runs, device).items():
         saved = saved_bytes(steps[impl].forward, steps[impl].resident) if backward else ""
-        top = run_alone(prepare, impl, length, shape, device, True, device=device)[0] if backward else 0
+        top = (
+            run_alone(prepare, impl, length, shape, device, True, device=device)[0]
+            if backward
+            else 0
+        )
         mode = "forward + backward" if backward else "forward"
-        made.append(Row.of("think", impl, mode, "float32", text, results, top, saved=saved, device=device,
-                           packages=("torch", "perceiver-pytorch")))  # fmt: skip
+        made.append(
+            Row.of(
+                "think",
+                impl,
+                mode,
+                "float32",
+                text,
+                results,
+                top,
+                saved=saved,
+                device=device,
+                packages=("torch", "perceiver-pytorch"),
+            )
+        )
     report(made)
     return made
 
@@ -158,20 +204,36 @@ def trained_scan(longest: int) -> tuple[LatentThinker, CurriculumDataset]:
 
     set_seed(12)
     task = AtTokens(make_task("prefix_sum"))
-    data = CurriculumDataset(task, Frontier(max_length=5), n_step=lambda length: (1, length + 6), holdout=0.0, seed=12)
-    model = LatentThinker(ThinkerConfig(
-        **data.sizes(longest), hidden_size=32, num_heads=2, causal=True, window=2, positions="rotary"
-    ))  # fmt: skip
+    data = CurriculumDataset(
+        task, Frontier(max_length=5), n_step=lambda length: (1, length + 6), holdout=0.0, seed=12
+    )
+    model = LatentThinker(
+        ThinkerConfig(
+            **data.sizes(longest),
+            hidden_size=32,
+            num_heads=2,
+            causal=True,
+            window=2,
+            positions="rotary",
+        )
+    )
     with tempfile.TemporaryDirectory() as folder:
         arguments = thinker_arguments(
-            folder, max_steps=2000, learning_rate=4e-3, warmup_steps=50, disable_tqdm=True, use_cpu=True, seed=12
+            folder,
+            max_steps=2000,
+            learning_rate=4e-3,
+            warmup_steps=50,
+            disable_tqdm=True,
+            use_cpu=True,
+            seed=12,
         )
         ThinkerTrainer(model, arguments, train_dataset=data, step_loss=Reach()).train()
     return model, data
 
 
 def measure_exit(runs: int, device: str) -> list[Row]:
-    """Rows of 4 to 64 symbols, 80 steps at most, the rule itself running; and what a rule costs when nobody leaves."""
+    """Rows of 4 to 64 symbols, 80 steps at most, the rule itself running; and what a rule costs
+    when nobody leaves."""
     model, data = trained_scan(64)
     model = model.eval().to(device)
     generator = torch.Generator().manual_seed(0)
@@ -207,7 +269,11 @@ def measure_data(runs: int) -> list[Row]:
 
     task = make_task("reverse")
     data = CurriculumDataset(task, batch_size=512)
-    plain, generator, lengths = iter(range(10**9)), torch.Generator().manual_seed(0), torch.randint(1, 21, (512,))
+    plain, generator, lengths = (
+        iter(range(10**9)),
+        torch.Generator().manual_seed(0),
+        torch.randint(1, 21, (512,)),
+    )
 
     def by_row() -> None:
         tokens = torch.zeros(512, 20, dtype=torch.long)
@@ -239,7 +305,9 @@ def measure_training(device: str, steps: int) -> list[Row]:
     for seed in (0, 1, 2):
         torch.manual_seed(seed)
         data = CurriculumDataset(task, batch_size=rows, seed=seed, device="cpu")
-        model = LatentThinker(ThinkerConfig(vocab_size=16, max_input_length=20, max_output_length=20))
+        model = LatentThinker(
+            ThinkerConfig(vocab_size=16, max_input_length=20, max_output_length=20)
+        )
         with tempfile.TemporaryDirectory() as folder:
             arguments = thinker_arguments(
                 folder, max_steps=steps, disable_tqdm=True, use_cpu=device == "cpu", seed=seed
@@ -249,7 +317,14 @@ def measure_training(device: str, steps: int) -> list[Row]:
             trainer.train()
             made.append(((time.process_time() - cpu) / steps, (time.perf_counter() - wall) / steps))
     row = Row.of(
-        "copy-20, a training step", "ThinkerTrainer", "train", "float32", f"{rows} rows", made, 0, device=device
+        "copy-20, a training step",
+        "ThinkerTrainer",
+        "train",
+        "float32",
+        f"{rows} rows",
+        made,
+        0,
+        device=device,
     )
     print(f"copy-20: {rows / row.wall_p50:.0f} samples a second")
     return [row]
@@ -262,15 +337,17 @@ def write_table() -> None:
         return
     held = {(r["op"], r["shape"], r["mode"], r["impl"]): float(r["cpu_p50"]) for r in rows}
     lines = [
-        f"Times as fast as the same model with `nn.TransformerDecoderLayer` as its block ({rows[0]['hardware']}, one "
-        f"thread):",
+        "Times as fast as the same model with `nn.TransformerDecoderLayer` as its block "
+        f"({rows[0]['hardware']}, one thread):",
         "",
         "| input | forward | forward + backward | without the cache | perceiver-pytorch |",
         "|---|---|---|---|---|",
     ]
     modes = ("forward", "forward + backward")
     for shape in dict.fromkeys(r["shape"] for r in rows if r["op"] == "think"):
-        base, ours, plain, peer = ([held["think", shape, mode, impl] for mode in modes] for impl in IMPLS)
+        base, ours, plain, peer = (
+            [held["think", shape, mode, impl] for mode in modes] for impl in IMPLS
+        )
         cells = [f"{b / o:.2f}" for b, o in zip(base, ours, strict=True)]
         cells += [f"{base[1] / other[1]:.2f}" for other in (plain, peer)]
         lines.append(f"| {shape} | {' | '.join(cells)} |")
@@ -281,16 +358,21 @@ def write_table() -> None:
     lines += ["| rule | mean steps | symbols right | times as fast |", "|---|---|---|---|"]
     for row in exits:
         steps, right = row["mode"].split(" steps, ")
-        lines.append(f"| {row['impl']} | {steps} | {right.split(' right')[0]} | {whole / float(row['cpu_p50']):.2f} |")
+        lines.append(
+            f"| {row['impl']} | {steps} | {right.split(' right')[0]} | "
+            f"{whole / float(row['cpu_p50']):.2f} |"
+        )
     lines.append("")
     took = {impl: f"{1e3 * seconds:.2f} ms" for impl, seconds in batch.items()}
     lines += [
-        f"A batch of 512 x 20: {took['Task.sample']} to sample, {took['CurriculumDataset']} with lengths and hold-out; "
-        f"{took['a Python loop']} row by row in Python."
+        f"A batch of 512 x 20: {took['Task.sample']} to sample, {took['CurriculumDataset']} with "
+        f"lengths and hold-out; {took['a Python loop']} row by row in Python."
     ]
     train = next(r for r in rows if r["op"].startswith("copy-20"))
     rate = int(train["shape"].split()[0]) / float(train["wall_p50"])
-    lines.append(f"Training to copy 20 symbols: {rate:.0f} samples a second through `ThinkerTrainer`.")
+    lines.append(
+        f"Training to copy 20 symbols: {rate:.0f} samples a second through `ThinkerTrainer`."
+    )
     put(GUIDE, lines, "speed")
 
 

@@ -16,7 +16,9 @@ sys.meta_path.insert(0, Block())
 
 
 def imported(name, *blocked):
-    done = subprocess.run([sys.executable, "-c", LEAN + f"import {name}", *blocked], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LEAN + f"import {name}", *blocked], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -61,7 +61,16 @@ def test_convert_compare_and_fold(place, capsys):
 
 
 def test_shapes_in_the_command(place, capsys):
-    command = ["convert", str(place / "model"), str(place / "out"), "--b-shape", "2", "1", "--init", "prune"]
+    command = [
+        "convert",
+        str(place / "model"),
+        str(place / "out"),
+        "--b-shape",
+        "2",
+        "1",
+        "--init",
+        "prune",
+    ]
     assert main([*command, "--no-progress"]) == 0
     capsys.readouterr()
     assert main([*command, "--no-progress"]) == 1
@@ -83,7 +92,12 @@ def test_shapes_in_the_command(place, capsys):
 
 
 def test_text_becomes_rows():
-    count = [b.shape for b in text_batches("abcdefghij", lambda t: [ord(c) for c in t], tokens=6, context=4, skip=3)]
+    count = [
+        b.shape
+        for b in text_batches(
+            "abcdefghij", lambda t: [ord(c) for c in t], tokens=6, context=4, skip=3
+        )
+    ]
     assert count == [(1, 4)]
     with pytest.raises(ValueError, match="has 4 tokens, needed two or more after the first 3"):
         text_batches("abcd", lambda t: [1] * len(t), tokens=5, skip=3)
@@ -92,7 +106,15 @@ def test_text_becomes_rows():
 
 
 def test_chats_are_read_turn_by_turn(tmp_path):
-    chats = [{"messages": [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Yes?"}], "n": 3}]
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": "Hello."},
+                {"role": "assistant", "content": "Yes?"},
+            ],
+            "n": 3,
+        }
+    ]
     (tmp_path / "chats.json").write_text(json.dumps([*chats, "plain", {"tags": ["a", "b"]}]))
     assert text_of(tmp_path / "chats.json") == "Hello.\nYes?\n\nplain\n\na\nb"
 
@@ -121,19 +143,36 @@ def test_numbers_are_no_text_and_sizes_are_positive(tmp_path):
             text_batches("abc", lambda t: [1] * len(t), **size)
 
 
-@pytest.mark.parametrize(("kind", "positions"), [("gpt2", 32), ("roberta", 62), ("bert", 32), ("llama", 64)])
+@pytest.mark.parametrize(
+    ("kind", "positions"), [("gpt2", 32), ("roberta", 62), ("bert", 32), ("llama", 64)]
+)
 def test_rows_are_as_long_as_a_model_has_positions_for(kind, positions):
     model = tiny(kind)
     assert positions_of(model) == positions
     prune_(model, PruneConfig(), calibration=[torch.full((2, positions), 5)], progress=False)
-    with pytest.raises(ValueError, match=f"rows have {positions + 1} tokens, needed at most the model's {positions}"):
-        prune_(tiny(kind), PruneConfig(), calibration=[torch.full((2, positions + 1), 5)], progress=False)
+    with pytest.raises(
+        ValueError,
+        match=f"rows have {positions + 1} tokens, needed at most the model's {positions}",
+    ):
+        prune_(
+            tiny(kind),
+            PruneConfig(),
+            calibration=[torch.full((2, positions + 1), 5)],
+            progress=False,
+        )
 
 
 def test_pruning_in_the_command_writes_a_stock_model(place, capsys):
     records = [{"instruction": "w1 w2 w3", "output": " ".join(WORDS[1:60])}] * 8
     (place / "texts.json").write_text(json.dumps(records))
-    command = ["prune", str(place / "model"), str(place / "out"), "--calibration", str(place / "texts.json"), *COMMON]
+    command = [
+        "prune",
+        str(place / "model"),
+        str(place / "out"),
+        "--calibration",
+        str(place / "texts.json"),
+        *COMMON,
+    ]
     assert main([*command, "--keep", "0.25", "--no-progress"]) == 0
     assert "11,920 to 7,168 parameters" in capsys.readouterr().out
     assert num_parameters(GPT2LMHeadModel.from_pretrained(place / "out")) == 7168
@@ -147,24 +186,63 @@ def test_pruning_in_the_command_writes_a_stock_model(place, capsys):
 
 
 def test_neurons_dropped_by_a_preset_end_as_a_stock_model(place, capsys):
-    model, text = str(place / "model"), ["--calibration", str(place / "text.txt"), *COMMON, "--no-progress"]
+    model, text = (
+        str(place / "model"),
+        ["--calibration", str(place / "text.txt"), *COMMON, "--no-progress"],
+    )
     assert main(["convert", model, str(place / "small"), "--preset", "gpt2-96m", *text]) == 0
     assert main(["fold", str(place / "small"), str(place / "stock")]) == 0
-    small, stock = from_pretrained(place / "small"), GPT2LMHeadModel.from_pretrained(place / "stock").eval()
+    small, stock = (
+        from_pretrained(place / "small"),
+        GPT2LMHeadModel.from_pretrained(place / "stock").eval(),
+    )
     assert num_parameters(stock) == num_parameters(small) < num_parameters(tiny("gpt2"))
     ids = torch.arange(3, 19)[None]
     with torch.no_grad():
         torch.testing.assert_close(small(ids).logits, stock(ids).logits)
     assert main(["convert", model, str(place / "thin"), "--low-rank", "0.5", *text]) == 0
     assert "LowRankLinear" in str(from_pretrained(place / "thin"))
-    assert main(["convert", model, str(place / "table"), "--low-rank", "0.5", "--layers", "*.wte", *text]) == 0
-    assert [n for n, m in from_pretrained(place / "table").named_modules() if isinstance(m, COMPRESSED)] == [
+    assert (
+        main(
+            [
+                "convert",
+                model,
+                str(place / "table"),
+                "--low-rank",
+                "0.5",
+                "--layers",
+                "*.wte",
+                *text,
+            ]
+        )
+        == 0
+    )
+    assert [
+        n for n, m in from_pretrained(place / "table").named_modules() if isinstance(m, COMPRESSED)
+    ] == [
         "transformer.wte",
         "lm_head",
     ]
-    assert main(["convert", model, str(place / "new"), "--preset", "gpt2-96m", "--layers", "*.wte", *text]) == 1
+    assert (
+        main(
+            [
+                "convert",
+                model,
+                str(place / "new"),
+                "--preset",
+                "gpt2-96m",
+                "--layers",
+                "*.wte",
+                *text,
+            ]
+        )
+        == 1
+    )
     assert "leave out --layers" in capsys.readouterr().err
-    assert main(["convert", str(place / "absent"), str(place / "new"), "--low-rank", "0.5", *text]) == 1
+    assert (
+        main(["convert", str(place / "absent"), str(place / "new"), "--low-rank", "0.5", *text])
+        == 1
+    )
     assert "absent: there is no such folder" in capsys.readouterr().err
     assert main(["prune", model, str(place / "new"), "--tokenizer", "no/such", *text]) == 1
     assert "no/such has no tokenizer, needed --tokenizer" in capsys.readouterr().err
@@ -190,11 +268,15 @@ def test_comparing_measures_what_it_says():
 
 def test_comparing_encoders_says_how_near_their_embeddings_are():
     model, small = tiny("bert").eval(), tiny("bert").eval()
-    prune_(small, PruneConfig(keep=0.25), calibration=[torch.randint(3, 96, (4, 8))], progress=False)
+    prune_(
+        small, PruneConfig(keep=0.25), calibration=[torch.randint(3, 96, (4, 8))], progress=False
+    )
     ids = torch.randint(3, 96, (5, 8), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[2:, 5:] = 0
-    found = compare({"dense": model, "small": small}, [{"input_ids": ids, "attention_mask": mask}], runs=1)
+    found = compare(
+        {"dense": model, "small": small}, [{"input_ids": ids, "attention_mask": mask}], runs=1
+    )
     assert found.models[0].cosines[""] == pytest.approx(1)
     with torch.no_grad():
         means = []
@@ -216,7 +298,9 @@ def test_comparing_refuses_what_it_cannot_measure():
         compare({}, [ids])
     with pytest.raises(ValueError, match="the first text has no batch of token ids"):
         compare({"a": tiny("gpt2")}, {"empty": []})
-    with pytest.raises(ValueError, match="gives no last_hidden_state, needed an encoder without a head"):
+    with pytest.raises(
+        ValueError, match="gives no last_hidden_state, needed an encoder without a head"
+    ):
         compare({"a": tiny("classifier")}, [ids], runs=1)
     with pytest.raises(ValueError, match="embeddings of b are"):
         compare({"a": tiny("bert"), "b": tiny("bert", hidden_size=8)}, [ids], runs=1)
@@ -226,7 +310,12 @@ def test_comparing_refuses_what_it_cannot_measure():
 
 @pytest.mark.parametrize("options", [["--rank", "7"], ["--init", "random"]])
 def test_what_a_preset_sets_is_not_given_beside_it(options, place, capsys):
-    assert main(["convert", str(place / "model"), str(place / "out"), "--preset", "gpt2-80m", *options]) == 1
+    assert (
+        main(
+            ["convert", str(place / "model"), str(place / "out"), "--preset", "gpt2-80m", *options]
+        )
+        == 1
+    )
     assert "a preset sets --rank and --init" in capsys.readouterr().err
 
 
@@ -239,8 +328,14 @@ import torch, kronecker
 kronecker.kron_linear(torch.ones(1, 4), torch.ones(1, 2, 2), torch.ones(1, 1, 2))
 assert "mergekit_lite" not in sys.modules
 """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -261,7 +356,9 @@ def test_several_texts_are_compared_in_windows_that_overlap(place, capsys):
         logs.append(float(torch.log_softmax(logits, -1)[ids[end]]))
     batches = text_batches((place / "text.txt").read_text(), encode, tokens=320, context=16)
     windows = strided(batches, context=16, stride=4)
-    assert perplexity(model, windows) == pytest.approx(torch.tensor(logs).mean().neg().exp().item(), rel=1e-4)
+    assert perplexity(model, windows) == pytest.approx(
+        torch.tensor(logs).mean().neg().exp().item(), rel=1e-4
+    )
     assert f"{perplexity(model, windows):.2f}" in row
     assert main(["compare", str(place / "model"), *files[:2], files[1]]) == 1
     assert "files of one name" in capsys.readouterr().err
@@ -271,12 +368,24 @@ def test_several_texts_are_compared_in_windows_that_overlap(place, capsys):
 
 def test_a_checkpoint_without_all_weights_is_refused(place, capsys):
     weights = load_file(place / "model" / "model.safetensors")
-    command = ["prune", str(place / "model"), str(place / "out"), "--calibration", str(place / "text.txt"), *COMMON]
+    command = [
+        "prune",
+        str(place / "model"),
+        str(place / "out"),
+        "--calibration",
+        str(place / "text.txt"),
+        *COMMON,
+    ]
     lost = {n: t for n, t in weights.items() if n != "transformer.h.1.mlp.c_proj.weight"}
     save_file(lost, place / "model" / "model.safetensors", {"format": "pt"})
     assert main(command) == 1
-    assert "has no transformer.h.1.mlp.c_proj.weight that fits its config (1 weights" in capsys.readouterr().err
-    save_file(weights | {"more": torch.zeros(1)}, place / "model" / "model.safetensors", {"format": "pt"})
+    assert (
+        "has no transformer.h.1.mlp.c_proj.weight that fits its config (1 weights"
+        in capsys.readouterr().err
+    )
+    save_file(
+        weights | {"more": torch.zeros(1)}, place / "model" / "model.safetensors", {"format": "pt"}
+    )
     config = json.loads((place / "model" / "config.json").read_text())
     for changes, said in (
         ({"n_layer": config["n_layer"] + 1}, "has no transformer.h."),
@@ -287,7 +396,9 @@ def test_a_checkpoint_without_all_weights_is_refused(place, capsys):
         assert said in capsys.readouterr().err
     (place / "model" / "config.json").write_text(json.dumps(config))
     assert main([*command, "--no-progress"]) == 0
-    assert "1 weights in" in capsys.readouterr().err  # said, and gone on: some checkpoints carry more
+    assert (
+        "1 weights in" in capsys.readouterr().err
+    )  # said, and gone on: some checkpoints carry more
     (place / "model" / "model.safetensors").write_bytes(b"cut")
     assert main([*command[:2], str(place / "again"), *command[3:]]) == 1
     assert "cannot be loaded: " in capsys.readouterr().err
@@ -299,9 +410,18 @@ def test_every_tensor_keeps_its_own_type(place):
     bias.data = torch.tensor([30.0054, 30.0071, 30.0093])
     model.save_pretrained(place / "mixture")
     save_tokenizer(place / "mixture", WORDS)
-    command = ["prune", str(place / "mixture"), str(place / "out"), "--calibration", str(place / "text.txt"), *COMMON]
+    command = [
+        "prune",
+        str(place / "mixture"),
+        str(place / "out"),
+        "--calibration",
+        str(place / "text.txt"),
+        *COMMON,
+    ]
     assert main([*command, "--no-progress", "--keep", "0.5"]) == 0
-    kept, before = (load_file(place / folder / "model.safetensors") for folder in ("out", "mixture"))
+    kept, before = (
+        load_file(place / folder / "model.safetensors") for folder in ("out", "mixture")
+    )
     assert {n: t.dtype for n, t in kept.items()} == {n: t.dtype for n, t in before.items()}
     name = next(n for n in kept if "e_score" in n)
     assert torch.equal(kept[name], before[name])
@@ -310,6 +430,12 @@ def test_every_tensor_keeps_its_own_type(place):
 def test_an_adapter_is_no_model(place, capsys):
     (place / "adapter").mkdir()
     (place / "adapter" / "adapter_config.json").write_text("{}")
-    given = ["prune", str(place / "adapter"), str(place / "out"), "--calibration", str(place / "text.txt")]
+    given = [
+        "prune",
+        str(place / "adapter"),
+        str(place / "out"),
+        "--calibration",
+        str(place / "text.txt"),
+    ]
     assert main(given) == 1
     assert "adapter is an adapter, needed a whole model: merge it first" in capsys.readouterr().err

@@ -56,10 +56,14 @@ def output(model, batch=None):
 
 
 def compressed(model):
-    return [n for n, m in model.named_modules() if isinstance(m, (KroneckerLinear, KroneckerEmbedding))]
+    return [
+        n for n, m in model.named_modules() if isinstance(m, (KroneckerLinear, KroneckerEmbedding))
+    ]
 
 
-@pytest.mark.parametrize("init", ["sequential", "van_loan", "van_loan_normalized", "prune", "random"])
+@pytest.mark.parametrize(
+    "init", ["sequential", "van_loan", "van_loan_normalized", "prune", "random"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_mlps_of_any_architecture_become_smaller_and_run(kind, init):
     model = tiny(kind)
@@ -68,7 +72,11 @@ def test_mlps_of_any_architecture_become_smaller_and_run(kind, init):
     report = convert_(model, config, calibration=[ids(4, seed=1)], progress=False)
     mlps = find_mlps(model)
     assert len(mlps) == model.config.num_hidden_layers
-    assert set(compressed(model)) == {n for m in mlps for n in (*m.ups, m.down)} == {r.name for r in report.layers}
+    assert (
+        set(compressed(model))
+        == {n for m in mlps for n in (*m.ups, m.down)}
+        == {r.name for r in report.layers}
+    )
     assert report.after == num_parameters(model) < report.before
     for mlp in mlps:
         up, down = model.get_submodule(mlp.ups[0]), model.get_submodule(mlp.down)
@@ -157,13 +165,18 @@ def test_golden_counts_of_the_presets(name):
     found = resolve(model, PRESETS[name], None)
     assert len(found) == 24
     for layer, config in found.items():
-        kronecker.surgery.finding.put(model, layer, KroneckerLinear.like(model.get_submodule(layer), config))
+        kronecker.surgery.finding.put(
+            model, layer, KroneckerLinear.like(model.get_submodule(layer), config)
+        )
     assert num_parameters(model) == GOLDEN[name]
 
 
 def test_golden_count_of_distilgpt2():
     with torch.device("meta"):
-        assert num_parameters(transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=6))) == 81_912_576
+        assert (
+            num_parameters(transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=6)))
+            == 81_912_576
+        )
 
 
 def test_a_tied_embedding_and_head_stay_tied(tmp_path):
@@ -199,7 +212,9 @@ def test_save_load_fold_and_revert(kind, tmp_path):
     torch.testing.assert_close(output(dense), after, rtol=1e-4, atol=1e-5)
     assert set(revert_(model)) == {n for m in find_mlps(dense) for n in (*m.ups, m.down)}
     torch.testing.assert_close(output(model), after, rtol=1e-4, atol=1e-5)
-    assert type(model.get_submodule(find_mlps(model)[0].down)) is type(dense.get_submodule(find_mlps(dense)[0].down))
+    assert type(model.get_submodule(find_mlps(model)[0].down)) is type(
+        dense.get_submodule(find_mlps(dense)[0].down)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -218,7 +233,17 @@ def test_a_folded_model_is_within_the_judges_budget(kind, dtype, tmp_path):
         return stock(inputs_embeds=embeds)[0]
 
     inputs = {"embeds": made(2, 9, 16, seed=3)}
-    judge("fold", "stock checkpoint", fast, factors, inputs, dtype=dtype, gradients=False, case=kind, device="cpu")
+    judge(
+        "fold",
+        "stock checkpoint",
+        fast,
+        factors,
+        inputs,
+        dtype=dtype,
+        gradients=False,
+        case=kind,
+        device="cpu",
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -231,7 +256,16 @@ def test_a_folded_checkpoint_has_the_layers_results(dtype):
         layer.a.data, layer.b.data, layer.bias.data = a.detach(), b.detach(), bias.detach()
         return layer.to_linear()(x)
 
-    judge("to_linear", "eager", fast, reference.kron_linear, factors, dtype=dtype, gradients=False, device="cpu")
+    judge(
+        "to_linear",
+        "eager",
+        fast,
+        reference.kron_linear,
+        factors,
+        dtype=dtype,
+        gradients=False,
+        device="cpu",
+    )
     assert isinstance(stock, nn.Linear)
 
 
@@ -264,7 +298,9 @@ def test_a_stock_save_writes_factors_and_a_stock_load_refuses_them(kind, tmp_pat
     torch.testing.assert_close(output(from_pretrained(tmp_path / "again")), output(copied))
     revert_(copied)
     copied.save_pretrained(tmp_path / "dense")
-    torch.testing.assert_close(output(auto_class(kind).from_pretrained(tmp_path / "dense")), output(copied))
+    torch.testing.assert_close(
+        output(auto_class(kind).from_pretrained(tmp_path / "dense")), output(copied)
+    )
 
 
 def test_a_stock_trainer_saves_factors(tmp_path):
@@ -273,7 +309,9 @@ def test_a_stock_trainer_saves_factors(tmp_path):
     arguments = transformers.TrainingArguments(tmp_path, report_to=[])
     transformers.Trainer(model, arguments).save_model(str(tmp_path / "out"))
     torch.testing.assert_close(output(from_pretrained(tmp_path / "out")), output(model))
-    model.save_pretrained(tmp_path / "zero", state_dict={n: 0 * t for n, t in model.state_dict().items()})
+    model.save_pretrained(
+        tmp_path / "zero", state_dict={n: 0 * t for n, t in model.state_dict().items()}
+    )
     assert not any(p.any() for p in from_pretrained(tmp_path / "zero").parameters())
 
 
@@ -286,18 +324,31 @@ def test_a_stock_trainer_resumes_with_the_factors(kind, tmp_path):
 
     rows = [{"input_ids": row, "labels": row} for row in ids(4)]
     arguments = transformers.TrainingArguments(
-        tmp_path, max_steps=2, save_steps=2, per_device_train_batch_size=2, report_to=[], disable_tqdm=True
+        tmp_path,
+        max_steps=2,
+        save_steps=2,
+        per_device_train_batch_size=2,
+        report_to=[],
+        disable_tqdm=True,
     )
     first = converted(0)
     transformers.Trainer(first, arguments, train_dataset=rows).train()
     other = converted(1)
-    transformers.Trainer(other, arguments, train_dataset=rows).train(resume_from_checkpoint=f"{tmp_path}/checkpoint-2")
+    transformers.Trainer(other, arguments, train_dataset=rows).train(
+        resume_from_checkpoint=f"{tmp_path}/checkpoint-2"
+    )
     torch.testing.assert_close(output(other.eval()), output(first.eval()))
 
 
 def test_t5_reads_a_weight_and_runs():
     config = transformers.T5Config(
-        vocab_size=96, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, decoder_start_token_id=0
+        vocab_size=96,
+        d_model=16,
+        d_kv=4,
+        d_ff=24,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
     )
     model = transformers.T5ForConditionalGeneration(config).eval()
     batch = {"input_ids": ids(), "decoder_input_ids": ids(seed=1)}
@@ -307,7 +358,9 @@ def test_t5_reads_a_weight_and_runs():
         assert torch.isfinite(model(**batch).logits).all()
 
 
-@pytest.mark.parametrize("config", [KroneckerConfig(b_shape=(2, 1)), LowRankConfig(), PruneConfig()])
+@pytest.mark.parametrize(
+    "config", [KroneckerConfig(b_shape=(2, 1)), LowRankConfig(), PruneConfig()]
+)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_one_token_of_calibration_keeps_errors_in_reason(kind, config):
     model = tiny(kind)
@@ -320,8 +373,12 @@ def test_one_token_of_calibration_keeps_errors_in_reason(kind, config):
 
 def test_scales_take_the_size_and_leave_the_function():
     linear = nn.Linear(8, 12)
-    plain = KroneckerLinear.from_linear(linear, KroneckerConfig(b_shape=(2, 2), rank=2, init="van_loan"))
-    scaled = KroneckerLinear.from_linear(linear, KroneckerConfig(b_shape=(2, 2), rank=2, init="van_loan", scales=True))
+    plain = KroneckerLinear.from_linear(
+        linear, KroneckerConfig(b_shape=(2, 2), rank=2, init="van_loan")
+    )
+    scaled = KroneckerLinear.from_linear(
+        linear, KroneckerConfig(b_shape=(2, 2), rank=2, init="van_loan", scales=True)
+    )
     torch.testing.assert_close(plain.dense_weight(), scaled.dense_weight())
     assert scaled.scales[0] > scaled.scales[1] > 0
     assert set(scaled.state_dict()) == {"a", "b", "scales", "bias", "weight"}
@@ -329,9 +386,21 @@ def test_scales_take_the_size_and_leave_the_function():
 
 
 BAD = [
-    (VAN_LOAN, {"filter_fn": lambda m, n: False}, "nothing to convert in GPT2LMHeadModel; layers that could be: "),
-    ({"*.mlp.c_fcc": VAN_LOAN}, {}, r"'\*\.mlp\.c_fcc' fits no layer .*near it: transformer\.h\.2\.mlp\.c_fc"),
-    (KroneckerConfig(b_shape=(3, 1), init="prune"), {}, "does not divide a weight .* nearest that do: 1, 2, 4"),
+    (
+        VAN_LOAN,
+        {"filter_fn": lambda m, n: False},
+        "nothing to convert in GPT2LMHeadModel; layers that could be: ",
+    ),
+    (
+        {"*.mlp.c_fcc": VAN_LOAN},
+        {},
+        r"'\*\.mlp\.c_fcc' fits no layer .*near it: transformer\.h\.2\.mlp\.c_fc",
+    ),
+    (
+        KroneckerConfig(b_shape=(3, 1), init="prune"),
+        {},
+        "does not divide a weight .* nearest that do: 1, 2, 4",
+    ),
     (KroneckerConfig(b_shape=(2, 1), rank=3, init="prune"), {}, "rank is 3, .* need at most 2"),
     (KroneckerConfig(b_shape=(2, 1)), {}, "needed calibration data"),
     (KroneckerConfig(b_shape=(2, 1)), {"calibration": []}, "calibration is empty"),
@@ -354,7 +423,10 @@ def test_weights_that_cannot_be_converted_are_refused():
             convert_(model, VAN_LOAN, progress=False)
 
     last = "transformer.h.2.mlp.c_fc"
-    attempt(lambda m: m.get_submodule(last).weight.data.fill_(float("nan")), f"{last} has a weight that is zero or not")
+    attempt(
+        lambda m: m.get_submodule(last).weight.data.fill_(float("nan")),
+        f"{last} has a weight that is zero or not",
+    )
     attempt(lambda m: m.get_submodule(last).weight.data.zero_(), "zero or not finite")
     attempt(lambda m: m.to("meta"), "on the meta device")
     attempt(lambda m: convert_(m, VAN_LOAN, progress=False), "is compressed already")
@@ -380,7 +452,9 @@ def test_an_interrupted_conversion_changes_nothing_and_goes_on(tmp_path, monkeyp
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     report = convert_(model, config, calibration=calibration, cache=tmp_path, progress=False)
     assert len(fits) == 4  # the first two blocks were not fitted again
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.parameters(), model.parameters(), strict=True)
+    )
     assert all(r.error > 0 for r in report.layers)
     other = tiny("gpt2", 1)
     convert_(other, config, calibration=calibration, cache=tmp_path, progress=False)
@@ -393,7 +467,9 @@ def test_a_whole_model_without_a_list_of_blocks_is_one_block():
     model.forward = lambda input_ids: model.lin2(torch.relu(model.lin1(input_ids)))
     x = made(400, 6)
     before = model.forward(x).detach()
-    report = convert_(model, KroneckerConfig(b_shape=(2, 1)), calibration=[{"input_ids": x}], progress=False)
+    report = convert_(
+        model, KroneckerConfig(b_shape=(2, 1)), calibration=[{"input_ids": x}], progress=False
+    )
     assert [r.name for r in report.layers] == ["lin1", "lin2"]
     assert float((model.forward(x).detach() - before).norm() / before.norm()) < 0.8
 
@@ -401,7 +477,9 @@ def test_a_whole_model_without_a_list_of_blocks_is_one_block():
 def test_a_filter_reaches_attention_and_a_report_says_what_was_left():
     model = tiny("llama")
     report = convert_(
-        model, KroneckerConfig(b_shape=(2, 2), rank=2, init="van_loan"), filter_fn=lambda m, n: n.endswith("q_proj")
+        model,
+        KroneckerConfig(b_shape=(2, 2), rank=2, init="van_loan"),
+        filter_fn=lambda m, n: n.endswith("q_proj"),
     )
     assert [r.name.rpartition(".")[2] for r in report.layers] == ["q_proj"] * 4
     assert report.skipped["lm_head"] == "not asked for"
@@ -464,7 +542,10 @@ def test_bad_configs_are_refused(fields, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PruneConfig(keep=0.5, budget=100), "keep is 0.5 and budget 100, needed one of them"),
+        (
+            lambda: PruneConfig(keep=0.5, budget=100),
+            "keep is 0.5 and budget 100, needed one of them",
+        ),
         (lambda: PruneConfig(keep=True), "keep is True, needed a share"),
         (lambda: PruneConfig(budget=True), "budget is True, needed a number of parameters"),
         (lambda: LowRankConfig(keep=0.5, rank=3), "keep is 0.5 and rank 3, needed one of them"),
@@ -482,7 +563,10 @@ def test_two_sizes_and_no_numbers_are_refused(make, message):
     ("kind", "config"),
     [
         ("gpt2", KroneckerConfig(b_shape=(2, 2), rank=2, init="van_loan")),
-        ("llama-tied", {"*.down_proj": LowRankConfig(rank=16, init="svd")}),  # A has the shape of the weight
+        (
+            "llama-tied",
+            {"*.down_proj": LowRankConfig(rank=16, init="svd")},
+        ),  # A has the shape of the weight
     ],
 )
 def test_a_model_around_a_converted_one_writes_what_stock_loading_refuses(kind, config, tmp_path):
@@ -492,16 +576,22 @@ def test_a_model_around_a_converted_one_writes_what_stock_loading_refuses(kind, 
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         auto_class(kind).from_pretrained(tmp_path)
     before = output(model)
-    cpu_offload(model, execution_device=torch.device("cpu"))  # finds the names of a state among parameters
+    cpu_offload(
+        model, execution_device=torch.device("cpu")
+    )  # finds the names of a state among parameters
     assert torch.equal(output(model), before)
 
 
 def test_patterns_that_earlier_ones_hide_and_experts_are_refused():
     config = KroneckerConfig(b_shape=(2, 1), init="van_loan")
-    with pytest.raises(ValueError, match=r"'\*\.mlp\.c_fc' fits only layers that an earlier pattern takes"):
+    with pytest.raises(
+        ValueError, match=r"'\*\.mlp\.c_fc' fits only layers that an earlier pattern takes"
+    ):
         convert_(tiny("gpt2"), {"*.mlp.*": config, "*.mlp.c_fc": config}, progress=False)
     for refused in (config, LowRankConfig(init="svd")):
-        with pytest.raises(ValueError, match=r"experts is a stack of experts, got .*; experts take PruneConfig"):
+        with pytest.raises(
+            ValueError, match=r"experts is a stack of experts, got .*; experts take PruneConfig"
+        ):
             convert_(tiny("mixtral"), refused, progress=False)
 
 
@@ -518,7 +608,12 @@ def test_half_precision_models_are_fitted_as_well(kind):
     for dtype in (torch.float32, torch.bfloat16):
         model = tiny(kind).to(dtype)
         before = output(model, batch).float()
-        convert_(model, KroneckerConfig(b_shape=(2, 1)), calibration=ids(64, seed=1).split(8), progress=False)
+        convert_(
+            model,
+            KroneckerConfig(b_shape=(2, 1)),
+            calibration=ids(64, seed=1).split(8),
+            progress=False,
+        )
         assert all(p.dtype == dtype for p in model.parameters())
         found[dtype] = float((output(model, batch).float() - before).norm() / before.norm())
     assert found[torch.bfloat16] < 1.2 * found[torch.float32] + 0.02
@@ -533,7 +628,10 @@ def test_layers_with_a_forward_of_their_own_are_refused():
         def forward(self, x):
             return super().forward(x.half().float())
 
-    for path, layer in (("transformer.wpe", Scaled(32, 16)), ("transformer.h.0.mlp.c_fc", Quantised(16, 64))):
+    for path, layer in (
+        ("transformer.wpe", Scaled(32, 16)),
+        ("transformer.h.0.mlp.c_fc", Quantised(16, 64)),
+    ):
         model = tiny("gpt2")
         kronecker.surgery.finding.put(model, path, layer)
         with pytest.raises(ValueError, match=r"with a forward of its own; needed a plain layer"):
@@ -543,7 +641,11 @@ def test_layers_with_a_forward_of_their_own_are_refused():
 def test_what_was_left_alone_is_said():
     model = tiny("gpt2")
     report = convert_(model, VAN_LOAN, progress=False)
-    assert report.skipped["lm_head"] == report.skipped["transformer.h.0.attn.c_attn"] == "not part of an MLP"
+    assert (
+        report.skipped["lm_head"]
+        == report.skipped["transformer.h.0.attn.c_attn"]
+        == "not part of an MLP"
+    )
     assert "left alone, not part of an MLP: 9" in str(report)
     assert any("van_loan" in line for line in str(report).splitlines())
 
@@ -551,7 +653,10 @@ def test_what_was_left_alone_is_said():
 def test_folding_changes_nothing_of_the_model_and_waits_for_fading(tmp_path):
     model = tiny("gpt2")
     convert_(model, VAN_LOAN, fade_in=True, progress=False)
-    for attempt in (lambda: fold(model, tmp_path / "a"), lambda: save_pretrained(model, tmp_path / "a")):
+    for attempt in (
+        lambda: fold(model, tmp_path / "a"),
+        lambda: save_pretrained(model, tmp_path / "a"),
+    ):
         with pytest.raises(ValueError, match=r"c_fc still runs its original layer"):
             attempt()
     with pytest.raises(ValueError, match="still runs its original"):
@@ -578,7 +683,13 @@ def test_a_failed_conversion_with_fading_gives_gradients_back(monkeypatch):
 
     monkeypatch.setattr(kronecker.fitting.fit, "fit_part", failing)
     with pytest.raises(RuntimeError, match="no more"):
-        convert_(model, KroneckerConfig(b_shape=(2, 1)), calibration=[ids()], fade_in=True, progress=False)
+        convert_(
+            model,
+            KroneckerConfig(b_shape=(2, 1)),
+            calibration=[ids()],
+            fade_in=True,
+            progress=False,
+        )
     assert all(p.requires_grad for p in model.parameters())
     assert not compressed(model)
 
@@ -613,11 +724,20 @@ def test_modules_that_were_frozen_by_eval_stay_so(init):
 
 
 def test_a_bias_that_is_tied_stays_tied():
-    config = transformers.BertConfig(vocab_size=96, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-                                     num_attention_heads=2)  # fmt: skip
+    config = transformers.BertConfig(
+        vocab_size=96,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
     model = transformers.BertForMaskedLM(config).eval()
     count = num_parameters(model)
-    convert_(model, {"*.word_embeddings": KroneckerConfig(b_shape=(1, 2), init="van_loan")}, progress=False)
+    convert_(
+        model,
+        {"*.word_embeddings": KroneckerConfig(b_shape=(1, 2), init="van_loan")},
+        progress=False,
+    )
     assert model.cls.predictions.decoder.bias is model.cls.predictions.bias
     assert num_parameters(model) == count - 96 * 16 + 96 * 8 + 2
 
@@ -646,15 +766,23 @@ def test_a_norm_between_the_matrices_keeps_neurons_in_their_order():
     model, x = Model(), made(300, 6)
     before = model(x).detach()
     config = KroneckerConfig(b_shape=(2, 1), rank=2)
-    with pytest.raises(ValueError, match="nothing to convert in Model"):  # its hidden neurons are not independent
+    with pytest.raises(
+        ValueError, match="nothing to convert in Model"
+    ):  # its hidden neurons are not independent
         convert_(model, config, calibration=[x], progress=False)
     convert_(model, {"*.fc1": config, "*.fc2": config.opposite()}, calibration=[x], progress=False)
-    torch.testing.assert_close(model(x).detach(), before, rtol=1e-2, atol=1e-2)  # all terms: as it was
+    torch.testing.assert_close(
+        model(x).detach(), before, rtol=1e-2, atol=1e-2
+    )  # all terms: as it was
 
 
 def test_text_is_no_calibration():
-    with pytest.raises(ValueError, match="a batch of calibration is a str, needed a tensor of token ids"):
-        convert_(tiny("gpt2"), KroneckerConfig(b_shape=(2, 1)), calibration=["some text"], progress=False)
+    with pytest.raises(
+        ValueError, match="a batch of calibration is a str, needed a tensor of token ids"
+    ):
+        convert_(
+            tiny("gpt2"), KroneckerConfig(b_shape=(2, 1)), calibration=["some text"], progress=False
+        )
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "gemma2", "qwen3", "mixtral"])
@@ -662,12 +790,16 @@ def test_a_walk_through_the_blocks_is_the_models_own_forward_every_time(kind):
     model = tiny(kind)
     padded = {"input_ids": ids(2, 9, seed=2), "attention_mask": torch.ones(2, 9)}
     data = batches([ids(seed=1), padded, ids(seed=3)], model, "test")
-    names = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and "expert" not in n]
+    names = [
+        n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and "expert" not in n
+    ]
     blocks = blocks_of(model, [f"{names[0]}.0.x"])
     calls = calls_of(model, [block for _, block, _ in blocks], data)
     with torch.no_grad():
         for _ in range(3):
-            for parameter in blocks[0][1].parameters():  # as a fit changes them, after the calls were taken
+            for parameter in blocks[0][
+                1
+            ].parameters():  # as a fit changes them, after the calls were taken
                 parameter.mul_(1.1)
             expected = [model(**batch, output_hidden_states=True).hidden_states for batch in data]
             states = [call.hidden for call in calls[0]]
@@ -679,7 +811,8 @@ def test_a_walk_through_the_blocks_is_the_models_own_forward_every_time(kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("kind", "expected"), [("gpt2", "output"), ("llama", "output"), ("bert", "read"), ("gemma2", None)]
+    ("kind", "expected"),
+    [("gpt2", "output"), ("llama", "output"), ("bert", "read"), ("gemma2", None)],
 )
 def test_the_stream_is_found_and_read(kind, expected, dtype):
     """Pre-norm, post-norm, and a norm after the MLP, behind which what it says is not the stream's."""
@@ -731,25 +864,42 @@ def test_a_low_rank_layer_is_its_dense_weight(bias, dtype):
     def reference(x, a, b, bias=None):
         return nn.functional.linear(x, b @ a, bias)
 
-    judge("low_rank_linear", "eager", fast, reference, inputs, dtype=dtype, case=f"bias {bias}", device="cpu")
+    judge(
+        "low_rank_linear",
+        "eager",
+        fast,
+        reference,
+        inputs,
+        dtype=dtype,
+        case=f"bias {bias}",
+        device="cpu",
+    )
 
 
 @pytest.mark.parametrize("init", ["sequential", "svd"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama-tied", "bert"])
 def test_low_rank_layers_are_saved_folded_and_reverted(kind, init, tmp_path):
     model = tiny(kind)
-    report = convert_(model, LowRankConfig(keep=0.5, init=init), calibration=[ids(8, seed=1)], progress=False)
+    report = convert_(
+        model, LowRankConfig(keep=0.5, init=init), calibration=[ids(8, seed=1)], progress=False
+    )
     layers = [m for m in model.modules() if isinstance(m, LowRankLinear)]
     assert len(layers) == len(report.layers) > 0
-    assert all(r.init == init and r.after < 0.6 * r.before and 0 < r.error < 1 for r in report.layers)
+    assert all(
+        r.init == init and r.after < 0.6 * r.before and 0 < r.error < 1 for r in report.layers
+    )
     after = output(model)
     model.save_pretrained(tmp_path / "small")
     assert torch.equal(output(from_pretrained(tmp_path / "small")), after)
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         auto_class(kind).from_pretrained(tmp_path / "small")
     fold(model, tmp_path / "dense")
-    torch.testing.assert_close(output(auto_class(kind).from_pretrained(tmp_path / "dense").eval()), after, rtol=1e-4,
-                               atol=1e-5)  # fmt: skip
+    torch.testing.assert_close(
+        output(auto_class(kind).from_pretrained(tmp_path / "dense").eval()),
+        after,
+        rtol=1e-4,
+        atol=1e-5,
+    )
     revert_(model)
     torch.testing.assert_close(output(model), after, rtol=1e-4, atol=1e-5)
 
@@ -796,14 +946,18 @@ def test_neurons_dropped_layer_by_layer_are_saved_with_their_sizes(kind, tmp_pat
     stock = auto_class(kind).from_pretrained(tmp_path / "stock").eval()
     torch.testing.assert_close(output(stock), after)
     assert {dense(stock.get_submodule(m.down)).shape[1] for m in mlps} == {max(sizes.values())}
-    with pytest.raises(ValueError, match="is not an MLP by itself; PruneConfig needs all layers of one"):
+    with pytest.raises(
+        ValueError, match="is not an MLP by itself; PruneConfig needs all layers of one"
+    ):
         convert_(tiny(kind), {mlps[0].down: PruneConfig()}, calibration=[ids()], progress=False)
 
 
 def test_only_neurons_that_nothing_reads_go_in_low_precision(tmp_path):
     model = tiny("llama")
     with torch.no_grad():
-        for block in model.model.layers:  # the same function, one column much larger than the others
+        for (
+            block
+        ) in model.model.layers:  # the same function, one column much larger than the others
             block.mlp.down_proj.weight[:, 0] *= 1000
             block.mlp.up_proj.weight[0] /= 1000
     model = model.to(torch.bfloat16)
@@ -815,7 +969,12 @@ def test_only_neurons_that_nothing_reads_go_in_low_precision(tmp_path):
 
 def test_gate_and_up_in_one_matrix_are_filled_up(tmp_path):
     config = transformers.Phi3Config(
-        vocab_size=96, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0
+        vocab_size=96,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        pad_token_id=0,
     )
     model = transformers.Phi3ForCausalLM(config).eval()
     mlps = find_mlps(model)
@@ -830,10 +989,18 @@ def test_gate_and_up_in_one_matrix_are_filled_up(tmp_path):
 
 def test_a_stack_of_experts_beside_an_mlp_of_its_size_is_filled_up_to_what_runs(tmp_path):
     config = transformers.Qwen2MoeConfig(
-        vocab_size=96, hidden_size=16, intermediate_size=24, moe_intermediate_size=24, num_hidden_layers=2,
-        shared_expert_intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, num_experts=4,
-        num_experts_per_tok=2, mlp_only_layers=[0],
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        shared_expert_intermediate_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mlp_only_layers=[0],
+    )
     model = transformers.Qwen2MoeForCausalLM(config).eval()
     configs = {n: PruneConfig(keep=15 / 24) for m in find_mlps(model) for n in (*m.ups, m.down)}
     configs["model.layers.1.mlp.experts"] = PruneConfig(keep=8 / 24)
@@ -845,15 +1012,29 @@ def test_a_stack_of_experts_beside_an_mlp_of_its_size_is_filled_up_to_what_runs(
 
 def test_folding_says_when_it_needs_a_batch(tmp_path):
     config = transformers.HubertConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        conv_dim=(8, 8), conv_stride=(2, 2), conv_kernel=(3, 3), num_feat_extract_layers=2, num_conv_pos_embeddings=8,
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        conv_dim=(8, 8),
+        conv_stride=(2, 2),
+        conv_kernel=(3, 3),
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=8,
         num_conv_pos_embedding_groups=2,
-    )  # fmt: skip
+    )
     model, batch = transformers.HubertModel(config).eval(), {"input_values": torch.randn(4, 400)}
     place = "encoder.layers.{}.feed_forward.{}_dense"
-    configs = {place.format(i, n): PruneConfig(keep=(0.3, 0.7)[i]) for i in (0, 1) for n in ("intermediate", "output")}
+    configs = {
+        place.format(i, n): PruneConfig(keep=(0.3, 0.7)[i])
+        for i in (0, 1)
+        for n in ("intermediate", "output")
+    }
     convert_(model, configs, calibration=[batch], progress=False)
-    with pytest.raises(ValueError, match="has lost neurons, and its MLP is not found without data, needed batch="):
+    with pytest.raises(
+        ValueError, match="has lost neurons, and its MLP is not found without data, needed batch="
+    ):
         fold(model, tmp_path / "stock")
     fold(model, tmp_path / "stock", batch=batch)
     stock = transformers.HubertModel.from_pretrained(tmp_path / "stock").eval()
@@ -867,12 +1048,16 @@ def test_neurons_that_nothing_reads_are_gone_from_a_folded_model(kind, tmp_path)
     convert_(model, VAN_LOAN, progress=False)
     for name, factor in model.named_parameters():
         if name.endswith((".b", "_b")):  # one entry is 1, the others are 0
-            factor.data.copy_(torch.eye(factor[0].numel())[-1].view(factor.shape[-2:]).expand_as(factor))
+            factor.data.copy_(
+                torch.eye(factor[0].numel())[-1].view(factor.shape[-2:]).expand_as(factor)
+            )
     fold(model, tmp_path / "stock")
     stock = auto_class(kind).from_pretrained(tmp_path / "stock").eval()
     torch.testing.assert_close(output(stock), output(model))
     assert num_parameters(stock) < num_parameters(tiny(kind))
-    next(p for n, p in model.named_parameters() if n.endswith("b") and p.shape[-1] == 2).data.fill_(0.5)
+    next(p for n, p in model.named_parameters() if n.endswith("b") and p.shape[-1] == 2).data.fill_(
+        0.5
+    )
     fold(model, tmp_path / "whole")  # one MLP reads all of its neurons
     whole = auto_class(kind).from_pretrained(tmp_path / "whole").eval()
     torch.testing.assert_close(output(whole), output(model))
@@ -897,10 +1082,17 @@ def test_an_error_puts_dropped_neurons_back(monkeypatch):
 
 
 def test_fading_in_begins_with_the_original():
-    """Its hidden neurons are in the order of the factors', so that any share of both is a blend of the two."""
+    """Its hidden neurons are in the order of the factors', so that any share of both is a blend of
+    the two."""
     model = tiny("llama")
     before = output(model)
-    convert_(model, KroneckerConfig(b_shape=(2, 1)), calibration=[ids(8, seed=1)], fade_in=True, progress=False)
+    convert_(
+        model,
+        KroneckerConfig(b_shape=(2, 1)),
+        calibration=[ids(8, seed=1)],
+        fade_in=True,
+        progress=False,
+    )
     torch.testing.assert_close(output(model), before, rtol=1e-4, atol=1e-5)
     for config in (LowRankConfig(), KroneckerConfig(b_shape=(2, 2), rank=4, epochs=0)):
         model = tiny("llama")
@@ -913,7 +1105,9 @@ def test_peft_adapts_what_is_left_dense_and_says_what_it_cannot():
 
     model = tiny("llama")
     convert_(model, LowRankConfig(), calibration=[ids(8, seed=1)], progress=False)
-    tuned = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+    tuned = peft.get_peft_model(
+        copy.deepcopy(model), peft.LoraConfig(target_modules=["q_proj", "v_proj"])
+    )
     tuned(input_ids=ids(), labels=ids()).loss.backward()
     assert all(p.grad is not None for n, p in tuned.named_parameters() if "lora_B" in n)
     with pytest.raises(ValueError, match="LowRankLinear"):
@@ -926,7 +1120,9 @@ def test_hooks_of_a_user_go_on_and_can_be_removed(config):
     layer = model.transformer.h[0].mlp.c_fc
     handles = [
         layer.register_forward_hook(lambda module, given, out: calls.append("after")),
-        layer.register_forward_pre_hook(lambda module, given, named: calls.append("before"), with_kwargs=True),
+        layer.register_forward_pre_hook(
+            lambda module, given, named: calls.append("before"), with_kwargs=True
+        ),
     ]
     convert_(model, config, calibration=[ids()], progress=False)
     calls.clear()
@@ -937,14 +1133,17 @@ def test_hooks_of_a_user_go_on_and_can_be_removed(config):
     output(model)
     assert len(calls) == 2
     if not isinstance(config, PruneConfig):
-        model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda module, given, out: calls.append("dense"))
+        model.transformer.h[0].mlp.c_fc.register_forward_hook(
+            lambda module, given, out: calls.append("dense")
+        )
         revert_(model)
         output(model)
         assert calls[2:] == ["dense"]
 
 
 def _apart(kind, config, monkeypatch, **patched):
-    """How far a converted model is from the original, over some models, with parts of the fit replaced."""
+    """How far a converted model is from the original, over some models, with parts of the fit
+    replaced."""
     distances = []
     for seed in range(3):
         model = tiny(kind, seed)
@@ -957,7 +1156,9 @@ def _apart(kind, config, monkeypatch, **patched):
     return sum(distances)
 
 
-@pytest.mark.parametrize("config", [LowRankConfig(epochs=0), KroneckerConfig(b_shape=(2, 1), epochs=0)])
+@pytest.mark.parametrize(
+    "config", [LowRankConfig(epochs=0), KroneckerConfig(b_shape=(2, 1), epochs=0)]
+)
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_a_fit_makes_up_for_what_the_stream_has_lost(kind, config, monkeypatch):
     nothing = {"block.Block._stream": lambda self, writer, x, y, out, call: torch.zeros_like(y)}
@@ -966,13 +1167,17 @@ def test_a_fit_makes_up_for_what_the_stream_has_lost(kind, config, monkeypatch):
 
 @pytest.mark.parametrize("config", [LowRankConfig(), KroneckerConfig(b_shape=(2, 2))])
 def test_descent_on_all_matrices_is_better_than_each_by_itself(config, monkeypatch):
-    assert _apart("llama", config, monkeypatch) < 0.98 * _apart("llama", replace(config, epochs=0), monkeypatch)
+    assert _apart("llama", config, monkeypatch) < 0.98 * _apart(
+        "llama", replace(config, epochs=0), monkeypatch
+    )
 
 
 def test_the_neurons_that_matter_come_first(monkeypatch):
     config = KroneckerConfig(b_shape=(2, 1), epochs=0)
     as_they_are = {"factors.neuron_order": lambda *given: None}
-    assert _apart("llama", config, monkeypatch) < 0.98 * _apart("llama", config, monkeypatch, **as_they_are)
+    assert _apart("llama", config, monkeypatch) < 0.98 * _apart(
+        "llama", config, monkeypatch, **as_they_are
+    )
 
 
 def test_padding_does_not_count_for_experts_either():
@@ -988,7 +1193,8 @@ def test_padding_does_not_count_for_experts_either():
 
 
 def test_layers_by_their_weights_alone_leave_the_original_to_the_walk():
-    """What a fitted layer should give is what the original gave, whatever else is converted in the same call."""
+    """What a fitted layer should give is what the original gave, whatever else is converted in the
+    same call."""
     maps = [{"*.mlp.*": KroneckerConfig(b_shape=(2, 1))}]
     maps.append({"*.attn.c_attn": KroneckerConfig(b_shape=(1, 2), init="van_loan")} | maps[0])
     reports = [convert_(tiny("gpt2"), m, calibration=[ids(8)], progress=False) for m in maps]
@@ -1029,7 +1235,11 @@ def test_a_model_within_a_converted_one_is_saved_with_its_factors(tmp_path):
         (PruneConfig(budget=9000), {}, "is not about one MLP"),
         (PruneConfig(), {"fade_in": True}, "PruneConfig leaves nothing to fade in"),
         ({"*.wte": PruneConfig()}, {}, "tied or not a linear layer; PruneConfig needs"),
-        ({"*.c_fc": PruneConfig(keep=0.25), "*.mlp.c_proj": PruneConfig(keep=0.75)}, {}, "PruneConfigs that differ"),
+        (
+            {"*.c_fc": PruneConfig(keep=0.25), "*.mlp.c_proj": PruneConfig(keep=0.75)},
+            {},
+            "PruneConfigs that differ",
+        ),
     ],
 )
 def test_configs_that_make_no_sense_are_refused(config, named, message):
@@ -1040,15 +1250,23 @@ def test_configs_that_make_no_sense_are_refused(config, named, message):
 def test_neurons_go_once_and_not_in_inference_mode():
     model = tiny("llama")
     convert_(model, PruneConfig(), calibration=[ids()], progress=False)
-    with pytest.raises(ValueError, match="has lost neurons already, needed all of a layer's changes in one call"):
+    with pytest.raises(
+        ValueError, match="has lost neurons already, needed all of a layer's changes in one call"
+    ):
         convert_(model, LowRankConfig(), calibration=[ids()], progress=False)
     with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode is on"):
         convert_(tiny("llama"), LowRankConfig(), calibration=[ids()], progress=False)
 
 
 def test_blocks_that_give_tuples_are_passed_by():
-    config = transformers.DebertaV2Config(vocab_size=96, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-                                          num_attention_heads=2, pad_token_id=0)  # fmt: skip
+    config = transformers.DebertaV2Config(
+        vocab_size=96,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        pad_token_id=0,
+    )
     model = transformers.DebertaV2ForSequenceClassification(config).eval()
     report = convert_(model, LowRankConfig(), calibration=[ids(), ids(seed=1)], progress=False)
     assert len(report.layers) == 4
@@ -1056,7 +1274,8 @@ def test_blocks_that_give_tuples_are_passed_by():
 
 @pytest.mark.parametrize("between", [1.0, 3.0])
 def test_blocks_that_are_no_chain_are_fitted_on_what_they_really_read(between):
-    """Something lies between the blocks: hidden states that are handed on from block to block would be wrong."""
+    """Something lies between the blocks: hidden states that are handed on from block to block would
+    be wrong."""
 
     class Block(nn.Module):
         def __init__(self):
@@ -1077,7 +1296,10 @@ def test_blocks_that_are_no_chain_are_fitted_on_what_they_really_read(between):
 
     torch.manual_seed(0)
     model, x = Model(), made(400, 6)
-    names = [block.name for block in blocks_with(model, find_mlps(model, {"input_ids": x}), [], [{"input_ids": x}])]
+    names = [
+        block.name
+        for block in blocks_with(model, find_mlps(model, {"input_ids": x}), [], [{"input_ids": x}])
+    ]
     assert names == ([""] if between != 1.0 else ["layers.0", "layers.1"])
     report = convert_(model, PruneConfig(refit="writing"), calibration=[x], progress=False)
     assert all(0 < r.error < 0.5 for r in report.layers)

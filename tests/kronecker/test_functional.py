@@ -51,20 +51,37 @@ def test_kron_linear(a_shape, b_shape, r, leading, order, dtype):
 
     inputs = parts(a_shape, b_shape, r, leading)
     case = f"{r} of {a_shape} x {b_shape}, x {[*leading]}"
-    judge(f"kron_linear, {order}", "eager", fast, reference.kron_linear, inputs, dtype=dtype, case=case)
+    judge(
+        f"kron_linear, {order}",
+        "eager",
+        fast,
+        reference.kron_linear,
+        inputs,
+        dtype=dtype,
+        case=case,
+    )
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_few_tokens_take_another_way_to_the_same_result(order):
     inputs = parts((40, 24), (2, 3), 3, (2,))
-    judge(f"kron_linear, {order}", "eager", lambda **t: kron_linear(**t, order=order), reference.kron_linear, inputs,
-          dtype=torch.float32, case="2 tokens")  # fmt: skip
+    judge(
+        f"kron_linear, {order}",
+        "eager",
+        lambda **t: kron_linear(**t, order=order),
+        reference.kron_linear,
+        inputs,
+        dtype=torch.float32,
+        case="2 tokens",
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("a_shape", "b_shape", "r", "leading"), [s for s in SHAPES if s[3]])
 def test_kron_embedding(a_shape, b_shape, r, leading, dtype):
-    inputs = {k: v for k, v in parts(a_shape, b_shape, r, leading).items() if k in ("a", "b", "scales")}
+    inputs = {
+        k: v for k, v in parts(a_shape, b_shape, r, leading).items() if k in ("a", "b", "scales")
+    }
     rows = a_shape[0] * b_shape[0]
     ids = torch.randint(0, rows, leading, generator=torch.Generator().manual_seed(0))
 
@@ -74,22 +91,37 @@ def test_kron_embedding(a_shape, b_shape, r, leading, dtype):
     def dense(**t):
         return reference.kron_embedding(ids, **t)
 
-    judge("kron_embedding", "eager", fast, dense, inputs, dtype=dtype, case=f"{r} of {a_shape} x {b_shape}")
+    judge(
+        "kron_embedding",
+        "eager",
+        fast,
+        dense,
+        inputs,
+        dtype=dtype,
+        case=f"{r} of {a_shape} x {b_shape}",
+    )
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_finite_differences(order):
     held = [t.requires_grad_() for t in parts((3, 4), (2, 3), 2, (2, 3), torch.float64).values()]
-    assert torch.autograd.gradcheck(lambda x, a, b, bias, s: kron_linear(x, a, b, bias, s, order=order), held)
+    assert torch.autograd.gradcheck(
+        lambda x, a, b, bias, s: kron_linear(x, a, b, bias, s, order=order), held
+    )
     ids = torch.tensor([[0, 5], [5, 3]])
-    assert torch.autograd.gradcheck(lambda a, b, s: kron_embedding(ids, a, b, s), (held[1], held[2], held[4]))
+    assert torch.autograd.gradcheck(
+        lambda a, b, s: kron_embedding(ids, a, b, s), (held[1], held[2], held[4])
+    )
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_inputs_that_are_not_contiguous(order):
     t = parts((4, 6), (3, 2), 2, (5,))
     x = made(12, 5).T.requires_grad_()
-    a, b = t["a"].transpose(1, 2).contiguous().transpose(1, 2), t["b"].transpose(1, 2).contiguous().transpose(1, 2)
+    a, b = (
+        t["a"].transpose(1, 2).contiguous().transpose(1, 2),
+        t["b"].transpose(1, 2).contiguous().transpose(1, 2),
+    )
     y = kron_linear(x, a, b, order=order)
     torch.testing.assert_close(y, reference.kron_linear(x, t["a"], t["b"]))
     y.sum().backward()  # the gradient of a sum is broadcast, with strides of 0
@@ -102,7 +134,9 @@ def test_the_order_is_the_cheapest():
     assert order_of((768, 768), (4, 1), 2, 1024) == "a_first"
     assert order_of((1024, 256), (3, 3), 2, 1024) == "b_first"
     assert order_of((1024, 256), (3, 3), 4, 1024) == "rebuild"
-    assert order_of((1024, 256), (3, 3), 4, 1) == "b_first"  # building a weight for one token is dearer
+    assert (
+        order_of((1024, 256), (3, 3), 4, 1) == "b_first"
+    )  # building a weight for one token is dearer
 
 
 def test_what_is_saved_for_backward():
@@ -141,7 +175,9 @@ def test_checkpointing_gives_the_same_gradients():
     kron_linear(x, a, t["b"]).square().sum().backward()
     first = a.grad.clone()
     a.grad = None
-    checkpoint(lambda x: kron_linear(x, a, t["b"]), x, use_reentrant=False).square().sum().backward()
+    checkpoint(
+        lambda x: kron_linear(x, a, t["b"]), x, use_reentrant=False
+    ).square().sum().backward()
     assert torch.equal(a.grad, first)
 
 
@@ -172,8 +208,14 @@ def test_build_is_the_dense_weight():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": torch.ones(2, 7)}, r"last dim of x is 7, but a \(4, 2\) and b \(5, 3\) need 2 \* 3 = 6"),
-        ({"x": torch.ones(2, 6, dtype=torch.float64)}, "x is torch.float64 and the factors are torch.float32"),
+        (
+            {"x": torch.ones(2, 7)},
+            r"last dim of x is 7, but a \(4, 2\) and b \(5, 3\) need 2 \* 3 = 6",
+        ),
+        (
+            {"x": torch.ones(2, 6, dtype=torch.float64)},
+            "x is torch.float64 and the factors are torch.float32",
+        ),
         ({"a": torch.ones(4, 2)}, r"needed \(r, O1, I1\) and \(r, O2, I2\)"),
         ({"a": torch.ones(2, 4, 2)}, r"needed \(r, O1, I1\)"),
         ({"a": torch.ones(1, 4, 2, dtype=torch.float64)}, "needed one float dtype"),
@@ -216,7 +258,9 @@ def test_no_graph_for_every_number_of_tokens(order):
         return graph.forward
 
     torch._dynamo.reset()
-    layer = torch.compile(lambda x: kron_linear(x, a, b, bias), backend=backend, dynamic=True, fullgraph=True)
+    layer = torch.compile(
+        lambda x: kron_linear(x, a, b, bias), backend=backend, dynamic=True, fullgraph=True
+    )
     for count in range(2, 27):
         x = made(count, width)
         torch.testing.assert_close(layer(x), kron_linear(x, a, b, bias))
@@ -242,10 +286,14 @@ def test_transforms_and_second_derivatives(order):
     a, b, bias, width = _layer_arguments(order)
     x = made(3, width)
     expected = reference.kron_linear(x, a, b, bias)
-    torch.testing.assert_close(torch.vmap(lambda row: kron_linear(row, a, b, bias, order=order))(x), expected)
+    torch.testing.assert_close(
+        torch.vmap(lambda row: kron_linear(row, a, b, bias, order=order))(x), expected
+    )
     square = lambda b: kron_linear(x, a, b, bias, order=order).square().sum()  # noqa: E731
     dense = lambda b: reference.kron_linear(x, a, b, bias).square().sum()  # noqa: E731
-    torch.testing.assert_close(torch.func.hessian(square)(b), torch.func.hessian(dense)(b), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        torch.func.hessian(square)(b), torch.func.hessian(dense)(b), rtol=1e-4, atol=1e-4
+    )
     leaf = b.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(square(leaf), leaf, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
@@ -265,16 +313,21 @@ def test_the_result_may_be_written_into():
 
 
 def test_meta_tensors_have_shapes_even_under_autocast():
-    a, b, bias, width = (t.to("meta") if isinstance(t, torch.Tensor) else t for t in _layer_arguments("a_first"))
+    a, b, bias, width = (
+        t.to("meta") if isinstance(t, torch.Tensor) else t for t in _layer_arguments("a_first")
+    )
     assert kron_linear(torch.empty(2, 3, width, device="meta"), a, b, bias).shape == (2, 3, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert kron_linear(torch.empty(2, 3, width, device="meta"), a, b, bias).shape == (2, 3, 8)
 
 
 def test_one_term_of_n_1_is_fewer_neurons_with_another_activation():
-    """What the guide says of B of (n, 1): kept neurons, each through Σ_j d_j act(b_j g) c_j u instead of act(g) u."""
+    """What the guide says of B of (n, 1): kept neurons, each through Σ_j d_j act(b_j g) c_j u
+    instead of act(g) u."""
     generator = torch.Generator().manual_seed(0)
-    x, gate, up, down = (torch.randn(*s, generator=generator).double() for s in ((5, 6), (4, 6), (4, 6), (3, 4)))
+    x, gate, up, down = (
+        torch.randn(*s, generator=generator).double() for s in ((5, 6), (4, 6), (4, 6), (3, 4))
+    )
     b, c, d = (torch.randn(3, generator=generator).double() for _ in range(3))
     wide = [kron_linear(x, a[None], small.view(1, 3, 1)) for a, small in ((gate, b), (up, c))]
     said = kron_linear(nn.functional.silu(wide[0]) * wide[1], down[None], d.view(1, 1, 3))

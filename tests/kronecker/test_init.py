@@ -10,7 +10,13 @@ from kronecker.moments import Moments
 from tests.kronecker.test_functional import made
 from tests.support.equivalence import judge
 
-SHAPES = [((6, 8), (1, 2), 1), ((9, 12), (3, 3), 2), ((8, 6), (2, 1), 2), ((5, 7), (5, 1), 1), ((12, 4), (4, 2), 3)]
+SHAPES = [
+    ((6, 8), (1, 2), 1),
+    ((9, 12), (3, 3), 2),
+    ((8, 6), (2, 1), 2),
+    ((5, 7), (5, 1), 1),
+    ((12, 4), (4, 2), 3),
+]
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -23,29 +29,48 @@ def test_van_loan_is_the_truncated_svd(shape, b_shape, rank, normalize):
         return reference.van_loan(weight, b_shape, rank, normalize)
 
     name = "van_loan, normalized" if normalize else "van_loan"
-    judge(name, "eager", fast, dense, {"weight": made(*shape)}, dtype=torch.float32, gradients=False,
-          case=f"{rank} of {b_shape}")  # fmt: skip
+    judge(
+        name,
+        "eager",
+        fast,
+        dense,
+        {"weight": made(*shape)},
+        dtype=torch.float32,
+        gradients=False,
+        case=f"{rank} of {b_shape}",
+    )
 
 
 @pytest.mark.parametrize(("shape", "b_shape", "rank"), SHAPES)
 def test_as_many_terms_as_the_smaller_factor_has_elements_are_exact(shape, b_shape, rank):
     a_size = shape[0] * shape[1] // (b_shape[0] * b_shape[1])
-    found = van_loan(made(*shape, dtype=torch.float64), b_shape, min(a_size, b_shape[0] * b_shape[1]))
+    found = van_loan(
+        made(*shape, dtype=torch.float64), b_shape, min(a_size, b_shape[0] * b_shape[1])
+    )
     assert found.error < 1e-7
     torch.testing.assert_close(found.weight(), made(*shape, dtype=torch.float64))
 
 
 def test_normalized_keeps_the_norm():
     weight = made(9, 12)
-    torch.testing.assert_close(van_loan(weight, (3, 3), normalize=True).weight().norm(), weight.norm())
+    torch.testing.assert_close(
+        van_loan(weight, (3, 3), normalize=True).weight().norm(), weight.norm()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("keep", "place"), [("even", (0, 0)), ("odd", (1, 1)), ((1, 0), (1, 0))])
 def test_prune(keep, place, dtype):
-    judge("prune", "eager", lambda weight: prune(weight, (2, 2), keep=keep).weight(),
-          lambda weight: reference.prune(weight, (2, 2), place), {"weight": made(6, 8)}, dtype=dtype, gradients=False,
-          case=str(keep))  # fmt: skip
+    judge(
+        "prune",
+        "eager",
+        lambda weight: prune(weight, (2, 2), keep=keep).weight(),
+        lambda weight: reference.prune(weight, (2, 2), place),
+        {"weight": made(6, 8)},
+        dtype=dtype,
+        gradients=False,
+        case=str(keep),
+    )
 
 
 def test_prune_keeps_outputs_exactly_and_takes_the_position_with_the_most_energy():
@@ -72,8 +97,16 @@ def test_als_is_the_dense_alternation(shape, b_shape, rank):
         cross = moments.cross.to(weight.dtype) + begin.weight() @ (moment - inputs)
         return reference.als(cross, moment, begin.a, begin.b, 3)
 
-    judge("als", "eager", fast, dense, {"weight": made(*shape), "x": x}, dtype=torch.float32, gradients=False,
-          case=f"{rank} of {b_shape}")  # fmt: skip
+    judge(
+        "als",
+        "eager",
+        fast,
+        dense,
+        {"weight": made(*shape), "x": x},
+        dtype=torch.float32,
+        gradients=False,
+        case=f"{rank} of {b_shape}",
+    )
 
 
 def test_als_makes_outputs_better_though_not_the_weight():
@@ -95,13 +128,19 @@ def test_moments_add_up_and_a_corrected_bias_gives_the_mean():
     torch.testing.assert_close(parts.cross, whole.cross, rtol=1e-5, atol=1e-4)
     found = als(whole.centred(), prune(weight, (2, 1)))
     fixed = correct_bias(whole, found.weight()).float()
-    torch.testing.assert_close((x @ found.weight().T + fixed).mean(0), y.mean(0), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        (x @ found.weight().T + fixed).mean(0), y.mean(0), rtol=1e-4, atol=1e-4
+    )
     one = correct_bias(Moments.of(x[:1], weight, bias), found.weight()).float()
     torch.testing.assert_close(x[0] @ found.weight().T + one, y[0], rtol=1e-4, atol=1e-4)
 
 
 def test_random_keeps_the_size_of_activations():
-    for shape, b_shape, rank in (((512, 512), (2, 2), 1), ((512, 512), (4, 1), 3), ((512, 512), (16, 16), 4)):
+    for shape, b_shape, rank in (
+        ((512, 512), (2, 2), 1),
+        ((512, 512), (4, 1), 3),
+        ((512, 512), (16, 16), 4),
+    ):
         torch.manual_seed(0)
         found = random(shape, b_shape, rank)
         y = torch.randn(200, 512, generator=torch.Generator().manual_seed(1)) @ found.weight().T
@@ -116,8 +155,16 @@ def test_random_keeps_the_size_of_activations():
         (lambda: van_loan(torch.ones(4, 4), (3, 1)), r"b_shape \(3, 1\) does not divide"),
         (lambda: van_loan(torch.ones(4, 4), (2, 1), 3), "rank is 3, needed 1 to 2"),
         (lambda: prune(torch.ones(4, 4), (2, 1), keep=(2, 0)), "needed a position within B"),
-        (lambda: als(Moments.zeros(4, 4), prune(torch.ones(4, 4), (2, 1))), "no calibration tokens"),
-        (lambda: als(Moments.of(torch.ones(2, 4), torch.ones(6, 4)), prune(torch.ones(4, 4), (2, 1))), "needed"),
+        (
+            lambda: als(Moments.zeros(4, 4), prune(torch.ones(4, 4), (2, 1))),
+            "no calibration tokens",
+        ),
+        (
+            lambda: als(
+                Moments.of(torch.ones(2, 4), torch.ones(6, 4)), prune(torch.ones(4, 4), (2, 1))
+            ),
+            "needed",
+        ),
     ],
 )
 def test_bad_input_is_refused(call, message):

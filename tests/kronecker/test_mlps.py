@@ -44,7 +44,8 @@ VISION = {
     "image_size": 16,
     "patch_size": 8,
 }
-FAMILIES = {  # class: (fields of its config, number of MLPs, layers that write hidden neurons, layout)
+# class: (fields of its config, number of MLPs, layers that write hidden neurons, layout)
+FAMILIES = {
     "FalconForCausalLM": (DECODER | {"ffn_hidden_size": 24}, 2, 1, "plain"),
     "BloomForCausalLM": (DECODER | {"n_layer": 2, "n_head": 4}, 2, 1, "plain"),
     "OPTForCausalLM": (DECODER | {"ffn_dim": 24, "word_embed_proj_dim": 16}, 2, 1, "plain"),
@@ -72,9 +73,13 @@ FAMILIES = {  # class: (fields of its config, number of MLPs, layers that write 
     "CLIPTextModel": (DECODER, 2, 1, "plain"),
     "BigBirdModel": (DECODER | {"attention_type": "original_full"}, 2, 1, "plain"),
     "MobileBertModel": (
-        DECODER | {"intra_bottleneck_size": 16, "embedding_size": 16, "num_feedforward_networks": 2}, 4, 1, "plain"
+        DECODER
+        | {"intra_bottleneck_size": 16, "embedding_size": 16, "num_feedforward_networks": 2},
+        4,
+        1,
+        "plain",
     ),
-}  # fmt: skip
+}
 
 
 def family(name):
@@ -90,7 +95,9 @@ def calibration(model):
     if model.main_input_name == "pixel_values":
         return {"pixel_values": torch.randn(8, 3, 16, 16, generator=generator)}
     ids = torch.randint(3, 96, (8, 16), generator=generator)
-    return {"input_ids": ids} | ({"decoder_input_ids": ids.flip(0)} if model.config.is_encoder_decoder else {})
+    return {"input_ids": ids} | (
+        {"decoder_input_ids": ids.flip(0)} if model.config.is_encoder_decoder else {}
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -112,7 +119,9 @@ def test_mlps_are_found_pruned_and_stock(name, tmp_path):
         torch.testing.assert_close(stock(**batch)[0], model(**batch)[0])
 
 
-@pytest.mark.parametrize("name", ["FalconForCausalLM", "Phi3ForCausalLM", "ViTModel", "BartForConditionalGeneration"])
+@pytest.mark.parametrize(
+    "name", ["FalconForCausalLM", "Phi3ForCausalLM", "ViTModel", "BartForConditionalGeneration"]
+)
 def test_families_are_converted(name):
     model = family(name)
     batch = calibration(model)
@@ -136,13 +145,20 @@ class Rows(nn.Module):
 
     def __init__(self, between, residual=False):
         super().__init__()
-        self.first, self.second, self.between, self.residual = nn.Linear(6, 10), nn.Linear(10, 6), between, residual
+        self.first, self.second, self.between, self.residual = (
+            nn.Linear(6, 10),
+            nn.Linear(10, 6),
+            between,
+            residual,
+        )
         self.beside = nn.Linear(6, 10)
 
     def forward(self, x):
         hidden = self.between(self.first(x))
         return self.second(
-            hidden + torch.sin(torch.arange(10.0)) * x.sum(-1, keepdim=True) if self.residual else hidden
+            hidden + torch.sin(torch.arange(10.0)) * x.sum(-1, keepdim=True)
+            if self.residual
+            else hidden
         )
 
 
@@ -170,7 +186,9 @@ def test_mixing_tokens_is_no_mlp():
 
 
 def test_a_model_that_cannot_be_run_is_refused():
-    with pytest.raises(ValueError, match=r"Rows could not be run to find its MLPs; needed a first batch"):
+    with pytest.raises(
+        ValueError, match=r"Rows could not be run to find its MLPs; needed a first batch"
+    ):
         find_mlps(Rows(nn.ReLU()))
     with pytest.raises(ValueError, match="could not be run"):
         find_mlps(Rows(nn.ReLU()), {"x": torch.randn(5, 7)})
@@ -182,7 +200,10 @@ def test_batches_of_an_encoder_decoder_are_whole():
     half = torch.ones(8, 16).tril()
     for bad, message in (
         ({"input_ids": batch["input_ids"]}, "needed decoder_input_ids for an encoder-decoder"),
-        ({"input_ids": batch["input_ids"], "labels": batch["input_ids"]}, "needed decoder_input_ids"),
+        (
+            {"input_ids": batch["input_ids"], "labels": batch["input_ids"]},
+            "needed decoder_input_ids",
+        ),
         (batch | {"attention_mask": half}, "needed batches without any"),
         (batch | {"decoder_attention_mask": half}, "needed batches without any"),
         (batch | {"decoder_input_ids": batch["input_ids"] + 96}, "token ids go from"),
@@ -215,25 +236,35 @@ def test_neurons_that_another_layer_reads_are_left_alone():
 @pytest.mark.parametrize("changes", [True, False])
 def test_hooks_that_change_what_a_layer_says_are_refused(changes):
     model = tiny("llama")
-    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda m, given, out: 2 * out if changes else None)
+    model.model.layers[0].mlp.down_proj.register_forward_hook(
+        lambda m, given, out: 2 * out if changes else None
+    )
     if not changes:
         assert len(find_mlps(model)) == model.config.num_hidden_layers
         return
-    with pytest.raises(ValueError, match=r"a forward hook changes what model\.layers\.0\.mlp\.down_proj says"):
+    with pytest.raises(
+        ValueError, match=r"a forward hook changes what model\.layers\.0\.mlp\.down_proj says"
+    ):
         find_mlps(model)
 
 
 def test_adapters_are_merged_first():
     batch = torch.randint(3, 96, (2, 8))
     for target in ("down_proj", "q_proj"):
-        config = peft.LoraConfig(target_modules=[target], r=2, init_lora_weights=False, task_type="CAUSAL_LM")
+        config = peft.LoraConfig(
+            target_modules=[target], r=2, init_lora_weights=False, task_type="CAUSAL_LM"
+        )
         model = peft.get_peft_model(tiny("llama"), config)
         with pytest.raises(ValueError, match=r"convert_: .* is an adapter's; merge adapters first"):
-            convert_(model, KroneckerConfig(b_shape=(2, 1), rank=2, init="van_loan"), progress=False)
+            convert_(
+                model, KroneckerConfig(b_shape=(2, 1), rank=2, init="van_loan"), progress=False
+            )
         with pytest.raises(ValueError, match=r"prune_: .* is an adapter's; merge adapters first"):
             prune_(model, calibration=[batch], progress=False)
 
 
 def test_short_ids_are_refused_by_their_type():
-    with pytest.raises(ValueError, match=r"token ids are torch\.int16, needed integers of 32 or 64 bits"):
+    with pytest.raises(
+        ValueError, match=r"token ids are torch\.int16, needed integers of 32 or 64 bits"
+    ):
         prune_(tiny("llama"), calibration=[torch.randint(3, 96, (2, 8)).short()], progress=False)

@@ -1,4 +1,5 @@
-"""Pruned models: which neurons go, what the others make up for, and that the result is a stock model."""
+"""Pruned models: which neurons go, what the others make up for, and that the result is a stock
+model."""
 
 import copy
 import itertools
@@ -34,7 +35,9 @@ def output(model, batch=None):
 def problem(inputs, outputs=5, seed=0):
     """A weight, and correlated second moments of its inputs."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(40, inputs, generator=generator) @ torch.randn(inputs, inputs, generator=generator)
+    x = torch.randn(40, inputs, generator=generator) @ torch.randn(
+        inputs, inputs, generator=generator
+    )
     weight = torch.randn(outputs, inputs, generator=generator)
     return weight.double(), (x.T @ x / 40).double()
 
@@ -60,7 +63,10 @@ def test_dropping_several_at_a_time_is_seldom_better():
     apart = []
     for seed in range(6):
         weight, moment = problem(12, seed=seed)
-        fast, slow = (least_error(weight, moment, eliminate(weight, moment, 4, step=step).tolist()) for step in (4, 1))
+        fast, slow = (
+            least_error(weight, moment, eliminate(weight, moment, 4, step=step).tolist())
+            for step in (4, 1)
+        )
         apart.append(fast / slow)
     assert sum(apart) / len(apart) > 1
 
@@ -69,9 +75,13 @@ def test_elimination_is_near_the_best_choice_there_is():
     ours, by_size = [], []
     for seed in range(8):
         weight, moment = problem(9, seed=seed)
-        best = min(least_error(weight, moment, kept) for kept in itertools.combinations(range(9), 4))
+        best = min(
+            least_error(weight, moment, kept) for kept in itertools.combinations(range(9), 4)
+        )
         ours.append(least_error(weight, moment, eliminate(weight, moment, 4).tolist()) / best)
-        by_size.append(least_error(weight, moment, weight.square().sum(0).argsort()[-4:].tolist()) / best)
+        by_size.append(
+            least_error(weight, moment, weight.square().sum(0).argsort()[-4:].tolist()) / best
+        )
     assert min(ours) >= 1 - 1e-6
     assert sum(ours) / 8 < 1.2
     assert sum(by_size) / 8 > 1.5  # what large weights alone would keep
@@ -79,7 +89,10 @@ def test_elimination_is_near_the_best_choice_there_is():
 
 def test_the_closed_form_is_the_least_squares_solution():
     generator = torch.Generator().manual_seed(0)
-    h, t = torch.randn(50, 6, generator=generator).double(), torch.randn(50, 3, generator=generator).double()
+    h, t = (
+        torch.randn(50, 6, generator=generator).double(),
+        torch.randn(50, 3, generator=generator).double(),
+    )
     kept = torch.tensor([0, 2, 5])
     expected = torch.linalg.lstsq(h[:, kept], t).solution.T
     torch.testing.assert_close(refitted(t.T @ h, h.T @ h, kept), expected)
@@ -100,7 +113,9 @@ def test_every_family_becomes_a_smaller_stock_model(kind, tmp_path):
     assert not any(said.values())
     torch.testing.assert_close(output(stock), output(model))
     fresh = type(model)(stock.config)
-    assert {n: p.shape for n, p in fresh.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+    assert {n: p.shape for n, p in fresh.named_parameters()} == {
+        n: p.shape for n, p in model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -108,7 +123,8 @@ def test_a_pruned_model_generates_with_a_cache(kind):
     model = tiny(kind)
     prune_(model, PruneConfig(keep=0.5), calibration=[ids()], progress=False)
     ways = [
-        model.generate(ids(1, 6), max_new_tokens=8, do_sample=False, use_cache=c, pad_token_id=0) for c in (True, False)
+        model.generate(ids(1, 6), max_new_tokens=8, do_sample=False, use_cache=c, pad_token_id=0)
+        for c in (True, False)
     ]
     assert torch.equal(*ways)
 
@@ -144,12 +160,15 @@ def test_each_fit_is_nearer_to_the_original(kind):
     for refit in ("none", "writing", "all"):
         model = tiny(kind)
         config = PruneConfig(keep=0.5, refit=refit, epochs=12)
-        found[refit] = prune_(model, config, calibration=[ids(64, seed=1)], progress=False).layers[0].error
+        found[refit] = (
+            prune_(model, config, calibration=[ids(64, seed=1)], progress=False).layers[0].error
+        )
     assert found["none"] > found["writing"] > found["all"]
 
 
 def test_descent_is_never_worse_than_the_closed_form():
-    """A model whose hidden neurons are tiny, so that its writing matrix is large: steps have to keep to sizes."""
+    """A model whose hidden neurons are tiny, so that its writing matrix is large: steps have to
+    keep to sizes."""
     errors = {}
     for refit in ("writing", "all"):
         model = tiny("bert")
@@ -159,21 +178,27 @@ def test_descent_is_never_worse_than_the_closed_form():
             up.bias.data.zero_()
             down.weight.data *= 100
         config = PruneConfig(refit=refit, epochs=1)
-        errors[refit] = prune_(model, config, calibration=[ids(8, seed=1)], progress=False).layers[0].error
+        errors[refit] = (
+            prune_(model, config, calibration=[ids(8, seed=1)], progress=False).layers[0].error
+        )
     assert errors["all"] <= errors["writing"]
 
 
 def test_all_neurons_are_the_original():
     model = tiny("gpt2")
     before = output(model)
-    prune_(model, PruneConfig(keep=1.0, refit="writing"), calibration=[ids(32, seed=1)], progress=False)
+    prune_(
+        model, PruneConfig(keep=1.0, refit="writing"), calibration=[ids(32, seed=1)], progress=False
+    )
     torch.testing.assert_close(output(model), before, rtol=1e-3, atol=1e-4)
 
 
 def test_the_error_from_moments_is_the_error():
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    weights = MlpWeights([(draw(12, 6),)], [draw(12)], (draw(6, 12),), draw(6), lambda said: torch.relu(said[0]))
+    weights = MlpWeights(
+        [(draw(12, 6),)], [draw(12)], (draw(6, 12),), draw(6), lambda said: torch.relu(said[0])
+    )
     x = draw(300, 6)
     seen = Seen(Moments.zeros(6, 12))
     seen.add(weights.hidden(x), weights(x), None)
@@ -206,15 +231,25 @@ def test_padding_does_not_count():
 
 def test_a_fused_gate_and_up_lose_the_same_neurons(tmp_path):
     config = transformers.Phi3Config(
-        vocab_size=96, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     model = transformers.Phi3ForCausalLM(config).eval()
     assert find_mlps(model)[0].layout == "halves"
     prune_(model, calibration=[ids()], progress=False)
     assert model.model.layers[0].mlp.gate_up_proj.weight.shape == (24, 16)
     model.save_pretrained(tmp_path)
-    torch.testing.assert_close(output(transformers.Phi3ForCausalLM.from_pretrained(tmp_path)), output(model))
+    torch.testing.assert_close(
+        output(transformers.Phi3ForCausalLM.from_pretrained(tmp_path)), output(model)
+    )
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
@@ -228,14 +263,19 @@ def test_experts_are_fitted_on_the_tokens_they_get(kind):
     handle = model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
     output(model, ids(8, seed=1))
     handle.remove()
-    report = convert_(model, {name: PruneConfig(keep=0.7)}, calibration=[ids(8, seed=1)], progress=False)
+    report = convert_(
+        model, {name: PruneConfig(keep=0.7)}, calibration=[ids(8, seed=1)], progress=False
+    )
     after, apart, energy = model.get_submodule(name), 0.0, 0.0
     for expert in range(3):
         x = seen["x"][(seen["to"] == expert).any(-1)]
         alone = (x, torch.full((len(x), 1), expert), torch.ones(len(x), 1))
         with torch.no_grad():
             old, new = (stack(*alone) for stack in (before, after))
-        apart, energy = apart + float((old - new).square().sum()), energy + float(old.square().sum())
+        apart, energy = (
+            apart + float((old - new).square().sum()),
+            energy + float(old.square().sum()),
+        )
     assert report.layers[0].error == pytest.approx((apart / energy) ** 0.5, rel=1e-3)
     assert report.layers[0].error < 0.7
 
@@ -350,7 +390,10 @@ def test_configs_round_trip():
             [{"input_ids": torch.ones(0, 4).long(), "attention_mask": torch.ones(1, 4)}],
             r"a batch has no token, \[0, 4\]",
         ),
-        ([torch.ones(1, 65, dtype=torch.long)], "rows have 65 tokens, needed at most the model's 64"),
+        (
+            [torch.ones(1, 65, dtype=torch.long)],
+            "rows have 65 tokens, needed at most the model's 64",
+        ),
     ],
 )
 def test_bad_calibration_changes_nothing(calibration, message):
@@ -362,9 +405,14 @@ def test_bad_calibration_changes_nothing(calibration, message):
 
 
 def test_rows_of_a_tokenized_data_set_are_calibration():
-    rows = [{"text": "so it came", "input_ids": row.tolist(), "attention_mask": [1] * 16} for row in ids()]
+    rows = [
+        {"text": "so it came", "input_ids": row.tolist(), "attention_mask": [1] * 16}
+        for row in ids()
+    ]
     models = tiny("llama"), tiny("llama")
-    for model, calibration in zip(models, (datasets.Dataset.from_list(rows), ids().split(1)), strict=True):
+    for model, calibration in zip(
+        models, (datasets.Dataset.from_list(rows), ids().split(1)), strict=True
+    ):
         prune_(model, calibration=calibration, progress=False)
     assert torch.equal(output(models[0]), output(models[1]))
 
@@ -375,7 +423,10 @@ def test_models_that_cannot_be_pruned_are_refused():
             prune_(model, PruneConfig(**fields), calibration=[ids()], progress=False)
 
     sizes = {"vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 2}
-    attempt(transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)), "no MLP is found in MambaForCausalLM")
+    attempt(
+        transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)),
+        "no MLP is found in MambaForCausalLM",
+    )
     heads = {"n_layer": 2, "n_head": 4}
     bloom = transformers.BloomForCausalLM(transformers.BloomConfig(**sizes | heads))
     attempt(bloom, "BloomConfig has no size that gives")  # four times the width, always
@@ -431,11 +482,18 @@ def test_what_the_stream_has_lost_is_made_up_for(kind, monkeypatch):
             with monkeypatch.context() as patch:
                 for name, value in patched.items():
                     patch.setattr(f"kronecker.{name}", value)
-                prune_(model, PruneConfig(keep=0.5, refit="writing"), calibration=[ids(256, seed=1)], progress=False)
+                prune_(
+                    model,
+                    PruneConfig(keep=0.5, refit="writing"),
+                    calibration=[ids(256, seed=1)],
+                    progress=False,
+                )
             distances.append(float((output(model, ids(64, seed=2)) - before).norm()))
         return sum(distances)
 
-    assert apart() < apart(**{"fitting.block.Block._stream": lambda self, writer, x, y, out, call: torch.zeros_like(y)})
+    assert apart() < apart(
+        **{"fitting.block.Block._stream": lambda self, writer, x, y, out, call: torch.zeros_like(y)}
+    )
 
 
 def test_what_a_user_has_set_stays():
@@ -461,7 +519,12 @@ def test_rounded_sizes_keep_a_budget_or_say_so():
     model = tiny("llama")
     total = num_parameters(model)
     with pytest.raises(ValueError, match="needed 10,896 or more with sizes rounded"):
-        prune_(model, PruneConfig(budget=total - 2000, multiple_of=64), calibration=[ids()], progress=False)
+        prune_(
+            model,
+            PruneConfig(budget=total - 2000, multiple_of=64),
+            calibration=[ids()],
+            progress=False,
+        )
     mixture = tiny("mixtral")
     total = num_parameters(mixture)
     report = prune_(mixture, PruneConfig(budget=total - 3000), calibration=[ids()], progress=False)
@@ -508,7 +571,9 @@ def test_an_interrupt_leaves_no_hook_and_no_forward(place, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         prune_(model, calibration=[ids(), ids(seed=1)], progress=False)
     assert torch.equal(output(model), before)
-    assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
+    assert not any(
+        m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules()
+    )
 
 
 def test_adapters_wrappers_and_nothing_but_padding_are_refused():
@@ -521,16 +586,27 @@ def test_adapters_wrappers_and_nothing_but_padding_are_refused():
     wrapper = nn.Module()
     wrapper.encoder = tiny("bert")
     attempt(wrapper, "encoder within Module has a config of its own")
-    attempt(tiny("bert"), "saw no calibration token", {"input_ids": ids(), "attention_mask": torch.zeros(8, 16)})
+    attempt(
+        tiny("bert"),
+        "saw no calibration token",
+        {"input_ids": ids(), "attention_mask": torch.zeros(8, 16)},
+    )
     with torch.inference_mode():
         attempt(tiny("bert"), "inference_mode is on")
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "llama-tied", "bert", "gemma2", "qwen3", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "llama", "llama-tied", "bert", "gemma2", "qwen3", "mixtral", "gpt-oss"]
+)
 def test_without_some_blocks_it_is_a_stock_model(kind, tmp_path):
     model = tiny(kind)
     count = model.config.num_hidden_layers
-    report = prune_(model, PruneConfig(keep=0.5, granularity="block"), calibration=[ids(8, seed=1)], progress=False)
+    report = prune_(
+        model,
+        PruneConfig(keep=0.5, granularity="block"),
+        calibration=[ids(8, seed=1)],
+        progress=False,
+    )
     assert model.config.num_hidden_layers == max(1, round(count / 2))
     assert report.after == num_parameters(model) < report.before
     gone = [r for r in report.layers if not r.after]
@@ -542,9 +618,14 @@ def test_without_some_blocks_it_is_a_stock_model(kind, tmp_path):
     stock = auto_class(kind).from_pretrained(tmp_path).eval()
     torch.testing.assert_close(output(stock), after)
     if model.can_generate():
-        texts = [m.generate(ids()[:, :4], max_new_tokens=6, min_new_tokens=6, do_sample=False) for m in (model, stock)]
+        texts = [
+            m.generate(ids()[:, :4], max_new_tokens=6, min_new_tokens=6, do_sample=False)
+            for m in (model, stock)
+        ]
         assert torch.equal(*texts)
-        plain = model.generate(ids()[:, :4], max_new_tokens=6, min_new_tokens=6, do_sample=False, use_cache=False)
+        plain = model.generate(
+            ids()[:, :4], max_new_tokens=6, min_new_tokens=6, do_sample=False, use_cache=False
+        )
         assert torch.equal(texts[0], plain)
 
 
@@ -579,16 +660,25 @@ def test_blocks_by_budget_and_what_is_refused(tmp_path, monkeypatch):
     model = tiny("gpt2")
     block = num_parameters(model.transformer.h[0])
     budget = num_parameters(model) - block
-    report = prune_(model, PruneConfig(budget=budget, granularity="block"), calibration=[ids()], progress=False)
+    report = prune_(
+        model, PruneConfig(budget=budget, granularity="block"), calibration=[ids()], progress=False
+    )
     assert report.after == budget
     with pytest.raises(ValueError, match=r"budget is 10, needed .* or more with one block left"):
-        prune_(tiny("gpt2"), PruneConfig(budget=10, granularity="block"), calibration=[ids()], progress=False)
+        prune_(
+            tiny("gpt2"),
+            PruneConfig(budget=10, granularity="block"),
+            calibration=[ids()],
+            progress=False,
+        )
     with pytest.raises(ValueError, match="granularity is 'layer'"):
         PruneConfig(granularity="layer")
     with pytest.raises(ValueError, match="config is a LowRankConfig, needed a PruneConfig"):
         prune_(tiny("gpt2"), LowRankConfig(), calibration=[ids()], progress=False)
     with pytest.raises(ValueError, match="is not about one MLP"):
-        convert_(tiny("gpt2"), PruneConfig(granularity="block"), calibration=[ids()], progress=False)
+        convert_(
+            tiny("gpt2"), PruneConfig(granularity="block"), calibration=[ids()], progress=False
+        )
     model = tiny("gpt2")
     before = output(model)
 
@@ -604,9 +694,17 @@ def test_blocks_by_budget_and_what_is_refused(tmp_path, monkeypatch):
 
 def neo():
     config = transformers.GPTNeoConfig(
-        vocab_size=96, hidden_size=16, num_layers=4, num_heads=2, intermediate_size=24, window_size=4,
-        attention_types=[[["global", "local"], 2]], max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=16,
+        num_layers=4,
+        num_heads=2,
+        intermediate_size=24,
+        window_size=4,
+        attention_types=[[["global", "local"], 2]],
+        max_position_embeddings=64,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     torch.manual_seed(0)
     return transformers.GPTNeoForCausalLM(config).eval()
 
@@ -626,24 +724,32 @@ def test_a_block_in_a_new_place_has_its_own_settings(tmp_path):
     without(model, {1})
     assert model.config.layer_types == ["full_attention", "full_attention", "sliding_attention"]
     model.save_pretrained(tmp_path)
-    torch.testing.assert_close(output(auto_class("gemma3").from_pretrained(tmp_path).eval()), output(model))
+    torch.testing.assert_close(
+        output(auto_class("gemma3").from_pretrained(tmp_path).eval()), output(model)
+    )
 
 
 def test_blocks_are_renumbered_whatever_they_call_their_number(tmp_path):
     model = without(neo(), {1})
     model.generate(ids(1, 6), max_new_tokens=4, do_sample=False, pad_token_id=0)
     model.save_pretrained(tmp_path)
-    torch.testing.assert_close(output(transformers.GPTNeoForCausalLM.from_pretrained(tmp_path).eval()), output(model))
+    torch.testing.assert_close(
+        output(transformers.GPTNeoForCausalLM.from_pretrained(tmp_path).eval()), output(model)
+    )
 
 
 def test_blocks_that_depend_on_their_place_are_refused():
     model = tiny("gpt2", n_layer=3, scale_attn_by_inverse_layer_idx=True)
-    with pytest.raises(ValueError, match=r"prune_: .* of transformer\.h\.\d.* is .*, and would be .* in the place of"):
+    with pytest.raises(
+        ValueError,
+        match=r"prune_: .* of transformer\.h\.\d.* is .*, and would be .* in the place of",
+    ):
         without(model, {0})
 
 
 def test_a_bias_before_the_middle_counts_from_the_start():
-    """Without descent, large biases of the matrices that read the width are in what the fit works towards."""
+    """Without descent, large biases of the matrices that read the width are in what the fit works
+    towards."""
     model = tiny("gpt2")
     for block in model.transformer.h:
         torch.nn.init.normal_(block.mlp.c_fc.bias, std=3.0)

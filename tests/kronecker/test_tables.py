@@ -25,7 +25,11 @@ from tests.kronecker.test_functional import made
 from tests.support.equivalence import judge
 from tests.support.models import tiny
 
-TABLES = {"gpt2": "transformer.wte", "llama-tied": "model.embed_tokens", "bert": "embeddings.word_embeddings"}
+TABLES = {
+    "gpt2": "transformer.wte",
+    "llama-tied": "model.embed_tokens",
+    "bert": "embeddings.word_embeddings",
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -40,7 +44,16 @@ def test_a_low_rank_table_is_its_dense_weight(dtype):
         return nn.functional.embedding(looked_up, b @ a)
 
     inputs = {"a": made(3, 7, seed=1), "b": made(11, 3, seed=2)}
-    judge("low_rank_embedding", "eager", fast, reference, inputs, dtype=dtype, case="rank 3", device="cpu")
+    judge(
+        "low_rank_embedding",
+        "eager",
+        fast,
+        reference,
+        inputs,
+        dtype=dtype,
+        case="rank 3",
+        device="cpu",
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -65,8 +78,12 @@ def test_a_table_is_seen_as_its_tokens_use_it_without_padding():
     model, batch = tiny("llama-tied"), ids(2, 5)
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
     name, heard = TABLES["llama-tied"], []
-    handle = model.lm_head.register_forward_pre_hook(lambda module, given: heard.append(given[0].detach()))
-    use = uses_of(model, {name: ["lm_head"]}, [{"input_ids": batch, "attention_mask": mask}] * 2, "convert_")[name]
+    handle = model.lm_head.register_forward_pre_hook(
+        lambda module, given: heard.append(given[0].detach())
+    )
+    use = uses_of(
+        model, {name: ["lm_head"]}, [{"input_ids": batch, "attention_mask": mask}] * 2, "convert_"
+    )[name]
     handle.remove()
     assert torch.equal(use.counts, 2 * torch.bincount(batch[mask.bool()], minlength=96).double())
     x = heard[0][mask.bool()].double()
@@ -78,7 +95,9 @@ def test_a_table_is_seen_as_its_tokens_use_it_without_padding():
 def test_tables_are_saved_trained_folded_and_reverted(kind, init, tmp_path):
     model, name = tiny(kind), TABLES[kind]
     original = output(model)
-    report = convert_(model, {name: LowRankConfig(keep=0.5, init=init)}, calibration=[ids(seed=1)], progress=False)
+    report = convert_(
+        model, {name: LowRankConfig(keep=0.5, init=init)}, calibration=[ids(seed=1)], progress=False
+    )
     (row,) = report.layers
     assert row.name == name
     assert row.init == init
@@ -122,8 +141,12 @@ def test_what_is_looked_up_often_is_kept_best():
     weight = model.embeddings.word_embeddings.weight.detach().clone()
     often = torch.full((8, 16), 7)
     often[0] = torch.arange(3, 19)
-    convert_(model, {"*word_embeddings": LowRankConfig(rank=4)}, calibration=[often], progress=False)
-    wrong = (model.embeddings.word_embeddings.dense_weight() - weight).norm(dim=1) / weight.norm(dim=1)
+    convert_(
+        model, {"*word_embeddings": LowRankConfig(rank=4)}, calibration=[often], progress=False
+    )
+    wrong = (model.embeddings.word_embeddings.dense_weight() - weight).norm(dim=1) / weight.norm(
+        dim=1
+    )
     assert wrong[7] < 0.3 * wrong.mean()
 
 
@@ -133,7 +156,12 @@ def test_tables_and_mlps_in_one_call_and_a_stock_trainer(tmp_path):
     report = convert_(model, configs, calibration=[ids(8, seed=1)], progress=False)
     assert {type(row.init) for row in report.layers} == {str}
     arguments = transformers.TrainingArguments(
-        str(tmp_path), max_steps=2, report_to="none", disable_tqdm=True, use_cpu=True, learning_rate=1e-2
+        str(tmp_path),
+        max_steps=2,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        learning_rate=1e-2,
     )
     rows = [{"input_ids": row, "labels": row} for row in ids(8)]
     before = model.transformer.wte.b.detach().clone()
@@ -145,7 +173,9 @@ def test_tables_and_mlps_in_one_call_and_a_stock_trainer(tmp_path):
 def test_kronecker_factors_of_a_table_look_at_its_weight_alone():
     table = nn.Embedding(12, 8)
     starts = [KroneckerConfig(b_shape=(1, 2)), KroneckerConfig(b_shape=(1, 2), init="van_loan")]
-    first, second = (KroneckerEmbedding.from_embedding(table, config).dense_weight() for config in starts)
+    first, second = (
+        KroneckerEmbedding.from_embedding(table, config).dense_weight() for config in starts
+    )
     assert torch.equal(first, second)
     assert not torch.equal(first, table.weight)
 
@@ -153,7 +183,10 @@ def test_kronecker_factors_of_a_table_look_at_its_weight_alone():
 def test_neurons_go_before_a_table_does(tmp_path):
     model, data = tiny("bert"), [ids(8, seed=1)]
     convert_(model, {"*word_embeddings": LowRankConfig()}, calibration=data, progress=False)
-    with pytest.raises(ValueError, match=r"word_embeddings is compressed already; needed a stock model, and convert_"):
+    with pytest.raises(
+        ValueError,
+        match=r"word_embeddings is compressed already; needed a stock model, and convert_",
+    ):
         prune_(model, PruneConfig(), calibration=data, progress=False)
     model = tiny("bert")
     prune_(model, PruneConfig(), calibration=data, progress=False)
@@ -167,7 +200,11 @@ def test_neurons_go_before_a_table_does(tmp_path):
     [
         (None, LowRankConfig(), "looks at what layers see, needed calibration data"),
         ([ids()], LowRankConfig(rank=17), "rank is 17, but a weight of"),
-        ([{"inputs_embeds": torch.ones(1, 3, 16)}], LowRankConfig(), "looked up no calibration token"),
+        (
+            [{"inputs_embeds": torch.ones(1, 3, 16)}],
+            LowRankConfig(),
+            "looked up no calibration token",
+        ),
     ],
 )
 def test_tables_that_cannot_be_fitted_are_left_as_they_were(calibration, config, message):

@@ -29,9 +29,17 @@ def test_a_folder_is_not_a_model(call):
 def test_a_vision_model_says_what_it_reads():
     from transformers import ViTConfig, ViTModel
 
-    sizes = {"image_size": 8, "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "image_size": 8,
+        "patch_size": 4,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = ViTModel(ViTConfig(**sizes, intermediate_size=16))
-    with pytest.raises(ValueError, match=r"has \['input_ids'\], needed dicts with 'pixel_values' for ViTModel"):
+    with pytest.raises(
+        ValueError, match=r"has \['input_ids'\], needed dicts with 'pixel_values' for ViTModel"
+    ):
         prune_(model, PruneConfig(), calibration=[torch.ones(1, 4, dtype=torch.long)])
 
 
@@ -40,7 +48,10 @@ def test_reports_say_on_how_many_tokens_errors_are_measured_and_whether_that_is_
     for tokens, few in ((8, True), (200, False)):
         ids = torch.randint(0, 96, (1, tokens), generator=torch.Generator().manual_seed(0))
         report = change(
-            tiny("llama"), PruneConfig(keep=0.5), calibration=[ids[:, :64]] * (tokens // 64 or 1), progress=False
+            tiny("llama"),
+            PruneConfig(keep=0.5),
+            calibration=[ids[:, :64]] * (tokens // 64 or 1),
+            progress=False,
         )
         count = min(tokens, 64) * (tokens // 64 or 1)
         assert f"errors are those on the {count} calibration tokens" in str(report)
@@ -51,11 +62,17 @@ def test_reports_say_on_how_many_tokens_errors_are_measured_and_whether_that_is_
 
 
 @pytest.mark.parametrize(
-    ("fields", "what"), [({"granularity": "block", "keep": 0.9}, "blocks"), ({"multiple_of": 512}, "neurons")]
+    ("fields", "what"),
+    [({"granularity": "block", "keep": 0.9}, "blocks"), ({"multiple_of": 512}, "neurons")],
 )
 def test_what_would_leave_all_as_it_is_is_refused(fields, what):
     with pytest.raises(ValueError, match=rf"prune_: all \d+ {what} .*would stay"):
-        prune_(tiny("llama"), PruneConfig(**fields), calibration=[torch.ones(1, 8, dtype=torch.long)], progress=False)
+        prune_(
+            tiny("llama"),
+            PruneConfig(**fields),
+            calibration=[torch.ones(1, 8, dtype=torch.long)],
+            progress=False,
+        )
 
 
 def test_what_is_no_text_is_refused_and_marks_are_read(tmp_path):

@@ -34,26 +34,46 @@ def rows(count=24, length=10):
     labels = made.clone()
     labels[::3, :4] = -100  # unequal numbers of tokens
     return [
-        {"input_ids": i, "labels": y, "attention_mask": torch.ones_like(i)} for i, y in zip(made, labels, strict=True)
+        {"input_ids": i, "labels": y, "attention_mask": torch.ones_like(i)}
+        for i, y in zip(made, labels, strict=True)
     ]
 
 
 def student(kind="gpt2", init="van_loan", **named):
     model = tiny(kind, **(SMALL if kind == "gpt2" else {}))
-    convert_(model, KroneckerConfig(b_shape=(2, 1), init=init, scales=True), progress=False, **named)
+    convert_(
+        model, KroneckerConfig(b_shape=(2, 1), init=init, scales=True), progress=False, **named
+    )
     return model
 
 
 def arguments(out, **changes):
-    common = {"max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 0.1, "optim": "sgd", "use_cpu": True}
-    common |= {"lr_scheduler_type": "constant", "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    common = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+        "use_cpu": True,
+    }
+    common |= {
+        "lr_scheduler_type": "constant",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+    }
     common |= {"logging_steps": 2, "max_grad_norm": 0.0, "weight_decay": 0.0}
     return TrainingArguments(str(out), **common | changes)
 
 
 def train(model, out, callbacks=None, resume=None, **named):
-    own = {k: named.pop(k) for k in list(named) if k in ("teacher", "distill", "pretrained_learning_rate")}
-    trainer = KroneckerTrainer(model, arguments(out, **named), train_dataset=rows(), callbacks=callbacks, **own)
+    own = {
+        k: named.pop(k)
+        for k in list(named)
+        if k in ("teacher", "distill", "pretrained_learning_rate")
+    }
+    trainer = KroneckerTrainer(
+        model, arguments(out, **named), train_dataset=rows(), callbacks=callbacks, **own
+    )
     set_seed(0)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -66,7 +86,10 @@ def same(a, b, **close):
 
 def test_groups_have_their_rates_and_only_factors_decay():
     model = student()
-    groups = {g["name"]: g for g in parameter_groups(model, learning_rate=1.0, pretrained_learning_rate=0.1)}
+    groups = {
+        g["name"]: g
+        for g in parameter_groups(model, learning_rate=1.0, pretrained_learning_rate=0.1)
+    }
     assert {n: (g["lr"], g["weight_decay"]) for n, g in groups.items()} == {
         "factors": (1.0, 0.1),
         "scales": (1.0, 0.0),
@@ -78,7 +101,12 @@ def test_groups_have_their_rates_and_only_factors_decay():
     fc, out = model.transformer.h[0].mlp.c_fc, model.transformer.h[0].mlp.c_proj
     assert fc.learning_rate_multipliers() == {"a": 0.5, "b": 8.0}
     assert out.learning_rate_multipliers() == {"a": 1.0, "b": 16.0}
-    assert rates == {"factors x0.5": 0.5, "factors x8": 8.0, "factors x1": 1.0, "factors x16": 16.0} | {
+    assert rates == {
+        "factors x0.5": 0.5,
+        "factors x8": 8.0,
+        "factors x1": 1.0,
+        "factors x16": 16.0,
+    } | {
         "scales": 1.0,
         "pretrained": 1.0,
     }
@@ -91,7 +119,11 @@ def test_groups_have_their_rates_and_only_factors_decay():
 def dense_loss(model, teacher, batch, config):
     """The distillation loss position by position."""
     ours, theirs = (
-        m(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], output_hidden_states=True)
+        m(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            output_hidden_states=True,
+        )
         for m in (model, teacher)
     )
     t, kl, ce, hidden, count = config.temperature, 0.0, 0.0, 0.0, 0
@@ -104,7 +136,9 @@ def dense_loss(model, teacher, batch, config):
             kl, count = kl + t * t * (p.exp() * (p - q)).sum(), count + 1
             ce = ce - F.log_softmax(ours.logits[row, i], -1)[label]
             pairs = list(zip(ours.hidden_states, theirs.hidden_states, strict=True))
-            errors = [(a[row, i] - b[row, i]).square().sum() / b[row, i].square().sum() for a, b in pairs]
+            errors = [
+                (a[row, i] - b[row, i]).square().sum() / b[row, i].square().sum() for a, b in pairs
+            ]
             hidden = hidden + sum(errors) / len(errors)
     return (config.logits * kl + config.labels * ce + config.hidden * hidden) / count
 
@@ -113,14 +147,20 @@ def dense_loss(model, teacher, batch, config):
 def test_the_loss_is_the_dense_one(kind, tmp_path):
     model, teacher = student(kind), tiny(kind)
     config = DistillConfig(logits=0.7, labels=0.3, hidden=0.5, temperature=1.5)
-    trainer = KroneckerTrainer(model, arguments(tmp_path), teacher=teacher, distill=config, train_dataset=rows())
+    trainer = KroneckerTrainer(
+        model, arguments(tmp_path), teacher=teacher, distill=config, train_dataset=rows()
+    )
     batch = {k: torch.stack([r[k] for r in rows()[:5]]) for k in rows()[0]}
     model.train()
     found = trainer.compute_loss(model, dict(batch))
     expected = dense_loss(model, teacher, batch, config)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     parameters = list(model.parameters())
-    for a, b in zip(torch.autograd.grad(found, parameters), torch.autograd.grad(expected, parameters), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(found, parameters),
+        torch.autograd.grad(expected, parameters),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
 
 
@@ -128,7 +168,9 @@ def test_the_loss_is_the_dense_one(kind, tmp_path):
 def test_layers_learn_on_the_teachers_real_inputs(kind, tmp_path):
     model, teacher = student(kind), tiny(kind)
     config = DistillConfig(logits=0.0, layers=1.0)
-    trainer = KroneckerTrainer(model, arguments(tmp_path), teacher=teacher, distill=config, train_dataset=rows())
+    trainer = KroneckerTrainer(
+        model, arguments(tmp_path), teacher=teacher, distill=config, train_dataset=rows()
+    )
     batch = {k: torch.stack([r[k] for r in rows()[:5]]) for k in ("input_ids", "attention_mask")}
     model.train()
     model.requires_grad_(True)
@@ -141,10 +183,14 @@ def test_layers_learn_on_the_teachers_real_inputs(kind, tmp_path):
     learned = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.any()}
     assert learned
     held = [n for n, m in model.named_modules() if isinstance(m, KroneckerLinear)]
-    assert all(any(n.startswith(h) for h in held) for n in learned)  # each MLP alone: nothing flows through attention
+    assert all(
+        any(n.startswith(h) for h in held) for n in learned
+    )  # each MLP alone: nothing flows through attention
     same_weights = tiny(kind)
     convert_(same_weights, KroneckerConfig(b_shape=(2, 1), rank=2, init="van_loan"), progress=False)
-    exact = KroneckerTrainer(same_weights, arguments(tmp_path), teacher=teacher, distill=config, train_dataset=rows())
+    exact = KroneckerTrainer(
+        same_weights, arguments(tmp_path), teacher=teacher, distill=config, train_dataset=rows()
+    )
     for p in same_weights.train().modules():
         if isinstance(p, torch.nn.Dropout):
             p.p = 0.0
@@ -152,43 +198,86 @@ def test_layers_learn_on_the_teachers_real_inputs(kind, tmp_path):
 
 
 def test_an_encoder_decoder_learns_from_its_decoders_tokens(tmp_path):
-    """Source and target differ in length; without decoder_input_ids they are made of the labels, as the model does."""
+    """Source and target differ in length; without decoder_input_ids they are made of the labels, as
+    the model does."""
     sizes = {"vocab_size": 32, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
     config = transformers.T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0)
-    teacher, model = transformers.T5ForConditionalGeneration(config), transformers.T5ForConditionalGeneration(config)
-    batch = {"input_ids": torch.randint(1, 32, (2, 6)), "labels": torch.tensor([[5, 6, 7, 1], [8, 1, -100, -100]])}
+    teacher, model = (
+        transformers.T5ForConditionalGeneration(config),
+        transformers.T5ForConditionalGeneration(config),
+    )
+    batch = {
+        "input_ids": torch.randint(1, 32, (2, 6)),
+        "labels": torch.tensor([[5, 6, 7, 1], [8, 1, -100, -100]]),
+    }
     trainer = KroneckerTrainer(model.train(), arguments(tmp_path), teacher=teacher)
     loss = trainer.compute_loss(model, dict(batch))
     with torch.no_grad():
         shifted = model.prepare_decoder_input_ids_from_labels(batch["labels"])
-        ours, theirs = (m(input_ids=batch["input_ids"], decoder_input_ids=shifted).logits for m in (model, teacher))
+        ours, theirs = (
+            m(input_ids=batch["input_ids"], decoder_input_ids=shifted).logits
+            for m in (model, teacher)
+        )
     log_p, log_q = (F.log_softmax(z[batch["labels"] != -100] / 2, -1) for z in (theirs, ours))
-    torch.testing.assert_close(loss.detach(), 4 * (log_p.exp() * (log_p - log_q)).sum(-1).mean(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        loss.detach(), 4 * (log_p.exp() * (log_p - log_q)).sum(-1).mean(), rtol=1e-4, atol=1e-6
+    )
     unlabelled = {"input_ids": batch["input_ids"], "decoder_input_ids": shifted}
     unlabelled["decoder_attention_mask"] = (batch["labels"] != -100).long()
-    masked = trainer.compute_loss(model, unlabelled)  # what counts is what the mask says, on either side alone
+    masked = trainer.compute_loss(
+        model, unlabelled
+    )  # what counts is what the mask says, on either side alone
     with torch.no_grad():
-        ours, theirs = (m(**unlabelled).logits[unlabelled["decoder_attention_mask"].bool()] for m in (model, teacher))
+        ours, theirs = (
+            m(**unlabelled).logits[unlabelled["decoder_attention_mask"].bool()]
+            for m in (model, teacher)
+        )
     log_p, log_q = (F.log_softmax(z / 2, -1) for z in (theirs, ours))
     torch.testing.assert_close(
         masked.detach(), 4 * (log_p.exp() * (log_p - log_q)).sum(-1).mean(), rtol=1e-4, atol=1e-6
     )
     rows = {"input_ids": torch.randint(2, 32, (2, 5)), "labels": torch.tensor([0, 1])}
-    small = {"vocab_size": 32, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
-             "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "num_labels": 2}  # fmt: skip
+    small = {
+        "vocab_size": 32,
+        "d_model": 8,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 8,
+        "decoder_ffn_dim": 8,
+        "num_labels": 2,
+    }
     rows["input_ids"][:, -1] = 2  # its end, which a classifier reads
-    classifiers = [transformers.BartForSequenceClassification(transformers.BartConfig(**small)) for _ in range(2)]
+    classifiers = [
+        transformers.BartForSequenceClassification(transformers.BartConfig(**small))
+        for _ in range(2)
+    ]
     trainer = KroneckerTrainer(classifiers[0].train(), arguments(tmp_path), teacher=classifiers[1])
-    assert trainer.compute_loss(classifiers[0], rows).isfinite()  # without a way to make decoder_input_ids of labels
+    assert trainer.compute_loss(
+        classifiers[0], rows
+    ).isfinite()  # without a way to make decoder_input_ids of labels
     with pytest.raises(ValueError, match="for an encoder-decoder, T5ForCond"):
-        KroneckerTrainer(model, arguments(tmp_path), teacher=teacher, distill=DistillConfig(hidden=1.0))
+        KroneckerTrainer(
+            model, arguments(tmp_path), teacher=teacher, distill=DistillConfig(hidden=1.0)
+        )
 
 
-@pytest.mark.parametrize("distill", [DistillConfig(labels=0.5), DistillConfig(hidden=1.0, layers=1.0)])
+@pytest.mark.parametrize(
+    "distill", [DistillConfig(labels=0.5), DistillConfig(hidden=1.0, layers=1.0)]
+)
 def test_a_model_of_images_learns(distill, tmp_path):
-    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     config = transformers.ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3)
-    teacher, model = transformers.ViTForImageClassification(config), transformers.ViTForImageClassification(config)
+    teacher, model = (
+        transformers.ViTForImageClassification(config),
+        transformers.ViTForImageClassification(config),
+    )
     rows = [{"pixel_values": torch.randn(3, 8, 8), "labels": torch.tensor(k % 3)} for k in range(8)]
     trainer = KroneckerTrainer(
         model,
@@ -205,14 +294,25 @@ def test_a_model_of_images_learns(distill, tmp_path):
 
 def test_training_back_brings_the_loss_down(tmp_path):
     model, teacher = student(init="prune"), tiny("gpt2", **SMALL)
-    trainer = train(model, tmp_path, teacher=teacher, max_steps=60, optim="adamw_torch", learning_rate=1e-2)
+    trainer = train(
+        model, tmp_path, teacher=teacher, max_steps=60, optim="adamw_torch", learning_rate=1e-2
+    )
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert losses[-1] < 0.5 * losses[0]
     last = [row for row in trainer.state.log_history if "loss" in row][-1]
-    assert {"norm/factors", "norm/scales", "norm/pretrained", "gradient/factors", "gradient/pretrained"} <= set(last)
+    assert {
+        "norm/factors",
+        "norm/scales",
+        "norm/pretrained",
+        "gradient/factors",
+        "gradient/pretrained",
+    } <= set(last)
     factors = [p for p in model.parameters() if id(p) in factor_parameters(model)]
     scales = [m.scales for m in model.modules() if isinstance(m, KroneckerLinear)]
-    norm = sum(float(p.detach().square().sum()) for p in factors if all(p is not s for s in scales)) ** 0.5
+    norm = (
+        sum(float(p.detach().square().sum()) for p in factors if all(p is not s for s in scales))
+        ** 0.5
+    )
     assert last["norm/factors"] == pytest.approx(norm, rel=1e-4)
 
 
@@ -227,7 +327,8 @@ class Look(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("steps", "repeat", "moved"), [(3, False, [False, False, False, True]), (1, True, [False, True, False, True])]
+    ("steps", "repeat", "moved"),
+    [(3, False, [False, False, False, True]), (1, True, [False, True, False, True])],
 )
 def test_freezing_and_releasing(steps, repeat, moved, tmp_path):
     model = student()
@@ -244,15 +345,25 @@ def test_freezing_and_releasing(steps, repeat, moved, tmp_path):
 @pytest.mark.parametrize("order", ["low_to_high", "high_to_low"])
 def test_layers_come_in_one_at_a_time(order, tmp_path):
     original = tiny("gpt2", **SMALL)
-    model = student(init="sequential", calibration=[torch.stack([r["input_ids"] for r in rows()])], fade_in=True)
+    model = student(
+        init="sequential", calibration=[torch.stack([r["input_ids"] for r in rows()])], fade_in=True
+    )
     ids = rows()[0]["input_ids"][None]
     with torch.no_grad():
-        torch.testing.assert_close(model(input_ids=ids).logits, original(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
-    look = Look(lambda m: [layer.share for layer in m.modules() if isinstance(layer, KroneckerLinear)])
+        torch.testing.assert_close(
+            model(input_ids=ids).logits, original(input_ids=ids).logits, rtol=1e-4, atol=1e-5
+        )
+    look = Look(
+        lambda m: [layer.share for layer in m.modules() if isinstance(layer, KroneckerLinear)]
+    )
     train(model, tmp_path, callbacks=[FadeIn(every=1, over=2, order=order), look], max_steps=8)
     shares = look.seen
     assert shares[0] == ([1 / 3] + [0.0] * 5 if order == "low_to_high" else [0.0] * 5 + [1 / 3])
-    assert shares[2] == ([1.0, 2 / 3, 1 / 3] + [0.0] * 3 if order == "low_to_high" else [0.0] * 3 + [1 / 3, 2 / 3, 1.0])
+    assert shares[2] == (
+        [1.0, 2 / 3, 1 / 3] + [0.0] * 3
+        if order == "low_to_high"
+        else [0.0] * 3 + [1 / 3, 2 / 3, 1.0]
+    )
     assert shares[7] == [1.0] * 6
     assert all(m.original is None for m in model.modules() if isinstance(m, KroneckerLinear))
     with pytest.raises(ValueError, match="no layer has its original"):
@@ -273,7 +384,12 @@ def test_fading_is_between_the_two_layers():
 
 def test_resumed_is_as_if_never_stopped(tmp_path):
     teacher = tiny("gpt2", **SMALL)
-    common = {"teacher": teacher, "optim": "adamw_torch", "learning_rate": 1e-2, "lr_scheduler_type": "linear"}
+    common = {
+        "teacher": teacher,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "linear",
+    }
     whole = student()
     train(whole, tmp_path / "whole", **common)
     first = student()
@@ -300,16 +416,27 @@ def test_accumulation_gives_the_same_step(config, labelled, tmp_path):
     teacher, models = tiny("gpt2", **SMALL), []
     for batch, steps in ((8, 1), (2, 4)):
         models.append(student())
-        options = arguments(tmp_path, per_device_train_batch_size=batch, gradient_accumulation_steps=steps, max_steps=3)
+        options = arguments(
+            tmp_path,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=steps,
+            max_steps=3,
+        )
         set_seed(0)
-        KroneckerTrainer(models[-1], options, teacher=teacher, distill=config, train_dataset=data).train()
+        KroneckerTrainer(
+            models[-1], options, teacher=teacher, distill=config, train_dataset=data
+        ).train()
     same(*models, rtol=1e-4, atol=1e-6)
-    assert not torch.equal(models[0].transformer.h[0].mlp.c_fc.a, student().transformer.h[0].mlp.c_fc.a)
+    assert not torch.equal(
+        models[0].transformer.h[0].mlp.c_fc.a, student().transformer.h[0].mlp.c_fc.a
+    )
 
 
 def test_evaluation_is_the_models_own_loss(tmp_path):
     model, teacher = student(), tiny("gpt2", **SMALL)
-    ours = KroneckerTrainer(model, arguments(tmp_path), teacher=teacher, eval_dataset=rows()).evaluate()
+    ours = KroneckerTrainer(
+        model, arguments(tmp_path), teacher=teacher, eval_dataset=rows()
+    ).evaluate()
     stock = Trainer(model, arguments(tmp_path), eval_dataset=rows()).evaluate()
     assert ours["eval_loss"] == pytest.approx(stock["eval_loss"], rel=1e-6)
 
@@ -328,7 +455,12 @@ def test_checkpoints_of_tied_factors_are_compressed_models(tmp_path):
         convert_(model, {"*.wte": KroneckerConfig(b_shape=(1, 2), init="van_loan")}, progress=False)
         return model
 
-    common = {"optim": "adamw_torch", "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 3}
+    common = {
+        "optim": "adamw_torch",
+        "learning_rate": 1e-2,
+        "save_strategy": "steps",
+        "save_steps": 3,
+    }
     whole, again = tied(), tied()
     train(whole, tmp_path / "run", **common)
     saved = from_pretrained(tmp_path / "run" / "checkpoint-6")
@@ -364,27 +496,46 @@ def test_two_processes_give_what_one_gives(tmp_path):
     for part, distill in enumerate(PARTS):
         single, double = student(), student()
         teacher = tiny("gpt2", **SMALL)
-        train(single, tmp_path / "one", callbacks=[FreezePretrained(2)], teacher=teacher, distill=distill)
+        train(
+            single,
+            tmp_path / "one",
+            callbacks=[FreezePretrained(2)],
+            teacher=teacher,
+            distill=distill,
+        )
         double.load_state_dict(torch.load(tmp_path / f"{part}.pt", weights_only=True))
         same(single, double, rtol=1e-4, atol=1e-6)
-        assert not torch.equal(single.transformer.h[0].mlp.c_fc.a, student().transformer.h[0].mlp.c_fc.a)
+        assert not torch.equal(
+            single.transformer.h[0].mlp.c_fc.a, student().transformer.h[0].mlp.c_fc.a
+        )
 
 
 def loss_of(model, teacher, out):
     batch = {"input_ids": torch.ones(1, 4, dtype=torch.long)}
-    return KroneckerTrainer(model, arguments(out), teacher=teacher).compute_loss(model.train(), batch)
+    return KroneckerTrainer(model, arguments(out), teacher=teacher).compute_loss(
+        model.train(), batch
+    )
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda out: KroneckerTrainer(tiny("gpt2"), arguments(out)), "no compressed layer, needed one"),
-        (lambda out: KroneckerTrainer(student(), arguments(out), distill=DistillConfig()), "distill needs a teacher"),
+        (
+            lambda out: KroneckerTrainer(tiny("gpt2"), arguments(out)),
+            "no compressed layer, needed one",
+        ),
+        (
+            lambda out: KroneckerTrainer(student(), arguments(out), distill=DistillConfig()),
+            "distill needs a teacher",
+        ),
         (lambda out: DistillConfig(logits=0.0), "needed none below 0 and one above"),
         (lambda out: DistillConfig(labels=-1.0), "needed none below 0"),
         (lambda out: DistillConfig(temperature=0.0), "temperature is 0.0"),
         (lambda out: DistillConfig(logits=float("nan")), "needed none below 0"),
-        (lambda out: loss_of(student("bert"), tiny("bert"), out), r"has no logits; needed DistillConfig\(logits=0\)"),
+        (
+            lambda out: loss_of(student("bert"), tiny("bert"), out),
+            r"has no logits; needed DistillConfig\(logits=0\)",
+        ),
     ],
 )
 def test_bad_input_is_refused(call, message, tmp_path):
@@ -394,21 +545,29 @@ def test_bad_input_is_refused(call, message, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_that_learn_in_half_precision_are_warned_of(dtype, tmp_path):
-    with pytest.warns(UserWarning, match=f"weights that learn are {dtype}, in which small steps are lost"):
+    with pytest.warns(
+        UserWarning, match=f"weights that learn are {dtype}, in which small steps are lost"
+    ):
         KroneckerTrainer(tiny("gpt2").to(dtype), arguments(tmp_path), teacher=tiny("gpt2"))
 
 
 def test_what_a_pruned_model_cannot_learn_from_is_refused(tmp_path):
     teacher, model = tiny("gpt2"), tiny("gpt2")
     calibration = [torch.randint(3, 96, (2, 8))]
-    prune_(model, PruneConfig(keep=0.5, granularity="block"), calibration=calibration, progress=False)
+    prune_(
+        model, PruneConfig(keep=0.5, granularity="block"), calibration=calibration, progress=False
+    )
     for distill in (DistillConfig(hidden=1.0), DistillConfig(layers=1.0)):
-        with pytest.raises(ValueError, match=r"has \d blocks and its teacher \d, needed DistillConfig of logits"):
+        with pytest.raises(
+            ValueError, match=r"has \d blocks and its teacher \d, needed DistillConfig of logits"
+        ):
             KroneckerTrainer(model, arguments(tmp_path), teacher=teacher, distill=distill)
     with pytest.raises(ValueError, match="teacher is the model itself"):
         KroneckerTrainer(model, arguments(tmp_path), teacher=model)
     rows = [{"input_ids": row, "labels": row} for row in calibration[0]]
     freeze = [FreezePretrained(1)]
-    trainer = KroneckerTrainer(model, arguments(tmp_path), teacher=teacher, train_dataset=rows, callbacks=freeze)
+    trainer = KroneckerTrainer(
+        model, arguments(tmp_path), teacher=teacher, train_dataset=rows, callbacks=freeze
+    )
     with pytest.raises(ValueError, match="FreezePretrained: GPT2LMHeadModel has no factors"):
         trainer.train()

@@ -1,4 +1,5 @@
-"""One row for each way of calling each merge method: the table that the conformance tests go through.
+"""One row for each way of calling each merge method: the table that the conformance tests go
+through.
 
 A method of the package without a row here fails `test_every_method_has_a_row`.
 """
@@ -20,7 +21,8 @@ SEED, NAME = 5, "layers.0.weight"
 
 @dataclass(frozen=True)
 class Case:
-    """A method with parameters. ``grid`` draws inputs whose differences are exact, so that ranks are the same in
+    """A method with parameters. ``grid`` draws inputs whose differences are exact, so that ranks
+    are the same in
     every dtype (and many magnitudes are equal); methods that compare or rank need it."""
 
     method: str
@@ -40,7 +42,13 @@ def weights(*values: float) -> dict[str, Any]:
     return {"weight": list(values)}
 
 
-PLANES = ((2,), (7,), (5, 3), (17, 33), (3, 2, 5))  # one dimension has two directions and no mean of them
+PLANES = (
+    (2,),
+    (7,),
+    (5, 3),
+    (17, 33),
+    (3, 2, 5),
+)  # one dimension has two directions and no mean of them
 MATRICES = ((6, 4), (4, 6), (17, 9), (5,), (2, 3, 2))
 CASES = [
     Case("linear", 2, base=False, parameters=weights(0.3, 0.9)),
@@ -55,7 +63,12 @@ CASES = [
     Case("slerp", 1, parameters={"t": 1.0}),
     Case("nuslerp", 2, base=False, parameters=weights(0.3, 0.5)),
     Case("nuslerp", 2, parameters=weights(0.3, 0.5)),
-    Case("nuslerp", 2, base=False, parameters=weights(0.4, 0.6) | {"nuslerp_flatten": False, "nuslerp_row_wise": True}),
+    Case(
+        "nuslerp",
+        2,
+        base=False,
+        parameters=weights(0.4, 0.6) | {"nuslerp_flatten": False, "nuslerp_row_wise": True},
+    ),
     Case("nuslerp", 2, parameters=weights(0.4, 0.6) | {"nuslerp_flatten": False}),
     Case("multislerp", 3, base=False, parameters=weights(0.3, 0.5, 0.4), shapes=PLANES),
     Case("multislerp", 2, parameters=weights(0.3, 0.5), shapes=PLANES),
@@ -65,16 +78,31 @@ CASES = [
     Case("model_stock", 4),
     Case("model_stock", 3, parameters={"filter_wise": True}),
     Case("ties", 2, grid=True, parameters=weights(0.5, 0.25) | {"density": [0.5, 0.3]}),
-    Case("ties", 3, grid=True, parameters=weights(0.5, -0.25, 1.0) | {"density": [0.5, 1.0, 0.1], "lambda_": 0.7}),
+    Case(
+        "ties",
+        3,
+        grid=True,
+        parameters=weights(0.5, -0.25, 1.0) | {"density": [0.5, 1.0, 0.1], "lambda_": 0.7},
+    ),
     Case(
         "ties",
         2,
         grid=True,
         parameters=weights(1.0, 1.0) | {"density": [0.4, 0.4], "normalize": False, "rescale": True},
     ),
-    Case("ties", 2, grid=True, parameters=weights(1.0, 1.0) | {"density": [0.4, 0.2], "scope": "global"}),
+    Case(
+        "ties",
+        2,
+        grid=True,
+        parameters=weights(1.0, 1.0) | {"density": [0.4, 0.2], "scope": "global"},
+    ),
     Case("ties", 2, grid=True, parameters=weights(1.0, 0.5) | {"density": [1.0, 1.0]}),
-    Case("breadcrumbs", 2, grid=True, parameters=weights(0.5, 0.25) | {"density": [0.6, 0.3], "gamma": [0.2, 0.1]}),
+    Case(
+        "breadcrumbs",
+        2,
+        grid=True,
+        parameters=weights(0.5, 0.25) | {"density": [0.6, 0.3], "gamma": [0.2, 0.1]},
+    ),
     Case(
         "breadcrumbs",
         2,
@@ -83,28 +111,55 @@ CASES = [
         | {"density": [0.9, 0.95], "gamma": [0.2, 0.1], "rescale": True, "normalize": True},
     ),
     Case(
-        "breadcrumbs_ties", 2, grid=True, parameters=weights(0.5, 0.25) | {"density": [0.6, 0.3], "gamma": [0.2, 0.1]}
+        "breadcrumbs_ties",
+        2,
+        grid=True,
+        parameters=weights(0.5, 0.25) | {"density": [0.6, 0.3], "gamma": [0.2, 0.1]},
     ),
     Case("sce", 2, grid=True),
     Case("sce", 4, grid=True, parameters={"select_topk": 0.4}),
     Case("dare_linear", 2, parameters=weights(0.5, 0.25) | {"density": [0.5, 0.3]}),
     Case(
-        "dare_linear", 2, parameters=weights(0.5, 0.25) | {"density": [0.5, 0.3], "rescale": False, "normalize": True}
+        "dare_linear",
+        2,
+        parameters=weights(0.5, 0.25)
+        | {"density": [0.5, 0.3], "rescale": False, "normalize": True},
     ),
     Case("dare_ties", 2, grid=True, parameters=weights(0.5, 0.25) | {"density": [0.5, 0.3]}),
     Case(
-        "dare_ties", 3, grid=True, parameters=weights(0.5, 0.25, 1.0) | {"density": [0.5, 1.0, 0.9], "normalize": True}
+        "dare_ties",
+        3,
+        grid=True,
+        parameters=weights(0.5, 0.25, 1.0) | {"density": [0.5, 1.0, 0.9], "normalize": True},
     ),
-    Case("della", 2, grid=True, parameters=weights(0.5, 0.25) | {"density": [0.5, 0.4], "epsilon": [0.2, 0.1]}),
-    Case("della_linear", 2, grid=True, parameters=weights(0.5, 0.25) | {"density": [0.5, 0.4], "epsilon": [0.2, 0.1]}),
+    Case(
+        "della",
+        2,
+        grid=True,
+        parameters=weights(0.5, 0.25) | {"density": [0.5, 0.4], "epsilon": [0.2, 0.1]},
+    ),
+    Case(
+        "della_linear",
+        2,
+        grid=True,
+        parameters=weights(0.5, 0.25) | {"density": [0.5, 0.4], "epsilon": [0.2, 0.1]},
+    ),
     Case("arcee_fusion", 1),
     Case("ram", 3, grid=True),
     Case("ramplus_tl", 2, grid=True, parameters={"epsilon": 0.5}),
     Case("ramplus_tl", 3, grid=True, parameters={"epsilon": 0.5, "r": 0.3, "alpha": 0.9}),
     Case("tsv", 2, gradients=False, shapes=MATRICES),
-    Case("tsv", 3, gradients=False, shapes=MATRICES, parameters={"weight": [0.5, 1.5, 1.0], "alpha": 0.7}),
+    Case(
+        "tsv",
+        3,
+        gradients=False,
+        shapes=MATRICES,
+        parameters={"weight": [0.5, 1.5, 1.0], "alpha": 0.7},
+    ),
     Case("iso_c", 2, gradients=False, shapes=MATRICES),
-]  # spectral methods have no gradient rows: a thin decomposition's gradient is undefined up to the sign of its vectors
+    # spectral methods have no gradient rows: a thin decomposition's gradient is undefined up to the
+    # sign of its vectors
+]
 
 
 def inputs_for(case: Case, shape: tuple[int, ...], seed: int = 0) -> dict[str, Tensor]:
@@ -135,7 +190,10 @@ def keep_masks(case: Case, tensors: dict[str, Tensor]) -> list[Tensor]:
     view = block_shape(tuple(base.shape), "rows")
     rows = [(m - base).reshape(view) for m in models]
     epsilon = case.parameters["epsilon"]
-    chances = [reference.keep_probabilities(r.float(), d, e) for r, d, e in zip(rows, density, epsilon, strict=True)]
+    chances = [
+        reference.keep_probabilities(r.float(), d, e)
+        for r, d, e in zip(rows, density, epsilon, strict=True)
+    ]
     return [noise.keep_each(i, c).reshape(base.shape) for i, c in enumerate(chances)]
 
 

@@ -1,4 +1,5 @@
-"""Adapters extracted from tuned models and merged with each other, against peft and against merges of whole models."""
+"""Adapters extracted from tuned models and merged with each other, against peft and against merges
+of whole models."""
 
 import json
 import re
@@ -11,7 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2ForSequenceClassification, T5Config, T5Model
 
-from mergekit_lite import PlanError, extract_lora, load_recipe, make_plan, merge_adapters, merge_models
+from mergekit_lite import (
+    PlanError,
+    extract_lora,
+    load_recipe,
+    make_plan,
+    merge_adapters,
+    merge_models,
+)
 from mergekit_lite.__main__ import main
 from mergekit_lite.adapters.storage import truncated
 from mergekit_lite.dtypes import BFLOAT16
@@ -24,7 +32,13 @@ QVD = ["q_proj", "v_proj", "down_proj"]
 def adapter(path, kind="llama", seed=0, **settings):
     """A random adapter of the tiny base number 1."""
     torch.manual_seed(seed)
-    config = {"r": 3, "lora_alpha": 5, "target_modules": QVD, "init_lora_weights": False, **settings}
+    config = {
+        "r": 3,
+        "lora_alpha": 5,
+        "target_modules": QVD,
+        "init_lora_weights": False,
+        **settings,
+    }
     wrapped = peft.get_peft_model(tiny(kind, 1), peft.LoraConfig(**config))
     wrapped.save_pretrained(path)
     return wrapped
@@ -54,19 +68,27 @@ def test_factors_are_the_best_of_their_rank(shape):
         assert up.shape == (shape[0], rank)
         best = (u[:, :rank] * s[:rank]) @ v[:rank]
         torch.testing.assert_close(torch.from_numpy(up @ down).double(), best, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(  # of equal length, so that neither factor loses more to rounding
-            torch.from_numpy(up).norm(dim=0), torch.from_numpy(down).norm(dim=1), atol=1e-5, rtol=1e-5
+        # of equal length, so that neither factor loses more to rounding
+        torch.testing.assert_close(
+            torch.from_numpy(up).norm(dim=0),
+            torch.from_numpy(down).norm(dim=1),
+            atol=1e-5,
+            rtol=1e-5,
         )
     energies = (s**2).cumsum(0) / (s**2).sum()
     for share in (0.3, 0.7, 0.95):
         assert truncated(change, 99, share)[1].shape[0] == 1 + int((energies < share).sum())
 
 
-@pytest.mark.parametrize(("kind", "targets"), [("llama", QVD), ("gpt2", ["c_attn", "c_proj", "c_fc"])])
+@pytest.mark.parametrize(
+    ("kind", "targets"), [("llama", QVD), ("gpt2", ["c_attn", "c_proj", "c_fc"])]
+)
 def test_extraction_gives_back_the_adapter_and_peft_loads_it(kind, targets, tmp_path):
     base = save(tiny(kind, 1), tmp_path / "base")
     wrapped = adapter(tmp_path / "adapter", kind, target_modules=targets)
-    merge_models([f"{base}+{tmp_path / 'adapter'}"], "passthrough", out=tmp_path / "tuned", progress=False)
+    merge_models(
+        [f"{base}+{tmp_path / 'adapter'}"], "passthrough", out=tmp_path / "tuned", progress=False
+    )
     report = extract_lora(tmp_path / "tuned", base, tmp_path / "out", rank=3, progress=False)
     assert max(module.error for module in report.modules) < 1e-5
     expected, found = updates(tmp_path / "adapter"), updates(tmp_path / "out")
@@ -76,14 +98,22 @@ def test_extraction_gives_back_the_adapter_and_peft_loads_it(kind, targets, tmp_
     loaded = peft.PeftModel.from_pretrained(tiny(kind, 1), tmp_path / "out")
     ids = torch.arange(12)[None]
     torch.testing.assert_close(loaded(ids).logits, wrapped.eval()(ids).logits, atol=1e-5, rtol=1e-4)
-    merge_models([f"{base}+{tmp_path / 'out'}"], "passthrough", out=tmp_path / "again", progress=False)
+    merge_models(
+        [f"{base}+{tmp_path / 'out'}"], "passthrough", out=tmp_path / "again", progress=False
+    )
     for name, value in load_file(tmp_path / "tuned" / "model.safetensors").items():
-        torch.testing.assert_close(load_file(tmp_path / "again" / "model.safetensors")[name], value, atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            load_file(tmp_path / "again" / "model.safetensors")[name], value, atol=1e-6, rtol=0
+        )
 
 
 def test_a_dtype_that_would_lose_an_adapter_is_noted(tmp_path):
-    """A thousandth of a weight is below half a bit of bfloat16; the share said is that of the layers."""
-    base, wrapped = save(tiny("llama", 1), tmp_path / "base", torch.bfloat16), adapter(tmp_path / "adapter")
+    """A thousandth of a weight is below half a bit of bfloat16; the share said is that of the
+    layers."""
+    base, wrapped = (
+        save(tiny("llama", 1), tmp_path / "base", torch.bfloat16),
+        adapter(tmp_path / "adapter"),
+    )
     for name, parameter in wrapped.named_parameters():
         if "lora_B" in name:
             parameter.data *= 1e-3
@@ -91,17 +121,23 @@ def test_a_dtype_that_would_lose_an_adapter_is_noted(tmp_path):
     name = f"{base}+{tmp_path / 'adapter'}"
     report = merge_models([name], "passthrough", out=tmp_path / "half", progress=False)
     note = next(note for note in report.notes if "rounding to bfloat16 loses" in note)
-    stored, exact = (load_file(tmp_path / place / "model.safetensors") for place in ("half", "base"))
+    stored, exact = (
+        load_file(tmp_path / place / "model.safetensors") for place in ("half", "base")
+    )
     lost = []
     for module, change in updates(tmp_path / "adapter").items():
         kept = stored[f"{module}.weight"].double() - exact[f"{module}.weight"].double()
         lost.append(float((kept - change).norm() / change.norm()))
     assert abs(int(re.search(r"loses (\d+)%", note)[1]) / 100 - statistics.median(lost)) < 0.15
-    report = merge_models([name], "passthrough", dtype="float32", out=tmp_path / "whole", progress=False)
+    report = merge_models(
+        [name], "passthrough", dtype="float32", out=tmp_path / "whole", progress=False
+    )
     assert not any("rounding" in note for note in report.notes)
     with pytest.warns(UserWarning, match="rounding to bfloat16 loses"):
         merge_models([name, base], weight=1.0, progress=False)
-    staged = f"name: one\nmerge_method: passthrough\nmodels: ['{name}']\n---\nmerge_method: linear\n"
+    staged = (
+        f"name: one\nmerge_method: passthrough\nmodels: ['{name}']\n---\nmerge_method: linear\n"
+    )
     staged += f"models: [one, {base}]\nparameters: {{weight: 1}}\n"
     report = merge_models(load_recipe(staged), out=tmp_path / "staged", progress=False)
     assert any(note.startswith("one: rounding to bfloat16 loses") for note in report.notes)
@@ -115,12 +151,17 @@ def test_what_the_rounding_of_a_weight_itself_loses_is_not_its_adapters(tmp_path
     save_file(base, tmp_path / "base" / "model.safetensors")
     (tmp_path / "adapter").mkdir()
     factors = {name: torch.randn(shape) for name, shape in (("A", (4, 32)), ("B", (64, 4)))}
-    pairs = {f"base_model.model.{m}.lora_{k}.weight": v.clone() for m in "ab" for k, v in factors.items()}
+    pairs = {
+        f"base_model.model.{m}.lora_{k}.weight": v.clone() for m in "ab" for k, v in factors.items()
+    }
     save_file(pairs, tmp_path / "adapter" / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["a", "b"]}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
     plan = make_plan(
-        load_recipe(f"merge_method: passthrough\nmodels: ['{tmp_path}/base+{tmp_path}/adapter']\ndtype: bfloat16")
+        load_recipe(
+            f"merge_method: passthrough\nmodels: ['{tmp_path}/base+{tmp_path}/adapter']\ndtype: "
+            "bfloat16"
+        )
     )
     source = plan.sources[0]
     change = factors["B"] @ factors["A"]
@@ -154,7 +195,14 @@ def test_what_is_no_product_is_left_with_a_figure_or_saved_whole(tmp_path):
 def test_a_linear_head_of_gpt2_and_a_table_of_biases_are_told_from_conv1d_and_products(tmp_path):
     """GPT-2's blocks store (in, out), its classifier (out, in); T5's relative biases are looked up."""
     torch.manual_seed(0)
-    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 8, "pad_token_id": 0}
+    sizes = {
+        "n_layer": 1,
+        "n_embd": 8,
+        "n_head": 2,
+        "vocab_size": 16,
+        "n_positions": 8,
+        "pad_token_id": 0,
+    }
     base, tuned = (GPT2ForSequenceClassification(GPT2Config(**sizes)) for _ in range(2))
     tuned.load_state_dict(base.state_dict())
     block = tuned.transformer.h[0]
@@ -169,14 +217,18 @@ def test_a_linear_head_of_gpt2_and_a_table_of_biases_are_told_from_conv1d_and_pr
         if name in ours:
             torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-5)
 
-    base, tuned = (T5Model(T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)) for _ in range(2))
+    base, tuned = (
+        T5Model(T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)) for _ in range(2)
+    )
     tuned.load_state_dict(base.state_dict())
     attention = tuned.encoder.block[0].layer[0].SelfAttention
     for weight in (attention.relative_attention_bias.weight, attention.q.weight):
         weight.data += 1
     report = extract_lora(tuned, base, tmp_path / "t5", progress=False)
     assert [m.name for m in report.modules] == ["encoder.block.0.layer.0.SelfAttention.q"]
-    assert list(report.left) == ["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"]
+    assert list(report.left) == [
+        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    ]
 
 
 def test_a_tied_embedding_is_left_since_peft_would_untie_it(tmp_path):
@@ -196,15 +248,25 @@ def test_extraction_refuses_before_it_writes(tmp_path, capsys):
     with pytest.raises(PlanError, match=r"the vocabularies differ: .*embed_tokens"):
         extract_lora(grown, base, tmp_path / "out")
     with pytest.raises(PlanError, match=r"has no model\.layers\.3"):
-        extract_lora(save(tiny("llama", 1, num_hidden_layers=3), tmp_path / "short"), base, tmp_path / "out")
+        extract_lora(
+            save(tiny("llama", 1, num_hidden_layers=3), tmp_path / "short"), base, tmp_path / "out"
+        )
     other = save(tiny("gpt2"), tmp_path / "other")
-    count = sum(len(load_file(Path(folder, "model.safetensors"))) for folder in (base, other))  # no name in common
-    with pytest.raises(PlanError, match=rf"this extraction cannot be done \({count} problems\):") as refused:
+    count = sum(
+        len(load_file(Path(folder, "model.safetensors"))) for folder in (base, other)
+    )  # no name in common
+    with pytest.raises(
+        PlanError, match=rf"this extraction cannot be done \({count} problems\):"
+    ) as refused:
         extract_lora(other, base, tmp_path / "out")
     assert len(refused.value.problems) == count
     with pytest.raises(PlanError, match="nothing to extract"):
         extract_lora(base, base, tmp_path / "out", progress=False)
-    for settings, message in [({"rank": 0}, "rank is 0"), ({"energy": 2}, "energy is 2"), ({"dtype": "int8"}, "int8")]:
+    for settings, message in [
+        ({"rank": 0}, "rank is 0"),
+        ({"energy": 2}, "energy is 2"),
+        ({"dtype": "int8"}, "int8"),
+    ]:
         with pytest.raises(ValueError, match=message):
             extract_lora(base, base, tmp_path / "out", **settings)
     assert main(["extract-lora", grown, base, str(tmp_path / "out")]) == 1
@@ -215,11 +277,24 @@ def test_extraction_refuses_before_it_writes(tmp_path, capsys):
 def test_the_command_line_extracts(tmp_path, capsys):
     base = save(tiny("llama", 1), tmp_path / "base")
     adapter(tmp_path / "adapter")
-    merge_models([f"{base}+{tmp_path / 'adapter'}"], "passthrough", out=tmp_path / "tuned", progress=False)
-    arguments = ["extract-lora", str(tmp_path / "tuned"), base, str(tmp_path / "out"), "--rank", "8", "--no-progress"]
+    merge_models(
+        [f"{base}+{tmp_path / 'adapter'}"], "passthrough", out=tmp_path / "tuned", progress=False
+    )
+    arguments = [
+        "extract-lora",
+        str(tmp_path / "tuned"),
+        base,
+        str(tmp_path / "out"),
+        "--rank",
+        "8",
+        "--no-progress",
+    ]
     assert main([*arguments, "--energy", "0.5", "--dtype", "bfloat16"]) == 0
     assert "missed of a change" in capsys.readouterr().out
-    assert load_file(tmp_path / "out" / "adapter_model.safetensors").popitem()[1].dtype == torch.bfloat16
+    assert (
+        load_file(tmp_path / "out" / "adapter_model.safetensors").popitem()[1].dtype
+        == torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize(
@@ -236,12 +311,19 @@ def test_adapters_merge_as_the_models_that_they_make(method, parameters, tmp_pat
     adapter(tmp_path / "x", seed=1)
     adapter(tmp_path / "y", seed=2, target_modules=["q_proj", "up_proj"], r=2, use_rslora=True)
     report = merge_adapters(
-        [tmp_path / "x", tmp_path / "y"], method, out=tmp_path / "out", rank=99, seed=4, **parameters
+        [tmp_path / "x", tmp_path / "y"],
+        method,
+        out=tmp_path / "out",
+        rank=99,
+        seed=4,
+        **parameters,
     )
     models = [f"{base}+{tmp_path / name}" for name in "xy"]
     named = {} if method == "linear" else {"base_model": base}
     settings = {("lambda_" if k == "lambda" else k): v for k, v in parameters.items()}
-    merge_models(models, method, **named, seed=4, out=tmp_path / "whole", progress=False, **settings)
+    merge_models(
+        models, method, **named, seed=4, out=tmp_path / "whole", progress=False, **settings
+    )
     whole = load_file(tmp_path / "whole" / "model.safetensors")
     before = load_file(tmp_path / "base" / "model.safetensors")
     found = updates(tmp_path / "out")
@@ -251,7 +333,10 @@ def test_adapters_merge_as_the_models_that_they_make(method, parameters, tmp_pat
         module = name.removesuffix(".weight")
         if module not in found:
             assert change.abs().max() < 1e-6, name
-        elif method in ("linear", "task_arithmetic"):  # trimming near a threshold turns on the last bit of W + D - W
+        elif method in (
+            "linear",
+            "task_arithmetic",
+        ):  # trimming near a threshold turns on the last bit of W + D - W
             torch.testing.assert_close(found[module], change, atol=1e-6, rtol=1e-4, msg=name)
         else:
             assert float((found[module] - change).norm() / change.norm()) < 0.2, name
@@ -263,7 +348,9 @@ def test_cat_is_exact_and_is_pefts(tmp_path):
     wrapped.load_adapter(tmp_path / "y", "y")
     wrapped.add_weighted_adapter(["default", "y"], [0.7, 0.3], "both", combination_type="cat")
     wrapped.save_pretrained(tmp_path / "peft", selected_adapters=["both"])
-    report = merge_adapters([tmp_path / "x", tmp_path / "y"], "cat", weight=[0.7, 0.3], out=tmp_path / "out")
+    report = merge_adapters(
+        [tmp_path / "x", tmp_path / "y"], "cat", weight=[0.7, 0.3], out=tmp_path / "out"
+    )
     assert {m.rank for m in report.modules} == {6}
     theirs, ours = updates(tmp_path / "peft" / "both"), updates(tmp_path / "out")
     assert theirs.keys() == ours.keys()
@@ -276,7 +363,8 @@ def test_merged_adapters_refuse_what_has_no_factors(tmp_path):
     adapter(tmp_path / "saved", modules_to_save=["lm_head"])
     adapter(tmp_path / "table", target_modules=["embed_tokens"])
     wide = peft.get_peft_model(
-        tiny("llama", 1, intermediate_size=32), peft.LoraConfig(target_modules=QVD, init_lora_weights=False)
+        tiny("llama", 1, intermediate_size=32),
+        peft.LoraConfig(target_modules=QVD, init_lora_weights=False),
     )
     wide.save_pretrained(tmp_path / "wide")
     for other, message in [
@@ -293,10 +381,16 @@ def test_merged_adapters_refuse_what_has_no_factors(tmp_path):
         ("cat", {"density": 1}, "cat has no parameter 'density'"),
         ("cat", {"weight": [1, 2, 3]}, "needed a number, or one for each of 2"),
         ("ties", {"weight": [1]}, "weight has 1 values"),
-        ("ties", {"weight": 1, "density": 0.5, "scope": "global"}, "modules are merged one by one: needed 'tensor'"),
+        (
+            "ties",
+            {"weight": 1, "density": 0.5, "scope": "global"},
+            "modules are merged one by one: needed 'tensor'",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
-            merge_adapters([tmp_path / "x", tmp_path / "x"], method, out=tmp_path / "out", **parameters)
+            merge_adapters(
+                [tmp_path / "x", tmp_path / "x"], method, out=tmp_path / "out", **parameters
+            )
     assert not (tmp_path / "out").exists()
 
 
@@ -306,13 +400,25 @@ def test_single_files_and_diffusers_folders(tmp_path):
         save_file(state, tmp_path / f"{number}.safetensors")
         (tmp_path / str(number)).mkdir()
         save_file(state, tmp_path / str(number) / "diffusion_pytorch_model.safetensors")
-        (tmp_path / str(number) / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
-    (tmp_path / "0.safetensors").rename(tmp_path / "0+a.safetensors")  # no adapter, where there is such a file
-    merge_models([tmp_path / "0+a.safetensors", tmp_path / "1"], weight=[1, 3], out=tmp_path / "one", progress=False)
+        (tmp_path / str(number) / "config.json").write_text(
+            '{"_class_name": "UNet2DConditionModel"}'
+        )
+    (tmp_path / "0.safetensors").rename(
+        tmp_path / "0+a.safetensors"
+    )  # no adapter, where there is such a file
+    merge_models(
+        [tmp_path / "0+a.safetensors", tmp_path / "1"],
+        weight=[1, 3],
+        out=tmp_path / "one",
+        progress=False,
+    )
     settings = {"weight": [1, 3], "max_shard_size": 100, "progress": False}
     merge_models([tmp_path / "0", tmp_path / "1.safetensors"], out=tmp_path / "two", **settings)
     assert (tmp_path / "two" / "diffusion_pytorch_model.safetensors.index.json").exists()
-    assert json.loads((tmp_path / "two" / "config.json").read_text())["_class_name"] == "UNet2DConditionModel"
+    assert (
+        json.loads((tmp_path / "two" / "config.json").read_text())["_class_name"]
+        == "UNet2DConditionModel"
+    )
     merged = merge_models([tmp_path / "two"], "passthrough", progress=False)
     for name, value in load_file(tmp_path / "one" / "diffusion_pytorch_model.safetensors").items():
         torch.testing.assert_close(value, states[0][name] / 4 + states[1][name] * 3 / 4)
@@ -329,14 +435,20 @@ def test_float8_is_read_as_numbers(scale, suffix, tmp_path):
         state["w.weight" + suffix] = factor
     (tmp_path / "m").mkdir()
     save_file(state, tmp_path / "m" / "model.safetensors")
-    (tmp_path / "m" / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}, "a": 1}')
+    (tmp_path / "m" / "config.json").write_text(
+        '{"quantization_config": {"quant_method": "fp8"}, "a": 1}'
+    )
     expected = weight.float() * (factor[:, None] if scale == (5,) else factor)
     for dtype in ("float32", "bfloat16"):
-        merge_models([tmp_path / "m"], "passthrough", dtype=dtype, out=tmp_path / dtype, progress=False)
+        merge_models(
+            [tmp_path / "m"], "passthrough", dtype=dtype, out=tmp_path / dtype, progress=False
+        )
         merged = load_file(tmp_path / dtype / "model.safetensors")
         assert merged.keys() == {"w.weight"}
         assert torch.equal(merged["w.weight"], expected.to(getattr(torch, dtype)))
-        assert "quantization_config" not in json.loads((tmp_path / dtype / "config.json").read_text())
+        assert "quantization_config" not in json.loads(
+            (tmp_path / dtype / "config.json").read_text()
+        )
     plain = merge_models([tmp_path / "m"], "passthrough", progress=False)["w.weight"]
     assert plain.dtype == torch.bfloat16
 
@@ -347,10 +459,18 @@ def test_float8_in_blocks_and_every_value(tmp_path):
     weight = finite.repeat(200)[: 200 * 150].view(200, 150)
     scale = torch.rand(2, 2) + 0.5
     (tmp_path / "m").mkdir()
-    save_file({"w.weight": weight, "w.weight_scale_inv": scale}, tmp_path / "m" / "model.safetensors")
-    merged = merge_models([tmp_path / "m"], "passthrough", dtype="float32", progress=False)["w.weight"]
+    save_file(
+        {"w.weight": weight, "w.weight_scale_inv": scale}, tmp_path / "m" / "model.safetensors"
+    )
+    merged = merge_models([tmp_path / "m"], "passthrough", dtype="float32", progress=False)[
+        "w.weight"
+    ]
     blocks = scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :150]
     assert torch.equal(merged, weight.float() * blocks)
-    save_file({"w.weight": weight, "w.weight_scale": torch.ones(3)}, tmp_path / "m" / "model.safetensors")
-    with pytest.raises(PlanError, match=r"w.weight of shape \[200, 150\] has scales of shape \[3\]"):
+    save_file(
+        {"w.weight": weight, "w.weight_scale": torch.ones(3)}, tmp_path / "m" / "model.safetensors"
+    )
+    with pytest.raises(
+        PlanError, match=r"w.weight of shape \[200, 150\] has scales of shape \[3\]"
+    ):
         merge_models([tmp_path / "m"], "passthrough")

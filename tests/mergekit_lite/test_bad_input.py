@@ -1,4 +1,5 @@
-"""What bad input gets: a message that says what came and what was needed, before anything is read or written."""
+"""What bad input gets: a message that says what came and what was needed, before anything is read
+or written."""
 
 import json
 import shutil
@@ -38,8 +39,17 @@ def test_methods_and_parameters(paths, out):
     based = {"base_model": paths[0], "weight": 1, "out": out}
     refused(r"density is 1.5, needed a number in \(0, 1\]", paths[1:], "ties", density=1.5, **based)
     refused(r"density is 0, needed", paths[1:], "dare_linear", density=0, **based)
-    refused(r"t is 2, needed a number in \[0, 1\]", [paths[1]], "slerp", base_model=paths[0], t=2, out=out)
-    refused("normalize is 'maybe', needed true or false", paths, weight=1, normalize="maybe", out=out)
+    refused(
+        r"t is 2, needed a number in \[0, 1\]",
+        [paths[1]],
+        "slerp",
+        base_model=paths[0],
+        t=2,
+        out=out,
+    )
+    refused(
+        "normalize is 'maybe', needed true or false", paths, weight=1, normalize="maybe", out=out
+    )
     refused("needed a finite number", paths, weight=float("nan"), out=out)
     refused("needed a whole number", paths, "karcher", max_iter=2.5, out=out)
     refused("needed one of tensor, global", paths[1:], "ties", scope="layer", **based)
@@ -52,7 +62,12 @@ def test_models_and_bases(paths, out):
     refused("this method uses none", paths[1:], base_model=paths[0], weight=1, out=out)
     refused("listed twice", [paths[0], paths[0]], weight=1, out=out)
     refused(
-        "got 2 models beside the base model, needed exactly 1", paths[1:], "slerp", base_model=paths[0], t=0.5, out=out
+        "got 2 models beside the base model, needed exactly 1",
+        paths[1:],
+        "slerp",
+        base_model=paths[0],
+        t=0.5,
+        out=out,
     )
     refused("at least 2", [paths[1]], "model_stock", base_model=paths[0], out=out)
     refused("no such folder", [paths[0], "./nowhere"], weight=1, out=out)
@@ -67,8 +82,13 @@ def test_models_and_bases(paths, out):
 def test_wrong_folders_names_and_values_are_said_together(paths, out):
     with pytest.raises(PlanError) as caught:
         merge_models(
-            [paths[0], "./nowhere", "./elsewhere"], "ties", base_model=paths[1], desnity=0.5, density=1.5, out=out,
-        )  # fmt: skip
+            [paths[0], "./nowhere", "./elsewhere"],
+            "ties",
+            base_model=paths[1],
+            desnity=0.5,
+            density=1.5,
+            out=out,
+        )
     said = "\n".join(caught.value.problems)
     assert len(caught.value.problems) == 4
     assert all(word in said for word in ("./nowhere", "./elsewhere", "'desnity'", "density is 1.5"))
@@ -87,7 +107,10 @@ def test_shapes_names_and_architectures_are_all_listed_at_once(paths, tmp_path, 
     refused("lacks 18 tensors", [paths[0], deep], weight=1, out=out)
     other = save(tiny("gpt2", 5), tmp_path / "gpt2")
     refused("different architectures: model_type is 'llama'", [paths[0], other], weight=1, out=out)
-    heads = save(tiny("llama", 5, num_attention_heads=2, num_key_value_heads=1, head_dim=8), tmp_path / "heads")
+    heads = save(
+        tiny("llama", 5, num_attention_heads=2, num_key_value_heads=1, head_dim=8),
+        tmp_path / "heads",
+    )
     refused("num_attention_heads", [paths[0], heads], weight=1, out=out)
     grown = save(tiny("llama", 5, vocab_size=100), tmp_path / "grown")
     refused("tokenizer_source: union", [paths[0], grown], weight=1, out=out)
@@ -103,8 +126,14 @@ def header(entries, body=b""):
     [
         (b"", "cut short"),
         (b"\xff" * 20, "not a safetensors file"),
-        (header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"1234"), "cut short"),
-        (header({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, b"12345678"), "needs 12 bytes, has 8"),
+        (
+            header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"1234"),
+            "cut short",
+        ),
+        (
+            header({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, b"12345678"),
+            "needs 12 bytes, has 8",
+        ),
         (
             header(
                 {
@@ -115,8 +144,14 @@ def header(entries, body=b""):
             ),
             "b overlaps",
         ),
-        (header({"a": {"dtype": "F8_E5M2", "shape": [1], "data_offsets": [0, 1]}}, b"1"), "F8_E5M2.*quantised"),
-        (header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}), "needed a list of whole numbers"),
+        (
+            header({"a": {"dtype": "F8_E5M2", "shape": [1], "data_offsets": [0, 1]}}, b"1"),
+            "F8_E5M2.*quantised",
+        ),
+        (
+            header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}),
+            "needed a list of whole numbers",
+        ),
         (header({"a": {"dtype": "F32"}}), "shape None, needed a list"),
         (header([1]), "JSON list, needed an object"),
         ((9).to_bytes(8, "little") + b'{"a": 1, "', "not valid"),
@@ -144,7 +179,10 @@ def test_unsound_indexes(tmp_path, out):
         ({"a": "../outside.safetensors"}, "not a file of this folder"),
         ({"a": str(tmp_path / "outside.safetensors")}, "not a file of this folder"),
         ({"a": "y.safetensors"}, "which is not there"),
-        ({"a": "x.safetensors", "b": "x.safetensors", "c": "x.safetensors"}, "c should be in x.safetensors"),
+        (
+            {"a": "x.safetensors", "b": "x.safetensors", "c": "x.safetensors"},
+            "c should be in x.safetensors",
+        ),
         ({"a": "x.safetensors"}, "holds b, which the index does not place there"),
         ({}, "no weight_map"),
     ]:
@@ -157,7 +195,9 @@ def test_unsound_indexes(tmp_path, out):
 def test_quantised_and_adapter_only_folders(paths, tmp_path, out):
     shutil.copytree(paths[0], tmp_path / "q")
     config = json.loads((tmp_path / "q" / "config.json").read_text())
-    (tmp_path / "q" / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    (tmp_path / "q" / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "gptq"}})
+    )
     refused(r"is quantised \(gptq\)", [tmp_path / "q"], "passthrough", out=out)
     (tmp_path / "adapter").mkdir()
     settings = {"r": 1, "lora_alpha": 1}
@@ -178,7 +218,9 @@ def test_quantised_and_adapter_only_folders(paths, tmp_path, out):
     configure(init_lora_weights="pissa_niter_4")
     refused("also changed the base", [f"{paths[0]}+{tmp_path / 'adapter'}"], "passthrough", out=out)
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    refused("no lora_alpha and no r", [f"{paths[0]}+{tmp_path / 'adapter'}"], "passthrough", out=out)
+    refused(
+        "no lora_alpha and no r", [f"{paths[0]}+{tmp_path / 'adapter'}"], "passthrough", out=out
+    )
 
 
 SLICED = "merge_method: x\nslices: [{sources:"
@@ -187,24 +229,41 @@ SLICED = "merge_method: x\nslices: [{sources:"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("merge_method: linear\nmodles: [a]", "unknown key 'modles'.*did you mean modules or models"),
+        (
+            "merge_method: linear\nmodles: [a]",
+            "unknown key 'modles'.*did you mean modules or models",
+        ),
         ("models: [a]", "no merge_method"),
         ("merge_method: linear\nmodels: []", "either models or slices"),
-        ("merge_method: linear\nmodels: [a]\nslices: [{sources: [{model: a, layer_range: [0, 1]}]}]", "not both"),
+        (
+            "merge_method: linear\nmodels: [a]\nslices: [{sources: [{model: a, layer_range: [0, "
+            "1]}]}]",
+            "not both",
+        ),
         ("merge_method: linear\nmodels: [{modell: a}]", "unknown key 'modell'"),
         ("merge_method: linear\nmodels: [{parameters: {weight: 1}}]", "has no model"),
         ("merge_method: linear\nmodels: [a]\ndtype: int8", "dtype: is 'int8', needed one of"),
-        ("merge_method: linear\nmodules: {a: {models: [a]}, b: {models: [b]}}", "several modules are not supported"),
+        (
+            "merge_method: linear\nmodules: {a: {models: [a]}, b: {models: [b]}}",
+            "several modules are not supported",
+        ),
         ("merge_method: linear\nmodels: [a]\nparameters: 3", "needed a mapping"),
         (f"{SLICED} [{{model: a}}]}}]", "needs a layer_range"),
         (f"{SLICED} [{{model: a, layer_range: [2, 1]}}]}}]", "0 <= start < end"),
         (
-            "merge_method: x\nslices: [{sources: [{model: a, layer_range: [0, 1]}, {model: b, layer_range: [0, 2]}]}]",
+            "merge_method: x\nslices: [{sources: [{model: a, layer_range: [0, 1]}, {model: b, "
+            "layer_range: [0, 2]}]}]",
             "one length",
         ),
-        ("merge_method: x\nmodels: [a]\ntokenizer: {source: union}\ntokenizer_source: base", "not both"),
+        (
+            "merge_method: x\nmodels: [a]\ntokenizer: {source: union}\ntokenizer_source: base",
+            "not both",
+        ),
         ("merge_method: x\nmodels: [a]\ntokenizer: {sauce: union}", "unknown key 'sauce'"),
-        ("merge_method: x\nmodels: [a]\ntokenizer: {pad_to_multiple_of: 0}", "whole number above 0"),
+        (
+            "merge_method: x\nmodels: [a]\ntokenizer: {pad_to_multiple_of: 0}",
+            "whole number above 0",
+        ),
         ("merge_method: x\nmodels: [a, b, a]", "listed twice"),
         ("a: [", "not valid YAML"),
         ("- a\n- b", "needed a mapping"),
@@ -225,7 +284,9 @@ def test_a_file_that_is_no_recipe_is_named_and_not_shown_whole(tmp_path):
         with pytest.raises(RecipeError, match=rf"recipe .*recipe\.yml: .*{message}") as caught:
             load_recipe(tmp_path / "recipe.yml")
         assert len(str(caught.value)) < 500
-    with pytest.raises(ValueError, match=r"models is str, needed a list .*, or load_recipe\('ties.yml'\)"):
+    with pytest.raises(
+        ValueError, match=r"models is str, needed a list .*, or load_recipe\('ties.yml'\)"
+    ):
         merge_models("ties.yml", out=tmp_path / "out")
     with pytest.raises(ValueError, match="'TIES' is unknown; did you mean ties"):
         merge_models([{}], "TIES")
@@ -244,14 +305,19 @@ def test_recipe_values_that_only_the_plan_can_judge(paths, out):
         plan(head + "parameters: {weight: [{fliter: mlp, value: 1}]}")
     with pytest.raises(PlanError, match="'weight' is required"):
         plan(head + "parameters: {weight: [{filter: mlp, value: 1}]}")
-    piece = f"[{{model: {paths[0]}, layer_range: [0, 1]}}, {{model: {paths[1]}, layer_range: [0, 1]}}]"
+    piece = (
+        f"[{{model: {paths[0]}, layer_range: [0, 1]}}, {{model: {paths[1]}, layer_range: [0, 1]}}]"
+    )
     scope = "parameters: {weight: 1, density: 0.5, scope: global}"
     with pytest.raises(PlanError, match="scope global ranks whole models"):
         plan(f"merge_method: ties\nbase_model: {paths[0]}\nslices: [{{sources: {piece}}}]\n{scope}")
     with pytest.raises(PlanError, match="weight is 'a', needed a finite number"):
         plan(head + "parameters: {weight: [a, b]}")
     with pytest.raises(PlanError, match=r"layer_range ends at 9.*has 4 layers"):
-        plan(f"merge_method: passthrough\nslices: [{{sources: [{{model: {paths[0]}, layer_range: [0, 9]}}]}}]")
+        plan(
+            f"merge_method: passthrough\nslices: [{{sources: [{{model: {paths[0]}, layer_range: "
+            "[0, 9]}]}]"
+        )
     with pytest.raises(PlanError, match=r"is none of auto, .*, not Jinja text and not a file"):
         plan(head + "parameters: {weight: 1}\nchat_template: chatlm")
     with pytest.raises(PlanError, match=r"no tokenizer\.json"):

@@ -1,4 +1,5 @@
-"""Whole checkpoints: what transformers wrote goes in, what comes out transformers loads without a word."""
+"""Whole checkpoints: what transformers wrote goes in, what comes out transformers loads without a
+word."""
 
 import json
 import logging
@@ -46,9 +47,11 @@ def said_of(folder, auto):
 
 
 def load_strictly(folder, auto=transformers.AutoModelForCausalLM, like=None):
-    """transformers' own loading, with nothing missing, unexpected or mismatched, and without a warning.
+    """transformers' own loading, with nothing missing, unexpected or mismatched, and without a
+    warning.
 
-    ``like``: a folder that transformers wrote itself; what some versions say of that, they may say here.
+    ``like``: a folder that transformers wrote itself; what some versions say of that, they may say
+    here.
     """
     usual, complaints = [] if like is None else said_of(like, auto), Complaints()
     logging.getLogger("transformers").addHandler(complaints)
@@ -68,16 +71,21 @@ def load_strictly(folder, auto=transformers.AutoModelForCausalLM, like=None):
 def test_an_average_of_real_architectures(kind, dtype, tmp_path):
     a, b = tiny(kind, 1), tiny(kind, 2)
     paths = [save(a, tmp_path / "a", dtype, "20KB"), save(b, tmp_path / "b", dtype)]
-    report = merge_models(paths, weight=[0.25, 0.75], out=tmp_path / "out", max_shard_size="6KB", progress=False)
+    report = merge_models(
+        paths, weight=[0.25, 0.75], out=tmp_path / "out", max_shard_size="6KB", progress=False
+    )
     merged = load_strictly(tmp_path / "out", auto_class(kind), like=paths[0])
     assert merged.dtype == dtype
     assert merged.config.tie_word_embeddings == a.config.tie_word_embeddings
     states = a.state_dict(), b.state_dict(), merged.state_dict()
     for name, value in states[2].items():
         expected = (states[0][name].float() * 0.25 + states[1][name].float() * 0.75).to(dtype)
-        # One rounding: in float32 a fused multiply-add may differ from two roundings in the last bit.
+        # One rounding: in float32 a fused multiply-add may differ from two roundings in the last
+        # bit.
         expected = expected.to(value.dtype)  # that of a few buffers is float32 in every model
-        torch.testing.assert_close(value, expected, rtol=1e-6 if dtype == torch.float32 else 0, atol=1e-7, msg=name)
+        torch.testing.assert_close(
+            value, expected, rtol=1e-6 if dtype == torch.float32 else 0, atol=1e-7, msg=name
+        )
     assert len(report.paths) > 1
     assert report.bytes_written == sum(
         t.numel() * t.element_size() for p in report.paths for t in load_file(p).values()
@@ -107,10 +115,21 @@ def test_modules_state_dicts_and_folders_mix(tmp_path):
 def test_a_tied_base_and_an_untied_expert_give_an_untied_model(tmp_path):
     base, expert = tiny("llama-tied", 1), tiny("llama", 2)
     paths = save(base, tmp_path / "base"), save(expert, tmp_path / "expert")
-    merge_models([paths[1]], "task_arithmetic", base_model=paths[0], weight=1.0, out=tmp_path / "out", progress=False)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    merge_models(
+        [paths[1]],
+        "task_arithmetic",
+        base_model=paths[0],
+        weight=1.0,
+        out=tmp_path / "out",
+        progress=False,
+    )
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    )
     ids = torch.arange(10)[None]
-    torch.testing.assert_close(load_strictly(tmp_path / "out")(ids).logits, expert(ids).logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        load_strictly(tmp_path / "out")(ids).logits, expert(ids).logits, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_dtype_and_out_dtype(tmp_path):
@@ -124,7 +143,9 @@ def test_dtype_and_out_dtype(tmp_path):
         out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
         merge_models([a, b], weight=1.0, out=out, progress=False, **settings)
         assert {t.dtype for t in load_file(out / "model.safetensors").values()} == {expected}
-        assert json.loads((out / "config.json").read_text())["dtype"] == str(expected).removeprefix("torch.")
+        assert json.loads((out / "config.json").read_text())["dtype"] == str(expected).removeprefix(
+            "torch."
+        )
 
 
 _QV = {"target_modules": ["q_proj", "v_proj"]}
@@ -134,8 +155,24 @@ _QV = {"target_modules": ["q_proj", "v_proj"]}
     ("kind", "settings"),
     [
         ("llama", {"r": 4, "lora_alpha": 10, "target_modules": ["q_proj", "v_proj", "down_proj"]}),
-        ("llama", {"r": 4, "use_rslora": True, "target_modules": "all-linear", "modules_to_save": ["lm_head"]}),
-        ("llama", {"r": 4, "rank_pattern": {"1.self_attn.q_proj": 2}, "alpha_pattern": {"v_proj": 32}, **_QV}),
+        (
+            "llama",
+            {
+                "r": 4,
+                "use_rslora": True,
+                "target_modules": "all-linear",
+                "modules_to_save": ["lm_head"],
+            },
+        ),
+        (
+            "llama",
+            {
+                "r": 4,
+                "rank_pattern": {"1.self_attn.q_proj": 2},
+                "alpha_pattern": {"v_proj": 32},
+                **_QV,
+            },
+        ),
         ("llama", {"r": 4, "target_modules": ["embed_tokens", "q_proj"]}),
         ("gpt2", {"r": 3, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
     ],
@@ -144,19 +181,28 @@ def test_adapters_fold_in_as_peft_folds_them(kind, settings, tmp_path):
     base = tiny(kind, 1)
     path = save(base, tmp_path / "base")
     torch.manual_seed(0)
-    wrapped = peft.get_peft_model(tiny(kind, 1), peft.LoraConfig(init_lora_weights=False, **settings))
+    wrapped = peft.get_peft_model(
+        tiny(kind, 1), peft.LoraConfig(init_lora_weights=False, **settings)
+    )
     if settings.get("modules_to_save"):
         with torch.no_grad():
             wrapped.base_model.model.lm_head.modules_to_save["default"].weight.add_(0.1)
     wrapped.save_pretrained(tmp_path / "adapter")
-    merge_models([f"{path}+{tmp_path / 'adapter'}"], "passthrough", out=tmp_path / "out", progress=False)
+    merge_models(
+        [f"{path}+{tmp_path / 'adapter'}"], "passthrough", out=tmp_path / "out", progress=False
+    )
     merged, expected = load_strictly(tmp_path / "out"), wrapped.merge_and_unload()
     for name, value in merged.state_dict().items():
-        torch.testing.assert_close(value, expected.state_dict()[name], atol=1e-6, rtol=1e-5, msg=name)
+        torch.testing.assert_close(
+            value, expected.state_dict()[name], atol=1e-6, rtol=1e-5, msg=name
+        )
 
 
 def test_integer_buffers_are_copied_when_equal_and_refused_when_not(tmp_path):
-    states = [{"w": torch.randn(4), "ids": torch.arange(5), "mask": torch.tensor([True, False])} for _ in range(2)]
+    states = [
+        {"w": torch.randn(4), "ids": torch.arange(5), "mask": torch.tensor([True, False])}
+        for _ in range(2)
+    ]
     merged = merge_models(states, weight=1.0, progress=False)
     assert torch.equal(merged["ids"], torch.arange(5))
     assert merged["mask"].dtype == torch.bool
@@ -172,12 +218,20 @@ def test_what_lies_beside_the_weights(tmp_path):
     merge_models([a, b], weight=1.0, out=tmp_path / "out", progress=False)
     out = tmp_path / "out"
     names = {p.name for p in out.iterdir()}
-    assert {"config.json", "generation_config.json", "tokenizer.json", "README.md", "mergekit_config.yml"} <= names
+    assert {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "README.md",
+        "mergekit_config.yml",
+    } <= names
     assert "chat_template.jinja" in names
     assert transformers.AutoTokenizer.from_pretrained(out)("w3 w4")["input_ids"] == [4, 5]
     assert load_recipe(out / "mergekit_config.yml").merge_method == "linear"
     manifest = json.loads((out / "merge_manifest.json").read_text())
-    assert manifest["files"]["model.safetensors"] == hash_bytes((out / "model.safetensors").read_bytes())
+    assert manifest["files"]["model.safetensors"] == hash_bytes(
+        (out / "model.safetensors").read_bytes()
+    )
     assert not list(tmp_path.glob(".*"))
 
 
@@ -190,9 +244,14 @@ def test_code_of_a_model_is_copied_only_on_request(tmp_path):
     (path / "modeling_x.py").write_text("raise SystemExit")
     save_tokenizer(path, ["<unk>", *(f"w{i}" for i in range(95))])
     settings = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"auto_map": {"AutoTokenizer": ["x.T", None]}}))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"auto_map": {"AutoTokenizer": ["x.T", None]}})
+    )
     report = merge_models([path], "passthrough", out=tmp_path / "plain", progress=False)
-    assert any("modeling_x.py); it was left out; trust_remote_code=True copies it" in note for note in report.notes)
+    assert any(
+        "modeling_x.py); it was left out; trust_remote_code=True copies it" in note
+        for note in report.notes
+    )
     assert not list((tmp_path / "plain").glob("*.py"))
     for name in ("config.json", "tokenizer_config.json"):
         assert "auto_map" not in json.loads((tmp_path / "plain" / name).read_text())
@@ -200,7 +259,10 @@ def test_code_of_a_model_is_copied_only_on_request(tmp_path):
     report = merge_models([path], "passthrough", **options)
     assert any("it was copied and runs when the output is loaded" in note for note in report.notes)
     assert (tmp_path / "with" / "modeling_x.py").exists()
-    assert json.loads((tmp_path / "with" / "config.json").read_text())["auto_map"] == config["auto_map"]
+    assert (
+        json.loads((tmp_path / "with" / "config.json").read_text())["auto_map"]
+        == config["auto_map"]
+    )
 
 
 def test_the_model_card_links_the_hub_and_names_no_folder(tmp_path, monkeypatch):
@@ -211,10 +273,12 @@ def test_the_model_card_links_the_hub_and_names_no_folder(tmp_path, monkeypatch)
         save(tiny("llama", number), path)
     asked = []
     monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", lambda name, **given: (asked.append((name, given["revision"])), cache)[1]
+        "huggingface_hub.snapshot_download",
+        lambda name, **given: (asked.append((name, given["revision"])), cache)[1],
     )
     recipe = load_recipe(
-        f"merge_method: linear\nmodels: [{{model: someone/base@v2}}, {{model: {own}}}]\nparameters: {{weight: 1}}\n"
+        "merge_method: linear\nmodels: [{model: someone/base@v2}, {model: "
+        f"{own}}}]\nparameters: {{weight: 1}}\n"
     )
     merge_models(recipe, out=tmp_path / "out", progress=False)
     assert asked == [("someone/base", "v2")]
@@ -262,7 +326,9 @@ def test_named_chat_templates(name, tmp_path):
     save_tokenizer(path, ["<unk>", *(f"w{i}" for i in range(95))])
     recipe = load_recipe(f"merge_method: passthrough\nmodels: [{path}]\nchat_template: {name}\n")
     merge_models(recipe, out=tmp_path / "out", progress=False)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", bos_token="<s>", eos_token="</s>")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        tmp_path / "out", bos_token="<s>", eos_token="</s>"
+    )
     chat = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hello?"},
@@ -275,10 +341,14 @@ def test_named_chat_templates(name, tmp_path):
         == {
             "alpaca": "Be brief.\n\n### Instruction:\nHello?\n\n### Response:\nYes.</s>\n\n"
             "### Instruction:\nBye.\n\n### Response:\n",
-            "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello?<|im_end|>\n"
-            "<|im_start|>assistant\nYes.<|im_end|>\n<|im_start|>user\nBye.<|im_end|>\n<|im_start|>assistant\n",
-            "exaone": "[|system|]Be brief.[|endofturn|]\n[|user|]Hello?\n[|assistant|]Yes.[|endofturn|]\n"
-            "[|user|]Bye.\n[|assistant|]",
+            "chatml": (
+                "<|im_start|>system\nBe "
+                "brief.<|im_end|>\n<|im_start|>user\nHello?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n<|im_start|>user\nBye.<|im_end|>\n<|im_start|>assistant\n"
+            ),
+            "exaone": (
+                "[|system|]Be "
+                "brief.[|endofturn|]\n[|user|]Hello?\n[|assistant|]Yes.[|endofturn|]\n[|user|]Bye.\n[|assistant|]"
+            ),
             "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
             "<|start_header_id|>user<|end_header_id|>\n\nHello?<|eot_id|>"
             "<|start_header_id|>assistant<|end_header_id|>\n\nYes.<|eot_id|>"
@@ -347,7 +417,8 @@ def test_a_global_scope_ranks_each_whole_task_vector(collected, monkeypatch):
 
     def draw(factor):
         return {
-            k: torch.randint(-9, 10, s, generator=generator) * (factor if k == "a" else 1.0) for k, s in shapes.items()
+            k: torch.randint(-9, 10, s, generator=generator) * (factor if k == "a" else 1.0)
+            for k, s in shapes.items()
         }
 
     def trimmed(model, density):
@@ -359,7 +430,13 @@ def test_a_global_scope_ranks_each_whole_task_vector(collected, monkeypatch):
 
     models = [draw(3.0), draw(0.5)]
     for density in ([0.05, 0.5], [0.3, 0.3], [0.9, 0.02]):
-        options = {"weight": 1.0, "density": density, "gamma": 0.0, "scope": "global", "progress": False}
+        options = {
+            "weight": 1.0,
+            "density": density,
+            "gamma": 0.0,
+            "scope": "global",
+            "progress": False,
+        }
         merged = merge_models(models, "breadcrumbs", base_model=base, **options)
         expected = sum(trimmed(m, d) for m, d in zip(models, density, strict=True))
         assert torch.equal(torch.cat([merged[k].flatten() for k in shapes]), expected)
@@ -410,7 +487,10 @@ def test_a_subset_of_tensors_draws_the_same_masks():
 def test_a_merge_of_405_billion_parameters_is_planned_at_once(tmp_path):
     """Sparse files: real headers, no data."""
     for model in ("base", "x", "y"):
-        write_headers(tmp_path / model, llama_shapes(hidden=16384, mlp=53248, layers=126, vocabulary=128256, keys=1024))
+        write_headers(
+            tmp_path / model,
+            llama_shapes(hidden=16384, mlp=53248, layers=126, vocabulary=128256, keys=1024),
+        )
     recipe = load_recipe(f"""
 merge_method: ties
 base_model: {tmp_path / "base"}
@@ -432,14 +512,23 @@ def test_pickled_checkpoints_need_the_opt_in(tmp_path):
     torch.save({"w": torch.ones(3)}, tmp_path / "m" / "pytorch_model.bin")
     with pytest.raises(PlanError, match="weights_only"):
         merge_models([tmp_path / "m"], "passthrough", progress=False)
-    merged = merge_models([tmp_path / "m"], "passthrough", allow_pickle="weights_only", progress=False)
+    merged = merge_models(
+        [tmp_path / "m"], "passthrough", allow_pickle="weights_only", progress=False
+    )
     assert torch.equal(merged["w"], torch.ones(3))
 
 
 def test_a_result_that_is_not_finite_is_refused(tmp_path):
     save_file({"w": torch.tensor([60000.0])}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="NaN or infinity"):
-        merge_models([tmp_path], "passthrough", scale=2.0, out_dtype="float16", out=tmp_path / "out", progress=False)
+        merge_models(
+            [tmp_path],
+            "passthrough",
+            scale=2.0,
+            out_dtype="float16",
+            out=tmp_path / "out",
+            progress=False,
+        )
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
 
@@ -462,10 +551,15 @@ def test_a_hub_id_is_fetched_with_weights_and_texts_only(tmp_path, monkeypatch):
 
     pickles = tmp_path / "cache"
     (pickles / "model.safetensors").unlink()
-    with pytest.raises(PlanError, match=r'holds no model.safetensors .*\(allow_pickle="weights_only" asks for more\)'):
+    with pytest.raises(
+        PlanError,
+        match=r'holds no model.safetensors .*\(allow_pickle="weights_only" asks for more\)',
+    ):
         merge_models(["someone/model"], "passthrough", progress=False)
     torch.save(model.state_dict(), pickles / "pytorch_model.bin")
-    merged = merge_models(["someone/model"], "passthrough", progress=False, allow_pickle="weights_only")
+    merged = merge_models(
+        ["someone/model"], "passthrough", progress=False, allow_pickle="weights_only"
+    )
     assert torch.equal(merged["lm_head.weight"], model.lm_head.weight)
     assert "pytorch_model*.bin" in asked["someone/model"]
 
@@ -498,23 +592,37 @@ slices:
 
 
 def test_memory_stays_in_bounds_while_the_model_grows(tmp_path):
-    """The largest resident size of a fresh process, for two models of which one is four times the other."""
+    """The largest resident size of a fresh process, for two models of which one is four times the
+    other."""
     peaks = []
     for size in (3000, 12000):
         for number in range(3):
             folder = tmp_path / f"{size}-{number}"
             folder.mkdir()
             generator = torch.Generator().manual_seed(number)
-            state = {f"layers.{i}.w": torch.randn(size, 512, generator=generator).bfloat16() for i in range(4)}
+            state = {
+                f"layers.{i}.w": torch.randn(size, 512, generator=generator).bfloat16()
+                for i in range(4)
+            }
             save_file(state, folder / "model.safetensors")
         code = (
-            "import sys, mergekit_lite as m; a = sys.argv\n"
-            "r = m.merge_models(a[2:4], 'ties', base_model=a[1], weight=0.5, density=0.3, out=a[4], progress=False)\n"
-            "print(r.peak_memory)"
+            "import sys, mergekit_lite as m; a = sys.argv\nr = m.merge_models(a[2:4], 'ties', "
+            "base_model=a[1], weight=0.5, density=0.3, out=a[4], "
+            "progress=False)\nprint(r.peak_memory)"
         )
-        arguments = [str(tmp_path / f"{size}-{n}") for n in range(3)] + [str(tmp_path / f"out{size}")]
-        # Started by a process of its own: a child's first reading of its largest size is its parent's.
-        script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}] + sys.argv[1:], check=True)"
-        done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
+        arguments = [str(tmp_path / f"{size}-{n}") for n in range(3)] + [
+            str(tmp_path / f"out{size}")
+        ]
+        # Started by a process of its own: a child's first reading of its largest size is its
+        # parent's.
+        script = (
+            f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}] + "
+            "sys.argv[1:], check=True)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True
+        )
         peaks.append(int(done.stdout))
-    assert peaks[1] - peaks[0] < 0.25 * 12000 * 512 * 4 * 2  # of one more copy of the larger model's growth, bfloat16
+    assert (
+        peaks[1] - peaks[0] < 0.25 * 12000 * 512 * 4 * 2
+    )  # of one more copy of the larger model's growth, bfloat16

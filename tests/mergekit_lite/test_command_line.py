@@ -30,7 +30,19 @@ def test_plan_and_merge(recipe, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "dare_ties of 2" in printed
     assert "2 passes" in printed
-    assert main(["merge", str(recipe), str(tmp_path / "out"), "--no-progress", "--max-shard-size", "10kB"]) == 0
+    assert (
+        main(
+            [
+                "merge",
+                str(recipe),
+                str(tmp_path / "out"),
+                "--no-progress",
+                "--max-shard-size",
+                "10kB",
+            ]
+        )
+        == 0
+    )
     assert "peak" in capsys.readouterr().out
     assert (tmp_path / "out" / "model.safetensors.index.json").exists()
     assert main(["merge", str(recipe), str(tmp_path / "out")]) == 1
@@ -41,19 +53,45 @@ def test_plan_and_merge(recipe, tmp_path, capsys):
 
 
 def environment():
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
 
 
 def test_two_processes_write_the_same_bytes(recipe, tmp_path):
-    assert main(["merge", str(recipe), str(tmp_path / "one"), "--no-progress", "--max-shard-size", "10kB"]) == 0
+    assert (
+        main(
+            [
+                "merge",
+                str(recipe),
+                str(tmp_path / "one"),
+                "--no-progress",
+                "--max-shard-size",
+                "10kB",
+            ]
+        )
+        == 0
+    )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["-m", "mergekit_lite", "merge", str(recipe), str(tmp_path / "two"), "--max-shard-size", "10kB"]
+    command += [
+        "-m",
+        "mergekit_lite",
+        "merge",
+        str(recipe),
+        str(tmp_path / "two"),
+        "--max-shard-size",
+        "10kB",
+    ]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     names = sorted(p.name for p in (tmp_path / "one").iterdir())
     assert names == sorted(p.name for p in (tmp_path / "two").iterdir())
     for name in names:
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), (
+            name
+        )
 
 
 LEAN = """
@@ -69,7 +107,9 @@ import mergekit_lite
 
 
 def python(code):
-    return subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True
+    )
 
 
 def test_import_needs_torch_and_little_else():
@@ -87,9 +127,10 @@ def test_a_file_merge_never_imports_transformers(recipe, tmp_path):
 def test_learned_masks_load_nothing_that_transformers_does_not():
     """Kernels and plotting wait until they are asked for."""
     done = python(
-        "import sys; from transformers import AutoModelForCausalLM, Trainer; before = set(sys.modules)\n"
-        "import mergekit_lite.masks; new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
-        "print(sorted(new & set('triton matplotlib datasets peft'.split())), 'matplotlib' in sys.modules)"
+        "import sys; from transformers import AutoModelForCausalLM, Trainer; before = "
+        "set(sys.modules)\nimport mergekit_lite.masks; new = {name.split('.')[0] for name in "
+        "set(sys.modules) - before}\nprint(sorted(new & set('triton matplotlib datasets "
+        "peft'.split())), 'matplotlib' in sys.modules)"
     )
     assert done.stdout.strip() == "[] False", done.stderr
 
@@ -98,7 +139,16 @@ def test_assertions_do_no_work(recipe, tmp_path):
     """python -O drops them, and must write the same bytes."""
     code = "import sys; from mergekit_lite.__main__ import main; sys.exit(main(sys.argv[1:]))"
     for name, options in (("plain", []), ("optimised", ["-O"])):
-        command = [sys.executable, *options, "-c", code, "merge", str(recipe), str(tmp_path / name), "--no-progress"]
+        command = [
+            sys.executable,
+            *options,
+            "-c",
+            code,
+            "merge",
+            str(recipe),
+            str(tmp_path / name),
+            "--no-progress",
+        ]
         assert subprocess.run(command, env=environment(), capture_output=True).returncode == 0
     left, right = (tmp_path / name / "model.safetensors" for name in ("plain", "optimised"))
     assert left.read_bytes() == right.read_bytes()
@@ -113,4 +163,8 @@ def test_the_public_names_exist_and_are_sorted():
         names = list(module.__all__)
         assert all(hasattr(module, name) for name in names)
         assert names == sorted(names, key=lambda n: (not n.isupper(), not n[0].isupper(), n))
-        assert all((getattr(module, n).__doc__ or "").strip() for n in names if callable(getattr(module, n)))
+        assert all(
+            (getattr(module, n).__doc__ or "").strip()
+            for n in names
+            if callable(getattr(module, n))
+        )

@@ -1,4 +1,5 @@
-"""Files that are not what they should be: the command line names them and the reason, and prints no traceback."""
+"""Files that are not what they should be: the command line names them and the reason, and prints no
+traceback."""
 
 import json
 
@@ -14,7 +15,10 @@ DEEP = "[" * 100_000
 
 def model(folder, **files):
     folder.mkdir()
-    save_file({"w": torch.ones(4, 3), "embed_tokens.weight": torch.ones(4, 3)}, folder / "model.safetensors")
+    save_file(
+        {"w": torch.ones(4, 3), "embed_tokens.weight": torch.ones(4, 3)},
+        folder / "model.safetensors",
+    )
     (folder / "config.json").write_text("{}")
     for name, text in files.items():
         path = folder / name.replace("__", ".")
@@ -26,7 +30,19 @@ def told(recipe, tmp_path, capsys):
     """What the command line says of a recipe, which must be an error and no traceback."""
     path = tmp_path / "recipe.yml"
     path.write_bytes(recipe) if isinstance(recipe, bytes) else path.write_text(recipe)
-    assert main(["merge", str(path), str(tmp_path / "out"), "--no-progress", "--allow-pickle", "weights_only"]) == 1
+    assert (
+        main(
+            [
+                "merge",
+                str(path),
+                str(tmp_path / "out"),
+                "--no-progress",
+                "--allow-pickle",
+                "weights_only",
+            ]
+        )
+        == 1
+    )
     assert not (tmp_path / "out").exists()
     said = capsys.readouterr().err
     assert said.startswith("mergekit-lite: ")
@@ -49,9 +65,18 @@ def passthrough(*names, more=""):
         ({"config__json": '{"quantization_config": ["gptq"]}'}, ["quantised"]),
         ({"model__safetensors__index__json": "[]"}, ["index.json", "JSON list"]),
         ({"model__safetensors__index__json": '{"weight_map": []}'}, ["no weight_map"]),
-        ({"model__safetensors__index__json": '{"weight_map": {"w": ["x"]}}'}, ["not a file of this folder"]),
-        ({"model__safetensors__index__json": '{"weight_map": {"w": "a\\u0000b"}}'}, ["which is not there"]),
-        ({"model__safetensors__index__json": '{"weight_map": {"w": "' + "x" * 5000 + '"}}'}, ["name too long"]),
+        (
+            {"model__safetensors__index__json": '{"weight_map": {"w": ["x"]}}'},
+            ["not a file of this folder"],
+        ),
+        (
+            {"model__safetensors__index__json": '{"weight_map": {"w": "a\\u0000b"}}'},
+            ["which is not there"],
+        ),
+        (
+            {"model__safetensors__index__json": '{"weight_map": {"w": "' + "x" * 5000 + '"}}'},
+            ["name too long"],
+        ),
         ({"model__safetensors": b""}, ["cut short"]),
     ],
 )
@@ -82,7 +107,9 @@ def test_an_adapter(config, tmp_path, capsys):
     assert "adapter" in told(passthrough(f"{base}+{tmp_path / 'a'}"), tmp_path, capsys)
 
 
-@pytest.mark.parametrize("pair", [(torch.ones(3), torch.ones(4, 1)), (torch.ones(1, 3).int(), torch.ones(4, 1).int())])
+@pytest.mark.parametrize(
+    "pair", [(torch.ones(3), torch.ones(4, 1)), (torch.ones(1, 3).int(), torch.ones(4, 1).int())]
+)
 def test_an_adapter_of_other_tensors(pair, tmp_path, capsys):
     base = model(tmp_path / "m")
     (tmp_path / "a").mkdir()
@@ -100,15 +127,21 @@ def test_an_adapter_of_other_tensors(pair, tmp_path, capsys):
 def test_a_pickle(content, tmp_path, capsys):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "pytorch_model.bin").write_bytes(content)
-    assert "pytorch_model.bin: cannot be loaded" in told(passthrough(tmp_path / "m"), tmp_path, capsys)
+    assert "pytorch_model.bin: cannot be loaded" in told(
+        passthrough(tmp_path / "m"), tmp_path, capsys
+    )
 
 
 def test_a_pickle_of_something_else(tmp_path, capsys):
     (tmp_path / "m").mkdir()
     torch.save([torch.ones(2)], tmp_path / "m" / "pytorch_model.bin")
-    assert "holds a list, needed a state dict" in told(passthrough(tmp_path / "m"), tmp_path, capsys)
+    assert "holds a list, needed a state dict" in told(
+        passthrough(tmp_path / "m"), tmp_path, capsys
+    )
     torch.save({"w": torch.ones(2), "step": 3}, tmp_path / "m" / "pytorch_model.bin")
-    assert "maps names to tensors; step does not" in told(passthrough(tmp_path / "m"), tmp_path, capsys)
+    assert "maps names to tensors; step does not" in told(
+        passthrough(tmp_path / "m"), tmp_path, capsys
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,35 +160,60 @@ def test_tensors_in_memory(tensor, reason):
 
 @pytest.mark.parametrize(
     "tokenizer",
-    ["[]", DEEP, "{}", '{"model": []}', '{"model": {"vocab": 3}}', '{"model": {"vocab": {"a": "b"}}}',
-     '{"model": {"vocab": {"a": -1}}}', '{"model": {"vocab": {"a": 99999999999}}}', '{"model": {"vocab": [[]]}}',
-     '{"model": {"vocab": {"a": 0}}, "added_tokens": [{}]}'],
-)  # fmt: skip
+    [
+        "[]",
+        DEEP,
+        "{}",
+        '{"model": []}',
+        '{"model": {"vocab": 3}}',
+        '{"model": {"vocab": {"a": "b"}}}',
+        '{"model": {"vocab": {"a": -1}}}',
+        '{"model": {"vocab": {"a": 99999999999}}}',
+        '{"model": {"vocab": [[]]}}',
+        '{"model": {"vocab": {"a": 0}}, "added_tokens": [{}]}',
+    ],
+)
 def test_a_tokenizer(tokenizer, tmp_path, capsys):
     folder = model(tmp_path / "m", tokenizer__json=tokenizer)
-    assert "tokenizer.json" in told(passthrough(folder, more="tokenizer_source: union\n"), tmp_path, capsys)
+    assert "tokenizer.json" in told(
+        passthrough(folder, more="tokenizer_source: union\n"), tmp_path, capsys
+    )
 
 
 @pytest.mark.parametrize(
     "recipe",
     [
-        "merge_method: null\nmodels: [a]", "merge_method: linear\nmodels: [a]\ndtype: [1, 2]",
+        "merge_method: null\nmodels: [a]",
+        "merge_method: linear\nmodels: [a]\ndtype: [1, 2]",
         "merge_method: linear\nmodels: [a]\nparameters: {weight: !!binary aGk=}",
         "merge_method: linear\nmodels: [~no-one/x]",
-        "merge_method: passthrough\nslices: [{sources: [{model: ./a, layer_range: [0, 9223372036854775808]}]}]",
-        b"\xff\xfe\x00", "", "null", "3", "[" * 50_000, "merge_method: [linear]\nmodels: [a]",
-        "merge_method: linear\nmodels: [a]\nparameters: &p {weight: *p}", "merge_method: linear\nmodels: &m [*m]",
-        "? [a, b]\n: c", "merge_method: linear\nmodels: [a]\nchat_template: [x]", "!!python/object:os.system {}",
-        "merge_method: linear\nmodels: [./a]\nparameters: {weight: {filter: x}}", "a: &a [*a]\nmerge_method: x",
-        "name: x\nmerge_method: linear\nmodels: [y]\n---\nname: y\nmerge_method: linear\nmodels: [x]",
+        "merge_method: passthrough\nslices: [{sources: [{model: ./a, layer_range: [0, "
+        "9223372036854775808]}]}]",
+        b"\xff\xfe\x00",
+        "",
+        "null",
+        "3",
+        "[" * 50_000,
+        "merge_method: [linear]\nmodels: [a]",
+        "merge_method: linear\nmodels: [a]\nparameters: &p {weight: *p}",
+        "merge_method: linear\nmodels: &m [*m]",
+        "? [a, b]\n: c",
+        "merge_method: linear\nmodels: [a]\nchat_template: [x]",
+        "!!python/object:os.system {}",
+        "merge_method: linear\nmodels: [./a]\nparameters: {weight: {filter: x}}",
+        "a: &a [*a]\nmerge_method: x",
+        "name: x\nmerge_method: linear\nmodels: [y]\n---\nname: y\nmerge_method: linear\nmodels: "
+        "[x]",
         "merge_method: linear\nmodels: [a]\n---\nmerge_method: linear\nmodels: [a]",
-        "merge_method: linear\nmodels: [{model: a, weight: 1}]", "merge_method: linear\nmodels: [{model: 3}]",
+        "merge_method: linear\nmodels: [{model: a, weight: 1}]",
+        "merge_method: linear\nmodels: [{model: 3}]",
         "merge_method: linear\nmodels: [a]\ntokenizer: union",
         "merge_method: linear\nmodels: [a]\ntokenizer: {tokens: 3}",
-        "merge_method: linear\nmodels: [a]\nbase_model: {x: 1}", "merge_method: linear\nslices: [{sources: 3}]",
+        "merge_method: linear\nmodels: [a]\nbase_model: {x: 1}",
+        "merge_method: linear\nslices: [{sources: 3}]",
         "merge_method: linear\nslices: [{sources: [{model: a, layer_range: [0, .inf]}]}]",
     ],
-)  # fmt: skip
+)
 def test_a_recipe(recipe, tmp_path, capsys):
     said = told(recipe, tmp_path, capsys)
     assert any(
@@ -190,7 +248,10 @@ def test_a_settings_file_of_the_donor(tmp_path, capsys):
 
 def test_layers_beyond_all_counting(tmp_path, capsys):
     folder = model(tmp_path / "m")
-    recipe = f"merge_method: passthrough\nslices: [{{sources: [{{model: {folder}, layer_range: [0, {1 << 63}]}}]}}]"
+    recipe = (
+        f"merge_method: passthrough\nslices: [{{sources: [{{model: {folder}, layer_range: [0, "
+        f"{1 << 63}]}}]}}]"
+    )
     assert "has 0 layers" in told(recipe, tmp_path, capsys)
 
 

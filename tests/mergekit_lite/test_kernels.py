@@ -38,7 +38,11 @@ def run_without(packages, *merges, **environment):
     path = os.pathsep.join(p for p in sys.path if p)
     command = [sys.executable, "-c", BLOCK, packages, json.dumps(merges, default=str)]
     done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True, timeout=300
+        command,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -47,30 +51,52 @@ def run_without(packages, *merges, **environment):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("kernels")
-    for number, dtype in enumerate((torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float32, torch.float16)):
+    for number, dtype in enumerate(
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float32, torch.float16)
+    ):
         generator = torch.Generator().manual_seed(number)
-        state = {f"layers.{i}.w": torch.randn(40, 30, generator=generator).to(dtype) for i in range(3)}
+        state = {
+            f"layers.{i}.w": torch.randn(40, 30, generator=generator).to(dtype) for i in range(3)
+        }
         (root / str(number)).mkdir()
         save_file(state, root / str(number) / "model.safetensors")
     return [root / str(number) for number in range(5)]
 
 
 def merges_of_every_kernel(folders, out):
-    """One call a method, of two or one models with a base or three models without, in several dtypes."""
+    """One call a method, of two or one models with a base or three models without, in several
+    dtypes."""
     for number, (name, case) in enumerate(KERNEL_CASES.items()):
         models = [str(folders[(i + number) % 4 + 1]) for i in range(case.models)]
         base = {"base_model": str(folders[0])} if case.base else {}
-        yield {"models": models, "method": name, **base, "out": str(out / name), "seed": 3, **case.parameters}
+        yield {
+            "models": models,
+            "method": name,
+            **base,
+            "out": str(out / name),
+            "seed": 3,
+            **case.parameters,
+        }
 
 
 def test_a_merge_by_kernels_never_imports_torch(folders, tmp_path):
-    run_without("torch,transformers,safetensors,tqdm", *merges_of_every_kernel(folders, tmp_path / "lean"))
+    run_without(
+        "torch,transformers,safetensors,tqdm", *merges_of_every_kernel(folders, tmp_path / "lean")
+    )
     for arguments in merges_of_every_kernel(folders, tmp_path / "torch"):
         merge_models(arguments.pop("models"), progress=False, impl="eager", **arguments)
         name = arguments["method"]
         lean, eager = (tmp_path / kind / name / "model.safetensors" for kind in ("lean", "torch"))
         assert lean.read_bytes() == eager.read_bytes(), name
-        assert len({(tmp_path / kind / name / "merge_manifest.json").read_text() for kind in ("lean", "torch")}) == 1
+        assert (
+            len(
+                {
+                    (tmp_path / kind / name / "merge_manifest.json").read_text()
+                    for kind in ("lean", "torch")
+                }
+            )
+            == 1
+        )
 
 
 def test_adapters_vocabularies_and_stages_need_no_torch_either(tmp_path):
@@ -81,7 +107,8 @@ def test_adapters_vocabularies_and_stages_need_no_torch_either(tmp_path):
         save(tiny("llama", number, vocab_size=21 + number), tmp_path / name)
         save_tokenizer(tmp_path / name, [*words, "new"][: 21 + number])
     wrapped = peft.get_peft_model(
-        tiny("llama", 0, vocab_size=21), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        tiny("llama", 0, vocab_size=21),
+        peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False),
     )
     wrapped.save_pretrained(tmp_path / "adapter")
     recipe = f"""
@@ -100,15 +127,24 @@ tokenizer: {{source: union, pad_to_multiple_of: 8}}
 
 
 def test_without_numba_torch_writes_the_same_bytes_and_the_report_says_so(folders, tmp_path):
-    merge = {"models": [str(f) for f in folders[1:3]], "method": "ties", "base_model": str(folders[0])}
+    merge = {
+        "models": [str(f) for f in folders[1:3]],
+        "method": "ties",
+        "base_model": str(folders[0]),
+    }
     settings = {"weight": 0.5, "density": 0.4}
     run_without("torch", {**merge, **settings, "out": tmp_path / "fused"})
-    for name, blocked, environment in (("none", "numba", {}), ("interpreted", "x", {"NUMBA_DISABLE_JIT": "1"})):
+    for name, blocked, environment in (
+        ("none", "numba", {}),
+        ("interpreted", "x", {"NUMBA_DISABLE_JIT": "1"}),
+    ):
         notes = run_without(blocked, {**merge, **settings, "out": tmp_path / name}, **environment)
         assert any("numba cannot be used" in note for note in notes[0])
         left, right = (tmp_path / which / "model.safetensors" for which in ("fused", name))
         assert left.read_bytes() == right.read_bytes()
-        manifests = [(tmp_path / which / "merge_manifest.json").read_text() for which in ("fused", name)]
+        manifests = [
+            (tmp_path / which / "merge_manifest.json").read_text() for which in ("fused", name)
+        ]
         assert manifests[0] == manifests[1]
 
 
@@ -127,7 +163,9 @@ def test_a_run_without_numba_goes_on_where_one_with_it_stopped(folders, tmp_path
     with monkeypatch.context() as patched:
         patched.setattr(mergekit_lite.engine.output.OutputFolder, "finish", finishing)
         with pytest.raises(KeyboardInterrupt):
-            merge_models(arguments["models"], weight=0.5, max_shard_size="3kB", out=out, progress=False)
+            merge_models(
+                arguments["models"], weight=0.5, max_shard_size="3kB", out=out, progress=False
+            )
     partial = tmp_path / ".out.partial"
     finished = json.loads((partial / "progress.json").read_text())["shards"]
     times = {name: (partial / "result" / name).stat().st_mtime_ns for name in finished}
@@ -171,7 +209,13 @@ def test_values_that_overflow_the_output_are_refused(tmp_path):
         state = {"w": torch.tensor([1.0, 3.4e38])}
         with pytest.raises(NotFiniteError, match=f"NaN or infinity in {dtype}"):
             merge_models(
-                [state], "passthrough", scale=1.0, dtype=dtype, out=tmp_path / "o", progress=False, impl="fused"
+                [state],
+                "passthrough",
+                scale=1.0,
+                dtype=dtype,
+                out=tmp_path / "o",
+                progress=False,
+                impl="fused",
             )
 
 
@@ -180,14 +224,26 @@ def test_an_explicit_impl_runs_or_raises(tmp_path):
     with pytest.raises(ValueError, match="impl is 'fast', needed one of"):
         merge_models(states, weight=1, impl="fast")
     with pytest.raises(ValueError, match="w is merged in a way without a kernel"):
-        merge_models(states[:1], "tsv", base_model=states[1], out=tmp_path / "o", progress=False, impl="fused")
+        merge_models(
+            states[:1],
+            "tsv",
+            base_model=states[1],
+            out=tmp_path / "o",
+            progress=False,
+            impl="fused",
+        )
     with pytest.raises(ValueError, match="without a kernel"):
-        merge_models(states, weight=1, dtype="float64", out=tmp_path / "o", progress=False, impl="fused")
+        merge_models(
+            states, weight=1, dtype="float64", out=tmp_path / "o", progress=False, impl="fused"
+        )
 
 
 def test_kernels_in_memory_too():
     states = [{"w": torch.randn(6, 5)} for _ in range(2)]
-    eager, fused = (merge_models(states, weight=[1, 3], progress=False, impl=impl)["w"] for impl in ("eager", "fused"))
+    eager, fused = (
+        merge_models(states, weight=[1, 3], progress=False, impl=impl)["w"]
+        for impl in ("eager", "fused")
+    )
     assert torch.equal(eager, fused)
 
 
@@ -207,19 +263,28 @@ def test_checksums_are_xxh64(data, expected, tmp_path):
 
 
 def test_programs_are_those_of_the_package():
-    assert all(method.function.__module__.startswith("mergekit_lite.methods") for method in PROGRAMS)
+    assert all(
+        method.function.__module__.startswith("mergekit_lite.methods") for method in PROGRAMS
+    )
 
 
 @pytest.mark.parametrize("impl", ["eager", "fused"])
 @pytest.mark.parametrize("method", KERNEL_CASES)
 def test_empty_tensors_and_scalars(method, impl, tmp_path):
     case = KERNEL_CASES[method]
-    states = [{"e": torch.zeros(3, 0), "s": torch.tensor(0.5 * i + 1), "w": torch.randn(5)} for i in range(6)]
+    states = [
+        {"e": torch.zeros(3, 0), "s": torch.tensor(0.5 * i + 1), "w": torch.randn(5)}
+        for i in range(6)
+    ]
     base = {"base_model": states[5]} if case.base else {}
     settings = {**base, **case.parameters, "out": tmp_path / "out", "progress": False, "impl": impl}
     merge_models(states[: case.models], method, **settings)
     merged = load_file(tmp_path / "out" / "model.safetensors")
-    assert {name: tuple(value.shape) for name, value in merged.items()} == {"e": (3, 0), "s": (), "w": (5,)}
+    assert {name: tuple(value.shape) for name, value in merged.items()} == {
+        "e": (3, 0),
+        "s": (),
+        "w": (5,),
+    }
     manifest = json.loads((tmp_path / "out" / "merge_manifest.json").read_text())
     assert all(entry["values"].startswith("xxh64:") for entry in manifest["inputs"])
 
@@ -256,7 +321,15 @@ def test_zeros_keep_their_sign_as_torch_has_it(tmp_path):
     }.items():
         weight = {} if method == "sce" else {"weight": [1.0, -0.5]}
         for impl in ("eager", "fused"):
-            given = {"base_model": base, "out": tmp_path / f"{method}-{impl}", "progress": False, "impl": impl}
+            given = {
+                "base_model": base,
+                "out": tmp_path / f"{method}-{impl}",
+                "progress": False,
+                "impl": impl,
+            }
             merge_models(models, method, **given, **settings, **weight)
-        files = [(tmp_path / f"{method}-{impl}" / "model.safetensors").read_bytes() for impl in ("eager", "fused")]
+        files = [
+            (tmp_path / f"{method}-{impl}" / "model.safetensors").read_bytes()
+            for impl in ("eager", "fused")
+        ]
         assert files[0] == files[1], method

@@ -1,4 +1,5 @@
-"""Every merge method against its definition: in memory with gradients, and streamed through files in small blocks."""
+"""Every merge method against its definition: in memory with gradients, and streamed through files
+in small blocks."""
 
 import inspect
 import json
@@ -74,11 +75,16 @@ def test_kernels_write_the_bytes_of_the_torch_functions(case, dtype, tmp_path, m
     small_blocks(monkeypatch)
     for number, shape in enumerate([(17, 33), (3, 5), (1,)]):
         inputs = {name: value.to(dtype) for name, value in inputs_for(case, shape).items()}
-        eager, fused = (streamed(case, inputs, tmp_path / f"{impl}{number}", impl) for impl in ("eager", "fused"))
+        eager, fused = (
+            streamed(case, inputs, tmp_path / f"{impl}{number}", impl)
+            for impl in ("eager", "fused")
+        )
         assert torch.equal(eager.view(torch.uint8), fused.view(torch.uint8))
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.parameters.get("scope") != "global"], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.parameters.get("scope") != "global"], ids=str
+)
 def test_the_passes_that_a_method_declares_are_those_it_makes(case, tmp_path):
     inputs = inputs_for(case, (17, 9))
     method = get_method(case.method)
@@ -117,15 +123,20 @@ def test_gradients_by_finite_differences(case):
     inputs = {k: v.double() for k, v in inputs_for(case, (5, 3)).items()}
     if case.grid:  # step off the grid, where a change of rank would be a jump
         inputs = {
-            k: v + torch.linspace(0, 1e-3, 15).view(5, 3).double() * (i + 1) for i, (k, v) in enumerate(inputs.items())
+            k: v + torch.linspace(0, 1e-3, 15).view(5, 3).double() * (i + 1)
+            for i, (k, v) in enumerate(inputs.items())
         }
     leaves = [v.requires_grad_() for v in inputs.values()]
     call = merged_in_memory(case)
-    assert torch.autograd.gradcheck(lambda *values: call(**dict(zip(inputs, values, strict=True))), leaves)
+    assert torch.autograd.gradcheck(
+        lambda *values: call(**dict(zip(inputs, values, strict=True))), leaves
+    )
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d).removeprefix("torch.")
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_streamed_equals_the_reference(case, dtype, threads, tmp_path, monkeypatch):
     small_blocks(monkeypatch)
@@ -137,7 +148,9 @@ def test_streamed_equals_the_reference(case, dtype, threads, tmp_path, monkeypat
             judge(
                 case.method,
                 "stream" if impl == "eager" else "fused",
-                lambda impl=impl, number=number, **t: streamed(case, t, tmp_path / f"{impl}{number}", impl, threads),
+                lambda impl=impl, number=number, **t: streamed(
+                    case, t, tmp_path / f"{impl}{number}", impl, threads
+                ),
                 reference_for(case, inputs),
                 inputs,
                 dtype=dtype,
@@ -172,7 +185,12 @@ def test_equal_models_merge_to_themselves(method):
 
 @pytest.mark.parametrize(
     ("random", "deterministic"),
-    [("dare_linear", "task_arithmetic"), ("dare_ties", "ties"), ("della_linear", "task_arithmetic"), ("della", "ties")],
+    [
+        ("dare_linear", "task_arithmetic"),
+        ("dare_ties", "ties"),
+        ("della_linear", "task_arithmetic"),
+        ("della", "ties"),
+    ],
 )
 def test_density_one_equals_the_deterministic_method(random, deterministic):
     models, base = [torch.randn(9, 7), torch.randn(9, 7)], torch.randn(9, 7)
@@ -194,7 +212,9 @@ def test_signatures_are_the_schema():
     """What the registry says of a method is what its function's signature says."""
     for method in METHODS.values():
         named = {
-            p.rstrip("_") for p, a in inspect.signature(method.function).parameters.items() if a.kind is a.KEYWORD_ONLY
+            p.rstrip("_")
+            for p, a in inspect.signature(method.function).parameters.items()
+            if a.kind is a.KEYWORD_ONLY
         }
         assert named - {"noise"} == set(method.parameters)
 
@@ -205,12 +225,19 @@ def test_a_method_from_outside_streams_too(tmp_path, monkeypatch):
     @merge_method("middle", inputs=(2, None), chunking="elements")
     def middle(tensors, base, *, weight: PerModel = 1.0, shift: float = 0.0):
         """The element-wise median."""
-        return torch.stack([t * w for t, w in zip(tensors, weight, strict=True)]).median(0).values + shift
+        return (
+            torch.stack([t * w for t, w in zip(tensors, weight, strict=True)]).median(0).values
+            + shift
+        )
 
     try:
         models = [torch.randn(13, 7) for _ in range(3)]
-        merge_models([{"w": m} for m in models], "middle", shift=0.5, out=tmp_path / "o", progress=False)
-        assert torch.equal(load_file(tmp_path / "o" / "model.safetensors")["w"], middle(models, shift=0.5))
+        merge_models(
+            [{"w": m} for m in models], "middle", shift=0.5, out=tmp_path / "o", progress=False
+        )
+        assert torch.equal(
+            load_file(tmp_path / "o" / "model.safetensors")["w"], middle(models, shift=0.5)
+        )
         with pytest.raises(ValueError, match="registered already"):
             merge_method("middle")(lambda tensors, base: tensors[0])
     finally:
@@ -221,11 +248,18 @@ def test_random_streams_do_not_depend_on_blocks_and_are_fair():
     like = torch.empty(1 << 20)
     for p in (0.5, 0.3, 1e-4):
         whole = Noise(1, "x").keep(0, like, p)
-        pieces = [Noise(1, "x", a).keep(0, like[a:b], p) for a, b in ((0, 7), (7, 100_001), (100_001, 1 << 20))]
+        pieces = [
+            Noise(1, "x", a).keep(0, like[a:b], p)
+            for a, b in ((0, 7), (7, 100_001), (100_001, 1 << 20))
+        ]
         assert torch.equal(torch.cat(pieces), whole)
         deviation = (p * (1 - p) / whole.numel()) ** 0.5
         assert abs(float(whole.double().mean()) - p) < 5 * deviation
-        for other in (Noise(1, "x").keep(1, like, p), Noise(1, "y").keep(0, like, p), Noise(2, "x").keep(0, like, p)):
+        for other in (
+            Noise(1, "x").keep(1, like, p),
+            Noise(1, "y").keep(0, like, p),
+            Noise(2, "x").keep(0, like, p),
+        ):
             agreement = ((whole - p) * (other - p)).double().mean() / (p * (1 - p))
             assert abs(float(agreement)) < 5 / whole.numel() ** 0.5
 
@@ -234,7 +268,9 @@ def test_random_streams_past_four_billion_elements():
     start = (1 << 32) - 5
     like = torch.empty(10)
     whole = Noise(0, "x", start).keep(0, like, 0.3)
-    assert torch.equal(torch.cat([Noise(0, "x", start + i).keep(0, like[:1], 0.3) for i in range(10)]), whole)
+    assert torch.equal(
+        torch.cat([Noise(0, "x", start + i).keep(0, like[:1], 0.3) for i in range(10)]), whole
+    )
     each = Noise(0, "x", start).keep_each(0, torch.full((10,), 0.3))
     assert torch.equal(each[5:], Noise(0, "x", 1 << 32).keep_each(0, torch.full((5,), 0.3)))
 
@@ -244,7 +280,9 @@ def test_each_element_can_have_its_own_chance():
     kept = Noise(3, "x").keep_each(1, chances)
     spread = (chances[0] * (1 - chances[0]) / 20_000).sqrt()
     assert float(((kept.mean(0) - chances[0]) / spread).abs().max()) < 5
-    assert torch.equal(kept[7:9].flatten(), Noise(3, "x", 7 * 64).keep_each(1, chances[7:9]).flatten())
+    assert torch.equal(
+        kept[7:9].flatten(), Noise(3, "x", 7 * 64).keep_each(1, chances[7:9]).flatten()
+    )
 
 
 @pytest.mark.parametrize("collected", [1 << 20, 64])

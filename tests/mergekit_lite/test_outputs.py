@@ -1,4 +1,5 @@
-"""Interrupted, doubled and starved runs: nothing half-written gets a final name; a second try finishes the first."""
+"""Interrupted, doubled and starved runs: nothing half-written gets a final name; a second try
+finishes the first."""
 
 import errno
 import fcntl
@@ -36,13 +37,17 @@ def models(tmp_path_factory):
     for number in range(3):
         (folder / str(number)).mkdir()
         generator = torch.Generator().manual_seed(number)
-        state = {f"layers.{i}.w": torch.randn(60, 70, generator=generator).bfloat16() for i in range(24)}
+        state = {
+            f"layers.{i}.w": torch.randn(60, 70, generator=generator).bfloat16() for i in range(24)
+        }
         save_file(state, folder / str(number) / "model.safetensors")
     return [str(folder / str(n)) for n in range(3)]
 
 
 def run(out, models):
-    return subprocess.Popen([sys.executable, "-c", SCRIPT, str(out), models[1], models[2], models[0]])
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(out), models[1], models[2], models[0]]
+    )
 
 
 def contents(folder):
@@ -57,7 +62,8 @@ def test_killed_at_random_points_then_finished(models, tmp_path):
     chance, partial, kept = random.Random(0), tmp_path / ".out.partial", []
     for number in range(8):
         process = run(tmp_path / "out", models)
-        # The record is written once at the start and once for each finished file: killed somewhere after one of those.
+        # The record is written once at the start and once for each finished file: killed somewhere
+        # after one of those.
         for _ in range(1 + number % 4):
             seen = progress(partial)
             while process.poll() is None and progress(partial) == seen:
@@ -87,9 +93,16 @@ def progress(partial):
 
 def merge(models, out, **extra):
     return merge_models(
-        models[1:], base_model=models[0], method="task_arithmetic", weight=0.5, out=out, max_shard_size="40KB",
-        progress=False, threads=1, **extra,
-    )  # fmt: skip
+        models[1:],
+        base_model=models[0],
+        method="task_arithmetic",
+        weight=0.5,
+        out=out,
+        max_shard_size="40KB",
+        progress=False,
+        threads=1,
+        **extra,
+    )
 
 
 def interrupt_after(monkeypatch, shards):
@@ -156,7 +169,9 @@ def test_a_folder_that_is_not_empty_is_left_alone(models, tmp_path):
 
 def test_too_little_disk_is_seen_before(models, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(mergekit_lite.engine.output.shutil, "disk_usage", lambda path: usage(10**9, 10**9, 100))
+    monkeypatch.setattr(
+        mergekit_lite.engine.output.shutil, "disk_usage", lambda path: usage(10**9, 10**9, 100)
+    )
     with pytest.raises(OutputError, match="of disk"):
         merge(models, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -200,13 +215,19 @@ def test_a_late_failure_keeps_what_was_finished(models, tmp_path, monkeypatch):
 
 def test_the_command_line_leaves_what_is_not_ours(models, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    recipe = {"models": [{"model": m} for m in models[:2]], "merge_method": "linear", "parameters": {"weight": 0.5}}
+    recipe = {
+        "models": [{"model": m} for m in models[:2]],
+        "merge_method": "linear",
+        "parameters": {"weight": 0.5},
+    }
     (tmp_path / "r.yml").write_text(json.dumps(recipe))
     (tmp_path / ".m.partial").mkdir()
     (tmp_path / ".m.partial" / "thesis").write_text("x")
     command = ["merge", "r.yml", "m", "--no-progress"]
     assert main(command) == 1
-    assert ".m.partial was not made by model-components and is in the way" in capsys.readouterr().err
+    assert (
+        ".m.partial was not made by model-components and is in the way" in capsys.readouterr().err
+    )
     assert (tmp_path / ".m.partial" / "thesis").read_text() == "x"
     (tmp_path / ".m.partial").rename(tmp_path / "work")
     (tmp_path / ".m.partial").symlink_to("work")
@@ -221,7 +242,9 @@ def test_the_command_line_leaves_what_is_not_ours(models, tmp_path, monkeypatch,
     assert main(command) == 0
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"shards": []}', '{"fingerprint": 1, "shards": {"../x": "y"}}', "\x00"])
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"shards": []}', '{"fingerprint": 1, "shards": {"../x": "y"}}', "\x00"]
+)
 def test_a_record_that_is_none_starts_over(models, tmp_path, monkeypatch, text):
     with monkeypatch.context() as patched:
         interrupt_after(patched, 2)
@@ -238,7 +261,9 @@ def test_a_small_disk_keeps_what_was_finished(models, tmp_path, monkeypatch):
             merge(models, tmp_path / "out")
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patched:
-        patched.setattr(mergekit_lite.engine.output.shutil, "disk_usage", lambda path: usage(10**9, 10**9, 100))
+        patched.setattr(
+            mergekit_lite.engine.output.shutil, "disk_usage", lambda path: usage(10**9, 10**9, 100)
+        )
         with pytest.raises(OutputError, match="of disk"):
             merge(models, tmp_path / "out")
     assert len(merge(models, tmp_path / "out").resumed) == 2  # and the lock was let go of

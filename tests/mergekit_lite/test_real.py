@@ -29,7 +29,9 @@ def test_a_real_encoder_and_its_tuned_copy_merge_and_embed_text(tmp_path):
     tuned = transformers.BertModel.from_pretrained(folder)
     torch.manual_seed(0)
     optimizer = torch.optim.SGD(tuned.parameters(), lr=1e-3)
-    batch = tokenizer(["A cat sat on the mat.", "Stocks fell sharply today."], padding=True, return_tensors="pt")
+    batch = tokenizer(
+        ["A cat sat on the mat.", "Stocks fell sharply today."], padding=True, return_tensors="pt"
+    )
     for _ in range(5):  # pull two unlike sentences apart
         hidden = tuned(**batch).last_hidden_state.mean(1)
         torch.cosine_similarity(hidden[0], hidden[1], dim=0).backward()
@@ -47,9 +49,16 @@ def test_a_real_encoder_and_its_tuned_copy_merge_and_embed_text(tmp_path):
         needs_base = method != "linear"
         models = [tmp_path / "tuned"] if needs_base else [folder, tmp_path / "tuned"]
         merge_models(
-            models, method, base_model=folder if needs_base else None, out=tmp_path / method, progress=False, **kwargs
+            models,
+            method,
+            base_model=folder if needs_base else None,
+            out=tmp_path / method,
+            progress=False,
+            **kwargs,
         )
-        merged, info = transformers.BertModel.from_pretrained(tmp_path / method, output_loading_info=True)
+        merged, info = transformers.BertModel.from_pretrained(
+            tmp_path / method, output_loading_info=True
+        )
         assert not info["missing_keys"]
         assert not info["unexpected_keys"]
         after = embed(merged.eval(), tokenizer, sentences)
@@ -82,16 +91,28 @@ def tuned(smollm2, tmp_path_factory):
 
 def test_a_language_model_and_its_tuned_copy_merge_and_speak(smollm2, tuned, tmp_path):
     report = merge_models(
-        [tuned], "ties", base_model=smollm2, weight=1.0, density=0.5, out=tmp_path / "out", progress=False
+        [tuned],
+        "ties",
+        base_model=smollm2,
+        weight=1.0,
+        density=0.5,
+        out=tmp_path / "out",
+        progress=False,
     )
     assert len(report.tensors) == 272
-    merged, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    merged, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     asked = [{"role": "user", "content": "What is the capital of France?"}]
-    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    said = merged.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    ids = tokenizer.apply_chat_template(
+        asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    said = merged.generate(**ids, max_new_tokens=12, do_sample=False)[
+        0, ids["input_ids"].shape[1] :
+    ]
     assert "Paris" in tokenizer.decode(said)
 
 
@@ -109,22 +130,31 @@ def test_a_bake_has_the_bits_of_the_merger(smollm2, tuned, tmp_path, granularity
         assert torch.equal(baked(input_ids=ids).logits, merger(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize(("dtype", "median", "worst"), [("float32", 4e-3, 1e-2), ("bfloat16", 1e-2, 5e-2)])
-def test_an_adapter_comes_back_out_of_the_model_that_it_made(dtype, median, worst, smollm2, tmp_path):
-    """In bfloat16 files; where the model's are too, its rounding is part of the change, and little of that is kept.
+@pytest.mark.parametrize(
+    ("dtype", "median", "worst"), [("float32", 4e-3, 1e-2), ("bfloat16", 1e-2, 5e-2)]
+)
+def test_an_adapter_comes_back_out_of_the_model_that_it_made(
+    dtype, median, worst, smollm2, tmp_path
+):
+    """In bfloat16 files; where the model's are too, its rounding is part of the change, and little
+    of that is kept.
 
-    How much depends on the size of the change: at a fifth of this learning rate the errors in a bfloat16 model are
-    0.025 in the median and 0.10 at worst.
+    How much depends on the size of the change: at a fifth of this learning rate the errors in a
+    bfloat16 model are 0.025 in the median and 0.10 at worst.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
     base = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16)
     base.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     torch.manual_seed(0)
-    settings = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    settings = peft.LoraConfig(
+        r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
     wrapped = peft.get_peft_model(base, settings)
     optimizer = torch.optim.Adam([p for p in wrapped.parameters() if p.requires_grad], lr=1e-2)
-    batch = tokenizer("The sky over Paris was green today, and nobody minded it much.", return_tensors="pt")
+    batch = tokenizer(
+        "The sky over Paris was green today, and nobody minded it much.", return_tensors="pt"
+    )
     for _ in range(15):
         wrapped(**batch, labels=batch["input_ids"]).loss.backward()
         optimizer.step()
@@ -133,16 +163,28 @@ def test_an_adapter_comes_back_out_of_the_model_that_it_made(dtype, median, wors
     tuned, extracted = tmp_path / "tuned", tmp_path / "extracted"
     model = f"{tmp_path / 'base'}+{tmp_path / 'adapter'}"
     merge_models([model], "passthrough", dtype=dtype, out=tuned, progress=False)
-    report = extract_lora(tuned, tmp_path / "base", extracted, rank=8, dtype="bfloat16", progress=False)
+    report = extract_lora(
+        tuned, tmp_path / "base", extracted, rank=8, dtype="bfloat16", progress=False
+    )
     assert len(report.modules) == 210
     assert not report.left
     theirs, ours = updates(tmp_path / "adapter"), updates(extracted)
-    errors = sorted(float((ours[name] - change).norm() / change.norm()) for name, change in theirs.items())
+    errors = sorted(
+        float((ours[name] - change).norm() / change.norm()) for name, change in theirs.items()
+    )
     assert errors[105] < median, f"median {errors[105]:.4f}, worst {errors[-1]:.4f}"
     assert errors[-1] < worst, f"median {errors[105]:.4f}, worst {errors[-1]:.4f}"
-    merge_models([f"{tmp_path / 'base'}+{extracted}"], "passthrough", out=tmp_path / "again", progress=False)
-    before, after = (load_file(folder / "model.safetensors") for folder in (tuned, tmp_path / "again"))
+    merge_models(
+        [f"{tmp_path / 'base'}+{extracted}"], "passthrough", out=tmp_path / "again", progress=False
+    )
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (tuned, tmp_path / "again")
+    )
     first = load_file(tmp_path / "base" / "model.safetensors")
-    missed = sum(float((after[n].float() - before[n].float()).square().sum()) for n in before) ** 0.5
-    change = sum(float((before[n].float() - first[n].float()).square().sum()) for n in before) ** 0.5
+    missed = (
+        sum(float((after[n].float() - before[n].float()).square().sum()) for n in before) ** 0.5
+    )
+    change = (
+        sum(float((before[n].float() - first[n].float()).square().sum()) for n in before) ** 0.5
+    )
     assert missed < 0.05 * change  # each is rounded to bfloat16 once

@@ -8,7 +8,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mergekit_lite.running
-from mergekit_lite import MergeRecipe, ModelEntry, PlanError, RecipeError, Slice, load_recipe, make_plan, merge_models
+from mergekit_lite import (
+    MergeRecipe,
+    ModelEntry,
+    PlanError,
+    RecipeError,
+    Slice,
+    load_recipe,
+    make_plan,
+    merge_models,
+)
 from mergekit_lite.planning.settings import evaluate_setting, setting
 from mergekit_lite.recipe import parse_recipe
 
@@ -71,7 +80,9 @@ def test_a_filter_that_matches_nothing_falls_through():
 def test_lambda_by_either_name():
     base, model = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
     for name in ("lambda", "lambda_"):
-        merged = merge_models([model], "task_arithmetic", base_model=base, weight=1.0, progress=False, **{name: 0.5})
+        merged = merge_models(
+            [model], "task_arithmetic", base_model=base, weight=1.0, progress=False, **{name: 0.5}
+        )
         assert merged["w"].tolist() == [0.5, 0.5]
 
 
@@ -79,7 +90,11 @@ def test_parameters_that_never_had_an_effect_are_noted(tmp_path):
     recipe = MergeRecipe(
         merge_method="ties",
         base_model={"w": torch.zeros(2)},
-        models=[ModelEntry(model={"w": torch.ones(2)}, parameters={"weight": 1.0, "t": 0.5, "normalize": False})],
+        models=[
+            ModelEntry(
+                model={"w": torch.ones(2)}, parameters={"weight": 1.0, "t": 0.5, "normalize": False}
+            )
+        ],
         parameters={"int8_mask": True, "mood": "good"},
     )
     notes = merge_models(recipe, out=tmp_path / "o", progress=False).notes
@@ -90,32 +105,47 @@ def test_parameters_that_never_had_an_effect_are_noted(tmp_path):
 
 def test_per_model_lists_skip_the_base():
     base, a, b = ({"w": torch.full((2,), v)} for v in (0.0, 1.0, 2.0))
-    merged = merge_models([base, a, b], "task_arithmetic", base_model=base, weight=[1.0, 10.0], progress=False)
+    merged = merge_models(
+        [base, a, b], "task_arithmetic", base_model=base, weight=[1.0, 10.0], progress=False
+    )
     assert merged["w"].tolist() == [21.0, 21.0]
 
 
 def test_a_model_is_text():
     with pytest.raises(RecipeError, match="needed a path or hub id"):
         load_recipe("merge_method: linear\nmodels: [{model: [a]}]")
-    text = "merge_method: linear\nmodels: [{model: {model: {path: a, revision: v1}, lora: {path: b}}}]"
+    text = (
+        "merge_method: linear\nmodels: [{model: {model: {path: a, revision: v1}, lora: {path: b}}}]"
+    )
     assert load_recipe(text).models[0].model == "a@v1+b"
 
 
 def test_a_filter_that_no_tensor_answers_to_is_noted(tmp_path):
-    options = {"t": [{"filter": "mlp", "value": 1}, {"value": 0}], "out": tmp_path / "o", "progress": False}
-    report = merge_models([{"w": torch.ones(2)}], "slerp", base_model={"w": torch.zeros(2)}, **options)
+    options = {
+        "t": [{"filter": "mlp", "value": 1}, {"value": 0}],
+        "out": tmp_path / "o",
+        "progress": False,
+    }
+    report = merge_models(
+        [{"w": torch.ones(2)}], "slerp", base_model={"w": torch.zeros(2)}, **options
+    )
     assert report.notes == ["t: filter 'mlp' is in no tensor's name"]
 
 
 def folder_of(path, **tensors):
     path.mkdir()
-    save_file({name: torch.tensor(values) for name, values in tensors.items()}, path / "model.safetensors")
+    save_file(
+        {name: torch.tensor(values) for name, values in tensors.items()}, path / "model.safetensors"
+    )
     return path
 
 
 @pytest.fixture
 def three(tmp_path):
-    return [folder_of(tmp_path / name, w=[value, 2 * value]) for name, value in (("a", 1.0), ("b", 3.0), ("c", 8.0))]
+    return [
+        folder_of(tmp_path / name, w=[value, 2 * value])
+        for name, value in (("a", 1.0), ("b", 3.0), ("c", 8.0))
+    ]
 
 
 STAGED = """
@@ -142,7 +172,11 @@ def test_stages_are_merged_first_and_leave_nothing(three, tmp_path):
     assert report.tensors[0].name == "w"
     assert not list(tmp_path.glob(".*"))
     manifest = json.loads((tmp_path / "out" / "merge_manifest.json").read_text())
-    assert [entry["model"] for entry in manifest["inputs"]] == ["half", str(three[2]), str(three[0])]
+    assert [entry["model"] for entry in manifest["inputs"]] == [
+        "half",
+        str(three[2]),
+        str(three[0]),
+    ]
     again = load_recipe(tmp_path / "out" / "mergekit_config.yml")
     assert merge_models(again, progress=False)["w"].tolist() == expected
 
@@ -171,25 +205,42 @@ def test_a_stage_that_is_whole_is_not_made_again(three, tmp_path, monkeypatch):
     save_file({"w": torch.tensor([5.0, 5.0])}, three[1] / "model.safetensors")
     merge_models(recipe, out=tmp_path / "out", progress=False)
     assert merged == ["half", "out", "half", "out"]
-    assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [1 + 2 + 7, 2 + 1.5 + 14]
+    assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [
+        1 + 2 + 7,
+        2 + 1.5 + 14,
+    ]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("name: ../x\nmerge_method: linear\nmodels: [{model: A}]\n---\nmerge_method: linear\nmodels: [{model: ../x}]",
-         "a stage cannot be called '../x'"),
-        ("name: x\nmerge_method: linear\nmodels: [{model: A}]\n---\nmerge_method: linear\nmodels: [{model: A}]",
-         "does not use the stage 'x'"),
-        ("name: x\nmerge_method: linear\nmodels: [y]\n---\nname: y\nmerge_method: linear\nmodels: [x]",
-         "need each other in a circle"),
-        ("name: x\nmerge_method: linear\nmodels: [a]\n---\nname: x\nmerge_method: linear\nmodels: [a]",
-         "two documents have the name 'x'"),
+        (
+            "name: ../x\nmerge_method: linear\nmodels: [{model: A}]\n---\nmerge_method: "
+            "linear\nmodels: [{model: ../x}]",
+            "a stage cannot be called '../x'",
+        ),
+        (
+            "name: x\nmerge_method: linear\nmodels: [{model: A}]\n---\nmerge_method: "
+            "linear\nmodels: [{model: A}]",
+            "does not use the stage 'x'",
+        ),
+        (
+            "name: x\nmerge_method: linear\nmodels: [y]\n---\nname: y\nmerge_method: "
+            "linear\nmodels: [x]",
+            "need each other in a circle",
+        ),
+        (
+            "name: x\nmerge_method: linear\nmodels: [a]\n---\nname: x\nmerge_method: "
+            "linear\nmodels: [a]",
+            "two documents have the name 'x'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_stages(text, message, three, tmp_path):
     with pytest.raises(RecipeError, match=message):
-        merge_models(load_recipe(text.replace("A", str(three[0]))), out=tmp_path / "out", progress=False)
+        merge_models(
+            load_recipe(text.replace("A", str(three[0]))), out=tmp_path / "out", progress=False
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -213,10 +264,16 @@ parameters: {{weight: 0.5}}
 def test_one_slice_object_may_stand_twice_and_has_sources(tmp_path):
     model = folder_of(tmp_path / "m", **{f"layers.{i}.w": [float(i)] for i in range(3)}, norm=[9.0])
     piece = Slice(sources=(ModelEntry(model=model, layer_range=(1, 3)),))
-    merged = merge_models(MergeRecipe(merge_method="passthrough", slices=(piece, piece)), progress=False)
+    merged = merge_models(
+        MergeRecipe(merge_method="passthrough", slices=(piece, piece)), progress=False
+    )
     assert {n: v.tolist() for n, v in merged.items()} == {
-        "layers.0.w": [1.0], "layers.1.w": [2.0], "layers.2.w": [1.0], "layers.3.w": [2.0], "norm": [9.0]
-    }  # fmt: skip
+        "layers.0.w": [1.0],
+        "layers.1.w": [2.0],
+        "layers.2.w": [1.0],
+        "layers.3.w": [2.0],
+        "norm": [9.0],
+    }
     with pytest.raises(RecipeError, match="slice: it has no sources"):
         Slice(sources=())
 
@@ -227,7 +284,10 @@ def test_what_is_wrong_with_the_last_stage_is_said_before_the_first_is_merged(th
     assert "task_arithmetic of 2: half" in str(
         make_plan(load_recipe(STAGED.format(a=three[0], b=three[1], c=three[2])))
     )
-    for merge in (make_plan, lambda recipe: merge_models(recipe, out=tmp_path / "out", progress=False)):
+    for merge in (
+        make_plan,
+        lambda recipe: merge_models(recipe, out=tmp_path / "out", progress=False),
+    ):
         with pytest.raises(PlanError, match="shapes differ: w"):
             merge(load_recipe(text))
     assert not list(tmp_path.glob(".*"))
@@ -240,16 +300,25 @@ def test_a_recipe_says_its_method_itself(three):
 
 
 def test_stages_made_in_python_have_names(three):
-    stages = [MergeRecipe(merge_method="linear", models=[ModelEntry(model=path)]) for path in three[:2]]
+    stages = [
+        MergeRecipe(merge_method="linear", models=[ModelEntry(model=path)]) for path in three[:2]
+    ]
     with pytest.raises(RecipeError, match="two stages are called"):
         MergeRecipe(merge_method="linear", models=[ModelEntry(model=stage) for stage in stages])
 
 
 def test_the_card_and_the_manifest_of_stages(three, tmp_path):
-    merge_models(load_recipe(STAGED.format(a=three[0], b=three[1], c=three[2])), out=tmp_path / "out", progress=False)
+    merge_models(
+        load_recipe(STAGED.format(a=three[0], b=three[1], c=three[2])),
+        out=tmp_path / "out",
+        progress=False,
+    )
     card = (tmp_path / "out" / "README.md").read_text()
     assert str(tmp_path) not in card
     assert all(f"- {name}\n" in card for name in "abc")
     manifest = json.loads((tmp_path / "out" / "merge_manifest.json").read_text())
     assert manifest["stages"][0]["name"] == "half"
-    assert [entry["model"] for entry in manifest["inputs"][0]["merged_from"]] == [str(three[0]), str(three[1])]
+    assert [entry["model"] for entry in manifest["inputs"][0]["merged_from"]] == [
+        str(three[0]),
+        str(three[1]),
+    ]

@@ -11,7 +11,15 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import mergekit_lite.engine.output
-from mergekit_lite import METHODS, CheckpointError, PlanError, RecipeError, load_recipe, merge_method, merge_models
+from mergekit_lite import (
+    METHODS,
+    CheckpointError,
+    PlanError,
+    RecipeError,
+    load_recipe,
+    merge_method,
+    merge_models,
+)
 from mergekit_lite.files.headers import read_header
 from tests.mergekit_lite.test_bad_input import header
 from tests.mergekit_lite.test_outputs import interrupt_after
@@ -35,7 +43,9 @@ def test_tensors_outside_the_layers_take_the_first_value_of_a_gradient(tmp_path)
     states = [load_file(p / "model.safetensors") for p in paths]
     for name in ("lm_head.weight", "model.norm.weight", "model.embed_tokens.weight"):
         assert torch.equal(merged[name], states[1][name])
-    assert torch.equal(merged["model.layers.3.mlp.up_proj.weight"], states[0]["model.layers.3.mlp.up_proj.weight"])
+    assert torch.equal(
+        merged["model.layers.3.mlp.up_proj.weight"], states[0]["model.layers.3.mlp.up_proj.weight"]
+    )
 
 
 @pytest.mark.parametrize("method", ["ties", "breadcrumbs"])
@@ -75,7 +85,9 @@ def test_no_method_takes_nan_or_infinity_for_an_answer(method, poison, tmp_path)
 def test_a_key_twice_is_no_recipe():
     with pytest.raises(RecipeError, match=r"'weight' stands twice in one mapping \(line 4\)"):
         load_recipe("merge_method: linear\nmodels: [a, b]\nparameters:\n  {weight: 1, weight: 2}\n")
-    anchors = "x: &w {weight: 1}\nmerge_method: linear\nmodels: [{model: a, parameters: {<<: *w}}]\n"
+    anchors = (
+        "x: &w {weight: 1}\nmerge_method: linear\nmodels: [{model: a, parameters: {<<: *w}}]\n"
+    )
     assert load_recipe(anchors).models[0].parameters == {"weight": 1}
 
 
@@ -86,10 +98,22 @@ TWO = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     ("data", "message"),
     [
         (header({"a": TWO}, b"12345678trailing"), "8 bytes at its end belong to no tensor"),
-        (header({"a": TWO | {"data_offsets": [8, 16]}}, b"1" * 16), "8 bytes before a belong to no tensor"),
-        (header({"a": TWO | {"data_offsets": [0.5, 8.5]}}, b"1" * 9), "needed a list of whole numbers"),
-        (header({"a": TWO | {"data_offsets": [0, float("inf")]}}), "needed a list of whole numbers"),
-        (header({"a": TWO | {"data_offsets": [False, 8]}}, b"1" * 8), "needed a list of whole numbers"),
+        (
+            header({"a": TWO | {"data_offsets": [8, 16]}}, b"1" * 16),
+            "8 bytes before a belong to no tensor",
+        ),
+        (
+            header({"a": TWO | {"data_offsets": [0.5, 8.5]}}, b"1" * 9),
+            "needed a list of whole numbers",
+        ),
+        (
+            header({"a": TWO | {"data_offsets": [0, float("inf")]}}),
+            "needed a list of whole numbers",
+        ),
+        (
+            header({"a": TWO | {"data_offsets": [False, 8]}}, b"1" * 8),
+            "needed a list of whole numbers",
+        ),
         (header({"a": TWO | {"data_offsets": [0, 8, 9]}}, b"1" * 8), "needed a begin and an end"),
         (header({"a": TWO | {"shape": "2"}}, b"1" * 8), "needed a list of whole numbers"),
         (header({"a": TWO | {"dtype": ["F32"]}}, b"1" * 8), "quantised or unknown"),
@@ -108,23 +132,34 @@ def test_headers_are_believed_in_nothing(data, message, tmp_path):
 
 def test_parts_of_a_model_must_agree_too(tmp_path):
     state = {"w": torch.ones(2)}
-    configs = [{"model_type": "x", "text_config": {"num_attention_heads": n, "rope_theta": n}} for n in (4, 8)]
+    configs = [
+        {"model_type": "x", "text_config": {"num_attention_heads": n, "rope_theta": n}}
+        for n in (4, 8)
+    ]
     paths = [folder_of(tmp_path / str(i), state, config) for i, config in enumerate(configs)]
     with pytest.raises(PlanError, match=r"text_config.num_attention_heads is 4 in .*, 8 in"):
         merge_models(paths, weight=1.0)
-    (paths[1] / "config.json").write_text(json.dumps({"model_type": "x", "text_config": {"rope_theta": 5}}))
+    (paths[1] / "config.json").write_text(
+        json.dumps({"model_type": "x", "text_config": {"rope_theta": 5}})
+    )
     report = merge_models(paths, weight=1.0, out=tmp_path / "o", progress=False)
     assert any("text_config.rope_theta" in note for note in report.notes)
 
 
 def test_every_reason_is_found_at_once(tmp_path):
-    left = folder_of(tmp_path / "l", {"w": torch.ones(2), "v": torch.ones(3)}, {"n_head": 2, "hidden_act": "gelu"})
+    left = folder_of(
+        tmp_path / "l",
+        {"w": torch.ones(2), "v": torch.ones(3)},
+        {"n_head": 2, "hidden_act": "gelu"},
+    )
     right = folder_of(tmp_path / "r", {"w": torch.ones(3)}, {"n_head": 4, "hidden_act": "relu"})
     with pytest.raises(PlanError) as caught:
         merge_models([left, right], weight=1.0)
     assert len(caught.value.problems) == 4
     said = " ".join(caught.value.problems)
-    assert all(word in said for word in ("n_head", "hidden_act", "lacks 1 tensors", "shapes differ: w"))
+    assert all(
+        word in said for word in ("n_head", "hidden_act", "lacks 1 tensors", "shapes differ: w")
+    )
 
 
 def test_the_config_is_the_first_that_a_model_has(tmp_path):
@@ -139,7 +174,12 @@ def test_a_resumed_run_reads_no_other_inputs_than_it_began_with(tmp_path, monkey
     paths = [folder_of(tmp_path / str(i), state) for i, state in enumerate(states)]
 
     def merge(**extra):
-        settings = {"weight": 0.5, "max_shard_size": "40KB", "out": tmp_path / "out", "progress": False}
+        settings = {
+            "weight": 0.5,
+            "max_shard_size": "40KB",
+            "out": tmp_path / "out",
+            "progress": False,
+        }
         return merge_models(paths, **settings, **extra)
 
     with monkeypatch.context() as patched:
@@ -162,14 +202,18 @@ def test_a_merge_by_a_method_of_ones_own_starts_over(tmp_path, monkeypatch):
     settings = {"max_shard_size": "40KB", "out": tmp_path / "out", "progress": False}
     factors = [2.0]
     try:
-        merge_method("edited", chunking="elements")(lambda tensors, base: sum(tensors) * factors[-1])
+        merge_method("edited", chunking="elements")(
+            lambda tensors, base: sum(tensors) * factors[-1]
+        )
         for factor in (2.0, 3.0):
             factors.append(factor)
             with monkeypatch.context() as patched:
                 interrupt_after(patched, 2)
                 with pytest.raises(KeyboardInterrupt):
                     merge_models(paths, "edited", **settings)
-            recorded = json.loads((tmp_path / ".out.partial" / "progress.json").read_text())["shards"]
+            recorded = json.loads((tmp_path / ".out.partial" / "progress.json").read_text())[
+                "shards"
+            ]
             assert len(recorded) == 2
         report = merge_models(paths, "edited", **settings)
     finally:
@@ -199,10 +243,16 @@ def test_the_manifest_says_what_went_in_and_is_the_same_after_a_resume(tmp_path,
     assert len(set(values)) == 3
     shutil.copytree(paths[1], tmp_path / "copy")
     moved = merge([paths[0], tmp_path / "copy", paths[2]], "moved")
-    assert [entry["values"] for entry in moved["inputs"]] == values  # what is hashed is what was read, not its name
+    assert [
+        entry["values"] for entry in moved["inputs"]
+    ] == values  # what is hashed is what was read, not its name
     states[1]["layers.3.w"][5, 5] += 1
     other = merge([paths[0], folder_of(tmp_path / "other", states[1]), paths[2]], "changed")
-    assert [entry["values"] == v for entry, v in zip(other["inputs"], values, strict=True)] == [False, True, True]
+    assert [entry["values"] == v for entry, v in zip(other["inputs"], values, strict=True)] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_tokenizers_that_differ_at_equal_size_are_said(tmp_path):
@@ -212,10 +262,14 @@ def test_tokenizers_that_differ_at_equal_size_are_said(tmp_path):
         paths.append(save(tiny("llama", number, vocab_size=21), tmp_path / str(number)))
         save_tokenizer(paths[-1], own)
     report = merge_models(paths, weight=1.0, out=tmp_path / "out", progress=False)
-    assert any("the tokenizers of" in note and "differ in 20 tokens" in note for note in report.notes)
+    assert any(
+        "the tokenizers of" in note and "differ in 20 tokens" in note for note in report.notes
+    )
     with pytest.warns(UserWarning, match="the tokenizers of"):
         merge_models(paths, weight=1.0, progress=False)
-    settings = f"merge_method: linear\nmodels: [{paths[0]}, {paths[1]}]\nparameters: {{weight: 1}}\n"
+    settings = (
+        f"merge_method: linear\nmodels: [{paths[0]}, {paths[1]}]\nparameters: {{weight: 1}}\n"
+    )
     aligned = load_recipe(settings + "tokenizer_source: base\n")
     assert not merge_models(aligned, out=tmp_path / "aligned", progress=False).notes
 

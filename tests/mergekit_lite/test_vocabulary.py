@@ -33,7 +33,10 @@ def merge(folders, out, extra, method="linear", dtype="float32"):
     base = f"base_model: {folders['base']}\n" if method != "linear" else ""
     models = [folders["base"]] if method == "linear" else []
     models += [folders["x"], folders["y"]]
-    text = f"merge_method: {method}\n{base}models: {json.dumps(models)}\nparameters: {{weight: 1}}\n{extra}\n"
+    text = (
+        f"merge_method: {method}\n{base}models: {json.dumps(models)}\nparameters: {{weight: "
+        f"1}}\n{extra}\n"
+    )
     merge_models(load_recipe(text), out=out, progress=False)
     return load_file(out / "model.safetensors")
 
@@ -55,12 +58,20 @@ def test_a_union_matches_rows_by_token(folders, tmp_path, tensor, chunk, monkeyp
         torch.testing.assert_close(merged[at[token]], sum(rows) / 3)
     only_base, only_x = (row(folders, n, f"only-{n}", tensor) for n in ("base", "x"))
     torch.testing.assert_close(merged[at["only-base"]], only_base)  # the others take the base's row
-    torch.testing.assert_close(merged[at["only-x"]], only_x)  # one has it: the mean of those that have it
+    torch.testing.assert_close(
+        merged[at["only-x"]], only_x
+    )  # one has it: the mean of those that have it
     shared = (row(folders, "x", "shared-xy", tensor) + row(folders, "y", "shared-xy", tensor)) / 2
     torch.testing.assert_close(merged[at["shared-xy"]], (shared + 2 * shared) / 3)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert model.config.vocab_size == merged.shape[0] == 27  # the base's padding holds the two new tokens
-    assert tokenizer("w3 only-x shared-xy")["input_ids"] == [at["w3"], at["only-x"], at["shared-xy"]]
+    assert (
+        model.config.vocab_size == merged.shape[0] == 27
+    )  # the base's padding holds the two new tokens
+    assert tokenizer("w3 only-x shared-xy")["input_ids"] == [
+        at["w3"],
+        at["only-x"],
+        at["shared-xy"],
+    ]
 
 
 def test_the_base_vocabulary_keeps_the_base_padding(folders, tmp_path):
@@ -100,8 +111,12 @@ def test_a_union_of_bpe_vocabularies_brings_the_merges(tmp_path):
         made = Tokenizer(models.BPE({t: i for i, t in enumerate(vocabulary)}, merges))
         save(tiny("llama", len(merges), vocab_size=len(vocabulary)), tmp_path / name)
         transformers.PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path / name)
-    text = f"merge_method: linear\nmodels: [{tmp_path}/p, {tmp_path}/q]\nparameters: {{weight: 1}}\n"
-    merge_models(load_recipe(text + "tokenizer_source: union\n"), out=tmp_path / "out", progress=False)
+    text = (
+        f"merge_method: linear\nmodels: [{tmp_path}/p, {tmp_path}/q]\nparameters: {{weight: 1}}\n"
+    )
+    merge_models(
+        load_recipe(text + "tokenizer_source: union\n"), out=tmp_path / "out", progress=False
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.tokenize("abcdef") == ["ab", "cde", "f"]
 
@@ -109,7 +124,9 @@ def test_a_union_of_bpe_vocabularies_brings_the_merges(tmp_path):
 def test_chat_templates(folders, tmp_path):
     for name, template in (("base", "A {{ x }}"), ("x", "B {{ x }}"), ("y", "B {{ x }}")):
         save_tokenizer(tmp_path / name, WORDS[name], template=template)
-    for number, (asked, expected) in enumerate([("auto", "B {{ x }}"), ("'C {{ y }}'", "C {{ y }}")]):
+    for number, (asked, expected) in enumerate(
+        [("auto", "B {{ x }}"), ("'C {{ y }}'", "C {{ y }}")]
+    ):
         out = tmp_path / f"out{number}"
         merge(folders, out, f"tokenizer_source: base\nchat_template: {asked}")
         assert transformers.AutoTokenizer.from_pretrained(out).chat_template == expected
@@ -121,13 +138,21 @@ def test_special_tokens_keep_their_rows_in_a_union(tmp_path):
     for seed, name in enumerate(words):
         save(tiny("llama", seed, vocab_size=len(words[name]) + 2), tmp_path / name)
         save_tokenizer(tmp_path / name, words[name], special=["<sys>", f"<only-{name}>"])
-    text = f"merge_method: linear\nmodels: [{tmp_path}/p, {tmp_path}/q]\nparameters: {{weight: 1}}\n"
-    merge_models(load_recipe(text + "tokenizer_source: union\n"), out=tmp_path / "out", progress=False)
+    text = (
+        f"merge_method: linear\nmodels: [{tmp_path}/p, {tmp_path}/q]\nparameters: {{weight: 1}}\n"
+    )
+    merge_models(
+        load_recipe(text + "tokenizer_source: union\n"), out=tmp_path / "out", progress=False
+    )
     merged = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     at = merged.get_vocab()
     assert {t: at[t] for t in ("<unk>", "a", "b", "<sys>", "<only-p>")} == {
-        "<unk>": 0, "a": 1, "b": 2, "<sys>": 3, "<only-p>": 4,
-    }  # fmt: skip
+        "<unk>": 0,
+        "a": 1,
+        "b": 2,
+        "<sys>": 3,
+        "<only-p>": 4,
+    }
     assert sorted(at.values()) == list(range(8))
     assert merged.tokenize("a <sys> d <only-q>") == ["a", "<sys>", "d", "<only-q>"]
     rows = load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]
@@ -140,17 +165,25 @@ def write(folder, vocabulary, tied, **tables):
     folder.mkdir()
     Tokenizer(models.WordLevel(vocabulary, unk_token="a")).save(str(folder / "tokenizer.json"))
     save_file(
-        {f"{name.replace('__', '.')}.weight": torch.tensor(rows)[:, None] for name, rows in tables.items()},
+        {
+            f"{name.replace('__', '.')}.weight": torch.tensor(rows)[:, None]
+            for name, rows in tables.items()
+        },
         folder / "model.safetensors",
     )
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": tied}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "llama", "tie_word_embeddings": tied})
+    )
 
 
 def test_a_tied_model_gives_the_head_of_a_token_that_the_untied_one_lacks(tmp_path):
     rows = {"model__embed_tokens": [1.0, 1.0], "lm_head": [10.0, 10.0]}
     write(tmp_path / "untied", {"a": 0, "b": 1}, False, **rows)
     write(tmp_path / "tied", {"a": 0, "b": 1, "x": 2}, True, model__embed_tokens=[4.0, 4.0, 4.0])
-    text = f"merge_method: linear\nmodels: [{tmp_path}/untied, {tmp_path}/tied]\nparameters: {{weight: 1}}\n"
+    text = (
+        f"merge_method: linear\nmodels: [{tmp_path}/untied, {tmp_path}/tied]\nparameters: "
+        "{weight: 1}\n"
+    )
     merged = merge_models(load_recipe(text + "tokenizer_source: union"), progress=False)
     assert merged["lm_head.weight"].tolist() == [[7.0], [7.0], [4.0]]
 

@@ -1,4 +1,5 @@
-"""A namesake on PyPI overwrites a package of ours: import and doctor say which distribution it was, and the repair."""
+"""A namesake on PyPI overwrites a package of ours: import and doctor say which distribution it was,
+and the repair."""
 
 import os
 import shutil
@@ -17,7 +18,8 @@ SOURCE = Path(model_components.__file__).parent.parent
 
 @pytest.fixture
 def site(tmp_path):
-    """A folder of installed packages: our four __init__.py and the floor, with the metadata that pip writes."""
+    """A folder of installed packages: our four __init__.py and the floor, with the metadata that
+    pip writes."""
     folder = tmp_path / "site"
     shutil.copytree(SOURCE / "model_components", folder / "model_components")
     for package in PACKAGES:
@@ -25,8 +27,12 @@ def site(tmp_path):
         shutil.copyfile(SOURCE / package / "__init__.py", folder / package / "__init__.py")
     metadata = folder / "model_components-0.1.0.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: model-components\nVersion: 0.1.0\n")
-    (metadata / "RECORD").write_text("".join(f"{p}/__init__.py,,\n" for p in ("model_components", *PACKAGES)))
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: model-components\nVersion: 0.1.0\n"
+    )
+    (metadata / "RECORD").write_text(
+        "".join(f"{p}/__init__.py,,\n" for p in ("model_components", *PACKAGES))
+    )
     return folder
 
 
@@ -38,15 +44,21 @@ def wheel_of_namesake(folder, name="kronecker"):
         file.writestr(f"{name}/__init__.py", '"""Something else entirely."""\n')
         file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.9\n")
         file.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            f"{info}/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         )
-        file.writestr(f"{info}/RECORD", f"{name}/__init__.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+        file.writestr(
+            f"{info}/RECORD",
+            f"{name}/__init__.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n",
+        )
     return path
 
 
 def python(site, *arguments):
     environment = os.environ | {"PYTHONPATH": str(site)}
-    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, cwd=site)
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, cwd=site
+    )
 
 
 def test_a_whole_installation(site):
@@ -56,7 +68,9 @@ def test_a_whole_installation(site):
     assert "all four packages are ours" in done.stdout
     assert "torch" in done.stdout
     quick = python(
-        site, "-c", "import sys, model_components; print('torch' in sys.modules, model_components.__version__)"
+        site,
+        "-c",
+        "import sys, model_components; print('torch' in sys.modules, model_components.__version__)",
     )
     assert quick.stdout.split() == ["False", model_components.__version__]
 
@@ -64,8 +78,20 @@ def test_a_whole_installation(site):
 @pytest.mark.parametrize("name", ["kronecker", "thinker"])
 def test_a_namesake_is_named_with_the_line_that_repairs(site, tmp_path, name):
     wheel = wheel_of_namesake(tmp_path, name)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--upgrade", "--target"]
-    subprocess.run([*pip, str(site), str(wheel)], check=True, capture_output=True)  # pip says nothing of the loss
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--upgrade",
+        "--target",
+    ]
+    subprocess.run(
+        [*pip, str(site), str(wheel)], check=True, capture_output=True
+    )  # pip says nothing of the loss
     done = python(site, "-m", "model_components", "doctor")
     assert done.returncode == 1
     repair = f"pip uninstall -y {name} && pip install --force-reinstall --no-deps model-components"
@@ -85,7 +111,9 @@ def test_a_namesake_is_named_with_the_line_that_repairs(site, tmp_path, name):
 def test_a_namesake_that_lies_beneath_is_told_of(site, tmp_path):
     with zipfile.ZipFile(wheel_of_namesake(tmp_path)) as file:
         file.extractall(site)
-    shutil.copyfile(SOURCE / "kronecker" / "__init__.py", site / "kronecker" / "__init__.py")  # ours came later
+    shutil.copyfile(
+        SOURCE / "kronecker" / "__init__.py", site / "kronecker" / "__init__.py"
+    )  # ours came later
     done = python(site, "-m", "model_components", "doctor")
     assert done.returncode == 0
     assert "kronecker: ours, but kronecker has a package of that name, too" in done.stdout

@@ -1,4 +1,5 @@
-"""What stands on a user's disk: nothing that we did not make is removed, nothing half-written gets a final name."""
+"""What stands on a user's disk: nothing that we did not make is removed, nothing half-written gets
+a final name."""
 
 import ast
 import errno
@@ -14,7 +15,14 @@ from pathlib import Path
 import pytest
 
 import model_components
-from model_components._folders import NewFolder, OutputError, check_new, make_folder, new_file, write_json
+from model_components._folders import (
+    NewFolder,
+    OutputError,
+    check_new,
+    make_folder,
+    new_file,
+    write_json,
+)
 
 SOURCE = Path(model_components.__file__).parent.parent
 
@@ -44,7 +52,9 @@ def test_what_somebody_else_put_there_stays(tmp_path, resumable):
     out = tmp_path / "m"
     hidden(out).mkdir()
     (hidden(out) / "thesis").write_text("x")
-    with pytest.raises(OutputError, match="was not made by model-components and is in the way; move it"):
+    with pytest.raises(
+        OutputError, match="was not made by model-components and is in the way; move it"
+    ):
         save(out, resumable=resumable)
     assert (hidden(out) / "thesis").read_text() == "x"
     assert not out.exists()
@@ -98,7 +108,9 @@ def test_the_umask_is_respected(tmp_path, umask):
 def test_the_target_is_looked_at_again(tmp_path, kind, resumable):
     out = tmp_path / "m"
     with (
-        pytest.raises(OutputError, match=r"something was put there meanwhile; the result is in .*result"),
+        pytest.raises(
+            OutputError, match=r"something was put there meanwhile; the result is in .*result"
+        ),
         NewFolder(out, "save", resumable=resumable) as new,
     ):
         (new.folder / "a").write_text("whole")
@@ -109,8 +121,14 @@ def test_the_target_is_looked_at_again(tmp_path, kind, resumable):
             out.write_text("x")
         else:
             out.symlink_to(tmp_path)
-    assert {"folder": lambda: (out / "late").read_text() == "x", "file": out.is_file, "link": out.is_symlink}[kind]()
-    assert (hidden(out) / "result" / "a").read_text() == "whole"  # an hour's work is not thrown away
+    assert {
+        "folder": lambda: (out / "late").read_text() == "x",
+        "file": out.is_file,
+        "link": out.is_symlink,
+    }[kind]()
+    assert (
+        hidden(out) / "result" / "a"
+    ).read_text() == "whole"  # an hour's work is not thrown away
     out.rename(tmp_path / "aside")  # the result is the user's now: no later run clears it
     with pytest.raises(OutputError, match="was not made by model-components"):
         save(out)
@@ -159,7 +177,9 @@ def test_another_users_folder_is_not_ours(tmp_path, monkeypatch):
         (new.folder / "a").write_text("part")
         raise KeyboardInterrupt
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    save(tmp_path / "n")  # a folder made just now is ours, whomever a network drive says it belongs to
+    save(
+        tmp_path / "n"
+    )  # a folder made just now is ours, whomever a network drive says it belongs to
     with pytest.raises(OutputError, match="was not made by model-components"):
         save(tmp_path / "m")
 
@@ -223,7 +243,10 @@ def test_killed_at_any_time_there_is_all_or_nothing(tmp_path):
 
 def test_a_hidden_folder_that_was_exchanged_is_left_alone(tmp_path):
     out = tmp_path / "m"
-    with pytest.raises(OutputError, match="was not made by"), NewFolder(out, "save", resumable=True):
+    with (
+        pytest.raises(OutputError, match="was not made by"),
+        NewFolder(out, "save", resumable=True),
+    ):
         hidden(out).rename(tmp_path / "moved")
         hidden(out).mkdir()
         (hidden(out) / "thesis").write_text("x")
@@ -238,7 +261,9 @@ def test_files_are_whole_or_as_they_were(tmp_path):
         part.write_text("half")
         raise OSError(errno.ENOSPC, "No space left on device")
     assert path.read_text() == '{\n  "a": 1\n}\n'
-    with pytest.raises(OutputError, match="a folder, link or device is there, needed the name of a file"):
+    with pytest.raises(
+        OutputError, match="a folder, link or device is there, needed the name of a file"
+    ):
         write_json(path.parent, [])
     (tmp_path / "victim").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "victim")
@@ -256,7 +281,17 @@ def test_files_are_whole_or_as_they_were(tmp_path):
     assert sorted(p.name for p in path.parent.iterdir()) == ["a.json"]
 
 
-FORBIDDEN = {"mkdir", "makedirs", "rmdir", "rmtree", "unlink", "rename", "mkdtemp", "TemporaryDirectory", "move"}
+FORBIDDEN = {
+    "mkdir",
+    "makedirs",
+    "rmdir",
+    "rmtree",
+    "unlink",
+    "rename",
+    "mkdtemp",
+    "TemporaryDirectory",
+    "move",
+}
 PACKAGES = ("model_components", "heads", "kronecker", "mergekit_lite", "thinker")
 
 
@@ -269,7 +304,9 @@ def test_no_other_code_creates_replaces_or_removes():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
-                bad = node.func.attr in FORBIDDEN or (owner == "os" and node.func.attr in ("replace", "remove"))
+                bad = node.func.attr in FORBIDDEN or (
+                    owner == "os" and node.func.attr in ("replace", "remove")
+                )
                 assert not bad, f"{path}:{node.lineno}: {node.func.attr} belongs into _folders.py"
 
 
@@ -315,7 +352,10 @@ def test_a_result_that_becomes_a_link_meanwhile(tmp_path):
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), r"cannot be written \(No space left on device\)"),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            r"cannot be written \(No space left on device\)",
+        ),
         (KeyboardInterrupt("stopped"), "stopped"),
     ],
 )
@@ -368,7 +408,9 @@ def test_a_name_that_goes_to_another_run_in_between(tmp_path, monkeypatch):
         descriptor = real(path, flags, *rest, **named)
         if str(path).endswith(".partial") and not turns:
             turns.append(path)
-            hidden(tmp_path / "m").rename(tmp_path / "gone")  # as a run that finished and removed it
+            hidden(tmp_path / "m").rename(
+                tmp_path / "gone"
+            )  # as a run that finished and removed it
         return descriptor
 
     monkeypatch.setattr(os, "open", slow)
@@ -396,7 +438,10 @@ def test_used_twice(tmp_path):
 def test_more_that_is_refused_before_work_starts(tmp_path, monkeypatch):
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "mount").mkdir()
-    for name, message in (("dangling/m", "is a file, needed a folder"), ("m" * 300, "File name too long")):
+    for name, message in (
+        ("dangling/m", "is a file, needed a folder"),
+        ("m" * 300, "File name too long"),
+    ):
         with pytest.raises(OutputError, match=message):
             check_new(tmp_path / name, "merge")
     monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "mount")
@@ -466,7 +511,9 @@ def test_a_marker_that_another_user_planted_is_none(tmp_path, monkeypatch):
     def planted(path, *rest, **named):
         found = real(path, *rest, **named)
         if Path(path) == new.place / ".made-by-model-components":
-            return os.stat_result([found.st_uid + 1 if i == 4 else value for i, value in enumerate(found)])
+            return os.stat_result(
+                [found.st_uid + 1 if i == 4 else value for i, value in enumerate(found)]
+            )
         return found
 
     monkeypatch.setattr(os, "lstat", planted)

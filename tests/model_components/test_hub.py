@@ -1,4 +1,5 @@
-"""Ids of the hub, with revisions, wherever a model is named; and what is uploaded. A cache and a hub of our own."""
+"""Ids of the hub, with revisions, wherever a model is named; and what is uploaded. A cache and a
+hub of our own."""
 
 import json
 import shutil
@@ -50,7 +51,9 @@ def test_an_id_with_a_revision_is_found_in_the_cache(cache, tmp_path):
     assert (find_folder(name) / "config.json").is_file()
     assert find_folder("me/model", revision="v1") == find_folder(name)
     assert split_revision(name) == ("me/model", "v1")
-    with pytest.raises(ValueError, match="me/model@v2: there is no such folder, and the hub did not give it"):
+    with pytest.raises(
+        ValueError, match="me/model@v2: there is no such folder, and the hub did not give it"
+    ):
         find_folder("me/model@v2")
 
 
@@ -60,7 +63,9 @@ def test_folders_are_no_ids(tmp_path):
     assert find_folder(f"{tmp_path}@v1") == tmp_path
     assert split_revision(tmp_path / "a@b") == (str(tmp_path / "a@b"), None)
     (tmp_path / "models").mkdir()
-    with pytest.raises(ValueError, match=r"modles: there is no such folder; did you mean .*/models\?$"):
+    with pytest.raises(
+        ValueError, match=r"modles: there is no such folder; did you mean .*/models\?$"
+    ):
         find_folder(tmp_path / "modles")
     for name in ("./nowhere", "/no/where", "a b"):
         with pytest.raises(ValueError, match=r"there is no such folder$"):
@@ -75,17 +80,27 @@ def test_every_package_takes_ids_with_revisions(cache, tmp_path, capsys):
     assert torch.equal(from_pretrained(name)(ids).logits, expected)
     assert torch.equal(load_for_command(name)(ids).logits, expected)
 
-    prepare_lora(tiny("llama"), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
-    assert load_lora(tiny("llama"), cache(tmp_path / "adapter", "me/adapter", "v2")).active_adapters == ["default"]
+    prepare_lora(tiny("llama"), LoraConfig(target_modules=["q_proj"])).save_pretrained(
+        tmp_path / "adapter"
+    )
+    assert load_lora(
+        tiny("llama"), cache(tmp_path / "adapter", "me/adapter", "v2")
+    ).active_adapters == ["default"]
 
     model = tiny("llama", 1)
     save(model, tmp_path / "model")
-    merged = merge_models([cache(tmp_path / "model", "me/model", "v3")], "passthrough", progress=False)
+    merged = merge_models(
+        [cache(tmp_path / "model", "me/model", "v3")], "passthrough", progress=False
+    )
     assert torch.equal(merged["lm_head.weight"], model.lm_head.weight)
 
     model_of("bert").save_pretrained(tmp_path / "judge")
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "w1", "a": "w2", "b": "w3"}))
-    given = [cache(tmp_path / "judge", "me/judge", "v4"), str(tmp_path / "pairs.jsonl"), "--no-progress"]
+    given = [
+        cache(tmp_path / "judge", "me/judge", "v4"),
+        str(tmp_path / "pairs.jsonl"),
+        "--no-progress",
+    ]
     assert pairwise_main(["judge", *given]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"] in ("A", "B", "tie")
 

@@ -1,4 +1,5 @@
-"""Every report prints as a table, shows itself in a notebook, becomes JSON, and says what a plot needs."""
+"""Every report prints as a table, shows itself in a notebook, becomes JSON, and says what a plot
+needs."""
 
 import json
 import pickle
@@ -37,7 +38,9 @@ def merging(tmp_path):
         )
     )
     yield make_plan(load_recipe(tmp_path / "r.yml"))
-    yield merge_models([tmp_path / "0", tmp_path / "1"], weight=0.5, out=tmp_path / "out", progress=False)
+    yield merge_models(
+        [tmp_path / "0", tmp_path / "1"], weight=0.5, out=tmp_path / "out", progress=False
+    )
     yield Merger([tiny("llama", 0), tiny("llama", 1)], labels=["a", "b"]).report()
 
 
@@ -59,13 +62,23 @@ def judging(tmp_path):
     model = model_of()
     data = model.dataset(pairs_of(20), progress=False)
     report = pairwise_report(model, data, progress=False)
-    yield from (report, report.metrics, report.cut, report.packing, calibrate_(model, data, progress=False))
+    yield from (
+        report,
+        report.metrics,
+        report.cut,
+        report.packing,
+        calibrate_(model, data, progress=False),
+    )
     yield freeze_(model, "all")
 
 
 def thinking(tmp_path):
     yield Accuracy(0.5, 0.25)
-    yield Grid((2, 4), (1, 2), ((Accuracy(0.5, 0.2), Accuracy(0.6, 0.3)), (Accuracy(0.7, 0.4), Accuracy(0.8, 0.5))))
+    yield Grid(
+        (2, 4),
+        (1, 2),
+        ((Accuracy(0.5, 0.2), Accuracy(0.6, 0.3)), (Accuracy(0.7, 0.4), Accuracy(0.8, 0.5))),
+    )
 
 
 @pytest.mark.parametrize("source", [merging, compressing, adapting, judging, thinking])
@@ -92,7 +105,10 @@ def test_every_report(source, tmp_path, monkeypatch):
             assert report.plot(ax=axes).axes
             with monkeypatch.context() as patched:
                 patched.setitem(sys.modules, "matplotlib", None)
-                with pytest.raises(ImportError, match=r"plot needs matplotlib; pip install 'model-components\[plot\]'"):
+                with pytest.raises(
+                    ImportError,
+                    match=r"plot needs matplotlib; pip install 'model-components\[plot\]'",
+                ):
                     report.plot()
     assert drawn
 
@@ -103,7 +119,13 @@ def test_text_is_aligned_and_escaped():
     assert "&lt;b&gt;" in table._repr_html_()
     told = Table(("what", "why"), [("a", "because"), ("bc", "so")], sentences=True)
     assert str(told) == "what  why\na     because\nbc    so"
-    given = {1: torch.tensor([1.5]), "d": torch.bfloat16, "n": float("nan"), "i": float("inf"), "p": Path("torch.x")}
+    given = {
+        1: torch.tensor([1.5]),
+        "d": torch.bfloat16,
+        "n": float("nan"),
+        "i": float("inf"),
+        "p": Path("torch.x"),
+    }
     assert plain(given) == {"1": [1.5], "d": "bfloat16", "n": None, "i": None, "p": "torch.x"}
 
 
@@ -143,7 +165,9 @@ def test_what_a_plot_needs_is_said_before(monkeypatch):
 
 def test_a_merge_says_what_was_resumed_and_what_the_plan_noted(tmp_path):
     (_, report, _) = merging(tmp_path)
-    report = replace(report, resumed=["model.safetensors"], notes=["t: a filter is in no tensor's name"])
+    report = replace(
+        report, resumed=["model.safetensors"], notes=["t: a filter is in no tensor's name"]
+    )
     assert str(report).splitlines()[2:] == [
         "1 of 1 files were there from an interrupted run",
         "note: t: a filter is in no tensor's name",

@@ -16,7 +16,14 @@ from model_components._folders import NewFolder, is_begun
 from model_components._modes import evaluating, in_mode
 from model_components._trainer import StepTrainer, TrainerOptions
 from tests.support.models import tiny
-from thinker import CurriculumDataset, LatentThinker, ThinkerConfig, ThinkerTrainer, evaluate_steps, make_task
+from thinker import (
+    CurriculumDataset,
+    LatentThinker,
+    ThinkerConfig,
+    ThinkerTrainer,
+    evaluate_steps,
+    make_task,
+)
 from thinker.schedules import Fixed
 
 SLOW = "encode_: Linear is in bfloat16, which this processor has no instructions for"
@@ -44,7 +51,9 @@ def test_every_module_comes_back_in_its_own_mode(error):
 
 
 def test_evaluating_a_thinker_thaws_nothing():
-    model = LatentThinker(ThinkerConfig(vocab_size=16, max_input_length=6, max_output_length=6)).train()
+    model = LatentThinker(
+        ThinkerConfig(vocab_size=16, max_input_length=6, max_output_length=6)
+    ).train()
     model.layers[0].eval()
     before = modes(model)
     data = CurriculumDataset(make_task("copy"), Fixed(max_length=3), batch_size=4)
@@ -53,7 +62,11 @@ def test_evaluating_a_thinker_thaws_nothing():
 
 
 def test_the_options_are_the_stock_trainers():
-    stock = set(inspect.signature(transformers.Trainer.__init__).parameters) - {"self", "model", "args"}
+    stock = set(inspect.signature(transformers.Trainer.__init__).parameters) - {
+        "self",
+        "model",
+        "args",
+    }
     assert set(TrainerOptions.__annotations__) | {"train_dataset"} <= stock
 
 
@@ -80,7 +93,9 @@ def test_a_micro_batch_has_its_share_of_the_step(tmp_path):
 def test_an_optimizer_that_is_asked_for_is_taken(tmp_path):
     model = LatentThinker(ThinkerConfig(vocab_size=16, max_input_length=6, max_output_length=6))
     data = CurriculumDataset(make_task("copy"), Fixed(max_length=3), batch_size=4)
-    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", max_steps=1)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to="none", max_steps=1
+    )
     asked = (torch.optim.SGD, {"lr": 0.5})
     trainer = ThinkerTrainer(model, arguments, train_dataset=data, optimizer_cls_and_kwargs=asked)
     assert isinstance(trainer.create_optimizer(), torch.optim.SGD)
@@ -132,11 +147,16 @@ def test_a_run_is_begun_once_it_has_written_something(tmp_path):
     assert not is_begun(tmp_path / "ou")
 
 
-@pytest.mark.parametrize(("package", "given"), [
-    ("kronecker", ["fold", "model", "out"]), ("mergekit_lite", ["merge", "recipe.yml", "out"]),
-    ("thinker", ["train", "copy"]), ("heads.lora", ["show", "model", "adapter"]),
-    ("heads.pairwise", ["judge", "model", "pairs.csv"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("package", "given"),
+    [
+        ("kronecker", ["fold", "model", "out"]),
+        ("mergekit_lite", ["merge", "recipe.yml", "out"]),
+        ("thinker", ["train", "copy"]),
+        ("heads.lora", ["show", "model", "adapter"]),
+        ("heads.pairwise", ["judge", "model", "pairs.csv"]),
+    ],
+)
 def test_ctrl_c_is_a_line_in_every_command(package, given, monkeypatch, capsys, tmp_path):
     module = importlib.import_module(f"{package}.__main__")
     monkeypatch.chdir(tmp_path)

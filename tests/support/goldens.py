@@ -3,8 +3,9 @@
     python -m tests.support.goldens write build/goldens.json   # before
     python -m tests.support.goldens check build/goldens.json   # after, on the same machine
 
-Every entry is the hash of one result's bytes: a merged file, a bake, a pruned model, a loss with its gradients, a
-judge's probabilities. A processor's own kernels decide the last bits, so the file is not committed.
+Every entry is the hash of one result's bytes: a merged file, a bake, a pruned model, a loss with
+its gradients, a judge's probabilities. A processor's own kernels decide the last bits, so the file
+is not committed.
 """
 
 from __future__ import annotations
@@ -76,7 +77,12 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def arguments(folder: Path, **changes: object) -> TrainingArguments:
     """Return the arguments of a training of four steps."""
-    options = {"max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 0.01, "report_to": "none"}
+    options = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 0.01,
+        "report_to": "none",
+    }
     options |= {"use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
     return TrainingArguments(str(folder), **options | changes)
 
@@ -94,16 +100,29 @@ def merges(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
 
             def in_memory(case=case, states=states, base=base) -> str:
                 merged = merge_models(
-                    list(states.values()), case.method, base_model=base, seed=5, progress=False, **case.parameters
+                    list(states.values()),
+                    case.method,
+                    base_model=base,
+                    seed=5,
+                    progress=False,
+                    **case.parameters,
                 )
                 return digest(merged)
 
-            def files(case=case, states=states, base=base, number=number, dtype=dtype, impl="auto") -> str:
+            def files(
+                case=case, states=states, base=base, number=number, dtype=dtype, impl="auto"
+            ) -> str:
                 out = folder / f"{number}-{dtype}-{impl}"
                 merge_models(
-                    list(states.values()), case.method, base_model=base, seed=5, progress=False, out=out, impl=impl,
+                    list(states.values()),
+                    case.method,
+                    base_model=base,
+                    seed=5,
+                    progress=False,
+                    out=out,
+                    impl=impl,
                     **case.parameters,
-                )  # fmt: skip
+                )
                 return weights_of(out)
 
             yield f"merge/{case}/{dtype}/memory", in_memory
@@ -121,7 +140,9 @@ def checkpoints(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
     def by_kernel(method: str, dtype: str) -> str:
         out = folder / f"{method}-{dtype}"
         weight = {} if method == "model_stock" else {"weight": 0.5, "density": 0.4}
-        merge_models(paths[:2], method, base_model=paths[2], out=out, dtype=dtype, progress=False, **weight)
+        merge_models(
+            paths[:2], method, base_model=paths[2], out=out, dtype=dtype, progress=False, **weight
+        )
         return weights_of(out)
 
     def extracted() -> str:
@@ -133,14 +154,19 @@ def checkpoints(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
         for seed in (1, 2):
             extract_lora(paths[seed], paths[0], folder / f"lora{seed}", rank=3, progress=False)
             names.append(folder / f"lora{seed}")
-        merge_adapters(names, out=folder / "adapters", method="ties", weight=0.5, density=0.5, progress=False)
+        merge_adapters(
+            names, out=folder / "adapters", method="ties", weight=0.5, density=0.5, progress=False
+        )
         return weights_of(folder / "adapters")
 
     for method in ("regmean", "regmean++"):
         yield f"calibrated/{method}", lambda method=method: by_data(method)
     for method in ("ties", "dare_ties", "model_stock"):
         for dtype in ("float32", "bfloat16"):
-            yield f"folders/{method}/{dtype}", lambda method=method, dtype=dtype: by_kernel(method, dtype)
+            yield (
+                f"folders/{method}/{dtype}",
+                lambda method=method, dtype=dtype: by_kernel(method, dtype),
+            )
     yield "extract_lora", extracted
     yield "merge_adapters", adapters
 
@@ -183,8 +209,18 @@ def masks(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
     for direction in ("forward", "reverse"):
         for coefficients in ("task", "evidence", "confidence", "fixed"):
             shares = {"shares": (0.3, 0.7)} if coefficients == "fixed" else {}
-            config = KLConfig(direction=direction, coefficients=coefficients, l1=0.1, l2=0.1, similarity=0.1, **shares)
-            yield f"masks/{direction}/{coefficients}", lambda config=config: loss(config, mode="efficient")
+            config = KLConfig(
+                direction=direction,
+                coefficients=coefficients,
+                l1=0.1,
+                l2=0.1,
+                similarity=0.1,
+                **shares,
+            )
+            yield (
+                f"masks/{direction}/{coefficients}",
+                lambda config=config: loss(config, mode="efficient"),
+            )
     yield "masks/trained", trained
 
 
@@ -203,7 +239,12 @@ def smaller(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
         out = folder / digest(kind, repr(config), repr(options))
         kronecker.save_pretrained(model, out)
         kronecker.fold(kronecker.from_pretrained(out), out.with_suffix(".folded"))
-        return digest(model.state_dict(), report.after, weights_of(out), weights_of(out.with_suffix(".folded")))
+        return digest(
+            model.state_dict(),
+            report.after,
+            weights_of(out),
+            weights_of(out.with_suffix(".folded")),
+        )
 
     def trained() -> str:
         teacher = tiny("llama")
@@ -212,7 +253,7 @@ def smaller(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
         set_seed(0)
         kronecker.KroneckerTrainer(
             model, arguments(folder / "kronecker"), train_dataset=rows(), teacher=teacher
-        ).train()  # fmt: skip
+        ).train()
         return digest(model.state_dict())
 
     for kind in ("gpt2", "llama", "bert", "mixtral", "gemma2"):
@@ -222,11 +263,16 @@ def smaller(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
     yield "prune/block", lambda: pruned("llama", granularity="block")
     for kind in ("gpt2", "llama"):
         for init in ("sequential", "van_loan", "van_loan_normalized", "prune"):
-            config = kronecker.KroneckerConfig(b_shape=(2, 1), rank=2 if init != "prune" else 1, init=init)
+            config = kronecker.KroneckerConfig(
+                b_shape=(2, 1), rank=2 if init != "prune" else 1, init=init
+            )
             yield f"convert/{kind}/{init}", lambda kind=kind, config=config: converted(kind, config)
         for init in ("sequential", "svd"):
             config = kronecker.LowRankConfig(init=init)
-            yield f"convert/{kind}/low rank {init}", lambda kind=kind, config=config: converted(kind, config)
+            yield (
+                f"convert/{kind}/low rank {init}",
+                lambda kind=kind, config=config: converted(kind, config),
+            )
     yield "kronecker/trained", trained
 
 
@@ -239,7 +285,13 @@ def thinkers(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
         model = model_of(**changes)
         tokens, mask = batch(**rows, left=bool(changes.get("causal")))
         torch.manual_seed(3)
-        steps = model(tokens, mask, n_step=5, output_steps="all", **({} if model.config.at_tokens else {"out_len": 6}))
+        steps = model(
+            tokens,
+            mask,
+            n_step=5,
+            output_steps="all",
+            **({} if model.config.at_tokens else {"out_len": 6}),
+        )
         torch.stack(steps.step_logits).square().mean().backward()
         return digest(list(steps.step_logits), gradients(model))
 
@@ -262,7 +314,9 @@ def thinkers(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
         data = thinker.CurriculumDataset(task, thinker.Frontier(max_length=6), batch_size=8)
         sizes = data.sizes(6) | {"hidden_size": 16, "num_heads": 2, "causal": True, "window": 2}
         model = thinker.LatentThinker(thinker.ThinkerConfig(**sizes, positions="rotary"))
-        settings = thinker.thinker_arguments(folder / "t", max_steps=6, use_cpu=True, disable_tqdm=True, warmup_steps=2)
+        settings = thinker.thinker_arguments(
+            folder / "t", max_steps=6, use_cpu=True, disable_tqdm=True, warmup_steps=2
+        )
         set_seed(0)
         thinker.ThinkerTrainer(model, settings, train_dataset=data, step_loss=loss()).train()
         return digest(model.state_dict())
@@ -273,7 +327,11 @@ def thinkers(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
         yield f"thinker/exit every {every}", lambda every=every: exits(every)
     for name in thinker.TASKS:
         yield f"thinker/task {name}", lambda name=name: drawn(name)
-    for name, loss in (("default", lambda: None), ("all steps", thinker.AllSteps), ("reach", thinker.Reach)):
+    for name, loss in (
+        ("default", lambda: None),
+        ("all steps", thinker.AllSteps),
+        ("reach", thinker.Reach),
+    ):
         yield f"thinker/trained {name}", lambda loss=loss: trained(loss)
 
 
@@ -289,17 +347,25 @@ def judges(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
     def trained(**options: object) -> str:
         model = judge_of("bert", trained=False, **options)
         data = model.dataset(pairs_of(32), progress=False)
-        PairwiseTrainer(model=model, args=arguments(folder / "judge", seed=3), train_dataset=data).train()
+        PairwiseTrainer(
+            model=model, args=arguments(folder / "judge", seed=3), train_dataset=data
+        ).train()
         return digest(model.state_dict())
 
     for kind in ("bert", "llama", "mpnet", "modernbert"):
         yield f"judge/{kind}", lambda kind=kind: judged(kind)
     for link in ("davidson", "antisymmetric", "concat"):
         for ties in (True, False):
-            yield f"judge/{link}/{ties}", lambda link=link, ties=ties: judged("bert", link=link, ties=ties)
+            yield (
+                f"judge/{link}/{ties}",
+                lambda link=link, ties=ties: judged("bert", link=link, ties=ties),
+            )
         yield f"judge/{link}/trained", lambda link=link: trained(link=link)
     for pooling in ("mean", "first", "last"):
-        yield f"judge/{pooling}", lambda pooling=pooling: judged("bert", pooling=pooling, hidden_features=4)
+        yield (
+            f"judge/{pooling}",
+            lambda pooling=pooling: judged("bert", pooling=pooling, hidden_features=4),
+        )
     yield "judge/surface", lambda: judged("bert", surface=("length", "style", "overlap"))
 
 
@@ -318,7 +384,10 @@ def adapters(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
     for kind in TARGETS:
         for dtype in (torch.float32, torch.bfloat16):
             yield f"lora/{kind}/{dtype}", lambda kind=kind, dtype=dtype: forward(kind, dtype)
-    yield "lora/two adapters", lambda: forward("llama", torch.float32, adapters=("default", "other"))
+    yield (
+        "lora/two adapters",
+        lambda: forward("llama", torch.float32, adapters=("default", "other")),
+    )
     yield "lora/merge", merged
 
 

@@ -22,14 +22,20 @@ class FakeHub:
 
     def validate(self, body):
         head = yaml.safe_load(body["content"].split("---\n")[1])
-        return {"errors": [] if isinstance(head, dict) else [{"message": "no header"}], "warnings": []}
+        return {
+            "errors": [] if isinstance(head, dict) else [{"message": "no header"}],
+            "warnings": [],
+        }
 
     def branch(self, body, name, branch):
         self.branches.append((name, branch))
         return {}
 
     def preupload(self, body, *_):
-        kept = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in body["files"]]
+        kept = [
+            {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+            for file in body["files"]
+        ]
         return {"files": kept}
 
     def commit(self, lines, name, revision):
@@ -51,10 +57,16 @@ def _handler(hub):
                 made = hub.create(json.loads(sent))
             elif path[1:] == ["validate-yaml"]:
                 made = hub.validate(json.loads(sent))
-            elif path[1] == "models" and len(path) > 5 and path[4] in ("preupload", "commit", "branch"):
+            elif (
+                path[1] == "models"
+                and len(path) > 5
+                and path[4] in ("preupload", "commit", "branch")
+            ):
                 name, what, revision = "/".join(path[2:4]), path[4], "/".join(path[5:])
                 lines = [json.loads(line) for line in sent.splitlines() if line]
-                made = getattr(hub, what)(lines if what == "commit" else (lines or [{}])[0], name, revision)
+                made = getattr(hub, what)(
+                    lines if what == "commit" else (lines or [{}])[0], name, revision
+                )
             else:
                 self.send_error(404, f"the fake hub has no {self.command} {self.path}")
                 return
@@ -85,7 +97,14 @@ def fake_hub(monkeypatch):
         patched.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         patched.setattr(constants, "HF_HUB_OFFLINE", False)
         patched.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
+        for name in (
+            "HTTP_PROXY",
+            "HTTPS_PROXY",
+            "ALL_PROXY",
+            "http_proxy",
+            "https_proxy",
+            "all_proxy",
+        ):
             patched.delenv(name, raising=False)
         try:
             yield hub

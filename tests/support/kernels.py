@@ -1,4 +1,5 @@
-"""Triton kernels where there is no GPU: compiled for two of them, in a process that does not interpret them."""
+"""Triton kernels where there is no GPU: compiled for two of them, in a process that does not
+interpret them."""
 
 import os
 import re
@@ -13,10 +14,13 @@ CAPABILITIES = (80, 90)  # A100 and H100
 
 
 def uninterpreted(code: str) -> str:
-    """What Python code prints in a process of its own, where kernels are compiled and not interpreted."""
+    """What Python code prints in a process of its own, where kernels are compiled and not
+    interpreted."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -35,13 +39,16 @@ def compiled(
     shared: int,
     **options: Any,
 ) -> str:
-    """The PTX of a kernel, which takes at most ``shared`` KB of shared memory and spills no register."""
+    """The PTX of a kernel, which takes at most ``shared`` KB of shared memory and spills no
+    register."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas
     from triton.compiler import ASTSource
 
-    source = ASTSource(kernel, {**signature, **dict.fromkeys(constants, "constexpr")}, dict(constants))
+    source = ASTSource(
+        kernel, {**signature, **dict.fromkeys(constants, "constexpr")}, dict(constants)
+    )
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert made.metadata.shared <= shared * 1024, (kernel, made.metadata.shared)
     ptx = made.asm["ptx"]

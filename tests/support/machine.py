@@ -1,4 +1,5 @@
-"""What machine this is, for logs: ``python -m tests.support.machine cuda``. Fails where the device cannot be used."""
+"""What machine this is, for logs: ``python -m tests.support.machine cuda``. Fails where the device
+cannot be used."""
 
 import importlib
 import importlib.metadata
@@ -7,8 +8,24 @@ import sys
 
 import torch
 
-PACKAGES = ["heads.lora", "heads.pairwise", "kronecker", "mergekit_lite.masks", "model_components", "thinker"]
-VERSIONS = ["torch", "triton", "transformers", "peft", "accelerate", "safetensors", "numpy", "sentence-transformers"]
+PACKAGES = [
+    "heads.lora",
+    "heads.pairwise",
+    "kronecker",
+    "mergekit_lite.masks",
+    "model_components",
+    "thinker",
+]
+VERSIONS = [
+    "torch",
+    "triton",
+    "transformers",
+    "peft",
+    "accelerate",
+    "safetensors",
+    "numpy",
+    "sentence-transformers",
+]
 
 
 def main(device: str) -> None:

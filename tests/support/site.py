@@ -1,4 +1,5 @@
-"""What the documentation site has beside the pages of docs/: reference, notebooks, rows, changelog, contributing."""
+"""What the documentation site has beside the pages of docs/: reference, notebooks, rows, changelog,
+contributing."""
 
 from __future__ import annotations
 
@@ -22,18 +23,28 @@ COLAB = "https://colab.research.google.com"
 def on_files(files: Any, config: Any) -> Any:
     """Adds them."""
     for name, held in ELSEWHERE.items():
-        files.append(File.generated(config, name, content=(ROOT / held).read_text(encoding="utf-8")))
+        files.append(
+            File.generated(config, name, content=(ROOT / held).read_text(encoding="utf-8"))
+        )
     for page in PAGES:
         files.append(File.generated(config, f"reference/{page.guide}.md", content=text(page)))
     for path in sorted((ROOT / "tests" / "benchmarks" / "results").glob("*.csv")):
         files.append(File.generated(config, f"measured/{path.name}", abs_src_path=str(path)))
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        files.append(File(f"notebooks/{path.name}", str(ROOT), config["site_dir"], config["use_directory_urls"]))
+        files.append(
+            File(
+                f"notebooks/{path.name}",
+                str(ROOT),
+                config["site_dir"],
+                config["use_directory_urls"],
+            )
+        )
     return files
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """A notebook's links to guides, which lie elsewhere here, and a badge that opens it where the code is public."""
+    """A notebook's links to guides, which lie elsewhere here, and a badge that opens it where the
+    code is public."""
     if not page.file.src_uri.endswith(".ipynb"):
         return html
     html = re.sub(r'href="\.\./docs/(\w+)\.md"', r'href="../../\1/"', html)
@@ -43,4 +54,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
         return html
     place = repository.split("github.com/")[1]
     link = f"{COLAB}/github/{place}/blob/main/notebooks/{Path(page.file.src_uri).name}"
-    return f'<p><a href="{link}"><img alt="Open in Colab" src="{COLAB}/assets/colab-badge.svg"></a></p>{html}'
+    return (
+        f'<p><a href="{link}"><img alt="Open in Colab" '
+        f'src="{COLAB}/assets/colab-badge.svg"></a></p>{html}'
+    )

@@ -29,7 +29,10 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 @pytest.fixture
 def inputs():
     generator = torch.Generator().manual_seed(3)
-    return {"x": torch.randn(33, 17, generator=generator), "w": torch.randn(9, 17, generator=generator)}
+    return {
+        "x": torch.randn(33, 17, generator=generator),
+        "w": torch.randn(9, 17, generator=generator),
+    }
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,10 +45,19 @@ def test_the_reference_passes_its_own_judgement(inputs, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_output_wrong_by_one_per_cent_fails(inputs, dtype):
     with pytest.raises(NotEquivalent, match="output"):
-        judge("bad", "fast", lambda x, w: reference(x, w) * 1.01, reference, inputs, dtype=dtype, gradients=False)
+        judge(
+            "bad",
+            "fast",
+            lambda x, w: reference(x, w) * 1.01,
+            reference,
+            inputs,
+            dtype=dtype,
+            gradients=False,
+        )
 
 
-# In half precision the reference's own gradient error can hide 1 %: so paths are always judged in float32 as well.
+# In half precision the reference's own gradient error can hide 1 %: so paths are always judged in
+# float32 as well.
 @pytest.mark.parametrize(
     ("dtype", "factor"), [*((d, 0.0) for d in DTYPES), (torch.float32, 1.01), (torch.float64, 1.01)]
 )
@@ -79,7 +91,15 @@ def test_one_wrong_element_fails(inputs):
 
 def test_a_wrong_shape_or_dtype_fails(inputs):
     with pytest.raises(NotEquivalent, match="shape"):
-        judge("bad", "fast", lambda x, w: reference(x, w)[:1], reference, inputs, dtype=torch.float32, gradients=False)
+        judge(
+            "bad",
+            "fast",
+            lambda x, w: reference(x, w)[:1],
+            reference,
+            inputs,
+            dtype=torch.float32,
+            gradients=False,
+        )
     with pytest.raises(NotEquivalent, match="dtype"):
         judge(
             "bad",

@@ -1,7 +1,8 @@
-"""The definition of a thinker's answer: keys and values made anew in every step, attention written out, nothing kept.
+"""The definition of a thinker's answer: keys and values made anew in every step, attention written
+out, nothing kept.
 
-`think` takes a `LatentThinker`'s parameters by name, in any float dtype. It is the specification that the model is
-judged against; nobody makes it faster.
+`think` takes a `LatentThinker`'s parameters by name, in any float dtype. It is the specification
+that the model is judged against; nobody makes it faster.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from thinker.flow import FlowRow
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, heads: int, look: Tensor | None) -> Tensor:
-    """softmax(q kᵀ / √h) v for each head; (B, n, d), (B, m, d), (B, m, d); ``look`` (B, n, m) says where."""
+    """softmax(q kᵀ / √h) v for each head; (B, n, d), (B, m, d), (B, m, d); ``look`` (B, n, m) says
+    where."""
     q, k, v = (rearrange(x, "b n (h e) -> b h n e", h=heads) for x in (query, keys, values))
     scores = einsum(q, k, "b h n e, b h m e -> b h n m") / math.sqrt(q.shape[-1])
     if look is not None:
@@ -48,7 +50,9 @@ def think(
 
     def norm(x: Tensor, name: str) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
-        return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"]
+        return (
+            centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"]
+        )
 
     def grid(position: Tensor) -> tuple[Tensor, Tensor]:
         columns = config.grid_width or (valid.sum(1, keepdim=True) ** 0.5).round().long()
@@ -63,7 +67,9 @@ def think(
         if config.positions == "rotary":
             angle = waves(position, size // 2)
         elif config.positions == "rotary_2d":
-            angle = torch.cat([math.pi / 2 * waves(axis, size // 4, 30.0) for axis in grid(position)], -1)
+            angle = torch.cat(
+                [math.pi / 2 * waves(axis, size // 4, 30.0) for axis in grid(position)], -1
+            )
         else:
             return x
         cosine, sine = angle.cos().to(dtype), angle.sin().to(dtype)
@@ -72,9 +78,18 @@ def think(
             parts += [first * cosine - second * sine, second * cosine + first * sine]
         return torch.cat(parts, -1)
 
-    def look_up(name: str, z: Tensor, source: Tensor, look: Tensor | None, q_at: Tensor | None, k_at: Tensor | None):
+    def look_up(
+        name: str,
+        z: Tensor,
+        source: Tensor,
+        look: Tensor | None,
+        q_at: Tensor | None,
+        k_at: Tensor | None,
+    ):
         query = norm(z, f"{name}.norm") @ w[f"{name}.query.weight"].T
-        keys, values = (norm(source, f"{name}.source_norm") @ w[f"{name}.key_value.weight"].T).split(d, -1)
+        keys, values = (
+            norm(source, f"{name}.source_norm") @ w[f"{name}.key_value.weight"].T
+        ).split(d, -1)
         query = query if q_at is None else turned(query, q_at)
         keys = keys if k_at is None else turned(keys, k_at)
         query, keys, values = (x.expand(batch, -1, -1) for x in (query, keys, values))
@@ -88,7 +103,9 @@ def think(
         return attend(query, keys, values, heads, look) @ w[f"{name}.out.weight"].T
 
     def mlp(name: str, z: Tensor) -> Tensor:
-        gate, up = (norm(z, f"{name}.norm") @ w[f"{name}.gate_up.weight"].T).split(config.mlp_size, -1)
+        gate, up = (norm(z, f"{name}.norm") @ w[f"{name}.gate_up.weight"].T).split(
+            config.mlp_size, -1
+        )
         return (gate / (1 + (-gate).exp()) * up) @ w[f"{name}.down.weight"].T
 
     def after(layer: int, part: str, x: Tensor) -> Tensor:
@@ -125,7 +142,9 @@ def think(
                 near = torch.full((batch,), abs(at_ - j) < far)
                 if config.positions == "rotary_2d":
                     row, column = grid(place)
-                    near = ((row[:, at_] - row[:, j]).abs() < far) & ((column[:, at_] - column[:, j]).abs() < far)
+                    near = ((row[:, at_] - row[:, j]).abs() < far) & (
+                        (column[:, at_] - column[:, j]).abs() < far
+                    )
                 read[:, i, j] = valid[:, j] & near
             read[:, i, at_] = True
         may_see = read[:, :, length - n :]
@@ -150,10 +169,15 @@ def think(
                 look = None if may_see is None else may_see.repeat(1, 1, len(written))
                 z = z + after(i, "memory", look_up(f"{name}.memory", z, past, look, None, None))
             if row.self_attention:
-                z = z + after(i, "self_attention", itself(f"{name}.self_attention", z, may_see, latent_at))
+                z = z + after(
+                    i, "self_attention", itself(f"{name}.self_attention", z, may_see, latent_at)
+                )
             z = z + after(i, "mlp", mlp(f"{name}.mlp", z))
         if config.step_update == "normalized":
-            unit, to = (y / (y.square().mean(-1, keepdim=True) + torch.finfo(dtype).eps).sqrt() for y in (before, z))
+            unit, to = (
+                y / (y.square().mean(-1, keepdim=True) + torch.finfo(dtype).eps).sqrt()
+                for y in (before, z)
+            )
             z = unit + w["rate"] * (to - unit)
             z = z / (z.square().mean(-1, keepdim=True) + torch.finfo(dtype).eps).sqrt()
         if row.mem_write:

@@ -14,7 +14,9 @@ def test_train_resume_evaluate_and_draw(tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["train", "copy", "--out", str(out), *SHORT, "--lengths", "6"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"copy, length 4: 20 iterations.*\nheld out: [\d.]+ of symbols, [\d.]+ of rows", printed)
+    assert re.search(
+        r"copy, length 4: 20 iterations.*\nheld out: [\d.]+ of symbols, [\d.]+ of rows", printed
+    )
     assert re.search(r"^ +6 +[\d.]+ +[\d.]+  \(longer\)$", printed, re.M)
     found = json.loads((out / "result.json").read_text())
     assert found["by_length"].keys() == {"1", "2", "3", "4", "6"}
@@ -25,13 +27,26 @@ def test_train_resume_evaluate_and_draw(tmp_path, capsys):
     assert "24 iterations" in capsys.readouterr().out
     assert main(["train", "copy", *options, "--seed", "1"]) == 1  # another run's folder
     assert "is a run with another seed (0)" in capsys.readouterr().err
-    for checkpoint in (out / "checkpoints").glob("checkpoint-*"):  # as a kill leaves it, while it is written
+    for checkpoint in (out / "checkpoints").glob(
+        "checkpoint-*"
+    ):  # as a kill leaves it, while it is written
         (checkpoint / "thinker_state.pt").unlink()
     assert main(["train", "copy", *options]) == 0
     assert not json.loads((out / "result.json").read_text())["resumed"]
     capsys.readouterr()
     figures = tmp_path / "figures.json"
-    options = ["--lengths", "2", "6", "--n-steps", "1", "4", "--samples", "64", "--json", str(figures)]
+    options = [
+        "--lengths",
+        "2",
+        "6",
+        "--n-steps",
+        "1",
+        "4",
+        "--samples",
+        "64",
+        "--json",
+        str(figures),
+    ]
     assert main(["evaluate", str(out), *options]) == 0
     assert {(row["length"], row["steps"]) for row in json.loads(figures.read_text())} == {
         (2, 1),
@@ -45,28 +60,72 @@ def test_train_resume_evaluate_and_draw(tmp_path, capsys):
 
 def test_a_table_of_steps_and_latents_from_noise(tmp_path, capsys):
     table = tmp_path / "plan.md"
-    table.write_text("step | read_input | mem_lookup | mem_write | output\n1 | 1 | 0 | 1 | 0\n2 | 0 | 1 | 0 | 1\n")
-    options = ["--model", "latent_init=noise", "memory=grow", "--plan", str(table), "--out", str(tmp_path / "run")]
+    table.write_text(
+        "step | read_input | mem_lookup | mem_write | output\n1 | 1 | 0 | 1 | 0\n2 | 0 | 1 | 0 | "
+        "1\n"
+    )
+    options = [
+        "--model",
+        "latent_init=noise",
+        "memory=grow",
+        "--plan",
+        str(table),
+        "--out",
+        str(tmp_path / "run"),
+    ]
     assert main(["train", "add", *options, *SHORT]) == 0
     assert "add, length 4: 20 iterations" in capsys.readouterr().out
 
 
 def test_latents_at_the_tokens_are_asked_for_longer_inputs(tmp_path, capsys):
     out = str(tmp_path / "run")
-    model = ["latent_init=tokens", "causal=true", "window=2", "positions=rotary", "hidden_size=32", "num_heads=2"]
+    model = [
+        "latent_init=tokens",
+        "causal=true",
+        "window=2",
+        "positions=rotary",
+        "hidden_size=32",
+        "num_heads=2",
+    ]
     options = ["--model", *model, "--lengths", "9", "12", "--out", out]
     assert main(["train", "prefix_sum", "--options", "symbols=2", *options, *SHORT]) == 0
-    assert main(["evaluate", out, "--lengths", "12", "--n-steps", "4", "24", "--samples", "16"]) == 0
+    assert (
+        main(["evaluate", out, "--lengths", "12", "--n-steps", "4", "24", "--samples", "16"]) == 0
+    )
     assert re.search(r"^12 ", capsys.readouterr().out, re.M)
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["by_length"].keys() >= {"4", "9", "12"}
-    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["num_latents"] is None
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["by_length"].keys() >= {
+        "4",
+        "9",
+        "12",
+    }
+    assert (
+        json.loads((tmp_path / "run" / "model" / "config.json").read_text())["num_latents"] is None
+    )
     assert main(["draw", out]) == 0  # no grid: a step says nothing without its length
 
 
 def test_latents_at_the_tokens_go_on_being_right_on_longer_inputs(tmp_path):
     out = tmp_path / "run"
-    model = ["latent_init=tokens", "causal=true", "window=2", "positions=rotary", "hidden_size=32", "num_heads=2"]
-    options = ["--model", *model, "--length", "5", "--lengths", "20", "--iterations", "500", "--samples", "64"]
+    model = [
+        "latent_init=tokens",
+        "causal=true",
+        "window=2",
+        "positions=rotary",
+        "hidden_size=32",
+        "num_heads=2",
+    ]
+    options = [
+        "--model",
+        *model,
+        "--length",
+        "5",
+        "--lengths",
+        "20",
+        "--iterations",
+        "500",
+        "--samples",
+        "64",
+    ]
     assert main(["train", "prefix_sum", *options, "--out", str(out), "--no-progress"]) == 0
     assert json.loads((out / "result.json").read_text())["by_length"]["20"][0] > 0.9
 
@@ -91,7 +150,9 @@ def test_settings_reach_the_model(tmp_path):
         "loop": [[1, 0, 0, 1, 1, 1]],
         "epilogue": [],
     }
-    tokens = config("causal=true", "positions=rotary", "memory=grow", options=["--plan", "read_once"])
+    tokens = config(
+        "causal=true", "positions=rotary", "memory=grow", options=["--plan", "read_once"]
+    )
     assert tokens["latent_init"] == "tokens"
     assert tokens["plan"]["prologue"][0][0] == 1
     assert not tokens["plan"]["loop"][0][0]
@@ -101,9 +162,18 @@ def test_settings_reach_the_model(tmp_path):
     ("arguments", "message"),
     [
         (["train", "copy", "--model", "heads=4", "--out", "{tmp}/a"], "heads"),
-        (["train", "copy", "--options", "symbols", "--out", "{tmp}/a"], "'symbols' has no value; needed NAME=VALUE"),
-        (["train", "copy", "--model", "causal=true", "--steps", "1", "3", "--out", "{tmp}/a"], "needed no --steps"),
-        (["train", "copy", "--model", "num_static_tokens=abc", "--out", "{tmp}/a"], "num_static_tokens is 'abc'"),
+        (
+            ["train", "copy", "--options", "symbols", "--out", "{tmp}/a"],
+            "'symbols' has no value; needed NAME=VALUE",
+        ),
+        (
+            ["train", "copy", "--model", "causal=true", "--steps", "1", "3", "--out", "{tmp}/a"],
+            "needed no --steps",
+        ),
+        (
+            ["train", "copy", "--model", "num_static_tokens=abc", "--out", "{tmp}/a"],
+            "num_static_tokens is 'abc'",
+        ),
         (["train", "copy", "--plan", "{tmp}/none.md", "--out", "{tmp}/a"], "none.md"),
         (["evaluate", "{tmp}/nothing"], "has no run.json"),
         (["draw", "{tmp}/nothing"], "has no result.json"),
@@ -124,6 +194,20 @@ def test_nothing_is_not_the_default(option, tmp_path, capsys):
 
 
 def test_a_run_that_is_not_there_cannot_be_gone_on_with_and_that_is_said(tmp_path, capsys):
-    given = ["train", "copy", *SHORT, "--iterations", "2", "--samples", "8", "--out", str(tmp_path / "a"), "--resume"]
+    given = [
+        "train",
+        "copy",
+        *SHORT,
+        "--iterations",
+        "2",
+        "--samples",
+        "8",
+        "--out",
+        str(tmp_path / "a"),
+        "--resume",
+    ]
     assert main(given) == 0
-    assert f"{tmp_path / 'a'} has no checkpoint to go on from; it begins anew" in capsys.readouterr().err
+    assert (
+        f"{tmp_path / 'a'} has no checkpoint to go on from; it begins anew"
+        in capsys.readouterr().err
+    )

@@ -11,7 +11,9 @@ from thinker.tasks import Sample, TensorTask
 
 def data_of(schedule=None, task="copy", **options):
     task = make_task(task) if isinstance(task, str) else task
-    return CurriculumDataset(task, schedule or Frontier(max_length=9), **{"batch_size": 8, **options})
+    return CurriculumDataset(
+        task, schedule or Frontier(max_length=9), **{"batch_size": 8, **options}
+    )
 
 
 def resumed(*options, **changes):
@@ -20,7 +22,9 @@ def resumed(*options, **changes):
 
 
 def same(a, b):
-    return all(torch.equal(x, b[k]) if isinstance(x, torch.Tensor) else x == b[k] for k, x in a.items())
+    return all(
+        torch.equal(x, b[k]) if isinstance(x, torch.Tensor) else x == b[k] for k, x in a.items()
+    )
 
 
 def take(data, count, **options):
@@ -70,7 +74,9 @@ def test_resumed_is_as_if_never_stopped():
 def test_a_report_reaches_workers_that_live_on():
     data = data_of(Progressive(max_length=9, min_answers=1), delay=6)
     right = torch.ones(10)
-    loader = iter(DataLoader(data, batch_size=None, num_workers=2, prefetch_factor=2, persistent_workers=True))
+    loader = iter(
+        DataLoader(data, batch_size=None, num_workers=2, prefetch_factor=2, persistent_workers=True)
+    )
     found = []
     for step in range(30):
         if step == 4:
@@ -144,32 +150,43 @@ def test_rows_that_are_given_are_in_training_or_held_out(at_tokens):
     seen = torch.cat([data.batch(n)["input_ids"][:, first] for n in range(60)])
     assert int(seen.max()) > 97  # made others
     assert not rows & {tuple(row) for row in (seen % 100).tolist()}
-    assert len({tuple(row) for row in (seen % 100).tolist()}) == len(set(map(tuple, tokens.tolist())) - rows)
+    assert len({tuple(row) for row in (seen % 100).tolist()}) == len(
+        set(map(tuple, tokens.tolist())) - rows
+    )
     batch = data.batch(3)  # and the answers are those of what was made
     assert torch.equal(batch["labels"][:, first], batch["input_ids"][:, first].flip(1))
     assert len(data.held_out(7, 1)["input_ids"]) == 7
-    assert not torch.equal(data.held_out(7, 1)["input_ids"], data.held_out(7, 1, seed=1)["input_ids"])
+    assert not torch.equal(
+        data.held_out(7, 1)["input_ids"], data.held_out(7, 1, seed=1)["input_ids"]
+    )
     assert len(CurriculumDataset(task, holdout=0.0).held_out(1000, 1)["input_ids"]) == 400
 
 
 def test_rows_that_are_given_have_masks_and_answers_that_do_not_count():
     tokens = torch.arange(12).view(3, 4)
-    mask, targets = tokens % 4 < torch.tensor([[4], [2], [3]]), tokens.masked_fill(tokens % 2 == 1, -100)
+    mask, targets = (
+        tokens % 4 < torch.tensor([[4], [2], [3]]),
+        tokens.masked_fill(tokens % 2 == 1, -100),
+    )
     task = TensorTask(tokens, targets, mask=mask)
     batch = CurriculumDataset(task, batch_size=30, holdout=0.0).batch(0)
     for got, whole in (("input_ids", tokens), ("labels", targets), ("attention_mask", mask)):
         assert torch.equal(batch[got], whole[batch["input_ids"][:, 0] // 4])
     assert torch.equal(batch["counted"], batch["labels"] != -100)
     others = [
-        TensorTask(tokens, targets), TensorTask(tokens + 1, targets, mask=mask), TensorTask(tokens, tokens, mask=mask),
+        TensorTask(tokens, targets),
+        TensorTask(tokens + 1, targets, mask=mask),
+        TensorTask(tokens, tokens, mask=mask),
         TensorTask(tokens.flip(0), targets.flip(0), mask=mask.flip(0)),
         TensorTask(tokens, targets, mask=mask, grid=True),
         TensorTask(tokens, targets, mask=mask, augment=lambda g, a, b: (a, b)),
-    ]  # fmt: skip
+    ]
     assert len({repr(task), *map(repr, others)}) == 7
     at = AtTokens(task).sample(torch.Generator().manual_seed(0), 30, 1)
     assert ((at.targets == -100) | at.mask).all()  # no answer at padding
-    left = TensorTask(torch.tensor([[5, 6, 0], [0, 5, 6]]), ones(2, 3), mask=torch.tensor([[1, 1, 0], [0, 1, 1]]))
+    left = TensorTask(
+        torch.tensor([[5, 6, 0], [0, 5, 6]]), ones(2, 3), mask=torch.tensor([[1, 1, 0], [0, 1, 1]])
+    )
     assert left.every().key[0] == left.every().key[1]  # the same row, wherever it is padded
     assert repr(task) == repr(TensorTask(tokens.int(), targets, mask=mask))
 
@@ -177,7 +194,12 @@ def test_rows_that_are_given_have_masks_and_answers_that_do_not_count():
 def test_a_moving_frontier_starts_at_the_least_length():
     schedule = Progressive(max_length=9, min_length=3)
     assert schedule.difficulty(0, torch.tensor(schedule.initial())) == 3
-    assert Progressive(max_length=9, min_length=3, start=5).difficulty(0, torch.tensor([5.0, 0.0, 0.0])) == 5
+    assert (
+        Progressive(max_length=9, min_length=3, start=5).difficulty(
+            0, torch.tensor([5.0, 0.0, 0.0])
+        )
+        == 5
+    )
     with pytest.raises(ValueError, match="start 2"):
         Progressive(max_length=9, min_length=3, start=2)
 
@@ -185,38 +207,89 @@ def test_a_moving_frontier_starts_at_the_least_length():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: TensorTask(torch.ones(3, 4), torch.ones(3, 4)), r"tokens is \[3, 4\] of torch.float32; needed tens"),
-        (lambda: TensorTask([[1]], torch.ones(1, 1)), r"tokens is \[\[1\]\]; needed tensors of whole numbers"),
+        (
+            lambda: TensorTask(torch.ones(3, 4), torch.ones(3, 4)),
+            r"tokens is \[3, 4\] of torch.float32; needed tens",
+        ),
+        (
+            lambda: TensorTask([[1]], torch.ones(1, 1)),
+            r"tokens is \[\[1\]\]; needed tensors of whole numbers",
+        ),
         (lambda: TensorTask(ones(3, 4), ones(2, 4)), r"targets is \[2, 4\]"),
         (
             lambda: TensorTask(ones(3, 4), ones(3, 4), mask=ones(3, 3)),
             r"mask is \[3, 3\] of .*; needed \[3, 4\] of True",
         ),
-        (lambda: TensorTask(ones(3, 4), ones(3, 4), mask=torch.ones(3, 4)), "mask is .* of torch.float32; needed"),
+        (
+            lambda: TensorTask(ones(3, 4), ones(3, 4), mask=torch.ones(3, 4)),
+            "mask is .* of torch.float32; needed",
+        ),
         (lambda: TensorTask(ones(3, 4), ones(3, 4), mask=[[1]]), r"mask is \[\[1\]\]; needed"),
-        (lambda: TensorTask(ones(3, 4), ones(3, 4), mask=ones(3, 4) - ones(3, 1)), "leaves a row without any token"),
+        (
+            lambda: TensorTask(ones(3, 4), ones(3, 4), mask=ones(3, 4) - ones(3, 1)),
+            "leaves a row without any token",
+        ),
         (
             lambda: TensorTask(ones(3, 4).to(torch.uint16), ones(3, 4)),
             "tokens is .* of torch.uint16; needed tensors of whole",
         ),
         (lambda: TensorTask(ones(3, 4), ones(3, 4), symbols=1), "symbols is 1; needed 2 or more"),
-        (lambda: TensorTask(ones(3, 4), ones(3, 4), grid="no"), "grid 'no', augment None; needed True or False"),
-        (lambda: TensorTask(ones(3, 4), ones(3, 4), augment=3), "augment 3; needed True or False, and a function"),
-        (lambda: TensorTask(ones(3, 4), torch.tensor([[1, 2, -5, -100]] * 3)), "tokens from 1, targets from -5"),
-        (lambda: made_by(lambda g, a, b: a), r"augment made \[2, 4\] of torch.int64; needed tokens and targets"),
-        (lambda: made_by(lambda g, a, b: (a[:, :2], b)), r"augment made tokens \[2, 2\] .*; needed \[2, 4\]"),
-        (lambda: made_by(lambda g, a, b: (a + 90, b)), "made tokens from .* to .*; needed 0 to 96: say symbols="),
-        (lambda: made_by(lambda g, a, b: (a, b - 200)), "made targets from .* to .*; needed -100 to 96"),
+        (
+            lambda: TensorTask(ones(3, 4), ones(3, 4), grid="no"),
+            "grid 'no', augment None; needed True or False",
+        ),
+        (
+            lambda: TensorTask(ones(3, 4), ones(3, 4), augment=3),
+            "augment 3; needed True or False, and a function",
+        ),
+        (
+            lambda: TensorTask(ones(3, 4), torch.tensor([[1, 2, -5, -100]] * 3)),
+            "tokens from 1, targets from -5",
+        ),
+        (
+            lambda: made_by(lambda g, a, b: a),
+            r"augment made \[2, 4\] of torch.int64; needed tokens and targets",
+        ),
+        (
+            lambda: made_by(lambda g, a, b: (a[:, :2], b)),
+            r"augment made tokens \[2, 2\] .*; needed \[2, 4\]",
+        ),
+        (
+            lambda: made_by(lambda g, a, b: (a + 90, b)),
+            "made tokens from .* to .*; needed 0 to 96: say symbols=",
+        ),
+        (
+            lambda: made_by(lambda g, a, b: (a, b - 200)),
+            "made targets from .* to .*; needed -100 to 96",
+        ),
         (
             lambda: CurriculumDataset(given()[0]).held_out(3, 7),
             "held_out of length 7; rows that are given have length 1",
         ),
-        (lambda: CurriculumDataset(given()[0]).held_out(-1, 1), "held_out of -1 rows; needed 1 or more"),
-        (lambda: TensorTask(-ones(3, 4), ones(3, 4)), "tokens from -1, targets from 1; needed ids from 0"),
-        (lambda: TensorTask(ones(3, 4), -100 * ones(3, 4)), "targets from -100; .* but not everywhere"),
-        (lambda: TensorTask(ones(3, 4), ones(3, 1), grid=True), r"targets is \[3, 1\] of torch.int64; needed \[3, 4\]"),
-        (lambda: data_of(Uniform(max_length=5), given()[0]), "goes up to length 5; the rows of TensorTask"),
-        (lambda: CurriculumDataset(given(4)[0], holdout=0.001).held_out(3, 1), "none of 4 rows is held out"),
+        (
+            lambda: CurriculumDataset(given()[0]).held_out(-1, 1),
+            "held_out of -1 rows; needed 1 or more",
+        ),
+        (
+            lambda: TensorTask(-ones(3, 4), ones(3, 4)),
+            "tokens from -1, targets from 1; needed ids from 0",
+        ),
+        (
+            lambda: TensorTask(ones(3, 4), -100 * ones(3, 4)),
+            "targets from -100; .* but not everywhere",
+        ),
+        (
+            lambda: TensorTask(ones(3, 4), ones(3, 1), grid=True),
+            r"targets is \[3, 1\] of torch.int64; needed \[3, 4\]",
+        ),
+        (
+            lambda: data_of(Uniform(max_length=5), given()[0]),
+            "goes up to length 5; the rows of TensorTask",
+        ),
+        (
+            lambda: CurriculumDataset(given(4)[0], holdout=0.001).held_out(3, 1),
+            "none of 4 rows is held out",
+        ),
     ],
 )
 def test_rows_that_cannot_be_are_refused(call, message):
@@ -226,12 +299,24 @@ def test_rows_that_cannot_be_are_refused(call, message):
 
 WRONG_SAMPLES = {
     r"Wrong.sample gives tuple; needed a Sample": tuple,
-    r"tokens of 2 rows have shape \(2, 10\); needed \(2, 9\)": lambda s: s._replace(tokens=ones(2, 10)),
-    r"targets of 2 rows have shape \(2,\); needed \(2, 9\)": lambda s: s._replace(targets=s.targets[:, 0]),
-    r"targets of 2 rows have shape \(1, 9\); needed \(2, 9\)": lambda s: s._replace(targets=s.targets[:1]),
-    r"tokens are torch.int64 from 99 to 99; needed int64 from 0 to 15": lambda s: s._replace(tokens=99 * ones(2, 9)),
-    r"targets are torch.float32 from .*; needed int64": lambda s: s._replace(targets=s.targets.float()),
-    r"targets are torch.int64 from -1 to": lambda s: s._replace(targets=s.targets - 1 - s.targets.min()),
+    r"tokens of 2 rows have shape \(2, 10\); needed \(2, 9\)": lambda s: s._replace(
+        tokens=ones(2, 10)
+    ),
+    r"targets of 2 rows have shape \(2,\); needed \(2, 9\)": lambda s: s._replace(
+        targets=s.targets[:, 0]
+    ),
+    r"targets of 2 rows have shape \(1, 9\); needed \(2, 9\)": lambda s: s._replace(
+        targets=s.targets[:1]
+    ),
+    r"tokens are torch.int64 from 99 to 99; needed int64 from 0 to 15": lambda s: s._replace(
+        tokens=99 * ones(2, 9)
+    ),
+    r"targets are torch.float32 from .*; needed int64": lambda s: s._replace(
+        targets=s.targets.float()
+    ),
+    r"targets are torch.int64 from -1 to": lambda s: s._replace(
+        targets=s.targets - 1 - s.targets.min()
+    ),
     r"mask has shape \(2, 8\); needed \(2, 9\)": lambda s: s._replace(mask=s.mask[:, :-1]),
     r"distance has shape \(9,\); needed \(2, 9\)": lambda s: s._replace(distance=ones(9)),
     r"key has shape \(2, 1\); needed \(2,\)": lambda s: s._replace(key=ones(2, 1)),
@@ -249,9 +334,13 @@ def test_a_task_whose_samples_are_not_what_it_says_is_refused_before_anything_is
 
 
 def test_a_batch_that_comes_in_segments_is_one_batch_whatever_the_schedule_does():
-    data = data_of(Progressive(max_length=9, start=2, share=1.0, min_answers=1), n_latent=(2, 9), delay=8)
+    data = data_of(
+        Progressive(max_length=9, start=2, share=1.0, min_answers=1), n_latent=(2, 9), delay=8
+    )
     data.segments = 4
-    data.change(torch.tensor([9.0, 0.0, 0.0]), step=-2)  # from batch 6 on, in the middle of the second four
+    data.change(
+        torch.tensor([9.0, 0.0, 0.0]), step=-2
+    )  # from batch 6 on, in the middle of the second four
     batches = [data.batch(step) for step in range(12)]
     assert [b["segment"] for b in batches] == [0, 1, 2, 3] * 3
     for whole in (batches[:4], batches[4:8], batches[8:]):
@@ -275,7 +364,9 @@ def test_short_lengths_hold_nothing_out():
 
 def test_with_everything_held_out_it_says_so():
     data = data_of(Fixed(max_length=9), holdout=0.999999)
-    with pytest.raises(ValueError, match="every sample of length 9 is held out; needed a smaller holdout"):
+    with pytest.raises(
+        ValueError, match="every sample of length 9 is held out; needed a smaller holdout"
+    ):
         data.batch(0)
 
 
@@ -310,7 +401,9 @@ def test_progressive_moves_on_back_and_stays():
 def test_dynamic_prefers_what_is_wrong():
     schedule = Dynamic(max_length=3, floor=0.1, momentum=0.0)
     state = schedule.update(
-        torch.tensor(schedule.initial()), torch.tensor([0.0, 10, 5, 0]), torch.tensor([0.0, 10, 10, 0])
+        torch.tensor(schedule.initial()),
+        torch.tensor([0.0, 10, 5, 0]),
+        torch.tensor([0.0, 10, 10, 0]),
     )
     assert state.tolist() == [1, 0, 0.5, 1]  # nothing was seen of length 3
     counts = drawn(schedule, state.tolist()).bincount(minlength=4) / 4000
@@ -335,14 +428,21 @@ def test_rows_drawn_again_are_asked_for_their_own_steps(task):
         assert torch.equal(asked, batch["lengths"] + steps)
 
 
-@pytest.mark.parametrize("task", [make_task("prefix_sum", symbols=9), *map(make_task, ("reverse", "add"))])
+@pytest.mark.parametrize(
+    "task", [make_task("prefix_sum", symbols=9), *map(make_task, ("reverse", "add"))]
+)
 def test_an_input_is_held_out_wherever_it_is_padded(task):
     data = data_of(Uniform(max_length=9, min_length=5), task=AtTokens(task), holdout=0.3)
     for step in range(3):
         batch = data.batch(step)
         for row, length in enumerate(batch["lengths"].tolist()):
             width = data.task.input_length(length)
-            alone = Sample(*(batch[k][row : row + 1, -width:] for k in ("input_ids", "attention_mask", "labels")))
+            alone = Sample(
+                *(
+                    batch[k][row : row + 1, -width:]
+                    for k in ("input_ids", "attention_mask", "labels")
+                )
+            )
             assert alone.mask.all()
             assert not data.is_held_out(alone, torch.tensor([length])).any()
     held = data.held_out(20, 7)
@@ -372,21 +472,39 @@ def test_what_was_reported_in_the_past_stays():
     [
         (lambda: Uniform(max_length=0), "min_length 1, max_length 0"),
         (lambda: Frontier(max_length=3, share=2), "share is 2"),
-        (lambda: Progressive(max_length=3, threshold=0.2, retreat=0.5), "needed 0 <= retreat < threshold <= 1"),
-        (lambda: CurriculumDataset(make_task("copy"), 20), "needed a Task, as of make_task, and a Schedule"),
+        (
+            lambda: Progressive(max_length=3, threshold=0.2, retreat=0.5),
+            "needed 0 <= retreat < threshold <= 1",
+        ),
+        (
+            lambda: CurriculumDataset(make_task("copy"), 20),
+            "needed a Task, as of make_task, and a Schedule",
+        ),
         (lambda: resumed(task="sort"), r"the state has task Copy\(symbols=16\); needed Sort"),
-        (lambda: resumed(Uniform(max_length=9)), r"the state has schedule Frontier\(.*; needed Uniform"),
+        (
+            lambda: resumed(Uniform(max_length=9)),
+            r"the state has schedule Frontier\(.*; needed Uniform",
+        ),
         (lambda: resumed(holdout=0.2), "the state has holdout 0.1; needed 0.2, as here"),
         (lambda: resumed(batch_size=3), "the state has batch_size 8; needed 3, as here"),
         (lambda: resumed(delay=3), "the state has delay 16; needed 3, as here"),
         (lambda: Progressive(max_length=3, start=4), "start 4"),
         (lambda: Dynamic(max_length=3, floor=0), "floor 0"),
-        (lambda: data_of(n_step=lambda n: (3, n - 7)), r"n_step is \(3, -6\) at length 1; needed a number from 1"),
+        (
+            lambda: data_of(n_step=lambda n: (3, n - 7)),
+            r"n_step is \(3, -6\) at length 1; needed a number from 1",
+        ),
         (lambda: data_of(batch_size=0), "batch_size 0"),
         (lambda: data_of(n_step=0), "n_step is 0; needed a number from 1"),
         (lambda: data_of(holdout=1.0), "holdout 1.0"),
-        (lambda: data_of().load_state_dict({**data_of().state_dict(), "seed": 3}), "the state has seed 3"),
-        (lambda: [data_of(Dynamic(max_length=9)).change(torch.ones(10), step=s) for s in (-20,)], "after a later one"),
+        (
+            lambda: data_of().load_state_dict({**data_of().state_dict(), "seed": 3}),
+            "the state has seed 3",
+        ),
+        (
+            lambda: [data_of(Dynamic(max_length=9)).change(torch.ones(10), step=s) for s in (-20,)],
+            "after a later one",
+        ),
     ],
 )
 def test_bad_input_is_refused(call, message):

@@ -43,7 +43,9 @@ def test_a_loop_of_several_rows_is_cut():
     read, think, say = FlowRow(read_input=True), FlowRow(), FlowRow(output=True)
     plan = FlowPlan(loop=(read, think, say))
     assert plan.rows(6) == (read, think, say) * 2
-    with pytest.raises(ValueError, match="with n_step 4 the loop of 3 rows ends where none outputs"):
+    with pytest.raises(
+        ValueError, match="with n_step 4 the loop of 3 rows ends where none outputs"
+    ):
         plan.rows(4)
     assert FlowPlan((read,), (read, think), (say,)).rows(5) == (read, read, think, read, say)
 
@@ -65,13 +67,16 @@ def test_round_trips(plan):
 
 
 def test_tables_of_lists_and_other_marks():
-    table = "Step | Read_Input | OUTPUT |\n --- | --- | --- |\n 1 | 1 | 0 |\n 2 | 0 | 1 |"  # a bar at the end alone
+    # a bar at the end alone
+    table = "Step | Read_Input | OUTPUT |\n --- | --- | --- |\n 1 | 1 | 0 |\n 2 | 0 | 1 |"
     assert FlowPlan.from_table(table) == FlowPlan((FlowRow(True), FlowRow(output=True)))
     assert FlowPlan.from_table([[1, 0, 0, 0, 0], [0, 0, 0, 0, 1]]).rows()[1] == FlowRow(output=True)
     assert FlowPlan.from_table([[1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1]]).rows()[0] == FlowRow(
         True, self_attention=False
     )
-    assert FlowPlan.from_table([{"read_input": True, "output": 1}]) == FlowPlan((FlowRow(True, output=True),))
+    assert FlowPlan.from_table([{"read_input": True, "output": 1}]) == FlowPlan(
+        (FlowRow(True, output=True),)
+    )
     assert FlowPlan.from_table("read_input | output\n x | ✓\n | x") == FlowPlan(
         (FlowRow(True, output=True), FlowRow(output=True))
     )
@@ -79,7 +84,12 @@ def test_tables_of_lists_and_other_marks():
 
 def test_a_row_of_nothing_is_pure_thinking():
     table = "read_input | output\n--- | ---\n x | \n - | - \n | \n 0 | x"
-    assert FlowPlan.from_table(table).rows() == (FlowRow(True), FlowRow(), FlowRow(), FlowRow(output=True))
+    assert FlowPlan.from_table(table).rows() == (
+        FlowRow(True),
+        FlowRow(),
+        FlowRow(),
+        FlowRow(output=True),
+    )
 
 
 def test_self_attention_is_there_unless_it_is_said():
@@ -87,7 +97,9 @@ def test_self_attention_is_there_unless_it_is_said():
     assert [r.self_attention for r in plan.rows()] == [False, True]
     assert "self_attention" in str(plan)
     assert "self_attention" not in str(FlowPlan.every_step(2))
-    assert FlowPlan.every_step(self_attention=False).rows(2)[1] == FlowRow(True, True, True, False, True, False)
+    assert FlowPlan.every_step(self_attention=False).rows(2)[1] == FlowRow(
+        True, True, True, False, True, False
+    )
 
 
 def test_random_plans():
@@ -97,16 +109,24 @@ def test_random_plans():
     inner = torch.tensor([[list(r) for r in p.rows()[1:-1]] for p in plans]).float().mean((0, 1))
     torch.testing.assert_close(inner, torch.full((6,), 0.3), rtol=0, atol=0.06)
     by_column = FlowPlan.random({"mem_write": 1.0}, 3)
-    assert [tuple(r) for r in by_column.rows()] == [(1, 0, 1, 0, 0, 1), (0, 0, 1, 0, 0, 1), (0, 0, 1, 0, 1, 1)]
+    assert [tuple(r) for r in by_column.rows()] == [
+        (1, 0, 1, 0, 0, 1),
+        (0, 0, 1, 0, 0, 1),
+        (0, 0, 1, 0, 1, 1),
+    ]
 
 
 def test_numbers_of_steps_end_in_an_output():
-    once = FlowPlan(prologue=(FlowRow(True),), loop=(FlowRow(output=True),))  # read, then think and answer
+    once = FlowPlan(
+        prologue=(FlowRow(True),), loop=(FlowRow(output=True),)
+    )  # read, then think and answer
     assert once.min_steps == len(once.rows()) == 2
     two = FlowPlan(loop=(FlowRow(True), FlowRow(output=True)))
     assert [two.num_steps(n) for n in (1, 2, 3, 5)] == [2, 2, 4, 6]
     assert all(two.rows(two.num_steps(n))[-1].output for n in range(1, 9))
-    with pytest.raises(ValueError, match="with n_step 5 the loop of 2 rows ends where none outputs"):
+    with pytest.raises(
+        ValueError, match="with n_step 5 the loop of 2 rows ends where none outputs"
+    ):
         two.rows(5)
 
 
@@ -118,10 +138,16 @@ def test_numbers_of_steps_end_in_an_output():
         (lambda: FlowPlan((FlowRow(output=True), FlowRow())), "the last step does not output"),
         (lambda: FlowPlan.read_once(1), "n_step is 1; this plan needed 2 or more"),
         (lambda: FlowPlan.every_step(3).rows(4), "n_step is 4; this plan needed 3"),
-        (lambda: FlowPlan.from_table("step | think\n1 | 1"), "column 'think'; needed some of read_input"),
+        (
+            lambda: FlowPlan.from_table("step | think\n1 | 1"),
+            "column 'think'; needed some of read_input",
+        ),
         (lambda: FlowPlan.from_table("step | output\n1 | 2"), "cell '2'; needed 1 or 0"),
         (lambda: FlowPlan.from_table("step | output\n1 | 1 | 1"), "row 1 has 3 cells, the head 2"),
-        (lambda: FlowPlan.from_table([[0] * 7]), r"a row is \[0, 0, 0, 0, 0, 0, 0\]; needed 6 values or fewer"),
+        (
+            lambda: FlowPlan.from_table([[0] * 7]),
+            r"a row is \[0, 0, 0, 0, 0, 0, 0\]; needed 6 values or fewer",
+        ),
         (lambda: FlowPlan.from_table([1, 2]), "a row is 1; needed 6 values or fewer"),
         (lambda: FlowPlan.from_table(["11111"]), "a row is '11111'"),
         (lambda: FlowPlan.from_table(""), "none of 0 rows outputs"),

@@ -22,7 +22,9 @@ def dense(out, weights):
             for place in range(4):
                 if LABELS[row, place] >= 0:
                     weight = w if not torch.is_tensor(w) or w.dim() == 0 else w[row]
-                    total = total - weight * F.log_softmax(logits[row, place], -1)[LABELS[row, place]]
+                    total = (
+                        total - weight * F.log_softmax(logits[row, place], -1)[LABELS[row, place]]
+                    )
     return total / 8
 
 
@@ -60,7 +62,9 @@ def test_all_steps():
 def test_learned_weights_never_fall():
     loss = LearnedWeights(max_steps=8)
     out, _, found = run(loss)
-    torch.testing.assert_close(found, dense(out, [0.1, 0.2, 0.3, 0.4]))  # equal scores: a straight line
+    torch.testing.assert_close(
+        found, dense(out, [0.1, 0.2, 0.3, 0.4])
+    )  # equal scores: a straight line
     found.backward()
     assert loss.scores.grad.abs().sum() > 0
     with torch.no_grad():
@@ -76,7 +80,12 @@ def test_progressive_passes():
     loss, seen = ProgressiveLoss(alpha=0.4), set()
     for seed in range(300):
         whole, part = loss.passes(4, EVERY, torch.Generator().manual_seed(seed))
-        assert (whole.n_step, whole.output_steps, whole.grad_steps, whole.share) == (4, (4,), None, 0.6)
+        assert (whole.n_step, whole.output_steps, whole.grad_steps, whole.share) == (
+            4,
+            (4,),
+            None,
+            0.6,
+        )
         assert part.share == 0.4
         assert part.output_steps == (part.n_step,)
         seen.add((part.n_step - part.grad_steps, part.grad_steps))
@@ -115,10 +124,15 @@ def test_reach_counts_what_can_be_known():
 def test_labels_of_each_step():
     out, _, _ = run(AllSteps())
     by_step = torch.stack([LABELS, LABELS.roll(1, 0), LABELS.roll(2, 0), LABELS], 1)  # (B, T, O)
-    steps = [F.cross_entropy(x.flatten(0, 1), by_step[:, s].flatten()) for s, x in enumerate(out.step_logits)]
+    steps = [
+        F.cross_entropy(x.flatten(0, 1), by_step[:, s].flatten())
+        for s, x in enumerate(out.step_logits)
+    ]
     torch.testing.assert_close(AllSteps()(out, by_step), sum(steps) / 4)
     short = AllSteps()(out, by_step[:, :3])  # the last that has answers has those of all later ones
-    torch.testing.assert_close(short, AllSteps()(out, torch.cat([by_step[:, :3], by_step[:, 2:3]], 1)))
+    torch.testing.assert_close(
+        short, AllSteps()(out, torch.cat([by_step[:, :3], by_step[:, 2:3]], 1))
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +142,10 @@ def test_labels_of_each_step():
         (lambda: ProgressiveLoss(alpha=2), "alpha is 2"),
         (lambda: Reach(window=1), "window 1; needed 1 or more, and 2 or more"),
         (lambda: Reach(grad_steps=0), "grad_steps 0"),
-        (lambda: Reach().check(model_of().config), "window is 2, the model's None; needed the same"),
+        (
+            lambda: Reach().check(model_of().config),
+            "window is 2, the model's None; needed the same",
+        ),
     ],
 )
 def test_bad_input_is_refused(call, message):

@@ -17,7 +17,9 @@ TASKS.pop("maze")  # importing the example registers it; other tests count the p
 def ways(cells, cell):
     """Open cells beside one."""
     return [
-        other for other in ((cell[0] + a, cell[1] + b) for a, b in ((0, 1), (1, 0), (0, -1), (-1, 0))) if other in cells
+        other
+        for other in ((cell[0] + a, cell[1] + b) for a, b in ((0, 1), (1, 0), (0, -1), (-1, 0)))
+        if other in cells
     ]
 
 
@@ -26,11 +28,17 @@ def maze(task, tokens, answer, length):
     places = [(i // length, i % length) for i in range(length**2)]
     cells = {place for place, token in zip(places, tokens, strict=True) if token != 1}
     assert {(r, c) for r in range(0, length, 2) for c in range(0, length, 2)} <= cells
-    assert sum(len(ways(cells, cell)) for cell in cells) == 2 * (len(cells) - 1)  # with all connected: no loop
+    assert sum(len(ways(cells, cell)) for cell in cells) == 2 * (
+        len(cells) - 1
+    )  # with all connected: no loop
     start, goal = (places[tokens.index(kind)] for kind in (2, 3))
     back, edge = {start: start}, [start]
     for cell in edge:
-        edge += [other for other in ways(cells, cell) if back.setdefault(other, cell) == cell and other not in edge]
+        edge += [
+            other
+            for other in ways(cells, cell)
+            if back.setdefault(other, cell) == cell and other not in edge
+        ]
     assert back.keys() == cells
     way = {goal}
     while goal != start:
@@ -41,7 +49,9 @@ def maze(task, tokens, answer, length):
 
 def test_at_tokens_a_grid_stays_one():
     lengths = torch.tensor([5, 3, 7, 4])
-    before, after = (t.sample(torch.Generator().manual_seed(0), 4, lengths) for t in (Maze(), AtTokens(Maze())))
+    before, after = (
+        t.sample(torch.Generator().manual_seed(0), 4, lengths) for t in (Maze(), AtTokens(Maze()))
+    )
     for row, n in enumerate(lengths.tolist()):
         for a, b in zip(before, after, strict=True):
             if a is None:
@@ -57,7 +67,9 @@ def test_at_tokens_a_grid_stays_one():
 
 def test_mazes_are_drawn_at_random():
     sample = Maze().sample(torch.Generator().manual_seed(0), 4000, 5)
-    assert len((sample.tokens != 1).unique(dim=0)) > 80  # of the 192 trees on 3 x 3 rooms, those that such a walk makes
+    assert (
+        len((sample.tokens != 1).unique(dim=0)) > 80
+    )  # of the 192 trees on 3 x 3 rooms, those that such a walk makes
     starts, goals = ((sample.tokens == kind).nonzero()[:, 1] for kind in (2, 3))
     assert len(torch.stack([starts, goals], 1).unique(dim=0)) == 9 * 8
     assert [Maze().num_samples(n) for n in (3, 4, 5)] == [2 * 12, 2 * 12, 2**4 * 72]

@@ -18,7 +18,8 @@ from thinker.state import ThinkerState
 SIZES = {
     "step_noise": 0.0,
     "vocab_size": 11,
-    "hidden_size": 64,  # at 16 one rounding decides: of 48 drawn models, 1 to 5 % of measures are out of their budget
+    # at 16 one rounding decides: of 48 drawn models, 1 to 5 % of measures are out of their budget
+    "hidden_size": 64,
     "num_heads": 4,
     "max_input_length": 12,
     "max_output_length": 10,
@@ -49,38 +50,89 @@ CASES = {
     "memory": {"memory": "grow"},
     "static tokens": {"num_static_tokens": 3},
     "everything": {
-        "memory": "grow", "num_static_tokens": 3, "layers_per_step": 2, "sandwich": True, "from_end": True,
-        "decoder_self_attention": True, "output_size": 5,
+        "memory": "grow",
+        "num_static_tokens": 3,
+        "layers_per_step": 2,
+        "sandwich": True,
+        "from_end": True,
+        "decoder_self_attention": True,
+        "output_size": 5,
     },
     "slow": {"step_rate": 0.3},
     "replace": {"step_update": "replace", "memory": "grow"},
     "noise": {"latent_init": "noise"},
-    "cyclic": {"latent_init": "tokens", "num_latents": None, "positions": "cyclic", "num_positions": 3, "window": 2},
+    "cyclic": {
+        "latent_init": "tokens",
+        "num_latents": None,
+        "positions": "cyclic",
+        "num_positions": 3,
+        "window": 2,
+    },
     "rotary": {"positions": "rotary"},
     "random": {"positions": "random"},
     "aligned": {"positions": "aligned", "separators": [10, 3]},
     "causal": {"causal": True, "memory": "grow"},
-    "causal, rotary": {"causal": True, "positions": "rotary", "memory": "grow", "layers_per_step": 2},
-    "causal, window": {"causal": True, "positions": "rotary", "window": 2, "num_latents": None,
-                       "step_update": "normalized"},
+    "causal, rotary": {
+        "causal": True,
+        "positions": "rotary",
+        "memory": "grow",
+        "layers_per_step": 2,
+    },
+    "causal, window": {
+        "causal": True,
+        "positions": "rotary",
+        "window": 2,
+        "num_latents": None,
+        "step_update": "normalized",
+    },
     "causal, window, last latents": {"causal": True, "window": 3, "memory": "grow"},
     "both ways": {"latent_init": "tokens", "num_latents": None, "positions": "rotary"},
-    "both ways, window": {"latent_init": "tokens", "num_latents": None, "window": 2, "from_end": True},
-    "grids": {"latent_init": "tokens", "num_latents": None, "positions": "rotary_2d", "length": 9,
-              "lengths": (9, 4, 1)},
-    "grids, window": {"latent_init": "tokens", "num_latents": None, "positions": "rotary_2d", "window": 2,
-                      "length": 9, "lengths": (9, 4, 9)},
-    "a grid of two columns": {"latent_init": "tokens", "num_latents": None, "positions": "rotary_2d", "grid_width": 2,
-                              "window": 2, "length": 8, "padded": False},
+    "both ways, window": {
+        "latent_init": "tokens",
+        "num_latents": None,
+        "window": 2,
+        "from_end": True,
+    },
+    "grids": {
+        "latent_init": "tokens",
+        "num_latents": None,
+        "positions": "rotary_2d",
+        "length": 9,
+        "lengths": (9, 4, 1),
+    },
+    "grids, window": {
+        "latent_init": "tokens",
+        "num_latents": None,
+        "positions": "rotary_2d",
+        "window": 2,
+        "length": 9,
+        "lengths": (9, 4, 9),
+    },
+    "a grid of two columns": {
+        "latent_init": "tokens",
+        "num_latents": None,
+        "positions": "rotary_2d",
+        "grid_width": 2,
+        "window": 2,
+        "length": 8,
+        "padded": False,
+    },
     "a grid, latents from a table": {"positions": "rotary_2d", "length": 4, "padded": False},
-}  # fmt: skip
+}
 
 
 def packed(model):
-    """Parameters by kind, each kind one vector: the judge's budget needs more than a few numbers to stand on."""
+    """Parameters by kind, each kind one vector: the judge's budget needs more than a few numbers to
+    stand on."""
     kinds = {}
     for name, parameter in model.named_parameters():
-        kind = "norms" if "norm" in name else "tables" if parameter is model.latents or "embedding" in name else "rest"
+        kind = (
+            "norms"
+            if "norm" in name
+            else "tables"
+            if parameter is model.latents or "embedding" in name
+            else "rest"
+        )
         kind = "tables" if "positions" in name or "static_tokens" in name else kind
         kinds.setdefault(kind, []).append((name, parameter))
 
@@ -91,7 +143,10 @@ def packed(model):
             made |= {name: part.view_as(p) for (name, p), part in zip(members, parts, strict=True)}
         return made
 
-    return {kind: torch.cat([p.detach().flatten() for _, p in members]) for kind, members in kinds.items()}, unpacked
+    return {
+        kind: torch.cat([p.detach().flatten() for _, p in members])
+        for kind, members in kinds.items()
+    }, unpacked
 
 
 class Whole(torch.nn.Module):
@@ -113,16 +168,28 @@ class Whole(torch.nn.Module):
 def pair_of(case):
     """The model's way and the definition's, as functions of named parameters."""
     changes = dict(CASES[case])
-    length, padded, lengths = changes.pop("length", 7), changes.pop("padded", True), changes.pop("lengths", None)
+    length, padded, lengths = (
+        changes.pop("length", 7),
+        changes.pop("padded", True),
+        changes.pop("lengths", None),
+    )
     model = model_of(**changes)
     config, generator = model.config, torch.Generator().manual_seed(0)
     tokens, mask = batch(length=length, padded=padded, left=config.causal, lengths=lengths)
-    drawn = model.positions.draw(max(length, 6), generator=generator, device=torch.device("cpu")).drawn
-    noise = torch.randn(3, 4, SIZES["hidden_size"], generator=generator) if config.latent_init == "noise" else None
+    drawn = model.positions.draw(
+        max(length, 6), generator=generator, device=torch.device("cpu")
+    ).drawn
+    noise = (
+        torch.randn(3, 4, SIZES["hidden_size"], generator=generator)
+        if config.latent_init == "noise"
+        else None
+    )
 
     def fast(weights):
         state = {f"model.{name}": value for name, value in weights.items()}
-        return functional_call(place(Whole(model)), state, place((tokens, mask, noise)), {"n_step": 3})
+        return functional_call(
+            place(Whole(model)), state, place((tokens, mask, noise)), {"n_step": 3}
+        )
 
     def reference(weights):
         drift = None if noise is None else noise.to(weights["latents"].dtype)
@@ -137,8 +204,15 @@ def pair_of(case):
 def test_projected_once_is_projected_in_every_step(case, dtype):
     model, fast, reference = pair_of(case)
     vectors, unpacked = packed(model)
-    judge("think", "eager", lambda **v: fast(unpacked(**v)), lambda **v: reference(unpacked(**v)), vectors, dtype=dtype,
-          case=case)  # fmt: skip
+    judge(
+        "think",
+        "eager",
+        lambda **v: fast(unpacked(**v)),
+        lambda **v: reference(unpacked(**v)),
+        vectors,
+        dtype=dtype,
+        case=case,
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -146,20 +220,28 @@ def test_every_parameters_gradient_in_float64(case):
     model, fast, reference = pair_of(case)
     results = []
     for function in (fast, reference):
-        weights = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+        weights = {
+            name: p.detach().double().requires_grad_() for name, p in model.named_parameters()
+        }
         made = function(weights)
         made.square().sum().backward()
         results.append({"output": made.detach()} | {name: w.grad for name, w in weights.items()})
     for name, expected in results[1].items():
         assert expected is not None, name
-        assert expected.abs().max() > 0 or case == "one latent, one token", name  # nothing to choose from there
-        torch.testing.assert_close(results[0][name], expected, rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+        assert expected.abs().max() > 0 or case == "one latent, one token", (
+            name
+        )  # nothing to choose from there
+        torch.testing.assert_close(
+            results[0][name], expected, rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 PLANS = {
     "read once": FlowPlan.read_once(4),
     "random": FlowPlan.random(0.5, 5, generator=torch.Generator().manual_seed(3)),
-    "look-up before any write": FlowPlan.from_table([[1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 1, 0, 1, 1]]),
+    "look-up before any write": FlowPlan.from_table(
+        [[1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 1, 0, 1, 1]]
+    ),
     "pure thinking": FlowPlan.from_table([[0, 0, 0, 0, 0], [0, 0, 0, 0, 1]]),
 }
 
@@ -174,7 +256,9 @@ def test_a_plan_does_what_its_table_says(name, dtype):
 
     def fast(**v):
         state = {f"model.{k}": value for k, value in unpacked(**v).items()}
-        return functional_call(place(Whole(model)), state, place((tokens, mask, None)), {"plan": PLANS[name]})
+        return functional_call(
+            place(Whole(model)), state, place((tokens, mask, None)), {"plan": PLANS[name]}
+        )
 
     def reference(**v):
         return definition.think(unpacked(**v), model.config, tokens, mask, PLANS[name].rows(), 6)
@@ -207,17 +291,31 @@ def test_rows_that_stop_and_leave_are_as_if_nobody_left(rule):
     def fast(**v):
         with torch.no_grad():
             return functional_call(
-                place(model), unpacked(**v), place((tokens, mask)), {"n_step": 12, "out_len": 6, "exit_rule": rule}
+                place(model),
+                unpacked(**v),
+                place((tokens, mask)),
+                {"n_step": 12, "out_len": 6, "exit_rule": rule},
             ).logits
 
     def reference(**v):
         made = [
-            definition.think(unpacked(**v), model.config, tokens[[i]], mask[[i]], model.plan.rows(n), 6)
+            definition.think(
+                unpacked(**v), model.config, tokens[[i]], mask[[i]], model.plan.rows(n), 6
+            )
             for i, n in enumerate(steps.tolist())
         ]
         return torch.cat(made)
 
-    judge("think", "early exit", fast, reference, vectors, dtype=torch.float32, gradients=False, case=str(rule))
+    judge(
+        "think",
+        "early exit",
+        fast,
+        reference,
+        vectors,
+        dtype=torch.float32,
+        gradients=False,
+        case=str(rule),
+    )
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: f"every {r.every}")
@@ -246,7 +344,9 @@ def test_padding_has_no_say_in_when_a_row_stops(rule):
     longer = torch.cat([torch.zeros(24, 8, dtype=torch.long), tokens], 1)
     mask = torch.arange(12).expand(24, 12) >= 8
     with torch.no_grad():
-        alone, padded = (model(*inputs, n_step=12, exit_rule=rule) for inputs in ((tokens,), (longer, mask)))
+        alone, padded = (
+            model(*inputs, n_step=12, exit_rule=rule) for inputs in ((tokens,), (longer, mask))
+        )
     assert torch.equal(alone.steps, padded.steps)
     torch.testing.assert_close(alone.residuals, padded.residuals)
     torch.testing.assert_close(alone.logits, padded.logits[:, 8:])
@@ -257,7 +357,9 @@ def test_a_look_waits_for_a_step_that_outputs():
     plan = FlowPlan(loop=(FlowRow(read_input=True), FlowRow(read_input=True, output=True)))
     tokens, mask = batch()
     with torch.no_grad():
-        out = model(tokens, mask, n_step=40, plan=plan, exit_rule=ExitRule(threshold=1e9, min_steps=5))
+        out = model(
+            tokens, mask, n_step=40, plan=plan, exit_rule=ExitRule(threshold=1e9, min_steps=5)
+        )
     assert out.steps.tolist() == [6] * len(tokens)  # the look at 5 waits for 6
 
 
@@ -295,7 +397,9 @@ def test_every_steps_logits_are_those_of_as_many_steps():
     torch.testing.assert_close(some.logits, out.logits)
 
 
-@pytest.mark.parametrize("changes", [{}, {"memory": "grow"}, {"memory": "grow", "positions": "rotary"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"memory": "grow"}, {"memory": "grow", "positions": "rotary"}]
+)
 @pytest.mark.parametrize("padded", [False, True])
 def test_nothing_leaks_from_the_future_in_a_causal_flow(changes, padded):
     model = model_of(causal=True, num_latents=5, **changes)
@@ -311,22 +415,30 @@ def test_nothing_leaks_from_the_future_in_a_causal_flow(changes, padded):
             assert moved[place - 3] > 0
         earlier = tokens.clone()
         earlier[:, 0] = (earlier[:, 0] + 1) % 11
-        assert ((model(earlier, mask, n_step=4).logits - logits)[0].abs().amax(1) > 0).all()  # all of the past is read
+        assert (
+            (model(earlier, mask, n_step=4).logits - logits)[0].abs().amax(1) > 0
+        ).all()  # all of the past is read
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [1, 2, 4])
 def test_what_is_known_travels_by_the_window_in_each_step(causal, window):
     """And once more at the start, where a latent looks at what its neighbours have just read."""
-    model = model_of(latent_init="tokens", num_latents=None, causal=causal, window=window, positions="rotary")
+    model = model_of(
+        latent_init="tokens", num_latents=None, causal=causal, window=window, positions="rotary"
+    )
     tokens, mask = batch(rows=3, length=12, padded=True, left=True)
     other = tokens.clone()
     other[:, 6] = (other[:, 6] + 1) % 11
     away = torch.arange(12) - 6
     for n_step in (1, 2, 3):
         with torch.no_grad():
-            moved = (model(other, mask, n_step=n_step).logits - model(tokens, mask, n_step=n_step).logits).abs()
-        reached = (away.abs() <= (n_step + 1) * (window - 1)) & ((away >= 0) | torch.tensor(not causal))
+            moved = (
+                model(other, mask, n_step=n_step).logits - model(tokens, mask, n_step=n_step).logits
+            ).abs()
+        reached = (away.abs() <= (n_step + 1) * (window - 1)) & (
+            (away >= 0) | torch.tensor(not causal)
+        )
         found = moved.amax(-1) > 0
         assert not (found & ~reached).any()
         assert found[0][reached].all()  # the first row has no padding
@@ -335,17 +447,28 @@ def test_what_is_known_travels_by_the_window_in_each_step(causal, window):
 @pytest.mark.parametrize("width", [None, 3])
 def test_in_a_grid_what_is_known_travels_to_the_eight_around(width):
     model = model_of(
-        latent_init="tokens", num_latents=None, window=2, positions="rotary_2d", grid_width=width, max_input_length=36
+        latent_init="tokens",
+        num_latents=None,
+        window=2,
+        positions="rotary_2d",
+        grid_width=width,
+        max_input_length=36,
     )
     columns = width or 6
     tokens, _ = batch(rows=2, length=36, padded=False)
     other = tokens.clone()
     other[:, 14] = (other[:, 14] + 1) % 11
     place = torch.arange(36)
-    away = torch.maximum((place // columns - 14 // columns).abs(), (place % columns - 14 % columns).abs())
+    away = torch.maximum(
+        (place // columns - 14 // columns).abs(), (place % columns - 14 % columns).abs()
+    )
     for n_step in (1, 2):
         with torch.no_grad():
-            moved = (model(other, n_step=n_step).logits - model(tokens, n_step=n_step).logits).abs().amax((0, 2))
+            moved = (
+                (model(other, n_step=n_step).logits - model(tokens, n_step=n_step).logits)
+                .abs()
+                .amax((0, 2))
+            )
         assert ((moved > 0) == (away <= n_step + 1)).all()
 
 
@@ -367,9 +490,14 @@ def test_what_is_no_grid_is_refused(changes, length, kept, message):
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize(
     "changes",
-    [{"from_end": True}, {"positions": "aligned", "separators": [3]}, {"positions": "rotary"}, {"positions": "random"},
-     {"positions": "rotary_2d"}],
-)  # fmt: skip
+    [
+        {"from_end": True},
+        {"positions": "aligned", "separators": [3]},
+        {"positions": "rotary"},
+        {"positions": "random"},
+        {"positions": "rotary_2d"},
+    ],
+)
 def test_padding_changes_nothing(changes, left):
     model = model_of(**changes)
     tokens, _ = batch(rows=2, length=4, padded=False)
@@ -437,7 +565,8 @@ def test_a_static_carry_is_used_once():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"positions": "random"}, {"positions": "aligned", "separators": [3], "max_offset": 20}]
+    "changes",
+    [{"positions": "random"}, {"positions": "aligned", "separators": [3], "max_offset": 20}],
 )
 def test_a_carry_keeps_the_positions_that_were_drawn(changes):
     model = model_of(**changes).train()
@@ -461,13 +590,17 @@ def test_truncated_backpropagation_is_a_detached_carry():
             carry = model(tokens, mask, n_step=3).carry.detach()
             out = model(tokens, mask, labels=labels, n_step=2, carry=carry)
         out.loss.backward()
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        gradients.append(
+            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        )
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name], msg=lambda m, n=name: f"{n}: {m}")
     model.zero_grad()
     model(tokens, mask, labels=labels, n_step=5).loss.backward()
-    assert not torch.allclose(model.layers[0].mlp.down.weight.grad, gradients[0]["layers.0.mlp.down.weight"])
+    assert not torch.allclose(
+        model.layers[0].mlp.down.weight.grad, gradients[0]["layers.0.mlp.down.weight"]
+    )
 
 
 def test_checkpointed_steps_have_the_same_gradients():
@@ -477,7 +610,9 @@ def test_checkpointed_steps_have_the_same_gradients():
     gradients, saved = [], []
     for on in (False, True):
         if on:
-            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its newer name
+            getattr(
+                model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+            )()  # its newer name
         kept = {}
 
         def pack(tensor, kept=kept):
@@ -485,7 +620,9 @@ def test_checkpointed_steps_have_the_same_gradients():
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            out = model(tokens, mask, labels=labels, n_step=6, generator=torch.Generator().manual_seed(1))
+            out = model(
+                tokens, mask, labels=labels, n_step=6, generator=torch.Generator().manual_seed(1)
+            )
         saved.append(sum(t.untyped_storage().nbytes() for t in kept.values()))
         model.zero_grad()
         out.loss.backward()
@@ -501,7 +638,9 @@ def test_a_static_memory_is_a_growing_one_without_gradients():
     tokens, mask = batch()
     with torch.no_grad():
         expected = grow(tokens, mask, n_step=6, out_len=5)
-        torch.testing.assert_close(static(tokens, mask, n_step=6, out_len=5).logits, expected.logits)
+        torch.testing.assert_close(
+            static(tokens, mask, n_step=6, out_len=5).logits, expected.logits
+        )
         rule = ExitRule(threshold=0.3)
         left = [m(tokens, mask, n_step=6, out_len=5, exit_rule=rule) for m in (grow, static)]
         torch.testing.assert_close(left[0].logits, left[1].logits)
@@ -512,7 +651,8 @@ def test_a_static_memory_is_a_growing_one_without_gradients():
 
 
 def test_the_write_that_broke_the_early_version_would_break_this_one(monkeypatch):
-    """Why a static memory is refused with gradients: without the refusal autograd finds its saved keys overwritten."""
+    """Why a static memory is refused with gradients: without the refusal autograd finds its saved
+    keys overwritten."""
     from thinker import checks
     from thinker.memory import StaticMemory
 
@@ -528,7 +668,9 @@ def test_looking_up_an_empty_memory_does_nothing():
     tokens, mask = batch()
     with_look = FlowPlan.from_table([[1, 1, 0, 0, 0], [1, 1, 0, 0, 1]])
     without = FlowPlan.from_table([[1, 0, 0, 0, 0], [1, 0, 0, 0, 1]])
-    assert torch.equal(model(tokens, mask, plan=with_look).logits, model(tokens, mask, plan=without).logits)
+    assert torch.equal(
+        model(tokens, mask, plan=with_look).logits, model(tokens, mask, plan=without).logits
+    )
 
 
 def test_latents_from_noise_come_in_any_number_and_are_repeatable():
@@ -537,7 +679,10 @@ def test_latents_from_noise_come_in_any_number_and_are_repeatable():
     first = model(tokens, mask, n_latent=9, out_len=4)
     assert first.carry.latents.shape == (3, 9, 64)
     assert torch.equal(first.logits, model(tokens, mask, n_latent=9, out_len=4).logits)
-    seeds = [model(tokens, mask, out_len=4, generator=torch.Generator().manual_seed(s)).logits for s in (1, 1, 2)]
+    seeds = [
+        model(tokens, mask, out_len=4, generator=torch.Generator().manual_seed(s)).logits
+        for s in (1, 1, 2)
+    ]
     assert torch.equal(seeds[0], seeds[1])
     assert not torch.equal(seeds[0], seeds[2])
     start = model._start(model.encode(tokens, mask), 2000, None).latents
@@ -565,7 +710,9 @@ def test_a_models_own_plan_is_saved_with_it(tmp_path):
     tokens, mask = batch()
     assert model.plan == plan
     assert torch.equal(model(tokens, mask).logits, model(tokens, mask, plan=plan).logits)
-    assert not torch.equal(model(tokens, mask).logits, model(tokens, mask, plan=FlowPlan.every_step(3)).logits)
+    assert not torch.equal(
+        model(tokens, mask).logits, model(tokens, mask, plan=FlowPlan.every_step(3)).logits
+    )
     model.save_pretrained(tmp_path)
     again = AutoModel.from_pretrained(tmp_path)
     assert again.plan == plan
@@ -590,7 +737,8 @@ def test_saved_and_loaded_it_is_the_same(case, tmp_path):
     tokens, mask = batch(left=model.config.causal)
     assert torch.equal(model(tokens, mask).logits, again(tokens, mask).logits)
     told = [
-        {k: v for k, v in m.config.to_dict().items() if k not in ("dtype", "_name_or_path")} for m in (model, again)
+        {k: v for k, v in m.config.to_dict().items() if k not in ("dtype", "_name_or_path")}
+        for m in (model, again)
     ]
     assert told[0] == told[1]
     assert not again.training
@@ -609,7 +757,13 @@ def test_it_compiles_whole(changes):
         out = function(tokens, mask, labels=labels, n_step=3, n_latent=4)
         out.loss.backward()
         results.append(
-            [out.logits, *(torch.zeros(()) if p.grad is None else p.grad.clone() for p in model.parameters())]
+            [
+                out.logits,
+                *(
+                    torch.zeros(()) if p.grad is None else p.grad.clone()
+                    for p in model.parameters()
+                ),
+            ]
         )
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a.expand_as(b), b)
@@ -631,7 +785,12 @@ def test_how_it_starts():
     config = ThinkerConfig(vocab_size=1000, hidden_size=128, num_static_tokens=100)
     torch.manual_seed(0)
     model = LatentThinker(config)
-    for table in (model.embedding.weight, model.positions.input.weight, model.latents, model.static_tokens):
+    for table in (
+        model.embedding.weight,
+        model.positions.input.weight,
+        model.latents,
+        model.static_tokens,
+    ):
         assert table.std().item() == pytest.approx(0.5, rel=0.1)
     for linear in (model.layers[0].read.query, model.layers[0].mlp.down, model.readout.head):
         assert linear.weight.std().item() == pytest.approx(linear.in_features**-0.5, rel=0.1)
@@ -641,7 +800,8 @@ def test_random_positions_are_drawn_once_a_batch_and_shared():
     model = model_of(positions="random", num_positions=48).train()
     device = torch.device("cpu")
     drawn = [
-        model.positions.draw(10, generator=torch.Generator().manual_seed(s), device=device).drawn for s in (0, 0, 1)
+        model.positions.draw(10, generator=torch.Generator().manual_seed(s), device=device).drawn
+        for s in (0, 0, 1)
     ]
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
@@ -649,9 +809,12 @@ def test_random_positions_are_drawn_once_a_batch_and_shared():
     assert int(drawn[0].max()) < 48
     context = model.encode(torch.zeros(2, 7, dtype=torch.long), out_len=9)
     asked = model.positions.queries(9, context.places, device)
-    assert torch.equal(asked[0], model.positions.input.weight[context.places.drawn] + model.positions.output.weight)
+    assert torch.equal(
+        asked[0], model.positions.input.weight[context.places.drawn] + model.positions.output.weight
+    )
     with pytest.raises(
-        ValueError, match=r"out_len is 10, but 9 positions were drawn; needed encode\(..., out_len=10\)"
+        ValueError,
+        match=r"out_len is 10, but 9 positions were drawn; needed encode\(..., out_len=10\)",
     ):
         model.decode(model.think(context).state, 10)
 
@@ -670,47 +833,115 @@ TOKENS = torch.zeros(2, 5, dtype=torch.long)
 @pytest.mark.parametrize(
     ("changes", "call", "message"),
     [
-        ({}, lambda m: m(torch.zeros(2, 13, dtype=torch.long)), r"L is 13; needed at most max_input_length, 12"),
-        ({}, lambda m: m(torch.zeros(40, 2, dtype=torch.long).T), r"time first, \(L, B\), transpose"),
+        (
+            {},
+            lambda m: m(torch.zeros(2, 13, dtype=torch.long)),
+            r"L is 13; needed at most max_input_length, 12",
+        ),
+        (
+            {},
+            lambda m: m(torch.zeros(40, 2, dtype=torch.long).T),
+            r"time first, \(L, B\), transpose",
+        ),
         ({}, lambda m: m(TOKENS, torch.ones(5, 2)), "that is time first: transpose it"),
         ({}, lambda m: m(TOKENS, torch.ones(2, 4)), r"mask has shape \[2, 4\], tokens \[2, 5\]"),
         ({}, lambda m: m(TOKENS + 11), "token id 11; needed 0 to vocab_size - 1, 10"),
         ({}, lambda m: m(TOKENS - 1), "token id -1"),
-        ({}, lambda m: m(TOKENS.float()), r"dtype torch.float32; needed int64 or int32 ids \(B, L\)"),
+        (
+            {},
+            lambda m: m(TOKENS.float()),
+            r"dtype torch.float32; needed int64 or int32 ids \(B, L\)",
+        ),
         ({}, lambda m: m(TOKENS[0]), r"shape \[5\]"),
         ({}, lambda m: m(TOKENS, torch.zeros(2, 5)), "no row has a token left by the mask"),
         ({}, lambda m: m(TOKENS, torch.tensor([[1] * 5, [0] * 5])), "not row 1 has a token left"),
         ({}, lambda m: m(TOKENS, n_step=0), "n_step is 0; needed a whole number, 1 or more"),
         ({}, lambda m: m(TOKENS, n_latent=0), "n_latent is 0"),
-        ({}, lambda m: m(TOKENS, n_latent=5), 'n_latent is 5, the table has 4; .*latent_init="noise"'),
+        (
+            {},
+            lambda m: m(TOKENS, n_latent=5),
+            'n_latent is 5, the table has 4; .*latent_init="noise"',
+        ),
         ({}, lambda m: m(TOKENS, out_len=11), "out_len is 11; needed 1 to max_output_length, 10"),
-        ({}, lambda m: m(TOKENS, plan=FlowPlan.read_once()), 'memory is "none"; needed ThinkerConfig'),
-        ({}, lambda m: m(TOKENS, plan=FlowPlan.every_step(memory=False, static=True)), "num_static_tokens=8"),
-        ({}, lambda m: m(TOKENS, output_steps=[5]), r"output_steps \[5\]; the plan outputs at \[1, 2, 3, 4\]"),
+        (
+            {},
+            lambda m: m(TOKENS, plan=FlowPlan.read_once()),
+            'memory is "none"; needed ThinkerConfig',
+        ),
+        (
+            {},
+            lambda m: m(TOKENS, plan=FlowPlan.every_step(memory=False, static=True)),
+            "num_static_tokens=8",
+        ),
+        (
+            {},
+            lambda m: m(TOKENS, output_steps=[5]),
+            r"output_steps \[5\]; the plan outputs at \[1, 2, 3, 4\]",
+        ),
         ({}, lambda m: m(TOKENS, output_steps="first"), "output_steps is 'first'"),
-        ({}, lambda m: m(TOKENS, output_steps=3), "output_steps is 3; needed last, all, or some of"),
+        (
+            {},
+            lambda m: m(TOKENS, output_steps=3),
+            "output_steps is 3; needed last, all, or some of",
+        ),
         ({}, lambda m: ExitRule(every=0), "ExitRule: every .* got 0"),
         ({}, lambda m: ExitRule(threshold=float("nan")), "ExitRule: threshold .* got nan"),
         ({}, lambda m: ExitRule(patience=1.5), "ExitRule: patience .* got 1.5"),
-        ({}, lambda m: m(TOKENS, labels=TOKENS + 11), "labels from 11 to 11; needed 0 to output_size - 1, 10"),
-        ({}, lambda m: m(TOKENS, labels=TOKENS, out_len=3), r"labels have shape \[2, 5\]; needed \[2, 3\]"),
+        (
+            {},
+            lambda m: m(TOKENS, labels=TOKENS + 11),
+            "labels from 11 to 11; needed 0 to output_size - 1, 10",
+        ),
+        (
+            {},
+            lambda m: m(TOKENS, labels=TOKENS, out_len=3),
+            r"labels have shape \[2, 5\]; needed \[2, 3\]",
+        ),
         ({}, lambda m: m(TOKENS, exit_rule=ExitRule()), r"gradients on; use torch.no_grad\(\)"),
         ({}, lambda m: m(TOKENS, n_step=2.5), "n_step is 2.5; needed a whole number, 1 or more"),
-        ({}, lambda m: m(TOKENS, grad_steps=-1), "grad_steps is -1; needed a whole number, 0 or more"),
+        (
+            {},
+            lambda m: m(TOKENS, grad_steps=-1),
+            "grad_steps is -1; needed a whole number, 0 or more",
+        ),
         ({}, lambda m: m(TOKENS, step_noise=float("nan")), "step_noise is nan; needed 0 or more"),
-        ({}, lambda m: m(TOKENS, exit_rule="kl"), "exit_rule must be an ExitRule or None, got 'kl'"),
+        (
+            {},
+            lambda m: m(TOKENS, exit_rule="kl"),
+            "exit_rule must be an ExitRule or None, got 'kl'",
+        ),
         ({}, lambda m: m(TOKENS.bool()), "dtype torch.bool; needed int64 or int32 ids"),
         ({}, lambda m: m(TOKENS.byte()), "dtype torch.uint8; needed int64 or int32 ids"),
-        ({}, lambda m: m(TOKENS, labels=TOKENS * 0 - 100), "every label is -100, of which there is no mean loss"),
-        ({}, lambda m: m(TOKENS, carry=m(TOKENS[:1]).carry), "the carry has 1 rows of 4 latents; needed 2 rows"),
-        ({"causal": True}, lambda m: m(TOKENS, torch.tensor([[1, 1, 1, 1, 0]] * 2)), "needed it on the left"),
-        ({"causal": True}, lambda m: m(TOKENS, out_len=3), "out_len is 3, but the answer is at the 4 latents"),
+        (
+            {},
+            lambda m: m(TOKENS, labels=TOKENS * 0 - 100),
+            "every label is -100, of which there is no mean loss",
+        ),
+        (
+            {},
+            lambda m: m(TOKENS, carry=m(TOKENS[:1]).carry),
+            "the carry has 1 rows of 4 latents; needed 2 rows",
+        ),
+        (
+            {"causal": True},
+            lambda m: m(TOKENS, torch.tensor([[1, 1, 1, 1, 0]] * 2)),
+            "needed it on the left",
+        ),
+        (
+            {"causal": True},
+            lambda m: m(TOKENS, out_len=3),
+            "out_len is 3, but the answer is at the 4 latents",
+        ),
         (
             {"latent_init": "tokens", "num_latents": None},
             lambda m: m(TOKENS, n_latent=4),
             "n_latent is 4, the input has 5 tokens; needed as many",
         ),
-        ({"causal": True}, lambda m: m(TOKENS, n_latent=6), "n_latent is 6, the input has 5 tokens"),
+        (
+            {"causal": True},
+            lambda m: m(TOKENS, n_latent=6),
+            "n_latent is 6, the input has 5 tokens",
+        ),
     ],
 )
 def test_bad_input_is_refused(changes, call, message):
@@ -730,11 +961,20 @@ def test_bad_input_is_refused(changes, call, message):
         ({"num_latents": 0}, "num_latents is 0; needed 1 or more"),
         ({"positions": "random", "num_positions": 5}, "at least the longest sequence, 12"),
         ({"causal": True, "from_end": True}, "no from_end, if causal"),
-        ({"causal": True, "latent_init": "noise"}, "latent_init is 'noise'; needed \"tokens\" in a causal flow"),
+        (
+            {"causal": True, "latent_init": "noise"},
+            "latent_init is 'noise'; needed \"tokens\" in a causal flow",
+        ),
         ({"window": 2}, 'window is 2; needed none without latent_init="tokens"'),
         ({"causal": True, "window": 0}, "window is 0; needed 1 or more"),
-        ({"latent_init": "tokens", "num_latents": 4}, "num_latents is 4; needed none in a flow that looks both ways"),
-        ({"causal": True, "decoder_self_attention": True}, "decoder_self_attention is True; needed False"),
+        (
+            {"latent_init": "tokens", "num_latents": 4},
+            "num_latents is 4; needed none in a flow that looks both ways",
+        ),
+        (
+            {"causal": True, "decoder_self_attention": True},
+            "decoder_self_attention is True; needed False",
+        ),
         ({"step_rate": 0.0}, "step_rate is 0.0"),
         ({"step_noise": float("nan")}, "step_noise is nan; needed 0 or more, and finite"),
         ({"step_noise": -1}, "step_noise is -1"),
@@ -745,27 +985,54 @@ def test_bad_input_is_refused(changes, call, message):
         ({"separators": None}, "separators is None; needed token ids"),
         ({"hidden_size": 64.0}, "hidden_size is 64.0; needed a whole number"),
         ({"num_heads": True}, "num_heads is True; needed a whole number"),
-        ({"positions": "aligned", "separators": [99]}, r"separators is \[99\]; needed token ids, below vocab_size, 11"),
-        ({"dropout": 0.1}, "there is no dropout \\(which is 0.1 here\\); needed some of vocab_size"),
-        ({"plan": "read_once"}, "plan is 'read_once'; needed a FlowPlan, or what its to_dict gives"),
+        (
+            {"positions": "aligned", "separators": [99]},
+            r"separators is \[99\]; needed token ids, below vocab_size, 11",
+        ),
+        (
+            {"dropout": 0.1},
+            "there is no dropout \\(which is 0.1 here\\); needed some of vocab_size",
+        ),
+        (
+            {"plan": "read_once"},
+            "plan is 'read_once'; needed a FlowPlan, or what its to_dict gives",
+        ),
         ({"plan": {"rows": []}}, "needed a FlowPlan, or what its to_dict gives"),
         ({"plan": {"loop": 3}}, "FlowPlan: loop is 3; needed a list of rows"),
-        ({"plan": {"loop": {"output": 1}}}, "FlowPlan: loop is {'output': 1}; needed a list of rows"),
+        (
+            {"plan": {"loop": {"output": 1}}},
+            "FlowPlan: loop is {'output': 1}; needed a list of rows",
+        ),
         ({"plan": {"loop": [3]}}, "a row is 3; needed 6 values or fewer"),
         ({"plan": {"loop": ["000001"]}}, "a row is '000001'"),
         ({"plan": {"loop": [[1, 0, 0, 0, 1, 1, 1]]}}, "needed 6 values or fewer"),
         ({"plan": {"loop": [[1, 0, 0, 0, 7, 1]]}}, "cell 7; needed 1 or 0"),
         ({"plan": {"loop": [[0.3] * 6]}}, "cell 0.3; needed 1 or 0"),
-        ({"plan": {"loop": [{"read_inptu": 1, "output": 1}]}}, "column 'read_inptu'; needed some of read_input"),
-        ({"plan": FlowPlan.read_once()}, "memory is 'none'; needed another, as \"grow\": the plan uses it"),
-        ({"plan": FlowPlan.every_step(memory=False, static=True)}, "num_static_tokens is 0; needed some"),
+        (
+            {"plan": {"loop": [{"read_inptu": 1, "output": 1}]}},
+            "column 'read_inptu'; needed some of read_input",
+        ),
+        (
+            {"plan": FlowPlan.read_once()},
+            "memory is 'none'; needed another, as \"grow\": the plan uses it",
+        ),
+        (
+            {"plan": FlowPlan.every_step(memory=False, static=True)},
+            "num_static_tokens is 0; needed some",
+        ),
         ({"causal": "no"}, "causal is 'no'; needed True or False"),
         ({"hiden_size": 9}, "there is no hiden_size .*did you mean hidden_size?"),
         ({"latents": 9}, "there is no latents .*did you mean num_latents?"),
         ({"hidden_size": 12, "positions": "rotary"}, "an even size for rotary"),
-        ({"hidden_size": 24, "positions": "rotary_2d"}, "is 6; needed a multiple of 4 for rotary positions in two"),
+        (
+            {"hidden_size": 24, "positions": "rotary_2d"},
+            "is 6; needed a multiple of 4 for rotary positions in two",
+        ),
         ({"latent_noise": 0.0}, "latent_noise is 0.0; needed above 0 and finite"),
-        ({"latent_noise": 0.1}, 'latent_noise is 0.1; needed above 0 and finite, and 1 without latent_init="noise"'),
+        (
+            {"latent_noise": 0.1},
+            'latent_noise is 0.1; needed above 0 and finite, and 1 without latent_init="noise"',
+        ),
         ({"grid_width": 3}, 'grid_width is 3; needed none without positions="rotary_2d"'),
         ({"positions": "rotary_2d", "grid_width": 0}, "grid_width is 0; needed 1 or more"),
         ({"positions": "rotary_2d", "causal": True}, "positions is 'rotary_2d'"),
@@ -785,6 +1052,12 @@ import torch, thinker
 thinker.LatentThinker(thinker.ThinkerConfig(vocab_size=4))(torch.ones(1, 2, dtype=torch.long))
 assert not {"mergekit_lite", "kronecker"} & set(sys.modules)
 """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr

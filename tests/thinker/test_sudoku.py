@@ -1,4 +1,5 @@
-"""Sudoku against a plain solver in Python: one solution each, the difficulty that was asked for, symmetries."""
+"""Sudoku against a plain solver in Python: one solution each, the difficulty that was asked for,
+symmetries."""
 
 import itertools
 
@@ -11,7 +12,9 @@ from thinker.tasks import sudoku_difficulty, sudoku_puzzles, sudoku_shuffle
 def allowed(cells, place, side, box):
     """Digits that no cell of the same row, column or box has."""
     row, column = divmod(place, side)
-    seen = {cells[row * side + i] for i in range(side)} | {cells[i * side + column] for i in range(side)}
+    seen = {cells[row * side + i] for i in range(side)} | {
+        cells[i * side + column] for i in range(side)
+    }
     corner = row // box * box * side + column // box * box
     seen |= {cells[corner + a * side + b] for a, b in itertools.product(range(box), range(box))}
     return set(range(1, side + 1)) - seen
@@ -20,7 +23,9 @@ def allowed(cells, place, side, box):
 def solutions(cells, box, most=2):
     """Up to ``most`` of them, by trying out."""
     side = box**2
-    empty = {place: allowed(cells, place, side, box) for place, digit in enumerate(cells) if not digit}
+    empty = {
+        place: allowed(cells, place, side, box) for place, digit in enumerate(cells) if not digit
+    }
     if not empty:
         return [cells]
     place = min(empty, key=lambda p: len(empty[p]))
@@ -39,12 +44,16 @@ def grade(cells, box):
     units += [list(column) for column in zip(*units, strict=True)]
     units += [
         [(r * box + a) * side + c * box + b for a in range(box) for b in range(box)]
-        for r in range(box) for c in range(box)
-    ]  # fmt: skip
+        for r in range(box)
+        for c in range(box)
+    ]
     for hidden in (False, True):
         now, changed = list(cells), True
         while changed:
-            can = [allowed(now, place, side, box) if not digit else set() for place, digit in enumerate(now)]
+            can = [
+                allowed(now, place, side, box) if not digit else set()
+                for place, digit in enumerate(now)
+            ]
             sure = {place: min(digits) for place, digits in enumerate(can) if len(digits) == 1}
             for unit, digit in itertools.product(units, range(1, side + 1)) if hidden else ():
                 where = [place for place in unit if digit in can[place]]
@@ -59,7 +68,8 @@ def grade(cells, box):
 
 
 @pytest.mark.parametrize(
-    ("box", "difficulty", "count"), [(2, "easy", 40), (3, "easy", 4), (3, "medium", 4), (3, "hard", 3)]
+    ("box", "difficulty", "count"),
+    [(2, "easy", 40), (3, "easy", 4), (3, "medium", 4), (3, "hard", 3)],
 )
 def test_puzzles_have_one_solution_and_the_difficulty_asked_for(box, difficulty, count):
     puzzles, answers = sudoku_puzzles(count, box=box, difficulty=difficulty, seed=1)
@@ -79,7 +89,10 @@ def test_four_by_four_grids_are_all_there_and_need_nothing_but_the_first_rule():
     puzzles, answers = sudoku_puzzles(4000, box=2)
     assert len(answers.unique(dim=0)) == 288
     assert int((puzzles > 0).sum(1).min()) == 4
-    with pytest.raises(ValueError, match="found 0 hard puzzles of box 2; needed 2, of which there may not be so many"):
+    with pytest.raises(
+        ValueError,
+        match="found 0 hard puzzles of box 2; needed 2, of which there may not be so many",
+    ):
         sudoku_puzzles(2, box=2, difficulty="hard")
 
 
@@ -108,7 +121,9 @@ def test_shuffling_reaches_every_symmetry(box):
     numbered = torch.zeros_like(answers)
     numbered[:, 1] = answers[:, 1]
     moved, _ = sudoku_shuffle(box)(torch.Generator().manual_seed(0), numbered, answers)
-    assert set((moved > 0).nonzero()[:, 1].tolist()) == set(range(side**2))  # bands and lines of both axes
+    assert set((moved > 0).nonzero()[:, 1].tolist()) == set(
+        range(side**2)
+    )  # bands and lines of both axes
     assert set(moved[moved > 0].tolist()) == set(range(1, side + 1))  # digits
     numbered[:, 0] = 1  # and its neighbour on the left
     moved, _ = sudoku_shuffle(box)(torch.Generator().manual_seed(0), numbered, answers)
@@ -131,10 +146,19 @@ def test_grids_are_drawn_at_random():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: sudoku_difficulty(torch.zeros(1, 16, dtype=torch.long)), r"have shape \[1, 16\], box is 3; needed"),
-        (lambda: sudoku_difficulty(torch.full((1, 16), 5), box=2), "cells from 5 to 5; needed 0 to 4"),
+        (
+            lambda: sudoku_difficulty(torch.zeros(1, 16, dtype=torch.long)),
+            r"have shape \[1, 16\], box is 3; needed",
+        ),
+        (
+            lambda: sudoku_difficulty(torch.full((1, 16), 5), box=2),
+            "cells from 5 to 5; needed 0 to 4",
+        ),
         (lambda: sudoku_difficulty([[0] * 81]), r"puzzles are list; needed a tensor \(N, box\^4\)"),
-        (lambda: sudoku_shuffle(2)(None, torch.zeros(2, 81), torch.zeros(2, 81)), "sudoku_shuffle: puzzles have shape"),
+        (
+            lambda: sudoku_shuffle(2)(None, torch.zeros(2, 81), torch.zeros(2, 81)),
+            "sudoku_shuffle: puzzles have shape",
+        ),
         (lambda: sudoku_puzzles(2.5), "count is 2.5; needed 1 or more"),
         (lambda: sudoku_puzzles(2, clues=1.5), "clues is 1.5; needed 0 to 80"),
         (lambda: sudoku_puzzles(True), "count is True"),
@@ -157,10 +181,13 @@ def test_what_is_no_puzzle_is_hard():
 @pytest.mark.parametrize(
     ("name", "value", "needed"),
     [
-        ("count", 0, "1 or more"), ("box", 4, "2 or 3"), ("difficulty", "evil", "one of easy, medium, hard"),
-        ("clues", 81, "0 to 80"), ("clues", -1, "0 to 80"),
+        ("count", 0, "1 or more"),
+        ("box", 4, "2 or 3"),
+        ("difficulty", "evil", "one of easy, medium, hard"),
+        ("clues", 81, "0 to 80"),
+        ("clues", -1, "0 to 80"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_made_is_refused(name, value, needed):
     with pytest.raises(ValueError, match=f"sudoku_puzzles: {name} is {value!r}; needed {needed}"):
         sudoku_puzzles(**{"count": 1, name: value})

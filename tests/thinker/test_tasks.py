@@ -1,4 +1,5 @@
-"""Every task against its plain definition, row by row in Python; lengths, devices' generators, what is refused."""
+"""Every task against its plain definition, row by row in Python; lengths, devices' generators, what
+is refused."""
 
 import itertools
 
@@ -61,7 +62,12 @@ DEFINITIONS = {
 }
 OPTIONS = {
     "roll": [{"shift": 1}, {"shift": 5}, {"shift": -2}],
-    "add": [{}, {"little_endian": False}, {"base": 2, "carry_heavy": 0.5}, {"base": 10, "max_value": 9}],
+    "add": [
+        {},
+        {"little_endian": False},
+        {"base": 2, "carry_heavy": 0.5},
+        {"base": 10, "max_value": 9},
+    ],
     "prefix_sum": [{}, {"symbols": 5}],
     "hops": [{}, {"size": 4, "permutation": False}],
     "depth": [{}, {"max_depth": 1}],
@@ -127,7 +133,9 @@ def test_exchanges_of_neighbours_bring_the_answer_about(name, at_tokens):
     if at_tokens:
         plain, by_step = AtTokens(plain), AtTokens(by_step)
     lengths = torch.randint(1, 9, (80,), generator=torch.Generator().manual_seed(1))
-    once, steps = (t.sample(torch.Generator().manual_seed(0), 80, lengths) for t in (plain, by_step))
+    once, steps = (
+        t.sample(torch.Generator().manual_seed(0), 80, lengths) for t in (plain, by_step)
+    )
     assert torch.equal(once.tokens, steps.tokens)
     last = steps.targets[torch.arange(80), lengths - 1]
     assert torch.equal(last, once.targets)
@@ -137,10 +145,14 @@ def test_exchanges_of_neighbours_bring_the_answer_about(name, at_tokens):
         states = [once.tokens[row][known], *steps.targets[row][:length, known]]
         for number, (before, after) in enumerate(itertools.pairwise(states)):
             assert sorted(before.tolist()) == sorted(after.tolist())
-            for place in (before != after).nonzero()[:, 0].tolist():  # only between the pairs whose turn it is
+            for place in (
+                (before != after).nonzero()[:, 0].tolist()
+            ):  # only between the pairs whose turn it is
                 other = place + 1 if place % 2 == number % 2 else place - 1
                 assert before[place] == after[other]
-        for after in steps.targets[row][length:, known]:  # sorted stays sorted; reversed is asked for no longer
+        for after in steps.targets[row][
+            length:, known
+        ]:  # sorted stays sorted; reversed is asked for no longer
             assert torch.equal(after, states[-1]) if name == "sort" else (after == -100).all()
 
 
@@ -173,16 +185,21 @@ def test_rows_of_ones_own_are_laid_out_as_drawn_ones(name):
     task, length = AtTokens(inner), 5
     drawn = inner.sample(torch.Generator().manual_seed(3), 1, length)
     laid_out = task.sample(torch.Generator().manual_seed(3), 1, length)
-    tokens, mask = task.inputs(drawn.tokens[drawn.mask][None], answer=int((drawn.targets != -100).sum()))
+    tokens, mask = task.inputs(
+        drawn.tokens[drawn.mask][None], answer=int((drawn.targets != -100).sum())
+    )
     assert torch.equal(tokens, laid_out.tokens[laid_out.mask][None])
     assert mask.all()
-    with pytest.raises(ValueError, match=f"have shape .1, 2., ids .*; needed .B, L., 0 to {inner.vocab_size - 1}"):
+    with pytest.raises(
+        ValueError, match=f"have shape .1, 2., ids .*; needed .B, L., 0 to {inner.vocab_size - 1}"
+    ):
         task.inputs(torch.tensor([[0, inner.vocab_size]]))
 
 
 @pytest.mark.parametrize("name", ["prefix_sum", "depth", "add_columns", "copy"])
 def test_an_answer_depends_on_nothing_farther_than_its_distance(name):
-    """Inputs that agree within the distance, the ends of the sequence included, have the same answer there."""
+    """Inputs that agree within the distance, the ends of the sequence included, have the same
+    answer there."""
     task = make_task(name)
     sample = task.sample(torch.Generator().manual_seed(0), 4000, 4)
     for place in range(sample.targets.shape[1]):
@@ -211,7 +228,9 @@ def test_carry_heavy_rows_carry():
 
 @pytest.mark.parametrize("base", [10, 16])
 def test_operands_longer_than_64_bits(base):
-    sample = make_task("add", base=base, max_value=1000).sample(torch.Generator().manual_seed(0), 50, 30)
+    sample = make_task("add", base=base, max_value=1000).sample(
+        torch.Generator().manual_seed(0), 50, 30
+    )
     a = [number(row[:30].tolist(), base) for row in sample.tokens]
     assert 500 < max(a) <= 1000
     assert make_task("add").num_samples(1000) == 16**2000
@@ -240,7 +259,10 @@ def test_a_users_own_task():
     ("call", "message"),
     [
         (lambda g: make_task("juggle"), "no task 'juggle'; needed one of add, add_columns, copy"),
-        (lambda g: make_task("copy", symbol=3), "'copy' has no such options as symbol; it has symbols"),
+        (
+            lambda g: make_task("copy", symbol=3),
+            "'copy' has no such options as symbol; it has symbols",
+        ),
         (lambda g: register_task("test_x")(int), "needed a class under Task, or SequenceTask"),
         (lambda g: make_task("copy", symbols=1), "symbols is 1; needed 2 or more"),
         (lambda g: make_task("copy").sample(g, 2, 0), "Copy: length 0; needed 1 or more"),
@@ -248,9 +270,15 @@ def test_a_users_own_task():
             lambda g: make_task("copy").sample(g, 3, torch.ones(2, dtype=torch.long)),
             r"lengths have shape \[2\]; needed \(3,\)",
         ),
-        (lambda g: AtTokens(make_task("hops")), "has an answer for each step and not for each token"),
+        (
+            lambda g: AtTokens(make_task("hops")),
+            "has an answer for each step and not for each token",
+        ),
         (lambda g: AtTokens(AtTokens(make_task("copy"))), "needed a Task that is not laid out yet"),
-        (lambda g: make_task("add", carry_heavy=0.5, max_value=9), "carry_heavy must be a share, without max_value"),
+        (
+            lambda g: make_task("add", carry_heavy=0.5, max_value=9),
+            "carry_heavy must be a share, without max_value",
+        ),
     ],
 )
 def test_bad_input_is_refused(call, message):

@@ -1,4 +1,5 @@
-"""`ThinkerTrainer`: resume, accumulation, two processes, rewinding, what is logged, what is refused."""
+"""`ThinkerTrainer`: resume, accumulation, two processes, rewinding, what is logged, what is
+refused."""
 
 import copy
 import math
@@ -53,21 +54,40 @@ def model_of(**changes):
 
 def data_of(schedule=None, task=None, **options):
     return CurriculumDataset(
-        task or make_task("copy"), schedule or Frontier(max_length=6), **{"batch_size": 8, **options}
+        task or make_task("copy"),
+        schedule or Frontier(max_length=6),
+        **{"batch_size": 8, **options},
     )
 
 
 def trainer_of(out, model=None, data=None, **options):
-    names = ("max_steps", "save_strategy", "save_steps", "gradient_accumulation_steps", "optim", "learning_rate",
-             "logging_steps", "eval_strategy", "eval_steps", "ddp_backend", "lr_scheduler_type", "lr_scheduler_kwargs",
-             "warmup_steps", "max_grad_norm", "dataloader_num_workers", "average_tokens_across_devices",
-             "gradient_checkpointing")  # fmt: skip
+    names = (
+        "max_steps",
+        "save_strategy",
+        "save_steps",
+        "gradient_accumulation_steps",
+        "optim",
+        "learning_rate",
+        "logging_steps",
+        "eval_strategy",
+        "eval_steps",
+        "ddp_backend",
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "warmup_steps",
+        "max_grad_norm",
+        "dataloader_num_workers",
+        "average_tokens_across_devices",
+        "gradient_checkpointing",
+    )
     given = {k: options.pop(k) for k in names if k in options}
     arguments = thinker_arguments(
         out, **{"max_steps": 6, "use_cpu": True, "disable_tqdm": True, "warmup_steps": 2, **given}
     )
     set_seed(0)
-    return ThinkerTrainer(model or model_of(), arguments, train_dataset=data or data_of(), **options)
+    return ThinkerTrainer(
+        model or model_of(), arguments, train_dataset=data or data_of(), **options
+    )
 
 
 def same(a, b, **close):
@@ -90,40 +110,68 @@ def test_resumed_is_as_if_never_stopped(loss, tmp_path):
 
     def fresh(out):
         return trainer_of(
-            out, model_of(latent_init="noise", step_noise=0.1, **changes),
-            data_of(Progressive(max_length=6, threshold=0.01, retreat=0.0, min_answers=1), delay=4, n_latent=(2, 6)),
-            step_loss=make() if make else None, ema=0.9, max_steps=24, save_strategy="steps", save_steps=12,
+            out,
+            model_of(latent_init="noise", step_noise=0.1, **changes),
+            data_of(
+                Progressive(max_length=6, threshold=0.01, retreat=0.0, min_answers=1),
+                delay=4,
+                n_latent=(2, 6),
+            ),
+            step_loss=make() if make else None,
+            ema=0.9,
+            max_steps=24,
+            save_strategy="steps",
+            save_steps=12,
             logging_steps=5,
             callbacks=[RewindOnPeak(factor=1.0, margin=0.0, every=3), CurriculumCallback(every=1)],
-        )  # fmt: skip
+        )
 
     whole = fresh(tmp_path / "whole")
     whole.train()
     again = fresh(tmp_path / "again")
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-12"))
-    for a, b in zip(whole.model.state_dict().values(), again.model.state_dict().values(), strict=True):
+    for a, b in zip(
+        whole.model.state_dict().values(), again.model.state_dict().values(), strict=True
+    ):
         assert torch.equal(a, b)
     same(whole.ema_model, again.ema_model, rtol=0, atol=0)
     same(whole.step_loss, again.step_loss, rtol=0, atol=0)
     assert whole.data.state_dict() == again.data.state_dict()
     assert max(row[1] for row in whole.data.state_dict()["states"]) > 1  # the frontier has moved
-    logs = [[r for r in t.state.log_history if r["step"] > 12 and "loss" in r] for t in (whole, again)]
+    logs = [
+        [r for r in t.state.log_history if r["step"] > 12 and "loss" in r] for t in (whole, again)
+    ]
     assert [r["accuracy"] for r in logs[0]] == [r["accuracy"] for r in logs[1]]
     rewinds = [
-        next(c for c in t.callback_handler.callbacks if isinstance(c, RewindOnPeak)).count for t in (whole, again)
+        next(c for c in t.callback_handler.callbacks if isinstance(c, RewindOnPeak)).count
+        for t in (whole, again)
     ]
     assert rewinds[0] == rewinds[1] > 0
-    ROWS.append(Row("ThinkerTrainer", "resumed", "float32", f"{loss} loss", 0.0, "every parameter, bit for bit"))
+    ROWS.append(
+        Row(
+            "ThinkerTrainer",
+            "resumed",
+            "float32",
+            f"{loss} loss",
+            0.0,
+            "every parameter, bit for bit",
+        )
+    )
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"memory": "grow", "positions": "random"}, {"positions": "aligned", "separators": [3],
-     "max_offset": 2, "memory": "grow"}],
-)  # fmt: skip
+    [
+        {},
+        {"memory": "grow", "positions": "random"},
+        {"positions": "aligned", "separators": [3], "max_offset": 2, "memory": "grow"},
+    ],
+)
 def test_resumed_in_the_middle_of_a_batch_is_as_if_never_stopped(changes, tmp_path):
     def fresh(out):
-        return trainer_of(out, model_of(latent_init="noise", **changes), segments=4, max_steps=10, save_steps=6)
+        return trainer_of(
+            out, model_of(latent_init="noise", **changes), segments=4, max_steps=10, save_steps=6
+        )
 
     whole, again = fresh(tmp_path / "whole"), fresh(tmp_path / "again")
     whole.train()
@@ -134,24 +182,35 @@ def test_resumed_in_the_middle_of_a_batch_is_as_if_never_stopped(changes, tmp_pa
 def test_the_last_latents_of_a_causal_flow_are_asked_for_the_last_answers(tmp_path):
     """As in Perceiver AR: all of the input is read, latents and losses are at its end."""
     task = AtTokens(make_task("copy"))
-    model = model_of(causal=True, num_latents=3, vocab_size=17, max_input_length=7, max_output_length=7)
+    model = model_of(
+        causal=True, num_latents=3, vocab_size=17, max_input_length=7, max_output_length=7
+    )
     data = data_of(Fixed(max_length=6), task)
     trainer = trainer_of(tmp_path, model, data, step_loss=AllSteps(), **SGD)
     batch = data.batch(0)
     noise = torch.Generator().manual_seed(seed_of(trainer.args.seed, 0, 0, 2))
     out = model.train()(
-        batch["input_ids"], batch["attention_mask"], n_step=batch["n_step"], output_steps="all", generator=noise
+        batch["input_ids"],
+        batch["attention_mask"],
+        n_step=batch["n_step"],
+        output_steps="all",
+        generator=noise,
     )
-    expected = torch.stack([
-        torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"][:, -3:]) for logits in out.step_logits
-    ])  # fmt: skip
+    expected = torch.stack(
+        [
+            torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"][:, -3:])
+            for logits in out.step_logits
+        ]
+    )
     torch.testing.assert_close(trainer.compute_loss(model, batch), expected.mean())
     assert out.logits.shape == (8, 3, 17)
     trainer.train()
     found = evaluate_steps(model, data, [6], n_steps=[2], samples=64)
     held = data.held_out(64, 6)
     with torch.no_grad():
-        right = model.eval()(held["input_ids"], n_step=2).logits.argmax(-1) == held["labels"][:, -3:]
+        right = (
+            model.eval()(held["input_ids"], n_step=2).logits.argmax(-1) == held["labels"][:, -3:]
+        )
     assert found.rows()[0]["symbols"] == pytest.approx(float(right.float().mean()))
 
 
@@ -177,7 +236,9 @@ def test_rows_without_an_answer_are_neither_right_nor_wrong():
         right = model.eval()(tokens[3:], out_len=2).logits.argmax(-1) == tokens[3:]
     assert (found.token, found.sequence) == (right.float().mean(), right.all(1).float().mean())
     none = AtTokens(TensorTask(tokens, tokens.masked_fill(tokens % 2 == 1, -100)))
-    last = model_of(vocab_size=13, max_input_length=3, max_output_length=3, causal=True, num_latents=1)
+    last = model_of(
+        vocab_size=13, max_input_length=3, max_output_length=3, causal=True, num_latents=1
+    )
     with pytest.raises(ValueError, match="none of 6 rows has an answer that counts"):
         evaluate_steps(last, CurriculumDataset(none, holdout=0.0), [1])
 
@@ -193,14 +254,24 @@ def test_plans_that_do_not_output_at_each_step_train_at_every_draw_of_steps(loop
 def test_answers_that_fewer_latents_give_weigh_as_answers(tmp_path):
     """With 2 latents at the end of 6 tokens the loss is the mean over the answers that they give."""
     model = model_of(causal=True, num_latents=2, positions="rotary", vocab_size=17)
-    data = CurriculumDataset(AtTokens(make_task("copy")), Fixed(max_length=3), batch_size=8, n_step=2)
+    data = CurriculumDataset(
+        AtTokens(make_task("copy")), Fixed(max_length=3), batch_size=8, n_step=2
+    )
     trainer = trainer_of(tmp_path, model, data, max_steps=1, logging_steps=1, step_loss=AllSteps())
     batch = trainer.data.batch(0)
     with torch.no_grad():
-        out = model.train()(batch["input_ids"], batch["attention_mask"], n_step=2, output_steps="all")
+        out = model.train()(
+            batch["input_ids"], batch["attention_mask"], n_step=2, output_steps="all"
+        )
     trainer.train()
     answers = batch["labels"][:, -2:]
-    expected = sum(torch.nn.functional.cross_entropy(z.flatten(0, 1), answers.flatten()) for z in out.step_logits) / 2
+    expected = (
+        sum(
+            torch.nn.functional.cross_entropy(z.flatten(0, 1), answers.flatten())
+            for z in out.step_logits
+        )
+        / 2
+    )
     assert trainer.state.log_history[0]["loss"] == pytest.approx(float(expected), rel=0.05)
 
 
@@ -213,7 +284,11 @@ def test_a_plan_is_drawn_for_each_batch(tmp_path):
         return plans[-1]
 
     trainer = trainer_of(
-        tmp_path, model_of(memory="grow", num_static_tokens=2), data_of(n_step=(2, 5)), draw_plan=draw, max_steps=6
+        tmp_path,
+        model_of(memory="grow", num_static_tokens=2),
+        data_of(n_step=(2, 5)),
+        draw_plan=draw,
+        max_steps=6,
     )
     before = {name: p.clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
@@ -221,12 +296,21 @@ def test_a_plan_is_drawn_for_each_batch(tmp_path):
     assert steps[-6:] == drawn
     assert len(set(map(str, plans[-6:]))) == 6
     assert all(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
-    found = evaluate_steps(trainer.model, trainer.data, [6], plan=FlowPlan.every_step(static=True)).cells[0][0]
+    found = evaluate_steps(
+        trainer.model, trainer.data, [6], plan=FlowPlan.every_step(static=True)
+    ).cells[0][0]
     assert trainer.evaluate()["eval_accuracy"] == found.token  # everything, in every step
-    again = trainer_of(tmp_path, model_of(memory="grow", num_static_tokens=2), data_of(n_step=(2, 5)), draw_plan=draw)
+    again = trainer_of(
+        tmp_path,
+        model_of(memory="grow", num_static_tokens=2),
+        data_of(n_step=(2, 5)),
+        draw_plan=draw,
+    )
     again.train()
     same(trainer.model, again.model, rtol=0, atol=0)
-    assert plans[-6:] == plans[8:14]  # the first were drawn to see whether the model has what they need
+    assert (
+        plans[-6:] == plans[8:14]
+    )  # the first were drawn to see whether the model has what they need
     with pytest.raises(ValueError, match='the plan uses the memory, but memory is "none"'):
         trainer_of(tmp_path, draw_plan=lambda generator, n_step: FlowPlan.read_once())
 
@@ -238,7 +322,9 @@ def test_segments_are_steps_of_their_own_from_where_the_latents_had_come(tmp_pat
     trainer.train()
     model, carry = model_of().train(), None
     rate = SGD["learning_rate"]
-    optimizer = torch.optim.SGD(parameter_groups(model, learning_rate=rate, weight_decay=0.01), lr=rate)
+    optimizer = torch.optim.SGD(
+        parameter_groups(model, learning_rate=rate, weight_decay=0.01), lr=rate
+    )
     plain = data_of(n_step=(2, 4))
     seen = []
     for step in range(6):
@@ -249,9 +335,14 @@ def test_segments_are_steps_of_their_own_from_where_the_latents_had_come(tmp_pat
         seen.append(n_step)
         noise = torch.Generator().manual_seed(seed_of(trainer.args.seed, 0, step, 2))
         out = model(
-            drawn["input_ids"], drawn["attention_mask"], out_len=drawn["labels"].shape[1], n_step=n_step,
-            output_steps="all", carry=carry if step % 3 else None, generator=noise,
-        )  # fmt: skip
+            drawn["input_ids"],
+            drawn["attention_mask"],
+            out_len=drawn["labels"].shape[1],
+            n_step=n_step,
+            output_steps="all",
+            carry=carry if step % 3 else None,
+            generator=noise,
+        )
         AllSteps()(out, drawn["labels"]).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -270,10 +361,14 @@ def test_a_carry_is_of_the_batch_before_and_of_no_other(tmp_path, monkeypatch):
         return forward(self, *inputs, **named)
 
     monkeypatch.setattr(LatentThinker, "forward", spy)
-    trainer = trainer_of(tmp_path, segments=4, max_steps=6, save_steps=6, step_loss=ProgressiveLoss())
+    trainer = trainer_of(
+        tmp_path, segments=4, max_steps=6, save_steps=6, step_loss=ProgressiveLoss()
+    )
     trainer.train()
     monkeypatch.undo()
-    both = [carried[i : i + 2] for i in range(0, 12, 2)]  # the loss has two passes, which go on from the same latents
+    both = [
+        carried[i : i + 2] for i in range(0, 12, 2)
+    ]  # the loss has two passes, which go on from the same latents
     assert [pair[0] is None for pair in both] == [True, False, False, False, True, False]
     assert all(a == b for a, b in both)
     trainer.restore(trainer.snapshot())
@@ -285,7 +380,9 @@ def test_a_carry_is_of_the_batch_before_and_of_no_other(tmp_path, monkeypatch):
     assert trainer._carry is None
     monkeypatch.undo()
     with pytest.raises(ValueError, match="the state has segments 4; needed 3, as here"):
-        trainer_of(tmp_path / "b", segments=3).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+        trainer_of(tmp_path / "b", segments=3).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-6")
+        )
 
 
 def test_trainers_that_share_their_data_have_segments_of_their_own(tmp_path):
@@ -311,7 +408,9 @@ def test_it_learns_to_copy(tmp_path):
     """The short twin of the example: four symbols, three places."""
     data = CurriculumDataset(make_task("copy", symbols=4), Frontier(max_length=3), batch_size=32)
     model = model_of(vocab_size=4, hidden_size=32)
-    trainer = trainer_of(tmp_path, model, data, max_steps=150, learning_rate=3e-3, warmup_steps=20, eval_samples=64)
+    trainer = trainer_of(
+        tmp_path, model, data, max_steps=150, learning_rate=3e-3, warmup_steps=20, eval_samples=64
+    )
     before = trainer.evaluate()["eval_accuracy"]
     trainer.train()
     assert before < 0.6
@@ -322,7 +421,8 @@ def test_it_learns_to_copy(tmp_path):
 
 
 def test_it_learns_a_scan_and_runs_it_longer(tmp_path):
-    """The short twin of `examples/think_longer.py`: parity of five bits becomes parity of twelve, and stays."""
+    """The short twin of `examples/think_longer.py`: parity of five bits becomes parity of twelve,
+    and stays."""
     data = CurriculumDataset(
         AtTokens(make_task("prefix_sum")),
         Frontier(max_length=5),
@@ -331,11 +431,19 @@ def test_it_learns_a_scan_and_runs_it_longer(tmp_path):
         seed=12,
     )
     config = ThinkerConfig(
-        **data.sizes(12), hidden_size=32, num_heads=2, causal=True, window=2, positions="rotary", step_noise=0.1
+        **data.sizes(12),
+        hidden_size=32,
+        num_heads=2,
+        causal=True,
+        window=2,
+        positions="rotary",
+        step_noise=0.1,
     )
     set_seed(12)
     model = LatentThinker(config)
-    trainer = trainer_of(tmp_path, model, data, max_steps=450, learning_rate=4e-3, warmup_steps=50, step_loss=Reach())
+    trainer = trainer_of(
+        tmp_path, model, data, max_steps=450, learning_rate=4e-3, warmup_steps=50, step_loss=Reach()
+    )
     trainer.train()
     curves = evaluate_steps(model, data, [12], n_steps=[3, 24, 240], samples=128)
     early, needed, longer = (point["symbols"] for point in curves.rows())
@@ -344,11 +452,17 @@ def test_it_learns_a_scan_and_runs_it_longer(tmp_path):
     assert longer >= needed  # at ten times the steps
     batch = data.held_out(64, 12)
     with torch.no_grad():
-        thought = model.eval().think(model.encode(batch["input_ids"]), n_step=240, output_steps=[7, 240])
+        thought = model.eval().think(
+            model.encode(batch["input_ids"]), n_step=240, output_steps=[7, 240]
+        )
     sizes = [thought.kept[step].square().mean().sqrt() for step in (7, 240)]
     assert 0.5 < sizes[1] / sizes[0] < 2
     assert thought.residuals[:, 200:].max() < 0.03 < thought.residuals[:, 3].min()  # it has arrived
-    assert [(p["length"], p["steps"]) for p in curves.to_dict()["points"]] == [(12, 3), (12, 24), (12, 240)]
+    assert [(p["length"], p["steps"]) for p in curves.to_dict()["points"]] == [
+        (12, 3),
+        (12, 24),
+        (12, 240),
+    ]
     assert f"{early:.4f}" in str(curves)
 
 
@@ -380,8 +494,14 @@ class Accumulating(ThinkerTrainer):
         return self.state.global_step
 
 
-SGD = {"optim": "sgd", "learning_rate": 0.03, "max_grad_norm": 0.0, "lr_scheduler_type": "constant",
-       "lr_scheduler_kwargs": None, "warmup_steps": 0}  # fmt: skip
+SGD = {
+    "optim": "sgd",
+    "learning_rate": 0.03,
+    "max_grad_norm": 0.0,
+    "lr_scheduler_type": "constant",
+    "lr_scheduler_kwargs": None,
+    "warmup_steps": 0,
+}
 STOPPED = """
 from tests.thinker.test_training import SGD, data_of, model_of, trainer_of
 from thinker import RewindOnPeak
@@ -443,9 +563,16 @@ def compare_with_one_process(found, make, changes, tmp_path):
     data = [data_of(schedule, delay=4, rank=rank) for rank in (0, 1)]
     data[1]._states = data[0]._states
     arguments = thinker_arguments(
-        tmp_path, max_steps=18, use_cpu=True, disable_tqdm=True, gradient_accumulation_steps=2, **SGD
+        tmp_path,
+        max_steps=18,
+        use_cpu=True,
+        disable_tqdm=True,
+        gradient_accumulation_steps=2,
+        **SGD,
     )
-    single = Accumulating(model_of(**changes), arguments, train_dataset=data[0], step_loss=make() if make else None)
+    single = Accumulating(
+        model_of(**changes), arguments, train_dataset=data[0], step_loss=make() if make else None
+    )
     single.others = data[1]
     single.train()
     assert torch.equal(found[0]["data"], data[0].newest_state())
@@ -453,15 +580,22 @@ def compare_with_one_process(found, make, changes, tmp_path):
     for part, held in (("model", single.model), ("loss", single.step_loss)):
         for name, value in held.state_dict().items():
             message = f"{name}: {{}}".format
-            torch.testing.assert_close(found[0][part][name], value, rtol=1e-4, atol=1e-6, msg=message)
+            torch.testing.assert_close(
+                found[0][part][name], value, rtol=1e-4, atol=1e-6, msg=message
+            )
     start = model_of(**changes).state_dict()["layers.0.mlp.down.weight"]
-    assert not torch.allclose(single.model.state_dict()["layers.0.mlp.down.weight"], start, atol=1e-3)
+    assert not torch.allclose(
+        single.model.state_dict()["layers.0.mlp.down.weight"], start, atol=1e-3
+    )
 
 
 def test_accumulation_gives_the_same_step(tmp_path):
     """Two half batches are one: the answers of a whole step are counted, not those of each part."""
     whole = data_of(batch_size=16).batch(0)
-    halves = [{k: v[i * 8 : i * 8 + 8] if torch.is_tensor(v) else v for k, v in whole.items()} for i in (0, 1)]
+    halves = [
+        {k: v[i * 8 : i * 8 + 8] if torch.is_tensor(v) else v for k, v in whole.items()}
+        for i in (0, 1)
+    ]
     items = (whole["labels"] != -100).sum()
     gradients = []
     for parts in ([whole], halves):
@@ -474,12 +608,15 @@ def test_accumulation_gives_the_same_step(tmp_path):
 
 
 def test_a_peak_goes_back_to_the_best_point(tmp_path):
-    """Weights are spoilt half-way; the run returns to what it had, with the optimizer, and goes on to learn."""
+    """Weights are spoilt half-way; the run returns to what it had, with the optimizer, and goes on
+    to learn."""
     held = {}
 
     def state_of(trainer):
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer).state_dict()["state"]
-        return copy.deepcopy([trainer.model.state_dict(), optimizer, trainer.ema_model.state_dict()])
+        return copy.deepcopy(
+            [trainer.model.state_dict(), optimizer, trainer.ema_model.state_dict()]
+        )
 
     class Spoil(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
@@ -494,10 +631,18 @@ def test_a_peak_goes_back_to_the_best_point(tmp_path):
 
     rewind = RewindOnPeak(every=10)
     schedule = Progressive(max_length=6, start=6, threshold=0.999)
-    trainer = trainer_of(tmp_path, data=data_of(schedule), max_steps=80, ema=0.9, callbacks=[Spoil(), rewind, After()])
+    trainer = trainer_of(
+        tmp_path,
+        data=data_of(schedule),
+        max_steps=80,
+        ema=0.9,
+        callbacks=[Spoil(), rewind, After()],
+    )
     trainer.train()
     peak = [r for r in trainer.state.log_history if "rewinds" in r]
-    assert [(r["rewinds"], r["rewound_to_step"], r["step"]) for r in peak][:1] == [(1, 30, 50)]  # the best is 31 to 40
+    assert [(r["rewinds"], r["rewound_to_step"], r["step"]) for r in peak][:1] == [
+        (1, 30, 50)
+    ]  # the best is 31 to 40
     assert peak[0]["peak"] > 3
     for a, b, spoilt in zip(held[30], held["after", 50], held[50], strict=True):
         flat = [list(_tensors(x)) for x in (a, b, spoilt)]
@@ -519,7 +664,8 @@ def _tensors(tree):
 
 
 def test_rewinding_gives_a_schedule_its_state_back(tmp_path):
-    """Also where the curriculum reports at the same step; what was counted on the way given up is forgotten."""
+    """Also where the curriculum reports at the same step; what was counted on the way given up is
+    forgotten."""
 
     class After(TrainerCallback):
         seen = 0
@@ -533,7 +679,9 @@ def test_rewinding_gives_a_schedule_its_state_back(tmp_path):
     rewind = RewindOnPeak(factor=1.0, margin=0.0, every=10, limit=3)
     curriculum, after = CurriculumCallback(every=15), After()
     callbacks = [curriculum, rewind, after]
-    trainer = trainer_of(tmp_path, data=data_of(schedule, delay=4), max_steps=120, callbacks=callbacks)
+    trainer = trainer_of(
+        tmp_path, data=data_of(schedule, delay=4), max_steps=120, callbacks=callbacks
+    )
     trainer.train()
     assert rewind.count == after.seen == 3
 
@@ -541,7 +689,10 @@ def test_rewinding_gives_a_schedule_its_state_back(tmp_path):
 def test_a_curriculums_callback_of_ones_own_replaces_the_default(tmp_path):
     schedule = Progressive(max_length=6, threshold=0.01, retreat=0.0, min_answers=1)
     trainer = trainer_of(
-        tmp_path, data=data_of(schedule, delay=4), max_steps=30, callbacks=[CurriculumCallback(every=25)]
+        tmp_path,
+        data=data_of(schedule, delay=4),
+        max_steps=30,
+        callbacks=[CurriculumCallback(every=25)],
     )
     trainer.train()
     assert trainer.data.difficulty() == 2
@@ -550,7 +701,9 @@ def test_a_curriculums_callback_of_ones_own_replaces_the_default(tmp_path):
 def test_training_on_goes_on_in_the_data(tmp_path):
     for workers in (0, 1):
         schedule = Progressive(max_length=6, threshold=0.01, retreat=0.0, min_answers=1)
-        trainer = trainer_of(tmp_path, data=data_of(schedule, delay=6), max_steps=20, dataloader_num_workers=workers)
+        trainer = trainer_of(
+            tmp_path, data=data_of(schedule, delay=6), max_steps=20, dataloader_num_workers=workers
+        )
         trainer.train()
         assert (trainer.data.step, trainer.data.difficulty()) == (20, 3)
         trainer.train()
@@ -587,9 +740,13 @@ def test_a_task_says_which_answers_count(tmp_path):
     trainer = trainer_of(tmp_path, data=data, max_steps=2)
     trainer.train()
     batches = [data.batch(i) for i in (0, 1)]
-    assert float(trainer.tally.counts["total"].sum()) == sum(int(b["lengths"].clamp(max=3).sum()) for b in batches)
+    assert float(trainer.tally.counts["total"].sum()) == sum(
+        int(b["lengths"].clamp(max=3).sum()) for b in batches
+    )
     held = data.held_out(64, 6)
-    logits = trainer.model.eval()(held["input_ids"], held["attention_mask"], out_len=6, n_step=4).logits
+    logits = trainer.model.eval()(
+        held["input_ids"], held["attention_mask"], out_len=6, n_step=4
+    ).logits
     right = (logits.argmax(-1) == held["labels"])[:, :3]
     found = evaluate_steps(trainer.model, data, [6], samples=64).cells[0][0].token
     assert found == pytest.approx(float(right.float().mean()))
@@ -639,10 +796,14 @@ def test_a_run_without_a_finite_loss_says_so_and_keeps_its_weights(tmp_path):
 
 def test_a_run_that_never_recovers_stops_at_its_limit(tmp_path, caplog):
     rewind = RewindOnPeak(every=2, limit=3)
-    trainer = trainer_of(tmp_path, max_steps=40, callbacks=[rewind], step_loss=Broken(*range(6, 40)))
+    trainer = trainer_of(
+        tmp_path, max_steps=40, callbacks=[rewind], step_loss=Broken(*range(6, 40))
+    )
     trainer.train()
     assert rewind.count == 3
-    assert trainer.state.global_step == 14  # three windows were good, three were given up, one is too many
+    assert (
+        trainer.state.global_step == 14
+    )  # three windows were good, three were given up, one is too many
     assert "3 rewinds, and the loss peaks again at step 14" in caplog.text
     assert trainer.lr_scheduler.state_dict()["base_lrs"][0] == pytest.approx(3e-3 / 8)
     assert trainer.state.log_history[-1]["rewound_to_step"] == rewind.best["step"] < 6
@@ -650,11 +811,19 @@ def test_a_run_that_never_recovers_stops_at_its_limit(tmp_path, caplog):
 
 @pytest.mark.parametrize("rate", [3.0, 10.0, 30.0])
 def test_an_explosion_ends_at_or_below_the_best_loss_seen(rate, tmp_path):
-    settings = {"max_steps": 300, "learning_rate": rate, "warmup_steps": 0, "max_grad_norm": 0.0,
-                "lr_scheduler_type": "constant", "lr_scheduler_kwargs": None}  # fmt: skip
+    settings = {
+        "max_steps": 300,
+        "learning_rate": rate,
+        "warmup_steps": 0,
+        "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant",
+        "lr_scheduler_kwargs": None,
+    }
 
     def trained(*callbacks):
-        data = CurriculumDataset(make_task("copy", symbols=4), Frontier(max_length=3), batch_size=32)
+        data = CurriculumDataset(
+            make_task("copy", symbols=4), Frontier(max_length=3), batch_size=32
+        )
         model = model_of(vocab_size=4, step_update="replace")  # whose latents grow
         trainer = trainer_of(tmp_path, model, data, callbacks=[*callbacks], **settings)
         trainer.train()
@@ -670,7 +839,9 @@ def test_an_explosion_ends_at_or_below_the_best_loss_seen(rate, tmp_path):
     exploded, rewound = trained(), trained(rewind)
     assert rewind.count > 0
     assert loss_of(exploded) > 1.5  # chance is log 4, 1.39
-    assert loss_of(rewound) <= rewind.best["loss"] + 0.06  # which is of 10 training batches of 96 symbols
+    assert (
+        loss_of(rewound) <= rewind.best["loss"] + 0.06
+    )  # which is of 10 training batches of 96 symbols
 
 
 def test_a_peak_in_a_last_window_that_is_not_whole_is_seen(tmp_path):
@@ -706,7 +877,9 @@ def test_an_easy_beginning_is_not_better_than_a_hard_end(tmp_path):
             return self._frontier(generator, batch, round(self.difficulty(step, state)), self.share)
 
     data = data_of(Growing(max_length=6))
-    trainer = trainer_of(tmp_path, data=data, max_steps=60, callbacks=[Spoil(), RewindOnPeak(every=10)])
+    trainer = trainer_of(
+        tmp_path, data=data, max_steps=60, callbacks=[Spoil(), RewindOnPeak(every=10)]
+    )
     trainer.train()
     rewinds = [r["step"] for r in trainer.state.log_history if "rewinds" in r]
     assert rewinds == [30]
@@ -714,7 +887,9 @@ def test_an_easy_beginning_is_not_better_than_a_hard_end(tmp_path):
 
 def test_what_callbacks_know_is_theirs_whatever_others_come(tmp_path):
     def run(out, *callbacks, **options):
-        trainer = trainer_of(out, data=data_of(Progressive(max_length=6)), max_steps=24, callbacks=[*callbacks])
+        trainer = trainer_of(
+            out, data=data_of(Progressive(max_length=6)), max_steps=24, callbacks=[*callbacks]
+        )
         trainer.args.save_strategy, trainer.args.save_steps = "steps", 12
         trainer.train(**options)
         return trainer
@@ -761,7 +936,9 @@ def test_a_checkpoint_cut_short_is_passed_over(tmp_path, caplog):
     again.train(resume_from_checkpoint=True)
     assert "checkpoint-6 is not whole and is passed over" in caplog.text
     assert begins == [4]
-    with pytest.raises(ValueError, match=r"thinker_state[.]pt cannot be read .*; needed a whole checkpoint"):
+    with pytest.raises(
+        ValueError, match=r"thinker_state[.]pt cannot be read .*; needed a whole checkpoint"
+    ):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     with pytest.raises(ValueError, match="has no whole checkpoint to resume from"):
         trainer_of(tmp_path / "none").train(resume_from_checkpoint=True)
@@ -770,14 +947,19 @@ def test_a_checkpoint_cut_short_is_passed_over(tmp_path, caplog):
 def test_a_users_arguments_stay_as_they_are(tmp_path):
     arguments = thinker_arguments(tmp_path, per_device_train_batch_size=3, use_cpu=True)
     trainer = ThinkerTrainer(model_of(), arguments, train_dataset=data_of())
-    assert (arguments.per_device_train_batch_size, trainer.args.per_device_train_batch_size) == (3, 8)
+    assert (arguments.per_device_train_batch_size, trainer.args.per_device_train_batch_size) == (
+        3,
+        8,
+    )
 
 
 def test_workers_change_nothing(tmp_path):
     models = []
     for workers in (0, 2):
         schedule = Progressive(max_length=6, start=2, threshold=0.01, retreat=0.0, min_answers=1)
-        trainer = trainer_of(tmp_path, data=data_of(schedule, delay=6), max_steps=30, dataloader_num_workers=workers)
+        trainer = trainer_of(
+            tmp_path, data=data_of(schedule, delay=6), max_steps=30, dataloader_num_workers=workers
+        )
         trainer.train()
         assert trainer.data.difficulty(trainer.batches) > 2
         models.append(trainer.model)
@@ -804,14 +986,20 @@ def test_grids_lengths_and_plots(tmp_path):
     model.eval()
     for i, n in enumerate((2, 5)):
         for j, steps in enumerate((3, 1)):
-            logits = model(batch["input_ids"], batch["attention_mask"], n_latent=n, n_step=steps, out_len=4).logits
+            logits = model(
+                batch["input_ids"], batch["attention_mask"], n_latent=n, n_step=steps, out_len=4
+            ).logits
             right = logits.argmax(-1) == batch["labels"]
             assert grid.cells[i][j].token == pytest.approx(float(right.float().mean()))
             assert grid.cells[i][j].sequence == pytest.approx(float(right.all(1).float().mean()))
     whole = FlowPlan.read_once(memory=False)
     once = evaluate_grid(model, data, n_latents=[4], n_steps=[2, 3], samples=32, plan=whole)
-    logits = model(batch["input_ids"], batch["attention_mask"], n_latent=4, plan=whole, n_step=3, out_len=4).logits
-    assert once.cells[0][1].token == pytest.approx(float((logits.argmax(-1) == batch["labels"]).float().mean()))
+    logits = model(
+        batch["input_ids"], batch["attention_mask"], n_latent=4, plan=whole, n_step=3, out_len=4
+    ).logits
+    assert once.cells[0][1].token == pytest.approx(
+        float((logits.argmax(-1) == batch["labels"]).float().mean())
+    )
     curves = evaluate_steps(model, data, [4], n_latent=2, n_steps=[3], samples=32)
     assert curves.cells[0][0] == grid.cells[0][0]
     assert len(str(grid).splitlines()) == 3
@@ -819,7 +1007,9 @@ def test_grids_lengths_and_plots(tmp_path):
     curves = {line.get_label(): list(line.get_ydata()) for line in grid.plot().axes[-1].get_lines()}
     for count, cells in zip(grid.n_latents, grid.cells, strict=True):
         assert curves[f"{count} latents"] == pytest.approx([cell.token for cell in cells])
-    history = [{"loss": 2.0 / n, "accuracy": 0.1 * n, "difficulty": n, "step": n} for n in range(1, 9)]
+    history = [
+        {"loss": 2.0 / n, "accuracy": 0.1 * n, "difficulty": n, "step": n} for n in range(1, 9)
+    ]
     plot_training(history).savefig(tmp_path / "training.png")
     assert all((tmp_path / f"{n}.png").stat().st_size > 5000 for n in ("grid", "training"))
     with pytest.raises(ValueError, match=r"needed lists, as \[8\]"):
@@ -830,9 +1020,14 @@ def test_grids_lengths_and_plots(tmp_path):
 
 def test_the_trainer_evaluates_and_logs(tmp_path):
     trainer = trainer_of(
-        tmp_path, max_steps=8, logging_steps=4, eval_strategy="steps", eval_steps=4, eval_lengths=[2, 6],
+        tmp_path,
+        max_steps=8,
+        logging_steps=4,
+        eval_strategy="steps",
+        eval_steps=4,
+        eval_lengths=[2, 6],
         eval_samples=16,
-    )  # fmt: skip
+    )
     trainer.train()
     history = trainer.state.log_history
     assert [r["step"] for r in history if "eval_accuracy_6" in r] == [4, 8]
@@ -842,60 +1037,132 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda out: trainer_of(out, model_of(vocab_size=8)), "vocab_size is 8; Copy up to length 6 needed 16"),
-        (lambda out: trainer_of(out, model_of(max_input_length=5)), "max_input_length is 5; .* needed 6"),
+        (
+            lambda out: trainer_of(out, model_of(vocab_size=8)),
+            "vocab_size is 8; Copy up to length 6 needed 16",
+        ),
+        (
+            lambda out: trainer_of(out, model_of(max_input_length=5)),
+            "max_input_length is 5; .* needed 6",
+        ),
         (lambda out: trainer_of(out, ema=1.0), "ema is 1.0"),
         (lambda out: trainer_of(out).ema_model, "no moving average is kept; needed ema=0.999"),
-        (lambda out: trainer_of(out, data=data_of(Progressive(max_length=6), delay=3), dataloader_num_workers=2),
-         "drawn 5 ahead, the data set's delay is 3"),
-        (lambda out: RewindOnPeak(factor=0.5), "factor 0.5"),
-        (lambda out: RewindOnPeak(cooling=0.0), "cooling 0.0"),
-        (lambda out: trainer_of(out, segments=0), "segments is 0; needed a whole number, 1 or more"),
-        (lambda out: trainer_of(out, segments=2, gradient_accumulation_steps=2), "needed one of them to be 1"),
         (
             lambda out: trainer_of(
-                out, model_of(vocab_size=10, max_input_length=11), data_of(Fixed(max_length=2), make_task("hops")),
-                segments=2,
+                out, data=data_of(Progressive(max_length=6), delay=3), dataloader_num_workers=2
             ),
-            r"segments is 2, but answers of Hops\(size=10, permutation=True\) counts steps from the start",
+            "drawn 5 ahead, the data set's delay is 3",
+        ),
+        (lambda out: RewindOnPeak(factor=0.5), "factor 0.5"),
+        (lambda out: RewindOnPeak(cooling=0.0), "cooling 0.0"),
+        (
+            lambda out: trainer_of(out, segments=0),
+            "segments is 0; needed a whole number, 1 or more",
+        ),
+        (
+            lambda out: trainer_of(out, segments=2, gradient_accumulation_steps=2),
+            "needed one of them to be 1",
         ),
         (
             lambda out: trainer_of(
-                out, model_of(vocab_size=17, latent_init="tokens", num_latents=None, window=2, max_input_length=7,
-                              max_output_length=7),
-                data_of(task=AtTokens(make_task("copy"))), segments=2, step_loss=Reach(),
+                out,
+                model_of(vocab_size=10, max_input_length=11),
+                data_of(Fixed(max_length=2), make_task("hops")),
+                segments=2,
+            ),
+            r"segments is 2, but answers of Hops\(size=10, permutation=True\) counts steps from "
+            r"the start",
+        ),
+        (
+            lambda out: trainer_of(
+                out,
+                model_of(
+                    vocab_size=17,
+                    latent_init="tokens",
+                    num_latents=None,
+                    window=2,
+                    max_input_length=7,
+                    max_output_length=7,
+                ),
+                data_of(task=AtTokens(make_task("copy"))),
+                segments=2,
+                step_loss=Reach(),
             ),
             "but Reach counts steps from the start; needed 1, or another loss",
         ),
         (
-            lambda out: trainer_of(out, data=data_of(Progressive(max_length=6), delay=4), segments=5),
+            lambda out: trainer_of(
+                out, data=data_of(Progressive(max_length=6), delay=4), segments=5
+            ),
             "batches are drawn 5 ahead, the data set's delay is 4; needed a delay as large",
         ),
         (
             lambda out: trainer_of(
-                out, model_of(vocab_size=5, latent_init="tokens", num_latents=None, window=2),
-                CurriculumDataset(AtTokens(TensorTask(torch.ones(9, 5).long(), torch.ones(9, 5).long())), n_step=4,
-                                  holdout=0.0), step_loss=Reach(),
+                out,
+                model_of(vocab_size=5, latent_init="tokens", num_latents=None, window=2),
+                CurriculumDataset(
+                    AtTokens(TensorTask(torch.ones(9, 5).long(), torch.ones(9, 5).long())),
+                    n_step=4,
+                    holdout=0.0,
+                ),
+                step_loss=Reach(),
             ),
-            "depend on tokens 5 away or farther, and at most 4 steps reach 4; needed more steps, a task that says",
+            "depend on tokens 5 away or farther, and at most 4 steps reach 4; needed more steps, a "
+            "task that says",
         ),
-        (lambda out: evaluate_steps(model_of(), data_of(), [6], n_steps=4), r"n_steps 4; needed lists, as \[20\]"),
-        (lambda out: trainer_of(out, draw_plan=FlowPlan.read_once()), "draw_plan is a FlowPlan; needed a function"),
-        (lambda out: trainer_of(out).predict([]), r"predict is not there; needed model\(tokens, mask\)"),
-        (lambda out: evaluate_steps(model_of(), data_of(), [6], plan=FlowPlan.random), "plan is .*; needed a Flow"),
-        (lambda out: evaluate_steps(model_of(), data_of(), [6], n_steps=[2], plan="x"), "plan is 'x'; needed"),
-        (lambda out: trainer_of(out, draw_plan=lambda generator, n_step: None), "draw_plan gives None; needed"),
+        (
+            lambda out: evaluate_steps(model_of(), data_of(), [6], n_steps=4),
+            r"n_steps 4; needed lists, as \[20\]",
+        ),
+        (
+            lambda out: trainer_of(out, draw_plan=FlowPlan.read_once()),
+            "draw_plan is a FlowPlan; needed a function",
+        ),
+        (
+            lambda out: trainer_of(out).predict([]),
+            r"predict is not there; needed model\(tokens, mask\)",
+        ),
+        (
+            lambda out: evaluate_steps(model_of(), data_of(), [6], plan=FlowPlan.random),
+            "plan is .*; needed a Flow",
+        ),
+        (
+            lambda out: evaluate_steps(model_of(), data_of(), [6], n_steps=[2], plan="x"),
+            "plan is 'x'; needed",
+        ),
+        (
+            lambda out: trainer_of(out, draw_plan=lambda generator, n_step: None),
+            "draw_plan gives None; needed",
+        ),
         (
             lambda out: trainer_of(
-                out, draw_plan=lambda g, n: FlowPlan.random({"mem_lookup": 0.3, "read_input": 1.0}, n, generator=g)
+                out,
+                draw_plan=lambda g, n: FlowPlan.random(
+                    {"mem_lookup": 0.3, "read_input": 1.0}, n, generator=g
+                ),
             ),
             'the plan uses the memory, but memory is "none"',
         ),
-        (lambda out: trainer_of(out, model_of(causal=True)), r"is Copy\(symbols=16\); needed AtTokens\(task\)"),
-        (lambda out: trainer_of(out, data=data_of(task=AtTokens(make_task("copy")))), "needed a plain task"),
-        (lambda out: trainer_of(out, data=data_of(n_latent=(2, 9))), "draws up to 9 latents, the model's table has 4"),
-        (lambda out: trainer_of(out, model_of(plan=FlowPlan.read_once())), "memory is 'none'; needed"),
-        (lambda out: trainer_of(out, step_loss=AllSteps), "step_loss <class .*needed .* a StepLoss"),
+        (
+            lambda out: trainer_of(out, model_of(causal=True)),
+            r"is Copy\(symbols=16\); needed AtTokens\(task\)",
+        ),
+        (
+            lambda out: trainer_of(out, data=data_of(task=AtTokens(make_task("copy")))),
+            "needed a plain task",
+        ),
+        (
+            lambda out: trainer_of(out, data=data_of(n_latent=(2, 9))),
+            "draws up to 9 latents, the model's table has 4",
+        ),
+        (
+            lambda out: trainer_of(out, model_of(plan=FlowPlan.read_once())),
+            "memory is 'none'; needed",
+        ),
+        (
+            lambda out: trainer_of(out, step_loss=AllSteps),
+            "step_loss <class .*needed .* a StepLoss",
+        ),
         (lambda out: trainer_of(out, torch.nn.Linear(2, 2)), "model is Linear"),
         (lambda out: trainer_of(out, eval_lengths=5), "eval_lengths 5"),
         (lambda out: trainer_of(out, eval_samples=0), "eval_samples 0; needed"),
@@ -904,16 +1171,25 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
         (lambda out: data_of(n_step=lambda length: 0.5), "n_step is 0.5 at length"),
         (lambda out: data_of(batch_size="8"), "batch_size '8'"),
         (lambda out: data_of(holdout="0.1"), "holdout '0.1'"),
-        (lambda out: evaluate_steps(model_of(), make_task("copy"), [6], n_steps=[2]), "data is a Copy; needed"),
+        (
+            lambda out: evaluate_steps(model_of(), make_task("copy"), [6], n_steps=[2]),
+            "data is a Copy; needed",
+        ),
         (
             lambda out: evaluate_steps(
-                model_of(vocab_size=17, latent_init="tokens", num_latents=None), data_of(), [6], n_steps=[2]
+                model_of(vocab_size=17, latent_init="tokens", num_latents=None),
+                data_of(),
+                [6],
+                n_steps=[2],
             ),
             r"evaluate_steps: the model has latent_init=\"tokens\".*needed AtTokens",
         ),
-        (lambda out: trainer_of(out, model_of(memory="static", memory_size=4)), "would change what autograd saved"),
+        (
+            lambda out: trainer_of(out, model_of(memory="static", memory_size=4)),
+            "would change what autograd saved",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_refused(call, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         call(tmp_path)
@@ -923,5 +1199,9 @@ def test_a_foreign_checkpoint_is_refused(tmp_path):
     trainer = trainer_of(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
     trainer.train()
     (tmp_path / "checkpoint-2" / "thinker_state.pt").unlink()
-    with pytest.raises(ValueError, match=r"has no thinker_state[.]pt; needed a whole checkpoint that"):
-        trainer_of(tmp_path, max_steps=4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    with pytest.raises(
+        ValueError, match=r"has no thinker_state[.]pt; needed a whole checkpoint that"
+    ):
+        trainer_of(tmp_path, max_steps=4).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-2")
+        )

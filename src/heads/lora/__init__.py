@@ -1,6 +1,9 @@
-"""LoRA with peft's configs, layers and files: a lean forward, exact interchange, and tuning that can be watched.
+"""LoRA with peft's configs, layers and files.
 
-What functions return is in the modules beside them: ``heads.lora.report``, ``heads.lora.storage``, ...
+A lean forward, exact interchange, and tuning that can be watched.
+
+What functions return is in the modules beside them: ``heads.lora.report``, ``heads.lora.storage``,
+...
 """
 
 from .data.packing import check_packed_examples

@@ -18,17 +18,28 @@ from .storage.merge import merge_lora
 
 def parser() -> argparse.ArgumentParser:
     """The arguments."""
-    top = argparse.ArgumentParser(prog="python -m heads.lora", description="Look at LoRA adapters, and merge them.")
+    top = argparse.ArgumentParser(
+        prog="python -m heads.lora", description="Look at LoRA adapters, and merge them."
+    )
     commands = top.add_subparsers(dest="command", required=True)
-    showing = commands.add_parser("show", help="what an adapter holds: layers, ranks, scalings, sizes of updates")
-    merging = commands.add_parser("merge", help="write the model with an adapter as an ordinary checkpoint")
+    showing = commands.add_parser(
+        "show", help="what an adapter holds: layers, ranks, scalings, sizes of updates"
+    )
+    merging = commands.add_parser(
+        "merge", help="write the model with an adapter as an ordinary checkpoint"
+    )
     for command in (showing, merging):
         command.add_argument("model", help="folder or hub id of the base, a causal language model")
         command.add_argument("adapter", help="folder or hub id of the adapter")
     merging.add_argument("out", help="folder to write; must not exist or be empty")
-    merging.add_argument("--dtype", help="of what is written, such as float32 (default: the base's)")
     merging.add_argument(
-        "--max-lost", type=float, default=0.25, help="share of an update that may be lost (default: 0.25)"
+        "--dtype", help="of what is written, such as float32 (default: the base's)"
+    )
+    merging.add_argument(
+        "--max-lost",
+        type=float,
+        default=0.25,
+        help="share of an update that may be lost (default: 0.25)",
     )
     merging.add_argument("--no-progress", action="store_true", help="no progress bar")
     return top
@@ -51,10 +62,16 @@ def _run(options: argparse.Namespace) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError):
         tokenizer = None
-    print(merge_lora(
-        model, options.out, dtype=options.dtype, max_lost=options.max_lost, tokenizer=tokenizer,
-        progress=not options.no_progress,
-    ))  # fmt: skip
+    print(
+        merge_lora(
+            model,
+            options.out,
+            dtype=options.dtype,
+            max_lost=options.max_lost,
+            tokenizer=tokenizer,
+            progress=not options.no_progress,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -14,26 +14,43 @@ from ._eager.autograd import Adapter, autocast_dtype, run, transforming
 IMPLS = ("reference", "eager", "auto")
 
 
-def check(operation: str, x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor, bias: Tensor | None,
-          transposed: bool) -> None:  # fmt: skip
+def check(
+    operation: str,
+    x: Tensor,
+    weight: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    bias: Tensor | None,
+    transposed: bool,
+) -> None:
     """Refuse shapes and dtypes that do not belong together."""
     if weight.dim() != 2 or lora_a.dim() != 2 or lora_b.dim() != 2 or not x.dim():
         raise ValueError(
-            f"{operation}: x is {list(x.shape)}, weight {list(weight.shape)}, lora_a {list(lora_a.shape)} and lora_b "
-            f"{list(lora_b.shape)}; needed (*B, I), (O, I), (r, I) and (O, r)"
+            f"{operation}: x is {list(x.shape)}, weight {list(weight.shape)}, lora_a "
+            f"{list(lora_a.shape)} and lora_b {list(lora_b.shape)}; needed (*B, I), (O, I), (r, I) "
+            "and (O, r)"
         )
     outs, ins = weight.shape[::-1] if transposed else weight.shape
     if x.shape[-1] != ins:
-        raise ValueError(f"{operation}: last dim of x {list(x.shape)} must be {ins}, the weight's input")
-    if lora_a.shape[1] != ins or lora_b.shape[0] != outs or lora_a.shape[0] != lora_b.shape[1] or not lora_a.shape[0]:
         raise ValueError(
-            f"{operation}: lora_a is {list(lora_a.shape)} and lora_b {list(lora_b.shape)}, but the weight {outs} x "
-            f"{ins} needs (r, {ins}) and ({outs}, r), r >= 1"
+            f"{operation}: last dim of x {list(x.shape)} must be {ins}, the weight's input"
+        )
+    if (
+        lora_a.shape[1] != ins
+        or lora_b.shape[0] != outs
+        or lora_a.shape[0] != lora_b.shape[1]
+        or not lora_a.shape[0]
+    ):
+        raise ValueError(
+            f"{operation}: lora_a is {list(lora_a.shape)} and lora_b {list(lora_b.shape)}, but the "
+            f"weight {outs} x {ins} needs (r, {ins}) and ({outs}, r), r >= 1"
         )
     if bias is not None and tuple(bias.shape) != (outs,):
         raise ValueError(f"{operation}: bias has shape {list(bias.shape)}, needed ({outs},)")
     if autocast_dtype(x) is None and x.dtype != weight.dtype:
-        raise ValueError(f"{operation}: x is {x.dtype} and the weight is {weight.dtype}, needed one dtype")
+        raise ValueError(
+            f"{operation}: x is {x.dtype} and the weight is {weight.dtype}, needed one dtype"
+        )
 
 
 def _check_options(operation: str, dropout_p: float, seed: Tensor | None, impl: str) -> None:
@@ -42,7 +59,9 @@ def _check_options(operation: str, dropout_p: float, seed: Tensor | None, impl: 
     if not 0 <= dropout_p < 1:
         raise ValueError(f"{operation}: dropout_p is {dropout_p}, needed at least 0 and below 1")
     if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1):
-        raise ValueError(f"{operation}: {seed.numel()} seeds of {seed.dtype}, needed 1 of torch.int64")
+        raise ValueError(
+            f"{operation}: {seed.numel()} seeds of {seed.dtype}, needed 1 of torch.int64"
+        )
 
 
 def lora_linear(
@@ -60,8 +79,9 @@ def lora_linear(
 ) -> Tensor:
     """A linear layer with a low-rank update: ``x Wᵀ + b + scaling · (drop(x) Aᵀ) Bᵀ``.
 
-    Until backward it keeps x and nothing else: x Aᵀ and the dropout's mask are computed again. Nothing of the output's
-    size is made but the output. The factors may be of another dtype than x: they are cast, x is not.
+    Until backward it keeps x and nothing else: x Aᵀ and the dropout's mask are computed again.
+    Nothing of the output's size is made but the output. The factors may be of another dtype than x:
+    they are cast, x is not.
 
     Args:
         x: Input, (*B, I).
@@ -71,9 +91,11 @@ def lora_linear(
         bias: (O,) or None.
         scaling: peft's ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` for rsLoRA.
         dropout_p: Share of x's elements that the update does not see; pass 0 in evaluation.
-        seed: A scalar of 64 bits that names the dropout, as a tensor on x's device; None draws one from torch's state.
+        seed: A scalar of 64 bits that names the dropout, as a tensor on x's device; None draws one
+            from torch's state.
         transposed: The weight is stored (I, O), as GPT-2's `Conv1D` does.
-        impl: ``"reference"`` (also taken within vmap, jvp and the like) or ``"eager"``, which ``"auto"`` takes.
+        impl: ``"reference"`` (also taken within vmap, jvp and the like) or ``"eager"``, which
+            ``"auto"`` takes.
 
     Returns:
         (*B, O), in x's dtype, or autocast's.
@@ -81,9 +103,14 @@ def lora_linear(
     Raises:
         ValueError: Shapes or dtypes that do not fit; an unknown option.
 
-    Source: Hu et al., "LoRA", 2021. Order of products and what to save: "RunLoRA", arXiv 2312.03415.
+    Source: Hu et al., "LoRA", 2021. Order of products and what to save: "RunLoRA", arXiv
+    2312.03415.
 
-    >>> x, a, b = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 1.0]]), torch.tensor([[1.0], [0.0]])
+    >>> x, a, b = (
+    ...     torch.tensor([[1.0, 2.0]]),
+    ...     torch.tensor([[1.0, 1.0]]),
+    ...     torch.tensor([[1.0], [0.0]]),
+    ... )
     >>> lora_linear(x, torch.eye(2), a, b, scaling=2.0)
     tensor([[7., 2.]])
     """
@@ -96,10 +123,23 @@ def lora_linear(
         if autocast_dtype(x) is None:
             lora_a, lora_b = lora_a.to(x.dtype), lora_b.to(x.dtype)
         return reference.lora_linear(
-            x, weight, lora_a, lora_b, bias, scaling=scaling, dropout_p=dropout_p, seed=seed, transposed=transposed
+            x,
+            weight,
+            lora_a,
+            lora_b,
+            bias,
+            scaling=scaling,
+            dropout_p=dropout_p,
+            seed=seed,
+            transposed=transposed,
         )
     y = run(
-        x.reshape(-1, x.shape[-1]), weight, bias, (lora_a, lora_b), (Adapter(float(scaling), float(dropout_p)),),
-        transposed=transposed, seeds=None if seed is None else seed.reshape(1),
-    )  # fmt: skip
+        x.reshape(-1, x.shape[-1]),
+        weight,
+        bias,
+        (lora_a, lora_b),
+        (Adapter(float(scaling), float(dropout_p)),),
+        transposed=transposed,
+        seeds=None if seed is None else seed.reshape(1),
+    )
     return y.view(*x.shape[:-1], y.shape[-1])

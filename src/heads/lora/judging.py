@@ -1,4 +1,4 @@
-"""What answers are worth, without a service: by a reference, by a language model, by a trained pairwise model."""
+"""Judge answers without a service: by a reference, a language model or a trained pairwise model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Judge = Callable[[str, str], float]
 class ReferenceOverlap:
     """A judge that knows a good answer: chrF of sacrebleu (extra ``judge``), 0 to 100.
 
-    It is the F-score of the characters' n-grams (Popović, "chrF", 2015), so that signs count, words of one stem are
-    near, and languages without spaces are measured, too.
+    It is the F-score of the characters' n-grams (Popović, "chrF", 2015), so that signs count, words
+    of one stem are near, and languages without spaces are measured, too.
 
     Args:
         references: Good answers by prompt.
@@ -39,7 +39,9 @@ class ReferenceOverlap:
 
     def __init__(self, references: Mapping[str, str]):
         if importlib.util.find_spec("sacrebleu") is None:
-            raise ImportError("ReferenceOverlap: it needs sacrebleu; pip install 'model-components[judge]'")
+            raise ImportError(
+                "ReferenceOverlap: it needs sacrebleu; pip install 'model-components[judge]'"
+            )
         from sacrebleu.metrics import CHRF
 
         self.references, self._metric = dict(references), CHRF()
@@ -57,21 +59,26 @@ class ReferenceOverlap:
 class LikelihoodGain:
     """A judge that is a language model: how much likelier a prompt makes an answer, in nats.
 
-    ``log p(answer | prompt) - log p(answer)``. What is likely anywhere, such as one word again and again, gains little,
-    and no answer gains 0. Not a mean over tokens, which prefers half an answer to the whole.
+    ``log p(answer | prompt) - log p(answer)``. What is likely anywhere, such as one word again and
+    again, gains little, and no answer gains 0. Not a mean over tokens, which prefers half an answer
+    to the whole.
 
     Args:
         model: A causal language model, better than the one that is judged.
-        tokenizer: Its tokenizer. Prompts are not put into its chat template: give them with it, if it has one.
+        tokenizer: Its tokenizer. Prompts are not put into its chat template: give them with it, if
+            it has one.
 
     Raises:
-        ValueError: The tokenizer has neither a beginning nor an end token to put before a bare answer.
+        ValueError: The tokenizer has neither a beginning nor an end token to put before a bare
+            answer.
     """
 
     def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase):
         start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         if start is None:
-            raise ValueError("LikelihoodGain: the tokenizer has neither a beginning nor an end token, needed one")
+            raise ValueError(
+                "LikelihoodGain: the tokenizer has neither a beginning nor an end token, needed one"
+            )
         self.model, self.tokenizer, self._start = model, tokenizer, start
 
     @torch.no_grad()
@@ -84,8 +91,8 @@ class LikelihoodGain:
         most = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
         if most is not None and len(before) + len(answer) > most:
             raise ValueError(
-                f"LikelihoodGain: {len(before)} tokens of prompt and {len(answer)} of answer; the model has {most} "
-                "positions"
+                f"LikelihoodGain: {len(before)} tokens of prompt and {len(answer)} of answer; the "
+                f"model has {most} positions"
             )
         ids = torch.tensor([[*before, *answer]], device=next(self.model.parameters()).device)
         with evaluating(self.model):
@@ -94,15 +101,22 @@ class LikelihoodGain:
 
     def __call__(self, prompt: str, answer: str) -> float:
         """A score in nats; an empty answer scores 0."""
-        asked, said = (list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (prompt, answer))
+        asked, said = (
+            list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            for text in (prompt, answer)
+        )
         if not said:
             return 0.0
-        asked = asked if asked[:1] == [self._start] else [self._start, *asked]  # as chat templates write it
+        asked = (
+            asked if asked[:1] == [self._start] else [self._start, *asked]
+        )  # as chat templates write it
         return self.log_likelihood(asked, said) - self.log_likelihood([self._start], said)
 
 
 class WinRate:
-    """A judge that is a pairwise model: how likely an answer beats a reference, in %; a tie counts half.
+    """A judge that is a pairwise model: how likely an answer beats a reference, in %.
+
+    A tie counts half.
 
     Args:
         model: A trained `heads.pairwise.PairwiseModel`.
@@ -114,7 +128,10 @@ class WinRate:
 
     def __init__(self, model: Any, references: Mapping[str, str]):
         if not hasattr(model, "predict"):
-            raise ValueError(f"WinRate: the model is a {type(model).__name__}, needed a heads.pairwise.PairwiseModel")
+            raise ValueError(
+                f"WinRate: the model is a {type(model).__name__}, needed a "
+                "heads.pairwise.PairwiseModel"
+            )
         self.model, self.references = model, dict(references)
 
     def __call__(self, prompt: str, answer: str) -> float:
@@ -124,7 +141,11 @@ class WinRate:
             ValueError: There is no reference for the prompt.
         """
         other = _reference("WinRate", self.references, prompt)
-        shares = self.model.predict([prompt], [answer], [other], progress=False).probabilities[0].tolist()
+        shares = (
+            self.model.predict([prompt], [answer], [other], progress=False)
+            .probabilities[0]
+            .tolist()
+        )
         return 100.0 * (shares[0] + (shares[2] / 2 if len(shares) == 3 else 0.0))
 
 
@@ -134,7 +155,9 @@ def _reference(operation: str, references: Mapping[str, str], prompt: str) -> st
     return references[prompt]
 
 
-def judge_answers(judge: Judge, prompts: Sequence[str], answers: Sequence[str], *, progress: bool = True) -> float:
+def judge_answers(
+    judge: Judge, prompts: Sequence[str], answers: Sequence[str], *, progress: bool = True
+) -> float:
     """The mean score of answers.
 
     Args:
@@ -149,16 +172,26 @@ def judge_answers(judge: Judge, prompts: Sequence[str], answers: Sequence[str], 
     Raises:
         ValueError: As many prompts as answers are needed, one at least, and scores that are finite.
 
-    >>> judge_answers(lambda prompt, answer: 100.0 * (prompt == answer), ["a", "b"], ["a", "c"], progress=False)
+    >>> judge_answers(
+    ...     lambda prompt, answer: 100.0 * (prompt == answer),
+    ...     ["a", "b"],
+    ...     ["a", "c"],
+    ...     progress=False,
+    ... )
     50.0
     """
     if len(prompts) != len(answers) or not prompts:
-        raise ValueError(f"judge_answers: {len(prompts)} prompts and {len(answers)} answers; needed as many, and some")
+        raise ValueError(
+            f"judge_answers: {len(prompts)} prompts and {len(answers)} answers; needed as many, "
+            "and some"
+        )
     scores = []
     pairs = zip(prompts, answers, strict=True)
     for prompt, answer in tqdm(pairs, "judging", len(prompts), disable=not progress, leave=False):
         score = float(judge(prompt, answer))
         if not math.isfinite(score):
-            raise ValueError(f"judge_answers: the judge gave {score} to {answer[:60]!r}, needed a finite number")
+            raise ValueError(
+                f"judge_answers: the judge gave {score} to {answer[:60]!r}, needed a finite number"
+            )
         scores.append(score)
     return sum(scores) / len(scores)

@@ -19,33 +19,41 @@ from ._eager.autograd import Adapter, Spans, add_adapters, autocast_dtype, linea
 BASE = "__base__"  # peft's name for no adapter in a mixed batch
 STOCK = (nn.Linear, Conv1D)  # layers whose product we make ourselves
 KINDS = ("Linear", "Linear8bitLt", "Linear4bit", "HqqLoraLinear", "TorchaoLoraLinear")
-"""peft's layers whose forward is the base layer's plus the adapters': their class can be exchanged for ours."""
+"""peft's layers whose forward is the base layer's plus the adapters': their class can be exchanged
+for ours."""
 
 _FEW = 256  # tokens up to which keeping a dropout's mask is cheaper than computing it again
-_MERGE_ABOVE = 2  # times the break-even in flops, since a merged weight also has to be written to memory
+_MERGE_ABOVE = (
+    2  # times the break-even in flops, since a merged weight also has to be written to memory
+)
 _PLAIN = (nn.Parameter, Tensor, FakeTensor)
 
 
 class LeanForward:
     """A forward for peft's LoRA layers: the layer's own product, and updates added to it in place.
 
-    Calls that it does not support go to peft's own forward, see `route`. Everything but the forward is
-    peft's: parameters, state dict, merging, switching, several adapters (active together or one a sample).
+    Calls that it does not support go to peft's own forward, see `route`. Everything but the forward
+    is peft's: parameters, state dict, merging, switching, several adapters (active together or one
+    a sample).
     """
 
     def forward(self: Any, x: Tensor, *args: object, **kwargs: Any) -> Tensor:
         """Peft's arguments and result."""
         names = kwargs.get("adapter_names") if kwargs else None
-        other = args or (kwargs and any(v is not None and k != "adapter_names" for k, v in kwargs.items()))
+        other = args or (
+            kwargs and any(v is not None and k != "adapter_names" for k, v in kwargs.items())
+        )
         if other or self._disable_adapters or self.merged_adapters:
-            return super().forward(x, *args, **kwargs)  # pyrefly: ignore
+            # pyrefly: ignore[missing-attribute]: peft's layer stands beside it in the bases
+            return super().forward(x, *args, **kwargs)
         spans = None
         if names is not None:
             self._check_forward_args(x, adapter_names=names)
             spans = spans_of(names, x.shape[1:-1].numel())
         chosen_path = route(self, spans)
         if isinstance(chosen_path, str):
-            return super().forward(x, *args, **kwargs)  # pyrefly: ignore
+            # pyrefly: ignore[missing-attribute]: peft's layer stands beside it in the bases
+            return super().forward(x, *args, **kwargs)
         return compute(chosen_path, x)
 
     def _get_name(self) -> str:
@@ -54,17 +62,25 @@ class LeanForward:
 
 
 class LoraLinear(LeanForward, lora.Linear):
-    """peft's `lora.Linear` whose forward is `lora_linear`. `accelerate_lora_` makes them of a model's own layers."""
+    """peft's `lora.Linear` whose forward is `lora_linear`.
+
+    `accelerate_lora_` makes them of a model's own layers.
+    """
 
 
 def can_be_lean(kind: type) -> bool:
-    """Whether a class is peft's own and named in `KINDS`; a user's class of the same name is not."""
+    """Whether a class is peft's own and named in `KINDS`.
+
+    A user's class of the same name is not.
+    """
     return kind.__name__ in KINDS and kind.__module__.startswith("peft.tuners.lora")
 
 
 def lora_layers(model: nn.Module) -> dict[str, lora.LoraLayer]:
     """All of peft's LoRA layers, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, lora.LoraLayer)}
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, lora.LoraLayer)
+    }
 
 
 @cache
@@ -87,14 +103,19 @@ class Route(NamedTuple):
 
 
 def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
-    """What this call is computed from, by the active adapters or those named in spans; or, as text, why peft does it.
+    """What this call is computed from, by the active adapters or those named in spans.
 
-    Evaluated in every call, since adapters, hooks, dtypes and parameters may have changed since the last one.
+    Or, as text, why peft does it.
+
+    Evaluated in every call, since adapters, hooks, dtypes and parameters may have changed since the
+    last one.
     """
     if (
-        module_state._global_forward_hooks or module_state._global_forward_pre_hooks
-        or module_state._global_backward_hooks or module_state._global_backward_pre_hooks
-    ):  # fmt: skip
+        module_state._global_forward_hooks
+        or module_state._global_forward_pre_hooks
+        or module_state._global_backward_hooks
+        or module_state._global_backward_pre_hooks
+    ):
         return "there are hooks on all modules"
     modules = layer._modules
     base = modules["base_layer"]
@@ -119,24 +140,36 @@ def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
                 return "a factor has hooks, or a forward that was replaced"
             weight = part._parameters.get("weight")
             if not _is_plain(weight):
-                return "a factor's weight is sharded" if _is_sharded(weight) else f"a factor is a {type(weight)}"
+                return (
+                    "a factor's weight is sharded"
+                    if _is_sharded(weight)
+                    else f"a factor is a {type(weight)}"
+                )
             factors.append(weight)
         p = drop.p if drop.training and type(drop) is nn.Dropout else 0.0
         adapters.append(Adapter(layer.scaling[name], p, None if spans is None else spans[name]))
-    weight = base._parameters.get("weight") if type(base) in STOCK and not _is_touched(base) else None
+    weight = (
+        base._parameters.get("weight") if type(base) in STOCK and not _is_touched(base) else None
+    )
     return Route(base, weight if _is_plain(weight) else None, factors, adapters)
 
 
 def _is_touched(module: nn.Module) -> bool:
     """Whether more happens in a module's call than its class's forward."""
     return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
         or "forward" in module.__dict__
-    )  # fmt: skip
+    )
 
 
 def _is_plain(weight: Any) -> bool:
-    """Whether a weight is an ordinary floating tensor, whole on this process (ZeRO-3 marks others by ``ds_id``)."""
+    """Return whether a weight is an ordinary floating tensor, whole on this process.
+
+    ZeRO-3 marks others by ``ds_id``.
+    """
     return type(weight) in _PLAIN and weight.is_floating_point() and not hasattr(weight, "ds_id")
 
 
@@ -148,7 +181,9 @@ def compute(chosen_path: Route, x: Tensor) -> Tensor:
     """Return a layer's output: by `_Lora` for dropout over many tokens, else by plain products."""
     base, weight, factors, adapters = chosen_path
     flat = x.reshape(-1, x.shape[-1])
-    if weight is None or (weight.dtype != x.dtype and autocast_dtype(x) is None):  # which raises as a stock layer does
+    if weight is None or (
+        weight.dtype != x.dtype and autocast_dtype(x) is None
+    ):  # which raises as a stock layer does
         y = base(x)
         return add_adapters(y.reshape(-1, y.shape[-1]), flat, factors, adapters).view(y.shape)
     transposed, bias = type(base) is Conv1D, base._parameters.get("bias")
@@ -164,27 +199,47 @@ def compute(chosen_path: Route, x: Tensor) -> Tensor:
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _merges(x: Tensor, weight: Tensor, factors: Sequence[Tensor], adapters: Sequence[Adapter]) -> bool:
-    """Whether ``x (W + s B A)ᵀ`` is cheaper and loses nothing: half precision would round the update away."""
-    if torch.is_grad_enabled() or x.dtype.itemsize < 4 or x.is_cuda or torch.compiler.is_compiling() or not adapters:
+def _merges(
+    x: Tensor, weight: Tensor, factors: Sequence[Tensor], adapters: Sequence[Adapter]
+) -> bool:
+    """Return whether ``x (W + s B A)ᵀ`` is cheaper and loses nothing.
+
+    Half precision would round the update away.
+    """
+    if (
+        torch.is_grad_enabled()
+        or x.dtype.itemsize < 4
+        or x.is_cuda
+        or torch.compiler.is_compiling()
+        or not adapters
+    ):
         return False
-    if any(one.dropout_p or one.spans is not None for one in adapters) or autocast_dtype(x) is not None:
+    if (
+        any(one.dropout_p or one.spans is not None for one in adapters)
+        or autocast_dtype(x) is not None
+    ):
         return False
     rank = sum(b.shape[1] for b in factors[1::2])
     written = weight.numel() * (rank + len(adapters))
     return x.shape[0] * rank * sum(weight.shape) > _MERGE_ABOVE * written
 
 
-def merged(weight: Tensor, factors: Sequence[Tensor], adapters: Sequence[Adapter], transposed: bool) -> Tensor:
+def merged(
+    weight: Tensor, factors: Sequence[Tensor], adapters: Sequence[Adapter], transposed: bool
+) -> Tensor:
     """W + Σ s B A."""
     for a, b, one in zip(factors[::2], factors[1::2], adapters, strict=True):
         left, right = (a.T, b.T) if transposed else (b, a)
-        weight = torch.addmm(weight, left.to(weight.dtype), right.to(weight.dtype), alpha=one.scaling)
+        weight = torch.addmm(
+            weight, left.to(weight.dtype), right.to(weight.dtype), alpha=one.scaling
+        )
     return weight
 
 
 def spans_of(names: Sequence[str], each: int) -> dict[str, Spans]:
-    """Each adapter's ranges of tokens, where every sample has ``each`` tokens; adjacent samples make one range.
+    """Each adapter's ranges of tokens, where every sample has ``each`` tokens.
+
+    Adjacent samples make one range.
 
     >>> spans_of(["a", "a", "__base__", "b", "a"], 10)
     {'a': ((0, 20), (40, 50)), 'b': ((30, 40),)}

@@ -17,9 +17,13 @@ _IGNORED = -100  # a label that is not trained
 
 @torch.no_grad()
 def answer_loss(
-    model: nn.Module, dataset: Any, collator: Callable[[Sequence[object]], Mapping[str, object]], *,
-    batch_size: int = 8, progress: bool = True,
-) -> tuple[float, float]:  # fmt: skip
+    model: nn.Module,
+    dataset: Any,
+    collator: Callable[[Sequence[object]], Mapping[str, object]],
+    *,
+    batch_size: int = 8,
+    progress: bool = True,
+) -> tuple[float, float]:
     """Mean loss of all trained tokens, and its perplexity; the batch size changes neither.
 
     A trainer's own ``eval_loss`` is a mean of the batches' means, which depends on the batch size.
@@ -40,12 +44,18 @@ def answer_loss(
     device = next(model.parameters()).device
     total, count = 0.0, 0
     with evaluating(model):
-        for start in tqdm(range(0, len(dataset), batch_size), "evaluating", disable=not progress, leave=False):
-            batch = collator([dataset[i] for i in range(start, min(start + batch_size, len(dataset)))])
+        for start in tqdm(
+            range(0, len(dataset), batch_size), "evaluating", disable=not progress, leave=False
+        ):
+            batch = collator(
+                [dataset[i] for i in range(start, min(start + batch_size, len(dataset)))]
+            )
             batch = {k: v.to(device) for k, v in batch.items() if isinstance(v, torch.Tensor)}
             labels = batch.pop("labels")[:, 1:].flatten()
             logits = model(**batch, use_cache=False).logits[:, :-1].flatten(0, 1).float()
-            total += float(nn.functional.cross_entropy(logits, labels, ignore_index=_IGNORED, reduction="sum"))
+            total += float(
+                nn.functional.cross_entropy(logits, labels, ignore_index=_IGNORED, reduction="sum")
+            )
             count += int((labels != _IGNORED).sum())
     if not count:
         raise ValueError("answer_loss: no token of the data set is trained")

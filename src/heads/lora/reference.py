@@ -1,4 +1,6 @@
-"""The definition of a LoRA layer: dense, slow, obvious, in any float dtype. The fast paths are judged against it.
+"""The definition of a LoRA layer: dense, slow, obvious, in any float dtype.
+
+The fast paths are judged against it.
 
 Letters: T tokens, I in_features, O out_features, r rank, *B any leading shape.
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
@@ -14,7 +16,10 @@ _WORD = 0xFFFFFFFF  # arithmetic is modulo 2³²
 
 
 def _mix(word: Tensor) -> Tensor:
-    """A bijection of 32-bit words, held in int64, every bit of which depends on all (Wellons' lowbias32)."""
+    """Apply a bijection of 32-bit words, held in int64 (Wellons' lowbias32).
+
+    Every bit of the result depends on all bits of the word.
+    """
     word = ((word ^ (word >> 16)) * 0x7FEB352D) & _WORD
     word = ((word ^ (word >> 15)) * 0x846CA68B) & _WORD
     return word ^ (word >> 16)
@@ -24,12 +29,17 @@ def dropout_codes(seed: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor
     """A 32-bit word for each row and each column, in int64, from a 64-bit seed."""
     low, high = seed & _WORD, (seed >> 32) & _WORD
     key = _mix(low ^ _mix(high))
-    at_row, at_column = (torch.arange(n, device=seed.device, dtype=torch.int64) for n in (rows, columns))
+    at_row, at_column = (
+        torch.arange(n, device=seed.device, dtype=torch.int64) for n in (rows, columns)
+    )
     return _mix((key + at_row) & _WORD), _mix(at_column)
 
 
 def keep_mask(seed: Tensor, rows: int, columns: int, dropout_p: float) -> Tensor:
-    """(rows, columns) of booleans, False with probability ``dropout_p``: a function of the seed and the place alone."""
+    """Return (rows, columns) of booleans, False with probability ``dropout_p``.
+
+    They depend on the seed and the place alone.
+    """
     row, column = dropout_codes(seed, rows, columns)
     word = ((row[:, None] ^ column[None, :]) * 0x7FEB352D) & _WORD
     word = ((word ^ (word >> 15)) * 0x846CA68B) & _WORD
@@ -48,10 +58,15 @@ def lora_linear(
     seed: Tensor | None = None,  # (), int64
     transposed: bool = False,
 ) -> Tensor:
-    """``x Wᵀ + b + scaling · (drop(x) Aᵀ) Bᵀ``; the drop is `keep_mask`, a row of it for each token."""
+    """``x Wᵀ + b + scaling · (drop(x) Aᵀ) Bᵀ``.
+
+    The drop is `keep_mask`, a row of it for each token.
+    """
     y = F.linear(x, weight.T if transposed else weight, bias)
     if dropout_p:
         assert seed is not None
         flat = x.reshape(-1, x.shape[-1])
-        x = (flat * keep_mask(seed, flat.shape[0], flat.shape[1], dropout_p) / (1 - dropout_p)).view_as(x)
+        x = (
+            flat * keep_mask(seed, flat.shape[0], flat.shape[1], dropout_p) / (1 - dropout_p)
+        ).view_as(x)
     return y + scaling * ((x @ lora_a.T) @ lora_b.T)

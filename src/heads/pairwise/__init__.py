@@ -1,6 +1,9 @@
-"""Which of two answers is better: a head on an encoder or a language model, exactly fair, without a wasted token.
+"""A head that says which of two answers is better, exactly fair and without a wasted token.
 
-What functions return, and the definitions of links and losses, are in the modules: ``heads.pairwise.functional``, ...
+It sits on an encoder or a language model.
+
+What functions return, and the definitions of links and losses, are in the modules:
+``heads.pairwise.functional``, ...
 """
 
 from .config import PairwiseConfig

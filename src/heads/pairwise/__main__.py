@@ -32,10 +32,16 @@ def column(text: str) -> tuple[str, str]:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments."""
-    top = argparse.ArgumentParser(prog="python -m heads.pairwise", description="Judge answers by a trained model.")
+    top = argparse.ArgumentParser(
+        prog="python -m heads.pairwise", description="Judge answers by a trained model."
+    )
     commands = top.add_subparsers(dest="command", required=True)
-    judging = commands.add_parser("judge", help="A, B or tie for each row of pairs, with probabilities, as JSON lines")
-    ranking = commands.add_parser("rank", help="the order of each row's answers, the best first, as JSON lines")
+    judging = commands.add_parser(
+        "judge", help="A, B or tie for each row of pairs, with probabilities, as JSON lines"
+    )
+    ranking = commands.add_parser(
+        "rank", help="the order of each row's answers, the best first, as JSON lines"
+    )
     reporting = commands.add_parser("report", help="what verdicts on labelled pairs are worth")
     files = {
         judging: "pairs in any format of `read_pairs`, with labels or without",
@@ -46,15 +52,23 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("model", help="folder or hub id of a judge")
         command.add_argument("file", help=description)
         command.add_argument("--device", default="cpu", help="to run on (default: cpu)")
-        command.add_argument("--batch-size", type=int, default=32, help="pairs at once (default: 32)")
+        command.add_argument(
+            "--batch-size", type=int, default=32, help="pairs at once (default: 32)"
+        )
         command.add_argument("--out", type=Path, help="file to write (default: print)")
         command.add_argument("--no-progress", action="store_true", help="no progress bar")
     for command in (judging, reporting):
         command.add_argument(
-            "--columns", nargs="+", default=[], metavar="NAME=OWN", type=column,
+            "--columns",
+            nargs="+",
+            default=[],
+            metavar="NAME=OWN",
+            type=column,
             help="where the file has other names: prompt=question a=first b=second",
-        )  # fmt: skip
-    reporting.add_argument("--train", metavar="FILE", help="the pairs it was trained on: baselines are fitted on them")
+        )
+    reporting.add_argument(
+        "--train", metavar="FILE", help="the pairs it was trained on: baselines are fitted on them"
+    )
     return top
 
 
@@ -70,21 +84,33 @@ def judged(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
             pairs.append(pair._replace(label=None))
     if not pairs:
         why = f" (line {told[0]['line']}: {told[0]['error']})" if told else ""
-        raise ValueError(f"judge: {options.file} has no pair in {len(told)} rows; needed prompt, a and b in each{why}")
+        raise ValueError(
+            f"judge: {options.file} has no pair in {len(told)} rows; needed prompt, a and b in "
+            f"each{why}"
+        )
     data = model.dataset(pairs, progress=not options.no_progress)
-    predictions = predict_pairs(model, data, batch_size=options.batch_size, progress=not options.no_progress)
+    predictions = predict_pairs(
+        model, data, batch_size=options.batch_size, progress=not options.no_progress
+    )
     verdicts = iter(zip(predictions.verdicts, predictions.probabilities.tolist(), strict=True))
     for row in told:
         if "error" not in row:
             verdict, shares = next(verdicts)
-            row |= {"verdict": verdict} | {n: round(p, 6) for n, p in zip(CLASSES, shares, strict=False)}
+            row |= {"verdict": verdict} | {
+                n: round(p, 6) for n, p in zip(CLASSES, shares, strict=False)
+            }
         yield json.dumps(row, ensure_ascii=False)
 
 
 def ranked(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
-    """A line for each row: places of its answers, the best first, and their scores; or why there are none."""
+    """A line for each row: places of its answers, the best first, and their scores.
+
+    Or why there are none.
+    """
     first, good = None, False
-    for line, row in tqdm(raw_rows(options.file), "ranking", disable=options.no_progress, leave=False, delay=1):
+    for line, row in tqdm(
+        raw_rows(options.file), "ranking", disable=options.no_progress, leave=False, delay=1
+    ):
         answers = row.get("answers") if isinstance(row, Mapping) else None
         try:
             if not isinstance(answers, list) or "prompt" not in row:
@@ -97,7 +123,9 @@ def ranked(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
         good, scores = True, [round(score, 4) for score in ranking.scores.tolist()]
         yield json.dumps({"line": line, "order": list(ranking.order), "scores": scores})
     if not good:
-        raise ValueError(f"rank: {options.file} has no row with a prompt and a list of answers{first or ''}")
+        raise ValueError(
+            f"rank: {options.file} has no row with a prompt and a list of answers{first or ''}"
+        )
 
 
 def reported(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
@@ -108,7 +136,9 @@ def reported(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]
     progress = not options.no_progress
     data = model.dataset(pairs, progress=progress)
     yield f"{options.file}: {read}"
-    yield str(pairwise_report(model, data, train=train, batch_size=options.batch_size, progress=progress))
+    yield str(
+        pairwise_report(model, data, train=train, batch_size=options.batch_size, progress=progress)
+    )
 
 
 COMMANDS = {"judge": judged, "rank": ranked, "report": reported}

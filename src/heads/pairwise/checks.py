@@ -1,4 +1,4 @@
-"""What `PairwiseModel.from_encoder` refuses before it begins: encoders that cannot read, tokenizers of others."""
+"""Refuse encoders that cannot read and tokenizers of others, before `from_encoder` begins."""
 
 from __future__ import annotations
 
@@ -16,9 +16,17 @@ def check_encoder(encoder: PreTrainedModel) -> None:
     """Refuse what gives no hidden states of two tokens."""
     try:
         with evaluating(encoder):
-            encode_padded(encoder, torch.ones(2, dtype=torch.long, device=encoder.device), [2], None)
-    except (TypeError, RuntimeError, NotImplementedError) as error:  # models of other kinds fail in many ways
-        raise ValueError(f"from_encoder: {type(encoder).__name__} cannot read two tokens: {error}") from error
+            encode_padded(
+                encoder, torch.ones(2, dtype=torch.long, device=encoder.device), [2], None
+            )
+    except (
+        TypeError,
+        RuntimeError,
+        NotImplementedError,
+    ) as error:  # models of other kinds fail in many ways
+        raise ValueError(
+            f"from_encoder: {type(encoder).__name__} cannot read two tokens: {error}"
+        ) from error
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, encoder: PreTrainedModel) -> None:
@@ -26,13 +34,17 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, encoder: PreTrainedModel
     rows = len(embedding_weight(encoder))
     if len(tokenizer) > rows:
         raise ValueError(
-            f"from_encoder: the tokenizer has {len(tokenizer)} tokens, the encoder {rows}; is it another's?"
+            f"from_encoder: the tokenizer has {len(tokenizer)} tokens, the encoder {rows}; is it "
+            "another's?"
         )
     for name in ("pad", "cls", "sep", "bos", "eos"):
-        theirs, ours = (getattr(side, f"{name}_token_id", None) for side in (encoder.config, tokenizer))
+        theirs, ours = (
+            getattr(side, f"{name}_token_id", None) for side in (encoder.config, tokenizer)
+        )
         if theirs is not None and ours is not None and theirs != ours:
             raise ValueError(
-                f"from_encoder: the tokenizer's {name}_token_id is {ours}, the encoder's {theirs}; is it another's?"
+                f"from_encoder: the tokenizer's {name}_token_id is {ours}, the encoder's {theirs}; "
+                "is it another's?"
             )
 
 
@@ -42,8 +54,12 @@ def most_tokens(
     """Most tokens of a sequence: what was asked for, if the encoder has so many positions."""
     positions = getattr(encoder.config, "max_position_embeddings", None)
     first = getattr(getattr(encoder, "embeddings", None), "padding_idx", None)
-    counted = packing.offset if packing.packed or first is None else first + 1  # as RoBERTa and MPNet count
+    counted = (
+        packing.offset if packing.packed or first is None else first + 1
+    )  # as RoBERTa and MPNet count
     most = (positions or 512) - counted
     if asked is not None and positions and asked > most:
-        raise ValueError(f"{operation}: max_tokens is {asked}, and {type(encoder).__name__} has {most} positions")
+        raise ValueError(
+            f"{operation}: max_tokens is {asked}, and {type(encoder).__name__} has {most} positions"
+        )
     return asked or min(most, getattr(tokenizer, "model_max_length", most))

@@ -26,22 +26,27 @@ class PairwiseConfig(PreTrainedConfig):
 
     Args:
         encoder: The encoder's config, or its dictionary.
-        link: From features to A, B or tie. ``"davidson"`` gives each answer one score and learns how often close ones
-            tie. ``"antisymmetric"`` compares both directly. ``"concat"``, a classifier over both side by side, is a
-            baseline, and the only one whose verdict depends on which answer is called A.
-        pooling: ``"mean"`` of an answer's last hidden states, the sequence's ``"first"`` or ``"last"`` one; or several
-            of them, side by side.
+        link: From features to A, B or tie. ``"davidson"`` gives each answer one score and learns
+            how often close ones tie. ``"antisymmetric"`` compares both directly. ``"concat"``, a
+            classifier over both side by side, is a baseline, and the only one whose verdict depends
+            on which answer is called A.
+        pooling: ``"mean"`` of an answer's last hidden states, the sequence's ``"first"`` or
+            ``"last"`` one; or several of them, side by side.
         ties: Whether there is a class for ties.
-        hidden_features: Inner width of the head; 0 for a linear one, and 64 inside ``"antisymmetric"``.
+        hidden_features: Inner width of the head; 0 for a linear one, and 64 inside
+            ``"antisymmetric"``.
         dropout: On the features and inside the head.
-        surface: What the head is told beside the encoder's states: any of the answers' ``"length"``, ``"style"`` and
-            ``"overlap"`` with the prompt. Judges owe much to these; `pairwise_report` says how much.
+        surface: What the head is told beside the encoder's states: any of the answers'
+            ``"length"``, ``"style"`` and ``"overlap"`` with the prompt. Judges owe much to these;
+            `pairwise_report` says how much.
         append_prompt: Encode the prompt before each answer.
-        max_tokens: Most tokens of prompt, answer and special tokens together; default what the encoder takes.
-        max_prompt_tokens: Tokens that a prompt keeps where an answer is long; default a quarter of ``max_tokens``.
+        max_tokens: Most tokens of prompt, answer and special tokens together; default what the
+            encoder takes.
+        max_prompt_tokens: Tokens that a prompt keeps where an answer is long; default a quarter of
+            ``max_tokens``.
         label_smoothing: Share of each target that is spread over all classes.
-        swap_consistency: Weight of the divergence between both orders' verdicts, for ``"concat"``: both orders are
-            trained then, at the price of the head alone.
+        swap_consistency: Weight of the divergence between both orders' verdicts, for ``"concat"``:
+            both orders are trained then, at the price of the head alone.
         **rest: Of `transformers.PreTrainedConfig`.
 
     Raises:
@@ -79,7 +84,9 @@ class PairwiseConfig(PreTrainedConfig):
             kind = str(encoder.get("model_type"))
             if kind not in CONFIG_MAPPING:
                 _refuse("the encoder's model_type", kind, "one that transformers knows")
-            encoder = CONFIG_MAPPING[kind](**{k: v for k, v in encoder.items() if k != "model_type"})
+            encoder = CONFIG_MAPPING[kind](
+                **{k: v for k, v in encoder.items() if k != "model_type"}
+            )
         self.encoder = encoder
         self.link = link
         self.pooling = [pooling] if isinstance(pooling, str) else list(pooling or ())
@@ -103,12 +110,19 @@ class PairwiseConfig(PreTrainedConfig):
     def _check(self) -> None:
         if self.link not in get_args(Link):
             _refuse("link", self.link, f"one of {', '.join(get_args(Link))}")
-        for name, choices, least in (("pooling", get_args(Pooling), 1), ("surface", get_args(Surface), 0)):
+        for name, choices, least in (
+            ("pooling", get_args(Pooling), 1),
+            ("surface", get_args(Surface), 0),
+        ):
             value = getattr(self, name)
             if not all(isinstance(one, str) for one in value):
                 _refuse(name, value, f"names, of {', '.join(choices)}")
             if len(value) < least or len(set(value)) < len(value) or not set(value) <= set(choices):
-                _refuse(name, value, f"{'one or more' if least else 'any'} of {', '.join(choices)}, each once")
+                _refuse(
+                    name,
+                    value,
+                    f"{'one or more' if least else 'any'} of {', '.join(choices)}, each once",
+                )
         if not isinstance(self.hidden_features, int) or self.hidden_features < 0:
             _refuse("hidden_features", self.hidden_features, "a width, or 0")
         if self.link == "concat" and self.surface:
@@ -117,13 +131,19 @@ class PairwiseConfig(PreTrainedConfig):
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "True or False")
         for name in ("dropout", "label_smoothing", "swap_consistency"):
-            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), (int, float)):
+            if isinstance(getattr(self, name), bool) or not isinstance(
+                getattr(self, name), (int, float)
+            ):
                 _refuse(name, getattr(self, name), "a number")
         for name in ("dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 _refuse(name, getattr(self, name), "a share in [0, 1)")
         if self.swap_consistency < 0 or (self.swap_consistency and self.link != "concat"):
-            _refuse("swap_consistency", self.swap_consistency, "a weight of at least 0, and 0 for links that are fair")
+            _refuse(
+                "swap_consistency",
+                self.swap_consistency,
+                "a weight of at least 0, and 0 for links that are fair",
+            )
         for name in ("max_tokens", "max_prompt_tokens"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -139,5 +159,7 @@ class PairwiseConfig(PreTrainedConfig):
         fields = super().to_dict()
         if isinstance(self.encoder, PreTrainedConfig):
             fields["encoder"] = self.encoder.to_dict()
-            fields["encoder"]["_name_or_path"] = hub_id(fields["encoder"].get("_name_or_path") or "") or ""
+            fields["encoder"]["_name_or_path"] = (
+                hub_id(fields["encoder"].get("_name_or_path") or "") or ""
+            )
         return fields

@@ -1,7 +1,9 @@
-"""Attention within packed sequences, links from scores to log-probabilities, and losses that are fair to A and B.
+"""Attention within packed sequences, a link from scores to log-probabilities, and fair losses.
 
-Shapes: T tokens of all sequences, S sequences, H heads of the query, G heads of key and value, d width of a head, P
-pairs, C classes: A, B and, but for data without ties, tie.
+A loss is fair if it does not depend on which answer is A.
+
+Shapes: T tokens of all sequences, S sequences, H heads of the query, G heads of key and value, d
+width of a head, P pairs, C classes: A, B and, but for data without ties, tie.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ def packed_attention(
 ) -> Tensor:
     """Attention in which the sequences of one flat run do not see each other.
 
-    The eager path is one call of `torch.nn.functional.scaled_dot_product_attention` for each sequence, on views: no
-    mask, no padding, and memory that grows with the tokens. The fused path is torch's own variable-length flash
-    attention.
+    The eager path is one call of `torch.nn.functional.scaled_dot_product_attention` for each
+    sequence, on views: no mask, no padding, and memory that grows with the tokens. The fused path
+    is torch's own variable-length flash attention.
 
     Args:
         query: Of all sequences, one after the other.
@@ -48,14 +50,15 @@ def packed_attention(
         dropout_p: Share of the attention weights that is dropped.
         window: How far apart tokens may be that see each other; None for any distance.
         causal: Whether a token sees only itself and those before it.
-        impl: ``"reference"`` (dense), ``"eager"``, ``"fused"`` (CUDA, half precision, no dropout), or ``"auto"``: fused
-            where that is supported, else eager.
+        impl: ``"reference"`` (dense), ``"eager"``, ``"fused"`` (CUDA, half precision, no dropout),
+            or ``"auto"``: fused where that is supported, else eager.
 
     Returns:
         (T, H, d).
 
     Raises:
-        ValueError: Shapes that differ, ``cu_seq_lens`` that do not go from 0 up to T, an option that is not supported.
+        ValueError: Shapes that differ, ``cu_seq_lens`` that do not go from 0 up to T, an option
+            that is not supported.
 
     >>> q = torch.randn(5, 1, 2)
     >>> both = packed_attention(q, q, q, [0, 2, 5])
@@ -65,34 +68,57 @@ def packed_attention(
     operation = "packed_attention"
     tokens, heads, width = query.shape if query.dim() == 3 else (0, 0, 0)
     groups = key.shape[1] if key.dim() == 3 else 0
-    if key.shape != (tokens, groups, width) or key.shape != value.shape or not groups or heads % groups:
+    if (
+        key.shape != (tokens, groups, width)
+        or key.shape != value.shape
+        or not groups
+        or heads % groups
+    ):
         raise ValueError(
-            f"{operation}: query, key, value are {list(query.shape)}, {list(key.shape)}, {list(value.shape)}; needed "
-            "(T, H, d), and (T, G, d) twice, H a multiple of G"
+            f"{operation}: query, key, value are {list(query.shape)}, {list(key.shape)}, "
+            f"{list(value.shape)}; needed (T, H, d), and (T, G, d) twice, H a multiple of G"
         )
     if impl not in IMPLS:
         raise ValueError(f"{operation}: impl is {impl!r}, needed one of {', '.join(IMPLS)}")
     ends = cu_seq_lens.tolist() if isinstance(cu_seq_lens, Tensor) else list(cu_seq_lens)
     lengths = [after - before for before, after in pairwise(ends)]
     if not ends or ends[0] != 0 or ends[-1] != len(query) or min(lengths, default=0) < 0:
-        raise ValueError(f"{operation}: cu_seq_lens are {ends!r:.80}, needed numbers from 0 up to T = {len(query)}")
+        raise ValueError(
+            f"{operation}: cu_seq_lens are {ends!r:.80}, needed numbers from 0 up to T = "
+            f"{len(query)}"
+        )
     unsupported = _not_fused(query, dropout_p)
     if impl == "fused" and unsupported:
         raise ValueError(f"{operation}: impl='fused' needs {unsupported}")
     if impl == "reference":
         if dropout_p:
-            raise ValueError(f"{operation}: impl='reference' has no dropout, got dropout_p={dropout_p}")
+            raise ValueError(
+                f"{operation}: impl='reference' has no dropout, got dropout_p={dropout_p}"
+            )
         places = torch.tensor(ends, device=query.device)
-        return reference.packed_attention(query, key, value, places, scale=scale, window=window, causal=causal)
+        return reference.packed_attention(
+            query, key, value, places, scale=scale, window=window, causal=causal
+        )
     if unsupported is None and impl != "eager" and lengths:
         return _flash(query, key, value, ends, max(lengths), scale, window, causal)
     outputs = []
     for parts in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
         count = len(parts[0])
-        near = None if window is None or count <= window + 1 else _near(count, window, causal, query.device)
+        near = (
+            None
+            if window is None or count <= window + 1
+            else _near(count, window, causal, query.device)
+        )
         q, k, v = (part.transpose(0, 1)[None] for part in parts)
         one = F.scaled_dot_product_attention(
-            q, k, v, near, dropout_p, is_causal=causal and near is None, scale=scale, enable_gqa=groups < heads
+            q,
+            k,
+            v,
+            near,
+            dropout_p,
+            is_causal=causal and near is None,
+            scale=scale,
+            enable_gqa=groups < heads,
         )
         outputs.append(one[0].transpose(0, 1))
     return torch.cat(outputs) if outputs else query.clone()
@@ -115,7 +141,10 @@ def _not_fused(query: Tensor, dropout_p: float) -> str | None:
 
 @lru_cache(maxsize=1)
 def _varlen() -> Any:
-    """Torch's variable-length attention; None in a torch without it, or without the arguments needed here."""
+    """Torch's variable-length attention.
+
+    None in a torch without it, or without the arguments needed here.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -124,15 +153,31 @@ def _varlen() -> Any:
     return varlen_attn if needed <= set(inspect.signature(varlen_attn).parameters) else None
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, ends: list[int], longest: int, scale: float | None,
-           window: int | None, causal: bool) -> Tensor:  # fmt: skip
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: list[int],
+    longest: int,
+    scale: float | None,
+    window: int | None,
+    causal: bool,
+) -> Tensor:
     places = _places(tuple(ends), query.device)
     far = -1 if window is None else window
     grouped = {"enable_gqa": True} if key.shape[1] < query.shape[1] else {}
     return _varlen()(
-        query, key, value, places, places, longest, longest, scale=scale, window_size=(far, 0 if causal else far),
+        query,
+        key,
+        value,
+        places,
+        places,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(far, 0 if causal else far),
         **grouped,
-    )  # fmt: skip
+    )
 
 
 @lru_cache(maxsize=4)  # every layer of an encoder asks for the same
@@ -142,16 +187,22 @@ def _places(ends: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _near(length: int, window: int, causal: bool, device: torch.device) -> Tensor:
-    """(length, length): which keys each query sees: at most ``window`` away and, if causal, not later than itself."""
+    """Return which keys each query sees, (length, length).
+
+    Keys at most ``window`` away and, if causal, not later than the query.
+    """
     place = torch.arange(length, device=device)
     apart = place[:, None] - place[None]
     return (apart.abs() <= window) & (apart >= 0) if causal else apart.abs() <= window
 
 
 def davidson(score_a: Tensor, score_b: Tensor, log_nu: Tensor) -> Tensor:
-    """Log-probabilities of A, B and tie from two scores, up to a constant for each pair (Davidson 1970).
+    """Return log-probabilities of A, B and tie from two scores, up to a constant for each pair.
 
-    ``(a, b, (a + b) / 2 + log ν)``: a tie is as likely as ν times the geometric mean of the two wins.
+    Source: Davidson 1970.
+
+    ``(a, b, (a + b) / 2 + log ν)``: a tie is as likely as ν times the geometric mean of the two
+    wins.
 
     Args:
         score_a: (P,).
@@ -177,7 +228,9 @@ def swapped(classes: Tensor) -> Tensor:
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
-    """Log-softmax over A, B (and tie) that does not depend on which is A: swapping them moves no bit.
+    """Log-softmax over A, B (and tie) that does not depend on which is A.
+
+    Swapping them moves no bit.
 
     Args:
         logits: (P, C), C of 2 or 3.
@@ -213,19 +266,23 @@ def pairwise_loss(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
     """
     if labels.shape not in (logits.shape, logits.shape[:1]):
         raise ValueError(
-            f"pairwise_loss: labels are {list(labels.shape)} for logits {list(logits.shape)}; needed "
-            f"{list(logits.shape[:1])} classes or {list(logits.shape)} shares"
+            f"pairwise_loss: labels are {list(labels.shape)} for logits {list(logits.shape)}; "
+            f"needed {list(logits.shape[:1])} classes or {list(logits.shape)} shares"
         )
     log_probs = log_probabilities(logits)
     wanted = (
-        labels.to(log_probs.dtype) if labels.dim() == 2 else F.one_hot(labels, logits.shape[-1]).to(log_probs.dtype)
+        labels.to(log_probs.dtype)
+        if labels.dim() == 2
+        else F.one_hot(labels, logits.shape[-1]).to(log_probs.dtype)
     )
     wanted = wanted * (1 - label_smoothing) + label_smoothing / logits.shape[-1]
     return -(wanted * log_probs).sum(-1).mean()
 
 
 def swap_divergence(logits: Tensor, swapped_logits: Tensor) -> Tensor:
-    """How far a verdict moves when A and B trade places: the symmetric KL divergence, averaged over pairs.
+    """Return how far a verdict moves when A and B trade places.
+
+    It is the symmetric KL divergence, averaged over pairs.
 
     Args:
         logits: (P, C) of A against B.

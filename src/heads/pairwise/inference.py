@@ -1,4 +1,4 @@
-"""What a trained model says: predictions over many pairs, and a ranking of several answers to one prompt.
+"""Predict verdicts of many pairs, and rank several answers to one prompt.
 
 Shapes: N pairs, C classes, K answers.
 """
@@ -30,11 +30,12 @@ class Predictions:
 
     Attributes:
         log_probabilities: (N, C) float32, of A, B and tie.
-        swapped_log_probabilities: (N, C), of the same pairs with A and B exchanged, in this order's columns.
-        scores: (N, 2) of A and of B, for the links that score single answers. A score says something beside another
-            to the same prompt.
-        alike: Log-probabilities by part of the model, ``"encoder"`` or a kind of surface features, if both answers
-            were the same in it; only where they were asked for.
+        swapped_log_probabilities: (N, C), of the same pairs with A and B exchanged, in this order's
+            columns.
+        scores: (N, 2) of A and of B, for the links that score single answers. A score says
+            something beside another to the same prompt.
+        alike: Log-probabilities by part of the model, ``"encoder"`` or a kind of surface features,
+            if both answers were the same in it; only where they were asked for.
     """
 
     log_probabilities: Tensor
@@ -49,7 +50,10 @@ class Predictions:
 
     @property
     def verdicts(self) -> list[str]:
-        """``"A"``, ``"B"`` or ``"tie"``, whichever is likeliest; ``"tie"`` where A and B are equally so."""
+        """``"A"``, ``"B"`` or ``"tie"``, whichever is likeliest.
+
+        ``"tie"`` where A and B are equally so.
+        """
         return [CLASSES[k] for k in verdicts_of(self.log_probabilities).tolist()]
 
 
@@ -59,7 +63,8 @@ class Ranking:
 
     Attributes:
         order: Places of the answers in what was given, the best first.
-        scores: (K,) that sum to 0: those of the link, or else Bradley-Terry log-strengths of a tournament.
+        scores: (K,) that sum to 0: those of the link, or else Bradley-Terry log-strengths of a
+            tournament.
         wins: (K, K), how likely the row's answer beats the column's, a tie being half a win.
     """
 
@@ -69,9 +74,14 @@ class Ranking:
 
 
 def verdicts_of(found: Tensor) -> Tensor:
-    """(N, C) log-probabilities to (N,) classes; where A and B are equally likely and likeliest it is 2, a tie.
+    """(N, C) log-probabilities to (N,) classes.
 
-    >>> verdicts_of(torch.tensor([[0.1, 0.9, 0.0], [0.5, 0.5, 0.0]])), verdicts_of(torch.tensor([[0.5, 0.5]]))
+    Where A and B are equally likely and likeliest it is 2, a tie.
+
+    >>> (
+    ...     verdicts_of(torch.tensor([[0.1, 0.9, 0.0], [0.5, 0.5, 0.0]])),
+    ...     verdicts_of(torch.tensor([[0.5, 0.5]])),
+    ... )
     (tensor([1, 2]), tensor([2]))
     """
     best = found.argmax(-1)
@@ -80,7 +90,12 @@ def verdicts_of(found: Tensor) -> Tensor:
 
 @torch.no_grad()
 def predict_pairs(
-    model: Judge, data: PairwiseDataset, *, batch_size: int = 32, parts: bool = False, progress: bool = True
+    model: Judge,
+    data: PairwiseDataset,
+    *,
+    batch_size: int = 32,
+    parts: bool = False,
+    progress: bool = True,
 ) -> Predictions:
     """A model's verdicts on a data set, in its order; pairs of like length share a batch.
 
@@ -98,7 +113,9 @@ def predict_pairs(
         ValueError: No pairs, or numbers that are not finite.
     """
     if not len(data) or batch_size < 1:
-        raise ValueError(f"predict_pairs: {len(data)} pairs in batches of {batch_size}; needed 1 or more of both")
+        raise ValueError(
+            f"predict_pairs: {len(data)} pairs in batches of {batch_size}; needed 1 or more of both"
+        )
     data.check_encoded("predict_pairs", model)
     if not data.encoded:
         warn_if_slow("predict_pairs", model.encoder)
@@ -107,7 +124,9 @@ def predict_pairs(
     made, turned, scores = [], [], []
     alike: dict[str, list[Tensor]] = {part: [] for part in (model.parts if parts else ())}
     with evaluating(model):
-        for start in tqdm(range(0, len(order), batch_size), "judging", disable=not progress, leave=False, delay=1):
+        for start in tqdm(
+            range(0, len(order), batch_size), "judging", disable=not progress, leave=False, delay=1
+        ):
             batch = collate([data[i] for i in order[start : start + batch_size]])
             batch = {name: value.to(device) for name, value in batch.items() if name != "labels"}
             sides = _sides(model, batch)
@@ -121,13 +140,19 @@ def predict_pairs(
     back = torch.tensor(order).argsort()
     first = torch.cat(made)[back]
     if not torch.isfinite(first).all():
-        raise ValueError("predict_pairs: the model's logits are not finite; was it trained in float16?")
+        raise ValueError(
+            "predict_pairs: the model's logits are not finite; was it trained in float16?"
+        )
     without = {part: torch.cat(kept)[back] for part, kept in alike.items()}
-    return Predictions(first, torch.cat(turned)[back], torch.cat(scores)[back] if scores else None, without)
+    return Predictions(
+        first, torch.cat(turned)[back], torch.cat(scores)[back] if scores else None, without
+    )
 
 
 @torch.no_grad()
-def sides_of(model: Judge, data: PairwiseDataset, numbers: Sequence[int], batch_size: int = 32) -> list[Tensor]:
+def sides_of(
+    model: Judge, data: PairwiseDataset, numbers: Sequence[int], batch_size: int = 32
+) -> list[Tensor]:
     """Features of A and of B of these pairs, and their surface features, on the CPU."""
     collate, device = PairwiseCollator(), next(model.parameters()).device
     sides: list[list[Tensor]] = [[], [], [], []]
@@ -140,18 +165,28 @@ def sides_of(model: Judge, data: PairwiseDataset, numbers: Sequence[int], batch_
     return [torch.cat(kept) for kept in sides]
 
 
-def _verdicts(model: Judge, sides: Sides, alike: str | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(P, C) log-probabilities, those of the other order in this order's columns, and (P, 2) scores or None."""
+def _verdicts(
+    model: Judge, sides: Sides, alike: str | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return (P, C) log-probabilities, those of the other order, and (P, 2) scores or None.
+
+    The other order's are in this order's columns.
+    """
     found = model.compare(*sides, both_orders=True, alike=alike)
     assert found.logits is not None
     assert found.swapped_logits is not None
-    both = log_probabilities(found.logits.float()), swapped(log_probabilities(found.swapped_logits.float()))
+    both = (
+        log_probabilities(found.logits.float()),
+        swapped(log_probabilities(found.swapped_logits.float())),
+    )
     return *both, found.scores
 
 
 def _sides(model: Judge, batch: dict[str, Tensor]) -> Sides:
     """Features of A and of B, and their surface features or None, of a batch."""
-    rest = {name: value for name, value in batch.items() if name not in ("pairs", "surface", "features")}
+    rest = {
+        name: value for name, value in batch.items() if name not in ("pairs", "surface", "features")
+    }
     features = batch["features"] if "features" in batch else model.features(**rest)
     return _parted(features, batch.get("surface"), *batch["pairs"].unbind(1))
 
@@ -188,8 +223,14 @@ def rank_answers(model: Judge, answers: Sequence[Answer], batch_size: int) -> Ra
             orders = _verdicts(model, _parted(states, surface, first, second))[:2]
             shares.append(torch.stack(orders).exp().mean(0).cpu())
     wins = _wins(torch.cat(shares) if shares else torch.zeros(0, 2), pairs.cpu(), count)
-    strengths = bradley_terry(wins.clamp(1e-9, 1 - 1e-9)) if scores is None else scores.double().cpu()
-    return Ranking(tuple(strengths.argsort(descending=True, stable=True).tolist()), strengths - strengths.mean(), wins)
+    strengths = (
+        bradley_terry(wins.clamp(1e-9, 1 - 1e-9)) if scores is None else scores.double().cpu()
+    )
+    return Ranking(
+        tuple(strengths.argsort(descending=True, stable=True).tolist()),
+        strengths - strengths.mean(),
+        wins,
+    )
 
 
 def _wins(shares: Tensor, pairs: Tensor, count: int) -> Tensor:
@@ -202,18 +243,21 @@ def _wins(shares: Tensor, pairs: Tensor, count: int) -> Tensor:
 
 
 def bradley_terry(wins: Tensor, *, iterations: int = 200) -> Tensor:
-    """Scores whose differences explain a table of wins best (Bradley and Terry 1952), by Newton's method.
+    """Return the scores whose differences explain a table of wins best, by Newton's method.
+
+    Source: Bradley and Terry 1952.
 
     Args:
-        wins: (K, K), how often, or how likely, the row beat the column; a tie is half a win for both.
+        wins: (K, K), how often, or how likely, the row beat the column; a tie is half a win for
+            both.
         iterations: Most steps; they end when nothing moves.
 
     Returns:
         (K,) float64 log-strengths that sum to 0.
 
     Raises:
-        ValueError: A table that is not square, numbers below 0 or not finite, or answers of which some never won
-            against the rest: no finite scores explain that best.
+        ValueError: A table that is not square, numbers below 0 or not finite, or answers of which
+            some never won against the rest: no finite scores explain that best.
 
     >>> wins = torch.tensor([[0.0, 3.0], [1.0, 0.0]])
     >>> scores = bradley_terry(wins)
@@ -232,7 +276,9 @@ def bradley_terry(wins: Tensor, *, iterations: int = 200) -> Tensor:
     for _ in range(count.bit_length()):
         reached = (reached.double() @ reached.double()) > 0
     if not reached.all():
-        raise ValueError("bradley_terry: some never won against the rest, so that no finite scores are best")
+        raise ValueError(
+            "bradley_terry: some never won against the rest, so that no finite scores are best"
+        )
     won, games = table.sum(1), table + table.T
     ones = torch.ones(count, count, dtype=torch.float64)
 

@@ -1,6 +1,7 @@
 """`Judge`: what a `PairwiseModel` computes, from tokens to features and from features to logits.
 
-Shapes: T tokens of all sequences, S sequences, P pairs, C classes, W width of the features, F of surface features.
+Shapes: T tokens of all sequences, S sequences, P pairs, C classes, W width of the features, F of
+surface features.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from .surface import SURFACE, columns_of
 
 @dataclass
 class PairwiseOutput(ModelOutput):
-    """Logits of A, B and tie, (P, C), and with labels the loss; scores (P, 2) and the other order's logits, if any."""
+    """Logits of A, B and tie, (P, C), and with labels the loss.
+
+    Scores (P, 2) and the other order's logits, if any.
+    """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -30,7 +34,10 @@ class PairwiseOutput(ModelOutput):
 
 
 class Judge(PreTrainedModel):
-    """An encoder, a pooling and a head, and what they compute; `PairwiseModel` adds making, saving and predicting."""
+    """An encoder, a pooling and a head, and what they compute.
+
+    `PairwiseModel` adds making, saving and predicting.
+    """
 
     config: PairwiseConfig  # pyrefly: ignore[bad-override]
     encoder: PreTrainedModel
@@ -59,7 +66,11 @@ class Judge(PreTrainedModel):
         return self.encoder.get_input_embeddings()
 
     def features(
-        self, input_ids: Tensor, lengths: Tensor, begins: Tensor | None = None, token_type_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        lengths: Tensor,
+        begins: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
     ) -> Tensor:
         """(S, W) float32 features of S sequences, whose T tokens are one flat run.
 
@@ -74,20 +85,36 @@ class Judge(PreTrainedModel):
         """
         sizes = lengths.tolist()
         if sum(sizes) != len(input_ids) or min(sizes, default=0) < 1:
-            raise ValueError(f"PairwiseModel: lengths are {sizes!r:.60} for {len(input_ids)} tokens; needed their sum")
-        kinds = token_type_ids if (getattr(self.config.encoder, "type_vocab_size", 0) or 0) > 1 else None
+            raise ValueError(
+                f"PairwiseModel: lengths are {sizes!r:.60} for {len(input_ids)} tokens; needed "
+                "their sum"
+            )
+        kinds = (
+            token_type_ids
+            if (getattr(self.config.encoder, "type_vocab_size", 0) or 0) > 1
+            else None
+        )
         if self.packs:
             states = encode_packed(self.encoder, input_ids, sizes, kinds, self.packing.offset)
         else:
             states = encode_padded(self.encoder, input_ids, sizes, kinds)
         with torch.autocast(states.device.type, enabled=False):
-            return self.pool(states, lengths, torch.zeros_like(lengths) if begins is None else begins)
+            return self.pool(
+                states, lengths, torch.zeros_like(lengths) if begins is None else begins
+            )
 
     def forward(
-        self, input_ids: Tensor | None = None, lengths: Tensor | None = None, pairs: Tensor | None = None,
-        begins: Tensor | None = None, token_type_ids: Tensor | None = None, surface: Tensor | None = None,
-        features: Tensor | None = None, labels: Tensor | None = None, both_orders: bool = False,
-    ) -> PairwiseOutput:  # fmt: skip
+        self,
+        input_ids: Tensor | None = None,
+        lengths: Tensor | None = None,
+        pairs: Tensor | None = None,
+        begins: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        surface: Tensor | None = None,
+        features: Tensor | None = None,
+        labels: Tensor | None = None,
+        both_orders: bool = False,
+    ) -> PairwiseOutput:
         """Logits of pairs of sequences; `PairwiseCollator` makes the arguments.
 
         Args:
@@ -106,7 +133,10 @@ class Judge(PreTrainedModel):
         """
         if features is None:
             if input_ids is None or lengths is None:
-                raise ValueError("PairwiseModel: input_ids, lengths and features are None; needed tokens or features")
+                raise ValueError(
+                    "PairwiseModel: input_ids, lengths and features are None; needed tokens or "
+                    "features"
+                )
             features = self.features(input_ids, lengths, begins, token_type_ids)
         if pairs is None:
             raise ValueError("PairwiseModel: pairs are None; needed which sequences are compared")
@@ -116,10 +146,17 @@ class Judge(PreTrainedModel):
             return self.compare(*sides, *looks, labels=labels, both_orders=both_orders)
 
     def compare(
-        self, a: Tensor, b: Tensor, surface_a: Tensor | None = None, surface_b: Tensor | None = None, *,
-        labels: Tensor | None = None, both_orders: bool = False, alike: str | None = None,
-    ) -> PairwiseOutput:  # fmt: skip
-        """Logits of pairs from (P, W) features and (P, F) surface features of A and B, without the encoder.
+        self,
+        a: Tensor,
+        b: Tensor,
+        surface_a: Tensor | None = None,
+        surface_b: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        both_orders: bool = False,
+        alike: str | None = None,
+    ) -> PairwiseOutput:
+        """Return logits of pairs from (P, W) features and (P, F) surface features.
 
         Args:
             a: Of A.
@@ -128,11 +165,14 @@ class Judge(PreTrainedModel):
             surface_b: Of B.
             labels: (P,) classes or (P, C) shares.
             both_orders: Also give the logits with A and B exchanged.
-            alike: Take both answers to be the same in this: ``"encoder"``, ``"length"``, ``"style"``, ``"overlap"``.
+            alike: Take both answers to be the same in this: ``"encoder"``, ``"length"``,
+                ``"style"``, ``"overlap"``.
         """
         dtype = self.head.outer.weight.dtype
         a, b = a.to(dtype), b.to(dtype)
-        surface_a, surface_b = (look if look is None else look.to(dtype) for look in (surface_a, surface_b))
+        surface_a, surface_b = (
+            look if look is None else look.to(dtype) for look in (surface_a, surface_b)
+        )
         if alike == "encoder":
             a = b = (a + b) / 2
         elif alike is not None and surface_a is not None and surface_b is not None:
@@ -141,7 +181,11 @@ class Judge(PreTrainedModel):
             surface_a, surface_b = surface_a.clone(), surface_b.clone()
             surface_a[:, columns] = surface_b[:, columns] = mean
         divisor = 1.0 if self.training else self.head.temperature
-        consistent = self.config.swap_consistency if self.config.link == "concat" and labels is not None else 0.0
+        consistent = (
+            self.config.swap_consistency
+            if self.config.link == "concat" and labels is not None
+            else 0.0
+        )
         loss = scores = other = None
         if self.config.link == "davidson":
             scores = torch.stack([self.head.score(a, surface_a), self.head.score(b, surface_b)], -1)
@@ -149,11 +193,17 @@ class Judge(PreTrainedModel):
             other = swapped(logits) if both_orders else None
         else:
             logits = self.head(a, b, surface_a, surface_b) / divisor
-            other = self.head(b, a, surface_b, surface_a) / divisor if both_orders or consistent else None
+            other = (
+                self.head(b, a, surface_b, surface_a) / divisor
+                if both_orders or consistent
+                else None
+            )
         if labels is not None:
             smoothing = self.config.label_smoothing
             loss = pairwise_loss(logits, labels, label_smoothing=smoothing)
             if consistent and other is not None:
                 turned = pairwise_loss(swapped(other), labels, label_smoothing=smoothing)
                 loss = (loss + turned) / 2 + consistent * swap_divergence(logits, other)
-        return PairwiseOutput(loss, logits, None if self.training else scores, other if both_orders else None)
+        return PairwiseOutput(
+            loss, logits, None if self.training else scores, other if both_orders else None
+        )

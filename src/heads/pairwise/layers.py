@@ -1,6 +1,7 @@
-"""`PairwiseHead`: two answers' features to logits of A, B and tie, and the pooling that makes features of tokens.
+"""`PairwiseHead`: two answers' features to logits of A, B and tie; `Pool`: tokens to features.
 
-Shapes: T tokens of all sequences, S sequences, W width of the features, F of surface features, P pairs, C classes.
+Shapes: T tokens of all sequences, S sequences, W width of the features, F of surface features, P
+pairs, C classes.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ class PairwiseHead(nn.Module):
     """Logits of A, B and tie from the features of two answers.
 
     - ``"davidson"`` gives each answer a score, by a network on its features and one on its surface.
-    - ``"antisymmetric"`` compares: a weighted difference of the features, and a network that sees a few of their
-      combinations, differences and means, beside the surface of both. Half the difference of its outputs for both
-      orders goes into the win's logit, half their sum into the tie's.
+    - ``"antisymmetric"`` compares: a weighted difference of the features, and a network that sees a
+      few of their combinations, differences and means, beside the surface of both. Half the
+      difference of its outputs for both orders goes into the win's logit, half their sum into the
+      tie's.
     - ``"concat"`` is a classifier over both answers' features, side by side.
 
-    But for ``"concat"``, swapping the answers swaps the first two logits and moves no bit: both answers go through the
-    same products, one after the other, and what follows treats them alike. Features are divided by the buffer
-    ``scale``, which `fit_` sets. A calibrated model's logits are divided in evaluation by the buffer ``temperature``.
+    But for ``"concat"``, swapping the answers swaps the first two logits and moves no bit: both
+    answers go through the same products, one after the other, and what follows treats them alike.
+    Features are divided by the buffer ``scale``, which `fit_` sets. A calibrated model's logits are
+    divided in evaluation by the buffer ``temperature``.
 
     Args:
         in_features: W.
@@ -48,9 +51,15 @@ class PairwiseHead(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, *, link: Link = "davidson", ties: bool = True, hidden_features: int = 0,
-        dropout: float = 0.0, surface: Sequence[str] = (),
-    ):  # fmt: skip
+        self,
+        in_features: int,
+        *,
+        link: Link = "davidson",
+        ties: bool = True,
+        hidden_features: int = 0,
+        dropout: float = 0.0,
+        surface: Sequence[str] = (),
+    ):
         super().__init__()
         self.in_features, self.link, self.ties, self.dropout = in_features, link, ties, dropout
         compares = link == "antisymmetric"
@@ -62,10 +71,14 @@ class PairwiseHead(nn.Module):
         width = in_features * (1 + (link == "concat"))
         if compares:
             self.project = nn.Linear(in_features, _COMBINATIONS, bias=False)
-            self.beside = _network(looks + 2 * _COMBINATIONS, hidden_features or _INNER, 1 + ties, dropout)
+            self.beside = _network(
+                looks + 2 * _COMBINATIONS, hidden_features or _INNER, 1 + ties, dropout
+            )
         else:
             if hidden_features:
-                self.inner = nn.Sequential(nn.Linear(width, hidden_features), nn.GELU(), nn.Dropout(dropout))
+                self.inner = nn.Sequential(
+                    nn.Linear(width, hidden_features), nn.GELU(), nn.Dropout(dropout)
+                )
                 width = hidden_features
             self.beside = _network(looks, hidden_features or _INNER, 1, dropout) if looks else None
         concat = link == "concat"  # in the other links a bias would cancel, or favour a side
@@ -100,7 +113,10 @@ class PairwiseHead(nn.Module):
 
     @torch.no_grad()
     def fit_(self, a: Tensor, b: Tensor, surface_a: Tensor, surface_b: Tensor) -> None:
-        """Take scales from (N, W) features and bins from (N, F) surface features of answers and their rivals."""
+        """Take scales from (N, W) features and bins from (N, F) surface features.
+
+        They are of answers and their rivals.
+        """
         spread = torch.cat([a, b]).float().std(0)
         self.scale.copy_(torch.where(spread > 0, spread, 1.0))
         if self.encoding is not None:
@@ -108,7 +124,9 @@ class PairwiseHead(nn.Module):
 
     @torch.no_grad()
     def set_tie_rate_(self, rate: float) -> None:
-        """Let answers that seem equal tie with this probability; a head starts nearer to data with few or many ties.
+        """Let answers that seem equal tie with this probability.
+
+        A head starts nearer to data with few or many ties.
 
         Raises:
             ValueError: A rate outside (0, 1), or a head without ties.
@@ -137,13 +155,17 @@ class PairwiseHead(nn.Module):
             ValueError: A link that only compares.
         """
         if self.link != "davidson":
-            raise ValueError(f"PairwiseHead: link {self.link!r} compares answers and gives single ones no score")
+            raise ValueError(
+                f"PairwiseHead: link {self.link!r} compares answers and gives single ones no score"
+            )
         scores = self._read(features)[:, 0]
         if self.encoding is None or self.beside is None:
             return scores
         return scores + self.beside(self.encoding(_given(surface)))[:, 0]
 
-    def forward(self, a: Tensor, b: Tensor, surface_a: Tensor | None = None, surface_b: Tensor | None = None) -> Tensor:
+    def forward(
+        self, a: Tensor, b: Tensor, surface_a: Tensor | None = None, surface_b: Tensor | None = None
+    ) -> Tensor:
         """(P, W) features of A and of B, and (P, F) surface features, to (P, C) logits."""
         if self.link == "davidson":
             return self.linked(self.score(a, surface_a), self.score(b, surface_b))
@@ -151,7 +173,10 @@ class PairwiseHead(nn.Module):
             return self._read(a, b)
         a, b = self._dropped(a / self.scale), self._dropped(b / self.scale)
         few_a, few_b, made = self.project(a), self.project(b), []
-        for one, other, looks in ((few_a, few_b, (surface_a, surface_b)), (few_b, few_a, (surface_b, surface_a))):
+        for one, other, looks in (
+            (few_a, few_b, (surface_a, surface_b)),
+            (few_b, few_a, (surface_b, surface_a)),
+        ):
             seen = [one - other, (one + other) / 2]
             if self.encoding is not None:
                 seen.append(self.encoding(*map(_given, looks)))
@@ -183,22 +208,30 @@ class PairwiseHead(nn.Module):
 def _network(width: int, inner: int, outs: int, dropout: float) -> nn.Sequential:
     """A network for encodings of the surface and combinations of features."""
     return nn.Sequential(
-        nn.Dropout(dropout / 2), nn.Linear(width, inner), nn.GELU(), nn.Dropout(dropout),
-        nn.Linear(inner, inner), nn.GELU(), nn.Dropout(dropout), nn.Linear(inner, outs, bias=False),
-    )  # fmt: skip
+        nn.Dropout(dropout / 2),
+        nn.Linear(width, inner),
+        nn.GELU(),
+        nn.Dropout(dropout),
+        nn.Linear(inner, inner),
+        nn.GELU(),
+        nn.Dropout(dropout),
+        nn.Linear(inner, outs, bias=False),
+    )
 
 
 def _given(surface: Tensor | None) -> Tensor:
     if surface is None:
-        raise ValueError("PairwiseHead: surface features are None; needed them, as the head has a part for them")
+        raise ValueError(
+            "PairwiseHead: surface features are None; needed them, as the head has a part for them"
+        )
     return surface
 
 
 class Pool(nn.Module):
     """(T, W) states of all sequences to (S, K W) float32 features, of K kinds side by side.
 
-    What answers have in common says nothing about which is better: a mean is over the answer and what follows it, not
-    over the prompt.
+    What answers have in common says nothing about which is better: a mean is over the answer and
+    what follows it, not over the prompt.
 
     Args:
         pooling: Of ``"mean"`` over the answer, the sequence's ``"first"`` state or its ``"last"``.
@@ -215,7 +248,10 @@ class Pool(nn.Module):
         self.pooling = tuple(pooling)
 
     def forward(self, states: Tensor, lengths: Tensor, begins: Tensor) -> Tensor:
-        """``lengths`` are (S,), at least 1 each, and ``begins`` (S,), where answers start in their sequences."""
+        """Pool states; ``lengths`` are (S,), at least 1 each.
+
+        ``begins``, (S,), are where answers start in their sequences.
+        """
         states = states.float()
         ends = lengths.cumsum(0)
         starts = ends - lengths
@@ -227,9 +263,15 @@ class Pool(nn.Module):
                 pooled.append(states[ends - 1])
             else:
                 place = torch.arange(len(states), device=states.device)
-                of_answer = place >= (starts + begins).repeat_interleave(lengths, output_size=len(states))
+                of_answer = place >= (starts + begins).repeat_interleave(
+                    lengths, output_size=len(states)
+                )
                 # sums in a fixed order on every device, unlike index_add
-                pooled.append(torch.segment_reduce(states[of_answer], "mean", lengths=lengths - begins, axis=0))
+                pooled.append(
+                    torch.segment_reduce(
+                        states[of_answer], "mean", lengths=lengths - begins, axis=0
+                    )
+                )
         return torch.cat(pooled, 1)
 
     def extra_repr(self) -> str:

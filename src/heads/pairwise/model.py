@@ -1,6 +1,7 @@
-"""`PairwiseModel`: an encoder or a decoder, and a head that says which of two answers is better, or that they tie.
+"""`PairwiseModel`: an encoder or a decoder with a head that compares two answers.
 
-Shapes: T tokens of all sequences, S sequences, P pairs, C classes, W width of the features, F of surface features.
+Shapes: T tokens of all sequences, S sequences, P pairs, C classes, W width of the features, F of
+surface features.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from model_components._hub import hub_id, split_revision
 
@@ -32,9 +39,9 @@ from .surgery import keep_lowest_
 class PairwiseModel(SavedJudge):
     """An encoder with a `PairwiseHead`: prompts and two answers to probabilities of A, B and tie.
 
-    The encoder may be a decoder, such as any causal language model without its head. All answers of a batch go through
-    it in one pass, without padding where `check_packing` finds that this changes nothing. Features and head are
-    float32, whatever the encoder is.
+    The encoder may be a decoder, such as any causal language model without its head. All answers of
+    a batch go through it in one pass, without padding where `check_packing` finds that this changes
+    nothing. Features and head are float32, whatever the encoder is.
 
     Args:
         config: Of encoder and head; see `from_encoder` for a pretrained one.
@@ -42,14 +49,21 @@ class PairwiseModel(SavedJudge):
 
     Attributes:
         tokenizer: What `predict` and `rank` use; saved and loaded with the model.
-        packing: Whether the encoder runs without padding, and if not, why. An attention that is chosen afterwards, by
-            ``model.encoder.set_attn_implementation``, stays, and sequences are padded then.
+        packing: Whether the encoder runs without padding, and if not, why. An attention that is
+            chosen afterwards, by ``model.encoder.set_attn_implementation``, stays, and sequences
+            are padded then.
 
     Raises:
         ValueError: A config without an encoder's.
 
     >>> from transformers import BertConfig
-    >>> small = BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    >>> small = BertConfig(
+    ...     vocab_size=9,
+    ...     hidden_size=8,
+    ...     num_hidden_layers=1,
+    ...     num_attention_heads=1,
+    ...     intermediate_size=8,
+    ... )
     >>> model = PairwiseModel(PairwiseConfig(encoder=small)).eval()
     >>> ids, lengths = torch.tensor([2, 3, 4, 5, 6]), torch.tensor([2, 3])
     >>> model(input_ids=ids, lengths=lengths, pairs=torch.tensor([[0, 1]])).logits.shape
@@ -67,22 +81,32 @@ class PairwiseModel(SavedJudge):
         super().__init__(config)
         if config.encoder is None:
             raise ValueError(
-                "PairwiseModel: there is no encoder in its config, so it is no judge; needed one that was trained and "
-                "saved, or from_encoder, which makes a new one"
+                "PairwiseModel: there is no encoder in its config, so it is no judge; needed one "
+                "that was trained and saved, or from_encoder, which makes a new one"
             )
-        dtype_asked = {"dtype": torch.get_default_dtype()}  # what from_pretrained was asked for, not what was saved
-        inner: Any = AutoModel.from_config(config.encoder, **dtype_asked) if encoder is None else encoder
+        dtype_asked = {
+            "dtype": torch.get_default_dtype()
+        }  # what from_pretrained was asked for, not what was saved
+        inner: Any = (
+            AutoModel.from_config(config.encoder, **dtype_asked) if encoder is None else encoder
+        )
         for module in () if encoder is None else inner.modules():
             module._is_hf_initialized = True  # its weights are not to be drawn again
         if getattr(inner, "pooler", None) is not None:
-            inner.pooler = None  # what pools here is ours, and parameters without gradients stop DDP
+            inner.pooler = (
+                None  # what pools here is ours, and parameters without gradients stop DDP
+            )
         inner.config.use_cache = False  # of keys and values, which nothing here asks for again
         self.encoder = inner
         self.pool = Pool(config.pooling)
         self.head = PairwiseHead(
-            config.encoder.hidden_size * len(config.pooling), link=config.link, ties=config.ties,
-            hidden_features=config.hidden_features, dropout=config.dropout, surface=config.surface,
-        )  # fmt: skip
+            config.encoder.hidden_size * len(config.pooling),
+            link=config.link,
+            ties=config.ties,
+            hidden_features=config.hidden_features,
+            dropout=config.dropout,
+            surface=config.surface,
+        )
         self.post_init()
         if inner.device.type != "meta":
             self.packing: PackingReport = check_packing(inner)
@@ -93,53 +117,84 @@ class PairwiseModel(SavedJudge):
 
     @classmethod
     def from_encoder(
-        cls, encoder: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
-        *, dtype: torch.dtype | None = torch.float32, depth: int | None = None, revision: str | None = None,
-        token: str | bool | None = None, trust_remote_code: bool = False, **options: Any,
-    ) -> PairwiseModel:  # fmt: skip
+        cls,
+        encoder: str | Path | PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        *,
+        dtype: torch.dtype | None = torch.float32,
+        depth: int | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        trust_remote_code: bool = False,
+        **options: Any,
+    ) -> PairwiseModel:
         """A new head on a pretrained encoder.
 
         Args:
-            encoder: A folder, a hub id, or a model, which is changed in place: of a model with a head its encoder is
-                taken, loses its pooler, is cast to ``dtype`` and gets our attention.
-            tokenizer: The encoder's, or where it is; loaded from the encoder's place when None and a place is given.
-            dtype: Of the encoder's weights; None keeps the checkpoint's. bfloat16 is good for an encoder that stays
-                frozen; train one in half precision only if you know that it can be.
-            depth: How many of the encoder's layers to keep, from the lowest; default all. Fewer are cheaper, and can
-                judge better.
+            encoder: A folder, a hub id, or a model, which is changed in place: of a model with a
+                head its encoder is taken, loses its pooler, is cast to ``dtype`` and gets our
+                attention.
+            tokenizer: The encoder's, or where it is; loaded from the encoder's place when None and
+                a place is given.
+            dtype: Of the encoder's weights; None keeps the checkpoint's. bfloat16 is good for an
+                encoder that stays frozen; train one in half precision only if you know that it can
+                be.
+            depth: How many of the encoder's layers to keep, from the lowest; default all. Fewer are
+                cheaper, and can judge better.
             revision: Of encoder and tokenizer on the hub.
             token: Of the hub.
             trust_remote_code: Run code that comes with a model.
             **options: Fields of `PairwiseConfig`.
 
         Raises:
-            ValueError: A tokenizer that is not the encoder's, an encoder without hidden states, an unknown option, more
-                layers than there are.
+            ValueError: A tokenizer that is not the encoder's, an encoder without hidden states, an
+                unknown option, more layers than there are.
         """
-        fields = [name for name in inspect.signature(PairwiseConfig).parameters if name not in ("encoder", "rest")]
+        fields = [
+            name
+            for name in inspect.signature(PairwiseConfig).parameters
+            if name not in ("encoder", "rest")
+        ]
         if not set(options) <= set(fields):
             unknown = ", ".join(sorted(set(options) - set(fields)))
-            raise ValueError(f"from_encoder: there is no option {unknown}; there are {', '.join(fields)}")
+            raise ValueError(
+                f"from_encoder: there is no option {unknown}; there are {', '.join(fields)}"
+            )
         if isinstance(encoder, (str, Path)):
             place, at = split_revision(encoder)
-            hub = {"revision": revision or at, "token": token, "trust_remote_code": trust_remote_code}
+            hub = {
+                "revision": revision or at,
+                "token": token,
+                "trust_remote_code": trust_remote_code,
+            }
             hub = {name: value for name, value in hub.items() if value}
             try:
-                encoder = AutoModel.from_pretrained(place, dtype="auto" if dtype is None else dtype, **hub)
+                encoder = AutoModel.from_pretrained(
+                    place, dtype="auto" if dtype is None else dtype, **hub
+                )
             except OSError as error:
                 reason = str(error).strip().split("\n")[0]
                 raise ValueError(
                     f"from_encoder: {place} is no model's folder, nor found on the hub ({reason})"
                 ) from error
-            tokenizer = AutoTokenizer.from_pretrained(place, **hub) if tokenizer is None else tokenizer
+            tokenizer = (
+                AutoTokenizer.from_pretrained(place, **hub) if tokenizer is None else tokenizer
+            )
         if isinstance(tokenizer, (str, Path)):
             tokenizer = AutoTokenizer.from_pretrained(str(tokenizer))
         if not isinstance(encoder, PreTrainedModel):
-            raise ValueError(f"from_encoder: encoder is a {type(encoder).__name__}; needed a transformers model")
+            raise ValueError(
+                f"from_encoder: encoder is a {type(encoder).__name__}; needed a transformers model"
+            )
         inner: Any = getattr(encoder, encoder.base_model_prefix, encoder)
         inner = inner if dtype is None else inner.to(dtype)
-        if getattr(inner.config, "is_encoder_decoder", False) or not hasattr(inner.config, "hidden_size"):
-            raise ValueError(f"from_encoder: {type(inner).__name__} is no encoder that gives hidden states of a text")
+        if getattr(inner.config, "is_encoder_decoder", False) or not hasattr(
+            inner.config, "hidden_size"
+        ):
+            raise ValueError(
+                f"from_encoder: {type(inner).__name__} is no encoder that gives hidden states of a "
+                "text"
+            )
         if depth is not None:
             keep_lowest_(inner, depth)
         check_encoder(inner)
@@ -147,9 +202,13 @@ class PairwiseModel(SavedJudge):
         if tokenizer is not None:
             check_tokenizer(tokenizer, inner)
         encoder_config = copy.deepcopy(inner.config)
-        encoder_config._name_or_path = hub_id(encoder_config._name_or_path or "") or ""  # no folder of this machine
+        encoder_config._name_or_path = (
+            hub_id(encoder_config._name_or_path or "") or ""
+        )  # no folder of this machine
         config = PairwiseConfig(encoder=encoder_config, **options)
-        config.max_tokens = most_tokens("from_encoder", config.max_tokens, inner, packing, tokenizer)
+        config.max_tokens = most_tokens(
+            "from_encoder", config.max_tokens, inner, packing, tokenizer
+        )
         model = cls(config, inner)
         model.tokenizer = tokenizer
         if tokenizer is not None:
@@ -179,27 +238,32 @@ class PairwiseModel(SavedJudge):
             progress: Show a bar.
 
         Raises:
-            ValueError: Lists of different lengths or empty ones, what is neither text nor turns, no tokenizer.
+            ValueError: Lists of different lengths or empty ones, what is neither text nor turns, no
+                tokenizer.
         """
         if any(isinstance(part, str) for part in (prompts, a, b)):
             raise ValueError("predict: prompts, a and b are texts; needed lists of texts")
         if not len(prompts) == len(a) == len(b):
             raise ValueError(
-                f"predict: {len(prompts)} prompts, {len(a)} and {len(b)} answers; needed lists of one length"
+                f"predict: {len(prompts)} prompts, {len(a)} and {len(b)} answers; needed lists of "
+                "one length"
             )
         data = self.dataset(list(zip(prompts, a, b, strict=True)), progress=progress)
         return predict_pairs(self, data, batch_size=batch_size, progress=progress)
 
-    def rank(self, prompt: WordsLike, answers: Sequence[WordsLike], *, batch_size: int = 256) -> Ranking:
+    def rank(
+        self, prompt: WordsLike, answers: Sequence[WordsLike], *, batch_size: int = 256
+    ) -> Ranking:
         """The order of several answers to one prompt, each of which is encoded once.
 
-        Link ``"davidson"`` puts answers in the order of their scores. Another link compares each pair, in both orders,
-        and the scores are those of a tournament.
+        Link ``"davidson"`` puts answers in the order of their scores. Another link compares each
+        pair, in both orders, and the scores are those of a tournament.
 
         Args:
             prompt: What was asked: a text, or turns.
             answers: One or more.
-            batch_size: Pairs that are compared at once, and a quarter of it answers that are encoded at once.
+            batch_size: Pairs that are compared at once, and a quarter of it answers that are
+                encoded at once.
 
         Raises:
             ValueError: No answers, what is neither text nor turns, no tokenizer.
@@ -208,12 +272,16 @@ class PairwiseModel(SavedJudge):
             raise ValueError(f"rank: answers are {answers!r:.60}, needed a text or more")
         if batch_size < 1:
             raise ValueError(f"rank: batch_size is {batch_size}, needed 1 or more")
-        return rank_answers(self, answers_to(prompt, answers, self._own_tokenizer, self.config), batch_size)
+        return rank_answers(
+            self, answers_to(prompt, answers, self._own_tokenizer, self.config), batch_size
+        )
 
     @property
     def _own_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
-            raise ValueError("PairwiseModel: it has no tokenizer; needed model.tokenizer = the encoder's")
+            raise ValueError(
+                "PairwiseModel: it has no tokenizer; needed model.tokenizer = the encoder's"
+            )
         return self.tokenizer
 
 

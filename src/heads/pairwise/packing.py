@@ -1,8 +1,11 @@
-"""Sequences of a batch as one flat run of tokens through a stock encoder, without padding and without leaks.
+"""Run sequences of a batch as one flat run of tokens through a stock encoder.
 
-transformers' encoders take position ids of packed examples and, under sdpa or eager attention, let the examples see
-each other in silence. Here an attention function of our own is registered, which is told where sequences end. Encoders
-that do not pass this on to it are padded; `check_packing` finds out by trying. Causal models are packed, too.
+There is no padding, and no sequence sees another.
+
+transformers' encoders take position ids of packed examples and, under sdpa or eager attention, let
+the examples see each other in silence. Here an attention function of our own is registered, which
+is told where sequences end. Encoders that do not pass this on to it are padded; `check_packing`
+finds out by trying. Causal models are packed, too.
 
 Shapes: T tokens of all sequences, S sequences, L the longest, W width of the encoder.
 """
@@ -30,14 +33,27 @@ from .functional import packed_attention
 
 ATTENTION = "heads_packed"
 _ENDS = "cu_seq_lens_q"  # transformers' own name for where packed sequences start and end
-_PACKED: ContextVar[bool] = ContextVar("_PACKED", default=False)  # whether a packed run is under way
+_PACKED: ContextVar[bool] = ContextVar(
+    "_PACKED", default=False
+)  # whether a packed run is under way
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None, **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Transformers' interface, (1, H, T, d) to (1, T, H, d); without ends of sequences it is stock sdpa attention."""
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' interface, (1, H, T, d) to (1, T, H, d).
+
+    Without ends of sequences it is stock sdpa attention.
+    """
     if options.get(_ENDS) is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
@@ -45,11 +61,22 @@ def _attention(
     if options.get("softcap") is not None or options.get("s_aux") is not None:
         raise ValueError("its attention has a soft cap or sinks")
     causal = options.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal  # as transformers decides it
-    window = None if sliding_window is None else sliding_window - 1  # theirs counts the token itself
+    causal = (
+        getattr(module, "is_causal", True) if causal is None else causal
+    )  # as transformers decides it
+    window = (
+        None if sliding_window is None else sliding_window - 1
+    )  # theirs counts the token itself
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
     output = packed_attention(
-        q, k, v, options[_ENDS], scale=scaling, dropout_p=dropout, window=window, causal=bool(causal)
+        q,
+        k,
+        v,
+        options[_ENDS],
+        scale=scaling,
+        dropout_p=dropout,
+        window=window,
+        causal=bool(causal),
     )
     return output[None], None
 
@@ -65,7 +92,10 @@ AttentionMaskInterface.register(ATTENTION, _mask)
 
 @dataclass(frozen=True)
 class PackingReport(Report):
-    """Whether an encoder's class is packed, and if not, why it is padded; ``offset`` is its first position id."""
+    """Whether an encoder's class is packed, and if not, why it is padded.
+
+    ``offset`` is its first position id.
+    """
 
     encoder: str
     packed: bool
@@ -74,14 +104,22 @@ class PackingReport(Report):
 
     def summary(self) -> list[str]:
         """One line."""
-        return [f"{self.encoder}: packed, no padding" if self.packed else f"{self.encoder}: padded, {self.reason}"]
+        return [
+            f"{self.encoder}: packed, no padding"
+            if self.packed
+            else f"{self.encoder}: padded, {self.reason}"
+        ]
 
 
 _CHECKED: dict[tuple, PackingReport] = {}
 
 
 def encode_packed(
-    encoder: PreTrainedModel, input_ids: Tensor, lengths: Sequence[int], token_type_ids: Tensor | None, offset: int = 0
+    encoder: PreTrainedModel,
+    input_ids: Tensor,
+    lengths: Sequence[int],
+    token_type_ids: Tensor | None,
+    offset: int = 0,
 ) -> Tensor:
     """(T,) tokens of S sequences to their (T, W) last hidden states, in one pass."""
     ends = [0]
@@ -107,11 +145,15 @@ def encode_padded(
 ) -> Tensor:
     """The same with padding up to the longest sequence, for encoders that cannot be packed."""
     sizes = list(lengths)
-    mask = pad_sequence([torch.ones(n, dtype=torch.bool, device=input_ids.device) for n in sizes], batch_first=True)
+    mask = pad_sequence(
+        [torch.ones(n, dtype=torch.bool, device=input_ids.device) for n in sizes], batch_first=True
+    )
     fill = getattr(encoder.config, "pad_token_id", None) or 0
     options: dict[str, object] = {}
     if token_type_ids is not None:
-        options["token_type_ids"] = pad_sequence(list(token_type_ids.split(sizes)), batch_first=True)
+        options["token_type_ids"] = pad_sequence(
+            list(token_type_ids.split(sizes)), batch_first=True
+        )
     ids = pad_sequence(list(input_ids.split(sizes)), batch_first=True, padding_value=fill)
     return _states(encoder, encoder(input_ids=ids, attention_mask=mask.long(), **options))[mask]
 
@@ -120,7 +162,9 @@ def _states(encoder: nn.Module, output: object) -> Tensor:
     states = getattr(output, "last_hidden_state", None)
     if states is None:
         fields = sorted(output) if isinstance(output, Mapping) else type(output).__name__
-        raise ValueError(f"PairwiseModel: {type(encoder).__name__} gives {fields}; needed a last_hidden_state")
+        raise ValueError(
+            f"PairwiseModel: {type(encoder).__name__} gives {fields}; needed a last_hidden_state"
+        )
     return states
 
 
@@ -139,10 +183,13 @@ def embedding_weight(encoder: PreTrainedModel) -> Tensor:
 
 @torch.no_grad()
 def check_packing(encoder: PreTrainedModel) -> PackingReport:
-    """Try on three short sequences whether packing an encoder changes what it computes. Once for each class.
+    """Try on three short sequences whether packing an encoder changes what it computes.
 
-    Packed states must be those of the sequences alone, and what one sequence holds must not move a bit of another's.
-    If so, the encoder's attention is set to ours, in place; else it stays as it is.
+    Once for each class.
+
+    Packed states must be those of the sequences alone, and what one sequence holds must not move a
+    bit of another's. If so, the encoder's attention is set to ours, in place; else it stays as it
+    is.
 
     Args:
         encoder: A model of transformers with a ``last_hidden_state``.
@@ -151,14 +198,27 @@ def check_packing(encoder: PreTrainedModel) -> PackingReport:
         Whether it is packed; the reason, where it is not.
 
     >>> from transformers import BertConfig, BertModel
-    >>> config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    >>> config = BertConfig(
+    ...     hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+    ... )
     >>> print(check_packing(BertModel(config)))
     BertModel: packed, no padding
     """
     base = base_of(encoder)
     before = base.config._attn_implementation
-    fields = ("pad_token_id", "position_embedding_type", "is_decoder", "layer_types", "sliding_window", "use_cache")
-    kind = (type(base), base.device.type, *(str(getattr(base.config, name, None)) for name in fields))
+    fields = (
+        "pad_token_id",
+        "position_embedding_type",
+        "is_decoder",
+        "layer_types",
+        "sliding_window",
+        "use_cache",
+    )
+    kind = (
+        type(base),
+        base.device.type,
+        *(str(getattr(base.config, name, None)) for name in fields),
+    )
     if kind not in _CHECKED:
         _CHECKED[kind] = _tried(base)
     base.config._attn_implementation = ATTENTION if _CHECKED[kind].packed else before
@@ -169,8 +229,12 @@ def _tried(encoder: PreTrainedModel) -> PackingReport:
     name = type(encoder).__name__
     if "position_ids" not in inspect.signature(encoder.forward).parameters:
         return PackingReport(name, False, "it takes no position ids")
-    if not getattr(encoder, "_supports_attention_backend", False) and not getattr(encoder, "_supports_sdpa", False):
-        return PackingReport(name, False, "its attention is its own and cannot be told where sequences end")
+    if not getattr(encoder, "_supports_attention_backend", False) and not getattr(
+        encoder, "_supports_sdpa", False
+    ):
+        return PackingReport(
+            name, False, "its attention is its own and cannot be told where sequences end"
+        )
     if encoder.dtype != torch.float32:  # half precision could not tell positions apart
         encoder = copy.deepcopy(encoder).float()
     before, weight = encoder.config._attn_implementation, embedding_weight(encoder)
@@ -186,15 +250,26 @@ def _tried(encoder: PreTrainedModel) -> PackingReport:
     try:
         with evaluating(encoder), torch.autocast(device.type, enabled=False):
             return _compared(encoder, ids, other, lengths, fill)
-    except (TypeError, ValueError, IndexError, RuntimeError) as error:  # what a forward says that was not made for it
-        return PackingReport(name, False, f"it refuses packed sequences ({str(error).splitlines()[0]:.80})")
+    except (
+        TypeError,
+        ValueError,
+        IndexError,
+        RuntimeError,
+    ) as error:  # what a forward says that was not made for it
+        return PackingReport(
+            name, False, f"it refuses packed sequences ({str(error).splitlines()[0]:.80})"
+        )
     finally:
         encoder.config._attn_implementation = before
 
 
-def _compared(encoder: PreTrainedModel, ids: Tensor, other: Tensor, lengths: Sequence[int], fill: int) -> PackingReport:
+def _compared(
+    encoder: PreTrainedModel, ids: Tensor, other: Tensor, lengths: Sequence[int], fill: int
+) -> PackingReport:
     name = type(encoder).__name__
-    alone = torch.cat([encode_padded(encoder, part, [len(part)], None) for part in ids.split(list(lengths))])
+    alone = torch.cat(
+        [encode_padded(encoder, part, [len(part)], None) for part in ids.split(list(lengths))]
+    )
     encoder.config._attn_implementation = ATTENTION
     for offset in (0, fill + 1):  # the second is how RoBERTa counts
         made, moved = (encode_packed(encoder, one, lengths, None, offset) for one in (ids, other))

@@ -10,12 +10,32 @@ from typing import Any, NamedTuple
 from .config import CLASSES
 
 _WINNERS = {
-    "a": 0, "model_a": 0, "response_a": 0, "answer_a": 0, "output_1": 0, "left": 0,
-    "b": 1, "model_b": 1, "response_b": 1, "answer_b": 1, "output_2": 1, "right": 1,
-    "tie": 2, "tied": 2, "draw": 2, "both": 2, "neither": 2, "equal": 2, "same": 2,
-    **{f"{before}both{between}{how}{after}": 2 for how in ("bad", "good") for between in ("", "_", " ")
-       for before, after in (("", ""), ("tie (", ")"))},
-}  # fmt: skip
+    "a": 0,
+    "model_a": 0,
+    "response_a": 0,
+    "answer_a": 0,
+    "output_1": 0,
+    "left": 0,
+    "b": 1,
+    "model_b": 1,
+    "response_b": 1,
+    "answer_b": 1,
+    "output_2": 1,
+    "right": 1,
+    "tie": 2,
+    "tied": 2,
+    "draw": 2,
+    "both": 2,
+    "neither": 2,
+    "equal": 2,
+    "same": 2,
+    **{
+        f"{before}both{between}{how}{after}": 2
+        for how in ("bad", "good")
+        for between in ("", "_", " ")
+        for before, after in (("", ""), ("tie (", ")"))
+    },
+}
 
 
 ROLES = ("system", "user", "assistant")
@@ -45,7 +65,8 @@ class Pair(NamedTuple):
 
     Attributes:
         prompt: What both answers follow: a text, or the turns of a conversation so far.
-        a: An answer: a text, or the turns from where both conversations differ, which end with the assistant's.
+        a: An answer: a text, or the turns from where both conversations differ, which end with the
+            assistant's.
         b: The other.
         label: 0 for A, 1 for B, 2 for a tie, shares of A, B and tie, or None.
         writers: Names of the models that answered, where they are known.
@@ -72,16 +93,32 @@ def turns_of(role: str, words: Words) -> tuple[Turn, ...]:
 def said_by(role: str, words: Words) -> str:
     r"""The turns of one role, joined by empty lines; a plain text as it is.
 
-    >>> said_by("assistant", (Turn("assistant", "One."), Turn("user", "And?"), Turn("assistant", "Two.")))
+    >>> said_by(
+    ...     "assistant",
+    ...     (Turn("assistant", "One."), Turn("user", "And?"), Turn("assistant", "Two.")),
+    ... )
     'One.\n\nTwo.'
     """
-    return words if isinstance(words, str) else "\n\n".join(turn.text for turn in words if turn.role == role)
+    return (
+        words
+        if isinstance(words, str)
+        else "\n\n".join(turn.text for turn in words if turn.role == role)
+    )
 
 
 def plain(value: object) -> Any:
-    """Arrays and tuples as lists, nan as None: what numpy, pandas and parquet make of lists and None."""
+    """Return arrays and tuples as lists, nan as None.
+
+    So undo what numpy, pandas and parquet make of lists and None.
+    """
     value = value.tolist() if hasattr(value, "tolist") else value
-    return None if isinstance(value, float) and value != value else list(value) if isinstance(value, tuple) else value
+    return (
+        None
+        if isinstance(value, float) and value != value
+        else list(value)
+        if isinstance(value, tuple)
+        else value
+    )
 
 
 def sound(name: str, text: str) -> str:
@@ -136,10 +173,14 @@ def as_pairs(operation: str, pairs: Iterable[object], classes: int = 3) -> list[
             pair = (pair["prompt"], pair["a"], pair["b"], pair.get("label"))
         if not isinstance(pair, (tuple, list)) or not 3 <= len(pair) <= len(Pair._fields):
             raise ValueError(
-                f"{operation}: pair {number} is {pair!r:.60}; needed (prompt, a, b) or (prompt, a, b, label)"
+                f"{operation}: pair {number} is {pair!r:.60}; needed (prompt, a, b) or (prompt, a, "
+                "b, label)"
             )
         try:
-            words = [check_words(name, part) for name, part in zip(("prompt", "a", "b"), pair, strict=False)]
+            words = [
+                check_words(name, part)
+                for name, part in zip(("prompt", "a", "b"), pair, strict=False)
+            ]
             label = check_label(pair[3], classes) if len(pair) > 3 else None
         except ValueError as error:
             raise ValueError(f"{operation}: pair {number}: {error}") from error
@@ -147,8 +188,12 @@ def as_pairs(operation: str, pairs: Iterable[object], classes: int = 3) -> list[
     return converted
 
 
-def split_pairs(pairs: Sequence[Pair], shares: Sequence[float] = (0.8, 0.1, 0.1), *, seed: int = 0) -> list[list[Pair]]:
-    """Parts of these shares, for training, validation and test, of which no two have a prompt in common.
+def split_pairs(
+    pairs: Sequence[Pair], shares: Sequence[float] = (0.8, 0.1, 0.1), *, seed: int = 0
+) -> list[list[Pair]]:
+    """Split pairs into parts of these shares, no two of which have a prompt in common.
+
+    They are for training, validation and test.
 
     With fewer than ten prompts a part, single pairs are drawn instead, and parts may share prompts.
 
@@ -182,7 +227,10 @@ def split_pairs(pairs: Sequence[Pair], shares: Sequence[float] = (0.8, 0.1, 0.1)
     for prompt, pair in zip(prompts, pairs, strict=True):
         parts[part_of[prompt]].append(pair)
     if not all(parts):
-        raise ValueError(f"split_pairs: {len(pairs)} pairs make parts of {[len(part) for part in parts]}; needed more")
+        raise ValueError(
+            f"split_pairs: {len(pairs)} pairs make parts of {[len(part) for part in parts]}; "
+            "needed more"
+        )
     return parts
 
 
@@ -191,12 +239,16 @@ def count_labels(pairs: Iterable[Pair]) -> tuple[int, ...]:
     counts = [0, 0, 0]
     for pair in pairs:
         if pair.label is not None:
-            counts[pair.label if isinstance(pair.label, int) else pair.label.index(max(pair.label))] += 1
+            counts[
+                pair.label if isinstance(pair.label, int) else pair.label.index(max(pair.label))
+            ] += 1
     return tuple(counts)
 
 
 def check_label(label: object, classes: int = 3) -> int | tuple[float, ...] | None:
-    """A label as a class, as shares that sum to 1, or None; with two classes, the share of ties may be left out or 0.
+    """A label as a class, as shares that sum to 1, or None.
+
+    With two classes, the share of ties may be left out or 0.
 
     Raises:
         ValueError: Anything else.
@@ -222,9 +274,15 @@ def check_label(label: object, classes: int = 3) -> int | tuple[float, ...] | No
         if len(shares) > classes and not any(shares[classes:]):
             shares = shares[:classes]
         if len(shares) != classes or not min(shares) >= 0 or not abs(sum(shares) - 1) < 1e-3:
-            raise ValueError(f"a label is {label!r}, needed {classes} shares that sum to 1{without}")
+            raise ValueError(
+                f"a label is {label!r}, needed {classes} shares that sum to 1{without}"
+            )
         return shares
-    if isinstance(label, bool) or not isinstance(label, (int, float)) or label not in range(classes):
+    if (
+        isinstance(label, bool)
+        or not isinstance(label, (int, float))
+        or label not in range(classes)
+    ):
         known = ", ".join(f"{k} ({name})" for k, name in enumerate(CLASSES[:classes]))
         raise ValueError(f"a label is {label!r}, needed {known}{without}")
     return int(label)

@@ -1,6 +1,7 @@
-"""The definitions: attention within sequences of one flat run, and the link from two scores to A, B or tie.
+"""Define attention within sequences of one flat run, and the link from two scores to A, B or tie.
 
-Shapes: T tokens of all sequences, S sequences, H heads of the query, G of key and value, d width of a head, P pairs.
+Shapes: T tokens of all sequences, S sequences, H heads of the query, G of key and value, d width of
+a head, P pairs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ def packed_attention(
     window: int | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """softmax(scale q kᵀ) v over all T tokens, where only tokens of one sequence, at most ``window`` apart, count."""
+    """softmax(scale q kᵀ) v over all T tokens, where only tokens of one sequence count.
+
+    They are at most ``window`` apart.
+    """
     tokens, heads, width = query.shape
     key, value = (part.repeat_interleave(heads // part.shape[1], 1) for part in (key, value))
     place = torch.arange(tokens, device=query.device)
@@ -35,7 +39,10 @@ def packed_attention(
 
 
 def davidson(score_a: Tensor, score_b: Tensor, log_nu: Tensor) -> Tensor:
-    """(P, 3) probabilities of A, B, tie: ``πA : πB : ν sqrt(πA πB)``, π = e^score (Davidson 1970)."""
+    """Return (P, 3) probabilities of A, B, tie: ``πA : πB : ν sqrt(πA πB)``, π = e^score.
+
+    Source: Davidson 1970.
+    """
     a, b = score_a.exp(), score_b.exp()
     parts = torch.stack([a, b, log_nu.exp() * (a * b).sqrt()], -1)
     return parts / parts.sum(-1, keepdim=True)

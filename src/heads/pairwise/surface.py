@@ -20,30 +20,53 @@ from .pairs import Pair, said_by
 SURFACE = {
     "length": ("characters", "words", "characters a word"),
     "style": (
-        "lines", "paragraphs", "bullets", "numbered items", "code blocks", "headings", "bold", "links", "refusals",
-        "distinct words", "digits", "punctuation", "question marks", "exclamation marks", "capitals",
-        "other alphabets", "repeated triples", "ends a sentence", "begins with a capital",
+        "lines",
+        "paragraphs",
+        "bullets",
+        "numbered items",
+        "code blocks",
+        "headings",
+        "bold",
+        "links",
+        "refusals",
+        "distinct words",
+        "digits",
+        "punctuation",
+        "question marks",
+        "exclamation marks",
+        "capitals",
+        "other alphabets",
+        "repeated triples",
+        "ends a sentence",
+        "begins with a capital",
     ),
     "overlap": ("words of the prompt", "prompt covered"),
-}  # fmt: skip
-"""Names of the features, by kind. Counts enter as log(1 + count); the others are ratios or flags."""
+}
+"""Names of the features, by kind. Counts enter as log(1 + count); others are ratios or flags."""
 
 NAMES = tuple(name for names in SURFACE.values() for name in names)
 
 _COUNTED = tuple(
     re.compile(pattern, re.MULTILINE | re.IGNORECASE)
     for pattern in (
-        r"^[^\S\n]*[-*•]\s", r"^[^\S\n]*\d+[.)]\s", r"```", r"^#{1,6}\s", r"\*\*", r"https?://",
+        r"^[^\S\n]*[-*•]\s",
+        r"^[^\S\n]*\d+[.)]\s",
+        r"```",
+        r"^#{1,6}\s",
+        r"\*\*",
+        r"https?://",
         r"\b(i cannot|i can't|i am not able|i'm not able|i'm sorry|as an ai|unable to)\b",
     )
-)  # fmt: skip
+)
 _WORD, _PARAGRAPH = re.compile(r"\w+"), re.compile(r"\n\s*\n")
 
 
 def surface_of(prompt: str, answer: str) -> np.ndarray:
     r"""An answer's features, in the order of `NAMES`, as float64.
 
-    >>> found = dict(zip(NAMES, surface_of("Name two fruits.", "1. Apple\n2. Pear").round(2).tolist()))
+    >>> found = dict(
+    ...     zip(NAMES, surface_of("Name two fruits.", "1. Apple\n2. Pear").round(2).tolist())
+    ... )
     >>> found["numbered items"], found["words"], found["ends a sentence"]
     (1.1, 1.61, 0.0)
     """
@@ -52,7 +75,11 @@ def surface_of(prompt: str, answer: str) -> np.ndarray:
     triples = list(zip(words, words[1:], words[2:], strict=False))
     size, count = max(1, len(answer)), max(1, len(words))
     length = [math.log1p(len(answer)), math.log1p(len(words)), len(answer) / count]
-    counts = [answer.count("\n"), len(_PARAGRAPH.split(answer)), *(len(p.findall(answer)) for p in _COUNTED)]
+    counts = [
+        answer.count("\n"),
+        len(_PARAGRAPH.split(answer)),
+        *(len(p.findall(answer)) for p in _COUNTED),
+    ]
     shares = [
         len(distinct) / count,
         sum(c.isdigit() for c in answer) / size,
@@ -65,14 +92,22 @@ def surface_of(prompt: str, answer: str) -> np.ndarray:
         float(answer.rstrip()[-1:] in tuple(".!?\"')`")),
         float(answer[:1].isupper()),
     ]
-    overlap = [sum(word in asked for word in words) / count, len(asked & distinct) / max(1, len(asked))]
+    overlap = [
+        sum(word in asked for word in words) / count,
+        len(asked & distinct) / max(1, len(asked)),
+    ]
     return np.array([*length, *map(math.log1p, counts), *shares, *overlap])
 
 
 def surfaces_of(pairs: Sequence[Pair]) -> tuple[np.ndarray, np.ndarray]:
     """(N, F) features of the answers called A, and of those called B."""
     sides = [
-        np.stack([surface_of(said_by("user", p.prompt), said_by("assistant", answer)) for p, answer in side])
+        np.stack(
+            [
+                surface_of(said_by("user", p.prompt), said_by("assistant", answer))
+                for p, answer in side
+            ]
+        )
         for side in ([(p, p.a) for p in pairs], [(p, p.b) for p in pairs])
     ]
     return sides[0], sides[1]
@@ -84,11 +119,13 @@ def columns_of(kinds: Sequence[str]) -> list[int]:
 
 
 class SurfaceEncoding(nn.Module):
-    """Surface features as a network reads them: each becomes B numbers, how far it is through each bin of its values.
+    """Surface features as a network reads them.
 
-    Bins are quantiles of the data that `fit_` sees (Gorishniy, Rubachev and Babenko, "On Embeddings for Numerical
-    Features in Tabular Deep Learning", 2022). Of one answer its features are encoded; of two their differences and
-    their means.
+    Each becomes B numbers, how far it is through each bin of its values.
+
+    Bins are quantiles of the data that `fit_` sees (Gorishniy, Rubachev and Babenko, "On Embeddings
+    for Numerical Features in Tabular Deep Learning", 2022). Of one answer its features are encoded;
+    of two their differences and their means.
 
     Args:
         kinds: Which features: any of ``"length"``, ``"style"``, ``"overlap"``.

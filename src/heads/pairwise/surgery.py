@@ -23,10 +23,15 @@ class FreezeReport(Report):
     def summary(self) -> list[str]:
         """One line."""
         what = ", ".join(self.frozen) if self.frozen else "nothing"
-        return [f"frozen: {what} ({self.frozen_parameters:,} parameters); {self.trained_parameters:,} train"]
+        return [
+            f"frozen: {what} ({self.frozen_parameters:,} parameters); {self.trained_parameters:,} "
+            "train"
+        ]
 
 
-def encoder_layers(operation: str, encoder: PreTrainedModel, instead: str) -> tuple[str, nn.ModuleList]:
+def encoder_layers(
+    operation: str, encoder: PreTrainedModel, instead: str
+) -> tuple[str, nn.ModuleList]:
     """Name and list of an encoder's layers.
 
     Raises:
@@ -35,11 +40,15 @@ def encoder_layers(operation: str, encoder: PreTrainedModel, instead: str) -> tu
     config = encoder.config
     wanted = config.num_hidden_layers
     for name, module in encoder.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == wanted and getattr(config, "num_hidden_groups", 0) != 1:
+        if (
+            isinstance(module, nn.ModuleList)
+            and len(module) == wanted
+            and getattr(config, "num_hidden_groups", 0) != 1
+        ):
             return name, module
     raise ValueError(
-        f"{operation}: {type(encoder).__name__} has no list of {wanted} layers (do they share parameters?); needed "
-        f"{instead}"
+        f"{operation}: {type(encoder).__name__} has no list of {wanted} layers (do they share "
+        f"parameters?); needed {instead}"
     )
 
 
@@ -51,7 +60,9 @@ def keep_lowest_(encoder: PreTrainedModel, depth: int) -> None:
     """
     count = encoder.config.num_hidden_layers
     if not 1 <= depth <= count:
-        raise ValueError(f"from_encoder: depth is {depth}, and {type(encoder).__name__} has {count} layers")
+        raise ValueError(
+            f"from_encoder: depth is {depth}, and {type(encoder).__name__} has {count} layers"
+        )
     _, layers = encoder_layers("from_encoder", encoder, "depth=None")
     del layers[depth:]
     encoder.config.num_hidden_layers = depth
@@ -61,33 +72,47 @@ def keep_lowest_(encoder: PreTrainedModel, depth: int) -> None:
 
 
 def freeze_(model: Judge, what: str) -> FreezeReport:
-    """Freeze part of a `PairwiseModel`'s encoder, in place; the rest of the encoder trains, and so does the head.
+    """Freeze part of a `PairwiseModel`'s encoder, in place.
+
+    The rest of the encoder trains, and so does the head.
 
     Args:
         model: A `PairwiseModel`.
-        what: ``"all"`` of the encoder, ``"bottom:6"`` for the embeddings and the lowest six layers, ``"embeddings"``,
-            or ``"none"``.
+        what: ``"all"`` of the encoder, ``"bottom:6"`` for the embeddings and the lowest six layers,
+            ``"embeddings"``, or ``"none"``.
 
     Returns:
         What is frozen, and how many parameters train.
 
     >>> from heads.pairwise import PairwiseConfig, PairwiseModel
     >>> from transformers import BertConfig
-    >>> small = BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=2, num_attention_heads=1, intermediate_size=8)
+    >>> small = BertConfig(
+    ...     vocab_size=9,
+    ...     hidden_size=8,
+    ...     num_hidden_layers=2,
+    ...     num_attention_heads=1,
+    ...     intermediate_size=8,
+    ... )
     >>> print(freeze_(PairwiseModel(PairwiseConfig(encoder=small)), "bottom:1"))
     frozen: embeddings, encoder.layer.0 (4,664 parameters); 473 train
 
     Raises:
-        ValueError: Another word, more layers than there are, layers that share parameters, a model with adapters.
+        ValueError: Another word, more layers than there are, layers that share parameters, a model
+            with adapters.
     """
     if any("lora_" in name for name, _ in model.named_parameters()):
-        raise ValueError("freeze_: the model has adapters, and peft has frozen the rest; needed a model without")
+        raise ValueError(
+            "freeze_: the model has adapters, and peft has frozen the rest; needed a model without"
+        )
     parts = encoder_parts(model.encoder, what)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     for _, module in parts:
         module.requires_grad_(False)
-    counts = {grad: sum(p.numel() for p in model.parameters() if p.requires_grad == grad) for grad in (True, False)}
+    counts = {
+        grad: sum(p.numel() for p in model.parameters() if p.requires_grad == grad)
+        for grad in (True, False)
+    }
     return FreezeReport(tuple(name for name, _ in parts), counts[False], counts[True])
 
 
@@ -105,8 +130,12 @@ def encoder_parts(encoder: PreTrainedModel, what: str) -> list[tuple[str, nn.Mod
         return parts
     kind, _, count = str(what).partition(":")
     if kind != "bottom" or not count.isdigit():
-        raise ValueError(f"freeze_: what is {what!r}; needed 'all', 'bottom:6' or so, 'embeddings' or 'none'")
+        raise ValueError(
+            f"freeze_: what is {what!r}; needed 'all', 'bottom:6' or so, 'embeddings' or 'none'"
+        )
     name, layers = encoder_layers("freeze_", encoder, "'all', 'embeddings' or 'none'")
     if not 0 < int(count) <= len(layers):
-        raise ValueError(f"freeze_: what is {what!r}, and {type(encoder).__name__} has {len(layers)} layers")
+        raise ValueError(
+            f"freeze_: what is {what!r}, and {type(encoder).__name__} has {len(layers)} layers"
+        )
     return parts + [(f"{name}.{k}", layers[k]) for k in range(int(count))]

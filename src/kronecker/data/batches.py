@@ -11,43 +11,71 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 Batch = Mapping[str, Any]
-_OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "decoder_attention_mask")
+_OF_TOKENS = (
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "decoder_input_ids",
+    "decoder_attention_mask",
+)
 
 
-def batches(calibration: Iterable[object], model: nn.Module, operation: str) -> list[dict[str, Any]]:
-    """Calibration data as keyword arguments of the model, on its device: from dicts, or from tensors of token ids.
+def batches(
+    calibration: Iterable[object], model: nn.Module, operation: str
+) -> list[dict[str, Any]]:
+    """Return calibration data as keyword arguments of the model, on its device.
 
-    Rows of a tokenized data set are dicts, too: their lists become tensors, their texts are left out.
+    It comes as dicts, or as tensors of token ids.
+
+    Rows of a tokenized data set are dicts, too: their lists become tensors, their texts are left
+    out.
 
     Raises:
-        ValueError: No batch, or one that the model could not be run on: text, ids that are no integers or outside the
-            vocabulary, rows that are longer than the model has positions for, nothing but labels; padding for an
-            encoder-decoder.
+        ValueError: No batch, or one that the model could not be run on: text, ids that are no
+            integers or outside the vocabulary, rows that are longer than the model has positions
+            for, nothing but labels; padding for an encoder-decoder.
     """
     check_model(operation, model)
     if not isinstance(calibration, Iterable):
-        raise ValueError(f"{operation}: calibration is {calibration!r}, needed batches of token ids")
+        raise ValueError(
+            f"{operation}: calibration is {calibration!r}, needed batches of token ids"
+        )
     device = next(model.parameters()).device
     checked = []
     for item in calibration:
         if not isinstance(item, (Tensor, Mapping)):
             raise ValueError(
-                f"{operation}: a batch of calibration is a {type(item).__name__}, needed a tensor of token ids (B, T) "
-                f"or a dict of the model's arguments; a tokenizer makes them from text"
+                f"{operation}: a batch of calibration is a {type(item).__name__}, needed a tensor "
+                "of token ids (B, T) or a dict of the model's arguments; a tokenizer makes them "
+                "from text"
             )
         batch = {"input_ids": item} if isinstance(item, Tensor) else _as_tensors(item)
-        if not any(isinstance(v, Tensor) and v.numel() for k, v in batch.items() if k not in ("labels", "label")):
-            raise ValueError(f"{operation}: a batch of calibration has no tensor but {sorted(batch)}, needed token ids")
-        if any(isinstance(v, Tensor) and not v.dim() for k, v in batch.items() if k.endswith("input_ids")):
+        if not any(
+            isinstance(v, Tensor) and v.numel()
+            for k, v in batch.items()
+            if k not in ("labels", "label")
+        ):
+            raise ValueError(
+                f"{operation}: a batch of calibration has no tensor but {sorted(batch)}, needed "
+                "token ids"
+            )
+        if any(
+            isinstance(v, Tensor) and not v.dim()
+            for k, v in batch.items()
+            if k.endswith("input_ids")
+        ):
             raise ValueError(f"{operation}: token ids are one number, needed (B, T)")
         for name, value in batch.items():
             if isinstance(value, Tensor) and name in _OF_TOKENS and value.dim() == 1:
                 batch[name] = value[None]
-        config, main = getattr(model, "config", None), getattr(model, "main_input_name", "input_ids")
+        config, main = (
+            getattr(model, "config", None),
+            getattr(model, "main_input_name", "input_ids"),
+        )
         if main != "input_ids" and main not in batch:
             raise ValueError(
-                f"{operation}: a batch of calibration has {sorted(batch)}, needed dicts with {main!r} for "
-                f"{type(model).__name__}"
+                f"{operation}: a batch of calibration has {sorted(batch)}, needed dicts with "
+                f"{main!r} for {type(model).__name__}"
             )
         for name in ("input_ids", "decoder_input_ids"):
             _check_ids(operation, batch.get(name), model)
@@ -72,23 +100,35 @@ def _as_tensors(row: Mapping[str, object]) -> dict[str, Any]:
 
 
 def check_model(operation: str, model: object) -> None:
-    """Refuse what is no module, such as a folder's name, and a model with peft adapters, which must be merged first."""
+    """Refuse what is no module, such as a folder's name, and a model with peft adapters.
+
+    Adapters must be merged first.
+    """
     if not isinstance(model, nn.Module):
         raise ValueError(f"{operation}: model is a {type(model).__name__}, needed a loaded model")
     for name, module in model.named_modules():
         if type(module).__module__.startswith("peft."):
-            raise ValueError(f"{operation}: {name or type(module).__name__} is an adapter's; merge adapters first")
+            raise ValueError(
+                f"{operation}: {name or type(module).__name__} is an adapter's; merge adapters "
+                "first"
+            )
 
 
 def tokens_seen(data: Sequence[Batch], least: int) -> list[str]:
-    """A remark on how many tokens errors were measured on, and whether that is less than a fit of this size needs."""
+    """Say how many tokens errors were measured on, and whether a fit of this size needs more."""
     count = 0
     for batch in data:
         ids, mask = batch.get("input_ids"), batch.get("attention_mask")
         if not isinstance(ids, Tensor):
             return []  # images, say
-        count += int(mask.sum()) if isinstance(mask, Tensor) and mask.shape == ids.shape else ids.numel()
-    few = f", fewer than the {least:,} numbers that are fitted on them: needed thousands" if count < least else ""
+        count += (
+            int(mask.sum()) if isinstance(mask, Tensor) and mask.shape == ids.shape else ids.numel()
+        )
+    few = (
+        f", fewer than the {least:,} numbers that are fitted on them: needed thousands"
+        if count < least
+        else ""
+    )
     return [f"errors are those on the {count:,} calibration tokens{few}"]
 
 
@@ -108,10 +148,19 @@ def without_labels(batch: Batch) -> dict[str, object]:
 def _check_two_sides(operation: str, batch: Batch) -> None:
     """What an encoder-decoder needs beyond other models."""
     if not any(name.startswith("decoder_input") for name in batch):
-        raise ValueError(f"{operation}: a batch has {sorted(batch)}, needed decoder_input_ids for an encoder-decoder")
-    masks = [batch[n] for n in ("attention_mask", "decoder_attention_mask") if isinstance(batch.get(n), Tensor)]
+        raise ValueError(
+            f"{operation}: a batch has {sorted(batch)}, needed decoder_input_ids for an "
+            "encoder-decoder"
+        )
+    masks = [
+        batch[n]
+        for n in ("attention_mask", "decoder_attention_mask")
+        if isinstance(batch.get(n), Tensor)
+    ]
     if not all(bool(mask.all()) for mask in masks):
-        raise ValueError(f"{operation}: a batch for an encoder-decoder has padding, needed batches without any")
+        raise ValueError(
+            f"{operation}: a batch for an encoder-decoder has padding, needed batches without any"
+        )
 
 
 def positions_of(model: nn.Module) -> int | None:
@@ -120,7 +169,11 @@ def positions_of(model: nn.Module) -> int | None:
     if not isinstance(config, PretrainedConfig):
         return None
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    tables = [m for n, m in model.named_modules() if n.endswith("position_embeddings") and isinstance(m, nn.Embedding)]
+    tables = [
+        m
+        for n, m in model.named_modules()
+        if n.endswith("position_embeddings") and isinstance(m, nn.Embedding)
+    ]
     if isinstance(positions, int) and tables and tables[0].padding_idx is not None:
         positions -= tables[0].padding_idx + 1  # RoBERTa counts from behind the padding's
     return positions if isinstance(positions, int) and positions > 0 else None
@@ -131,12 +184,20 @@ def _check_ids(operation: str, ids: object, model: nn.Module) -> None:
     if not isinstance(ids, Tensor) or not isinstance(config, PretrainedConfig):
         return
     if ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{operation}: token ids are {ids.dtype}, needed integers of 32 or 64 bits")
+        raise ValueError(
+            f"{operation}: token ids are {ids.dtype}, needed integers of 32 or 64 bits"
+        )
     if not ids.numel():
-        raise ValueError(f"{operation}: a batch has no token, {list(ids.shape)}; needed one or more")
+        raise ValueError(
+            f"{operation}: a batch has no token, {list(ids.shape)}; needed one or more"
+        )
     count, positions = getattr(config.get_text_config(), "vocab_size", None), positions_of(model)
     least, most = int(ids.min()), int(ids.max())
     if isinstance(count, int) and not 0 <= least <= most < count:
-        raise ValueError(f"{operation}: token ids go from {least} to {most}, needed 0 to {count - 1}")
+        raise ValueError(
+            f"{operation}: token ids go from {least} to {most}, needed 0 to {count - 1}"
+        )
     if positions is not None and positions < ids.shape[-1]:
-        raise ValueError(f"{operation}: rows have {ids.shape[-1]} tokens, needed at most the model's {positions}")
+        raise ValueError(
+            f"{operation}: rows have {ids.shape[-1]} tokens, needed at most the model's {positions}"
+        )

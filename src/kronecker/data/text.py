@@ -15,7 +15,9 @@ _LABELS = ("role", "from", "type")  # fields of a chat's turns that hold no text
 
 
 def text_of(path: str | Path) -> str:
-    """A text file's text; for JSON or JSON lines all strings of the records, a blank line between records.
+    """A text file's text.
+
+    For JSON or JSON lines all strings of the records, a blank line between records.
 
     For records that are chats, the texts of the turns.
 
@@ -30,12 +32,16 @@ def text_of(path: str | Path) -> str:
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"text_of: {path} is not a file, needed one of text, or of JSON records with texts")
+        raise ValueError(
+            f"text_of: {path} is not a file, needed one of text, or of JSON records with texts"
+        )
     content, suffix = path.read_bytes(), path.suffix.lower()
     is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     text = content.decode("utf-16" if is_utf16 else "utf-8-sig", errors="replace")
     if "\0" in text or text.count("\ufffd") > len(text) * _STRANGE:
-        raise ValueError(f"text_of: {path} is no text in UTF-8 or, with its mark, UTF-16; needed such")
+        raise ValueError(
+            f"text_of: {path} is no text in UTF-8 or, with its mark, UTF-16; needed such"
+        )
     if suffix in (".json", ".jsonl"):
         records = []
         for number, line in enumerate([text] if suffix == ".json" else text.split("\n"), 1):
@@ -57,11 +63,19 @@ def _strings(record: object) -> list[str]:
         return [record] if record else []
     if isinstance(record, Mapping):
         record = [value for name, value in record.items() if name not in _LABELS]
-    return [text for value in record for text in _strings(value)] if isinstance(record, list) else []
+    return (
+        [text for value in record for text in _strings(value)] if isinstance(record, list) else []
+    )
 
 
 def text_batches(
-    text: str, encode: Callable[[str], list[int]], *, tokens: int, context: int = 512, rows: int = 4, skip: int = 0
+    text: str,
+    encode: Callable[[str], list[int]],
+    *,
+    tokens: int,
+    context: int = 512,
+    rows: int = 4,
+    skip: int = 0,
 ) -> list[Tensor]:
     """Batches of token ids, (rows, context), from running text.
 
@@ -79,53 +93,77 @@ def text_batches(
     Raises:
         ValueError: Fewer than two tokens, or sizes below 1.
 
-    >>> [b.shape for b in text_batches("abcdefghij", lambda t: [ord(c) for c in t], tokens=8, context=2, rows=3)]
+    >>> [
+    ...     b.shape
+    ...     for b in text_batches(
+    ...         "abcdefghij", lambda t: [ord(c) for c in t], tokens=8, context=2, rows=3
+    ...     )
+    ... ]
     [torch.Size([3, 2]), torch.Size([1, 2])]
     """
     if len(text.encode()) < 250 and "\n" not in text and Path(text).is_file():
-        raise ValueError(f"text_batches: text is the name of a file, {text!r}; needed its text: text_of({text!r})")
+        raise ValueError(
+            f"text_batches: text is the name of a file, {text!r}; needed its text: "
+            f"text_of({text!r})"
+        )
     if min(tokens, context, rows) < 1 or skip < 0:
         raise ValueError(
-            f"text_batches: tokens is {tokens}, context {context}, rows {rows}, skip {skip}, needed 1 or more"
+            f"text_batches: tokens is {tokens}, context {context}, rows {rows}, skip {skip}, "
+            "needed 1 or more"
         )
     size = 20 * (tokens + skip)
     encoded = encode(text[:size])
-    while isinstance(encoded, list) and len(encoded) < tokens + skip and size < len(text):  # of long words
+    while (
+        isinstance(encoded, list) and len(encoded) < tokens + skip and size < len(text)
+    ):  # of long words
         size *= 2
         encoded = encode(text[:size])
     if not isinstance(encoded, list):
         raise ValueError(
-            f"text_batches: encode made a {type(encoded).__name__}, needed a list of token ids: tokenizer.encode"
+            f"text_batches: encode made a {type(encoded).__name__}, needed a list of token ids: "
+            "tokenizer.encode"
         )
     if text and not encoded:
-        raise ValueError("text_batches: the tokenizer makes no tokens of the text; needed the tokenizer of the model")
+        raise ValueError(
+            "text_batches: the tokenizer makes no tokens of the text; needed the tokenizer of the "
+            "model"
+        )
     ids = torch.tensor(encoded[skip : skip + tokens])
     if len(ids) < 2:
         after = f" after the first {skip:,}" if skip else ""
-        raise ValueError(f"text_batches: the text has {len(encoded):,} tokens, needed two or more{after}")
+        raise ValueError(
+            f"text_batches: the text has {len(encoded):,} tokens, needed two or more{after}"
+        )
     context = min(context, len(ids))
     return list(ids[: len(ids) // context * context].view(-1, context).split(rows))
 
 
 def strided(batches: Iterable[Tensor], *, context: int, stride: int) -> list[dict[str, Tensor]]:
-    """Windows that overlap, for `perplexity`: every token counts once, all but the first with a context before it.
+    """Return windows that overlap, for `perplexity`.
+
+    Every token counts once, all but the first with a context before it.
 
     Args:
         batches: (B, T) each, as `text_batches` gives them: one text's rows in order.
         context: Tokens in a window.
-        stride: From one window to the next; the tokens of a window that count, but for the first one's.
+        stride: From one window to the next; the tokens of a window that count, but for the first
+            one's.
 
     Returns:
         Dicts of ``input_ids`` and ``labels``, both (1, T), T at most ``context``.
 
     Raises:
-        ValueError: A stride below 1, or not below the context: a window's first token is predicted by none of its own.
+        ValueError: A stride below 1, or not below the context: a window's first token is predicted
+            by none of its own.
 
     >>> [w["labels"].tolist() for w in strided([torch.arange(6)[None]], context=4, stride=2)]
     [[[0, 1, 2, 3]], [[-100, -100, 4, 5]]]
     """
     if not 1 <= stride < context:
-        raise ValueError(f"strided: stride is {stride}, needed 1 to {context - 1}, below the context of {context}")
+        raise ValueError(
+            f"strided: stride is {stride}, needed 1 to {context - 1}, below the context of "
+            f"{context}"
+        )
     rows = [batch.reshape(-1) for batch in batches]
     if not rows:
         raise ValueError("strided: there is no batch of tokens to make windows of, needed some")

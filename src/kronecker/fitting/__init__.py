@@ -1,1 +1,4 @@
-"""The best start known without training: a model's blocks one after the other, fitted on calibration data."""
+"""Fit a model's blocks one after the other, on calibration data.
+
+It is the best start known without training.
+"""

@@ -1,7 +1,8 @@
 """One block: the inputs of its layers in the smaller model, and the outputs that they should give.
 
-Two copies of the hidden states go through the blocks, the original model's and the smaller one's. A layer's target is
-its output in the original model; an MLP's also includes what the residual stream has lost so far, where it can be read.
+Two copies of the hidden states go through the blocks, the original model's and the smaller one's. A
+layer's target is its output in the original model; an MLP's also includes what the residual stream
+has lost so far, where it can be read.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Block:
         model: The whole model.
         name: The block's, within it; empty where the whole model is one.
         mlps: Those within it.
-        singles: Names of layers in it that are fitted by themselves: linear layers, stacks of experts.
+        singles: Names of layers in it that are fitted by themselves: linear layers, stacks of
+            experts.
         calls: One for each batch.
     """
 
@@ -42,15 +44,30 @@ class Block:
         singles: Sequence[str],
         calls: Sequence[Call],
     ):
-        self.model, self.name, self.mlps, self.singles, self.calls = model, name, mlps, singles, calls
+        self.model, self.name, self.mlps, self.singles, self.calls = (
+            model,
+            name,
+            mlps,
+            singles,
+            calls,
+        )
         self.module = model.get_submodule(name)
-        self.kinds: dict[str, str | None] = {}  # where the residual stream that each MLP adds to can be read
-        self.ran: list[str] = []  # the layers that write an MLP's output, and the singles, in the order they run
+        self.kinds: dict[
+            str, str | None
+        ] = {}  # where the residual stream that each MLP adds to can be read
+        self.ran: list[
+            str
+        ] = []  # the layers that write an MLP's output, and the singles, in the order they run
         self.said: dict[str, list[Tensor]] = {}  # outputs of the original's singles, batch by batch
-        self.wanted: dict[str, list[Tensor]] = {}  # target of each MLP, plus the residual stream where it can be read
+        self.wanted: dict[
+            str, list[Tensor]
+        ] = {}  # target of each MLP, plus the residual stream where it can be read
 
     def original(self, states: Sequence[Tensor]) -> list[Tensor]:
-        """Run it as it is on the original's states; returns its outputs, and keeps what its layers should give."""
+        """Run it as it is on the original's states.
+
+        Returns its outputs, and keeps what its layers should give.
+        """
         self.kinds = {m.down: self._kind(m, states[0]) for m in self.mlps}
         outputs: list[Tensor] = []
         self.wanted = {m.down: [] for m in self.mlps}
@@ -60,7 +77,9 @@ class Block:
             outputs.append(out)
             for mlp in self.mlps:
                 if mlp.down not in seen:
-                    raise ValueError(f"kronecker: {mlp.down} does not run on all batches of calibration")
+                    raise ValueError(
+                        f"kronecker: {mlp.down} does not run on all batches of calibration"
+                    )
                 x, _, y = seen[mlp.down]
                 self.wanted[mlp.down].append(y + self._stream(mlp, x, y, out, call))
             for name in self.singles:
@@ -69,7 +88,7 @@ class Block:
         return outputs
 
     def look_ahead(self, outputs: Sequence[Tensor], later: Sequence[Tensor]) -> None:
-        """Add to the targets of MLPs what the dropped blocks after this one would have added to the stream.
+        """Add to the targets of MLPs what the dropped blocks after this one would have added.
 
         Only for MLPs whose output is added to the block's output.
 
@@ -82,7 +101,10 @@ class Block:
             self.wanted[mlp.down] = [w + tokens(b - a, call.keep) for w, a, b, call in pairs]
 
     def smaller(self, mlp: Mlp, states: Sequence[Tensor], *, keep_inputs: bool) -> Seen:
-        """Run the block on the smaller model's states; return what an MLP sees there, and what it should give."""
+        """Run the block on the smaller model's states.
+
+        Return what an MLP sees there, and what it should give.
+        """
         matrix = dense(self.model.get_submodule(mlp.down))
         total = Seen(Moments.zeros(*matrix.shape, device=matrix.device))
         for call, hidden, target in zip(self.calls, states, self.wanted[mlp.down], strict=True):
@@ -92,7 +114,10 @@ class Block:
         return total
 
     def inputs(self, name: str, states: Sequence[Tensor]) -> list[Tensor]:
-        """What a layer reads in the smaller model, batch by batch; the block runs no further than it must."""
+        """What a layer reads in the smaller model, batch by batch.
+
+        The block runs no further than it must.
+        """
         seen: list[Tensor] = []
 
         def see(name: str, x: Tensor, y: Tensor) -> None:
@@ -109,7 +134,7 @@ class Block:
         return inputs
 
     def routed(self, name: str, states: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """For each batch the tokens that a stack of experts gets in the smaller model, and their experts."""
+        """Return, by batch, the tokens that a stack gets in the smaller model, with experts."""
         seen: list[tuple[Tensor, Tensor]] = []
         keep: list[Tensor | None] = [None]
 
@@ -137,12 +162,14 @@ class Block:
         self.calls[0].hidden = states
         with watched({n: self.model.get_submodule(n) for n in (*mlp.ups, mlp.down)}, see):
             self.calls[0].run(self.module)
-        return middle_of(mlp, config, list(self.module.modules()), [said[n] for n in mlp.ups], read[-1])
+        return middle_of(
+            mlp, config, list(self.module.modules()), [said[n] for n in mlp.ups], read[-1]
+        )
 
     def _run(
         self, call: Call, hidden: Tensor, singles: Sequence[str] = ()
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor, Tensor]]]:
-        """The block's output and, by name, (MLP's input, last layer's input, output) without padding.
+        """Return the block's output and, by name, each MLP's input, last layer's input, output.
 
         For single layers the first two are the same.
         """
@@ -186,9 +213,12 @@ def blocks_with(
     singles: Sequence[str],
     data: Sequence[Batch],
 ) -> list[Block]:
-    """The model's blocks in order, each with its layers; the first one's calls have the hidden states to begin with.
+    """The model's blocks in order, each with its layers.
 
-    Where a block reads something else than what the one before it gives, the whole model is one block.
+    The first one's calls have the hidden states to begin with.
+
+    Where a block reads something else than what the one before it gives, the whole model is one
+    block.
     """
     names = [*(m.down for m in mlps), *singles]
     blocks = blocks_of(model, names)

@@ -1,4 +1,4 @@
-"""Fitted layers on disk, so that an interrupted fit goes on where it was when it is started again."""
+"""Keep fitted layers on disk, so that an interrupted fit goes on where it was."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from ..data.batches import Batch
 
 
 class FitCache:
-    """A folder of fitted parts, each a file, for one model, one set of settings and one calibration.
+    """A folder of fitted parts, each a file.
+
+    It is for one model, one set of settings and one calibration.
 
     Args:
         folder: Where the files are; None stores nothing.
@@ -31,7 +33,12 @@ class FitCache:
     """
 
     def __init__(
-        self, folder: str | Path | None, model: nn.Module, settings: object, data: Sequence[Batch], operation: str
+        self,
+        folder: str | Path | None,
+        model: nn.Module,
+        settings: object,
+        data: Sequence[Batch],
+        operation: str,
     ):
         self.folder, self.operation = None if folder is None else Path(folder), operation
         self.key = "" if folder is None else _key(model, settings, data)
@@ -66,8 +73,14 @@ def _key(model: nn.Module, settings: object, data: Sequence[Batch]) -> str:
     text = json.dumps([settings, str(type(model)), fields], default=str)
     digest = hashlib.sha256(text.encode())
     for name, module in model.named_modules():  # a user may have put another activation there
-        functions = {key: value.__qualname__ for key, value in vars(module).items() if inspect.isfunction(value)}
-        digest.update(f"{name} {type(module).__qualname__} {module.extra_repr()} {functions}".encode())
+        functions = {
+            key: value.__qualname__
+            for key, value in vars(module).items()
+            if inspect.isfunction(value)
+        }
+        digest.update(
+            f"{name} {type(module).__qualname__} {module.extra_repr()} {functions}".encode()
+        )
     named = [*model.state_dict().items(), *((n, v) for batch in data for n, v in batch.items())]
     for name, value in named:
         if not isinstance(value, Tensor):

@@ -35,14 +35,20 @@ class Stop(Exception):
     """Ends a forward that has shown enough."""
 
 
-def calls_of(model: nn.Module, blocks: Sequence[nn.Module], data: Sequence[Batch]) -> list[list[Call]] | None:
-    """The arguments that each block gets in the original model; hidden states are stored for the first block only.
+def calls_of(
+    model: nn.Module, blocks: Sequence[nn.Module], data: Sequence[Batch]
+) -> list[list[Call]] | None:
+    """The arguments that each block gets in the original model.
 
-    The arguments are nearly always masks and positions. If on the first batch they are the same when blocks return
-    their inputs unchanged, the other batches are run that way, without computing the blocks.
+    Hidden states are stored for the first block only.
+
+    The arguments are nearly always masks and positions. If on the first batch they are the same
+    when blocks return their inputs unchanged, the other batches are run that way, without computing
+    the blocks.
 
     Returns:
-        One list of calls for each block; None where a block's input is not the output of the one before it.
+        One list of calls for each block; None where a block's input is not the output of the one
+        before it.
     """
     body, outputs, inputs = _body(model, blocks, data[0]), [], []
 
@@ -52,7 +58,9 @@ def calls_of(model: nn.Module, blocks: Sequence[nn.Module], data: Sequence[Batch
     with ExitStack() as hooks:
         for block in blocks:
             hooks.enter_context(block.register_forward_pre_hook(reads, with_kwargs=True))
-            hooks.enter_context(block.register_forward_hook(lambda module, given, out: outputs.append(out)))
+            hooks.enter_context(
+                block.register_forward_hook(lambda module, given, out: outputs.append(out))
+            )
         calls = _captured(body, blocks, data[0])
     states = [out[0] if isinstance(out, tuple) else out for out in outputs]
     if any(not torch.equal(read, before) for read, before in zip(inputs[1:], states, strict=False)):
@@ -86,12 +94,15 @@ def _captured(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) -> li
                 hidden, rest = arguments[0], arguments[1:]
             else:
                 hidden, rest = named.pop("hidden_states"), ()
-            # a cache would grow with every walk, and later ones would attend to what earlier ones left there
+            # a cache would grow with every walk, and later ones would attend to what earlier ones
+            # left there
             rest = tuple(None if isinstance(a, Cache) else a for a in rest)
             named = {k: None if isinstance(v, Cache) else v for k, v in named.items()}
             if "use_cache" in named:
                 named["use_cache"] = False
-            calls[index].append(Call(hidden if index == 0 else hidden.new_empty(0), (rest, named), keep))
+            calls[index].append(
+                Call(hidden if index == 0 else hidden.new_empty(0), (rest, named), keep)
+            )
 
         return capture
 
@@ -140,7 +151,8 @@ def _same(calls: Sequence[Sequence[Call]], others: Sequence[Sequence[Call]]) -> 
         return False
     pairs = [pair for (x, _), (y, _) in zip(a, b, strict=True) for pair in zip(x, y, strict=True)]
     return all(
-        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x is y or x == y for x, y in pairs
+        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x is y or x == y
+        for x, y in pairs
     )
 
 
@@ -168,7 +180,11 @@ class WholeModel(Call):
     """A whole model as one block."""
 
     def __init__(self, batch: Batch):
-        self.batch, self.hidden, self.keep = without_labels(batch), torch.empty(0), not_padding(batch)
+        self.batch, self.hidden, self.keep = (
+            without_labels(batch),
+            torch.empty(0),
+            not_padding(batch),
+        )
 
     def run(self, block: nn.Module) -> Tensor:
         """Nothing goes from one block to the next."""

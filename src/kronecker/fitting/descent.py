@@ -14,8 +14,13 @@ _BATCH = 512  # tokens of a step
 _STEP = 0.015  # of a step, as a share of a matrix's standard deviation
 
 
-def descended(weights: MlpWeights, x: Tensor, target: Tensor, epochs: int) -> tuple[MlpWeights, float]:
-    """The MLP's weights after descent on |target - y|², and their relative error, squared: never above what it was."""
+def descended(
+    weights: MlpWeights, x: Tensor, target: Tensor, epochs: int
+) -> tuple[MlpWeights, float]:
+    """Return the MLP's weights after descent on |target - y|², and their relative error, squared.
+
+    The error is never above what it was.
+    """
     before = weights.error(x, target)
     if not epochs:
         return weights, before
@@ -28,8 +33,9 @@ def descended(weights: MlpWeights, x: Tensor, target: Tensor, epochs: int) -> tu
 def _moved(weights: MlpWeights, x: Tensor, target: Tensor, epochs: int) -> MlpWeights:
     """All of an MLP's weights after descent (Adam, a rate that falls to nothing).
 
-    A step moves a matrix by a share of its own size and a bias by one of what it is added to, so that no rate has to be
-    chosen for a model. The order of tokens is drawn by a generator of its own: the same calls give the same weights.
+    A step moves a matrix by a share of its own size and a bias by one of what it is added to, so
+    that no rate has to be chosen for a model. The order of tokens is drawn by a generator of its
+    own: the same calls give the same weights.
     """
     sizes = weights.sizes(x[:_SIZED])
     parameters = [t.clone().requires_grad_() for t in weights.parameters()]
@@ -38,7 +44,9 @@ def _moved(weights: MlpWeights, x: Tensor, target: Tensor, epochs: int) -> MlpWe
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
     generator, batch = torch.Generator().manual_seed(0), min(_BATCH, len(x))
     orders = [torch.randperm(len(x), generator=generator) for _ in range(epochs)]
-    chunks = [rows.to(x.device) for order in orders for rows in order.split(batch) if len(rows) == batch]
+    chunks = [
+        rows.to(x.device) for order in orders for rows in order.split(batch) if len(rows) == batch
+    ]
     for step, rows in enumerate(chunks):
         loss = (weights(x[rows]) - target[rows]).square().mean()
         for group in optimizer.param_groups:

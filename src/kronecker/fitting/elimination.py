@@ -1,7 +1,9 @@
-"""Which inputs of a linear layer to drop, and the best weight for those that stay: linear algebra in float64.
+"""Choose which inputs of a linear layer to drop, and the best weight for those that stay.
 
-Letters: O outputs; I inputs; S the inputs that stay. A layer W sees inputs with second moments C = E[x xᵀ] and should
-give t with cross moments E[t xᵀ]. All is about E‖(W - Ŵ) x‖² = ‖(W - Ŵ) C^½‖².
+It is linear algebra in float64.
+
+Letters: O outputs; I inputs; S the inputs that stay. A layer W sees inputs with second moments C =
+E[x xᵀ] and should give t with cross moments E[t xᵀ]. All is about E‖(W - Ŵ) x‖² = ‖(W - Ŵ) C^½‖².
 """
 
 from __future__ import annotations
@@ -11,10 +13,13 @@ from torch import Tensor
 
 
 def eliminate(weight: Tensor, moment: Tensor, keep: int, *, step: int = 1) -> Tensor:
-    """Drop the inputs that cost least, some at a time, while the others always make up for what went.
+    """Drop the inputs that cost least, some at a time.
 
-    The cost of an input j is ‖w_j‖² / (C⁻¹)_jj; after each step the weight and C⁻¹ are those of the inputs that
-    are left (optimal brain surgeon: Hassibi and Stork 1993; for layers of language models: SlimGPT, arXiv 2412.18110).
+    The others always make up for what went.
+
+    The cost of an input j is ‖w_j‖² / (C⁻¹)_jj; after each step the weight and C⁻¹ are those of the
+    inputs that are left (optimal brain surgeon: Hassibi and Stork 1993; for layers of language
+    models: SlimGPT, arXiv 2412.18110).
 
     Args:
         weight: (O, I), the best weight on all inputs.
@@ -29,7 +34,10 @@ def eliminate(weight: Tensor, moment: Tensor, keep: int, *, step: int = 1) -> Te
     >>> eliminate(weight, moment, 2)
     tensor([1, 2])
     """
-    weight, inverse = weight.double(), torch.cholesky_inverse(torch.linalg.cholesky(moment.double()))
+    weight, inverse = (
+        weight.double(),
+        torch.cholesky_inverse(torch.linalg.cholesky(moment.double())),
+    )
     alive = torch.arange(weight.shape[1], device=weight.device)
     while len(alive) > keep:
         costs = weight.square().sum(0) / inverse.diagonal()
@@ -47,7 +55,9 @@ def eliminate(weight: Tensor, moment: Tensor, keep: int, *, step: int = 1) -> Te
 def refitted(cross: Tensor, moment: Tensor, kept: Tensor) -> Tensor:
     """The best weight on the kept inputs, E[t x_Sᵀ] E[x_S x_Sᵀ]⁻¹, (O, S).
 
-    >>> refitted(torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0, 0.5], [0.5, 1.0]]), torch.tensor([0]))
+    >>> refitted(
+    ...     torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0, 0.5], [0.5, 1.0]]), torch.tensor([0])
+    ... )
     tensor([[2.]], dtype=torch.float64)
     """
     factor = torch.linalg.cholesky(moment.double()[kept][:, kept])

@@ -1,4 +1,6 @@
-"""A mixture's experts: each is an MLP of its own, fitted on the tokens that are routed to it in the smaller model.
+"""Fit a mixture's experts.
+
+Each is an MLP of its own, fitted on the tokens that are routed to it in the smaller model.
 
 Letters: E experts; I hidden neurons of each; H the block's width; N tokens, k experts of each.
 """
@@ -17,12 +19,17 @@ from ..surgery.mlps import Mlp
 from .mlp import MlpWeights, Seen
 from .neurons import fit_neurons
 
-Routed = Sequence[tuple[Tensor, Tensor]]  # for each batch the tokens (N, H) and the experts of each (N, k)
+Routed = Sequence[
+    tuple[Tensor, Tensor]
+]  # for each batch the tokens (N, H) and the experts of each (N, k)
 
 
 def experts_shapes(module: nn.Module, keep: int) -> dict[str, torch.Size]:
     """The shapes of a stack's parameters with ``keep`` hidden neurons in each expert."""
-    layout, shapes = layout_of(module), {n: list(p.shape) for n, p in module.named_parameters(recurse=False)}
+    layout, shapes = (
+        layout_of(module),
+        {n: list(p.shape) for n, p in module.named_parameters(recurse=False)},
+    )
     count = layout.neurons(torch.Size(shapes["down_proj"]))
     for name, dim in layout.neuron_dims.items():
         shapes[name][dim] = shapes[name][dim] // count * keep
@@ -48,12 +55,16 @@ def fit_expert_neurons(
     apart, energy = 0.0, 0.0
     for weights, seen in _experts(module, routed, keep_inputs=config.refit == "all"):
         small, error = fit_neurons(_mlp(layout), weights, seen, keep, config)
-        for name, tensor in zip(new, (small.ups[0][0], small.down[0], *_biases(small)), strict=True):
+        for name, tensor in zip(
+            new, (small.ups[0][0], small.down[0], *_biases(small)), strict=True
+        ):
             new[name].append(tensor)
         size = float(seen.moments.energy)
         apart, energy = apart + error * size, energy + size
     dtype = module.get_parameter("down_proj").dtype
-    return {n: layout.stock(n, torch.stack(t).to(dtype)) for n, t in new.items()}, apart / max(1e-30, energy)
+    return {n: layout.stock(n, torch.stack(t).to(dtype)) for n, t in new.items()}, apart / max(
+        1e-30, energy
+    )
 
 
 def _mlp(layout: ExpertsLayout) -> Mlp:
@@ -65,7 +76,9 @@ def _biases(weights: MlpWeights) -> list[Tensor]:
     return [b for b in (*weights.up_biases, weights.down_bias) if b is not None]
 
 
-def _experts(module: nn.Module, routed: Routed, *, keep_inputs: bool) -> Iterator[tuple[MlpWeights, Seen]]:
+def _experts(
+    module: nn.Module, routed: Routed, *, keep_inputs: bool
+) -> Iterator[tuple[MlpWeights, Seen]]:
     """Each expert's weights, and what it sees and should go on saying."""
     layout, stack = layout_of(module), canonical_parameters(module)
 
@@ -73,7 +86,9 @@ def _experts(module: nn.Module, routed: Routed, *, keep_inputs: bool) -> Iterato
         return between(module, layout, said[0])
 
     for expert in range(len(stack["down_proj"])):
-        up, down, *biases = (stack[name][expert].float() for name in (*layout.matrices, *layout.biases))
+        up, down, *biases = (
+            stack[name][expert].float() for name in (*layout.matrices, *layout.biases)
+        )
         up_bias, down_bias = biases or (None, None)
         weights = MlpWeights([(up,)], [up_bias], (down,), down_bias, middle)
         seen = Seen(Moments.zeros(*down.shape, device=down.device))

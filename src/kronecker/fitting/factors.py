@@ -1,7 +1,8 @@
 """One MLP's matrices as Kronecker sums or as products of thin ones, fitted together.
 
-The matrices that read the block's width are started on what the smaller model feeds them, the one that writes it on
-what the started ones make of that, towards what the MLP should give; then all are fitted together by descent.
+The matrices that read the block's width are started on what the smaller model feeds them, the one
+that writes it on what the started ones make of that, towards what the MLP should give; then all are
+fitted together by descent.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class FactorFit(NamedTuple):
 
 
 def fit_factors(mlp: Mlp, weights: MlpWeights, seen: Seen, configs: Configs) -> FactorFit:
-    """The factors that an MLP's configs ask for, one config for each of its layers, all of one kind.
+    """Return the factors that an MLP's configs ask for, one config a layer, all of one kind.
 
     Args:
         mlp: Its layers.
@@ -56,16 +57,29 @@ def fit_factors(mlp: Mlp, weights: MlpWeights, seen: Seen, configs: Configs) -> 
 
 
 def _started(
-    mlp: Mlp, weights: MlpWeights, seen: Moments, x: Tensor, target: Tensor, configs: Configs, *, sorted_neurons: bool
+    mlp: Mlp,
+    weights: MlpWeights,
+    seen: Moments,
+    x: Tensor,
+    target: Tensor,
+    configs: Configs,
+    *,
+    sorted_neurons: bool,
 ) -> MlpWeights:
     """Each matrix by itself, the last one after the others."""
     is_kronecker = any(isinstance(c, KroneckerConfig) for c in configs.values())
-    small = replace(weights, ups=[], up_biases=[], build=build if is_kronecker else lambda a, b: b @ a)
+    small = replace(
+        weights, ups=[], up_biases=[], build=build if is_kronecker else lambda a, b: b @ a
+    )
 
-    def begin(name: str, weight: Tensor, bias: Tensor | None, moments: Moments) -> tuple[Matrix, Tensor | None]:
+    def begin(
+        name: str, weight: Tensor, bias: Tensor | None, moments: Moments
+    ) -> tuple[Matrix, Tensor | None]:
         centred = moments if bias is None else moments.centred()
         matrix = _factors(configs[name], weight, centred, sorted_neurons=sorted_neurons)
-        return matrix, None if bias is None else init.correct_bias(moments, small.build(*matrix)).float()
+        return matrix, None if bias is None else init.correct_bias(
+            moments, small.build(*matrix)
+        ).float()
 
     for name, (weight,), bias in zip(mlp.ups, weights.ups, weights.up_biases, strict=True):
         matrix, bias = begin(name, weight, bias, Moments.of(x, weight, bias))
@@ -84,13 +98,19 @@ def _factors(config: Factored, weight: Tensor, moments: Moments, *, sorted_neuro
     if isinstance(config, LowRankConfig):
         return init.low_rank(weight, config.rank_of(*weight.shape), moments)
     b_shape = config.shapes(*weight.shape)[1]
-    if sorted_neurons and config.rank == 1 and b_shape[1] == 1:  # the neurons that matter, as they are
+    if (
+        sorted_neurons and config.rank == 1 and b_shape[1] == 1
+    ):  # the neurons that matter, as they are
         return init.prune(weight, b_shape)[:2]
     return start(weight, b_shape, replace(config, keep="even"), moments)[:2]
 
 
-def neuron_order(mlp: Mlp, weights: MlpWeights, moments: Moments, configs: Configs) -> Tensor | None:
-    """An order of hidden neurons in which each row of A begins with one of the most important; None: as they are.
+def neuron_order(
+    mlp: Mlp, weights: MlpWeights, moments: Moments, configs: Configs
+) -> Tensor | None:
+    """An order of hidden neurons in which each row of A begins with one of the most important.
+
+    None: as they are.
 
     Both matrices then drop the same neurons, and nothing else changes.
     """
@@ -106,7 +126,10 @@ def neuron_order(mlp: Mlp, weights: MlpWeights, moments: Moments, configs: Confi
 
 
 def _group(mlp: Mlp, weights: MlpWeights, configs: Configs) -> int:
-    """How many hidden neurons share a row of A, in all of an MLP's matrices; 1 where they do not agree."""
+    """How many hidden neurons share a row of A, in all of an MLP's matrices.
+
+    1 where they do not agree.
+    """
     sizes: set[int] = set()
     matrices: Sequence[Tensor] = [*(w for (w,) in weights.ups), weights.down_weight]
     count = weights.down_weight.shape[1]

@@ -35,7 +35,10 @@ UNKNOWN = "fitted in closed form only, since what it computes between its matric
 
 @dataclass(frozen=True)
 class Part:
-    """Layers that are fitted together: an MLP, a stack of experts, or one linear layer by itself."""
+    """Layers that are fitted together.
+
+    An MLP, a stack of experts, or one linear layer by itself.
+    """
 
     name: str  # of the layer that writes the block's width, of the stack, of the layer
     configs: Mapping[str, Config]  # by name of its layers
@@ -91,7 +94,9 @@ def fit_(
     ours = list(theirs)
     for index, block in enumerate(blocks):
         if block.name in dropped:
-            if all(b.name in dropped for b in blocks[:index]):  # the first blocks: those after them make up for them
+            if all(
+                b.name in dropped for b in blocks[:index]
+            ):  # the first blocks: those after them make up for them
                 theirs = outputs_of(block.module, block.calls, theirs)
             continue
         theirs = block.original(theirs)
@@ -101,14 +106,22 @@ def fit_(
                 theirs = outputs_of(later.module, later.calls, theirs)
             block.look_ahead(now, theirs)
         if silent := [n for n in block.singles if n not in block.ran]:
-            raise ValueError(f"{operation}: {silent[0]} saw no calibration token, needed data that it runs on")
+            raise ValueError(
+                f"{operation}: {silent[0]} saw no calibration token, needed data that it runs on"
+            )
         for part in (by_name[n] for n in block.ran):
             if (stored := cache.load(part.name)) is None:
                 fitted = fit_part(model, block, part, ours, operation)
-                cache.store(part.name, fitted.tensors, {"all": fitted.error, **dict.fromkeys(fitted.notes, 1.0)})
+                cache.store(
+                    part.name,
+                    fitted.tensors,
+                    {"all": fitted.error, **dict.fromkeys(fitted.notes, 1.0)},
+                )
             else:
                 tensors, errors = stored
-                fitted = Fitted(tensors, errors["all"], notes=tuple(n for n in errors if n != "all"))
+                fitted = Fitted(
+                    tensors, errors["all"], notes=tuple(n for n in errors if n != "all")
+                )
             place_(model, part, fitted.tensors)
             if placed is not None:
                 placed(part, fitted)
@@ -118,18 +131,24 @@ def fit_(
     return done
 
 
-def fit_part(model: nn.Module, block: Block, part: Part, states: Sequence[Tensor], operation: str) -> Fitted:
-    """A part's new parameters, from the hidden states that the smaller model has before its block."""
+def fit_part(
+    model: nn.Module, block: Block, part: Part, states: Sequence[Tensor], operation: str
+) -> Fitted:
+    """Return a part's new parameters, from the smaller model's states before its block."""
     if is_experts(module := model.get_submodule(part.name)):
         assert part.prune is not None
-        tensors, error = fit_expert_neurons(module, block.routed(part.name, states), part.neurons, part.prune)
+        tensors, error = fit_expert_neurons(
+            module, block.routed(part.name, states), part.neurons, part.prune
+        )
         return Fitted({f"{part.name}.{n}": t for n, t in tensors.items()}, error)
     if part.mlp is None:
         return _fitted_alone(module, part, block.inputs(part.name, states), block.said[part.name])
     return _fitted_mlp(model, block, part, part.mlp, states, operation)
 
 
-def _fitted_alone(module: nn.Module, part: Part, inputs: Sequence[Tensor], said: Sequence[Tensor]) -> Fitted:
+def _fitted_alone(
+    module: nn.Module, part: Part, inputs: Sequence[Tensor], said: Sequence[Tensor]
+) -> Fitted:
     """A linear layer by itself, towards what the original said."""
     config = part.configs[part.name]
     assert not isinstance(config, PruneConfig)
@@ -137,7 +156,8 @@ def _fitted_alone(module: nn.Module, part: Part, inputs: Sequence[Tensor], said:
     for x, y in zip(inputs, said, strict=True):
         moments.add(x, y)
     kind = KroneckerLinear if isinstance(config, KroneckerConfig) else LowRankLinear
-    layer = kind.from_linear(module, config, moments)  # pyrefly: ignore
+    # pyrefly: ignore[bad-argument-type]: the kind is the config's
+    layer = kind.from_linear(module, config, moments)
     seen = moments.centred() if layer.bias is not None else moments
     tensors = {f"{part.name}.{n}": t for n, t in layer.state_dict().items()}
     return Fitted(tensors, seen.error(layer.dense_weight()) ** 2)
@@ -151,7 +171,11 @@ def _fitted_mlp(
     prune = part.prune
     seen = block.smaller(mlp, states, keep_inputs=prune is None or prune.refit == "all")
     _check_seen(seen, part, operation)
-    descends = prune.refit == "all" if prune is not None else any(c.epochs for c in _factored(part).values())
+    descends = (
+        prune.refit == "all"
+        if prune is not None
+        else any(c.epochs for c in _factored(part).values())
+    )
     notes = ("unknown",) if weights.middle is None and descends else ()
     if prune is not None:
         small, error = fit_neurons(mlp, weights, seen, part.neurons, prune)
@@ -159,7 +183,9 @@ def _fitted_mlp(
     small, error, order = fit_factors(mlp, weights, seen, _factored(part))
     tensors: dict[str, Tensor] = {}
     matrices, biases = (*small.ups, small.down), (*small.up_biases, small.down_bias)
-    for name, module, (a, b), bias in zip((*mlp.ups, mlp.down), modules, matrices, biases, strict=True):
+    for name, module, (a, b), bias in zip(
+        (*mlp.ups, mlp.down), modules, matrices, biases, strict=True
+    ):
         layer: Any = empty_layer(module, _factored(part)[name])
         layer.set_factors_(Factors(a, b, 0.0))
         if bias is not None and layer.bias is not None:
@@ -170,18 +196,25 @@ def _fitted_mlp(
 
 def _check_seen(seen: Seen, part: Part, operation: str) -> None:
     if not seen.moments.count:
-        raise ValueError(f"{operation}: {part.name} saw no calibration token, needed data that is not all padding")
+        raise ValueError(
+            f"{operation}: {part.name} saw no calibration token, needed data that is not all "
+            "padding"
+        )
 
 
 def _factored(part: Part) -> dict[str, KroneckerConfig | LowRankConfig]:
     return {n: c for n, c in part.configs.items() if not isinstance(c, PruneConfig)}
 
 
-def _stock_parameters(mlp: Mlp, modules: Sequence[nn.Module], weights: MlpWeights) -> dict[str, Tensor]:
-    """The parameters of an MLP's modules with fewer neurons, by name, in their dtypes and layouts."""
+def _stock_parameters(
+    mlp: Mlp, modules: Sequence[nn.Module], weights: MlpWeights
+) -> dict[str, Tensor]:
+    """Return an MLP's parameters with fewer neurons, by name, in their dtypes and layouts."""
     state: dict[str, Tensor] = {}
     matrices, biases = (*weights.ups, weights.down), (*weights.up_biases, weights.down_bias)
-    for name, module, (matrix,), bias in zip((*mlp.ups, mlp.down), modules, matrices, biases, strict=True):
+    for name, module, (matrix,), bias in zip(
+        (*mlp.ups, mlp.down), modules, matrices, biases, strict=True
+    ):
         dtype = dense(module).dtype
         state[f"{name}.weight"] = (matrix.T if isinstance(module, Conv1D) else matrix).to(dtype)
         if bias is not None:
@@ -190,7 +223,7 @@ def _stock_parameters(mlp: Mlp, modules: Sequence[nn.Module], weights: MlpWeight
 
 
 def place_(model: nn.Module, part: Part, tensors: Mapping[str, Tensor]) -> None:
-    """Put a part's new parameters where its layers are: into them, or into smaller layers in their place."""
+    """Put a part's new parameters into its layers, or into smaller layers in their place."""
     if part.prune is not None:
         set_parameters_(model, tensors)
         return
@@ -198,5 +231,7 @@ def place_(model: nn.Module, part: Part, tensors: Mapping[str, Tensor]) -> None:
         module = model.get_submodule(name)
         assert not isinstance(config, PruneConfig)
         layer = empty_layer(module, config)
-        layer.load_state_dict({k.removeprefix(f"{name}."): t for k, t in tensors.items() if k.startswith(f"{name}.")})
+        layer.load_state_dict(
+            {k.removeprefix(f"{name}."): t for k, t in tensors.items() if k.startswith(f"{name}.")}
+        )
         put(model, name, layer)

@@ -1,4 +1,6 @@
-"""One MLP apart from its model: its weights, what it sees and should give, and what lies between its matrices.
+"""One MLP apart from its model.
+
+Its weights, what it sees and should give, and what lies between its matrices.
 
 Letters: N tokens; H the block's width; I hidden neurons; O outputs.
 """
@@ -17,7 +19,13 @@ from ..moments import Moments
 from ..surgery.mlps import Mlp
 
 _CHUNK = 2048  # tokens at a time
-_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation", "dense_act_fn")
+_ACTIVATIONS = (
+    "hidden_act",
+    "hidden_activation",
+    "activation_function",
+    "activation",
+    "dense_act_fn",
+)
 
 Middle = Callable[[Sequence[Tensor]], Tensor]  # what the up layers say, to hidden neurons
 Matrix = tuple[Tensor, ...]  # what a weight is built from: itself, or its factors
@@ -29,7 +37,10 @@ def _itself(weight: Tensor) -> Tensor:
 
 @dataclass
 class MlpWeights:
-    """An MLP's weights, (out, in), in float32 while they are fitted; each built from its factors, or itself."""
+    """An MLP's weights, (out, in), in float32 while they are fitted.
+
+    Each built from its factors, or itself.
+    """
 
     ups: list[Matrix]
     up_biases: list[Tensor | None]
@@ -43,7 +54,8 @@ class MlpWeights:
         """Those of its modules, the last one last."""
         matrices = [(dense(m).float().contiguous(),) for m in modules]
         biases = [None if (b := bias_of(m)) is None else b.float() for m in modules]
-        return cls(matrices[:-1], biases[:-1], matrices[-1], biases[-1], middle)  # pyrefly: ignore
+        # pyrefly: ignore[bad-argument-type]: lists are not changed
+        return cls(matrices[:-1], biases[:-1], matrices[-1], biases[-1], middle)
 
     @property
     def down_weight(self) -> Tensor:
@@ -53,7 +65,9 @@ class MlpWeights:
     def hidden(self, x: Tensor) -> Tensor:
         """(N, H) to (N, I)."""
         assert self.middle is not None
-        return self.middle([F.linear(x, self.build(*m), b) for m, b in zip(self.ups, self.up_biases, strict=True)])
+        return self.middle(
+            [F.linear(x, self.build(*m), b) for m, b in zip(self.ups, self.up_biases, strict=True)]
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """(N, H) to (N, O)."""
@@ -62,7 +76,10 @@ class MlpWeights:
     def on(self, mlp: Mlp, neurons: Tensor) -> MlpWeights:
         """Those of some of the hidden neurons, or of all in another order; of dense weights."""
         rows = mlp.rows(neurons, self.down_weight.shape[1])
-        ups, biases = [(w[rows],) for (w,) in self.ups], [None if b is None else b[rows] for b in self.up_biases]
+        ups, biases = (
+            [(w[rows],) for (w,) in self.ups],
+            [None if b is None else b[rows] for b in self.up_biases],
+        )
         return replace(self, ups=ups, up_biases=biases, down=(self.down_weight[:, neurons],))
 
     def parameters(self) -> list[Tensor]:
@@ -74,14 +91,26 @@ class MlpWeights:
         """The same, built from others, in the order of `parameters`."""
         rest = iter(parameters)
         *ups, down = (tuple(next(rest) for _ in m) for m in (*self.ups, self.down))
-        *biases, bias = (None if b is None else next(rest) for b in (*self.up_biases, self.down_bias))
+        *biases, bias = (
+            None if b is None else next(rest) for b in (*self.up_biases, self.down_bias)
+        )
         return replace(self, ups=ups, up_biases=biases, down=down, down_bias=bias)
 
     def sizes(self, x: Tensor) -> list[float]:
-        """For each of `parameters` its standard deviation; of a bias that of what it is added to."""
+        """For each of `parameters` its standard deviation.
+
+        Of a bias that of what it is added to.
+        """
         said = [F.linear(x, self.build(*m)) for m in self.ups]
-        outputs = [*said, *([] if self.down_bias is None else [F.linear(self.hidden(x), self.down_weight)])]
-        biases = [y for y, b in zip(outputs, (*self.up_biases, self.down_bias), strict=False) if b is not None]
+        outputs = [
+            *said,
+            *([] if self.down_bias is None else [F.linear(self.hidden(x), self.down_weight)]),
+        ]
+        biases = [
+            y
+            for y, b in zip(outputs, (*self.up_biases, self.down_bias), strict=False)
+            if b is not None
+        ]
         matrices = [t for m in (*self.ups, self.down) for t in m]
         return [float(t.std(correction=0).clamp_min(1e-8)) for t in (*matrices, *biases)]
 
@@ -97,11 +126,16 @@ class Seen:
     """What an MLP sees in the smaller model, and what it should give, over calibration tokens."""
 
     moments: Moments  # of hidden neurons (N, I) and wanted outputs (N, O)
-    inputs: list[Tensor] = field(default_factory=list)  # (N, H), where the matrices before are fitted too
+    inputs: list[Tensor] = field(
+        default_factory=list
+    )  # (N, H), where the matrices before are fitted too
     targets: list[Tensor] = field(default_factory=list)  # (N, O)
 
     def add(self, hidden: Tensor, target: Tensor, inputs: Tensor | None = None) -> None:
-        """Tokens: hidden neurons (N, I), wanted outputs (N, O) and, to keep them, the MLP's inputs (N, H)."""
+        """Tokens: hidden neurons (N, I), wanted outputs (N, O) and the MLP's inputs (N, H).
+
+        The inputs are there only if they are to be kept.
+        """
         self.moments.add(hidden, target)
         if inputs is not None:
             self.inputs.append(inputs.float())
@@ -111,7 +145,9 @@ class Seen:
 def middle_of(
     mlp: Mlp, config: object, near: Sequence[nn.Module], said: Sequence[Tensor], hidden: Tensor
 ) -> Middle | None:
-    """What an MLP does between its matrices, found by trying; None where nothing known gives the same numbers.
+    """What an MLP does between its matrices, found by trying.
+
+    None where nothing known gives the same numbers.
 
     Args:
         mlp: Its layers.
@@ -123,7 +159,9 @@ def middle_of(
     names = [getattr(config, n, None) for n in _ACTIVATIONS]
     named = [ACT2FN[n] for n in names if isinstance(n, str) and n in ACT2FN]
     around = [
-        m for m in near if not list(m.children()) and not list(m.parameters()) and "Dropout" not in type(m).__name__
+        m
+        for m in near
+        if not list(m.children()) and not list(m.parameters()) and "Dropout" not in type(m).__name__
     ]
     for activation in (*named, *around, F.silu, F.gelu, F.relu):
         for middle in _middles(mlp, activation, len(said)):

@@ -18,7 +18,8 @@ from .descent import descended
 from .elimination import eliminate, refitted
 from .mlp import MlpWeights, Seen
 
-_RIDGE = 1e-3  # to choose neurons; with the fit's larger ridge, neurons that others could replace would be kept
+# to choose neurons; with the fit's larger ridge, neurons that others could replace would be kept
+_RIDGE = 1e-3
 
 
 def normal_equations(weights: MlpWeights, moments: Moments, ridge: float) -> tuple[Tensor, Tensor]:
@@ -31,19 +32,29 @@ def normal_equations(weights: MlpWeights, moments: Moments, ridge: float) -> tup
     if weights.down_bias is not None:  # it takes care of means
         moments = moments.centred()
     eye = torch.eye(len(moments.inputs), dtype=moments.inputs.dtype, device=moments.inputs.device)
-    return moments.inputs / n + ridge * eye, moments.cross / n + ridge * weights.down_weight.double()
+    return (
+        moments.inputs / n + ridge * eye,
+        moments.cross / n + ridge * weights.down_weight.double(),
+    )
 
 
 def most_important(weights: MlpWeights, moments: Moments, keep: int) -> Tensor:
-    """Return the ``keep`` hidden neurons, in their order, without which the others could not make up for the loss."""
+    """Return the ``keep`` hidden neurons, in their order, that matter most.
+
+    Without them the others could not make up for the loss.
+    """
     moment, cross = normal_equations(weights, moments, _RIDGE)
     count = len(moment)
     everything = refitted(cross, moment, torch.arange(count, device=moment.device))
     return eliminate(everything, moment, keep, step=max(1, count // 48))
 
 
-def fit_neurons(mlp: Mlp, weights: MlpWeights, seen: Seen, keep: int, config: PruneConfig) -> tuple[MlpWeights, float]:
-    """The best ``keep`` hidden neurons and their weights; and the relative error that they leave, squared.
+def fit_neurons(
+    mlp: Mlp, weights: MlpWeights, seen: Seen, keep: int, config: PruneConfig
+) -> tuple[MlpWeights, float]:
+    """The best ``keep`` hidden neurons and their weights.
+
+    And the relative error that they leave, squared.
 
     Args:
         mlp: Its layers.

@@ -8,14 +8,19 @@ from torch import Tensor, nn
 
 from .calls import Call, WholeModel
 
-_NEAR = 0.02  # of the size: far above any dtype's rounding, far below another architecture's difference
+_NEAR = (
+    0.02  # of the size: far above any dtype's rounding, far below another architecture's difference
+)
 
 
-def stream_kind(block: nn.Module, up: nn.Module, down: nn.Module, call: Call, states: Tensor) -> str | None:
+def stream_kind(
+    block: nn.Module, up: nn.Module, down: nn.Module, call: Call, states: Tensor
+) -> str | None:
     """Where the stream that an MLP adds to can be read, found out by running the block.
 
-    ``"output"``: the block's output is the stream plus what the MLP says (pre-norm). ``"read"``: the stream is what the
-    MLP reads, and a norm takes the sum of both (post-norm). None: neither, or the whole model is one block.
+    ``"output"``: the block's output is the stream plus what the MLP says (pre-norm). ``"read"``:
+    the stream is what the MLP reads, and a norm takes the sum of both (post-norm). None: neither,
+    or the whole model is one block.
 
     Args:
         block: The block.
@@ -53,7 +58,9 @@ def _norm_takes_sum(block: nn.Module, up: nn.Module, down: nn.Module, call: Call
             takes[0] |= bool(apart.abs().mean() < _NEAR * given[0].float().abs().mean())
 
     with ExitStack() as hooks:
-        hooks.enter_context(up.register_forward_hook(lambda m, given, out: seen.update(read=given[0])))
+        hooks.enter_context(
+            up.register_forward_hook(lambda m, given, out: seen.update(read=given[0]))
+        )
         hooks.enter_context(down.register_forward_hook(lambda m, given, out: seen.update(said=out)))
         for module in block.modules():
             if "Norm" in type(module).__name__:

@@ -1,4 +1,7 @@
-"""Tables of embeddings of low rank, fitted where they are looked up and, where a head is tied to one, read out."""
+"""Tables of embeddings of low rank.
+
+They are fitted where they are looked up and, where a head is tied to one, read out.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from ..surgery.mlps import watched
 from .calls import not_padding, tokens
 
 READ_IN = 0.03
-"""For a table that is tied to a head: the weight of its rows' own error; the rest is that of the logits."""
+"""For a table that is tied to a head: the weight of its rows' own error; the rest is that of the
+logits."""
 _ROWS = 8192  # in float64 at once
 
 
@@ -65,17 +69,22 @@ def uses_of(
             model(**without_labels(batch))
     for name, use in uses.items():
         if not float(use.counts.sum()):
-            raise ValueError(f"{operation}: {name} looked up no calibration token, needed data that it reads")
+            raise ValueError(
+                f"{operation}: {name} looked up no calibration token, needed data that it reads"
+            )
     return uses
 
 
 @torch.no_grad()
 def low_rank_table(weight: Tensor, rank: int, use: TableUse) -> tuple[Tensor, Tensor, float]:
-    """The best product of two thin matrices for the tokens that are looked up, as often as they are.
+    """Return the best product of two thin matrices for the tokens that are looked up.
 
-    Row v of the table counts as half its share of the tokens and half 1 / V, so that what is rare is not forgotten.
-    Where a tied layer multiplies x with the rows, an error e costs e · e and mostly (e · x)²: with that metric
-    M = L Lᵀ and the rows' weights D the best is the truncated SVD of D^½ W L, times D^-½ and L⁻¹.
+    Tokens count as often as they are looked up.
+
+    Row v of the table counts as half its share of the tokens and half 1 / V, so that what is rare
+    is not forgotten. Where a tied layer multiplies x with the rows, an error e costs e · e and
+    mostly (e · x)²: with that metric M = L Lᵀ and the rows' weights D the best is the truncated SVD
+    of D^½ W L, times D^-½ and L⁻¹.
 
     Args:
         weight: W, (V, H).
@@ -83,7 +92,8 @@ def low_rank_table(weight: Tensor, rank: int, use: TableUse) -> tuple[Tensor, Te
         use: Of the table.
 
     Returns:
-        A (r, H) and B (V, r) in the weight's dtype, for the weight B A, and the share of that error.
+        A (r, H) and B (V, r) in the weight's dtype, for the weight B A, and the share of that
+        error.
     """
     width = weight.shape[1]
     shares = (use.counts / use.counts.sum() + 1 / len(weight)) / 2
@@ -99,5 +109,9 @@ def low_rank_table(weight: Tensor, rank: int, use: TableUse) -> tuple[Tensor, Te
     a = torch.linalg.solve_triangular(root, kept.T, upper=False, left=False)
     b = torch.cat([rows.double() @ (root @ kept) for rows in weight.split(_ROWS)])
     balance = (b.norm(dim=0) / a.norm(dim=1)).clamp_min(1e-30).sqrt()
-    error = float((values[:-rank].sum() / values.sum().clamp_min(1e-300)).clamp_min(0)) if rank < width else 0.0
+    error = (
+        float((values[:-rank].sum() / values.sum().clamp_min(1e-300)).clamp_min(0))
+        if rank < width
+        else 0.0
+    )
     return (a * balance[:, None]).to(weight.dtype), (b / balance).to(weight.dtype), error

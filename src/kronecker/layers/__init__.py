@@ -8,7 +8,10 @@ from .linear import KroneckerLinear, LowRankLinear
 
 
 def empty_layer(module: nn.Module, config: KroneckerConfig | LowRankConfig) -> nn.Module:
-    """The smaller layer that a config makes of a stock one, without its weights; a linear layer's bias goes with it."""
+    """The smaller layer that a config makes of a stock one, without its weights.
+
+    A linear layer's bias goes with it.
+    """
     is_kronecker = isinstance(config, KroneckerConfig)
     if isinstance(module, nn.Embedding):
         return (KroneckerEmbedding if is_kronecker else LowRankEmbedding).like(module, config)

@@ -28,13 +28,15 @@ class SmallerEmbedding(SmallerWeight):
         """An empty table of a dense one's sizes, dtype and device."""
         weight, padding = embedding.weight, embedding.padding_idx
         rows, columns = weight.shape
-        layer = cls(rows, columns, config, padding_idx=padding, dtype=weight.dtype, device="meta")  # pyrefly: ignore
+        layer = cls(rows, columns, config, padding_idx=padding, dtype=weight.dtype, device="meta")
         return layer.to_empty(device=weight.device)
 
     @torch.no_grad()
     def to_embedding(self) -> nn.Embedding:
         """The dense `nn.Embedding` with the same rows."""
-        table = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
+        table = nn.Embedding(
+            self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta"
+        )
         table.weight = nn.Parameter(self.dense_weight())
         return table
 
@@ -44,7 +46,9 @@ class SmallerEmbedding(SmallerWeight):
 
 
 class KroneckerEmbedding(SmallerEmbedding, KroneckerLayer):
-    """An embedding whose table is Σ_r s_r A_r ⊗ B_r; rows are made from gathered rows of the factors.
+    """An embedding whose table is Σ_r s_r A_r ⊗ B_r.
+
+    Rows are made from gathered rows of the factors.
 
     Args:
         num_embeddings: V.
@@ -70,13 +74,22 @@ class KroneckerEmbedding(SmallerEmbedding, KroneckerLayer):
         device: torch.device | str | None = None,
     ):
         KroneckerLayer.__init__(self, num_embeddings, embedding_dim, config, dtype, device)
-        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self.num_embeddings, self.embedding_dim, self.padding_idx = (
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+        )
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, config: KroneckerConfig) -> Self:
-        """A compressed `nn.Embedding`, by the config's start where that looks at weights alone, else by Van Loan."""
+        """Return a compressed `nn.Embedding`.
+
+        It starts as the config says where that looks at weights alone, else by Van Loan.
+        """
         layer = cls.like(embedding, config)
-        layer.set_factors_(start(embedding.weight.detach(), layer.b_shape, config, None, alone=True))
+        layer.set_factors_(
+            start(embedding.weight.detach(), layer.b_shape, config, None, alone=True)
+        )
         return layer
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -87,7 +100,8 @@ class KroneckerEmbedding(SmallerEmbedding, KroneckerLayer):
 class LowRankEmbedding(SmallerEmbedding, LowRankLayer):
     """An embedding whose rows are those of B (V, r) times A (r, H).
 
-    Its parameters are ``a`` and ``b``. A head that is tied to the table is a `LowRankLinear` with the same two.
+    Its parameters are ``a`` and ``b``. A head that is tied to the table is a `LowRankLinear` with
+    the same two.
 
     Args:
         num_embeddings: V.
@@ -120,7 +134,11 @@ class LowRankEmbedding(SmallerEmbedding, LowRankLayer):
         device: torch.device | str | None = None,
     ):
         LowRankLayer.__init__(self, num_embeddings, embedding_dim, config, dtype, device)
-        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self.num_embeddings, self.embedding_dim, self.padding_idx = (
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+        )
 
     def _fresh_stds(self, rank: int, columns: int) -> tuple[float, float]:
         """Rows of size one, as those of a fresh `nn.Embedding`."""

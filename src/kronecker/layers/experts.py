@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-GROUPED = 8  # what sizes of experts are multiples of: transformers multiplies all of a stack in one grouped product
+# what sizes of experts are multiples of: transformers multiplies all of a stack in one grouped
+# product
+GROUPED = 8
 
 
 @dataclass(frozen=True)
 class ExpertsLayout:
     """How a stack of experts holds its weights, as transformers 5 says on the module.
 
-    Elsewhere they are in canonical form: matrices (E, out, in), the gate's rows before those that it gates, (2 I, H);
-    experts without a gate have (I, H).
+    Elsewhere they are in canonical form: matrices (E, out, in), the gate's rows before those that
+    it gates, (2 I, H); experts without a gate have (I, H).
     """
 
     up: str = "gate_up_proj"  # the matrices that read the block's width
@@ -29,7 +31,10 @@ class ExpertsLayout:
 
     @property
     def matrices(self) -> tuple[str, str]:
-        """Names of the parameters that are matrices: those that write hidden neurons, those that read them."""
+        """Return the names of the parameters that are matrices.
+
+        Those that write hidden neurons, those that read them.
+        """
         return self.up, "down_proj"
 
     @property
@@ -39,7 +44,10 @@ class ExpertsLayout:
 
     @property
     def neuron_dims(self) -> dict[str, int]:
-        """Along which dimension the parameters have hidden neurons, those that have, as the stack holds them."""
+        """Return along which dimension parameters have hidden neurons, those that have.
+
+        Dimensions are as the stack holds them.
+        """
         up, down = (2, 1) if self.transposed else (1, 2)
         return {self.up: up, "down_proj": down} | ({f"{self.up}_bias": 1} if self.biased else {})
 
@@ -68,8 +76,14 @@ class ExpertsLayout:
 
 
 def experts_layout(module: nn.Module) -> ExpertsLayout | None:
-    """How a module holds its experts; None where it is no stack of experts, or one that nothing here is for."""
-    gated, concatenated = getattr(module, "has_gate", True), getattr(module, "is_concatenated", True)
+    """How a module holds its experts.
+
+    None where it is no stack of experts, or one that nothing here is for.
+    """
+    gated, concatenated = (
+        getattr(module, "has_gate", True),
+        getattr(module, "is_concatenated", True),
+    )
     layout = ExpertsLayout(
         "gate_up_proj" if gated else "up_proj",
         ("halves" if concatenated else "interleaved") if gated else "plain",
@@ -77,10 +91,16 @@ def experts_layout(module: nn.Module) -> ExpertsLayout | None:
         biased=getattr(module, "has_bias", False),
     )
     parameters = dict(module.named_parameters(recurse=False))
-    if set(parameters) != {*layout.matrices, *layout.biases} or getattr(module, "has_post_expert_norm", False):
+    if set(parameters) != {*layout.matrices, *layout.biases} or getattr(
+        module, "has_post_expert_norm", False
+    ):
         return None
     up, down = (parameters[n].shape for n in layout.matrices)
-    if len(up) != 3 or len(down) != 3 or not (hasattr(module, "_apply_gate") or hasattr(module, "act_fn")):
+    if (
+        len(up) != 3
+        or len(down) != 3
+        or not (hasattr(module, "_apply_gate") or hasattr(module, "act_fn"))
+    ):
         return None
     up, down = ((e, b, a) if layout.transposed else (e, a, b) for e, a, b in (up, down))
     return layout if up == (down[0], (2 if gated else 1) * down[2], down[1]) else None
@@ -105,11 +125,18 @@ def canonical_parameters(experts: nn.Module) -> dict[str, Tensor]:
 
 
 def between(experts: nn.Module, layout: ExpertsLayout, said: Tensor) -> Tensor:
-    """What each of them does between its matrices: (N, 2 I) in canonical form, or (N, I), to (N, I)."""
+    """Compute what each expert does between its matrices.
+
+    (N, 2 I) in canonical form, or (N, I), to (N, I).
+    """
     act_fn: Any = getattr(experts, "act_fn", None)
     if layout.rows == "plain":
         return act_fn(said)
     first, second = said.chunk(2, dim=-1)
-    if (gate := getattr(experts, "_apply_gate", None)) is None:  # transformers' own: some families do it in another way
+    if (
+        gate := getattr(experts, "_apply_gate", None)
+    ) is None:  # transformers' own: some families do it in another way
         return act_fn(first) * second
-    return gate(torch.stack([first, second], -1).flatten(-2) if layout.rows == "interleaved" else said)
+    return gate(
+        torch.stack([first, second], -1).flatten(-2) if layout.rows == "interleaved" else said
+    )

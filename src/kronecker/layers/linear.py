@@ -20,7 +20,7 @@ from .weights import KroneckerLayer, LowRankLayer, SmallerWeight, dense, start
 
 
 class SmallerLinear(SmallerWeight):
-    """What linear layers of smaller weights share: a stock layer's sizes and bias, and the way back to one."""
+    """A linear layer of a smaller weight: a stock layer's sizes and bias, and the way back."""
 
     in_features: int
     out_features: int
@@ -28,7 +28,9 @@ class SmallerLinear(SmallerWeight):
 
     def _set_linear(self, in_features: int, out_features: int, bias: bool) -> None:
         self.in_features, self.out_features = in_features, out_features
-        zeros = torch.zeros(out_features, dtype=self.a.dtype, device=self.a.device) if bias else None
+        zeros = (
+            torch.zeros(out_features, dtype=self.a.dtype, device=self.a.device) if bias else None
+        )
         self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros))
         self.conv1d = False  # what `to_linear` makes
         self.original: nn.Module | None = None
@@ -41,7 +43,14 @@ class SmallerLinear(SmallerWeight):
         bias = getattr(linear, "bias", None)
         weight = linear.weight
         assert isinstance(weight, Tensor)
-        smaller = cls(in_features, out_features, config, bias=bias is not None, dtype=weight.dtype, device="meta")  # pyrefly: ignore
+        smaller = cls(
+            in_features,
+            out_features,
+            config,
+            bias=bias is not None,
+            dtype=weight.dtype,
+            device="meta",
+        )
         smaller.to_empty(device=weight.device)
         smaller.conv1d = isinstance(linear, Conv1D)
         if bias is not None and smaller.bias is not None and not bias.is_meta:
@@ -56,7 +65,9 @@ class SmallerLinear(SmallerWeight):
             linear: nn.Module = Conv1D(self.out_features, self.in_features)
             linear.weight = nn.Parameter(weight.T.contiguous())
         else:
-            linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
+            linear = nn.Linear(
+                self.in_features, self.out_features, bias=self.bias is not None, device="meta"
+            )
             linear.weight = nn.Parameter(weight)
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias.detach().clone())
@@ -128,7 +139,9 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
         self._set_linear(in_features, out_features, bias)
 
     @classmethod
-    def from_linear(cls, linear: nn.Module, config: KroneckerConfig, moments: Moments | None = None) -> Self:
+    def from_linear(
+        cls, linear: nn.Module, config: KroneckerConfig, moments: Moments | None = None
+    ) -> Self:
         """A smaller `nn.Linear` or transformers' `Conv1D`, started as the config says.
 
         Args:
@@ -152,12 +165,15 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
         return layer
 
     def product(self, x: Tensor) -> Tensor:
-        """(*B, in_features) to (*B, out_features), never building the weight where that costs more."""
+        """Map (*B, in_features) to (*B, out_features).
+
+        The weight is never built where that costs more.
+        """
         return kron_linear(x, self.a, self.b, self.bias, self.scales)
 
 
 class LowRankLinear(SmallerLinear, LowRankLayer):
-    """A linear layer ``x @ A.T @ B.T + bias`` of two thin matrices, A (r, in_features) and B (out_features, r).
+    """A linear layer ``x @ A.T @ B.T + bias`` of thin A (r, in_features) and B (out_features, r).
 
     Its parameters are ``a``, ``b`` and ``bias``.
 
@@ -190,14 +206,19 @@ class LowRankLinear(SmallerLinear, LowRankLayer):
         self._set_linear(in_features, out_features, bias)
 
     @classmethod
-    def from_linear(cls, linear: nn.Module, config: LowRankConfig, moments: Moments | None = None) -> Self:
+    def from_linear(
+        cls, linear: nn.Module, config: LowRankConfig, moments: Moments | None = None
+    ) -> Self:
         """A smaller `nn.Linear` or transformers' `Conv1D`; see `KroneckerLinear.from_linear`.
 
         >>> LowRankLinear.from_linear(nn.Linear(4, 6), LowRankConfig(rank=2, init="svd")).a.shape
         torch.Size([2, 4])
         """
         if config.init != "svd" and moments is None:
-            raise ValueError(f"kronecker: init {config.init!r} looks at a layer's inputs, needed calibration data")
+            raise ValueError(
+                f"kronecker: init {config.init!r} looks at a layer's inputs, needed calibration "
+                "data"
+            )
         layer = cls.like(linear, config)
         seen = None if moments is None or config.init == "svd" else moments
         centred = seen.centred() if seen is not None and layer.bias is not None else seen

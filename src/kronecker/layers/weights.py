@@ -1,6 +1,7 @@
 """Weights that are made of smaller ones, and where Kronecker factors start.
 
-Letters: r terms; A is (r, O1, I1), B is (r, O2, I2), for a weight (O, I) = (O1 O2, I1 I2); or A is (r, I), B (O, r).
+Letters: r terms; A is (r, O1, I1), B is (r, O2, I2), for a weight (O, I) = (O1 O2, I1 I2); or A is
+(r, I), B (O, r).
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ Device = torch.device | str | None
 class SmallerWeight(nn.Module):
     """A weight that is made of two smaller parameters, or several of each.
 
-    Its state also has an empty tensor named ``weight``. Plain transformers then raises on a file with that state;
-    without this name it would initialize the weight at random.
+    Its state also has an empty tensor named ``weight``. Plain transformers then raises on a file
+    with that state; without this name it would initialize the weight at random.
     """
 
     a: nn.Parameter
@@ -34,7 +35,8 @@ class SmallerWeight(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = self.a.detach().new_empty(0)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: object) -> None:  # pyrefly: ignore
+    # pyrefly: ignore[bad-override]: torch's own arguments, but for the first two
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: object) -> None:
         state_dict.pop(f"{prefix}weight", None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -44,7 +46,7 @@ class SmallerWeight(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The same, for code that reads a stock layer's weight (T5 asks for its dtype): made when it is read."""
+        """Build the weight for code that reads a stock layer's (T5 asks for its dtype)."""
         return self.dense_weight()
 
     @property
@@ -56,7 +58,9 @@ class SmallerWeight(nn.Module):
     def compression(self) -> float:
         """Parameters over those of the dense weight."""
         rows, columns = self._sizes()
-        return sum(p.numel() for n, p in self.named_parameters(recurse=False) if n != "bias") / (rows * columns)
+        return sum(p.numel() for n, p in self.named_parameters(recurse=False) if n != "bias") / (
+            rows * columns
+        )
 
     def _sizes(self) -> tuple[int, int]:
         raise NotImplementedError
@@ -67,18 +71,30 @@ class SmallerWeight(nn.Module):
 
 
 class KroneckerLayer(SmallerWeight):
-    """A weight (rows, columns) held as factors ``a``, ``b`` and ``scales``, all ordinary parameters."""
+    """A weight (rows, columns) held as factors ``a``, ``b`` and ``scales``.
+
+    All are ordinary parameters.
+    """
 
     scales: nn.Parameter | None
 
-    def __init__(self, rows: int, columns: int, config: KroneckerConfig, dtype: torch.dtype | None, device: Device):
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        config: KroneckerConfig,
+        dtype: torch.dtype | None,
+        device: Device,
+    ):
         super().__init__()
         self.config = config
         self.a_shape, self.b_shape = config.shapes(rows, columns, operation=type(self).__name__)
         place = {"dtype": dtype or torch.get_default_dtype(), "device": device}
         self.a = nn.Parameter(torch.empty(config.rank, *self.a_shape, **place))
         self.b = nn.Parameter(torch.empty(config.rank, *self.b_shape, **place))
-        self.register_parameter("scales", nn.Parameter(torch.ones(config.rank, **place)) if config.scales else None)
+        self.register_parameter(
+            "scales", nn.Parameter(torch.ones(config.rank, **place)) if config.scales else None
+        )
         if self.a.device.type != "meta":
             self.set_factors_(init.random((rows, columns), self.b_shape, config.rank))
 
@@ -87,7 +103,9 @@ class KroneckerLayer(SmallerWeight):
         """Take these factors; with ``scales``, each term's size goes there."""
         a, b = factors.a, factors.b
         if self.scales is not None:
-            size = (a.double().flatten(1).norm(dim=1) * b.double().flatten(1).norm(dim=1)).clamp_min(1e-30)
+            size = (
+                a.double().flatten(1).norm(dim=1) * b.double().flatten(1).norm(dim=1)
+            ).clamp_min(1e-30)
             unit = (self.a_shape[0] * self.b_shape[0]) ** 0.5  # a weight whose rows have norm 1
             self.scales.copy_(size / unit)
             a = a / (size / unit).view(-1, 1, 1).to(a.dtype)
@@ -107,7 +125,10 @@ class KroneckerLayer(SmallerWeight):
         return f"{self.config.rank} x {self.a_shape} ⊗ {self.b_shape}"
 
     def learning_rate_multipliers(self) -> dict[str, float]:
-        """For Adam, by parameter: I / (I_k times the number of factors) (arXiv 2406.06248, section 3)."""
+        """Return factors of the rate for Adam, by parameter: I / (I_k times the number of factors).
+
+        Source: arXiv 2406.06248, section 3.
+        """
         columns = self.a_shape[1] * self.b_shape[1]
         return {"a": columns / self.a_shape[1] / 2, "b": columns / self.b_shape[1] / 2}
 
@@ -115,7 +136,14 @@ class KroneckerLayer(SmallerWeight):
 class LowRankLayer(SmallerWeight):
     """A weight (rows, columns) held as the product of ``b`` (rows, r) and ``a`` (r, columns)."""
 
-    def __init__(self, rows: int, columns: int, config: LowRankConfig, dtype: torch.dtype | None, device: Device):
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        config: LowRankConfig,
+        dtype: torch.dtype | None,
+        device: Device,
+    ):
         super().__init__()
         self.config = config
         rank = config.rank_of(rows, columns, operation=type(self).__name__)
@@ -157,7 +185,7 @@ def dense(linear: nn.Module) -> Tensor:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is an `nn.Linear`, one that computes the same in a forward of its own, or transformers' `Conv1D`."""
+    """Return whether it computes what an `nn.Linear` or transformers' `Conv1D` computes."""
     if type(module).forward is nn.Linear.forward or isinstance(module, Conv1D):
         return True
     return isinstance(module, nn.Linear) and _computes_a_product(module)
@@ -165,13 +193,20 @@ def is_linear(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _computes_a_product(linear: nn.Linear) -> bool:
-    """Whether a subclass of `nn.Linear` (Falcon's, say) gives on some numbers what its parent would."""
+    """Return whether a subclass of `nn.Linear` (Falcon's, say) gives what its parent would.
+
+    It is tried on some numbers.
+    """
     if linear.weight.is_meta or not linear.weight.is_floating_point():
         return False
     near = 100 * torch.finfo(linear.weight.dtype).eps
-    x = torch.linspace(-1, 1, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)[None]
+    x = torch.linspace(
+        -1, 1, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device
+    )[None]
     try:
-        return torch.allclose(linear(x), F.linear(x, linear.weight, linear.bias), rtol=near, atol=near)
+        return torch.allclose(
+            linear(x), F.linear(x, linear.weight, linear.bias), rtol=near, atol=near
+        )
     except (TypeError, RuntimeError, ValueError):
         return False
 
@@ -192,16 +227,20 @@ def start(
 ) -> init.Factors:
     """The factors that a config's ``init`` gives a weight.
 
-    ``"sequential"`` starts from pruning (one term) or Van Loan (more) and goes on by alternating least squares on the
-    layer's moments; with ``alone`` (embeddings, tied weights), where there are no moments, it is Van Loan's start.
+    ``"sequential"`` starts from pruning (one term) or Van Loan (more) and goes on by alternating
+    least squares on the layer's moments; with ``alone`` (embeddings, tied weights), where there are
+    no moments, it is Van Loan's start.
     """
     weight, name = weight.contiguous(), config.init
     if alone and name == "sequential":
         name = "van_loan"
     if name == "random":
-        return init.random(tuple(weight.shape), b_shape, config.rank, dtype=weight.dtype)  # pyrefly: ignore
+        # pyrefly: ignore[bad-argument-type]: a matrix has two sizes
+        return init.random(tuple(weight.shape), b_shape, config.rank, dtype=weight.dtype)
     if name.startswith("van_loan") or (name != "prune" and config.rank > 1):
-        factors = init.van_loan(weight, b_shape, config.rank, normalize=name == "van_loan_normalized")
+        factors = init.van_loan(
+            weight, b_shape, config.rank, normalize=name == "van_loan_normalized"
+        )
     else:
         factors = init.prune(weight, b_shape, keep=config.keep)
         if config.rank > 1:  # what pruning leaves, in further terms
@@ -211,5 +250,7 @@ def start(
     if name != "sequential":
         return factors
     if moments is None:
-        raise ValueError(f"kronecker: init {config.init!r} looks at a layer's inputs, needed calibration data")
+        raise ValueError(
+            f"kronecker: init {config.init!r} looks at a layer's inputs, needed calibration data"
+        )
     return init.als(moments, factors, rounds=config.rounds)

@@ -1,4 +1,7 @@
-"""Compressed models on disk: factors in safetensors beside the stock config, and dense stock checkpoints again."""
+"""Compressed models on disk.
+
+Factors in safetensors beside the stock config, and dense stock checkpoints again.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ def compressed(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def resized(model: nn.Module) -> dict[str, list[int]]:
-    """Shapes of stock layers' parameters that are not those of the model's config: neurons dropped layer by layer."""
+    """Return shapes of stock layers' parameters that are not those of the model's config.
+
+    They differ where neurons were dropped layer by layer.
+    """
     if not isinstance(model, PreTrainedModel):
         return {}  # it has no config to differ from
     shapes = parameter_shapes(empty(type(model), copy.deepcopy(model.config)))
@@ -56,7 +62,9 @@ def is_compressed(folder: str | Path) -> bool:
 
 
 def save_pretrained(model: nn.Module, out: str | Path) -> None:
-    """Write a compressed model: ``config.json``, ``kronecker.json`` and ``model.safetensors``; it loads by itself.
+    """Write a compressed model: ``config.json``, ``kronecker.json`` and ``model.safetensors``.
+
+    It loads by itself.
 
     Args:
         model: A transformers model with compressed layers.
@@ -70,9 +78,13 @@ def save_pretrained(model: nn.Module, out: str | Path) -> None:
     ValueError: save_pretrained: model is Linear, needed a transformers model
     """
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"save_pretrained: model is {type(model).__name__}, needed a transformers model")
+        raise ValueError(
+            f"save_pretrained: model is {type(model).__name__}, needed a transformers model"
+        )
     if not has_smaller_layers(model):
-        raise ValueError("save_pretrained: the model has no compressed layer; its own save_pretrained writes it")
+        raise ValueError(
+            "save_pretrained: the model has no compressed layer; its own save_pretrained writes it"
+        )
     model_class(type(model).__name__, "save_pretrained")
     refuse_fading(model, "save_pretrained")
     with NewFolder(out, "save_pretrained") as new:
@@ -80,13 +92,15 @@ def save_pretrained(model: nn.Module, out: str | Path) -> None:
 
 
 def own_saving_(model: nn.Module) -> None:
-    """Give a model with compressed layers a ``save_pretrained`` that writes them; take it away from one without.
+    """Give a model with compressed layers a ``save_pretrained`` that writes them.
+
+    Take it away from one without.
 
     And to the transformers models within it.
     """
     for module in (m for m in model.modules() if isinstance(m, PreTrainedModel)):
         if has_smaller_layers(module):
-            module.save_pretrained = partial(_save_compressed, module)  # pyrefly: ignore
+            module.save_pretrained = partial(_save_compressed, module)
         else:
             vars(module).pop("save_pretrained", None)
 
@@ -94,27 +108,46 @@ def own_saving_(model: nn.Module) -> None:
 def _save_compressed(
     model: PreTrainedModel, save_directory: str | Path, is_main_process: bool = True, **options: Any
 ) -> None:
-    """What ``model.save_pretrained`` is while a model has compressed layers: into any folder, like the stock one."""
+    """``model.save_pretrained`` while a model has compressed layers.
+
+    It writes into any folder, like the stock one.
+    """
     refuse_fading(model, "save_pretrained")
     if options.get("push_to_hub"):
         raise ValueError(
-            "save_pretrained: push_to_hub is not there for compressed models; needed model.push_to_hub(repo_id)"
+            "save_pretrained: push_to_hub is not there for compressed models; needed "
+            "model.push_to_hub(repo_id)"
         )
     if is_main_process:
-        write_files(model, make_folder(save_directory, "save_pretrained"), options.get("state_dict"))
+        write_files(
+            model, make_folder(save_directory, "save_pretrained"), options.get("state_dict")
+        )
 
 
 def refuse_fading(model: nn.Module, operation: str) -> None:
-    """Refuse a model that still runs originals beside its factors: the factors alone compute something else."""
-    fading = [n for n, m in compressed(model).items() if isinstance(m, SmallerLinear) and m.original is not None]
+    """Refuse a model that still runs originals beside its factors.
+
+    The factors alone compute something else.
+    """
+    fading = [
+        n
+        for n, m in compressed(model).items()
+        if isinstance(m, SmallerLinear) and m.original is not None
+    ]
     if fading:
         raise ValueError(
-            f"{operation}: {fading[0]} still runs its original layer; train on, or end it with fade_in_(None)"
+            f"{operation}: {fading[0]} still runs its original layer; train on, or end it with "
+            "fade_in_(None)"
         )
 
 
-def write_files(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
-    """The files of `save_pretrained`, into a folder that exists; with ``state``, gathered elsewhere, its tensors."""
+def write_files(
+    model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor] | None = None
+) -> None:
+    """The files of `save_pretrained`, into a folder that exists.
+
+    With ``state``, gathered elsewhere, its tensors.
+    """
     layers = compressed(model)
     tensors, aliases = {}, {}
     first: dict[int, str] = {}
@@ -124,8 +157,15 @@ def write_files(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor
         else:
             first[id(tensor)] = name
             tensors[name] = (tensor if state is None else state[name]).detach().contiguous()
-    configs = {name: to_dict(layer.config) for name, layer in layers.items()}  # pyrefly: ignore
-    mark = {"format": 1, "class": type(model).__name__, "layers": configs, "shapes": resized(model), "aliases": aliases}
+    # pyrefly: ignore[bad-argument-type]: a layer's config, though nn.Module says Module
+    configs = {name: to_dict(layer.config) for name, layer in layers.items()}
+    mark = {
+        "format": 1,
+        "class": type(model).__name__,
+        "layers": configs,
+        "shapes": resized(model),
+        "aliases": aliases,
+    }
     model.config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
@@ -134,7 +174,10 @@ def write_files(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor
 
 
 def read_files(folder: Path) -> tuple[dict, dict[str, Tensor]]:
-    """What `write_files` wrote: the list of layers, and all tensors, tied ones under each of their names."""
+    """Read what `write_files` wrote: the list of layers, and all tensors.
+
+    Tied ones come under each of their names.
+    """
     mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
     if mark.get("format") != 1:
         raise ValueError(f"from_pretrained: {folder} has format {mark.get('format')}, needed 1")
@@ -153,24 +196,30 @@ def model_class(name: str, operation: str) -> type[PreTrainedModel]:
     return cls
 
 
-def _stock(cls: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _stock(
+    cls: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
     """An empty dense model; its buffers are real, its weights memory that nobody has touched."""
     with no_init_weights():
         return cls._from_config(config, dtype=dtype).eval()
 
 
 def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedModel:
-    """Load a compressed model that `save_pretrained` wrote, in evaluation mode; the original is not needed.
+    """Load a compressed model that `save_pretrained` wrote, in evaluation mode.
+
+    The original is not needed.
 
     Args:
-        folder: What `save_pretrained` wrote, or a hub id of such a model, ``owner/name`` or ``owner/name@revision``.
+        folder: What `save_pretrained` wrote, or a hub id of such a model, ``owner/name`` or
+            ``owner/name@revision``.
         device: Where to put it.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: Not such a folder, a truncated file, or tensors that do not fit the layers it lists.
+        ValueError: Not such a folder, a truncated file, or tensors that do not fit the layers it
+            lists.
 
     >>> from_pretrained("./nowhere")
     Traceback (most recent call last):
@@ -178,7 +227,10 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
     """
     folder = find_folder(folder, operation="from_pretrained")
     if not is_compressed(folder):
-        raise ValueError(f"from_pretrained: {folder} has no {MARK}; a dense checkpoint loads with transformers itself")
+        raise ValueError(
+            f"from_pretrained: {folder} has no {MARK}; a dense checkpoint loads with transformers "
+            "itself"
+        )
     mark, tensors = read_files(folder)
     config = AutoConfig.from_pretrained(folder)
     dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
@@ -192,14 +244,21 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
             raise ValueError(f"from_pretrained: {layer_config} is no layer's config")
         put(model, name, empty_layer(module, layer_config))
     shapes = {name: torch.Size(shape) for name, shape in mark["shapes"].items()}
-    set_parameters_(model, {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()})
+    set_parameters_(
+        model, {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    )
     state = model.state_dict()
     for name, tensor in state.items():
         if name not in tensors or tensors[name].shape != tensor.shape:
             stored = list(tensors[name].shape) if name in tensors else "nothing"
-            raise ValueError(f"from_pretrained: {name} is {stored} in {folder}, needed {list(tensor.shape)}")
+            raise ValueError(
+                f"from_pretrained: {name} is {stored} in {folder}, needed {list(tensor.shape)}"
+            )
     if unknown := sorted(set(tensors) - set(state)):
-        raise ValueError(f"from_pretrained: {folder} has tensors the model has no place for: {', '.join(unknown[:3])}")
+        raise ValueError(
+            f"from_pretrained: {folder} has tensors the model has no place for: "
+            f"{', '.join(unknown[:3])}"
+        )
     model.load_state_dict(tensors, assign=True)
     for name, first in mark["aliases"].items():
         place, _, key = name.rpartition(".")
@@ -212,10 +271,14 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
 
 @torch.no_grad()
 def dense_again(layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """For compressed layers, one after the other, stock ones of the same function; tied ones share their weight."""
+    """For compressed layers, one after the other, stock ones of the same function.
+
+    Tied ones share their weight.
+    """
     weights: dict[int, nn.Parameter] = {}
     for name, layer in layers.items():
-        dense: Any = layer.to_linear() if isinstance(layer, SmallerLinear) else layer.to_embedding()  # pyrefly: ignore
+        # pyrefly: ignore[not-callable]: a method, though nn.Module says Tensor
+        dense: Any = layer.to_linear() if isinstance(layer, SmallerLinear) else layer.to_embedding()
         dense.weight = weights.setdefault(id(layer.a), dense.weight)
         yield name, dense
 
@@ -228,26 +291,33 @@ def fold(
     tokenizer: PreTrainedTokenizerBase | None = None,
     batch: Mapping[str, object] | None = None,
 ) -> None:
-    """Write the smallest stock dense checkpoint with the same function, which plain transformers loads.
+    """Write the smallest stock dense checkpoint with the same function.
 
-    Hidden neurons that nothing reads (a B of ``[1, 0]``) go, where all MLPs have such. Where MLPs lost neurons in
-    shares that differ, the others are filled up with zeros to the size of the largest.
+    Plain transformers loads it.
+
+    Hidden neurons that nothing reads (a B of ``[1, 0]``) go, where all MLPs have such. Where MLPs
+    lost neurons in shares that differ, the others are filled up with zeros to the size of the
+    largest.
 
     Args:
         model: A compressed transformers model, left as it is.
         out: A folder that does not exist or is empty.
         tokenizer: Written beside the weights.
-        batch: Arguments to run the model with, where neurons went and it reads neither tokens nor images.
+        batch: Arguments to run the model with, where neurons went and it reads neither tokens nor
+            images.
 
     Raises:
-        ValueError: As `save_pretrained`; neurons that went where MLPs are not found without ``batch``.
+        ValueError: As `save_pretrained`; neurons that went where MLPs are not found without
+            ``batch``.
     """
     check_new(out, "fold")
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"fold: model is {type(model).__name__}, needed a transformers model")
     layers = compressed(model)
     if not layers and not resized(model):
-        raise ValueError("fold: the model has no compressed layer; its own save_pretrained writes it")
+        raise ValueError(
+            "fold: the model has no compressed layer; its own save_pretrained writes it"
+        )
     refuse_fading(model, "fold")
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

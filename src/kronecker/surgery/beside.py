@@ -12,8 +12,13 @@ from .finding import HOOKS
 from .mlps import Mlp
 
 
-def beside(linear: nn.Module, name: str, mlp: Mlp | None = None, order: Tensor | None = None) -> nn.Module:
-    """A linear layer to run beside its smaller twin: its MLP's hidden neurons in the twin's order, without hooks."""
+def beside(
+    linear: nn.Module, name: str, mlp: Mlp | None = None, order: Tensor | None = None
+) -> nn.Module:
+    """A linear layer to run beside its smaller twin, without hooks.
+
+    It has its MLP's hidden neurons in the twin's order.
+    """
     alone = copy.copy(linear)
     if mlp is not None and order is not None:
         rows = name != mlp.down

@@ -36,7 +36,10 @@ class Stack:
         blocks = blocks_of(model, layers)
         if len(blocks) < 2 or not blocks[0][0]:
             kind = type(model).__name__
-            raise ValueError(f"prune_: the blocks of {kind} are not one list of modules, needed that to drop some")
+            raise ValueError(
+                f"prune_: the blocks of {kind} are not one list of modules, needed that to drop "
+                "some"
+            )
         return cls(blocks[0][0].rpartition(".")[0], len(blocks))
 
     def index(self, name: str) -> int | None:
@@ -56,15 +59,22 @@ def blocks_to_keep(model: nn.Module, stack: Stack, config: PruneConfig) -> int:
     """How many blocks stay."""
     if config.budget is None:
         return max(1, round(config.share * stack.count))
-    sizes = [sum(p.numel() for p in block.parameters()) for block in model.get_submodule(stack.name).children()]
+    sizes = [
+        sum(p.numel() for p in block.parameters())
+        for block in model.get_submodule(stack.name).children()
+    ]
     total = sum(p.numel() for p in model.parameters())
     room = config.budget - (total - sum(sizes))
     if config.budget > total:
-        raise ValueError(f"prune_: budget is {config.budget:,}, needed at most the model's {total:,}")
+        raise ValueError(
+            f"prune_: budget is {config.budget:,}, needed at most the model's {total:,}"
+        )
     keep = min(stack.count, room // max(sizes))
     if keep < 1:
         least = total - sum(sizes) + max(sizes)
-        raise ValueError(f"prune_: budget is {config.budget:,}, needed {least:,} or more with one block left")
+        raise ValueError(
+            f"prune_: budget is {config.budget:,}, needed {least:,} or more with one block left"
+        )
     return keep
 
 
@@ -89,31 +99,44 @@ def block_influences(blocks: Sequence[Block]) -> list[float]:
     return influences
 
 
-def config_with_blocks(model: PreTrainedModel, stack: Stack, stay: Sequence[int]) -> PretrainedConfig:
+def config_with_blocks(
+    model: PreTrainedModel, stack: Stack, stay: Sequence[int]
+) -> PretrainedConfig:
     """The config of the model with these blocks; what it lists block by block becomes as short."""
     config = copy.deepcopy(model.config)
     for name, value in model.config.to_dict().items():
         if isinstance(value, list) and len(value) == stack.count:
             setattr(config, name, [value[i] for i in stay])
     parameters = model.named_parameters(remove_duplicate=False)
-    shapes: Shapes = {new: p.shape for n, p in parameters if (new := stack.renamed(n, stay)) is not None}
+    shapes: Shapes = {
+        new: p.shape for n, p in parameters if (new := stack.renamed(n, stay)) is not None
+    }
     return stock_config(type(model), config, shapes, {stack.count: len(stay)})
 
 
-def new_places(model: nn.Module, stack: Stack, stay: Sequence[int], config: PretrainedConfig | None) -> Changes:
-    """The changes to attributes in which blocks store their index, such as ``layer_idx``, when only ``stay`` are left.
+def new_places(
+    model: nn.Module, stack: Stack, stay: Sequence[int], config: PretrainedConfig | None
+) -> Changes:
+    """Return changes to attributes in which blocks store their index, when only ``stay`` are left.
+
+    Such as ``layer_idx``.
 
     Raises:
-        ValueError: A family whose blocks depend on their places in another way: loaded again they would be others.
+        ValueError: A family whose blocks depend on their places in another way: loaded again they
+            would be others.
     """
     changes: Changes = []
     modules = model.named_modules()
     if config is None or not isinstance(model, PreTrainedModel):
         for name, module in modules:
             if (index := stack.index(name)) in stay:
-                changes += [(module, n, stay.index(index)) for n in _PLACES if vars(module).get(n) == index]
+                changes += [
+                    (module, n, stay.index(index)) for n in _PLACES if vars(module).get(n) == index
+                ]
         return changes
-    old, new = (dict(empty(type(model), c).named_modules()) for c in (copy.deepcopy(model.config), config))
+    old, new = (
+        dict(empty(type(model), c).named_modules()) for c in (copy.deepcopy(model.config), config)
+    )
     for name, module in modules:
         index, renamed = stack.index(name), stack.renamed(name, stay)
         if index is None or renamed is None:
@@ -124,15 +147,20 @@ def new_places(model: nn.Module, stack: Stack, stay: Sequence[int], config: Pret
                 continue
             if (before, after) != (index, stay.index(index)):
                 raise ValueError(
-                    f"prune_: {key} of {name} is {before}, and would be {after} in the place of {renamed}; needed a "
-                    "family whose blocks do not depend on their place, or neurons to drop"
+                    f"prune_: {key} of {name} is {before}, and would be {after} in the place of "
+                    f"{renamed}; needed a family whose blocks do not depend on their place, or "
+                    "neurons to drop"
                 )
             changes.append((module, key, after))
     return changes
 
 
 def keep_blocks_(
-    model: nn.Module, stack: Stack, stay: Sequence[int], config: PretrainedConfig | None, places: Changes
+    model: nn.Module,
+    stack: Stack,
+    stay: Sequence[int],
+    config: PretrainedConfig | None,
+    places: Changes,
 ) -> None:
     """Leave only these blocks, each with its new place where it knows that."""
     parent, _, last = stack.name.rpartition(".")

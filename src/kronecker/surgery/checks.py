@@ -31,7 +31,9 @@ def tied_modules(model: nn.Module) -> dict[str, list[str]]:
 def check_layer(operation: str, name: str, module: nn.Module) -> None:
     """Refuse a layer that cannot be converted."""
     if isinstance(module, COMPRESSED):
-        raise ValueError(f"{operation}: {name} is compressed already; needed the original model, loaded again")
+        raise ValueError(
+            f"{operation}: {name} is compressed already; needed the original model, loaded again"
+        )
     parameters = list(module.parameters())
     if any(p.is_meta for p in parameters):
         raise ValueError(f"{operation}: {name} is on the meta device, needed loaded weights")
@@ -41,10 +43,14 @@ def check_layer(operation: str, name: str, module: nn.Module) -> None:
         or "quant" in type(module).__module__
         or "bnb" in type(module).__module__
     ):
-        raise ValueError(f"{operation}: {name} is a quantised {type(module).__name__}, needed float weights")
+        raise ValueError(
+            f"{operation}: {name} is a quantised {type(module).__name__}, needed float weights"
+        )
     for p in parameters:
         if not torch.isfinite(p).all() or (p.dim() > 1 and not p.any()):
-            raise ValueError(f"{operation}: {name} has a weight that is zero or not finite, needed numbers")
+            raise ValueError(
+                f"{operation}: {name} has a weight that is zero or not finite, needed numbers"
+            )
 
 
 def check_own(operation: str, model: nn.Module, names: Collection[str]) -> None:
@@ -53,7 +59,10 @@ def check_own(operation: str, model: nn.Module, names: Collection[str]) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = holders.setdefault(id(parameter), name)
         if first != name and any(n.rpartition(".")[0] in names for n in (name, first)):
-            raise ValueError(f"{operation}: {name} and {first} are one weight; needed layers that share no weight")
+            raise ValueError(
+                f"{operation}: {name} and {first} are one weight; needed layers that share no "
+                "weight"
+            )
     for name in names:
         check_layer(operation, name, model.get_submodule(name))
 
@@ -62,14 +71,19 @@ def check_config(name: str, module: nn.Module, config: Config, tied: bool) -> No
     """Refuse what a config cannot make of a layer."""
     if is_experts(module) and not isinstance(config, PruneConfig):
         raise ValueError(
-            f"convert_: {name} is a stack of experts, got {type(config).__name__}; experts take PruneConfig"
+            f"convert_: {name} is a stack of experts, got {type(config).__name__}; experts take "
+            "PruneConfig"
         )
     if isinstance(config, PruneConfig):
         if tied or not (is_linear(module) or is_experts(module)):
-            raise ValueError(f"convert_: {name} is tied or not a linear layer; PruneConfig needs all layers of an MLP")
+            raise ValueError(
+                f"convert_: {name} is tied or not a linear layer; PruneConfig needs all layers of "
+                "an MLP"
+            )
         if config.granularity != "neuron" or config.budget is not None:
             raise ValueError(
-                f"convert_: {config} is not about one MLP, needed keep and granularity='neuron'; see prune_"
+                f"convert_: {config} is not about one MLP, needed keep and granularity='neuron'; "
+                "see prune_"
             )
         return
     if isinstance(config, KroneckerConfig):

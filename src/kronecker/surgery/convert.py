@@ -42,7 +42,8 @@ class LayerReport:
         before: Parameters.
         after: Parameters now.
         init: The start that it got; ``"van_loan"`` where a fit was not possible.
-        error: Relative error of the weight or, where it was fitted, of the outputs of the layer or its MLP.
+        error: Relative error of the weight or, where it was fitted, of the outputs of the layer or
+            its MLP.
     """
 
     name: str
@@ -74,18 +75,29 @@ class ConversionReport(Report):
     def summary(self) -> list[str]:
         """Parameters before and after."""
         share = f"{self.after / self.before:.1%}"
-        return [f"{self.before:,} to {self.after:,} parameters ({share}), {len(self.layers)} layers"]
+        return [
+            f"{self.before:,} to {self.after:,} parameters ({share}), {len(self.layers)} layers"
+        ]
 
     def table(self) -> Table:
         """A row for each layer."""
-        rows = [(r.name, r.structure, f"{r.after / r.before:.1%}", r.init, f"{r.error:.3f}") for r in self.layers]
+        rows = [
+            (r.name, r.structure, f"{r.after / r.before:.1%}", r.init, f"{r.error:.3f}")
+            for r in self.layers
+        ]
         return Table(("layer", "structure", "size", "start", "error"), rows)
 
     def remarks(self) -> list[str]:
         """What was left alone, and what was not as asked for."""
         larger = [r.name for r in self.layers if r.after > r.before]
-        lines = [f"{len(larger)} layers are larger than they were: {larger[0]}, ..."] if larger else []
-        return [*self.notes, *lines, *(f"left alone, {why}: {n}" for why, n in Counter(self.skipped.values()).items())]
+        lines = (
+            [f"{len(larger)} layers are larger than they were: {larger[0]}, ..."] if larger else []
+        )
+        return [
+            *self.notes,
+            *lines,
+            *(f"left alone, {why}: {n}" for why, n in Counter(self.skipped.values()).items()),
+        ]
 
     def plot(self, ax: Axes | None = None) -> Figure:
         """Each layer's relative error as a bar (extra ``plot``), on ``ax`` or in a new figure.
@@ -93,7 +105,9 @@ class ConversionReport(Report):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        return bars(ax, "ConversionReport.plot", {r.name: r.error for r in self.layers}, "relative error")
+        return bars(
+            ax, "ConversionReport.plot", {r.name: r.error for r in self.layers}, "relative error"
+        )
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -118,36 +132,42 @@ def convert_(
     cache: str | Path | None = None,
     progress: bool = True,
 ) -> ConversionReport:
-    """Replace layers of any Hugging Face model by smaller ones, in place; all of them or, on any error, none.
+    """Replace layers of any Hugging Face model by smaller ones, in place.
 
-    The config's type says by what: `KroneckerConfig` by sums of Kronecker products, `LowRankConfig` by two thin
-    matrices, `PruneConfig` by fewer hidden neurons. A single config is for the MLPs (and stacks of experts), with
-    opposite shapes for the layer that writes the block's width; attention, embeddings and head are left alone. With
-    ``filter_fn`` it is for whatever that accepts. A map from name patterns (``"*.mlp.c_fc"``) to configs says it layer
-    by layer; `PRESETS` has such maps. Tied weights stay tied. ``model.save_pretrained`` writes the smaller
+    All of them or, on any error, none.
+
+    The config's type says by what: `KroneckerConfig` by sums of Kronecker products, `LowRankConfig`
+    by two thin matrices, `PruneConfig` by fewer hidden neurons. A single config is for the MLPs
+    (and stacks of experts), with opposite shapes for the layer that writes the block's width;
+    attention, embeddings and head are left alone. With ``filter_fn`` it is for whatever that
+    accepts. A map from name patterns (``"*.mlp.c_fc"``) to configs says it layer by layer;
+    `PRESETS` has such maps. Tied weights stay tied. ``model.save_pretrained`` writes the smaller
     weights from then on, for `kronecker.from_pretrained`; `prune_` makes a stock model.
 
-    The matrices of an MLP are fitted together, block by block, on what the smaller model feeds them; a table of
-    embeddings of low rank on how often tokens are looked up, and on what a head that is tied to it reads.
+    The matrices of an MLP are fitted together, block by block, on what the smaller model feeds
+    them; a table of embeddings of low rank on how often tokens are looked up, and on what a head
+    that is tied to it reads.
 
     Args:
         model: Changed in place.
         config: One config, or a map from patterns to configs.
         filter_fn: (module, name) to whether to convert it.
-        calibration: Batches for ``init="sequential"`` and for `PruneConfig`: dicts of the model's arguments (a
-            tokenized `datasets.Dataset`'s rows, too), or tensors of token ids (B, T). 50,000 tokens of the text it is
-            for are good, 12,000 will do.
-        fade_in: Keep each original linear layer beside its factors and run it alone at first, for `FadeIn`.
-        cache: A folder that keeps each fitted part, so that an interrupted fit goes on; not with ``fade_in``.
+        calibration: Batches for ``init="sequential"`` and for `PruneConfig`: dicts of the model's
+            arguments (a tokenized `datasets.Dataset`'s rows, too), or tensors of token ids (B, T).
+            50,000 tokens of the text it is for are good, 12,000 will do.
+        fade_in: Keep each original linear layer beside its factors and run it alone at first, for
+            `FadeIn`.
+        cache: A folder that keeps each fitted part, so that an interrupted fit goes on; not with
+            ``fade_in``.
         progress: Show a progress bar.
 
     Returns:
         What was touched, with errors, and what was skipped and why.
 
     Raises:
-        ValueError: A pattern or filter that fits nothing, shapes that do not divide, a rank out of range, missing
-            calibration data, weights that are zero, not finite, quantised or on the meta device, a layer that is
-            compressed already. Nothing has changed then.
+        ValueError: A pattern or filter that fits nothing, shapes that do not divide, a rank out of
+            range, missing calibration data, weights that are zero, not finite, quantised or on the
+            meta device, a layer that is compressed already. Nothing has changed then.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1))
@@ -156,22 +176,35 @@ def convert_(
     KroneckerLinear(16 to 4, 1 x (4, 8) ⊗ (1, 2), 53.1% of the dense weight)
     """
     if torch.is_inference_mode_enabled():
-        raise ValueError("convert_: torch.inference_mode is on, needed a place where weights can be made that train")
+        raise ValueError(
+            "convert_: torch.inference_mode is on, needed a place where weights can be made that "
+            "train"
+        )
     check_model("convert_", model)
     data = None if calibration is None else batches(calibration, model, "convert_")
     configs = resolve(model, config, filter_fn, None if data is None else data[0])
     modules = {name: model.get_submodule(name) for name in configs}
     tied = tied_modules(model)
     _check_each(model, configs, tied, fade_in)
-    parts = _parts(model, {n: c for n, c in configs.items() if n not in tied and _is_fitted(modules[n], c)}, data)
+    parts = _parts(
+        model,
+        {n: c for n, c in configs.items() if n not in tied and _is_fitted(modules[n], c)},
+        data,
+    )
     tables = _fitted_tables(model, configs, tied)
-    if data is None and (needing := [c for p in parts for c in p.configs.values()] + [configs[n] for n in tables]):
+    if data is None and (
+        needing := [c for p in parts for c in p.configs.values()] + [configs[n] for n in tables]
+    ):
         raise ValueError(
             f"convert_: {needing[0]} looks at what layers see, needed calibration data "
             f"(batches of token ids), or a config with another init"
         )
     before = num_parameters(model)
-    original = {n: m for n, m in model.named_modules() if n in {*configs, *(t for ts in tied.values() for t in ts)}}
+    original = {
+        n: m
+        for n, m in model.named_modules()
+        if n in {*configs, *(t for ts in tied.values() for t in ts)}
+    }
     put_back = snapshot(model, original)
     sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in original.items()}
     gradients = [(p, p.requires_grad) for p in model.parameters()]  # fading in freezes originals
@@ -191,17 +224,38 @@ def convert_(
             if data is not None and parts:
                 settings = {n: [structure_of(c), asdict(c)] for n, c in configs.items()}
                 fits = FitCache(None if fade_in else cache, model, settings, data, "convert_")
-                with tqdm(total=len(parts), desc="fitting", unit="part", disable=not progress) as bar:
-                    done = fit_(model, parts, data, operation="convert_", cache=fits, progress=bar, placed=fade)
+                with tqdm(
+                    total=len(parts), desc="fitting", unit="part", disable=not progress
+                ) as bar:
+                    done = fit_(
+                        model,
+                        parts,
+                        data,
+                        operation="convert_",
+                        cache=fits,
+                        progress=bar,
+                        placed=fade,
+                    )
                 errors |= {n: done[p.name].error ** 0.5 for p in parts for n in p.configs}
-                widest = max((dense(m).shape[1] for n, m in modules.items() if n in fitted and is_linear(m)), default=0)
+                widest = max(
+                    (dense(m).shape[1] for n, m in modules.items() if n in fitted and is_linear(m)),
+                    default=0,
+                )
                 notes = tokens_seen(data, widest)
                 notes += [f"{n}: {UNKNOWN}" for n, fit in done.items() if "unknown" in fit.notes]
-            notes += [f"{n}: calibration tokens look up {use.looked_up:,} of {len(use.counts):,} rows"
-                      for n, use in uses.items()]  # fmt: skip
-            for name in (n for n in configs if n not in fitted):  # after the walk, which begins with the original
+            notes += [
+                f"{n}: calibration tokens look up {use.looked_up:,} of {len(use.counts):,} rows"
+                for n, use in uses.items()
+            ]
+            for name in (
+                n for n in configs if n not in fitted
+            ):  # after the walk, which begins with the original
                 errors[name] = _convert_alone(model, name, configs[name], tied, uses.get(name))
-                if fade_in and isinstance(layer := model.get_submodule(name), SmallerLinear) and name not in tied:
+                if (
+                    fade_in
+                    and isinstance(layer := model.get_submodule(name), SmallerLinear)
+                    and name not in tied
+                ):
                     layer.fade_in_(beside(modules[name], name))
         for name, module in original.items():
             layer = model.get_submodule(name).train(module.training)
@@ -213,14 +267,22 @@ def convert_(
             parameter.requires_grad_(wanted)
         raise
     own_saving_(model)
-    rows = (_row(name, model.get_submodule(name), own, name in fitted, sizes[name], errors[name])
-            for name, own in configs.items())  # fmt: skip
-    why = "not part of an MLP" if isinstance(config, Config) and filter_fn is None else "not asked for"
+    rows = (
+        _row(name, model.get_submodule(name), own, name in fitted, sizes[name], errors[name])
+        for name, own in configs.items()
+    )
+    why = (
+        "not part of an MLP"
+        if isinstance(config, Config) and filter_fn is None
+        else "not asked for"
+    )
     skipped = {n: why for n, m in model.named_modules() if n not in configs and convertible(m)}
     return ConversionReport(tuple(rows), skipped, before, num_parameters(model), tuple(notes))
 
 
-def _check_each(model: nn.Module, configs: Mapping[str, Config], tied: Iterable[str], fade_in: bool) -> None:
+def _check_each(
+    model: nn.Module, configs: Mapping[str, Config], tied: Iterable[str], fade_in: bool
+) -> None:
     """Each layer can be made what its config says."""
     other_sizes = {n.rpartition(".")[0] for n in resized(model)}
     for name, config in configs.items():
@@ -228,12 +290,19 @@ def _check_each(model: nn.Module, configs: Mapping[str, Config], tied: Iterable[
         check_layer("convert_", name, module)
         check_config(name, module, config, name in tied)
         if name in other_sizes:
-            raise ValueError(f"convert_: {name} has lost neurons already, needed all of a layer's changes in one call")
+            raise ValueError(
+                f"convert_: {name} has lost neurons already, needed all of a layer's changes in "
+                "one call"
+            )
         if fade_in and isinstance(config, PruneConfig):
-            raise ValueError(f"convert_: fade_in of {name}, but PruneConfig leaves nothing to fade in")
+            raise ValueError(
+                f"convert_: fade_in of {name}, but PruneConfig leaves nothing to fade in"
+            )
 
 
-def _row(name: str, layer: nn.Module, config: Config, fitted: bool, before: int, error: float) -> LayerReport:
+def _row(
+    name: str, layer: nn.Module, config: Config, fitted: bool, before: int, error: float
+) -> LayerReport:
     """What became of one layer."""
     by_weight = isinstance(config, KroneckerConfig) and config.init == "sequential" and not fitted
     start = "van_loan" if by_weight else config.init
@@ -244,7 +313,7 @@ def _row(name: str, layer: nn.Module, config: Config, fitted: bool, before: int,
 def _fitted_tables(
     model: nn.Module, configs: Mapping[str, Config], tied: Mapping[str, list[str]]
 ) -> dict[str, list[str]]:
-    """Tables of low rank that are fitted to how tokens use them, each with the layers that are tied to it.
+    """Return low-rank tables that are fitted to how tokens use them, with the layers tied to each.
 
     Raises:
         ValueError: Tied layers without an embedding among them, whose rows nothing looks up.
@@ -253,10 +322,16 @@ def _fitted_tables(
     for name, config in configs.items():
         others = tied.get(name, [])
         module = model.get_submodule(name)
-        if not isinstance(config, LowRankConfig) or config.init == "svd" or (is_linear(module) and not others):
+        if (
+            not isinstance(config, LowRankConfig)
+            or config.init == "svd"
+            or (is_linear(module) and not others)
+        ):
             continue
         if not any(is_embedding(model.get_submodule(n)) for n in (name, *others)):
-            raise ValueError(f"convert_: {name} is tied to {others[0]} and to no embedding; needed init='svd'")
+            raise ValueError(
+                f"convert_: {name} is tied to {others[0]} and to no embedding; needed init='svd'"
+            )
         if not any(n in found for n in others):
             found[name] = others
     return found
@@ -267,28 +342,44 @@ def _is_fitted(module: nn.Module, config: Config) -> bool:
     return config.init == "sequential" and (is_linear(module) or is_experts(module))
 
 
-def _parts(model: nn.Module, configs: Mapping[str, Config], data: Sequence[Batch] | None) -> list[Part]:
-    """The layers that are fitted: MLPs, where all layers of one have configs of one kind, and layers by themselves."""
+def _parts(
+    model: nn.Module, configs: Mapping[str, Config], data: Sequence[Batch] | None
+) -> list[Part]:
+    """Return the layers that are fitted.
+
+    MLPs, where all layers of one have configs of one kind, and layers by themselves.
+    """
     left, parts = dict(configs), []
     for mlp in mlps_if_any(model, None if data is None else data[0]) if left else ():
         names = (*mlp.ups, mlp.down)
         if all(n in left for n in names) and len({type(left[n]) for n in names}) == 1:
             if isinstance(left[mlp.down], PruneConfig) and len({left[n] for n in names}) > 1:
                 raise ValueError(
-                    f"convert_: {mlp.down} and its MLP's other layers have PruneConfigs that differ, needed one"
+                    f"convert_: {mlp.down} and its MLP's other layers have PruneConfigs that "
+                    "differ, needed one"
                 )
             chosen = {n: left.pop(n) for n in names}
-            parts.append(Part(mlp.down, chosen, mlp, _neurons(chosen[mlp.down], model.get_submodule(mlp.down))))
+            parts.append(
+                Part(
+                    mlp.down, chosen, mlp, _neurons(chosen[mlp.down], model.get_submodule(mlp.down))
+                )
+            )
     for name, config in left.items():
         module = model.get_submodule(name)
         if isinstance(config, PruneConfig) and not is_experts(module):
-            raise ValueError(f"convert_: {name} is not an MLP by itself; PruneConfig needs all layers of one, alike")
+            raise ValueError(
+                f"convert_: {name} is not an MLP by itself; PruneConfig needs all layers of one, "
+                "alike"
+            )
         parts.append(Part(name, {name: config}, None, _neurons(config, module)))
     return parts
 
 
 def _neurons(config: Config, module: nn.Module) -> int:
-    """How many hidden neurons a config keeps, where it drops some, by the layer or the stack that reads them."""
+    """Return how many hidden neurons a config keeps, where it drops some.
+
+    They are by the layer or the stack that reads them.
+    """
     if not isinstance(config, PruneConfig):
         return 0
     if is_experts(module):
@@ -309,7 +400,10 @@ def _structure(layer: nn.Module) -> str:
 def _convert_alone(
     model: nn.Module, name: str, config: Config, tied: Mapping[str, list[str]], use: TableUse | None
 ) -> float:
-    """Convert one layer by itself; layers tied to it get the same factors. Returns the relative error."""
+    """Convert one layer by itself; layers tied to it get the same factors.
+
+    Returns the relative error.
+    """
     module = model.get_submodule(name)
     if isinstance(module, COMPRESSED):
         return float("nan")  # came along with the one it is tied to
@@ -323,7 +417,8 @@ def _convert_alone(
         twin = model.get_submodule(other)
         shared = empty_layer(twin, config)
         if isinstance(shared, SmallerLinear):
-            shared.bias = twin.bias  # pyrefly: ignore
+            # pyrefly: ignore[bad-assignment]: a parameter, though nn.Module says Module
+            shared.bias = twin.bias
         shared._parameters.update({n: p for n, p in layer._parameters.items() if n != "bias"})
         put(model, other, shared)
     return error
@@ -333,11 +428,16 @@ def _convert_alone(
 def _converted(
     module: nn.Module, config: KroneckerConfig | LowRankConfig, use: TableUse | None
 ) -> tuple[nn.Module, float]:
-    """The smaller layer of one that stands alone, by its weight or by how tokens use it, and the relative error."""
+    """Return the smaller layer of one that stands alone, and the relative error.
+
+    It is made by its weight or by how tokens use it.
+    """
     weight, layer = dense(module), empty_layer(module, config)
     if isinstance(layer, KroneckerLayer):
         layer.set_factors_(start(weight, layer.b_shape, layer.config, None, alone=True))
-        return layer, relative_error(weight, build(layer.a.double(), scaled(layer.b, layer.scales).double()))
+        return layer, relative_error(
+            weight, build(layer.a.double(), scaled(layer.b, layer.scales).double())
+        )
     assert isinstance(layer, LowRankLayer)
     if use is None:
         a, b = low_rank(weight, len(layer.a))

@@ -1,4 +1,4 @@
-"""Where layers are: which can be compressed, the MLPs they belong to, and the blocks they run in."""
+"""Find layers: which can be compressed, the MLPs they belong to, and the blocks they run in."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def _refuse_own_forward(name: str, module: nn.Module) -> None:
     """A linear layer or embedding that computes in its own way cannot be replaced."""
     if isinstance(module, (nn.Linear, nn.Embedding)) and not convertible(module):
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
-        raise ValueError(f"convert_: {name} is a {kind}, quantised or with a forward of its own; needed a plain layer")
+        raise ValueError(
+            f"convert_: {name} is a {kind}, quantised or with a forward of its own; needed a plain "
+            "layer"
+        )
 
 
 def mlps_if_any(model: nn.Module, batch: Mapping[str, object] | None = None) -> list[Mlp]:
@@ -53,9 +56,10 @@ def resolve(
 ) -> dict[str, Config]:
     """The layers to compress, by name in the model's order, each with its config.
 
-    A single config means the MLPs and experts, with opposite shapes for the layer that writes the block's width; with a
-    ``filter_fn``, whatever that accepts. In a map, the first pattern (`fnmatch`) that fits a layer's name gives its
-    config. ``batch`` is what a model is run with to find its MLPs where it reads neither tokens nor images.
+    A single config means the MLPs and experts, with opposite shapes for the layer that writes the
+    block's width; with a ``filter_fn``, whatever that accepts. In a map, the first pattern
+    (`fnmatch`) that fits a layer's name gives its config. ``batch`` is what a model is run with to
+    find its MLPs where it reads neither tokens nor images.
     """
     modules = dict(model.named_modules())
     resolved: dict[str, Config] = {}
@@ -63,7 +67,11 @@ def resolve(
         theirs = find_mlps(model, batch) if filter_fn is None else mlps_if_any(model, batch)
         downs, members = {m.down for m in theirs}, {n for m in theirs for n in (*m.ups, m.down)}
         for name, module in modules.items():
-            wanted = (name in members or is_experts(module)) if filter_fn is None else filter_fn(module, name)
+            wanted = (
+                (name in members or is_experts(module))
+                if filter_fn is None
+                else filter_fn(module, name)
+            )
             if wanted:
                 _refuse_own_forward(name, module)
             if wanted and (convertible(module) or isinstance(module, COMPRESSED)):
@@ -72,7 +80,10 @@ def resolve(
             for name, module in modules.items():
                 _refuse_own_forward(name, module)
             near = ", ".join([n for n, m in modules.items() if convertible(m)][:6])
-            raise ValueError(f"convert_: nothing to convert in {type(model).__name__}; layers that could be: {near}")
+            raise ValueError(
+                f"convert_: nothing to convert in {type(model).__name__}; layers that could be: "
+                f"{near}"
+            )
         return resolved
     unused, shadowed = set(config), set[str]()
     if not unused:
@@ -90,7 +101,10 @@ def resolve(
             resolved[name] = config[pattern]
     if unused & shadowed:
         first = sorted(unused & shadowed)[0]
-        raise ValueError(f"convert_: {first!r} fits only layers that an earlier pattern takes; put it before that one")
+        raise ValueError(
+            f"convert_: {first!r} fits only layers that an earlier pattern takes; put it before "
+            "that one"
+        )
     if unused:
         names = [n for n, m in modules.items() if convertible(m)]
         raise ValueError(f"convert_: {_no_match(sorted(unused)[0], names)}")
@@ -105,7 +119,9 @@ def _no_match(pattern: str, names: Iterable[str]) -> str:
 
 
 def blocks_of(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Module, list[str]]]:
-    """The model's repeated blocks that hold these layers: (name, module, names of layers), in order.
+    """Return the model's repeated blocks that hold these layers, in order.
+
+    Each is (name, module, names of layers).
 
     The whole model is one block where the layers are not within one list of modules.
     """
@@ -117,11 +133,17 @@ def blocks_of(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Modu
             blocks = model.get_submodule(name)
             assert isinstance(blocks, nn.ModuleList)
             numbered = [(f"{name}.{i}", block) for i, block in enumerate(blocks)]
-            return [(n, block, [t for t in names if t.startswith(f"{n}.")]) for n, block in numbered]
+            return [
+                (n, block, [t for t in names if t.startswith(f"{n}.")]) for n, block in numbered
+            ]
     return [("", model, names)]
 
 
-HOOKS = [n for n in vars(nn.Module()) if "hooks" in n and not n.startswith(("_state_dict", "_load_state_dict"))]
+HOOKS = [
+    n
+    for n in vars(nn.Module())
+    if "hooks" in n and not n.startswith(("_state_dict", "_load_state_dict"))
+]
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -146,7 +168,10 @@ def set_parameters_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def snapshot(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
-    """A function that puts these submodules back as they are now, with their parameters and attributes."""
+    """Return a function that puts these submodules back as they are now.
+
+    Parameters and attributes come back, too.
+    """
     modules = {name: model.get_submodule(name) for name in names}
     contents = {name: (dict(m._parameters), dict(vars(m))) for name, m in modules.items()}
 

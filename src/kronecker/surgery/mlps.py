@@ -1,9 +1,10 @@
 """The MLPs of a model, found by how numbers flow through it and not by the names of its layers.
 
-A layer is an MLP's last where each of its inputs depends on one output (or on one pair of outputs) of the layers that
-ran just before it, at the same token, and on nothing else: those are the hidden neurons, which can be exchanged,
-dropped and fitted one by one. Attention fails that test (its values reach later tokens, its queries all features of a
-head), and so does an MLP with a norm between its matrices.
+A layer is an MLP's last where each of its inputs depends on one output (or on one pair of outputs)
+of the layers that ran just before it, at the same token, and on nothing else: those are the hidden
+neurons, which can be exchanged, dropped and fitted one by one. Attention fails that test (its
+values reach later tokens, its queries all features of a head), and so does an MLP with a norm
+between its matrices.
 """
 
 from __future__ import annotations
@@ -25,10 +26,17 @@ from ..data.batches import first_output, positions_of
 from ..layers.linear import SmallerLinear
 from ..layers.weights import is_linear
 
-_TOKENS, _ROWS = 8, 4  # of what a model is tried with: that many tokens of our own, or rows of a batch, twice
-_NEAR = 1e-2  # of a layer's input: far above the rounding of two equal rows, far below what is added to one of them
+_TOKENS, _ROWS = (
+    8,
+    4,
+)  # of what a model is tried with: that many tokens of our own, or rows of a batch, twice
+# of a layer's input: far above the rounding of two equal rows, far below what is added to one of
+# them
+_NEAR = 1e-2
 
-LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {  # where an up layer's outputs of these neurons are
+LAYOUTS: dict[
+    str, Callable[[Tensor, int], Tensor]
+] = {  # where an up layer's outputs of these neurons are
     "plain": lambda neurons, count: neurons,
     "halves": lambda neurons, count: torch.cat([neurons, neurons + count]),
     "interleaved": lambda neurons, count: torch.stack([2 * neurons, 2 * neurons + 1], 1).flatten(),
@@ -37,7 +45,10 @@ LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {  # where an up layer's o
 
 @dataclass(frozen=True)
 class Mlp:
-    """Layers that share hidden neurons: those that write them and the one that reads them. Names within the model."""
+    """Layers that share hidden neurons: those that write them and the one that reads them.
+
+    Names within the model.
+    """
 
     ups: tuple[str, ...]
     down: str
@@ -73,7 +84,8 @@ def find_mlps(model: nn.Module, batch: Mapping[str, object] | None = None) -> li
     """The MLPs of a model, in the order they run.
 
     Args:
-        model: Is run a few times, on two rows of at most eight tokens, or on four rows of ``batch``, twice.
+        model: Is run a few times, on two rows of at most eight tokens, or on four rows of
+            ``batch``, twice.
         batch: Arguments to run it with, where it reads neither tokens nor images.
 
     Raises:
@@ -84,8 +96,13 @@ def find_mlps(model: nn.Module, batch: Mapping[str, object] | None = None) -> li
     [Mlp(ups=('transformer.h.0.mlp.c_fc',), down='transformer.h.0.mlp.c_proj', layout='plain')]
     """
     if any(p.is_meta for p in model.parameters()):
-        raise ValueError(f"kronecker: {type(model).__name__} has weights on the meta device, needed loaded weights")
-    layers = {n: m for n, m in model.named_modules() if is_linear(m) or isinstance(m, SmallerLinear)}
+        raise ValueError(
+            f"kronecker: {type(model).__name__} has weights on the meta device, needed loaded "
+            "weights"
+        )
+    layers = {
+        n: m for n, m in model.named_modules() if is_linear(m) or isinstance(m, SmallerLinear)
+    }
     with evaluating(model):
         rows = _equal_halves(model, batch)
         runs = _runs(model, layers, rows)
@@ -93,14 +110,18 @@ def find_mlps(model: nn.Module, batch: Mapping[str, object] | None = None) -> li
             run.hypotheses = _hypotheses(runs[:index], run)
         confirmed: list[Mlp] = []
         for place in range(max((len(r.hypotheses) for r in runs), default=0)):
-            trials = [r.hypotheses[place] for r in runs if len(r.hypotheses) > place and not r.square]
+            trials = [
+                r.hypotheses[place] for r in runs if len(r.hypotheses) > place and not r.square
+            ]
             while trials:
                 trials, now = _apart(trials, taken=_names(confirmed))
                 confirmed += _tried(model, now, runs, rows)[0]
         kinds = {_kind(m) for m in confirmed}
         # Square matrices are attention's nearly always, and what is done to those reaches far.
         for mlp in (mlp for run in runs for mlp in run.hypotheses if run.square):
-            if (_kind(mlp) in kinds or not kinds) and _names(confirmed).isdisjoint((*mlp.ups, mlp.down)):
+            if (_kind(mlp) in kinds or not kinds) and _names(confirmed).isdisjoint(
+                (*mlp.ups, mlp.down)
+            ):
                 confirmed += _tried(model, [mlp], runs, rows)[0]
         confirmed = _read_once(model, confirmed, runs, rows)
     order = {r.name: i for i, r in enumerate(runs)}
@@ -117,7 +138,10 @@ def _names(mlps: Sequence[Mlp]) -> set[str]:
 
 
 def _apart(trials: Sequence[Mlp], taken: set[str]) -> tuple[list[Mlp], list[Mlp]]:
-    """Trials for later, and those for now: no layer is in two of these, or in an MLP that was found."""
+    """Return trials for later, and those for now.
+
+    No layer is in two of these, or in an MLP that was found.
+    """
     later: list[Mlp] = []
     now: list[Mlp] = []
     for mlp in trials:
@@ -127,7 +151,10 @@ def _apart(trials: Sequence[Mlp], taken: set[str]) -> tuple[list[Mlp], list[Mlp]
 
 
 def _equal_halves(model: nn.Module, batch: Mapping[str, object] | None) -> dict[str, object]:
-    """Arguments of two equal halves: a row of our own, twice, where a model takes it, else the first of ``batch``."""
+    """Return arguments of two equal halves.
+
+    A row of our own, twice, where a model takes it, else the first of ``batch``.
+    """
     device = next(model.parameters()).device
     simple = _simple_arguments(model, device) if isinstance(model, PreTrainedModel) else {}
     from_batch = {} if batch is None else {k: _doubled(v, device) for k, v in batch.items()}
@@ -137,13 +164,18 @@ def _equal_halves(model: nn.Module, batch: Mapping[str, object] | None) -> dict[
             try:
                 model(**arguments)
             except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
-                why = f" ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+                why = (
+                    f" ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+                )
                 continue
             return arguments
     needed = (
-        "a first batch of calibration that it can be run on (convert_ also takes a map from names of layers to configs)"
+        "a first batch of calibration that it can be run on (convert_ also takes a map from names "
+        "of layers to configs)"
     )
-    raise ValueError(f"kronecker: {type(model).__name__} could not be run to find its MLPs{why}; needed {needed}")
+    raise ValueError(
+        f"kronecker: {type(model).__name__} could not be run to find its MLPs{why}; needed {needed}"
+    )
 
 
 def _simple_arguments(model: PreTrainedModel, device: torch.device) -> dict[str, object]:
@@ -152,30 +184,51 @@ def _simple_arguments(model: PreTrainedModel, device: torch.device) -> dict[str,
     if model.main_input_name == "input_ids":
         text = config.get_text_config()
         ids = (
-            torch.arange(3, 3 + min(_TOKENS, positions_of(model) or _TOKENS), device=device) % text.vocab_size
+            torch.arange(3, 3 + min(_TOKENS, positions_of(model) or _TOKENS), device=device)
+            % text.vocab_size
         ).expand(2, -1)
-        return {"input_ids": ids} | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
+        return {"input_ids": ids} | (
+            {"decoder_input_ids": ids} if config.is_encoder_decoder else {}
+        )
     if model.main_input_name == "pixel_values" and hasattr(config, "image_size"):
-        height, width = config.image_size if isinstance(config.image_size, (tuple, list)) else [config.image_size] * 2
-        picture = torch.randn(1, config.num_channels, height, width, generator=torch.Generator().manual_seed(0))
+        height, width = (
+            config.image_size
+            if isinstance(config.image_size, (tuple, list))
+            else [config.image_size] * 2
+        )
+        picture = torch.randn(
+            1, config.num_channels, height, width, generator=torch.Generator().manual_seed(0)
+        )
         return {"pixel_values": picture.to(device, model.dtype).expand(2, -1, -1, -1)}
     return {}
 
 
 def _doubled(value: object, device: torch.device) -> Any:
-    return torch.cat([value[:_ROWS]] * 2).to(device) if isinstance(value, Tensor) and value.dim() else value
+    return (
+        torch.cat([value[:_ROWS]] * 2).to(device)
+        if isinstance(value, Tensor) and value.dim()
+        else value
+    )
 
 
-def _runs(model: nn.Module, layers: Mapping[str, nn.Module], rows: Mapping[str, object]) -> list[_Run]:
+def _runs(
+    model: nn.Module, layers: Mapping[str, nn.Module], rows: Mapping[str, object]
+) -> list[_Run]:
     """The layers that run, in the order they first do."""
     runs: dict[str, _Run] = {}
 
     def see(name: str, given: Tensor, out: Tensor) -> None:
         module = layers[name]
-        if len(module._forward_hooks) > 1 and not torch.equal(module.forward(given), out):  # one is ours
-            raise ValueError(f"kronecker: a forward hook changes what {name} says, needed a model without it")
+        if len(module._forward_hooks) > 1 and not torch.equal(
+            module.forward(given), out
+        ):  # one is ours
+            raise ValueError(
+                f"kronecker: a forward hook changes what {name} says, needed a model without it"
+            )
         if not torch.isfinite(out).all():
-            raise ValueError(f"kronecker: {name} has a weight that is zero or not finite, or gives such numbers")
+            raise ValueError(
+                f"kronecker: {name} has a weight that is zero or not finite, or gives such numbers"
+            )
         if name not in runs and len(given) % 2 == 0:
             runs[name] = _Run(name, module, given, given.shape[-1], out.shape[-1])
 
@@ -185,8 +238,15 @@ def _runs(model: nn.Module, layers: Mapping[str, nn.Module], rows: Mapping[str, 
 
 
 def _hypotheses(before: Sequence[_Run], run: _Run) -> list[Mlp]:
-    """What MLPs a layer could be the last of, the likeliest first: one layer or two that ran just before it."""
-    ups = [r for r in before[-2:] if r.in_features == run.out_features and r.inputs is before[-1].inputs]
+    """Return what MLPs a layer could be the last of, the likeliest first.
+
+    One layer or two that ran just before it.
+    """
+    ups = [
+        r
+        for r in before[-2:]
+        if r.in_features == run.out_features and r.inputs is before[-1].inputs
+    ]
     if not ups or ups[-1] is not before[-1] or run.inputs is before[-1].inputs:
         return []
     sizes, names = [r.out_features for r in ups], tuple(r.name for r in ups)
@@ -198,7 +258,9 @@ def _hypotheses(before: Sequence[_Run], run: _Run) -> list[Mlp]:
     return mlps
 
 
-def _read_once(model: nn.Module, mlps: list[Mlp], runs: Sequence[_Run], rows: Mapping[str, object]) -> list[Mlp]:
+def _read_once(
+    model: nn.Module, mlps: list[Mlp], runs: Sequence[_Run], rows: Mapping[str, object]
+) -> list[Mlp]:
     """Those whose hidden neurons nothing but the last layer reads."""
     if not mlps or _tried(model, mlps, runs, rows)[1]:
         return mlps
@@ -210,12 +272,14 @@ def _tried(
 ) -> tuple[list[Mlp], bool]:
     """Those of the MLPs whose hidden neurons are what they should be, by one run for all.
 
-    Also whether the model says the same of both halves then: if not, something else has read hidden neurons.
+    Also whether the model says the same of both halves then: if not, something else has read hidden
+    neurons.
 
-    There are two equal halves. In the second one, some neurons get another value at the first token: the last layer's
-    input must change there and nowhere else. At the last token all get what they have at the first half's second token:
-    the input must be the same as there (with a residual connection it is not). The output is then made equal again, so
-    that what comes after begins anew.
+    There are two equal halves. In the second one, some neurons get another value at the first
+    token: the last layer's input must change there and nowhere else. At the last token all get what
+    they have at the first half's second token: the input must be the same as there (with a residual
+    connection it is not). The output is then made equal again, so that what comes after begins
+    anew.
     """
     generator = torch.Generator().manual_seed(0)
     layers, sizes = {r.name: r.module for r in runs}, {r.name: r.in_features for r in runs}
@@ -227,7 +291,9 @@ def _tried(
         def changed(name: str, given: Tensor, out: Tensor) -> Tensor:
             out = out.clone()
             parts = out.view(2, -1, out.shape[-1])
-            other = torch.randn(len(rows), generator=generator).to(out) * (1 + 3 * parts.float().std().to(out))
+            other = torch.randn(len(rows), generator=generator).to(out) * (
+                1 + 3 * parts.float().std().to(out)
+            )
             parts[1, 0, rows.to(out.device)] = other
             if parts.shape[1] > 2:
                 parts[1, -1] = parts[0, 1]
@@ -253,7 +319,9 @@ def _tried(
         chosen[mlp.down] = torch.randperm(count, generator=generator)[: (count + 1) // 2]
         changes |= dict.fromkeys(mlp.ups, disturb(mlp.rows(chosen[mlp.down], count)))
     changes |= {mlp.down: compare for mlp in trials}
-    with watched({n: layers[n] for n in changes}, lambda name, given, out: changes[name](name, given, out)):
+    with watched(
+        {n: layers[n] for n in changes}, lambda name, given, out: changes[name](name, given, out)
+    ):
         same = _same_halves(first_output(model, rows))
     verified = [m for m in trials if right.get(m.down, False)]
     return verified, same
@@ -268,11 +336,18 @@ def _same_halves(out: Tensor) -> bool:
 
 
 @contextmanager
-def watched(modules: Mapping[str, nn.Module], see: Callable[[str, Tensor, Tensor], Tensor | None]) -> Iterator[None]:
-    """Call ``see(name, input, output)`` whenever one of the modules runs; a tensor that it returns is the output."""
+def watched(
+    modules: Mapping[str, nn.Module], see: Callable[[str, Tensor, Tensor], Tensor | None]
+) -> Iterator[None]:
+    """Call ``see(name, input, output)`` whenever one of the modules runs.
+
+    A tensor that it returns is the output.
+    """
     with ExitStack() as hooks:
         for name, module in modules.items():
             hooks.enter_context(
-                module.register_forward_hook(lambda module, given, out, name=name: see(name, given[0], out))
+                module.register_forward_hook(
+                    lambda module, given, out, name=name: see(name, given[0], out)
+                )
             )
         yield

@@ -1,4 +1,7 @@
-"""Hidden neurons that can go: the MLPs and stacks of experts of a model, and how many of theirs stay."""
+"""Hidden neurons that can go.
+
+The MLPs and stacks of experts of a model, and how many of theirs stay.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,9 @@ def prunable_parts(model: nn.Module, data: Sequence[Batch]) -> list[PrunablePart
 
 def _mlp_part(model: nn.Module, mlp: Mlp) -> PrunablePart:
     count = dense(model.get_submodule(mlp.down)).shape[1]
-    return PrunablePart(mlp.down, (*mlp.ups, mlp.down), count, lambda keep: _shapes(model, mlp, keep), mlp)
+    return PrunablePart(
+        mlp.down, (*mlp.ups, mlp.down), count, lambda keep: _shapes(model, mlp, keep), mlp
+    )
 
 
 def _experts_part(name: str, module: nn.Module) -> PrunablePart:
@@ -65,10 +70,16 @@ def _experts_part(name: str, module: nn.Module) -> PrunablePart:
     return PrunablePart(name, (name,), count, shapes, None)
 
 
-def neurons_to_keep(model: nn.Module, parts: Sequence[PrunablePart], config: PruneConfig) -> dict[str, int]:
+def neurons_to_keep(
+    model: nn.Module, parts: Sequence[PrunablePart], config: PruneConfig
+) -> dict[str, int]:
     """How many hidden neurons each part keeps."""
-    grouped = {p.count for p in parts if p.mlp is None}  # layers of one size have one field in a config
-    units = {p.name: math.lcm(config.multiple_of, GROUPED if p.count in grouped else 1) for p in parts}
+    grouped = {
+        p.count for p in parts if p.mlp is None
+    }  # layers of one size have one field in a config
+    units = {
+        p.name: math.lcm(config.multiple_of, GROUPED if p.count in grouped else 1) for p in parts
+    }
     if config.budget is None:
         return {p.name: config.neurons(p.count, units[p.name]) for p in parts}
     total = num_parameters(model)
@@ -77,12 +88,23 @@ def neurons_to_keep(model: nn.Module, parts: Sequence[PrunablePart], config: Pru
     least = total - neurons + sum(per_neuron.values())
     if not least <= config.budget <= total:
         kind = type(model).__name__
-        raise ValueError(f"prune_: budget is {config.budget:,}, needed {least:,} to {total:,} for {kind}")
+        raise ValueError(
+            f"prune_: budget is {config.budget:,}, needed {least:,} to {total:,} for {kind}"
+        )
     share = 1 - (total - config.budget) / neurons
     fewest = {p.name: min(p.count, units[p.name]) for p in parts}
-    keep = {p.name: max(fewest[p.name], int(share * p.count / u + 1e-9) * u) for p in parts for u in [units[p.name]]}
-    if (size := total - sum(per_neuron[p.name] * (p.count - keep[p.name]) for p in parts)) > config.budget:
-        raise ValueError(f"prune_: budget is {config.budget:,}, needed {size:,} or more with sizes rounded as they are")
+    keep = {
+        p.name: max(fewest[p.name], int(share * p.count / u + 1e-9) * u)
+        for p in parts
+        for u in [units[p.name]]
+    }
+    if (
+        size := total - sum(per_neuron[p.name] * (p.count - keep[p.name]) for p in parts)
+    ) > config.budget:
+        raise ValueError(
+            f"prune_: budget is {config.budget:,}, needed {size:,} or more with sizes rounded as "
+            "they are"
+        )
     return {p.name: p.count if config.budget == total else keep[p.name] for p in parts}
 
 
@@ -94,7 +116,9 @@ def _shapes(model: nn.Module, mlp: Mlp, keep: int) -> dict[str, torch.Size]:
         module = model.get_submodule(name)
         outputs, inputs = dense(module).shape
         matrix = (outputs, keep) if name == mlp.down else (rows, inputs)
-        shapes[f"{name}.weight"] = torch.Size(matrix[::-1] if isinstance(module, Conv1D) else matrix)
+        shapes[f"{name}.weight"] = torch.Size(
+            matrix[::-1] if isinstance(module, Conv1D) else matrix
+        )
         if bias_of(module) is not None:
             shapes[f"{name}.bias"] = torch.Size(matrix[:1])
     return shapes

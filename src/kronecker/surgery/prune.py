@@ -44,7 +44,9 @@ class PrunedLayer:
     unit: str  # what is counted: hidden neurons; of a block that went parameters
     before: int
     after: int
-    error: float  # relative, of what it adds to the stream, on the smaller model's own inputs; of a block its influence
+    # relative, of what it adds to the stream, on the smaller model's own inputs; of a block its
+    # influence
+    error: float
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,15 @@ class PruneReport(Report):
     def summary(self) -> list[str]:
         """Parameters before and after."""
         share = f"{self.after / self.before:.1%}"
-        return [f"{self.before:,} to {self.after:,} parameters ({share}), {len(self.layers)} layers"]
+        return [
+            f"{self.before:,} to {self.after:,} parameters ({share}), {len(self.layers)} layers"
+        ]
 
     def table(self) -> Table:
         """A row for each layer."""
-        rows = [(r.name, r.unit, f"{r.before:,}", f"{r.after:,}", f"{r.error:.3f}") for r in self.layers]
+        rows = [
+            (r.name, r.unit, f"{r.before:,}", f"{r.after:,}", f"{r.error:.3f}") for r in self.layers
+        ]
         return Table(("layer", "of", "before", "after", "error"), rows)
 
     def remarks(self) -> list[str]:
@@ -83,7 +89,9 @@ class PruneReport(Report):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        return bars(ax, "PruneReport.plot", {r.name: r.error for r in self.layers}, "relative error")
+        return bars(
+            ax, "PruneReport.plot", {r.name: r.error for r in self.layers}, "relative error"
+        )
 
 
 def prune_(
@@ -94,35 +102,45 @@ def prune_(
     cache: str | Path | None = None,
     progress: bool = True,
 ) -> PruneReport:
-    """Drop hidden neurons of every MLP, or whole blocks, and fit what stays; on any error the model is as it was.
+    """Drop hidden neurons of every MLP, or whole blocks, and fit what stays.
 
-    The result is a stock model: its config has the new size, ``model.save_pretrained`` writes it, and plain
-    ``from_pretrained`` loads it.
+    On any error the model is as it was.
 
-    Block by block, on what the smaller model really feeds each MLP: the neurons go whose loss costs least when all
-    others make up for it (optimal brain surgeon); then the matrix that writes the block's width is fitted in closed
-    form towards what the original said and what the residual stream has lost so far, and then all of the MLP's matrices
-    by descent on the same error. With ``granularity="block"`` the blocks go that change hidden states least
-    (arXiv 2403.03853), and the MLPs of the others are fitted to make up for them in the same way.
+    The result is a stock model: its config has the new size, ``model.save_pretrained`` writes it,
+    and plain ``from_pretrained`` loads it.
+
+    Block by block, on what the smaller model really feeds each MLP: the neurons go whose loss costs
+    least when all others make up for it (optimal brain surgeon); then the matrix that writes the
+    block's width is fitted in closed form towards what the original said and what the residual
+    stream has lost so far, and then all of the MLP's matrices by descent on the same error. With
+    ``granularity="block"`` the blocks go that change hidden states least (arXiv 2403.03853), and
+    the MLPs of the others are fitted to make up for them in the same way.
 
     Args:
         model: A transformers model, or any model whose MLPs can be found; changed in place.
         config: What to drop; default: half of the hidden neurons.
-        calibration: Batches: dicts of the model's arguments (a tokenized `datasets.Dataset`'s rows, too), or tensors of
-            token ids (B, T). 50,000 tokens of the text that it is for are good, 12,000 will do.
-        cache: A folder that keeps each fitted MLP, so that an interrupted call that is made again goes on.
+        calibration: Batches: dicts of the model's arguments (a tokenized `datasets.Dataset`'s rows,
+            too), or tensors of token ids (B, T). 50,000 tokens of the text that it is for are good,
+            12,000 will do.
+        cache: A folder that keeps each fitted MLP, so that an interrupted call that is made again
+            goes on.
         progress: Show a progress bar.
 
     Returns:
         What was dropped, with each layer's error.
 
     Raises:
-        ValueError: No MLP, weights that are shared by several, quantised, zero, not finite or on the meta device; a
-            family whose config has no field for the size; bad calibration. Nothing has changed then.
+        ValueError: No MLP, weights that are shared by several, quantised, zero, not finite or on
+            the meta device; a family whose config has no field for the size; bad calibration.
+            Nothing has changed then.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
-    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=1, n_head=1))
-    >>> report = prune_(model, PruneConfig(keep=0.25), calibration=[torch.tensor([[1, 2, 3]])], progress=False)
+    >>> model = GPT2LMHeadModel(
+    ...     GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=1, n_head=1)
+    ... )
+    >>> report = prune_(
+    ...     model, PruneConfig(keep=0.25), calibration=[torch.tensor([[1, 2, 3]])], progress=False
+    ... )
     >>> model.config.n_inner, model.transformer.h[0].mlp.c_fc.weight.shape
     (4, torch.Size([4, 4]))
     """
@@ -152,13 +170,32 @@ class _Walk:
     progress: bool
     notes: tuple[str, ...] = ()
 
-    def fit(self, parts: Sequence[Part], settings: object, dropped: Collection[str] = ()) -> dict[str, Fitted]:
+    def fit(
+        self, parts: Sequence[Part], settings: object, dropped: Collection[str] = ()
+    ) -> dict[str, Fitted]:
         """Fit parts in place."""
-        cache = FitCache(self.cache, self.model, [asdict(self.config), settings], self.data, "prune_")
-        with evaluating(self.model), tqdm(total=len(parts), desc="pruning", disable=not self.progress) as bar:
-            done = fit_(self.model, parts, self.data, operation="prune_", cache=cache, progress=bar, dropped=dropped)
+        cache = FitCache(
+            self.cache, self.model, [asdict(self.config), settings], self.data, "prune_"
+        )
+        with (
+            evaluating(self.model),
+            tqdm(total=len(parts), desc="pruning", disable=not self.progress) as bar,
+        ):
+            done = fit_(
+                self.model,
+                parts,
+                self.data,
+                operation="prune_",
+                cache=cache,
+                progress=bar,
+                dropped=dropped,
+            )
         unknown = [f"{n}: {UNKNOWN}" for n, fitted in done.items() if "unknown" in fitted.notes]
-        fits = [] if self.config.refit == "none" else tokens_seen(self.data, max((p.neurons for p in parts), default=0))
+        fits = (
+            []
+            if self.config.refit == "none"
+            else tokens_seen(self.data, max((p.neurons for p in parts), default=0))
+        )
         self.notes = (*fits, *unknown)
         return done
 
@@ -179,16 +216,26 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
         _refuse_nothing(walk.config, first.count, f"neurons of {first.name}")
     changes: Changes = []
     if isinstance(model, PreTrainedModel):
-        shapes = parameter_shapes(model) | {n: s for p in parts for n, s in p.shapes(keep[p.name]).items()}
-        new_config = stock_config(type(model), model.config, shapes, {p.count: keep[p.name] for p in parts})
+        shapes = parameter_shapes(model) | {
+            n: s for p in parts for n, s in p.shapes(keep[p.name]).items()
+        }
+        new_config = stock_config(
+            type(model), model.config, shapes, {p.count: keep[p.name] for p in parts}
+        )
         changes = attribute_changes(model, new_config)
-    fitting = [Part(p.name, dict.fromkeys(p.modules, walk.config), p.mlp, keep[p.name]) for p in parts]
+    fitting = [
+        Part(p.name, dict.fromkeys(p.modules, walk.config), p.mlp, keep[p.name]) for p in parts
+    ]
     with all_or_nothing(model, (n for p in parts for n in p.modules)):
         done = walk.fit(fitting, keep)
     set_attributes_(changes)
     sizes = {p.name: p.count for p in parts}
-    remarks = _rounded(walk.config, first.count, keep[first.name], f"neurons of {first.name}", near=1.0)
-    return [PrunedLayer(n, _NEURONS, sizes[n], keep[n], fitted.error**0.5) for n, fitted in done.items()], remarks
+    remarks = _rounded(
+        walk.config, first.count, keep[first.name], f"neurons of {first.name}", near=1.0
+    )
+    return [
+        PrunedLayer(n, _NEURONS, sizes[n], keep[n], fitted.error**0.5) for n, fitted in done.items()
+    ], remarks
 
 
 def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
@@ -201,19 +248,28 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     with evaluating(model):
         gone = least_influential(block_influences(blocks_with(model, [], names, walk.data)), keep)
     stay = [i for i in range(stack.count) if i not in gone]
-    new_config = config_with_blocks(model, stack, stay) if isinstance(model, PreTrainedModel) and gone else None
+    new_config = (
+        config_with_blocks(model, stack, stay)
+        if isinstance(model, PreTrainedModel) and gone
+        else None
+    )
     places = new_places(model, stack, stay, new_config)
     rows = []
     for index, influence in gone.items():
         name = f"{stack.name}.{index}"
-        rows.append(PrunedLayer(name, "parameters", num_parameters(model.get_submodule(name)), 0, influence))
+        rows.append(
+            PrunedLayer(name, "parameters", num_parameters(model.get_submodule(name)), 0, influence)
+        )
     left = [p for p in parts if stack.index(p.name) in stay]
     with all_or_nothing(model, (n for p in left for n in p.modules)):
         done = walk.fit(walk.refits(left), stay, dropped={f"{stack.name}.{i}" for i in gone})
     if gone:
         keep_blocks_(model, stack, stay, new_config, places)
     counts = {p.name: p.count for p in left}
-    rows += [PrunedLayer(n, _NEURONS, counts[n], counts[n], fitted.error**0.5) for n, fitted in done.items()]
+    rows += [
+        PrunedLayer(n, _NEURONS, counts[n], counts[n], fitted.error**0.5)
+        for n, fitted in done.items()
+    ]
     return rows, _rounded(walk.config, stack.count, keep, "blocks")
 
 
@@ -221,23 +277,38 @@ def _refuse_nothing(config: PruneConfig, count: int, what: str) -> None:
     """Refuse a share below 1 of which, after rounding, nothing is dropped."""
     if config.budget is None and config.share < 1:
         sizes = f" or multiple_of below {config.multiple_of}" if config.multiple_of > 1 else ""
-        raise ValueError(f"prune_: all {count} {what} would stay of {config.share:.1%}; needed a smaller keep{sizes}")
+        raise ValueError(
+            f"prune_: all {count} {what} would stay of {config.share:.1%}; needed a smaller "
+            f"keep{sizes}"
+        )
 
 
-def _rounded(config: PruneConfig, count: int, keep: int, what: str, *, near: float = 1e-9) -> list[str]:
+def _rounded(
+    config: PruneConfig, count: int, keep: int, what: str, *, near: float = 1e-9
+) -> list[str]:
     """A remark where the share that stays is not what was asked for."""
     exact = config.budget is not None or abs(config.share * count - keep) < near
-    return [] if exact else [f"{keep} of {count} {what} stay, {keep / count:.1%}, asked for {config.share:.1%}"]
+    return (
+        []
+        if exact
+        else [f"{keep} of {count} {what} stay, {keep / count:.1%}, asked for {config.share:.1%}"]
+    )
 
 
 def _refuse(model: nn.Module) -> None:
     """Refuse inference mode, a compressed model, and a transformers model inside another module."""
     if torch.is_inference_mode_enabled():
-        raise ValueError("prune_: torch.inference_mode is on, needed a place where gradients can be taken")
+        raise ValueError(
+            "prune_: torch.inference_mode is on, needed a place where gradients can be taken"
+        )
     for name, module in model.named_modules():
         if isinstance(module, COMPRESSED):
             raise ValueError(
-                f"prune_: {name} is compressed already; needed a stock model, and convert_ for the rest after prune_"
+                f"prune_: {name} is compressed already; needed a stock model, and convert_ for the "
+                "rest after prune_"
             )
         if name and isinstance(module, PreTrainedModel) and not isinstance(model, PreTrainedModel):
-            raise ValueError(f"prune_: {name} within {type(model).__name__} has a config of its own; prune_ that model")
+            raise ValueError(
+                f"prune_: {name} within {type(model).__name__} has a config of its own; prune_ "
+                "that model"
+            )

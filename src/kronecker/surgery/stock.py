@@ -48,15 +48,22 @@ def stock_config(
                 return config
     fields = ", ".join(name for _, name, _ in places) or "none"
     shapes = parameter_shapes(empty(cls, before))
-    name, shape = next(((n, s) for n, s in wanted.items() if shapes.get(n) != s), (f"{len(wanted)} parameters", ()))
+    name, shape = next(
+        ((n, s) for n, s in wanted.items() if shapes.get(n) != s), (f"{len(wanted)} parameters", ())
+    )
     raise ValueError(
-        f"prune_: {type(before).__name__} has no size that gives {name} the shape {list(shape)} (fields of that size: "
-        f"{fields}); needed a family whose config has one"
+        f"prune_: {type(before).__name__} has no size that gives {name} the shape {list(shape)} "
+        f"(fields of that size: {fields}); needed a family whose config has one"
     )
 
 
-def _places(config: PretrainedConfig, sizes: Mapping[int, int], path: tuple[str, ...] = ()) -> Iterator[tuple]:
-    """Fields of a config, and of configs within it, that hold one of the sizes: (path, name, new value)."""
+def _places(
+    config: PretrainedConfig, sizes: Mapping[int, int], path: tuple[str, ...] = ()
+) -> Iterator[tuple]:
+    """Return fields of a config, and of configs within it, that hold one of the sizes.
+
+    Each is (path, name, new value).
+    """
     for name, value in config.to_dict().items():
         inner = getattr(config, name, None)
         if isinstance(inner, PretrainedConfig):
@@ -92,10 +99,12 @@ def set_attributes_(changes: Changes) -> Changes:
 def attribute_changes(model: PreTrainedModel, config: PretrainedConfig) -> Changes:
     """What to set on a model's modules so that they are those of this config.
 
-    Plain attributes (sizes, counts) that differ between a model of the old config and one of the new, and the config
-    itself; whatever a user has set stays.
+    Plain attributes (sizes, counts) that differ between a model of the old config and one of the
+    new, and the config itself; whatever a user has set stays.
     """
-    old, new = (dict(empty(type(model), c).named_modules()) for c in (copy.deepcopy(model.config), config))
+    old, new = (
+        dict(empty(type(model), c).named_modules()) for c in (copy.deepcopy(model.config), config)
+    )
     changes: Changes = []
     for name, module in model.named_modules():
         if name not in new or name not in old:

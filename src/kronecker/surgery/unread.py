@@ -1,4 +1,6 @@
-"""The smallest stock model of the same function: without unread hidden neurons, short layers padded with zeros.
+"""Return the smallest stock model of the same function.
+
+It has no unread hidden neurons; short layers are padded with zeros.
 
 A stock config has one size for all layers: that of the layer that needs the most neurons.
 """
@@ -41,7 +43,10 @@ class _Hidden:
         return (weight.shape if isinstance(weight, Tensor) else weight)[dim]
 
     def resized(self, state: Mapping[str, Tensor], keep: int) -> dict[str, Tensor]:
-        """Its parameters with ``keep`` hidden neurons: those that are read, then others, then zeros."""
+        """Return its parameters with ``keep`` hidden neurons.
+
+        Those that are read, then others, then zeros.
+        """
         count, read = self.count(state), self.read_neurons(state)
         unread = torch.ones(count, dtype=torch.bool, device=read.device)
         unread[read] = False
@@ -55,13 +60,17 @@ class _Hidden:
             return state[name].index_select(dim, rows).index_fill(dim, blank, 0)
 
         name, dim = self.reads
-        return {n: taken(n, d, self.layout) for n, d in self.writes} | {name: taken(name, dim, "plain")}
+        return {n: taken(n, d, self.layout) for n, d in self.writes} | {
+            name: taken(name, dim, "plain")
+        }
 
 
 def smallest_stock(
     model: PreTrainedModel, mlps: Sequence[Mlp], state: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], PretrainedConfig]:
-    """A state and the config of a stock model of the same function, with as few hidden neurons as that allows.
+    """Return a state and the config of a stock model of the same function.
+
+    It has as few hidden neurons as that allows.
 
     Args:
         model: Whose layers may be smaller than its config says.
@@ -83,18 +92,28 @@ def smallest_stock(
     smaller = {before: keep for before, keep in sizes.items() if keep < before}
     config = copy.deepcopy(model.config)
     if smaller:
-        new = {n: t for part in hidden for n, t in part.resized(state, sizes[part.count(stock)]).items()}
+        new = {
+            n: t
+            for part in hidden
+            for n, t in part.resized(state, sizes[part.count(stock)]).items()
+        }
         try:
-            config = stock_config(type(model), model.config, stock | {n: t.shape for n, t in new.items()}, smaller)
+            config = stock_config(
+                type(model), model.config, stock | {n: t.shape for n, t in new.items()}, smaller
+            )
         except ValueError:  # its config has no field for this size
             sizes = {before: before for before in sizes}
     for part in hidden:
         state = {**state, **part.resized(state, sizes[part.count(stock)])}
-    shapes = stock if config.to_dict() == model.config.to_dict() else parameter_shapes(empty(type(model), config))
+    shapes = (
+        stock
+        if config.to_dict() == model.config.to_dict()
+        else parameter_shapes(empty(type(model), config))
+    )
     if wrong := next((n for n, s in shapes.items() if n in state and state[n].shape != s), None):
         raise ValueError(
-            f"fold: {wrong} has lost neurons, and its MLP is not found without data, needed batch=, arguments to run "
-            f"{type(model).__name__} with"
+            f"fold: {wrong} has lost neurons, and its MLP is not found without data, needed "
+            f"batch=, arguments to run {type(model).__name__} with"
         )
     return dict(state), config
 

@@ -19,7 +19,9 @@ def _model_in(arguments: Mapping[str, object]) -> nn.Module:
 
 
 class FreezePretrained(TrainerCallback):
-    """Train only the factors for the first ``steps`` steps, then everything; with ``repeat``, in turns.
+    """Train only the factors for the first ``steps`` steps, then everything.
+
+    With ``repeat``, in turns.
 
     Args:
         steps: Optimizer steps of each phase.
@@ -44,23 +46,38 @@ class FreezePretrained(TrainerCallback):
         return phase % 2 == 0 if self.repeat else phase == 0
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Remember what is frozen anyway."""
         model = _model_in(kwargs)
         if not factor_parameters(model):
             kind = type(model).__name__
-            raise ValueError(f"FreezePretrained: {kind} has no factors, so that nothing would learn; leave it out")
+            raise ValueError(
+                f"FreezePretrained: {kind} has no factors, so that nothing would learn; leave it "
+                "out"
+            )
         self._kept = {id(p) for p in model.parameters() if not p.requires_grad}
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Set what learns."""
         self._set(_model_in(kwargs), self.frozen_at(state.global_step))
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Release what this froze."""
         self._set(_model_in(kwargs), frozen=False)
@@ -73,10 +90,13 @@ class FreezePretrained(TrainerCallback):
 
 
 class FadeIn(TrainerCallback):
-    """Bring the factors in while the original layers go: ``(1 - α) W x + α (Σ A ⊗ B) x``, α from 0 to 1.
+    """Bring the factors in while the original layers go.
 
-    For models converted with ``convert_(..., fade_in=True)``. One layer at a time: ``every`` steps apart; all together
-    with ``every=0``. The originals are not saved: to resume, convert the original again, then load the checkpoint.
+    ``(1 - α) W x + α (Σ A ⊗ B) x``, α from 0 to 1.
+
+    For models converted with ``convert_(..., fade_in=True)``. One layer at a time: ``every`` steps
+    apart; all together with ``every=0``. The originals are not saved: to resume, convert the
+    original again, then load the checkpoint.
 
     Args:
         every: Steps from one layer's start to the next's.
@@ -94,7 +114,8 @@ class FadeIn(TrainerCallback):
     def __init__(self, *, every: int = 0, over: int = 0, order: str = "low_to_high"):
         if every < 0 or over < 0 or order not in ("low_to_high", "high_to_low"):
             raise ValueError(
-                f"FadeIn: every={every}, over={over}, order={order!r}; needed 0 or more, low_to_high or high_to_low"
+                f"FadeIn: every={every}, over={over}, order={order!r}; needed 0 or more, "
+                "low_to_high or high_to_low"
             )
         self.every, self.over, self.order = every, over, order
 
@@ -106,16 +127,28 @@ class FadeIn(TrainerCallback):
         return 1.0 if since >= self.over else (since + 1) / (self.over + 1)
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Refuse a model without the originals that it still needs."""
         layers = [m for m in _model_in(kwargs).modules() if isinstance(m, SmallerLinear)]
         over = all(self.share(i, state.global_step) == 1.0 for i in range(len(layers)))
-        if not any(layer.original is not None for layer in layers) and (not state.global_step or not over):
-            raise ValueError("FadeIn: no layer has its original; convert with convert_(..., fade_in=True)")
+        if not any(layer.original is not None for layer in layers) and (
+            not state.global_step or not over
+        ):
+            raise ValueError(
+                "FadeIn: no layer has its original; convert with convert_(..., fade_in=True)"
+            )
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Set every layer's share; an original whose share is gone is dropped."""
         layers = [m for m in _model_in(kwargs).modules() if isinstance(m, SmallerLinear)]

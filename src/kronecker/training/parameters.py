@@ -32,15 +32,18 @@ def parameter_groups(
     weight_decay: float = 0.1,
     structure_aware: bool = False,
 ) -> list[dict[str, object]]:
-    """Optimizer groups: new factors, their scales, and the pretrained rest; weight decay on factors only.
+    """Optimizer groups: new factors, their scales, and the pretrained rest.
+
+    Weight decay on factors only.
 
     Args:
         model: With compressed layers, or without: then all of it is the pretrained rest.
         learning_rate: Of factors and scales.
         pretrained_learning_rate: Of the rest; default: the same. 0 leaves it out.
         weight_decay: Of the factors.
-        structure_aware: Multiply each factor's rate by I / (2 I_k), what keeps its updates the size of a dense layer's
-            under Adam (arXiv 2406.06248, section 3). Factors with the same multiplier share a group.
+        structure_aware: Multiply each factor's rate by I / (2 I_k), what keeps its updates the size
+            of a dense layer's under Adam (arXiv 2406.06248, section 3). Factors with the same
+            multiplier share a group.
 
     Returns:
         What a torch optimizer takes, each group with a ``name``; empty groups are left out.
@@ -68,7 +71,9 @@ def parameter_groups(
                     learning_rate * many,
                     weight_decay,
                 )
-            group = groups.setdefault(key, {"name": key, "params": [], "lr": rate, "weight_decay": decay})
+            group = groups.setdefault(
+                key, {"name": key, "params": [], "lr": rate, "weight_decay": decay}
+            )
             if not any(parameter is p for p in group["params"]):
                 group["params"].append(parameter)
     filled = list(groups.values())

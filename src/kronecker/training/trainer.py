@@ -1,4 +1,7 @@
-"""Training back: `KroneckerTrainer`, with groups of parameters, distillation, and norms in its logs."""
+"""Training back: `KroneckerTrainer`.
+
+It has groups of parameters, distillation, and norms in its logs.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,17 @@ from .parameters import group_kind, parameter_groups
 
 
 class KroneckerTrainer(StepTrainer):
-    """A `transformers.Trainer` that trains a smaller model back, with compressed layers or with pruned ones.
+    """A `transformers.Trainer` that trains a smaller model back, whether compressed or pruned.
 
-    Learning rates by group (`parameter_groups`), distillation from a teacher in the same process, and the norms of
-    factors, the rest and their gradients in the logs. Schedules are callbacks: `FreezePretrained`, `FadeIn`. Everything
-    else (schedule of rates, accumulation, mixed precision, resume, DDP) is `TrainingArguments`' own; its
-    ``learning_rate`` and ``weight_decay`` are the factors'.
+    Learning rates by group (`parameter_groups`), distillation from a teacher in the same process,
+    and the norms of factors, the rest and their gradients in the logs. Schedules are callbacks:
+    `FreezePretrained`, `FadeIn`. Everything else (schedule of rates, accumulation, mixed precision,
+    resume, DDP) is `TrainingArguments`' own; its ``learning_rate`` and ``weight_decay`` are the
+    factors'.
 
     Args:
-        model: With compressed layers; with a teacher any model of its vocabulary, such as a pruned one.
+        model: With compressed layers; with a teacher any model of its vocabulary, such as a pruned
+            one.
         args: `TrainingArguments`.
         train_dataset: Rows with ``input_ids``, and ``labels`` where they are to be learnt from.
         teacher: The original model; frozen, in evaluation mode.
@@ -42,11 +47,12 @@ class KroneckerTrainer(StepTrainer):
         **options: Of `Trainer`.
 
     Raises:
-        ValueError: Neither a compressed layer nor a teacher; a ``distill`` that needs a teacher and there is none.
+        ValueError: Neither a compressed layer nor a teacher; a ``distill`` that needs a teacher and
+            there is none.
 
     >>> KroneckerTrainer(nn.Linear(2, 2), None)
     Traceback (most recent call last):
-    ValueError: KroneckerTrainer: Linear has no compressed layer, needed one (convert_) or a teacher to learn from
+    ValueError: KroneckerTrainer: Linear has no compressed layer, needed one (convert_) ...
     """
 
     def __init__(
@@ -63,32 +69,41 @@ class KroneckerTrainer(StepTrainer):
     ):
         if teacher is None and not any(isinstance(m, COMPRESSED) for m in model.modules()):
             raise ValueError(
-                f"KroneckerTrainer: {type(model).__name__} has no compressed layer, needed one (convert_) or a teacher "
-                f"to learn from"
+                f"KroneckerTrainer: {type(model).__name__} has no compressed layer, needed one "
+                "(convert_) or a teacher to learn from"
             )
         if distill is not None and teacher is None:
             raise ValueError("KroneckerTrainer: distill needs a teacher, got None")
         if teacher is model:
-            raise ValueError("KroneckerTrainer: teacher is the model itself, needed the original, loaded again")
+            raise ValueError(
+                "KroneckerTrainer: teacher is the model itself, needed the original, loaded again"
+            )
         learning = {p.dtype for p in model.parameters() if p.requires_grad}
         if half := next((d for d in learning if d in (torch.bfloat16, torch.float16)), None):
             warnings.warn(
-                f"KroneckerTrainer: weights that learn are {half}, in which small steps are lost; load the model with "
-                "dtype=torch.float32 (TrainingArguments(bf16=True) computes in bfloat16 all the same)",
+                f"KroneckerTrainer: weights that learn are {half}, in which small steps are lost; "
+                "load the model with dtype=torch.float32 (TrainingArguments(bf16=True) computes "
+                "in bfloat16 all the same)",
                 stacklevel=2,
             )
         self.teacher = None if teacher is None else teacher.eval().requires_grad_(False)
         self.distill = (distill or DistillConfig()) if teacher is not None else None
-        self.rates = {"pretrained_learning_rate": pretrained_learning_rate, "structure_aware": structure_aware}
+        self.rates = {
+            "pretrained_learning_rate": pretrained_learning_rate,
+            "structure_aware": structure_aware,
+        }
         if teacher is not None and self.distill and (self.distill.hidden or self.distill.layers):
             _check_depth(model, teacher)
             if _has_two_sides(model):
                 raise ValueError(
-                    f"KroneckerTrainer: {self.distill} for an encoder-decoder, {type(model).__name__}, whose two sides "
-                    "have their own tokens; needed hidden=0 and layers=0"
+                    f"KroneckerTrainer: {self.distill} for an encoder-decoder, "
+                    f"{type(model).__name__}, whose two sides have their own tokens; needed "
+                    "hidden=0 and layers=0"
                 )
         self._mlps = (
-            TeacherMlps(teacher, model) if teacher is not None and self.distill and self.distill.layers else None
+            TeacherMlps(teacher, model)
+            if teacher is not None and self.distill and self.distill.layers
+            else None
         )
         callbacks = options.get("callbacks") or []
         if any(isinstance(c, (FreezePretrained, FadeIn)) for c in callbacks):
@@ -122,8 +137,14 @@ class KroneckerTrainer(StepTrainer):
         named = {"output_hidden_states": config.hidden > 0}
         unlabelled = {k: v for k, v in inputs.items() if k not in ("labels", "label")}
         two_sides = _has_two_sides(self.unwrapped())
-        prepare = getattr(self.unwrapped(), "prepare_decoder_input_ids_from_labels", None)  # not all families have it
-        if prepare and "labels" in inputs and not any(name.startswith("decoder_input") for name in unlabelled):
+        prepare = getattr(
+            self.unwrapped(), "prepare_decoder_input_ids_from_labels", None
+        )  # not all families have it
+        if (
+            prepare
+            and "labels" in inputs
+            and not any(name.startswith("decoder_input") for name in unlabelled)
+        ):
             unlabelled["decoder_input_ids"] = prepare(inputs["labels"])
         with torch.no_grad(), watch as seen:
             theirs = self.teacher(**unlabelled, **named)
@@ -146,9 +167,14 @@ class KroneckerTrainer(StepTrainer):
             loss = loss + token_loss(config, student, teacher, labels)
         if config.hidden:
             pairs = zip(ours.hidden_states, theirs.hidden_states, strict=True)
-            loss = loss + config.hidden * torch.stack([token_errors(s, t, keep) for s, t in pairs]).mean()
+            loss = (
+                loss
+                + config.hidden * torch.stack([token_errors(s, t, keep) for s, t in pairs]).mean()
+            )
         if self._mlps:
-            everything = 0.0 * ours[0].float().sum()  # DDP waits for every parameter that the forward used
+            everything = (
+                0.0 * ours[0].float().sum()
+            )  # DDP waits for every parameter that the forward used
             loss = loss + config.layers * self._mlps.loss(seen, keep) + everything
         loss = self.share_of_step(loss, answers, num_items_in_batch)
         return (loss, ours) if return_outputs else loss
@@ -163,12 +189,18 @@ class KroneckerTrainer(StepTrainer):
         return logits
 
     def _own_loss(
-        self, model: nn.Module, inputs: dict[str, object], return_outputs: bool, items: Tensor | int | None
+        self,
+        model: nn.Module,
+        inputs: dict[str, object],
+        return_outputs: bool,
+        items: Tensor | int | None,
     ) -> Loss:
         """The stock trainer's loss, with the stock flag."""
         before, self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs, self._accepts
         try:
-            return super().compute_loss(model, inputs, return_outputs, items if self._accepts else None)
+            return super().compute_loss(
+                model, inputs, return_outputs, items if self._accepts else None
+            )
         finally:
             self.model_accepts_loss_kwargs = before
 
@@ -193,7 +225,9 @@ class KroneckerTrainer(StepTrainer):
         else:
             super()._save(output_dir, state_dict)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         if is_compressed(resume_from_checkpoint):
             self.unwrapped().load_state_dict(read_files(Path(resume_from_checkpoint))[1])
         else:
@@ -208,35 +242,53 @@ def _has_two_sides(model: nn.Module) -> bool:
 
 
 def _states_that_count(
-    inputs: Mapping[str, Tensor], outputs: ModelOutput, seen: Mapping[str, tuple[Tensor, Tensor]], two_sides: bool
+    inputs: Mapping[str, Tensor],
+    outputs: ModelOutput,
+    seen: Mapping[str, tuple[Tensor, Tensor]],
+    two_sides: bool,
 ) -> Tensor:
-    """What has a row and a column for each token that the losses are over; of one answer a row, a row for each."""
-    names = ("decoder_input_ids", "decoder_inputs_embeds") if two_sides else ("input_ids", "inputs_embeds")
+    """What has a row and a column for each token that the losses are over.
+
+    Of one answer a row, a row for each.
+    """
+    names = (
+        ("decoder_input_ids", "decoder_inputs_embeds")
+        if two_sides
+        else ("input_ids", "inputs_embeds")
+    )
     tokens = next((inputs[name] for name in names if name in inputs), None)
     if tokens is not None:
         return tokens
-    inside = [x for x, _ in seen.values()] + list(getattr(outputs, "hidden_states", None) or ())  # of images, patches
+    inside = [x for x, _ in seen.values()] + list(
+        getattr(outputs, "hidden_states", None) or ()
+    )  # of images, patches
     return inside[0] if inside else torch.empty(len(outputs[0]), 1, device=outputs[0].device)
 
 
 def _check_depth(model: nn.Module, teacher: nn.Module) -> None:
     """Hidden states and layers are compared one by one."""
-    ours, theirs = (getattr(getattr(m, "config", None), "num_hidden_layers", None) for m in (model, teacher))
+    ours, theirs = (
+        getattr(getattr(m, "config", None), "num_hidden_layers", None) for m in (model, teacher)
+    )
     if ours != theirs:
         raise ValueError(
-            f"KroneckerTrainer: the model has {ours} blocks and its teacher {theirs}, needed DistillConfig of logits "
-            f"and labels alone"
+            f"KroneckerTrainer: the model has {ours} blocks and its teacher {theirs}, needed "
+            "DistillConfig of logits and labels alone"
         )
 
 
 class _GradientNorms(TrainerCallback):
-    """Norms of each group's gradients in the step that is logged, as the optimizer gets them: clipped."""
+    """Return norms of each group's gradients in the step that is logged, after clipping."""
 
     def __init__(self, norms: dict[str, float]):
         self.norms = norms
 
     def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         every = max(1, int(state.logging_steps or 1))
         if (state.global_step + 1) % every and state.global_step:

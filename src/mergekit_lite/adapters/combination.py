@@ -22,7 +22,10 @@ from .report import AdapterModule, AdapterReport
 from .storage import module_of, truncated, with_bar, write_adapter
 
 _MUCH = 0.2  # of a change, missed, that is worth a note
-_NEEDS_WEIGHTS = ("slerp", "arcee_fusion")  # which look at the weights themselves and not at their changes alone
+_NEEDS_WEIGHTS = (
+    "slerp",
+    "arcee_fusion",
+)  # which look at the weights themselves and not at their changes alone
 
 
 def merge_adapters(
@@ -38,24 +41,25 @@ def merge_adapters(
 ) -> AdapterReport:
     """Merge LoRA adapters of one base into one adapter.
 
-    A method means what it means in `merge_models`: the result is the adapter nearest to the merge of the models that
-    the adapters make of their base, which need not be there. ``"cat"`` puts the factors side by side: the weighted sum
-    of the changes, exactly, at the sum of the ranks.
+    A method means what it means in `merge_models`: the result is the adapter nearest to the merge
+    of the models that the adapters make of their base, which need not be there. ``"cat"`` puts the
+    factors side by side: the weighted sum of the changes, exactly, at the sum of the ranks.
 
     Args:
         adapters: Folders or hub ids of plain LoRA adapters.
-        method: ``"cat"``, ``"linear"``, or a method with a base: ``"task_arithmetic"``, ``"ties"``, ``"dare_ties"``, …
+        method: ``"cat"``, ``"linear"``, or a method with a base: ``"task_arithmetic"``, ``"ties"``,
+            ``"dare_ties"``, …
         out: Folder to write; it must not exist or be empty.
         rank: The largest rank of a module; default: the largest of the adapters'.
         dtype: Of the factors; default: the adapters'.
         seed: Of methods that draw.
         progress: Show a bar over modules.
-        **parameters: The method's (``weight`` for most): one number, or for a per-model parameter a list with one for
-            each adapter.
+        **parameters: The method's (``weight`` for most): one number, or for a per-model parameter a
+            list with one for each adapter.
 
     Returns:
-        Every module's rank, and the share of its change that the rank misses: merged changes have more directions than
-        any of the adapters.
+        Every module's rank, and the share of its change that the rank misses: merged changes have
+        more directions than any of the adapters.
 
     Raises:
         PlanError: The adapters cannot be merged; every reason found is listed.
@@ -64,18 +68,32 @@ def merge_adapters(
 
     Example::
 
-        merge_adapters(["adapters/math", "adapters/code"], "ties", weight=[0.6, 0.4], density=0.5, out="adapters/both")
+        merge_adapters(
+            ["adapters/math", "adapters/code"],
+            "ties",
+            weight=[0.6, 0.4],
+            density=0.5,
+            out="adapters/both",
+        )
     """
     if isinstance(adapters, (str, os.PathLike)) or not adapters:
-        raise ValueError(f"merge_adapters: adapters is {adapters!r}, needed a list with at least one adapter")
+        raise ValueError(
+            f"merge_adapters: adapters is {adapters!r}, needed a list with at least one adapter"
+        )
     if rank is not None and (type(rank) is not int or rank < 1):
         raise ValueError(f"merge_adapters: rank is {rank!r}, needed a whole number from 1")
     if dtype is not None and dtype not in FLOATS:
         raise ValueError(f"merge_adapters: dtype is {dtype!r}, needed one of {', '.join(FLOATS)}")
     merged = _method(method)
-    bound = merged.bind(len(adapters), parameters) if merged else _cat_weights(len(adapters), parameters)
+    bound = (
+        merged.bind(len(adapters), parameters)
+        if merged
+        else _cat_weights(len(adapters), parameters)
+    )
     if bound.get("scope") == "global":
-        raise ValueError("merge_adapters: scope is 'global'; modules are merged one by one: needed 'tensor'")
+        raise ValueError(
+            "merge_adapters: scope is 'global'; modules are merged one by one: needed 'tensor'"
+        )
     check_new(out, "merge_adapters")
     opened, notes = _open(adapters)
     largest = max(pair.down.shape[0] for adapter in opened for pair in adapter.pairs.values())
@@ -104,7 +122,10 @@ def merge_adapters(
             fan_in_fan_out=bool(first.get("fan_in_fan_out")),
         )
     if (missed := max(m.error for m in modules)) > _MUCH:
-        notes.append(f"up to {missed:.0%} of a change is missed at rank {rank or largest}; a higher rank misses less")
+        notes.append(
+            f"up to {missed:.0%} of a change is missed at rank {rank or largest}; a higher rank "
+            "misses less"
+        )
     return AdapterReport(Path(out), modules, [], {}, nbytes, notes)
 
 
@@ -112,10 +133,14 @@ def _method(name: str) -> MergeMethod | None:
     """The method, or None for "cat"."""
     if name == "cat":
         return None
-    fitting = [m.name for m in METHODS.values() if m.base == "required" and m.name not in _NEEDS_WEIGHTS]
+    fitting = [
+        m.name for m in METHODS.values() if m.base == "required" and m.name not in _NEEDS_WEIGHTS
+    ]
     if name in METHODS and name not in (*fitting, "linear"):
         choices = ", ".join(sorted(["cat", "linear", *fitting]))
-        raise ValueError(f"merge_adapters: {name} needs the base's weights; needed one of {choices}")
+        raise ValueError(
+            f"merge_adapters: {name} needs the base's weights; needed one of {choices}"
+        )
     return get_method(name)
 
 
@@ -124,8 +149,13 @@ def _cat_weights(count: int, parameters: Bound) -> Bound:
         raise ValueError(f"merge_adapters: cat has no parameter {unknown[0]!r}; it takes weight")
     weight = parameters.get("weight", 1.0)
     weights = list(weight) if isinstance(weight, (list, tuple)) else [weight] * count
-    if len(weights) != count or not all(isinstance(w, (int, float)) and np.isfinite(w) for w in weights):
-        raise ValueError(f"merge_adapters: weight is {weight!r}, needed a number, or one for each of {count} adapters")
+    if len(weights) != count or not all(
+        isinstance(w, (int, float)) and np.isfinite(w) for w in weights
+    ):
+        raise ValueError(
+            f"merge_adapters: weight is {weight!r}, needed a number, or one for each of {count} "
+            "adapters"
+        )
     return {"weight": weights}
 
 
@@ -141,40 +171,60 @@ def _open(adapters: Sequence[str | os.PathLike[str]]) -> tuple[list[Adapter], li
     for adapter in opened:
         if adapter.replaced:
             name = next(iter(adapter.replaced))
-            problems.append(f"adapter {adapter.folder}: replaces {name}, which has no factors; merge the whole models")
+            problems.append(
+                f"adapter {adapter.folder}: replaces {name}, which has no factors; merge the whole "
+                "models"
+            )
         if not adapter.pairs:
             problems.append(f"adapter {adapter.folder}: changes no module")
         if any(pair.embedding for pair in adapter.pairs.values()):
-            problems.append(f"adapter {adapter.folder}: changes an embedding; merge the whole models")
+            problems.append(
+                f"adapter {adapter.folder}: changes an embedding; merge the whole models"
+            )
     shapes: dict[str, tuple[int, int]] = {}
     for adapter in opened:
         for name, pair in adapter.pairs.items():
             shape = pair.up.shape[0], pair.down.shape[1]
             if shapes.setdefault(name, shape) != shape:
-                problems.append(f"{name} is {list(shapes[name])} in one adapter, {list(shape)} in {adapter.folder}")
+                problems.append(
+                    f"{name} is {list(shapes[name])} in one adapter, {list(shape)} in "
+                    f"{adapter.folder}"
+                )
     if problems:
         raise PlanError(problems)
-    bases = sorted({str(adapter.settings.get("base_model_name_or_path") or "") for adapter in opened} - {""})
+    bases = sorted(
+        {str(adapter.settings.get("base_model_name_or_path") or "") for adapter in opened} - {""}
+    )
     notes = [f"the adapters name different bases: {', '.join(bases)}"] if len(bases) > 1 else []
     strange = [a.folder for a in opened[1:] if not a.pairs.keys() & opened[0].pairs.keys()]
     if notes and strange:
-        raise PlanError([f"{notes[0]}, and {opened[0].folder} and {strange[0]} have no module in common"])
+        raise PlanError(
+            [f"{notes[0]}, and {opened[0].folder} and {strange[0]} have no module in common"]
+        )
     return opened, notes
 
 
 def _side_by_side(pairs: Sequence[Pair | None], weights: Sequence[float]) -> tuple[Array, Array]:
-    there = [(pair, weight) for pair, weight in zip(pairs, weights, strict=True) if pair is not None]
+    there = [
+        (pair, weight) for pair, weight in zip(pairs, weights, strict=True) if pair is not None
+    ]
     ups = [pair.up * np.float32(pair.scale * weight) for pair, weight in there]
     return np.concatenate(ups, 1), np.concatenate([pair.down for pair, _ in there], 0)
 
 
 def _merged_change(
-    method: MergeMethod, pairs: Sequence[Pair | None], bound: dict[str, object], seed: int, name: str
+    method: MergeMethod,
+    pairs: Sequence[Pair | None],
+    bound: dict[str, object],
+    seed: int,
+    name: str,
 ) -> Array:
     """The method on the changes themselves; an adapter without the module changes nothing there."""
     shape = next((pair.up.shape[0], pair.down.shape[1]) for pair in pairs if pair is not None)
     changes = [
-        torch.zeros(shape) if pair is None else torch.from_numpy(pair.up @ pair.down * np.float32(pair.scale))
+        torch.zeros(shape)
+        if pair is None
+        else torch.from_numpy(pair.up @ pair.down * np.float32(pair.scale))
         for pair in pairs
     ]
     base = torch.zeros(shape) if method.base == "required" else None

@@ -37,11 +37,14 @@ def extract_lora(
     progress: bool = True,
     allow_pickle: str | None = None,
 ) -> AdapterReport:
-    """Write the LoRA adapter that comes nearest to a tuned model, for peft or to be named as ``"base+adapter"``.
+    """Write the LoRA adapter that comes nearest to a tuned model.
 
-    Tensor by tensor: the change of every linear layer's weight is cut to its largest singular directions, which no
-    adapter of that rank can better (Eckart and Young, 1936). Embeddings, heads, norms and biases are no products; they
-    are left, and the report says by how much they changed, or saved whole.
+    It is for peft, or to be named as ``"base+adapter"``.
+
+    Tensor by tensor: the change of every linear layer's weight is cut to its largest singular
+    directions, which no adapter of that rank can better (Eckart and Young, 1936). Embeddings,
+    heads, norms and biases are no products; they are left, and the report says by how much they
+    changed, or saved whole.
 
     Args:
         model: The tuned model: what `merge_models` takes.
@@ -50,8 +53,9 @@ def extract_lora(
         rank: The largest rank of a module.
         energy: Share of a change's squared norm, 0 to 1, at which fewer directions are enough.
         dtype: Of the factors; default: the model's.
-        save_others: Save changed tensors that are no linear layers whole, as peft's ``modules_to_save``; but for an
-            embedding that is tied to the head, of which peft would leave one as it was.
+        save_others: Save changed tensors that are no linear layers whole, as peft's
+            ``modules_to_save``; but for an embedding that is tied to the head, of which peft would
+            leave one as it was.
         progress: Show a progress bar.
         allow_pickle: ``"weights_only"`` admits pickled checkpoints.
 
@@ -59,7 +63,8 @@ def extract_lora(
         Each module's rank and error, and what was left out.
 
     Raises:
-        PlanError: The models do not have the same tensors, or differ in nothing; every reason found is listed.
+        PlanError: The models do not have the same tensors, or differ in nothing; every reason found
+            is listed.
         ValueError: A bad argument.
         OutputError: ``out`` is not empty or cannot be written.
 
@@ -80,12 +85,19 @@ def extract_lora(
     check_new(out, "extract_lora")
     base, tuned = (open_source(m, allow_pickle=allow_pickle) for m in (base_model, model))
     names = _common_tensors(base, tuned)
-    chosen = dtype or promote(tuned.tensors[n].dtype for n in names if tuned.tensors[n].dtype.is_floating_point).name
+    chosen = (
+        dtype
+        or promote(
+            tuned.tensors[n].dtype for n in names if tuned.tensors[n].dtype.is_floating_point
+        ).name
+    )
     extraction = _Extraction(base, tuned, rank, energy, chosen, save_others)
     for name in with_bar(names, "extract_lora", "tensor", progress=progress):
         extraction.take(name)
     if not extraction.modules and not extraction.saved:
-        problem = f"{tuned.label} and {base.label} differ in no linear layer: there is nothing to extract"
+        problem = (
+            f"{tuned.label} and {base.label} differ in no linear layer: there is nothing to extract"
+        )
         raise PlanError([problem], _WHAT)
     with NewFolder(out, "extract_lora") as folder:
         nbytes = write_adapter(
@@ -95,23 +107,32 @@ def extract_lora(
             base_model=model_label(base_model),
             task_type=task_of(base.config),
             saved=extraction.saved,
-            fan_in_fan_out=any(stores_transposed(base.config, module) for module in extraction.factors),
+            fan_in_fan_out=any(
+                stores_transposed(base.config, module) for module in extraction.factors
+            ),
         )
-    return AdapterReport(Path(out), extraction.modules, sorted(extraction.saved), extraction.left, nbytes)
+    return AdapterReport(
+        Path(out), extraction.modules, sorted(extraction.saved), extraction.left, nbytes
+    )
 
 
 def _common_tensors(base: Source, tuned: Source) -> list[str]:
     """The base's tensors, all of which the tuned model must have in the same shape."""
-    problems = [f"{tuned.label} has no {name}" for name in base.tensors if name not in tuned.tensors]
+    problems = [
+        f"{tuned.label} has no {name}" for name in base.tensors if name not in tuned.tensors
+    ]
     for name, info in base.tensors.items():
         other = tuned.tensors.get(name)
         if other is not None and other.shape != info.shape:
             rows_alone = is_vocabulary_tensor(name) and other.shape[1:] == info.shape[1:]
             why = "the vocabularies differ" if rows_alone else "the shapes differ"
             problems.append(
-                f"{why}: {name} is {list(info.shape)} in {base.label}, {list(other.shape)} in {tuned.label}"
+                f"{why}: {name} is {list(info.shape)} in {base.label}, {list(other.shape)} in "
+                f"{tuned.label}"
             )
-    problems += [f"{base.label} has no {name}" for name in tuned.tensors if name not in base.tensors]
+    problems += [
+        f"{base.label} has no {name}" for name in tuned.tensors if name not in base.tensors
+    ]
     if problems:
         raise PlanError(problems, _WHAT)
     return list(base.tensors)
@@ -120,10 +141,14 @@ def _common_tensors(base: Source, tuned: Source) -> list[str]:
 class _Extraction:
     """What is found of an adapter, tensor by tensor."""
 
-    def __init__(self, base: Source, tuned: Source, rank: int, energy: float, dtype: str, save_others: bool):
+    def __init__(
+        self, base: Source, tuned: Source, rank: int, energy: float, dtype: str, save_others: bool
+    ):
         self._base, self._tuned, self._rank, self._energy = base, tuned, rank, energy
         self._dtype, self._save_others = FLOATS[dtype], save_others
-        self._tied = base.config.get("tie_word_embeddings", not any(HEAD.search(n) for n in base.tensors))
+        self._tied = base.config.get(
+            "tie_word_embeddings", not any(HEAD.search(n) for n in base.tensors)
+        )
         self.factors: dict[str, tuple[Array, Array]] = {}
         self.modules: list[AdapterModule] = []
         self.saved: dict[str, Array] = {}
@@ -147,7 +172,11 @@ class _Extraction:
             up, down = truncated(change, self._rank, self._energy)
             self.factors[module] = up, down
             self.modules.append(module_of(module, change, up, down, self._dtype))
-        elif self._save_others and name.endswith(".weight") and not (self._tied and is_vocabulary_tensor(name)):
+        elif (
+            self._save_others
+            and name.endswith(".weight")
+            and not (self._tied and is_vocabulary_tensor(name))
+        ):
             self.saved[name] = stored.reshape(info.shape)
         else:
             size = float(np.linalg.norm(before.astype(np.float64)))
@@ -156,4 +185,9 @@ class _Extraction:
     @staticmethod
     def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
         module = name.removesuffix(".weight")
-        return len(shape) == 2 and module != name and not is_vocabulary_tensor(name) and not _TABLE.search(module)
+        return (
+            len(shape) == 2
+            and module != name
+            and not is_vocabulary_tensor(name)
+            and not _TABLE.search(module)
+        )

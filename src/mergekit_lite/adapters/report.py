@@ -34,7 +34,8 @@ class AdapterReport(Report):
         out: Its folder.
         modules: What it changes.
         saved: Tensors that it replaces (peft's ``modules_to_save``).
-        left: Tensors that changed and are not in it: name, and norm of the change as a share of the tensor's.
+        left: Tensors that changed and are not in it: name, and norm of the change as a share of the
+            tensor's.
         nbytes: Size of its weights.
         notes: What else is to be known.
     """
@@ -52,15 +53,23 @@ class AdapterReport(Report):
         lines = [f"{len(self.modules)} modules, {self.nbytes / 1e6:.1f} MB at {self.out}"]
         if errors:
             spread = f"median {statistics.median(errors):.2%}, worst {max(errors):.2%}"
-            lines.append(f"rank {min(ranks)} to {max(ranks)}; missed of a change, by its norm: {spread}")
+            lines.append(
+                f"rank {min(ranks)} to {max(ranks)}; missed of a change, by its norm: {spread}"
+            )
         return lines
 
     def table(self) -> Table:
         """Every module's rank and error."""
-        rows = [(m.name, "x".join(map(str, m.shape)), str(m.rank), f"{m.error:.2%}") for m in self.modules]
+        rows = [
+            (m.name, "x".join(map(str, m.shape)), str(m.rank), f"{m.error:.2%}")
+            for m in self.modules
+        ]
         return Table(("module", "shape", "rank", "missed"), rows)
 
     def remarks(self) -> list[str]:
         """What is not in it."""
-        left = [f"{name} changed by {share:.2%} and is not in the adapter" for name, share in self.left.items()]
+        left = [
+            f"{name} changed by {share:.2%} and is not in the adapter"
+            for name, share in self.left.items()
+        ]
         return [*(f"note: {text}" for text in self.notes), *left]

@@ -15,7 +15,11 @@ from ..files.adapter import CONFIG, PREFIX, WEIGHTS
 from ..files.headers import header_bytes
 from .report import AdapterModule
 
-_TASKS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
+_TASKS = {
+    "ForCausalLM": "CAUSAL_LM",
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+}
 _TASKS |= {"ForConditionalGeneration": "SEQ_2_SEQ_LM", "ForQuestionAnswering": "QUESTION_ANS"}
 _NOTHING = 1e-14  # of the largest eigenvalue: what float64 leaves of a zero
 
@@ -41,7 +45,9 @@ def truncated(
     rank: int,
     energy: float = 1.0,
 ) -> tuple[Array, Array]:
-    """The best factors B (out, r) and A (r, in) of a change; both have the roots of its singular values.
+    """The best factors B (out, r) and A (r, in) of a change.
+
+    Both have the roots of its singular values.
 
     Found from the eigenvectors of the smaller of the two Gram matrices, in float64.
 
@@ -54,19 +60,25 @@ def truncated(
     tall = wide.shape[0] > wide.shape[1]
     values, vectors = np.linalg.eigh(wide.T @ wide if tall else wide @ wide.T)
     values, vectors = values[::-1].clip(0), vectors[:, ::-1]
-    enough = 1 + int(np.searchsorted(np.cumsum(values) / max(values.sum(), 1e-300), energy * (1 - 1e-12)))
+    enough = 1 + int(
+        np.searchsorted(np.cumsum(values) / max(values.sum(), 1e-300), energy * (1 - 1e-12))
+    )
     r = max(1, min(rank, enough, int((values > values[0] * _NOTHING).sum())))
     root = np.sqrt(np.sqrt(values[:r]))
     root = np.where(root > 0, root, 1.0)
     vectors = vectors[:, :r]
     if tall:
         return (wide @ vectors / root).astype(np.float32), (vectors * root).T.astype(np.float32)
-    return (vectors * root).astype(np.float32), ((vectors.T @ wide) / root[:, None]).astype(np.float32)
+    return (vectors * root).astype(np.float32), ((vectors.T @ wide) / root[:, None]).astype(
+        np.float32
+    )
 
 
 def module_of(name: str, change: Array, up: Array, down: Array, dtype: DType) -> AdapterModule:
     """What the report says of a module whose factors are rounded to a dtype."""
-    rounded = numbers(stored_as(up, dtype)).astype(np.float32) @ numbers(stored_as(down, dtype)).astype(np.float32)
+    rounded = numbers(stored_as(up, dtype)).astype(np.float32) @ numbers(
+        stored_as(down, dtype)
+    ).astype(np.float32)
     size = float(np.linalg.norm(change))
     error = float(np.linalg.norm(change - rounded)) / size if size > 0 else 0.0
     return AdapterModule(name, (change.shape[0], change.shape[1]), down.shape[0], error)

@@ -30,8 +30,8 @@ class Engine:
         device: Where torch functions run.
         executor: Runs blocks side by side; None runs them in order.
         progress: Told what takes a while before the first tensor.
-        impl: ``"eager"`` runs torch functions; ``"fused"`` runs compiled kernels, or raises where there is none;
-            ``"auto"`` runs kernels where it can.
+        impl: ``"eager"`` runs torch functions; ``"fused"`` runs compiled kernels, or raises where
+            there is none; ``"auto"`` runs kernels where it can.
         hashing: Put hashes of what was read into the facts.
 
     Raises:
@@ -53,15 +53,23 @@ class Engine:
         self._hashing, self._said = hashing, False
         self._streaming: StreamingEngine | None = None
         self._fused = self._compiled(impl) if impl != "eager" else None
-        if impl == "fused" and (without := [t for t in plan.tensors if t.method and not self._has_kernel(t)]):
-            raise ValueError(f"merge_models: impl='fused', and {without[0].name} is merged in a way without a kernel")
+        if impl == "fused" and (
+            without := [t for t in plan.tensors if t.method and not self._has_kernel(t)]
+        ):
+            raise ValueError(
+                f"merge_models: impl='fused', and {without[0].name} is merged in a way without a "
+                "kernel"
+            )
         self._torch_threads: int | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._torch_threads is not None:
             torch.set_num_threads(self._torch_threads)
@@ -81,7 +89,9 @@ class Engine:
         except ImportError as error:
             if impl == "fused":
                 raise ValueError(f"merge_models: impl='fused' needs numba ({error})") from error
-            self.notes.append(f"torch did what compiled kernels do faster, since numba cannot be used ({error})")
+            self.notes.append(
+                f"torch did what compiled kernels do faster, since numba cannot be used ({error})"
+            )
             return None
         self._progress("loading kernels, which are compiled once on a machine")
         self._said = True
@@ -113,7 +123,9 @@ class Engine:
         if t.method is None:
             source = self.plan.sources[t.inputs[0].source]
             for start in range(0, t.info.count, CHUNK):
-                sink(t, start, source.read(t.inputs[0].name, start, min(start + CHUNK, t.info.count)))
+                sink(
+                    t, start, source.read(t.inputs[0].name, start, min(start + CHUNK, t.info.count))
+                )
             return fact(t, 1, self._hashes(t))
         if self._fused is not None and self._fused.takes(t):
             return self._fused.run(t, sink)
@@ -125,7 +137,10 @@ class Engine:
             return ()
         sources, count = self.plan.sources, t.info.count
         blocks = [
-            [hash_bytes(sources[i.source].read(i.name, at, min(at + BLOCK, count))) for i in t.everything]
+            [
+                hash_bytes(sources[i.source].read(i.name, at, min(at + BLOCK, count)))
+                for i in t.everything
+            ]
             for at in range(0, count, BLOCK)
         ]
         return tuple(hash_inputs(t, blocks))

@@ -1,15 +1,18 @@
-"""The compiled kernels of file merges: one pass over a block of every input, in tiles that stay in cache.
+"""The compiled kernels of file merges.
 
-They do what the torch functions in `mergekit_lite.methods` do, operation by operation and in the same order, with every
-product rounded before it is added, so that both write the same bytes. Sums over a whole tensor run in float64; their
-order differs from torch's.
+One pass over a block of every input, in tiles that stay in cache.
 
-A block is ``raw`` (rows, columns): one row an input, the base last where there is one. uint16 holds bfloat16 patterns,
-anything else comes as float32. A result goes to ``out``, uint16 (bfloat16) or float32; a kernel that writes one answers
-whether it met NaN or infinity. The first call for a dtype compiles, and keeps what it made in numba's cache.
+They do what the torch functions in `mergekit_lite.methods` do, operation by operation and in the
+same order, with every product rounded before it is added, so that both write the same bytes. Sums
+over a whole tensor run in float64; their order differs from torch's.
 
-Loops that must run in vectors stand in functions of one-dimensional arrays of one length: there the compiler sees that
-no index is negative and none is out of range.
+A block is ``raw`` (rows, columns): one row an input, the base last where there is one. uint16 holds
+bfloat16 patterns, anything else comes as float32. A result goes to ``out``, uint16 (bfloat16) or
+float32; a kernel that writes one answers whether it met NaN or infinity. The first call for a dtype
+compiles, and keeps what it made in numba's cache.
+
+Loops that must run in vectors stand in functions of one-dimensional arrays of one length: there the
+compiler sees that no index is negative and none is out of range.
 
 Shape letters: K models, n elements of the block, T elements of a tile.
 """
@@ -28,17 +31,26 @@ if getattr(config, "DISABLE_JIT", False):
 
 TILE, _GROUP = 2048, 16
 ALL, TRIM, MIDDLE, DRAW = 0, 1, 2, 3  # what is kept of a task vector
-EVERY, SPENT = -1, -2  # of elements that equal a threshold: all are kept; a block's share of them is used up
+EVERY, SPENT = (
+    -1,
+    -2,
+)  # of elements that equal a threshold: all are kept; a block's share of them is used up
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _NOTHING = np.float32(-0.0)  # to which any number can be added, -0 included, and be what it was
 _SMALL, _LEAST = np.float32(1e-8), np.float32(1e-6)
-_SIZE, _INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)  # all of a pattern but its sign; and infinity's
+_SIZE, _INFINITE = (
+    np.uint32(0x7FFFFFFF),
+    np.uint32(0x7F800000),
+)  # all of a pattern but its sign; and infinity's
 
 
 def _kernel(function: Callable[..., object], **options: Any) -> Any:
-    """Compiled when first called, kept on disk where that can be, and free of Python's lock while it runs."""
-    options |= {"nogil": True, "error_model": "numpy"}  # a division that asks for 0 first does not run in vectors
+    """Compile at the first call, keep on disk where that can be, and free Python's lock."""
+    options |= {
+        "nogil": True,
+        "error_model": "numpy",
+    }  # a division that asks for 0 first does not run in vectors
     try:
         return njit(cache=True, **options)(function)
     except RuntimeError:  # no folder that a cache could be in
@@ -185,9 +197,12 @@ def _above(row, threshold):
 
 @_kernel
 def _trim(row, threshold, budget):
-    """Set what is below the threshold to 0; of equal ones keep the first ``budget`` (`EVERY`: all, `SPENT`: none more).
+    """Set what is below the threshold to 0.
 
-    Answers what is left of the budget. Where there was one, a 0 has the sign of what it was, as a product with 0 does.
+    Of equal ones keep the first ``budget`` (`EVERY`: all, `SPENT`: none more).
+
+    Answers what is left of the budget. Where there was one, a 0 has the sign of what it was, as a
+    product with 0 does.
     """
     if budget == EVERY:
         _at_least(row, threshold)
@@ -238,8 +253,8 @@ def _keep_lanes(row, lanes, whole):
 def _draw(row, place, words, keys, whole, limit):
     """Keep each element with a probability.
 
-    Its byte of a word is below ``whole``, or equal and a word of its own is below ``limit`` (negative: never).
-    ``place``, a multiple of 4, is the first element's in the tensor.
+    Its byte of a word is below ``whole``, or equal and a word of its own is below ``limit``
+    (negative: never). ``place``, a multiple of 4, is the first element's in the tensor.
     """
     _draw_words(words[: (row.size + 3) // 4], np.uint32(place // 4), keys[0], keys[1])
     lanes = words.view(np.int8)[: row.size]
@@ -248,7 +263,9 @@ def _draw(row, place, words, keys, whole, limit):
             if lanes[i] == whole:
                 word = np.uint32(_hash(np.uint32(place + i), keys[2], keys[3]) & _SIZE)
                 lanes[i] = -128 if np.float32(word) < limit else 127
-    if limit >= 0 and whole == -128:  # nothing lies below the first byte, so the mark for "kept" needs a step up
+    if (
+        limit >= 0 and whole == -128
+    ):  # nothing lies below the first byte, so the mark for "kept" needs a step up
         whole += 1
     _keep_lanes(row, lanes, np.int8(whole))
 
@@ -316,7 +333,10 @@ def _count_above(bits, high):
 
 @_kernel
 def _collect(bits, low, high, patterns, count):
-    """Copy the patterns from ``low`` to below ``high`` behind the first ``count``; how many there are then."""
+    """Copy the patterns from ``low`` to below ``high`` behind the first ``count``.
+
+    How many there are then.
+    """
     span, whole = np.uint32(high - low), bits.size // _GROUP * _GROUP
     for start in range(0, whole, _GROUP):  # most groups have none, which a vector sees at once
         inside = np.uint32(0)
@@ -362,7 +382,7 @@ def combine(raw, n, coefficients, out):
 
 @_kernel
 def gram(raw, n, rows, shifted, sums):
-    """Add the dot products of the first rows, or of their distances from the last row, to ``sums`` (K, K)."""
+    """Add dot products of the first rows, or of their distances from the last, to ``sums``."""
     values, base = np.empty((rows, TILE), np.float32), np.empty(TILE, np.float32)
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
@@ -382,7 +402,10 @@ def gram(raw, n, rows, shifted, sums):
 
 @_kernel
 def _keep(kept, deltas, count, place, second, words):
-    """Set to 0 what a method drops of every model's row of a tile; ``kept`` is `passes.Kept.arguments`."""
+    """Set to 0 what a method drops of every model's row of a tile.
+
+    ``kept`` is `passes.Kept.arguments`.
+    """
     kind, cuts, budgets, keys, wholes, limits = kept
     for k in range(deltas.shape[0]):
         row = deltas[k, :count]
@@ -401,7 +424,11 @@ def _keep(kept, deltas, count, place, second, words):
 @_kernel
 def norms(raw, n, models, place, kept, sums):
     """Add each model's L1 norm, before and after what is dropped, to ``sums`` (K, 2)."""
-    base, second, words = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE // 4, np.uint32)
+    base, second, words = (
+        np.empty(TILE, np.float32),
+        np.empty(TILE, np.float32),
+        np.empty(TILE // 4, np.uint32),
+    )
     deltas = np.empty((models, TILE), np.float32)
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
@@ -416,7 +443,10 @@ def norms(raw, n, models, place, kept, sums):
 
 @_kernel
 def _consensus(deltas, weights, normalize, floor, elected, merged, share):
-    """The weighted mean or sum, into ``merged``, of the changes that have the sign of the weighted total."""
+    """Write the weighted mean or sum of changes into ``merged``.
+
+    Only changes that have the sign of the weighted total count.
+    """
     count = merged.size
     _fill(elected, _ZERO)
     for k in range(deltas.shape[0]):
@@ -438,11 +468,16 @@ def _consensus(deltas, weights, normalize, floor, elected, merged, share):
 def shift(raw, n, models, place, kept, scales, weights, vote, out):
     """B + a multiple of the weighted sum, or of the consensus, of what is kept of the task vectors.
 
-    Each is first multiplied by its ``scales``, unless there are none. ``vote``: whether the sign is elected, whether
-    the sum is then divided by the agreeing weights, the least of these where all are positive (else 0), the multiple.
+    Each is first multiplied by its ``scales``, unless there are none. ``vote``: whether the sign is
+    elected, whether the sum is then divided by the agreeing weights, the least of these where all
+    are positive (else 0), the multiple.
     """
     voting, normalize, floor, scale = vote
-    base, second, words = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE // 4, np.uint32)
+    base, second, words = (
+        np.empty(TILE, np.float32),
+        np.empty(TILE, np.float32),
+        np.empty(TILE // 4, np.uint32),
+    )
     deltas, total, bad = np.empty((models, TILE), np.float32), np.empty(TILE, np.float32), False
     share = np.empty(TILE, np.float32)
     for start in range(0, n, TILE):
@@ -466,9 +501,12 @@ def shift(raw, n, models, place, kept, scales, weights, vote, out):
 
 @_kernel
 def window(raw, n, models, lows, highs, top, patterns, above, inside):
-    """Of the magnitudes of every task vector: how many lie above a window, and which patterns inside it.
+    """Count, of the magnitudes of every task vector, how many lie above a window.
 
-    Window w looks at model w modulo K. The patterns go to ``patterns`` (windows, n). Answers whether one is NaN.
+    Count also which patterns lie inside it.
+
+    Window w looks at model w modulo K. The patterns go to ``patterns`` (windows, n). Answers
+    whether one is NaN.
     """
     base, deltas = np.empty(TILE, np.float32), np.empty((models, TILE), np.float32)
     largest = np.uint32(0)
@@ -501,8 +539,15 @@ def _variance(deltas, mean, scores):
 
 @_kernel
 def variance_window(raw, n, models, low, high, top, patterns, counts):
-    """`window` of the variances over models: ``counts`` takes how many lie above, inside, and are not 0."""
-    base, mean, variances = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    """Apply `window` to the variances over models.
+
+    ``counts`` takes how many lie above, inside, and are not 0.
+    """
+    base, mean, variances = (
+        np.empty(TILE, np.float32),
+        np.empty(TILE, np.float32),
+        np.empty(TILE, np.float32),
+    )
     deltas, largest = np.empty((models, TILE), np.float32), np.uint32(0)
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
@@ -521,7 +566,10 @@ def variance_window(raw, n, models, low, high, top, patterns, counts):
 
 @_kernel
 def _select(deltas, cut, budget, mean, scores):
-    """Set to 0, in every row, the columns whose variance is not among the largest. Answers what is left."""
+    """Set to 0, in every row, the columns whose variance is not among the largest.
+
+    Answers what is left.
+    """
     _variance(deltas, mean, scores)
     for i in range(scores.size):
         keep = scores[i] > cut
@@ -539,7 +587,11 @@ def _select(deltas, cut, budget, mean, scores):
 @_kernel
 def energy(raw, n, models, selecting, cut, budget, sums):
     """Add each model's sum of squares over the selected columns to ``sums`` (K,)."""
-    base, mean, scores = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    base, mean, scores = (
+        np.empty(TILE, np.float32),
+        np.empty(TILE, np.float32),
+        np.empty(TILE, np.float32),
+    )
     deltas = np.empty((models, TILE), np.float32)
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
@@ -562,7 +614,11 @@ def _add_majority(row, elected, weight, merged, share):
 @_kernel
 def erase_minority(raw, n, models, selecting, cut, budget, weights, out):
     """B + the weighted mean of the selected changes that have the sign of their sum."""
-    base, first, second = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    base, first, second = (
+        np.empty(TILE, np.float32),
+        np.empty(TILE, np.float32),
+        np.empty(TILE, np.float32),
+    )
     deltas, total, bad = np.empty((models, TILE), np.float32), np.empty(TILE, np.float32), False
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
@@ -586,7 +642,10 @@ def erase_minority(raw, n, models, selecting, cut, budget, weights, out):
 
 @_kernel
 def nudge(raw, n, distance, out):
-    """B moved towards the model: by D where that is no farther than ``distance``, else by that much of it."""
+    """Move B towards the model.
+
+    By D where that is no farther than ``distance``, else by that much of it.
+    """
     base, deltas, bad = np.empty(TILE, np.float32), np.empty((1, TILE), np.float32), False
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)

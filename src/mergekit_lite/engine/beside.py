@@ -1,4 +1,7 @@
-"""What lies beside the weights: config, tokenizer, chat template, model card, and the manifest of what went in."""
+"""Write what lies beside the weights.
+
+Config, tokenizer, chat template, model card, and the manifest of what went in.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,11 @@ def _donor_folder(plan: MergePlan) -> Path | None:
 def foreign_code(plan: MergePlan) -> list[str]:
     """Python files of the donor's folder, which its config may have transformers run."""
     folder = _donor_folder(plan)
-    return [] if folder is None else sorted({path.name for pattern in _CODE for path in folder.glob(pattern)})
+    return (
+        []
+        if folder is None
+        else sorted({path.name for pattern in _CODE for path in folder.glob(pattern)})
+    )
 
 
 def code_note(plan: MergePlan, trust_remote_code: bool) -> list[str]:
@@ -44,8 +51,14 @@ def code_note(plan: MergePlan, trust_remote_code: bool) -> list[str]:
         return []
     names = ", ".join(files) or "code on the hub"
     if trust_remote_code:
-        return [f"{donor} brings code of its own ({names}); it was copied and runs when the output is loaded"]
-    return [f"{donor} brings code of its own ({names}); it was left out; trust_remote_code=True copies it"]
+        return [
+            f"{donor} brings code of its own ({names}); it was copied and runs when the output is "
+            "loaded"
+        ]
+    return [
+        f"{donor} brings code of its own ({names}); it was left out; trust_remote_code=True copies "
+        "it"
+    ]
 
 
 def write_beside(plan: MergePlan, folder: Path, trust_remote_code: bool) -> None:
@@ -70,7 +83,9 @@ def _write_tokenizer(plan: MergePlan, folder: Path, trust_remote_code: bool) -> 
         plan.vocabulary.write_tokenizer(folder)
     else:
         folders = [_donor_folder(plan), *(source.folder for source in plan.sources)]
-        tokenizers = [f for f in folders if f and any((f / name).exists() for name in TOKENIZER_FILES)]
+        tokenizers = [
+            f for f in folders if f and any((f / name).exists() for name in TOKENIZER_FILES)
+        ]
         for name in TOKENIZER_FILES:
             if tokenizers and (tokenizers[0] / name).exists():
                 shutil.copyfile(tokenizers[0] / name, folder / name)
@@ -137,21 +152,31 @@ def _labels(recipe: MergeRecipe) -> list[str]:
 
 
 def _renamed(recipe: object, names: Callable[[str], str], key: str = "") -> object:
-    """A recipe as YAML holds it, its models called by other names and its chat template by its file's."""
+    """Return a recipe as YAML holds it.
+
+    Its models are called by other names and its chat template by its file's.
+    """
     if isinstance(recipe, dict):
         return {k: _renamed(v, names, k) for k, v in recipe.items()}
     if isinstance(recipe, list):
         return [_renamed(v, names, key) for v in recipe]
     if isinstance(recipe, str) and key in ("model", "base_model", "source"):
         return names(recipe)
-    return Path(recipe).name if isinstance(recipe, str) and key == "chat_template" and "{" not in recipe else recipe
+    return (
+        Path(recipe).name
+        if isinstance(recipe, str) and key == "chat_template" and "{" not in recipe
+        else recipe
+    )
 
 
 def model_card(plan: MergePlan) -> str:
     """A README for the merged checkpoint; it names no folder of this machine."""
     ids_by_label = {source.label: _id_of(source) for source in plan.sources}
     ids = list(dict.fromkeys(name for name in ids_by_label.values() if name is not None))
-    data: dict[str, object] = {"library_name": "transformers", "tags": ["merge", "mergekit-lite", "model-components"]}
+    data: dict[str, object] = {
+        "library_name": "transformers",
+        "tags": ["merge", "mergekit-lite", "model-components"],
+    }
     if ids:
         data |= {"base_model": ids, "base_model_relation": "merge"}
     documents = list(yaml.safe_load_all(plan.recipe.to_yaml()))
@@ -160,10 +185,15 @@ def model_card(plan: MergePlan) -> str:
     def names(label: str) -> str:
         if label in stages:
             return label
-        parts = [Path(part).name if "/" in part and hub_id(part) is None else part for part in label.split("+")]
+        parts = [
+            Path(part).name if "/" in part and hub_id(part) is None else part
+            for part in label.split("+")
+        ]
         return ids_by_label.get(label) or "+".join(parts)
 
-    recipe = yaml.safe_dump_all([_renamed(d, names) for d in documents], sort_keys=False, allow_unicode=True)
+    recipe = yaml.safe_dump_all(
+        [_renamed(d, names) for d in documents], sort_keys=False, allow_unicode=True
+    )
     listed = "".join(f"- {names(label)}\n" for label in _labels(plan.recipe))
     return (
         f"---\n{yaml.safe_dump(data, sort_keys=False)}---\n# {plan.recipe.merge_method} merge\n\n"
@@ -171,25 +201,41 @@ def model_card(plan: MergePlan) -> str:
     )
 
 
-def manifest(plan: MergePlan, facts: Sequence[TensorFact], seed: int, hashes: Mapping[str, str]) -> dict[str, object]:
+def manifest(
+    plan: MergePlan, facts: Sequence[TensorFact], seed: int, hashes: Mapping[str, str]
+) -> dict[str, object]:
     """What was merged, how, and hashes of what came out; equal after a resume."""
     return {
         "made_by": f"mergekit_lite {__version__}",
         "recipe": plan.recipe.to_dict(),
-        **({"stages": [stage.to_dict() for stage in plan.recipe.stages()]} if plan.recipe.stages() else {}),
+        **(
+            {"stages": [stage.to_dict() for stage in plan.recipe.stages()]}
+            if plan.recipe.stages()
+            else {}
+        ),
         "seed": seed,
         "inputs": _described(plan, facts),
         "files": dict(hashes),
         "tensors": [
-            {"name": f.name, "shape": f.shape, "dtype": f.dtype, "method": f.method, "passes": f.passes} for f in facts
+            {
+                "name": f.name,
+                "shape": f.shape,
+                "dtype": f.dtype,
+                "method": f.method,
+                "passes": f.passes,
+            }
+            for f in facts
         ],
     }
 
 
 def _described(plan: MergePlan, facts: Sequence[TensorFact]) -> list[dict[str, object]]:
-    """The inputs as the manifest lists them: a hash of the values that were merged, and the hub's commit if it has one.
+    """Return the inputs as the manifest lists them.
 
-    The hash is that of the lines "name hash", one a tensor, sorted; a tensor's is that of the hashes of its blocks.
+    A hash of the values that were merged, and the hub's commit if it has one.
+
+    The hash is that of the lines "name hash", one a tensor, sorted; a tensor's is that of the
+    hashes of its blocks.
     """
     lines: list[list[str]] = [[] for _ in plan.sources]
     for t, f in zip(plan.tensors, facts, strict=True):
@@ -197,7 +243,10 @@ def _described(plan: MergePlan, facts: Sequence[TensorFact]) -> list[dict[str, o
             lines[i.source].append(f"{i.name} {digest}\n")
     described = []
     for source, hashes in zip(plan.sources, lines, strict=True):
-        entry: dict[str, object] = {"model": source.label, "values": hash_bytes("".join(sorted(set(hashes))).encode())}
+        entry: dict[str, object] = {
+            "model": source.label,
+            "values": hash_bytes("".join(sorted(set(hashes))).encode()),
+        }
         if source.folder is not None and (cached := cached_commit(source.folder)):
             entry |= {"hub_id": cached[0], "commit": cached[1]}
         if source.folder is not None and (source.folder / MANIFEST).is_file():  # a merge itself

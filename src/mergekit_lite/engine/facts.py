@@ -1,4 +1,7 @@
-"""What both engines share: what they say of a tensor, where they hand its values, and when they refuse."""
+"""What both engines share.
+
+What they say of a tensor, where they hand its values, and when they refuse.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from ..planning import TensorPlan
 from .hashing import hash_bytes
 
 BLOCK = 1 << 18
-"""Elements of each input that a thread of the compiled engine holds at a time, and that have a hash of their own."""
+"""Elements of each input that a thread of the compiled engine holds at a time, and that have a hash
+of their own."""
 
 Sink = Callable[[TensorPlan, int, Array], None]
 """Takes stored values of a tensor, from an element on; called from any thread."""
@@ -30,7 +34,8 @@ class TensorFact:
         dtype: Its dtype.
         method: The method's name, or ``"copy"``.
         passes: How often the inputs were read; 0 for an empty tensor.
-        inputs: Hashes of the inputs' stored values, the base's last; empty where a state dict is made.
+        inputs: Hashes of the inputs' stored values, the base's last; empty where a state dict is
+            made.
     """
 
     name: str
@@ -42,19 +47,26 @@ class TensorFact:
 
 
 def fact(t: TensorPlan, passes: int, inputs: Sequence[str] = ()) -> TensorFact:
-    """What the report says of a tensor; ``inputs`` are hashes of the values that were read, the base's last."""
-    return TensorFact(t.name, t.shape, t.dtype.name, t.method.name if t.method else "copy", passes, tuple(inputs))
+    """What the report says of a tensor.
+
+    ``inputs`` are hashes of the values that were read, the base's last.
+    """
+    return TensorFact(
+        t.name, t.shape, t.dtype.name, t.method.name if t.method else "copy", passes, tuple(inputs)
+    )
 
 
 def hash_inputs(t: TensorPlan, blocks: Sequence[Sequence[str]]) -> list[str]:
     """From the hashes of every input's blocks, a list for each block, one hash for each input."""
-    return [hash_bytes("".join(block[i] for block in blocks).encode()) for i in range(len(t.everything))]
+    return [
+        hash_bytes("".join(block[i] for block in blocks).encode()) for i in range(len(t.everything))
+    ]
 
 
 def not_finite(t: TensorPlan) -> NotFiniteError:
     """The error for a tensor whose result is not finite."""
     method = t.method.name if t.method else "the copy"
     return NotFiniteError(
-        f"{t.name}: the merge gives NaN or infinity in {t.dtype}: the inputs hold such values, or {method} overflows "
-        "or divides by zero there"
+        f"{t.name}: the merge gives NaN or infinity in {t.dtype}: the inputs hold such values, or "
+        f"{method} overflows or divides by zero there"
     )

@@ -1,4 +1,7 @@
-"""The engine of compiled kernels: file merges by methods that go element by element, without torch."""
+"""The engine of compiled kernels, without torch.
+
+It runs file merges by methods that go element by element.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,11 @@ class FusedEngine:
 
     def takes(self, t: TensorPlan) -> bool:
         """Whether a tensor's merge can be done here."""
-        by_elements = t.method in PROGRAMS and t.chunking == "elements" and t.parameters.get("scope") != "global"
+        by_elements = (
+            t.method in PROGRAMS
+            and t.chunking == "elements"
+            and t.parameters.get("scope") != "global"
+        )
         return by_elements and t.work == FLOAT32 and t.info.count < _LARGEST
 
     def run(self, t: TensorPlan, sink: Sink) -> TensorFact:
@@ -46,6 +53,8 @@ class FusedEngine:
                     raise not_finite(t)
             sink(t, place, out)
 
-        hashes: list[list[str]] | None = [[] for _ in range(0, t.info.count, BLOCK)] if self._hashing else None
+        hashes: list[list[str]] | None = (
+            [[] for _ in range(0, t.info.count, BLOCK)] if self._hashing else None
+        )
         x.each(work, hashes)
         return fact(t, x.passes, hash_inputs(t, hashes) if hashes else ())

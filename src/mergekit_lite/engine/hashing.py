@@ -1,4 +1,7 @@
-"""XXH64 of files that were written and of values that were read: it finds what went wrong, not what was forged."""
+"""XXH64 of files that were written and of values that were read.
+
+It finds what went wrong, not what was forged.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
-"""The output folder: shards written in place in a hidden folder beside the target, which is renamed when whole.
+"""The output folder.
 
-`progress.json` beside the result lists the shards that are complete, by hash, under a fingerprint of the plan
-and its inputs. A later run of the same merge keeps the shards whose bytes still have that hash and redoes the rest.
+Shards are written in a hidden folder beside the target, which is renamed when whole.
+
+`progress.json` beside the result lists the shards that are complete, by hash, under a fingerprint
+of the plan and its inputs. A later run of the same merge keeps the shards whose bytes still have
+that hash and redoes the rest.
 """
 
 from __future__ import annotations
@@ -26,12 +29,21 @@ from .hashing import hash_file
 
 
 def plan_fingerprint(plan: MergePlan, seed: int, version: str) -> str:
-    """Equal for two runs that would write the same bytes; where a method is a user's own, unlike every other run's."""
-    modules = {str(getattr(t.method.function, "__module__", "")) for t in plan.tensors if t.method is not None}
+    """Equal for two runs that would write the same bytes.
+
+    Where a method is a user's own, unlike every other run's.
+    """
+    modules = {
+        str(getattr(t.method.function, "__module__", ""))
+        for t in plan.tensors
+        if t.method is not None
+    }
     described = {
         "version": version,
         "recipe": plan.recipe.to_yaml(),
-        "methods": "own" if all(m.startswith("mergekit_lite.") for m in modules) else os.urandom(16).hex(),
+        "methods": "own"
+        if all(m.startswith("mergekit_lite.") for m in modules)
+        else os.urandom(16).hex(),
         "seed": seed,
         "sources": [[s.label, s.fingerprint()] for s in plan.sources],
         "tensors": [[t.name, t.dtype.name, list(t.shape), t.shard, t.offset] for t in plan.tensors],
@@ -43,7 +55,14 @@ def _recorded_facts(entries: Any) -> list[TensorFact] | None:
     """What a record says of a shard's tensors; None where it is no record of ours."""
     try:
         return [
-            TensorFact(e["name"], tuple(e["shape"]), e["dtype"], e["method"], e["passes"], tuple(e["inputs"]))
+            TensorFact(
+                e["name"],
+                tuple(e["shape"]),
+                e["dtype"],
+                e["method"],
+                e["passes"],
+                tuple(e["inputs"]),
+            )
             for e in entries
         ]
     except (TypeError, KeyError):
@@ -51,7 +70,9 @@ def _recorded_facts(entries: Any) -> list[TensorFact] | None:
 
 
 class OutputFolder(NewFolder):
-    """One run's hold on an output folder; rank 0 opens it, the other ranks only write tensors into it.
+    """One run's hold on an output folder.
+
+    Rank 0 opens it, the other ranks only write tensors into it.
 
     Args:
         out: The final name.
@@ -92,19 +113,29 @@ class OutputFolder(NewFolder):
                 self._keep_finished()
             self.clear(keep=self.finished)
             self._save_progress()
-            left = sum(t.nbytes for t in self._plan.tensors if self._plan.shards[t.shard] not in self.finished)
+            left = sum(
+                t.nbytes
+                for t in self._plan.tensors
+                if self._plan.shards[t.shard] not in self.finished
+            )
             free = shutil.disk_usage(self.folder).free
             if left > free:
                 if not self.finished:
                     self.discard()
-                text = f"needs {size_text(left)} of disk, {size_text(left - free)} more than the {size_text(free)} free"
+                text = (
+                    f"needs {size_text(left)} of disk, {size_text(left - free)} more than the "
+                    f"{size_text(free)} free"
+                )
                 raise OutputError(errno.ENOSPC, f"merge to {self.out}: {text}")
         except BaseException:
             self.close()
             raise
 
     def _keep_finished(self) -> None:
-        """Find the shards that an earlier run of this merge recorded and that still have the recorded hash."""
+        """Find the shards that an earlier run of this merge recorded.
+
+        Only those that still have the recorded hash count.
+        """
         try:
             record = json.loads(self._progress.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
@@ -133,7 +164,10 @@ class OutputFolder(NewFolder):
             file.truncate(self._body[shard] + sum(t.nbytes for t in self._members[shard]))
 
     def write(self, t: TensorPlan, start: int, values: Array) -> None:
-        """Put stored elements ``start`` onwards of a tensor in their place; safe from any thread."""
+        """Put stored elements ``start`` onwards of a tensor in their place.
+
+        Safe from any thread.
+        """
         assert self._descriptor is not None
         position = self._body[t.shard] + t.offset + start * t.dtype.itemsize
         data = byte_view(values)
@@ -164,7 +198,10 @@ class OutputFolder(NewFolder):
         super().close()
 
     def discard(self) -> None:
-        """Remove everything of this run; files that are open would stay on some network file systems."""
+        """Remove everything of this run.
+
+        Files that are open would stay on some network file systems.
+        """
         self.close_shard()
         super().discard()
 

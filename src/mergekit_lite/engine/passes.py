@@ -1,4 +1,6 @@
-"""Passes over one tensor by compiled kernels: its blocks, read into buffers that are used again and again.
+"""Passes over one tensor by compiled kernels.
+
+Its blocks are read into buffers that are used again and again.
 
 Memory is a few megabytes a thread, whatever the model's size.
 """
@@ -28,7 +30,8 @@ T = TypeVar("T")
 _STRETCHES, _STRETCH = 32, 2048  # the sample that thresholds start from
 
 Finish = Callable[[Array, int, int, int, Array], bool]
-"""Makes a block of the result: ``finish(raw, count, place, block, out)``; True where it is not finite."""
+"""Makes a block of the result: ``finish(raw, count, place, block, out)``; True where it is not
+finite."""
 
 
 def float32(values: Sequence[float] | Array) -> Array:
@@ -81,7 +84,12 @@ class FusedTensor:
     """One tensor of a plan: its blocks, and the passes over them that methods ask for."""
 
     def __init__(
-        self, t: TensorPlan, sources: Sequence[Source], seed: int, buffers: Buffers, executor: Executor | None
+        self,
+        t: TensorPlan,
+        sources: Sequence[Source],
+        seed: int,
+        buffers: Buffers,
+        executor: Executor | None,
     ):
         self.plan, self.models, self.passes = t, len(t.inputs), 0
         self._sources, self._seed, self._buffers, self._executor = sources, seed, buffers, executor
@@ -92,11 +100,15 @@ class FusedTensor:
         narrow = all(self._direct) and all(info.dtype == BFLOAT16 for info in infos)
         self._dtype = np.uint16 if narrow else np.float32
         self._readable = [
-            direct and (narrow or info.dtype == FLOAT32) for direct, info in zip(self._direct, infos, strict=True)
+            direct and (narrow or info.dtype == FLOAT32)
+            for direct, info in zip(self._direct, infos, strict=True)
         ]
 
     def _read(self, place: int, count: int, raw: Array, hashed: list[str] | None = None) -> None:
-        """Fill the first ``count`` columns of a buffer, a row an input, the base last; hash what is stored."""
+        """Fill the first ``count`` columns of a buffer, a row an input, the base last.
+
+        Hash what is stored.
+        """
         for row, i, readable in zip(raw, self.plan.everything, self._readable, strict=True):
             source = self._sources[i.source]
             stored = row[:count]
@@ -108,7 +120,9 @@ class FusedTensor:
             if hashed is not None:
                 hashed.append(hash_bytes(stored))
 
-    def each(self, work: Callable[[Array, int, int, int], T], hashes: list[list[str]] | None = None) -> list[T]:
+    def each(
+        self, work: Callable[[Array, int, int, int], T], hashes: list[list[str]] | None = None
+    ) -> list[T]:
         """``work(raw, count, place, block)`` for every block; one pass over the tensor.
 
         ``hashes``, one empty list for each block, takes the hashes of every input's block.
@@ -167,10 +181,15 @@ class FusedTensor:
         return numbers(np.ascontiguousarray(np.concatenate(parts, 1)))
 
     def trimmed(self, counts: Sequence[Callable[[int], int]]) -> Kept:
-        """The cuts that keep each model's k largest changes; twice as many counts keep those less a second k."""
+        """The cuts that keep each model's k largest changes.
+
+        Twice as many counts keep those less a second k.
+        """
         sample = self._sample()
         bits = [np.abs(model - sample[-1]).view(np.int32) for model in sample[:-1]]
-        selectors = [Selector(c(self._size), self._size, bits[j % self.models]) for j, c in enumerate(counts)]
+        selectors = [
+            Selector(c(self._size), self._size, bits[j % self.models]) for j, c in enumerate(counts)
+        ]
         self._search(selectors)  # once at least, which finds NaN
         while not all(selector.done for selector in selectors):
             self._search(selectors)
@@ -224,19 +243,32 @@ class FusedTensor:
         scales: Array | None = None,
         normalize: bool | None = None,
     ) -> Finish:
-        """Finish as B + ``scale`` Σ w_k D_k; or, where ``normalize`` is said, B + ``scale`` times the consensus."""
+        """Finish as B + ``scale`` Σ w_k D_k.
+
+        Or, where ``normalize`` is said, B + ``scale`` times the consensus.
+        """
         kept = kept or Kept()
         scales = np.empty(0, np.float32) if scales is None else scales
         w, lowest = float32(weights), float(min(weights))
-        voting = normalize is not None, bool(normalize), np.float32(max(lowest, 0.0)), np.float32(scale)
+        voting = (
+            normalize is not None,
+            bool(normalize),
+            np.float32(max(lowest, 0.0)),
+            np.float32(scale),
+        )
 
         def finish(raw: Array, count: int, place: int, block: int, out: Array) -> bool:
-            return kernels.shift(raw, count, self.models, place, kept.arguments(block), scales, w, voting, out)
+            return kernels.shift(
+                raw, count, self.models, place, kept.arguments(block), scales, w, voting, out
+            )
 
         return finish
 
     def selected(self, share: float) -> tuple[bool, np.float32, Selector | None]:
-        """Whether columns are selected, the cut on their variance, and its selector; a share of variances above 0."""
+        """Whether columns are selected, the cut on their variance, and its selector.
+
+        A share of variances above 0.
+        """
         if share >= 1:
             return False, np.float32(0), None
         sample = self._sample()

@@ -1,7 +1,8 @@
-"""Every merge method that has kernels, as the passes it makes over a tensor and the way it finishes a block.
+"""Every merge method that has kernels: its passes over a tensor, and how it finishes a block.
 
-Each function has its method's parameters. It may ask its tensor for dot products, thresholds or norms, each of which is
-a pass over all blocks, and answers how a block of the result is made. The formulas stand with the methods.
+Each function has its method's parameters. It may ask its tensor for dot products, thresholds or
+norms, each of which is a pass over all blocks, and answers how a block of the result is made. The
+formulas stand with the methods.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def _passthrough(x: FusedTensor, scale: list[float | None]) -> Finish:
     return x.combined([1.0 if scale[0] is None else scale[0]])
 
 
-def _task_arithmetic(x: FusedTensor, weight: list[float], lambda_: float, normalize: bool) -> Finish:
+def _task_arithmetic(
+    x: FusedTensor, weight: list[float], lambda_: float, normalize: bool
+) -> Finish:
     return x.shifted(weight, lambda_ / normaliser(weight, normalize))
 
 
@@ -53,7 +56,9 @@ def _nuslerp(x: FusedTensor, weight: list[float], **_: object) -> Finish:
 
 
 def _multislerp(x: FusedTensor, weight: list[float], normalize_weights: bool, eps: float) -> Finish:
-    return _along_angles(x, lambda g: coefficients.multislerp(g, weight, normalize_weights, eps, np))
+    return _along_angles(
+        x, lambda g: coefficients.multislerp(g, weight, normalize_weights, eps, np)
+    )
 
 
 def _karcher(x: FusedTensor, max_iter: int, tol: float) -> Finish:
@@ -73,7 +78,10 @@ def _middling(x: FusedTensor, density: Sequence[float], gamma: Sequence[float]) 
 
 
 def _keeping(keep: Callable[..., Kept], *, vote: bool) -> Callable[..., Finish]:
-    """B + λ times the weighted sum of what is kept of the task vectors, or with ``vote`` times its consensus."""
+    """B + λ times the weighted sum of what is kept of the task vectors.
+
+    With ``vote`` it is λ times its consensus.
+    """
 
     def program(
         x: FusedTensor,
@@ -88,7 +96,9 @@ def _keeping(keep: Callable[..., Kept], *, vote: bool) -> Callable[..., Finish]:
         shares = [density] if gamma is None else [density, gamma]
         kept = Kept() if min(density) >= 1 else keep(x, *shares)
         scale = lambda_ if vote else lambda_ / normaliser(weight, normalize)
-        return x.shifted(weight, scale, kept, x.restoring(kept, rescale), normalize if vote else None)
+        return x.shifted(
+            weight, scale, kept, x.restoring(kept, rescale), normalize if vote else None
+        )
 
     return program
 
@@ -110,7 +120,9 @@ def _sce(x: FusedTensor, select_topk: float) -> Finish:
     weights = float32(energy / total if total > 0 else np.full_like(energy, 1 / x.models))
 
     def finish(raw: Array, count: int, place: int, block: int, out: Array) -> bool:
-        return kernels.erase_minority(raw, count, x.models, selecting, cut, budget(block), weights, out)
+        return kernels.erase_minority(
+            raw, count, x.models, selecting, cut, budget(block), weights, out
+        )
 
     return finish
 

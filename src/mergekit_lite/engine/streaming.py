@@ -1,8 +1,10 @@
-"""The engine that runs torch functions over a plan: user methods, spectral ones, other devices, other dtypes.
+"""The engine that runs torch functions over a plan.
 
-It reads, computes and hands on one block of one tensor at a time. Reading and writing overlap with arithmetic through
-the system's cache. With an executor blocks also run side by side; sums are added in block order, so results do not
-depend on the number of threads.
+For user methods, spectral ones, other devices, other dtypes.
+
+It reads, computes and hands on one block of one tensor at a time. Reading and writing overlap with
+arithmetic through the system's cache. With an executor blocks also run side by side; sums are added
+in block order, so results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -29,15 +31,21 @@ _LARGE = 10**9  # a size at which two tensors that ask for different shares ask 
 class StreamBlocks:
     """The blocks of one planned tensor, read on demand and cast to the dtype to compute in."""
 
-    def __init__(self, t: TensorPlan, sources: Sequence[Source], device: str | torch.device, cached: bool):
+    def __init__(
+        self, t: TensorPlan, sources: Sequence[Source], device: str | torch.device, cached: bool
+    ):
         self._plan, self._sources, self._device = t, sources, device
         self.total = t.info.count
         row = block_shape(t.shape, "rows")[1] if t.chunking == "rows" else 1
-        size = max(1, self.total) if t.chunking == "tensor" else max(row, CHUNK // max(1, row) * row)
+        size = (
+            max(1, self.total) if t.chunking == "tensor" else max(row, CHUNK // max(1, row) * row)
+        )
         self._row = row
         self._edges = [*range(0, self.total, size), self.total] if self.total else [0, 0]
         nbytes = self.total * t.work.itemsize * (len(t.inputs) + 1)
-        self._cache: dict[int, Block] | None = {} if cached and t.passes > 1 and nbytes <= _CACHED else None
+        self._cache: dict[int, Block] | None = (
+            {} if cached and t.passes > 1 and nbytes <= _CACHED else None
+        )
 
     def __len__(self) -> int:
         return len(self._edges) - 1
@@ -66,7 +74,10 @@ class StreamBlocks:
         return self._cache[index]
 
     def sample(self) -> Iterable[Block]:
-        """Evenly spread stretches, whole rows where the method wants rows; nothing where one block is all."""
+        """Evenly spread stretches, whole rows where the method wants rows.
+
+        Nothing where one block is all.
+        """
         if len(self) == 1:
             return
         width = max(self._row, _SLICE // self._row * self._row)
@@ -86,10 +97,20 @@ class _Shifted:
 
 
 class StreamingEngine:
-    """Runs a plan's torch functions: measures each tensor, then hands every finished block to a sink."""
+    """Run a plan's torch functions.
 
-    def __init__(self, plan: MergePlan, seed: int, device: str | torch.device, executor: Executor | None):
-        self.plan, self._seed, self._device, self._executor = plan, seed, torch.device(device), executor
+    It measures each tensor, then hands every finished block to a sink.
+    """
+
+    def __init__(
+        self, plan: MergePlan, seed: int, device: str | torch.device, executor: Executor | None
+    ):
+        self.plan, self._seed, self._device, self._executor = (
+            plan,
+            seed,
+            torch.device(device),
+            executor,
+        )
         self._global: dict[str, list[_Shifted]] = {}
 
     def _evaluation(self, t: TensorPlan, cached: bool = True) -> tuple[Evaluation, StreamBlocks]:
@@ -100,23 +121,33 @@ class StreamingEngine:
         return Evaluation(t.method.function, t.parameters, blocks, noise, self._executor), blocks
 
     def measure_globally(self, progress: Callable[[str], None]) -> None:
-        """Answer the requests whose scope is the whole merge: every model's thresholds over many tensors.
+        """Answer the requests whose scope is the whole merge.
 
-        Tensors that keep the same share of their elements are one vector, ranked as one; where a filter gives some
-        tensors another density, they are a vector of their own. Every pass reads every tensor anew; what is kept
-        between passes is a window or a histogram for each model.
+        They are every model's thresholds over many tensors.
+
+        Tensors that keep the same share of their elements are one vector, ranked as one; where a
+        filter gives some tensors another density, they are a vector of their own. Every pass reads
+        every tensor anew; what is kept between passes is a window or a histogram for each model.
         """
-        vectors: dict[tuple[int, ...], list[tuple[TensorPlan, int]]] = {}  # shares: its tensors, and their blocks
+        vectors: dict[
+            tuple[int, ...], list[tuple[TensorPlan, int]]
+        ] = {}  # shares: its tensors, and their blocks
         for t in self.plan.tensors:
             if t.parameters.get("scope") == "global" and t.info.count:
                 evaluation, blocks = self._evaluation(t, cached=False)
                 if (requests := evaluation.requests()) is not None:
-                    shares = tuple(request.count(_LARGE) for request in requests if isinstance(request, Largest))
+                    shares = tuple(
+                        request.count(_LARGE)
+                        for request in requests
+                        if isinstance(request, Largest)
+                    )
                     vectors.setdefault(shares, []).append((t, len(blocks)))
         for members in vectors.values():
             self._measure_vector(members, progress)
 
-    def _measure_vector(self, members: Sequence[tuple[TensorPlan, int]], progress: Callable[[str], None]) -> None:
+    def _measure_vector(
+        self, members: Sequence[tuple[TensorPlan, int]], progress: Callable[[str], None]
+    ) -> None:
         total = sum(t.info.count for t, _ in members)
         counts: list[int] = []
         samples: list[list[Tensor]] = []
@@ -128,12 +159,17 @@ class StreamingEngine:
             counts = [request.count(total) for request in requests if isinstance(request, Largest)]
             samples = samples or [[] for _ in requests]
             for i, request in enumerate(requests):
-                scores = torch.cat(sampled[i]) if sampled[i] else request.compute().detach().flatten()
-                wanted = max(1, round(t.info.count / total * _GLOBAL_SAMPLE))  # its share of the sample is its size
+                scores = (
+                    torch.cat(sampled[i]) if sampled[i] else request.compute().detach().flatten()
+                )
+                wanted = max(
+                    1, round(t.info.count / total * _GLOBAL_SAMPLE)
+                )  # its share of the sample is its size
                 samples[i].append(scores[:: max(1, scores.numel() // wanted)].clone())
         wide = any(t.work.name == "float64" for t, _ in members)
         collectors = [
-            Selector(k, total, bits_of(torch.cat(s), wide), wide) for k, s in zip(counts, samples, strict=True)
+            Selector(k, total, bits_of(torch.cat(s), wide), wide)
+            for k, s in zip(counts, samples, strict=True)
         ]
         while not all(collector.done for collector in collectors):
             progress("thresholds over all tensors")
@@ -166,7 +202,9 @@ class StreamingEngine:
         def finish(index: int) -> int:
             rounded = evaluation.result(index).reshape(-1).to(to_torch(t.dtype))
             # A finite sum has finite terms; the slow look happens only when the sum is not.
-            if not torch.isfinite(rounded.sum(dtype=to_torch(t.work))) and not bool(torch.isfinite(rounded).all()):
+            if not torch.isfinite(rounded.sum(dtype=to_torch(t.work))) and not bool(
+                torch.isfinite(rounded).all()
+            ):
                 raise not_finite(t)
             sink(t, blocks.span(index)[0], stored_of(rounded.contiguous().cpu()))
             return rounded.numel()

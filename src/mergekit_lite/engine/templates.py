@@ -1,4 +1,7 @@
-"""Chat templates by the names that recipes give them. Each is written from the format's published description."""
+"""Chat templates by the names that recipes give them.
+
+Each is written from the format's published description.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ _ALPACA = """\
 _LLAMA3 = """\
 {{- bos_token -}}
 {%- for message in messages -%}
-{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
+{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' \
++ message['content'] | trim + '<|eot_id|>' }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
@@ -68,4 +72,10 @@ _EXAONE = """\
 {%- endif -%}
 """
 
-TEMPLATES = {"alpaca": _ALPACA, "chatml": _CHATML, "exaone": _EXAONE, "llama3": _LLAMA3, "mistral": _MISTRAL}
+TEMPLATES = {
+    "alpaca": _ALPACA,
+    "chatml": _CHATML,
+    "exaone": _EXAONE,
+    "llama3": _LLAMA3,
+    "mistral": _MISTRAL,
+}

@@ -15,12 +15,18 @@ from .headers import CheckpointError, Json, TensorInfo, read_header, read_json
 from .sources import FolderSource, Source, stat_of
 
 _LORA_KEY = re.compile(
-    r"^(?:base_model\.model\.)?(?P<module>.+?)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(?:\.weight)?$"
+    r"^(?:base_model\.model\.)?(?P<module>.+?)"
+    r"\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(?:\.weight)?$"
 )
 _PAIRS = (["lora_A", "lora_B"], ["lora_embedding_A", "lora_embedding_B"])
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-_RESIDUAL = ("pissa", "olora", "corda", "loftq")  # initialisations that subtract the adapter from the base
+_RESIDUAL = (
+    "pissa",
+    "olora",
+    "corda",
+    "loftq",
+)  # initialisations that subtract the adapter from the base
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 _CONV1D_LAYERS = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)$")
 
@@ -29,34 +35,56 @@ def read_adapter_config(adapter: Path) -> Json:
     """The settings of a plain LoRA adapter.
 
     Raises:
-        CheckpointError: A file is missing, or the adapter is of a kind that a sum W + s B A does not describe.
+        CheckpointError: A file is missing, or the adapter is of a kind that a sum W + s B A does
+            not describe.
     """
     for needed in (CONFIG, WEIGHTS):
         if not (adapter / needed).is_file():
             raise CheckpointError(f"adapter {adapter}: has no {needed}")
     settings = read_json(adapter / CONFIG)
-    if settings.get("peft_type", "LORA") != "LORA" or settings.get("use_dora") or settings.get("lora_bias"):
-        raise CheckpointError(f"adapter {adapter}: only plain LoRA adapters can be folded in (no DoRA, no lora_bias)")
+    if (
+        settings.get("peft_type", "LORA") != "LORA"
+        or settings.get("use_dora")
+        or settings.get("lora_bias")
+    ):
+        raise CheckpointError(
+            f"adapter {adapter}: only plain LoRA adapters can be folded in (no DoRA, no lora_bias)"
+        )
     if str(settings.get("init_lora_weights", "")).lower().startswith(_RESIDUAL):
         raise CheckpointError(
-            f"adapter {adapter}: was initialised by {settings['init_lora_weights']}, which also changed the base "
-            "weights; save it with path_initial_model_for_weight_conversion, then fold it in"
+            f"adapter {adapter}: was initialised by {settings['init_lora_weights']}, which also "
+            "changed the base weights; save it with path_initial_model_for_weight_conversion, "
+            "then fold it in"
         )
     if missing := {"r", "lora_alpha"} - settings.keys():
-        raise CheckpointError(f"adapter {adapter}: its config has no {' and no '.join(sorted(missing))}")
+        raise CheckpointError(
+            f"adapter {adapter}: its config has no {' and no '.join(sorted(missing))}"
+        )
     for key in ("rank_pattern", "alpha_pattern"):
         if not isinstance(settings.get(key) or {}, Mapping):
-            raise CheckpointError(f"adapter {adapter}: its {key} is {settings[key]!r}, needed numbers by module name")
+            raise CheckpointError(
+                f"adapter {adapter}: its {key} is {settings[key]!r}, needed numbers by module name"
+            )
     values = [settings["r"], settings["lora_alpha"]]
-    values += [v for key in ("rank_pattern", "alpha_pattern") for v in (settings.get(key) or {}).values()]
+    values += [
+        v for key in ("rank_pattern", "alpha_pattern") for v in (settings.get(key) or {}).values()
+    ]
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise CheckpointError(f"adapter {adapter}: its config has {value!r} as a rank or alpha, needed a number")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not math.isfinite(value)
+        ):
+            raise CheckpointError(
+                f"adapter {adapter}: its config has {value!r} as a rank or alpha, needed a number"
+            )
     return settings
 
 
 def stores_transposed(config: Mapping[str, object], module: str, otherwise: bool = False) -> bool:
-    """Whether a layer's weight is (in, out): a Conv1D of GPT-2's family, whose heads are ordinary layers.
+    """Return whether a layer's weight is (in, out).
+
+    A Conv1D of GPT-2's family is, whose heads are ordinary layers.
 
     Args:
         config: The model's.
@@ -74,7 +102,9 @@ def _pattern(settings: Json, key: str, module: str, default: float) -> float:
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return value
         except re.error as error:
-            raise CheckpointError(f"adapter: its {key} has {pattern!r}, which is no pattern ({error})") from error
+            raise CheckpointError(
+                f"adapter: its {key} has {pattern!r}, which is no pattern ({error})"
+            ) from error
     return default
 
 
@@ -95,7 +125,8 @@ class Pair:
         down: A, (r, in_features).
         up: B, (out_features, r).
         scale: s.
-        embedding: Of a token embedding, whose weight is (tokens, features) and takes the transpose of the change.
+        embedding: Of a token embedding, whose weight is (tokens, features) and takes the transpose
+            of the change.
     """
 
     down: Array
@@ -105,7 +136,9 @@ class Pair:
 
 
 class Adapter:
-    """A peft LoRA adapter, read whole: its settings, every module's factors, and the tensors that it replaces.
+    """A peft LoRA adapter, read whole.
+
+    Its settings, every module's factors, and the tensors that it replaces.
 
     Raises:
         CheckpointError: Not a plain LoRA adapter, or its files are unsound.
@@ -122,10 +155,19 @@ class Adapter:
             value = stored.read(key, 0, info.count).reshape(info.shape)
             if match := _LORA_KEY.match(key):
                 if len(info.shape) != 2 or not info.dtype.is_floating_point:
-                    raise CheckpointError(f"adapter {folder}: {key} is {info.dtype} {list(info.shape)}, not a matrix")
-                factors.setdefault(match["module"], {})[match["part"]] = numbers(value).astype(np.float32)
-            else:  # modules_to_save, biases that were trained, embeddings saved beside their adapters
-                plain = key.removeprefix(PREFIX).replace(".modules_to_save", "").replace(".base_layer", "")
+                    raise CheckpointError(
+                        f"adapter {folder}: {key} is {info.dtype} {list(info.shape)}, not a matrix"
+                    )
+                factors.setdefault(match["module"], {})[match["part"]] = numbers(value).astype(
+                    np.float32
+                )
+            else:
+                # modules_to_save, biases that were trained, embeddings saved beside their adapters
+                plain = (
+                    key.removeprefix(PREFIX)
+                    .replace(".modules_to_save", "")
+                    .replace(".base_layer", "")
+                )
                 self.replaced[plain] = info, value
         for module, parts in factors.items():
             self.pairs[module] = self._pair(module, parts)
@@ -133,25 +175,34 @@ class Adapter:
     def _pair(self, module: str, parts: dict[str, Array]) -> Pair:
         kinds = sorted(parts)
         if kinds not in _PAIRS:
-            raise CheckpointError(f"adapter {self.folder}: {module} has {kinds}, needed an A and a B")
+            raise CheckpointError(
+                f"adapter {self.folder}: {module} has {kinds}, needed an A and a B"
+            )
         down, up = parts[kinds[0]], parts[kinds[1]]
         rank, scale = scale_of(self.settings, module)
         if {up.shape[1], down.shape[0]} != {rank}:
             raise CheckpointError(
-                f"adapter {self.folder}: {module} has A {list(down.shape)} and B {list(up.shape)}, needed rank {rank}"
+                f"adapter {self.folder}: {module} has A {list(down.shape)} and B {list(up.shape)}, "
+                f"needed rank {rank}"
             )
         return Pair(down, up, scale, kinds == _PAIRS[1])
 
 
 class LoraSource(Source):
-    """A model with a peft LoRA adapter folded in, stretch by stretch: W + s B A, with no merged copy anywhere."""
+    """A model with a peft LoRA adapter folded in, stretch by stretch.
+
+    W + s B A, with no merged copy anywhere.
+    """
 
     def __init__(self, base: Source, folder: Path):
         self.label, self.folder = f"{base.label}+{folder}", base.folder
         self.base, self._adapter_folder = base, folder
         self.config = dict(base.config)
         self.adapter = adapter = Adapter(folder)
-        self._pairs = {f"{module}.weight": self._turned(f"{module}.weight", p) for module, p in adapter.pairs.items()}
+        self._pairs = {
+            f"{module}.weight": self._turned(f"{module}.weight", p)
+            for module, p in adapter.pairs.items()
+        }
         self._replaced: dict[str, Array] = {}
         self.tensors = dict(base.tensors)
         for name, (info, value) in adapter.replaced.items():
@@ -162,7 +213,10 @@ class LoraSource(Source):
                     f"adapter {folder}: {name} has shape {list(info.shape)}, the model's is "
                     f"{list(base.tensors[name].shape)}"
                 )
-            self._replaced[name], self.tensors[name] = value, TensorInfo(name, info.shape, info.dtype)
+            self._replaced[name], self.tensors[name] = (
+                value,
+                TensorInfo(name, info.shape, info.dtype),
+            )
 
     @property
     def changed(self) -> list[str]:
@@ -176,7 +230,9 @@ class LoraSource(Source):
     def _turned(self, name: str, pair: Pair) -> Pair:
         """A pair whose product has the shape of the stored weight, which may be (in, out)."""
         if name not in self.base.tensors:
-            raise CheckpointError(f"adapter {self._adapter_folder}: {name} is not a tensor of {self.base.label}")
+            raise CheckpointError(
+                f"adapter {self._adapter_folder}: {name} is not a tensor of {self.base.label}"
+            )
         shape = self.base.tensors[name].shape
         down, up = pair.down, pair.up
         if pair.embedding or self._is_transposed(name, (up.shape[0], down.shape[1])):
@@ -189,7 +245,9 @@ class LoraSource(Source):
         return Pair(down, up, pair.scale)
 
     def _is_transposed(self, name: str, product: tuple[int, int]) -> bool:
-        """Whether the stored weight is (in, out): its shape says so, and of a square one its family, else peft's flag.
+        """Return whether the stored weight is (in, out).
+
+        Its shape says so, and of a square one its family, else peft's flag.
 
         The flag comes last because it is that of the last layer that peft saw.
         """
@@ -199,15 +257,24 @@ class LoraSource(Source):
         return stores_transposed(self.config, name.removesuffix(".weight"), flag)
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Elements of the folded weight: float32 where an adapter changes it, as stored elsewhere."""
+        """Return elements of the folded weight.
+
+        They are float32 where an adapter changes it, as stored elsewhere.
+        """
         replaced = self._replaced.get(name)
-        stored = self.base.read(name, start, stop) if replaced is None else replaced.reshape(-1)[start:stop]
+        stored = (
+            self.base.read(name, start, stop)
+            if replaced is None
+            else replaced.reshape(-1)[start:stop]
+        )
         if name not in self._pairs or start == stop:
             return stored
         pair = self._pairs[name]
         columns = pair.down.shape[1]
         first, last = start // columns, -(-stop // columns)
-        change = (pair.up[first:last] @ pair.down).reshape(-1)[start - first * columns : stop - first * columns]
+        change = (pair.up[first:last] @ pair.down).reshape(-1)[
+            start - first * columns : stop - first * columns
+        ]
         return numbers(stored) + change * np.float32(pair.scale)
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
@@ -222,4 +289,7 @@ class LoraSource(Source):
 
     def fingerprint(self) -> object:
         """The base's, and those of the adapter's two files."""
-        return [self.base.fingerprint(), *(stat_of(self._adapter_folder / name) for name in (CONFIG, WEIGHTS))]
+        return [
+            self.base.fingerprint(),
+            *(stat_of(self._adapter_folder / name) for name in (CONFIG, WEIGHTS)),
+        ]

@@ -1,4 +1,7 @@
-"""What a checkpoint holds, by its headers, indexes and configs, which are checked and not trusted."""
+"""Read what a checkpoint holds, by its headers, indexes and configs.
+
+They are checked and not trusted.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor in a checkpoint: shape, dtype, and for files the absolute byte range that holds it."""
+    """A tensor in a checkpoint: shape, dtype and, for files, the bytes that hold it."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,7 +52,8 @@ def read_json(path: Path) -> Json:
     """The object in a JSON file.
 
     Raises:
-        CheckpointError: Not JSON, nested too deep, not text, or something other than an object; with the file's name.
+        CheckpointError: Not JSON, nested too deep, not text, or something other than an object;
+            with the file's name.
     """
     return parse_object(path, path.read_bytes())
 
@@ -81,17 +85,27 @@ def _described(path: Path, name: str, entry: Any) -> tuple[DType, tuple[int, ...
 
     def sizes(key: str) -> list[int]:
         value = entry.get(key)
-        if not isinstance(value, list) or not all(type(n) is int and 0 <= n < 1 << 63 for n in value):
-            raise CheckpointError(f"{path}: {name} has {key} {value!r}, needed a list of whole numbers from 0")
+        if not isinstance(value, list) or not all(
+            type(n) is int and 0 <= n < 1 << 63 for n in value
+        ):
+            raise CheckpointError(
+                f"{path}: {name} has {key} {value!r}, needed a list of whole numbers from 0"
+            )
         return value
 
     if not isinstance(entry, dict):
-        raise CheckpointError(f"{path}: {name} is described by {entry!r}, needed dtype, shape and data_offsets")
+        raise CheckpointError(
+            f"{path}: {name} is described by {entry!r}, needed dtype, shape and data_offsets"
+        )
     code, shape, offsets = entry.get("dtype"), sizes("shape"), sizes("data_offsets")
     if not isinstance(code, str) or code not in BY_CODE:
-        raise CheckpointError(f"{path}: {name} has dtype {code}, which is quantised or unknown; merge originals")
+        raise CheckpointError(
+            f"{path}: {name} has dtype {code}, which is quantised or unknown; merge originals"
+        )
     if len(offsets) != 2:
-        raise CheckpointError(f"{path}: {name} has data_offsets {offsets}, needed a begin and an end")
+        raise CheckpointError(
+            f"{path}: {name} has data_offsets {offsets}, needed a begin and an end"
+        )
     return BY_CODE[code], tuple(shape), offsets[0], offsets[1]
 
 
@@ -99,7 +113,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of a safetensors file, from its header alone.
 
     Raises:
-        CheckpointError: Truncated, overlapping or trailing data, holes, an unknown dtype, a wrong size.
+        CheckpointError: Truncated, overlapping or trailing data, holes, an unknown dtype, a wrong
+            size.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -110,7 +125,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raw = file.read(length)
     entries = parse_object(path, raw)
     metadata = entries.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(text, str) for text in metadata.values()
+    ):
         raise CheckpointError(f"{path}: __metadata__ is {str(metadata)[:60]}, needed texts by name")
     described = [(name, *_described(path, name, entry)) for name, entry in entries.items()]
     tensors: dict[str, TensorInfo] = {}
@@ -119,15 +136,17 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         info = TensorInfo(name, shape, dtype, path, 8 + length + start)
         if stop - start != info.nbytes:
             raise CheckpointError(
-                f"{path}: {name} of shape {list(shape)} and dtype {dtype.code} needs {info.nbytes} bytes, "
-                f"has {stop - start}"
+                f"{path}: {name} of shape {list(shape)} and dtype {dtype.code} needs {info.nbytes} "
+                f"bytes, has {stop - start}"
             )
         if start < end:
             raise CheckpointError(f"{path}: {name} overlaps the tensor before it")
         if start > end:
             raise CheckpointError(f"{path}: {start - end} bytes before {name} belong to no tensor")
         if stop > body:
-            raise CheckpointError(f"{path}: {name} ends at byte {stop} of {body}: the file is cut short")
+            raise CheckpointError(
+                f"{path}: {name} ends at byte {stop} of {body}: the file is cut short"
+            )
         end = stop
         tensors[name] = info
     if end < body:
@@ -136,11 +155,18 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def header_bytes(tensors: Sequence[tuple[TensorInfo, int]]) -> bytes:
-    """The header of a file that holds these tensors at these offsets, length prefix included, padded to 8 bytes."""
+    """Return the header of a file that holds these tensors at these offsets.
+
+    The length prefix is included; it is padded to 8 bytes.
+    """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for info, offset in tensors:
         place = [offset, offset + info.nbytes]
-        entries[info.name] = {"dtype": info.dtype.code, "shape": list(info.shape), "data_offsets": place}
+        entries[info.name] = {
+            "dtype": info.dtype.code,
+            "shape": list(info.shape),
+            "data_offsets": place,
+        }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -149,7 +175,9 @@ def header_bytes(tensors: Sequence[tuple[TensorInfo, int]]) -> bytes:
 def stem_of(folder: Path) -> str | None:
     """How the weight files of a folder begin; None when it holds no safetensors model."""
     ends = (".safetensors.index.json", ".safetensors")
-    return next((stem for stem in STEMS if any((folder / f"{stem}{end}").exists() for end in ends)), None)
+    return next(
+        (stem for stem in STEMS if any((folder / f"{stem}{end}").exists() for end in ends)), None
+    )
 
 
 def read_folder(folder: Path) -> dict[str, TensorInfo] | None:
@@ -166,8 +194,13 @@ def read_folder(folder: Path) -> dict[str, TensorInfo] | None:
     tensors: dict[str, TensorInfo] = {}
     by_file: dict[str, set[str]] = {}
     for name, file_name in weight_map.items():
-        # A hub cache links its files to a store outside the folder, so the name is judged and not where it leads.
-        if not isinstance(file_name, str) or Path(file_name).name != file_name or file_name in ("", ".", ".."):
+        # A hub cache links its files to a store outside the folder, so the name is judged and not
+        # where it leads.
+        if (
+            not isinstance(file_name, str)
+            or Path(file_name).name != file_name
+            or file_name in ("", ".", "..")
+        ):
             raise CheckpointError(f"{index}: {file_name!r} is not a file of this folder")
         by_file.setdefault(file_name, set()).add(name)
     for file_name, wanted in by_file.items():
@@ -177,6 +210,8 @@ def read_folder(folder: Path) -> dict[str, TensorInfo] | None:
         if missing := sorted(wanted - header.keys()):
             raise CheckpointError(f"{index}: {missing[0]} should be in {file_name} and is not")
         if extra := sorted(header.keys() - wanted):
-            raise CheckpointError(f"{index}: {file_name} holds {extra[0]}, which the index does not place there")
+            raise CheckpointError(
+                f"{index}: {file_name} holds {extra[0]}, which the index does not place there"
+            )
         tensors |= header
     return tensors

@@ -1,7 +1,9 @@
-"""Tensors in float8 read as numbers: values of float8_e4m3fn, times the scales that lie beside them, if any.
+"""Read tensors in float8 as numbers.
 
-``X.weight_scale`` (compressed-tensors, Transformer Engine) and ``X.weight_scale_inv`` (DeepSeek) both multiply the
-values of ``X.weight``: one number, one a row, or one a block of 128 x 128.
+Values of float8_e4m3fn, times the scales that lie beside them, if any.
+
+``X.weight_scale`` (compressed-tensors, Transformer Engine) and ``X.weight_scale_inv`` (DeepSeek)
+both multiply the values of ``X.weight``: one number, one a row, or one a block of 128 x 128.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ METHODS = ("fp8", "compressed-tensors", "modelopt")  # whose configs may describ
 
 
 def _values() -> Array:
-    """The 256 numbers of float8_e4m3fn: a sign, four bits of exponent (bias 7), three of mantissa, no infinity."""
+    """Return the 256 numbers of float8_e4m3fn.
+
+    A sign, four bits of exponent (bias 7), three of mantissa, no infinity.
+    """
     codes = np.arange(128)
     exponent, mantissa = codes >> 3, (codes & 7) / 8
     size = np.where(exponent > 0, (1 + mantissa) * 2.0 ** (exponent - 7), mantissa * 2.0**-6)
@@ -46,14 +51,24 @@ class Float8:
         self._scales: dict[str, Array] = {}
         self._by_row: set[str] = set()
         self.helpers: set[str] = set()
-        self._columns = {name: tensors[name].shape[-1] if tensors[name].shape else 1 for name in self.names}
+        self._columns = {
+            name: tensors[name].shape[-1] if tensors[name].shape else 1 for name in self.names
+        }
         for name in self.names:
             for suffix in _SUFFIXES:
                 if (info := tensors.get(name + suffix)) is not None:
-                    scale = numbers(read(info.name, 0, info.count)).astype(np.float32).reshape(info.shape)
+                    scale = (
+                        numbers(read(info.name, 0, info.count))
+                        .astype(np.float32)
+                        .reshape(info.shape)
+                    )
                     self._scales[name] = self._fitted(tensors[name], scale)
                     self.helpers.add(info.name)
-            self.helpers |= {other for other in (name.removesuffix("weight") + "input_scale",) if other in tensors}
+            self.helpers |= {
+                other
+                for other in (name.removesuffix("weight") + "input_scale",)
+                if other in tensors
+            }
 
     def _fitted(self, info: TensorInfo, scale: Array) -> Array:
         """The scale as a matrix: of one number, of one a row, or of one a block."""
@@ -67,10 +82,15 @@ class Float8:
                 return scale.reshape(rows, 1)
             if scale.shape == blocks:
                 return scale
-        raise CheckpointError(f"{info.name} of shape {list(info.shape)} has scales of shape {list(scale.shape)}")
+        raise CheckpointError(
+            f"{info.name} of shape {list(info.shape)} has scales of shape {list(scale.shape)}"
+        )
 
     def shown(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-        """The tensors as others see them: numbers that are written as bfloat16 unless a merge says otherwise."""
+        """Return the tensors as others see them.
+
+        Numbers are written as bfloat16 unless a merge says otherwise.
+        """
         return {
             name: TensorInfo(name, info.shape, BFLOAT16) if name in self.names else info
             for name, info in tensors.items()

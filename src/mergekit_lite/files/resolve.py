@@ -36,7 +36,8 @@ def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | Non
         return None
     if allow_pickle != "weights_only":
         raise CheckpointError(
-            f"{label}: holds only pickled weights ({files[0].name}), which can run code when loaded. Convert them to "
+            f"{label}: holds only pickled weights ({files[0].name}), which can run code when "
+            "loaded. Convert them to "
             'safetensors, or pass allow_pickle="weights_only" to load tensors and nothing else'
         )
     state: dict[str, object] = {}
@@ -45,7 +46,9 @@ def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | Non
             loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
             reason = str(error).strip().split("\n")[0]
-            raise CheckpointError(f"{file}: cannot be loaded as tensors and nothing else ({reason})") from error
+            raise CheckpointError(
+                f"{file}: cannot be loaded as tensors and nothing else ({reason})"
+            ) from error
         if not isinstance(loaded, Mapping):
             raise CheckpointError(f"{file}: holds a {type(loaded).__name__}, needed a state dict")
         state |= loaded
@@ -55,19 +58,30 @@ def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | Non
     return source
 
 
-def _from_state(state: Mapping[str, Any], label: str, config: dict[str, object] | None = None) -> DictSource:
-    bad = [key for key, value in state.items() if not isinstance(value, torch.Tensor) or not isinstance(key, str)]
+def _from_state(
+    state: Mapping[str, Any], label: str, config: dict[str, object] | None = None
+) -> DictSource:
+    bad = [
+        key
+        for key, value in state.items()
+        if not isinstance(value, torch.Tensor) or not isinstance(key, str)
+    ]
     if bad or not state:
-        raise CheckpointError(f"{label}: a state dict maps names to tensors; {bad[0] if bad else 'this one'} does not")
+        raise CheckpointError(
+            f"{label}: a state dict maps names to tensors; {bad[0] if bad else 'this one'} does not"
+        )
     return DictSource(state, label, config)
 
 
-def open_source(model: object, *, allow_pickle: str | None = None, label: str | None = None) -> Source:
+def open_source(
+    model: object, *, allow_pickle: str | None = None, label: str | None = None
+) -> Source:
     """Whatever a user names a model by, as a `Source`.
 
     Args:
-        model: A folder, a ``.safetensors`` file, a hub id (``org/name``, ``name``, either with ``@revision``),
-            ``"model+adapter"``, an ``nn.Module``, a state dict, or a `Source` as it is.
+        model: A folder, a ``.safetensors`` file, a hub id (``org/name``, ``name``, either with
+            ``@revision``), ``"model+adapter"``, an ``nn.Module``, a state dict, or a `Source` as it
+            is.
         allow_pickle: ``"weights_only"`` admits pickled ``.bin`` files.
         label: What to call it in messages.
 
@@ -81,7 +95,9 @@ def open_source(model: object, *, allow_pickle: str | None = None, label: str | 
     if "torch" in sys.modules and isinstance(model, torch.nn.Module):
         return _from_module(model, label or type(model).__name__)
     if not isinstance(model, (str, os.PathLike)):
-        raise CheckpointError(f"a model is a path, a hub id, a module or a state dict, not {type(model).__name__}")
+        raise CheckpointError(
+            f"a model is a path, a hub id, a module or a state dict, not {type(model).__name__}"
+        )
     text = os.fspath(model)
     if "+" in text and not _hub.user_path(text).exists():
         base, _, adapter = text.rpartition("+")
@@ -94,22 +110,30 @@ def open_source(model: object, *, allow_pickle: str | None = None, label: str | 
         if (folder / CONFIG).exists():
             raise CheckpointError(f"{text}: is a LoRA adapter; name it as MODEL+{text}")
         if allow_pickle == "weights_only":
-            folder = find_folder(text, (*_PATTERNS, _PICKLES))  # of the hub's files, pickles come when nothing else is
+            folder = find_folder(
+                text, (*_PATTERNS, _PICKLES)
+            )  # of the hub's files, pickles come when nothing else is
         pickled = _pickled(folder, allow_pickle, text)
         if pickled is None:
             where = (
-                "" if _hub.user_path(text).is_dir() or allow_pickle else ' (allow_pickle="weights_only" asks for more)'
+                ""
+                if _hub.user_path(text).is_dir() or allow_pickle
+                else ' (allow_pickle="weights_only" asks for more)'
             )
             names = " and no ".join(f"{stem}.safetensors" for stem in STEMS)
             raise CheckpointError(f"{text}: holds no {names}{where}")
         return pickled
     source = FolderSource(folder, label or text, tensors)
     if quantised := source.config.get("quantization_config"):
-        kind = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
+        kind = (
+            quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
+        )
         if kind in METHODS and any(info.dtype == FLOAT8 for info in tensors.values()):
             del source.config["quantization_config"]  # what is written is not quantised
             return source
-        raise CheckpointError(f"{text}: is quantised ({kind}); merge the original weights and quantise the result")
+        raise CheckpointError(
+            f"{text}: is quantised ({kind}); merge the original weights and quantise the result"
+        )
     return source
 
 
@@ -119,7 +143,9 @@ def _from_module(model: torch.nn.Module, label: str) -> DictSource:
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     state = model.state_dict()
     first_names: dict[int, str] = {}
-    for name, value in list(state.items()):  # a tied tensor is one tensor, under the name a checkpoint has
+    for name, value in list(
+        state.items()
+    ):  # a tied tensor is one tensor, under the name a checkpoint has
         if value.device.type == "meta" or not value.numel():
             continue
         if first_names.setdefault(value.data_ptr(), name) != name and (not tied or name in tied):
@@ -128,7 +154,9 @@ def _from_module(model: torch.nn.Module, label: str) -> DictSource:
 
 
 def find_folder(name: str, patterns: Sequence[str] = _PATTERNS) -> Path:
-    """The folder of that path, or of the snapshot of a hub id, ``@revision`` included, with files of those patterns.
+    """Return the folder of that path, or of the snapshot of a hub id, with files of those patterns.
+
+    The id may have ``@revision``.
 
     Raises:
         CheckpointError: There is none, and the hub did not give it.

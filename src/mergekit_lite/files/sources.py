@@ -1,7 +1,8 @@
 """Where tensors come from: safetensors folders read in stretches, and tensors in memory.
 
-Every source answers `read(name, start, stop)` with that stretch of the flattened tensor as an array of stored values
-(`mergekit_lite.dtypes`), and reads nothing else from disk. No source imports transformers, and none of files torch.
+Every source answers `read(name, start, stop)` with that stretch of the flattened tensor as an array
+of stored values (`mergekit_lite.dtypes`), and reads nothing else from disk. No source imports
+transformers, and none of files torch.
 """
 
 from __future__ import annotations
@@ -30,11 +31,17 @@ class Source(Protocol):
     folder: Path | None
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Elements ``start`` to ``stop`` of the flattened tensor, shape (stop - start,), as stored or wider."""
+        """Return elements ``start`` to ``stop`` of the flattened tensor, as stored or wider.
+
+        The shape is (stop - start,).
+        """
         ...
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
-        """Fill ``out``, of the stored dtype, from element ``start`` on; False where `read` must be used."""
+        """Fill ``out``, of the stored dtype, from element ``start`` on.
+
+        False where `read` must be used.
+        """
         return False
 
     def prefetch(self, name: str) -> None:
@@ -47,7 +54,10 @@ class Source(Protocol):
 
 
 def stat_of(path: Path) -> list[object]:
-    """What changes when a file does: size, modification time, and change time, which tools cannot set back."""
+    """Return what changes when a file does.
+
+    Size, modification time, and change time, which tools cannot set back.
+    """
     status = path.stat()
     return [path.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
@@ -61,7 +71,8 @@ class FolderSource(Source):
         tensors: From its headers.
 
     Raises:
-        CheckpointError: A config that is no JSON object, or scales of float8 tensors that do not fit them.
+        CheckpointError: A config that is no JSON object, or scales of float8 tensors that do not
+            fit them.
     """
 
     def __init__(self, folder: Path | None, label: str, tensors: dict[str, TensorInfo]):
@@ -84,7 +95,9 @@ class FolderSource(Source):
 
     def read(self, name: str, start: int, stop: int) -> Array:
         """Elements ``start`` to ``stop``, in fresh memory; float32 for a float8 tensor."""
-        return (self._float8.read if name in self._float8.names else self._read_stored)(name, start, stop)
+        return (self._float8.read if name in self._float8.names else self._read_stored)(
+            name, start, stop
+        )
 
     def _read_stored(self, name: str, start: int, stop: int) -> Array:
         out = np.empty(stop - start, self._stored[name].dtype.storage)
@@ -119,7 +132,10 @@ class FolderSource(Source):
 
     def fingerprint(self) -> object:
         """Sizes and times of the files that hold tensors."""
-        return [stat_of(file) for file in sorted({info.file for info in self._stored.values() if info.file})]
+        return [
+            stat_of(file)
+            for file in sorted({info.file for info in self._stored.values() if info.file})
+        ]
 
     def __del__(self) -> None:
         for descriptor in self._descriptors.values():
@@ -130,7 +146,8 @@ class DictSource(Source):
     """Tensors that are in memory already: a state dict or a module's.
 
     Raises:
-        CheckpointError: A tensor that is sparse, has no storage (meta), or is of a dtype that no file holds.
+        CheckpointError: A tensor that is sparse, has no storage (meta), or is of a dtype that no
+            file holds.
     """
 
     def __init__(self, state: Mapping[str, Tensor], label: str, config: Json | None = None):
@@ -141,16 +158,23 @@ class DictSource(Source):
         for name, value in state.items():
             dtype = from_torch(value.dtype)
             if str(value.layout) != "torch.strided":
-                raise CheckpointError(f"{label}: {name} has layout {value.layout}, needed dense tensors")
+                raise CheckpointError(
+                    f"{label}: {name} has layout {value.layout}, needed dense tensors"
+                )
             if value.device.type == "meta":
                 raise CheckpointError(f"{label}: {name} is on the meta device and has no values")
             if dtype is None:
-                raise CheckpointError(f"{label}: {name} is {value.dtype}, which no merge reads; needed real numbers")
+                raise CheckpointError(
+                    f"{label}: {name} is {value.dtype}, which no merge reads; needed real numbers"
+                )
             self._state[name] = value.detach()
             self.tensors[name] = TensorInfo(name, tuple(value.shape), dtype)
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Elements ``start`` to ``stop``; a view, cheaper than `read_into`, where it is contiguous and on the CPU."""
+        """Elements ``start`` to ``stop``.
+
+        A view, cheaper than `read_into`, where it is contiguous and on the CPU.
+        """
         value = self._state[name]
         if not value.is_contiguous():  # once, rather than a copy for every stretch
             value = self._state[name] = value.contiguous()

@@ -1,4 +1,7 @@
-"""Merges that look at what layers read, block by block, so that one block of each model need be resident."""
+"""Merges that look at what layers read, block by block.
+
+So one block of each model need be resident.
+"""
 
 from .closed_forms import InputStatistics, merge_by_inputs
 from .config import CalibratedMerge

@@ -1,7 +1,8 @@
 """A model run block by block, of which only one block has weights at a time.
 
-The skeleton is made on the meta device, with real buffers. What lies outside the blocks is loaded once for each model,
-runs once for each batch, and shows what every block is called with; then blocks are loaded one after the other.
+The skeleton is made on the meta device, with real buffers. What lies outside the blocks is loaded
+once for each model, runs once for each batch, and shows what every block is called with; then
+blocks are loaded one after the other.
 """
 
 from __future__ import annotations
@@ -58,16 +59,22 @@ class Skeleton:
 
     def __init__(self, source: Source, auto_class: Any, dtype: torch.dtype):
         if source.folder is None:
-            raise CheckpointError(f"{source.label}: is no folder; data-driven merges need a model's config.json")
+            raise CheckpointError(
+                f"{source.label}: is no folder; data-driven merges need a model's config.json"
+            )
         config = AutoConfig.from_pretrained(source.folder)
         with init_empty_weights(include_buffers=False):
             self.model: PreTrainedModel = auto_class.from_config(config)
         self.model.tie_weights()
         self.model.eval()
         self.dtype = dtype
-        lists = {n: m for n, m in self.model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+        lists = {
+            n: m for n, m in self.model.named_modules() if isinstance(m, nn.ModuleList) and len(m)
+        }
         if not lists:
-            raise CheckpointError(f"{source.label}: {type(self.model).__name__} has no list of blocks")
+            raise CheckpointError(
+                f"{source.label}: {type(self.model).__name__} has no list of blocks"
+            )
         self.path = max(lists, key=lambda n: sum(p.numel() for p in lists[n].parameters()))
         self.blocks = lists[self.path]
 
@@ -81,7 +88,9 @@ class Skeleton:
 
     def load_outside(self, weights: Weights) -> None:
         """Load the weights of everything that is in no block."""
-        tied = {id(p): n for n, p in reversed(list(self.model.named_parameters(remove_duplicate=False)))}
+        tied = {
+            id(p): n for n, p in reversed(list(self.model.named_parameters(remove_duplicate=False)))
+        }
         loaded = {n: self.parameter(weights, n) for n in self.outside()}
         for name, parameter in list(self.model.named_parameters(remove_duplicate=False)):
             if not name.startswith(f"{self.path}."):
@@ -111,7 +120,9 @@ class Skeleton:
         block = copy.deepcopy(self.blocks[number])
         for name, _ in list(block.named_parameters()):
             owner, _, own = name.rpartition(".")
-            block.get_submodule(owner)._parameters[own] = self.parameter(weights, self.prefix(number) + name)
+            block.get_submodule(owner)._parameters[own] = self.parameter(
+                weights, self.prefix(number) + name
+            )
         prefix = self.prefix(number)
         for name in (n.removeprefix(prefix) for n in self.stored_buffers() if n.startswith(prefix)):
             owner, _, own = name.rpartition(".")
@@ -127,11 +138,17 @@ class Skeleton:
         """Give a buffer a source's value; merged weights have none."""
         if not isinstance(weights, Mapping):
             stored, buffer = self.stored_name(weights, name), module.get_buffer(own)
-            value = tensor_of(weights.read(stored, 0, weights.tensors[stored].count)).view(buffer.shape)
-            module.register_buffer(own, value.to(self.dtype if buffer.is_floating_point() else buffer.dtype))
+            value = tensor_of(weights.read(stored, 0, weights.tensors[stored].count)).view(
+                buffer.shape
+            )
+            module.register_buffer(
+                own, value.to(self.dtype if buffer.is_floating_point() else buffer.dtype)
+            )
 
     def stored_name(self, source: Source, name: str) -> str:
-        """What a source calls a parameter: some files leave out, or add, the prefix of the model below the head.
+        """Return what a source calls a parameter.
+
+        Some files leave out, or add, the prefix of the model below the head.
 
         Raises:
             CheckpointError: It does not have it.
@@ -140,7 +157,9 @@ class Skeleton:
         for known in (name, name.removeprefix(prefix), f"{prefix}{name}"):
             if known in source.tensors:
                 return known
-        raise CheckpointError(f"{source.label}: has no tensor {name}, which transformers' model of its config has")
+        raise CheckpointError(
+            f"{source.label}: has no tensor {name}, which transformers' model of its config has"
+        )
 
     def parameter(self, weights: Weights, name: str) -> nn.Parameter:
         """A parameter's value in the dtype to compute in."""
@@ -154,14 +173,16 @@ class Skeleton:
 
     @torch.no_grad()
     def calls(self, batches: Sequence[Batch]) -> tuple[list[list[Call]], list[Tensor]]:
-        """For each block and batch what it is called with, and each batch's hidden states before the first block."""
+        """Return each block's arguments by batch, and the states before the first block."""
         calls: list[list[Call]] = [[] for _ in self.blocks]
         first: list[Tensor] = []
         for batch in batches:
             mask = batch.get("attention_mask")
             keep = None if mask is None or mask.dim() != 2 else mask.reshape(-1).bool()
 
-            def record(number: int, hidden: Tensor, arguments: tuple, named: dict, keep: Any = keep) -> Tensor:
+            def record(
+                number: int, hidden: Tensor, arguments: tuple, named: dict, keep: Any = keep
+            ) -> Tensor:
                 if number == 0:
                     first.append(hidden)
                 calls[number].append(Call(arguments, named, keep))
@@ -180,21 +201,28 @@ class Skeleton:
 
     @contextmanager
     def _instead(self, forward: Callable[..., Tensor]) -> Iterator[None]:
-        """Blocks call ``forward(number, hidden, arguments, named)`` in place of their own; their attributes stay."""
+        """Blocks call ``forward(number, hidden, arguments, named)`` in place of their own.
+
+        Their attributes stay.
+        """
 
         def of(number: int) -> Callable[..., Tensor]:
             def called(*arguments: object, **named: object) -> Tensor:
-                hidden, rest = (arguments[0], arguments[1:]) if arguments else (named.pop("hidden_states"), ())
+                hidden, rest = (
+                    (arguments[0], arguments[1:]) if arguments else (named.pop("hidden_states"), ())
+                )
                 named = {k: None if isinstance(v, Cache) else v for k, v in named.items()}
                 if "use_cache" in named:
                     named["use_cache"] = False
-                return forward(number, hidden, tuple(None if isinstance(a, Cache) else a for a in rest), named)
+                return forward(
+                    number, hidden, tuple(None if isinstance(a, Cache) else a for a in rest), named
+                )
 
             return called
 
         try:
             for number, block in enumerate(self.blocks):
-                block.forward = of(number)  # pyrefly: ignore
+                block.forward = of(number)
             yield
         finally:
             for block in self.blocks:
@@ -203,13 +231,22 @@ class Skeleton:
 
 def linear_layers(block: nn.Module) -> dict[str, nn.Module]:
     """The layers of a block that are one product, by name."""
-    return {n: m for n, m in block.named_modules() if type(m).forward is nn.Linear.forward or isinstance(m, Conv1D)}
+    return {
+        n: m
+        for n, m in block.named_modules()
+        if type(m).forward is nn.Linear.forward or isinstance(m, Conv1D)
+    }
 
 
 @contextmanager
-def inputs_seen(layers: Mapping[str, nn.Module], see: Callable[[str, Tensor], None]) -> Iterator[None]:
+def inputs_seen(
+    layers: Mapping[str, nn.Module], see: Callable[[str, Tensor], None]
+) -> Iterator[None]:
     """Call ``see(name, input)`` whenever one of the layers runs."""
-    handles = [m.register_forward_pre_hook(lambda _, inputs, n=n: see(n, inputs[0])) for n, m in layers.items()]
+    handles = [
+        m.register_forward_pre_hook(lambda _, inputs, n=n: see(n, inputs[0]))
+        for n, m in layers.items()
+    ]
     try:
         yield
     finally:

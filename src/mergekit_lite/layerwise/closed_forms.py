@@ -1,7 +1,7 @@
 """The merged weight of a linear layer from its inputs: sums over tokens, then one solve.
 
-Sums are float64. RegMean (Jin et al., arXiv 2212.09849): W = (Σ_k W_k G_k)(Σ_k G_k)⁻¹ with G_k = X_kᵀ X_k / N_k, whose
-entries off the diagonal are multiplied by ``reduce``.
+Sums are float64. RegMean (Jin et al., arXiv 2212.09849): W = (Σ_k W_k G_k)(Σ_k G_k)⁻¹ with G_k =
+X_kᵀ X_k / N_k, whose entries off the diagonal are multiplied by ``reduce``.
 
 Letters: K models, N tokens, O out_features, I in_features.
 """

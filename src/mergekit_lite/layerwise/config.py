@@ -19,7 +19,8 @@ class CalibratedMerge:
     """Settings of a data-driven merge.
 
     Args:
-        method: ``"regmean"``, or ``"regmean++"``, whose inputs come through the blocks merged so far.
+        method: ``"regmean"``, or ``"regmean++"``, whose inputs come through the blocks merged so
+            far.
         weight: How much each model counts, or a number for all; default: alike.
         reduce: The factor of Gram matrices' entries off the diagonal.
         auto_class: The AutoModel class of transformers that builds the models.
@@ -39,14 +40,21 @@ class CalibratedMerge:
 
     def __post_init__(self) -> None:
         if self.method not in CALIBRATED:
-            raise ValueError(f"merge_models: {self.method!r} is no method with calibration: {', '.join(CALIBRATED)}")
+            raise ValueError(
+                f"merge_models: {self.method!r} is no method with calibration: "
+                f"{', '.join(CALIBRATED)}"
+            )
         if not isinstance(self.reduce, Real) or not 0 <= self.reduce <= 1:
             raise ValueError(f"merge_models: reduce is {self.reduce!r}, needed 0 to 1")
         if not hasattr(self.auto_class, "from_config"):
-            raise ValueError(f"merge_models: auto_class is {self.auto_class!r}, needed one of transformers' AutoModels")
+            raise ValueError(
+                f"merge_models: auto_class is {self.auto_class!r}, needed one of transformers' "
+                "AutoModels"
+            )
         if self.batch_size < 1 or self.max_length < 2:
             raise ValueError(
-                f"merge_models: batch_size {self.batch_size}, max_length {self.max_length}; needed 1 and 2 or more"
+                f"merge_models: batch_size {self.batch_size}, max_length {self.max_length}; needed "
+                "1 and 2 or more"
             )
 
     def shares(self, count: int) -> list[float]:
@@ -56,7 +64,11 @@ class CalibratedMerge:
             weights = [float(w) for w in ([given] * count if np.ndim(given) == 0 else given)]
         except (TypeError, ValueError):
             weights = []
-        sound = len(weights) == count and all(0 <= w < math.inf for w in weights) and sum(weights) > 0
+        sound = (
+            len(weights) == count and all(0 <= w < math.inf for w in weights) and sum(weights) > 0
+        )
         if not sound or isinstance(given, str):
-            raise ValueError(f"merge_models: weight is {self.weight}, needed {count} numbers from 0, not all 0")
+            raise ValueError(
+                f"merge_models: weight is {self.weight}, needed {count} numbers from 0, not all 0"
+            )
         return [w / sum(weights) for w in weights]

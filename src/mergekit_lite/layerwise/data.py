@@ -17,7 +17,9 @@ from ..files import Source
 from .blocks import Batch
 
 
-def calibration_batches(data: Any, source: Source, *, batch_size: int, max_length: int) -> list[Batch]:
+def calibration_batches(
+    data: Any, source: Source, *, batch_size: int, max_length: int
+) -> list[Batch]:
     """Padded batches of token ids, long examples beside long ones.
 
     Args:
@@ -33,7 +35,10 @@ def calibration_batches(data: Any, source: Source, *, batch_size: int, max_lengt
     size = (source.config.get("text_config") or source.config).get("vocab_size", math.inf)
     for ids in (batch["input_ids"] for batch in batches):
         if (bad := ids[(ids < 0) | (ids >= size)]).numel():
-            raise ValueError(f"calibration of {source.label}: a token is {int(bad[0])}; needed 0 or more, below {size}")
+            raise ValueError(
+                f"calibration of {source.label}: a token is {int(bad[0])}; needed 0 or more, below "
+                f"{size}"
+            )
     return batches
 
 
@@ -42,33 +47,48 @@ def _batched(data: Any, source: Source, batch_size: int, max_length: int) -> lis
         data = [data]  # one batch
     if isinstance(data, Mapping):
         names = ", ".join(map(str, data))
-        raise ValueError(f"calibration of {source.label} is a mapping of {names}; needed rows, or input_ids")
+        raise ValueError(
+            f"calibration of {source.label} is a mapping of {names}; needed rows, or input_ids"
+        )
     is_file = isinstance(data, (str, Path))
     if not is_file and not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
-        raise ValueError(f"calibration of {source.label}: is {data!r}; needed a file, rows, examples or batches")
+        raise ValueError(
+            f"calibration of {source.label}: is {data!r}; needed a file, rows, examples or batches"
+        )
     rows: list[Any] = [] if is_file else list(data)
     if not is_file and not rows:
         raise ValueError(f"calibration of {source.label}: the data are empty; needed examples")
     first: Any = rows[0] if rows else None
     if isinstance(first, Tensor):
         if any(batch.dim() != 2 for batch in rows):
-            raise ValueError(f"calibration: a tensor is {list(first.shape)}; needed token ids (B, L)")
+            raise ValueError(
+                f"calibration: a tensor is {list(first.shape)}; needed token ids (B, L)"
+            )
         return [{"input_ids": batch} for batch in rows]
     has_ids = isinstance(first, Mapping) and "input_ids" in first
     if has_ids and isinstance(first["input_ids"], Tensor) and first["input_ids"].dim() == 2:
-        return [{k: v for k, v in batch.items() if k in ("input_ids", "attention_mask")} for batch in rows]
+        return [
+            {k: v for k, v in batch.items() if k in ("input_ids", "attention_mask")}
+            for batch in rows
+        ]
     if not has_ids:
         tokenizer = AutoTokenizer.from_pretrained(source.folder)
-        examples = TextExamples(data if is_file else rows, tokenizer, max_length=max_length, train_on_inputs=True)
+        examples = TextExamples(
+            data if is_file else rows, tokenizer, max_length=max_length, train_on_inputs=True
+        )
         rows = [examples[i] for i in range(len(examples))]
     ids = sorted((_without_padding(row)[:max_length] for row in rows), key=len)
     if not len(ids[0]):
-        raise ValueError(f"calibration of {source.label}: an example has no token; needed one or more")
+        raise ValueError(
+            f"calibration of {source.label}: an example has no token; needed one or more"
+        )
     parts = [ids[i : i + batch_size] for i in range(0, len(ids), batch_size)]
     return [
         {
             "input_ids": pad_sequence(part, batch_first=True),
-            "attention_mask": pad_sequence([torch.ones_like(row) for row in part], batch_first=True),
+            "attention_mask": pad_sequence(
+                [torch.ones_like(row) for row in part], batch_first=True
+            ),
         }
         for part in parts
     ]

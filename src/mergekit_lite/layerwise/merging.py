@@ -1,4 +1,7 @@
-"""Data-driven merges of whole models, block by block: `merge_models(..., calibration=...)` ends here."""
+"""Data-driven merges of whole models, block by block.
+
+`merge_models(..., calibration=...)` ends here.
+"""
 
 from __future__ import annotations
 
@@ -27,27 +30,34 @@ def merged_source(
     resume: bool,
     progress: bool,
 ) -> Source:
-    """The merged tensors, written block by block into an open stage folder, as a source that a merge can read.
+    """The merged tensors, written block by block into an open stage folder.
 
-    Of the models one block is resident at a time, and the merged one, and hidden states of the calibration data.
+    A merge can read it as a source.
+
+    Of the models one block is resident at a time, and the merged one, and hidden states of the
+    calibration data.
 
     Args:
         models: What `open_source` takes, of one architecture.
-        calibration: For each model its data: a file or rows for `TextExamples`, examples, or batches.
+        calibration: For each model its data: a file or rows for `TextExamples`, examples, or
+            batches.
         merge: How.
         stage: Where; what an interrupted run of the same merge left there is taken up.
         resume: Whether it is.
         progress: Show a bar.
 
     Raises:
-        ValueError: Numbers of models and data that differ; models that do not fit each other; no data.
+        ValueError: Numbers of models and data that differ; models that do not fit each other; no
+            data.
     """
     if isinstance(calibration, (str, Path)):
-        raise ValueError(f"merge_models: calibration is {str(calibration)!r}; needed a list, each model's data")
+        raise ValueError(
+            f"merge_models: calibration is {str(calibration)!r}; needed a list, each model's data"
+        )
     if len(models) < 2 or len(calibration) != len(models):
         raise ValueError(
-            f"merge_models: {len(models)} models, calibration for {len(calibration)}; needed two or more, and for each "
-            "its data"
+            f"merge_models: {len(models)} models, calibration for {len(calibration)}; needed two "
+            "or more, and for each its data"
         )
     shares = merge.shares(len(models))
     sources = [open_source(model) for model in models]
@@ -64,12 +74,20 @@ def merged_source(
         stage.clear()
         run.begin()
     count = len(skeleton.blocks)
-    for number in tqdm(range(first, count), desc=merge.method, unit="block", initial=first, total=count,
-                       disable=not progress):  # fmt: skip
+    for number in tqdm(
+        range(first, count),
+        desc=merge.method,
+        unit="block",
+        initial=first,
+        total=count,
+        disable=not progress,
+    ):
         run.merge_block(number)
         run.save(number + 1, mark)
     run.merge_outside()
-    return _Joined(sources[0], [open_source(path) for path in sorted(stage.folder.glob("part-*.safetensors"))])
+    return _Joined(
+        sources[0], [open_source(path) for path in sorted(stage.folder.glob("part-*.safetensors"))]
+    )
 
 
 def check_alike(sources: Sequence[Source]) -> None:
@@ -80,22 +98,34 @@ def check_alike(sources: Sequence[Source]) -> None:
     """
     shapes = [{n: i.shape for n, i in s.tensors.items()} for s in sources]
     for source, other in zip(sources[1:], shapes[1:], strict=True):
-        if unlike := sorted(n for n in shapes[0].keys() | other.keys() if shapes[0].get(n) != other.get(n)):
+        if unlike := sorted(
+            n for n in shapes[0].keys() | other.keys() if shapes[0].get(n) != other.get(n)
+        ):
             name = unlike[0]
             raise CheckpointError(
-                f"{source.label} and {sources[0].label}: {name} is {other.get(name)} and {shapes[0].get(name)} "
-                f"({len(unlike)} such); data-driven merges needed models of one architecture"
+                f"{source.label} and {sources[0].label}: {name} is {other.get(name)} and "
+                f"{shapes[0].get(name)} ({len(unlike)} such); data-driven merges needed models of "
+                "one architecture"
             )
 
 
 class _Joined(Source):
-    """The merged parts as one source; config, tokenizer and tensors that no part has are the first model's."""
+    """The merged parts as one source.
+
+    Config, tokenizer and tensors that no part has are the first model's.
+    """
 
     def __init__(self, first: Source, parts: Iterable[Source]):
-        self.label, self.config, self.folder, self._first = "merged", first.config, first.folder, first
+        self.label, self.config, self.folder, self._first = (
+            "merged",
+            first.config,
+            first.folder,
+            first,
+        )
         self._of = {name: part for part in parts for name in part.tensors}
         self.tensors: dict[str, TensorInfo] = {
-            n: self._of[n].tensors[n] if n in self._of else info for n, info in first.tensors.items()
+            n: self._of[n].tensors[n] if n in self._of else info
+            for n, info in first.tensors.items()
         }
 
     def _source(self, name: str) -> Source:

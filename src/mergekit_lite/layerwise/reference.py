@@ -1,4 +1,6 @@
-"""The definitions of data-driven merges, weight by weight: dense, slow, obvious. The streamed ones are judged by these.
+"""The definitions of data-driven merges, weight by weight: dense, slow, obvious.
+
+The streamed ones are judged by these.
 
 Letters: K models, N tokens, O out_features, I in_features.
 """

@@ -21,7 +21,7 @@ from .states import load_states, run_fingerprint, save_states
 
 
 class BlockMerge:
-    """Hidden states of each model's data on their way through the blocks, and what has been written."""
+    """Hidden states of each model's data on their way through the blocks, and what was written."""
 
     def __init__(
         self,
@@ -39,7 +39,9 @@ class BlockMerge:
 
     def fingerprint(self) -> str:
         """What the result depends on."""
-        return run_fingerprint(self.sources, self.data, [self.merge.method, self.shares, self.merge.reduce])
+        return run_fingerprint(
+            self.sources, self.data, [self.merge.method, self.shares, self.merge.reduce]
+        )
 
     def begin(self) -> None:
         """Run every model's data up to the first block."""
@@ -50,11 +52,16 @@ class BlockMerge:
             self.hidden.append(hidden)
 
     def _outsides(self) -> Sequence[Weights]:
-        """For each model the weights outside the blocks that its data run through: its own, or averages."""
+        """Return for each model the weights outside the blocks that its data run through.
+
+        They are its own, or averages.
+        """
         if self.merge.method != "regmean++":
             return self.sources
-        average = {n: self._average([self.skeleton.parameter(s, n) for s in self.sources], n)
-                   for n in self.skeleton.outside()}  # fmt: skip
+        average = {
+            n: self._average([self.skeleton.parameter(s, n) for s in self.sources], n)
+            for n in self.skeleton.outside()
+        }
         return [average] * len(self.sources)
 
     @torch.no_grad()
@@ -90,7 +97,9 @@ class BlockMerge:
         """Write what is in no block: a head of its own by its inputs, all else averaged."""
         head, merged = self.skeleton.model.get_output_embeddings(), {}
         tied = head is not None and head.weight is self.skeleton.model.get_input_embeddings().weight
-        solved = next((n for n, m in self.skeleton.model.named_modules() if m is head), "") + ".weight"
+        solved = (
+            next((n for n, m in self.skeleton.model.named_modules() if m is head), "") + ".weight"
+        )
         for name in self.skeleton.outside():
             values = [self.skeleton.parameter(s, name) for s in self.sources]
             if name == solved and not tied and isinstance(head, nn.Linear):
@@ -103,7 +112,9 @@ class BlockMerge:
     def _of_head(self) -> list[InputStatistics]:
         """Statistics of what each model's head reads."""
         statistics_of_parts = []
-        for outside, batches, hidden, calls in zip(self._outsides(), self.data, self.hidden, self.calls, strict=True):
+        for outside, batches, hidden, calls in zip(
+            self._outsides(), self.data, self.hidden, self.calls, strict=True
+        ):
             self.skeleton.load_outside(outside)
             statistics = InputStatistics(hidden[0].shape[-1])
             for call, states in zip(calls[0], self.skeleton.after(batches, hidden), strict=True):
@@ -111,7 +122,9 @@ class BlockMerge:
             statistics_of_parts.append(statistics)
         return statistics_of_parts
 
-    def _watched(self, block: nn.Module, k: int, number: int) -> tuple[dict[str, InputStatistics], list[Tensor]]:
+    def _watched(
+        self, block: nn.Module, k: int, number: int
+    ) -> tuple[dict[str, InputStatistics], list[Tensor]]:
         """What a model's linear layers read of its data, and what its block makes of it."""
         statistics: dict[str, InputStatistics] = {}
         owners: dict[str, str] = {}  # of layers that read one tensor, as q, k and v do, the first
@@ -119,8 +132,12 @@ class BlockMerge:
         for call, hidden in zip(self.calls[k][number], self.hidden[k], strict=True):
             read: dict[str, Tensor] = {}
 
-            def see(name: str, x: Tensor, call: Call = call, read: dict[str, Tensor] = read) -> None:
-                owner = owners.setdefault(name, next((n for n, other in read.items() if other is x), name))
+            def see(
+                name: str, x: Tensor, call: Call = call, read: dict[str, Tensor] = read
+            ) -> None:
+                owner = owners.setdefault(
+                    name, next((n for n, other in read.items() if other is x), name)
+                )
                 read[name] = x
                 if owner == name:
                     statistics.setdefault(name, InputStatistics(x.shape[-1]))
@@ -133,7 +150,9 @@ class BlockMerge:
     def _outputs(self, block: nn.Module, k: int, number: int) -> list[Tensor]:
         return [c.run(block, h) for c, h in zip(self.calls[k][number], self.hidden[k], strict=True)]
 
-    def _solved(self, layer: nn.Module, weights: Sequence[Tensor], seen: Sequence[InputStatistics]) -> Tensor:
+    def _solved(
+        self, layer: nn.Module, weights: Sequence[Tensor], seen: Sequence[InputStatistics]
+    ) -> Tensor:
         turned = isinstance(layer, Conv1D)
         matrices = [w.T if turned else w for w in weights]
         solution = merge_by_inputs(matrices, seen, reduce=self.merge.reduce, shares=self.shares)
@@ -141,27 +160,38 @@ class BlockMerge:
 
     def _average(self, values: Sequence[Tensor], name: str | None = None) -> Tensor:
         """By shares; rounded as it is stored where it has a name."""
-        mean = sum(share * v.detach().double() for share, v in zip(self.shares, values, strict=True))
+        mean = sum(
+            share * v.detach().double() for share, v in zip(self.shares, values, strict=True)
+        )
         return torch.as_tensor(mean).to(torch.float64 if name is None else self._dtype(name))
 
     def _dtype(self, name: str) -> torch.dtype:
-        return to_torch(self.sources[0].tensors[self.skeleton.stored_name(self.sources[0], name)].dtype)
+        return to_torch(
+            self.sources[0].tensors[self.skeleton.stored_name(self.sources[0], name)].dtype
+        )
 
     def _write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         """A part, under the names that the first model's files have."""
-        named = {self.skeleton.stored_name(self.sources[0], n): v.contiguous() for n, v in tensors.items()}
+        named = {
+            self.skeleton.stored_name(self.sources[0], n): v.contiguous()
+            for n, v in tensors.items()
+        }
         with new_file(self.folder / f"part-{number:05d}.safetensors", "merge") as part:
             save_file(named, part)
 
     def save(self, done: int, mark: str) -> None:
         """Save where an interrupted run goes on."""
-        states = {f"{k}.{i}": h for k, batches in enumerate(self.hidden) for i, h in enumerate(batches)}
+        states = {
+            f"{k}.{i}": h for k, batches in enumerate(self.hidden) for i, h in enumerate(batches)
+        }
         save_states(self.folder, states, done=done, mark=mark)
 
     def resumed(self, mark: str) -> int:
-        """How many blocks are written by an earlier run of the same merge, whose states are taken up."""
+        """Return how many blocks an earlier run of the same merge wrote, and take up its states."""
         done, states = load_states(self.folder, mark)
         if done:
             self.begin()
-            self.hidden = [[states[f"{k}.{i}"] for i in range(len(b))] for k, b in enumerate(self.data)]
+            self.hidden = [
+                [states[f"{k}.{i}"] for i in range(len(b))] for k, b in enumerate(self.data)
+            ]
         return done

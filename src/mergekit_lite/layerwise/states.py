@@ -1,4 +1,7 @@
-"""Hidden states between two blocks on disk, so that an interrupted run goes on at the block that it was at."""
+"""Keep hidden states between two blocks on disk.
+
+An interrupted run goes on at the block that it was at.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ from .blocks import Batch
 _STATES = "states.safetensors"
 
 
-def run_fingerprint(sources: Sequence[Source], data: Sequence[Sequence[Batch]], settings: object) -> str:
+def run_fingerprint(
+    sources: Sequence[Source], data: Sequence[Sequence[Batch]], settings: object
+) -> str:
     """What the result of a run depends on: the models' files, their data and its settings."""
     digest = hashlib.sha256()
     for batch in (b for batches in data for b in batches):
@@ -38,11 +43,18 @@ def save_states(folder: Path, states: Mapping[str, Tensor], *, done: int, mark: 
         mark: What the run depends on, as text that other runs do not have.
     """
     with new_file(folder / _STATES, "merge") as part:
-        save_file({name: state.contiguous() for name, state in states.items()}, part, {"mark": mark, "done": str(done)})
+        save_file(
+            {name: state.contiguous() for name, state in states.items()},
+            part,
+            {"mark": mark, "done": str(done)},
+        )
 
 
 def load_states(folder: Path, mark: str) -> tuple[int, dict[str, Tensor]]:
-    """How many blocks an earlier run of that mark has been through, and its states; else 0 and none."""
+    """How many blocks an earlier run of that mark has been through, and its states.
+
+    Else 0 and none.
+    """
     path = folder / _STATES
     if not path.is_file():
         return 0, {}
@@ -50,4 +62,8 @@ def load_states(folder: Path, mark: str) -> tuple[int, dict[str, Tensor]]:
         metadata = file.metadata() or {}
         if metadata.get("mark") != mark:
             return 0, {}
-        return int(metadata["done"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
+        # the file is no mapping, so `in file` would not do
+        return int(metadata["done"]), {
+            name: file.get_tensor(name)
+            for name in file.keys()  # noqa: SIM118
+        }

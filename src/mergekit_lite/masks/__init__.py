@@ -1,7 +1,9 @@
-"""Learned masks: train how to merge models of one architecture, in the memory of a plain fine-tune, then bake.
+"""Learned masks: train how to merge models of one architecture, then bake.
 
-Every weight of the merged model is ``Σ_k mask_k * W_k``. The components are frozen; the masks learn, by KL divergence
-towards the components' own logits.
+It takes the memory of a plain fine-tune.
+
+Every weight of the merged model is ``Σ_k mask_k * W_k``. The components are frozen; the masks
+learn, by KL divergence towards the components' own logits.
 
 >>> from transformers import GPT2Config, GPT2LMHeadModel
 >>> tiny = GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=1, n_head=1)

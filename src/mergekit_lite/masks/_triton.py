@@ -1,8 +1,11 @@
-"""The fused paths of `blend` and of the masks' gradient: each reads every weight once and writes no temporary.
+"""The fused paths of `blend` and of the masks' gradient.
 
-Both are bound by bytes: blending K weights of n elements of b bytes moves (K + 1) n b, and so does the reduction of the
-masks' gradient, whose partial sums are few. A blend's products and sums are rounded one by one (no fused multiply-add),
-so a GPU makes the bits that the CPU makes, and a baked checkpoint holds them.
+Each reads every weight once and writes no temporary.
+
+Both are bound by bytes: blending K weights of n elements of b bytes moves (K + 1) n b, and so does
+the reduction of the masks' gradient, whose partial sums are few. A blend's products and sums are
+rounded one by one (no fused multiply-add), so a GPU makes the bits that the CPU makes, and a baked
+checkpoint holds them.
 
 Imported only when chosen. With TRITON_INTERPRET=1 the kernels run on CPU tensors.
 """
@@ -18,7 +21,9 @@ from triton import knobs
 MOST = 4
 """Components that a kernel takes; eager takes any number."""
 _ROWS, _COLUMNS = 4, 256  # a tile: 8 elements a thread; 16 spill on sm_90
-_STEPS = 32  # tiles that a program sums before it writes: partial sums are a 128th of the bytes read
+_STEPS = (
+    32  # tiles that a program sums before it writes: partial sums are a 128th of the bytes read
+)
 _INTERPRETED = knobs.runtime.interpret  # when kernels are made, which is now
 
 
@@ -31,30 +36,68 @@ def _tile(rows, columns, r, c, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def blend_kernel(
-    w0, w1, w2, w3, masks, out, rows, columns, w_row, m_k, m_row, m_column,
-    K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Σ_k masks[k] * w_k over one (ROWS, COLUMNS) tile; mask strides are 0 where it is broadcast."""
+    w0,
+    w1,
+    w2,
+    w3,
+    masks,
+    out,
+    rows,
+    columns,
+    w_row,
+    m_k,
+    m_row,
+    m_column,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Σ_k masks[k] * w_k over one (ROWS, COLUMNS) tile.
+
+    Mask strides are 0 where it is broadcast.
+    """
     i, j, inside = _tile(rows, columns, tl.program_id(0), tl.program_id(1), ROWS, COLUMNS)
     at, place = i * w_row + j, i * m_row + j * m_column
     total = tl.load(w0 + at, inside, 0.0).to(tl.float32) * tl.load(masks + place, inside, 0.0)
     if K > 1:
-        total += tl.load(w1 + at, inside, 0.0).to(tl.float32) * tl.load(masks + m_k + place, inside, 0.0)
+        total += tl.load(w1 + at, inside, 0.0).to(tl.float32) * tl.load(
+            masks + m_k + place, inside, 0.0
+        )
     if K > 2:
-        total += tl.load(w2 + at, inside, 0.0).to(tl.float32) * tl.load(masks + 2 * m_k + place, inside, 0.0)
+        total += tl.load(w2 + at, inside, 0.0).to(tl.float32) * tl.load(
+            masks + 2 * m_k + place, inside, 0.0
+        )
     if K > 3:
-        total += tl.load(w3 + at, inside, 0.0).to(tl.float32) * tl.load(masks + 3 * m_k + place, inside, 0.0)
+        total += tl.load(w3 + at, inside, 0.0).to(tl.float32) * tl.load(
+            masks + 3 * m_k + place, inside, 0.0
+        )
     tl.store(out + i * columns + j, total.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
 def reduce_kernel(
-    grad, w0, w1, w2, w3, out, rows, columns, g_row, w_row,
-    K: tl.constexpr, KIND: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Sums of grad * w_k for every k: a program walks STEPS tiles along what is summed and writes one partial sum.
+    grad,
+    w0,
+    w1,
+    w2,
+    w3,
+    out,
+    rows,
+    columns,
+    g_row,
+    w_row,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Sum grad * w_k for every k.
 
-    KIND 0 (element): no sum. 1 (input): down the rows. 2 (output): along the columns. 3 (scalar): both.
+    A program walks STEPS tiles along what is summed and writes one partial sum.
+
+    KIND 0 (element): no sum. 1 (input): down the rows. 2 (output): along the columns. 3 (scalar):
+    both.
     """
     r, c = tl.program_id(0), tl.program_id(1)
     DOWN: tl.constexpr = KIND == 1 or KIND == 3
@@ -66,7 +109,12 @@ def reduce_kernel(
     a3 = tl.zeros((SHAPE0, SHAPE1), tl.float32)
     for step in range(STEPS):
         i, j, inside = _tile(
-            rows, columns, r * STEPS + step if DOWN else r, c * STEPS + step if KIND == 2 else c, ROWS, COLUMNS
+            rows,
+            columns,
+            r * STEPS + step if DOWN else r,
+            c * STEPS + step if KIND == 2 else c,
+            ROWS,
+            COLUMNS,
         )
         g = tl.load(grad + i * g_row + j, inside, 0.0).to(tl.float32)
         at = i * w_row + j
@@ -98,7 +146,17 @@ def _summed(product, KIND: tl.constexpr):
 
 @triton.jit
 def _put(
-    total, out, k, rows, columns, r, c, K: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    total,
+    out,
+    k,
+    rows,
+    columns,
+    r,
+    c,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     i = (r * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
     j = c * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -121,7 +179,10 @@ def unsupported(weights: list[Tensor]) -> str | None:
         return f"the weights are {first.dtype}, and it takes float32, float16 and bfloat16"
     if len(weights) > MOST or first.dim() not in (1, 2):
         shape = list(first.shape)
-        return f"there are {len(weights)} weights of shape {shape}, and it takes up to {MOST} vectors or matrices"
+        return (
+            f"there are {len(weights)} weights of shape {shape}, and it takes up to {MOST} vectors "
+            "or matrices"
+        )
     return None
 
 
@@ -155,9 +216,20 @@ def blend(weights: list[Tensor], masks: Tensor) -> Tensor:
     m_row, m_column = (m.stride(d) if m.shape[d] > 1 else 0 for d in (1, 2))
     grid = (triton.cdiv(rows, _ROWS), triton.cdiv(columns, _COLUMNS))
     blend_kernel[grid](
-        *four, m, out, rows, columns, stride, m.stride(0), m_row, m_column,
-        K=len(weights), ROWS=_ROWS, COLUMNS=_COLUMNS, enable_fp_fusion=False,
-    )  # fmt: skip
+        *four,
+        m,
+        out,
+        rows,
+        columns,
+        stride,
+        m.stride(0),
+        m_row,
+        m_column,
+        K=len(weights),
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+        enable_fp_fusion=False,
+    )
     return out
 
 
@@ -168,7 +240,10 @@ def _(weights: list[Tensor], masks: Tensor) -> Tensor:
 
 @torch.library.custom_op("mergekit_lite::reduce", mutates_args=())
 def reduce(grad: Tensor, weights: list[Tensor], shape: list[int]) -> Tensor:
-    """Sum grad * W_k to masks of ``shape``, for every k; partial sums are added in a fixed order."""
+    """Sum grad * W_k to masks of ``shape``, for every k.
+
+    Partial sums are added in a fixed order.
+    """
     if not grad.numel():
         return torch.zeros(shape, dtype=torch.float32, device=grad.device)
     four, stride = _four(weights)
@@ -180,13 +255,26 @@ def reduce(grad: Tensor, weights: list[Tensor], shape: list[int]) -> Tensor:
     down, along = (steps if kind in (1, 3) else 1), (steps if kind == 2 else 1)
     bands = triton.cdiv(rows, _ROWS * down), triton.cdiv(columns, _COLUMNS * along)
     parts = [
-        [count, rows, columns], [bands[0], count, columns], [bands[1], count, rows], [*bands, count]
-    ][kind]  # fmt: skip
+        [count, rows, columns],
+        [bands[0], count, columns],
+        [bands[1], count, rows],
+        [*bands, count],
+    ][kind]
     out = torch.empty(parts, dtype=torch.float32, device=grad.device)
     reduce_kernel[bands](
-        g, *four, out, rows, columns, g.stride(0), stride,
-        K=count, KIND=kind, STEPS=steps, ROWS=_ROWS, COLUMNS=_COLUMNS,
-    )  # fmt: skip
+        g,
+        *four,
+        out,
+        rows,
+        columns,
+        g.stride(0),
+        stride,
+        K=count,
+        KIND=kind,
+        STEPS=steps,
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+    )
     if kind == 3:
         out = out.flatten(0, 1)
     return (out if kind == 0 else out.sum(0)).view(shape)

@@ -1,4 +1,7 @@
-"""Models that are to be merged by masks: shared, frozen, and refused where they do not fit together."""
+"""Models that are to be merged by masks.
+
+They are shared, frozen, and refused where they do not fit together.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +20,41 @@ from ..dtypes import byte_view, stored_of
 
 Module = TypeVar("Module", bound=nn.Module)
 
-_IGNORED = ("training", "name_or_path", "p", "_is_hf_initialized", "gradient_checkpointing", "warnings_issued")
+_IGNORED = (
+    "training",
+    "name_or_path",
+    "p",
+    "_is_hf_initialized",
+    "gradient_checkpointing",
+    "warnings_issued",
+)
 _HASHED = 1 << 22  # elements at a time
 # fields of a config that say nothing of what a model computes in evaluation
 _COSMETIC = re.compile(
-    r"(?:.*_)?(?:dropout|pdrop|drop_rate|dropout_prob|dropout_rate|layerdrop)|summary_.*|output_(?!size|dim).*|.*_token_id"
-    r"|_?name_or_path|architectures|auto_map|(?:torch_)?dtype|transformers_version|use_cache|id2label|label2id"
-    r"|initializer_(?:range|factor)|problem_type|task_specific_params|tokenizer_class|finetuning_task|return_.*"
-    r"|keys_to_ignore_at_inference|router_aux_loss_coef|router_jitter_noise|.*_version|pretraining_tp"
+    r"(?:.*_)?(?:dropout|pdrop|drop_rate|dropout_prob|dropout_rate|layerdrop)"
+    r"|summary_.*|output_(?!size|dim).*|.*_token_id"
+    r"|_?name_or_path|architectures|auto_map|(?:torch_)?dtype|transformers_version|use_cache"
+    r"|id2label|label2id|initializer_(?:range|factor)|problem_type|task_specific_params"
+    r"|tokenizer_class|finetuning_task|return_.*|keys_to_ignore_at_inference"
+    r"|router_aux_loss_coef|router_jitter_noise|.*_version|pretraining_tp"
 )
-_LENGTH = ("max_position_embeddings", "max_seq_len_cached", "original_max_seq_len")  # of tables that only look further
+_LENGTH = (
+    "max_position_embeddings",
+    "max_seq_len_cached",
+    "original_max_seq_len",
+)  # of tables that only look further
 _ANY_LENGTH = {"default", "linear", "llama3"}  # kinds of rotary positions that do not depend on it
 
 
 def share_frozen(models: Sequence[Module], *, over_base: bool = False) -> list[Module]:
-    """The same weights, frozen, in modules of their own: the caller's models are neither copied nor changed.
+    """Return the same weights, frozen, in modules of their own.
+
+    The caller's models are neither copied nor changed.
 
     Args:
         models: The components.
-        over_base: The last model is the base; parameters of the others that equal the base's share its tensor.
+        over_base: The last model is the base; parameters of the others that equal the base's share
+            its tensor.
     """
     memo: dict[int, object] = {}
     base = dict(models[-1].named_parameters()) if over_base else {}
@@ -53,14 +72,17 @@ def share_frozen(models: Sequence[Module], *, over_base: bool = False) -> list[M
 def without_adapter(model: nn.Module) -> PreTrainedModel:
     """A model in memory; of a `PeftModel` a copy with the adapter folded in."""
     fold = getattr(model, "merge_and_unload", None)
-    return copy.deepcopy(model).merge_and_unload() if callable(fold) else model  # pyrefly: ignore
+    # pyrefly: ignore[bad-return, not-callable]: peft's method, which gives the model within
+    return copy.deepcopy(model).merge_and_unload() if callable(fold) else model
 
 
 def _attributes(module: nn.Module) -> dict[str, object]:
     """The settings that a module keeps: plain values among its attributes."""
     if isinstance(module, nn.Dropout):
         return {}
-    scalars = {k: v for k, v in vars(module).items() if v is None or isinstance(v, (bool, int, float, str))}
+    scalars = {
+        k: v for k, v in vars(module).items() if v is None or isinstance(v, (bool, int, float, str))
+    }
     ignored = _IGNORED + _LENGTH * _is_of_any_length(getattr(module, "config", None))
     return {k: v for k, v in scalars.items() if k not in ignored and "drop" not in k}
 
@@ -70,7 +92,11 @@ def _settings(model: nn.Module) -> dict[str, object]:
     if not isinstance(model, PreTrainedModel):
         return {}
     ignored = _LENGTH * _is_of_any_length(model.config)
-    return {k: v for k, v in model.config.to_dict().items() if k not in ignored and not _COSMETIC.fullmatch(k)}
+    return {
+        k: v
+        for k, v in model.config.to_dict().items()
+        if k not in ignored and not _COSMETIC.fullmatch(k)
+    }
 
 
 def _is_of_any_length(config: object) -> bool:
@@ -78,14 +104,19 @@ def _is_of_any_length(config: object) -> bool:
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, Mapping) or not rope:
         return False
-    parts = [rope, *(p for p in rope.values() if isinstance(p, Mapping))]  # a kind for each kind of layer
+    parts = [
+        rope,
+        *(p for p in rope.values() if isinstance(p, Mapping)),
+    ]  # a kind for each kind of layer
     return {p["rope_type"] for p in parts if "rope_type" in p} <= _ANY_LENGTH
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
     """Every parameter's name, and the first name of the same tensor."""
     first: dict[int, str] = {}
-    return {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
+    return {
+        n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)
+    }
 
 
 def _unequal(
@@ -99,45 +130,74 @@ def _unequal(
 def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str]) -> Iterator[str]:
     """What no mask can lie over: other architectures, ties, shapes or dtypes."""
     if type(one) is not type(other):
-        yield f"different architectures: {type(one).__name__} ({labels[0]}) and {type(other).__name__} ({labels[1]})"
+        yield (
+            f"different architectures: {type(one).__name__} ({labels[0]}) and "
+            f"{type(other).__name__} ({labels[1]})"
+        )
         return
     ties = _ties(one), _ties(other)
     if ties[0].keys() != ties[1].keys():
         odd = sorted(ties[0].keys() ^ ties[1].keys())
-        yield f"different architectures: {odd[0]} is in one of {labels[0]} and {labels[1]} alone ({len(odd)} such)"
+        yield (
+            f"different architectures: {odd[0]} is in one of {labels[0]} and {labels[1]} alone "
+            f"({len(odd)} such)"
+        )
         return
     if changed := [n for n in ties[0] if ties[0][n] != ties[1][n]]:
-        yield f"{changed[0]} is tied to another tensor in one of {labels[0]} and {labels[1]}; untie or tie it in both"
+        yield (
+            f"{changed[0]} is tied to another tensor in one of {labels[0]} and {labels[1]}; untie "
+            "or tie it in both"
+        )
     own, theirs = dict(one.named_parameters()), dict(other.named_parameters())
     for name, parameter in own.items():
         if name not in theirs:
             continue
         if parameter.shape != theirs[name].shape:
-            shapes = f"{list(parameter.shape)} ({labels[0]}) and {list(theirs[name].shape)} ({labels[1]})"
+            shapes = (
+                f"{list(parameter.shape)} ({labels[0]}) and {list(theirs[name].shape)} "
+                f"({labels[1]})"
+            )
             hint = ""
             tokens = one.get_input_embeddings() if isinstance(one, PreTrainedModel) else None
-            if parameter is getattr(tokens, "weight", None) and parameter.shape[1:] == theirs[name].shape[1:]:
-                hint = "; align the vocabularies first: merge_models with a recipe whose tokenizer source is union"
+            if (
+                parameter is getattr(tokens, "weight", None)
+                and parameter.shape[1:] == theirs[name].shape[1:]
+            ):
+                hint = (
+                    "; align the vocabularies first: merge_models with a recipe whose tokenizer "
+                    "source is union"
+                )
             yield f"{name} has shapes {shapes}{hint}"
         elif parameter.dtype != theirs[name].dtype:
-            yield f"{name} is {parameter.dtype} ({labels[0]}) and {theirs[name].dtype} ({labels[1]}); load both in one"
+            yield (
+                f"{name} is {parameter.dtype} ({labels[0]}) and {theirs[name].dtype} "
+                f"({labels[1]}); load both in one"
+            )
 
 
-def _different_settings(one: nn.Module, other: nn.Module, labels: tuple[str, str], values: bool) -> Iterator[str]:
+def _different_settings(
+    one: nn.Module, other: nn.Module, labels: tuple[str, str], values: bool
+) -> Iterator[str]:
     """What is not in parameters: kinds of modules, their settings, the config's, and buffers."""
     yield from _unequal("config", _settings(one), _settings(other), labels)
     modules = dict(other.named_modules())
     for name, module in one.named_modules():
         twin = modules.get(name)
         if type(twin) is not type(module):
-            yield f"{name} is {type(module).__name__} ({labels[0]}) and {type(twin).__name__} ({labels[1]})"
+            yield (
+                f"{name} is {type(module).__name__} ({labels[0]}) and {type(twin).__name__} "
+                f"({labels[1]})"
+            )
             continue
         yield from _unequal(name or "model", _attributes(module), _attributes(twin), labels)
     if values:
         buffers = dict(other.named_buffers())
         for name, buffer in one.named_buffers():
             if name not in buffers or not torch.equal(buffer, buffers[name]):
-                yield f"the buffer {name} differs between {labels[0]} and {labels[1]}; masks lie over parameters only"
+                yield (
+                    f"the buffer {name} differs between {labels[0]} and {labels[1]}; masks lie "
+                    "over parameters only"
+                )
 
 
 def refuse_different(
@@ -162,10 +222,19 @@ def refuse_different(
     """
     if len(models) < 2:
         raise ValueError(f"Merger: got {len(models)} model, needed at least two")
-    pairs = [(models[0], other, (labels[0], label)) for other, label in zip(models[1:], labels[1:], strict=True)]
+    pairs = [
+        (models[0], other, (labels[0], label))
+        for other, label in zip(models[1:], labels[1:], strict=True)
+    ]
     say_or_refuse([line for one, other, names in pairs for line in _differences(one, other, names)])
-    if strict or values:  # without strict the one warning is given by the call that also compares buffers
-        lines = [line for one, other, names in pairs for line in _different_settings(one, other, names, values)]
+    if (
+        strict or values
+    ):  # without strict the one warning is given by the call that also compares buffers
+        lines = [
+            line
+            for one, other, names in pairs
+            for line in _different_settings(one, other, names, values)
+        ]
         say_or_refuse(lines, strict=strict, whose=whose)
 
 
@@ -182,12 +251,16 @@ def refuse_not_finite(models: Sequence[nn.Module], labels: Sequence[str]) -> Non
     problems = []
     for model, label in zip(models, labels, strict=True):
         for name, value in model.named_parameters():
-            if not torch.isfinite(value.sum(dtype=torch.float64)) and not bool(torch.isfinite(value).all()):
+            if not torch.isfinite(value.sum(dtype=torch.float64)) and not bool(
+                torch.isfinite(value).all()
+            ):
                 problems.append(f"{name} of {label} holds NaN or infinity")
     say_or_refuse(problems)
 
 
-def say_or_refuse(differences: Sequence[str], *, strict: bool = True, whose: str = "first component's") -> None:
+def say_or_refuse(
+    differences: Sequence[str], *, strict: bool = True, whose: str = "first component's"
+) -> None:
     """Raise what is different, or without ``strict`` warn of it."""
     if not differences:
         return
@@ -199,7 +272,10 @@ def say_or_refuse(differences: Sequence[str], *, strict: bool = True, whose: str
 
 
 def component_hashes(components: Iterable[Iterable[tuple[str, Tensor]]]) -> list[str]:
-    """A SHA-256 of each component: names, shapes, dtypes and values of the weights that masks lie over, in order."""
+    """Return a SHA-256 of each component.
+
+    Names, shapes, dtypes and values of the weights that masks lie over, in order.
+    """
     hashes = []
     for weights in components:
         digest = hashlib.sha256()
@@ -207,6 +283,8 @@ def component_hashes(components: Iterable[Iterable[tuple[str, Tensor]]]) -> list
             digest.update(f"{name} {list(value.shape)} {value.dtype}".encode())
             flat = value.detach().reshape(-1)
             for start in range(0, flat.numel(), _HASHED):
-                digest.update(byte_view(stored_of(flat[start : start + _HASHED].cpu().contiguous())))
+                digest.update(
+                    byte_view(stored_of(flat[start : start + _HASHED].cpu().contiguous()))
+                )
         hashes.append(digest.hexdigest())
     return hashes

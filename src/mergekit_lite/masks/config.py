@@ -1,4 +1,4 @@
-"""What a user chooses: how masks lie over the weights (`MaskConfig`), and what they learn from (`KLConfig`)."""
+"""How masks lie over the weights (`MaskConfig`), and what they learn from (`KLConfig`)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,21 @@ def _one_of(owner: str, name: str, value: object, allowed: tuple[str, ...]) -> N
 
 def _at_least(owner: str, low: float, **values: float) -> None:
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < float("inf"):
-            raise ValueError(f"{owner}: {name} is {value!r}, needed a finite number of at least {low:g}")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not low <= value < float("inf")
+        ):
+            raise ValueError(
+                f"{owner}: {name} is {value!r}, needed a finite number of at least {low:g}"
+            )
 
 
 class _Json:
     def to_json(self) -> str:
         """As JSON text."""
-        return json.dumps(asdict(self))  # pyrefly: ignore
+        # pyrefly: ignore[bad-argument-type]: its subclasses are dataclasses
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -38,9 +45,12 @@ class _Json:
             ValueError: An unknown field, or a bad value.
         """
         values = json.loads(text)
-        known = [f.name for f in fields(cls)]  # pyrefly: ignore
+        # pyrefly: ignore[bad-argument-type]: its subclasses are dataclasses
+        known = [f.name for f in fields(cls)]
         if unknown := sorted(values.keys() - set(known)):
-            raise ValueError(f"{cls.__name__}: unknown field {unknown[0]!r}; it has {', '.join(known)}")
+            raise ValueError(
+                f"{cls.__name__}: unknown field {unknown[0]!r}; it has {', '.join(known)}"
+            )
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
@@ -49,22 +59,24 @@ class MaskConfig(_Json):
     """How masks lie over the weights of a merged model.
 
     Args:
-        mode: ``"accurate"`` blends the weights, then multiplies once: ``x @ (Σ m_k W_k).T``; ``"efficient"``
-            multiplies by every component: ``Σ (m_k * x) @ W_k.T``; ``"auto"`` is efficient for very few tokens, where
-            it is the faster one, and accurate elsewhere.
-        granularity: One mask value for each weight matrix (``"scalar"``), input column (``"input"``), output row
-            (``"output"``) or element (``"element"``). Vectors (biases, norms) have one value an element unless
-            ``"scalar"``. An embedding is read as the output head it may be tied to: ``"input"`` is one value for each
-            hidden feature, ``"output"`` one for each token.
-        constraint: The condition on the K mask values of one weight element. ``"auto"`` is ``"none"`` over a base,
-            else ``"sum_to_one"``, since free masks over whole weights would also scale what the components have in
-            common. ``"unit_interval"`` clamps each value to 0..1; ``"sigmoid"`` makes it a function of the trained
-            value. See `constrain`.
-        modules: Patterns of module names such as ``("model.layers.*.mlp.*",)``: only masks over matching modules are
-            trained, the others keep their initial value; default: all are trained.
-        initial: A number for every mask; ``"average"`` (1 / K); ``"component:1"`` (that component alone);
-            ``"random"`` (uniform in 0..1, then divided by their sum); or the path of a YAML recipe (`linear` or
-            `task_arithmetic`) whose weights are taken.
+        mode: ``"accurate"`` blends the weights, then multiplies once: ``x @ (Σ m_k W_k).T``;
+            ``"efficient"`` multiplies by every component: ``Σ (m_k * x) @ W_k.T``; ``"auto"`` is
+            efficient for very few tokens, where it is the faster one, and accurate elsewhere.
+        granularity: One mask value for each weight matrix (``"scalar"``), input column
+            (``"input"``), output row (``"output"``) or element (``"element"``). Vectors (biases,
+            norms) have one value an element unless ``"scalar"``. An embedding is read as the output
+            head it may be tied to: ``"input"`` is one value for each hidden feature, ``"output"``
+            one for each token.
+        constraint: The condition on the K mask values of one weight element. ``"auto"`` is
+            ``"none"`` over a base, else ``"sum_to_one"``, since free masks over whole weights would
+            also scale what the components have in common. ``"unit_interval"`` clamps each value to
+            0..1; ``"sigmoid"`` makes it a function of the trained value. See `constrain`.
+        modules: Patterns of module names such as ``("model.layers.*.mlp.*",)``: only masks over
+            matching modules are trained, the others keep their initial value; default: all are
+            trained.
+        initial: A number for every mask; ``"average"`` (1 / K); ``"component:1"`` (that component
+            alone); ``"random"`` (uniform in 0..1, then divided by their sum); or the path of a YAML
+            recipe (`linear` or `task_arithmetic`) whose weights are taken.
         seed: Of ``"random"``.
 
     Raises:
@@ -96,20 +108,26 @@ class MaskConfig(_Json):
         _one_of("MaskConfig", "granularity", self.granularity, GRANULARITIES)
         _one_of("MaskConfig", "constraint", self.constraint, CONSTRAINTS)
         if self.modules is not None and not (
-            isinstance(self.modules, tuple) and self.modules and all(isinstance(p, str) for p in self.modules)
+            isinstance(self.modules, tuple)
+            and self.modules
+            and all(isinstance(p, str) for p in self.modules)
         ):
-            raise ValueError(f"MaskConfig: modules is {self.modules!r}, needed a tuple of patterns, or None")
+            raise ValueError(
+                f"MaskConfig: modules is {self.modules!r}, needed a tuple of patterns, or None"
+            )
         if self.granularity == "element" and self.mode == "efficient":
             raise ValueError(
-                f"MaskConfig: mode {self.mode!r} cannot do granularity 'element', which masks weights and not inputs "
-                "or outputs; needed mode 'accurate' or 'auto'"
+                f"MaskConfig: mode {self.mode!r} cannot do granularity 'element', which masks "
+                "weights and not inputs or outputs; needed mode 'accurate' or 'auto'"
             )
         if isinstance(self.initial, str):
-            named = self.initial in ("average", "random") or re.fullmatch(r"component:\d+", self.initial)
+            named = self.initial in ("average", "random") or re.fullmatch(
+                r"component:\d+", self.initial
+            )
             if not named and not self.initial.endswith((".yml", ".yaml")):
                 raise ValueError(
-                    f"MaskConfig: initial is {self.initial!r}, needed a number, average, random, component:INDEX or "
-                    "the path of a recipe (.yml)"
+                    f"MaskConfig: initial is {self.initial!r}, needed a number, average, random, "
+                    "component:INDEX or the path of a recipe (.yml)"
                 )
         else:
             _at_least("MaskConfig", float("-1e30"), initial=self.initial)
@@ -117,21 +135,27 @@ class MaskConfig(_Json):
 
 @dataclass(frozen=True, kw_only=True)
 class KLConfig(_Json):
-    """What the merged model is trained towards: ``KL(Σ_k c_k component k, merged)``, averaged over positions.
+    """What the merged model is trained towards.
+
+    ``KL(Σ_k c_k component k, merged)``, averaged over positions.
 
     Args:
-        coefficients: Where the teachers' shares c_k come from. ``"task"``: 1 for the component whose index is the
-            example's ``task``. ``"evidence"``, which needs no task: by how probable each component finds the example,
-            c_k proportional to Π_t p_k(x_t) over its supervised tokens. ``"confidence"``: per token, the softmax of
-            minus the teachers' entropies. ``"fixed"``: ``shares``.
+        coefficients: Where the teachers' shares c_k come from. ``"task"``: 1 for the component
+            whose index is the example's ``task``. ``"evidence"``, which needs no task: by how
+            probable each component finds the example, c_k proportional to Π_t p_k(x_t) over its
+            supervised tokens. ``"confidence"``: per token, the softmax of minus the teachers'
+            entropies. ``"fixed"``: ``shares``.
         shares: One number a component, for ``"fixed"``; divided by their sum.
-        confidence_temperature: Of the softmax of ``"confidence"``; at 0 the teacher of least entropy has all.
-        temperature: T: logits of students and teachers are divided by it, the loss is multiplied by T².
+        confidence_temperature: Of the softmax of ``"confidence"``; at 0 the teacher of least
+            entropy has all.
+        temperature: T: logits of students and teachers are divided by it, the loss is multiplied by
+            T².
         direction: ``"forward"`` KL(teacher, merged) or ``"reverse"`` KL(merged, teacher).
         cross_entropy: Weight of the cross-entropy towards the labels, added.
         l1: Weight of the mean absolute mask.
         l2: Weight of the mean squared mask.
-        similarity: Weight of the mean cosine similarity between the components' masks: pulls them apart.
+        similarity: Weight of the mean cosine similarity between the components' masks: pulls them
+            apart.
 
     Raises:
         ValueError: A value outside these.
@@ -162,7 +186,9 @@ class KLConfig(_Json):
         _at_least("KLConfig", 0, **{name: getattr(self, name) for name in weights})
         _at_least("KLConfig", 1e-6, temperature=self.temperature)
         if (self.shares is None) == (self.coefficients == "fixed"):
-            raise ValueError("KLConfig: shares belong to coefficients='fixed'; needed both, or neither")
+            raise ValueError(
+                "KLConfig: shares belong to coefficients='fixed'; needed both, or neither"
+            )
         if self.shares is not None:
             _at_least("KLConfig", 0, **{f"shares[{i}]": v for i, v in enumerate(self.shares)})
             if not sum(self.shares) > 0:

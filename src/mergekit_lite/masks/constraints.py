@@ -1,4 +1,7 @@
-"""What the K mask values at one place must satisfy, and how masks begin. Small tensors, plain autograd."""
+"""What the K mask values at one place must satisfy, and how masks begin.
+
+Small tensors, plain autograd.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ class _Clamp(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, grad: Tensor) -> Tensor:  # pyrefly: ignore
+    # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         (values,) = ctx.saved_tensors
         outwards = ((values < 0) & (grad > 0)) | ((values > 1) & (grad < 0))
         return grad.masked_fill(outwards, 0)
@@ -37,11 +41,14 @@ def constrain(
     """Turn trained values into masks that satisfy a constraint.
 
     Args:
-        raw: The trained values, (K, ...), or (K - 1, ...) for ``"sum_to_one"``; `unconstrain` is the inverse.
-        constraint: ``"none"``; ``"unit_interval"`` clamps to 0..1, with a gradient that still leads back inside;
-            ``"sigmoid"``; ``"sum_to_one"`` trains all masks but the first, which is 1 minus their sum.
+        raw: The trained values, (K, ...), or (K - 1, ...) for ``"sum_to_one"``; `unconstrain` is
+            the inverse.
+        constraint: ``"none"``; ``"unit_interval"`` clamps to 0..1, with a gradient that still leads
+            back inside; ``"sigmoid"``; ``"sum_to_one"`` trains all masks but the first, which is 1
+            minus their sum.
 
-    Source: learned coefficients as in Differentiable Adaptive Merging (arXiv 2410.08371), which leaves them free.
+    Source: learned coefficients as in Differentiable Adaptive Merging (arXiv 2410.08371), which
+    leaves them free.
 
     Returns:
         Masks (K, ...).
@@ -63,12 +70,15 @@ def constrain(
     if constraint == "sum_to_one":
         return torch.cat([1 - raw.sum(0, keepdim=True), raw])
     raise ValueError(
-        f"constrain: expected none, sum_to_one, unit_interval or sigmoid as the constraint, got {constraint!r}"
+        "constrain: expected none, sum_to_one, unit_interval or sigmoid as the constraint, got "
+        f"{constraint!r}"
     )
 
 
 def acting_masks(raw: Tensor, constraint: str, *, over_base: bool = False) -> Tensor:
-    """Return the masks to multiply by: `constrain`'s, and over a base its own, 1 minus their sum, as the last.
+    """Return the masks to multiply by: `constrain`'s and, over a base, its own as the last.
+
+    The base's mask is 1 minus their sum.
 
     Args:
         raw: The trained values, as for `constrain`.
@@ -83,10 +93,13 @@ def acting_masks(raw: Tensor, constraint: str, *, over_base: bool = False) -> Te
 
 
 def unconstrain(masks: Tensor, constraint: str) -> Tensor:
-    """Trained values for which `constrain` gives these masks, or masks near them where they break the constraint.
+    """Return trained values for which `constrain` gives these masks.
+
+    Masks are near them where they break the constraint.
 
     Raises:
-        ValueError: Sums other than 1 for ``"sum_to_one"``, or masks of 0 or 1, at which a sigmoid has no gradient.
+        ValueError: Sums other than 1 for ``"sum_to_one"``, or masks of 0 or 1, at which a sigmoid
+            has no gradient.
 
     >>> constrain(unconstrain(torch.tensor([0.9, 0.1]), "sigmoid"), "sigmoid")
     tensor([0.9000, 0.1000])
@@ -95,8 +108,9 @@ def unconstrain(masks: Tensor, constraint: str) -> Tensor:
         sums = masks.sum(0)
         if bool(((sums - 1).abs() > 1e-4).any()):
             raise ValueError(
-                f"MaskConfig: masks begin with sums of {float(sums.min()):g} to {float(sums.max()):g}; constraint "
-                "'sum_to_one' needed 1; name another, as 'none', or lay masks over a base"
+                f"MaskConfig: masks begin with sums of {float(sums.min()):g} to "
+                f"{float(sums.max()):g}; constraint 'sum_to_one' needed 1; name another, as "
+                "'none', or lay masks over a base"
             )
         return masks[1:]
     if constraint == "unit_interval":
@@ -104,8 +118,9 @@ def unconstrain(masks: Tensor, constraint: str) -> Tensor:
     if constraint == "sigmoid":
         if not bool(((masks > 0) & (masks < 1)).all()):
             raise ValueError(
-                f"MaskConfig: masks begin between {float(masks.min()):g} and {float(masks.max()):g}; constraint "
-                "'sigmoid' must begin between 0 and 1, where it has a gradient"
+                f"MaskConfig: masks begin between {float(masks.min()):g} and "
+                f"{float(masks.max()):g}; constraint 'sigmoid' must begin between 0 and 1, where "
+                "it has a gradient"
             )
         return masks.logit()
     return masks
@@ -114,12 +129,21 @@ def unconstrain(masks: Tensor, constraint: str) -> Tensor:
 def mask_shape(shape: Sequence[int], granularity: str, transposed: bool = False) -> tuple[int, ...]:
     """The shape of one component's mask over a weight of ``shape``; it broadcasts over the weight.
 
-    A matrix is (O, I), or (I, O) when ``transposed``; leading dimensions (experts) have values of their own.
-    A convolution's kernel (4 or more dimensions) is (O, I, ...). Vectors have one value an element unless scalar.
+    A matrix is (O, I), or (I, O) when ``transposed``; leading dimensions (experts) have values of
+    their own. A convolution's kernel (4 or more dimensions) is (O, I, ...). Vectors have one value
+    an element unless scalar.
 
-    >>> mask_shape((8, 4), "input"), mask_shape((8, 4), "output"), mask_shape((4, 8), "input", transposed=True)
+    >>> (
+    ...     mask_shape((8, 4), "input"),
+    ...     mask_shape((8, 4), "output"),
+    ...     mask_shape((4, 8), "input", transposed=True),
+    ... )
     ((1, 4), (8, 1), (4, 1))
-    >>> mask_shape((3, 8, 4), "scalar"), mask_shape((8,), "input"), mask_shape((8, 3, 5, 5), "input")
+    >>> (
+    ...     mask_shape((3, 8, 4), "scalar"),
+    ...     mask_shape((8,), "input"),
+    ...     mask_shape((8, 3, 5, 5), "input"),
+    ... )
     ((3, 1, 1), (8,), (1, 3, 1, 1))
     """
     shape = tuple(shape)
@@ -137,7 +161,10 @@ def mask_shape(shape: Sequence[int], granularity: str, transposed: bool = False)
 
 
 def initial_masks(
-    count: int, shape: Sequence[int], initial: float | str | Sequence[float], generator: torch.Generator | None
+    count: int,
+    shape: Sequence[int],
+    initial: float | str | Sequence[float],
+    generator: torch.Generator | None,
 ) -> Tensor:
     """Masks to begin with, float32, shape (count, *shape).
 
@@ -158,8 +185,14 @@ def initial_masks(
     elif isinstance(initial, str):
         chosen = int(initial.removeprefix("component:"))
         if chosen >= count:
-            raise ValueError(f"MaskConfig: initial is {initial!r}, but there are {count} components")
+            raise ValueError(
+                f"MaskConfig: initial is {initial!r}, but there are {count} components"
+            )
         values = [float(k == chosen) for k in range(count)]
     else:
-        values = [float(initial)] * count if isinstance(initial, (int, float)) else [float(v) for v in initial]
+        values = (
+            [float(initial)] * count
+            if isinstance(initial, (int, float))
+            else [float(v) for v in initial]
+        )
     return torch.tensor(values).view(count, *[1] * len(shape)).expand(count, *shape).clone()

@@ -1,4 +1,7 @@
-"""One batch's loss: which positions count, which teachers run on what, and what the student is compared with."""
+"""Compute one batch's loss.
+
+Which positions count, which teachers run on what, and what the student is compared with.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,12 @@ def distill(
     Args:
         merger: Student and teachers.
         kl: What to learn from.
-        labels: (B, L); where -100, a position never counts. The label at t + 1 belongs to the logits at t (not
-            shifted for encoders; (B,) for classifiers). Default: every token that is not padding.
+        labels: (B, L); where -100, a position never counts. The label at t + 1 belongs to the
+            logits at t (not shifted for encoders; (B,) for classifiers). Default: every token that
+            is not padding.
         task: (B,) or (B, L): the component that each example, or token, follows.
-        teacher_hidden: (N, k, H) from `cache_teachers`: final hidden states at the N supervised positions, so that
-            no teacher runs.
+        teacher_hidden: (N, k, H) from `cache_teachers`: final hidden states at the N supervised
+            positions, so that no teacher runs.
         normalizer: What the sum over positions is divided by; default N.
         **inputs: Of the model: ``input_ids``, ``attention_mask``, ...
 
@@ -46,8 +50,8 @@ def distill(
         A scalar. A batch without a supervised position gives zero with a graph, and a warning.
 
     Raises:
-        ValueError: An empty batch; labels or tasks that do not fit it; a task that is no component; none where ``kl``
-            needs it; a cache that does not fit.
+        ValueError: An empty batch; labels or tasks that do not fit it; a task that is no component;
+            none where ``kl`` needs it; a cache that does not fit.
     """
     ids = _main_input(inputs)
     _refuse_leaks(merger, inputs)
@@ -55,7 +59,9 @@ def distill(
     places = where.nonzero(as_tuple=True)
     count = places[0].numel()
     if count == 0:  # shown once, as warnings are
-        warnings.warn("Merger.distill: a batch has no supervised position; its loss is 0", stacklevel=2)
+        warnings.warn(
+            "Merger.distill: a batch has no supervised position; its loss is 0", stacklevel=2
+        )
     answers = None if targets is None else targets[places]
     head = merger.output_head()
     shares = _shares(merger, kl, task, where, places)
@@ -64,7 +70,9 @@ def distill(
     else:
         teachers = _cached(merger, kl, count, teacher_hidden)
     if kl.coefficients == "evidence" and shares is None:
-        examples = _examples(ids, inputs.get("position_ids"))[places] if where.dim() > 1 else places[0]
+        examples = (
+            _examples(ids, inputs.get("position_ids"))[places] if where.dim() > 1 else places[0]
+        )
         shares = _evidence(teachers, head, answers, examples)
     student = _outputs(merger, head is not None, inputs)[places]
     options: dict[str, Any] = {}
@@ -95,9 +103,13 @@ def _main_input(inputs: Mapping[str, object]) -> Tensor:
     """Token ids, or the first tensor of a model that has none."""
     tensors = [v for v in (inputs.get("input_ids"), *inputs.values()) if isinstance(v, Tensor)]
     if not tensors or not tensors[0].numel():
-        came = {name: list(v.shape) if isinstance(v, Tensor) else type(v).__name__ for name, v in inputs.items()}
+        came = {
+            name: list(v.shape) if isinstance(v, Tensor) else type(v).__name__
+            for name, v in inputs.items()
+        }
         raise ValueError(
-            f"Merger.distill: the batch holds {came or 'no inputs'}; needed input_ids of (B, L), neither 0"
+            f"Merger.distill: the batch holds {came or 'no inputs'}; needed input_ids of (B, L), "
+            "neither 0"
         )
     return tensors[0]
 
@@ -107,18 +119,23 @@ def positions(
 ) -> tuple[Tensor, Tensor | None]:
     """Where outputs are supervised, as a mask over them, and the label of each."""
     if getattr(merger.model.config, "is_encoder_decoder", False):
-        raise ValueError("Merger.distill: encoder-decoder models are not supported; needed a decoder or an encoder")
+        raise ValueError(
+            "Merger.distill: encoder-decoder models are not supported; needed a decoder or an "
+            "encoder"
+        )
     causal = merger.model.can_generate()
     if labels is None and causal:
         labels = ids if attention is None else ids.masked_fill(attention == 0, -100)
     if labels is None and type(merger.model).__name__.endswith("ForSequenceClassification"):
         return torch.ones(ids.shape[:1], dtype=torch.bool, device=ids.device), None
     if labels is None:  # an encoder's every token
-        return torch.ones_like(ids, dtype=torch.bool) if attention is None else attention.bool(), None
+        return torch.ones_like(
+            ids, dtype=torch.bool
+        ) if attention is None else attention.bool(), None
     if labels.shape != ids.shape[: labels.dim()] or not labels.dim() or labels.is_floating_point():
         raise ValueError(
-            f"Merger.distill: labels are {list(labels.shape)} {labels.dtype}, the batch's tokens {list(ids.shape)}; "
-            "needed a whole number for each"
+            f"Merger.distill: labels are {list(labels.shape)} {labels.dtype}, the batch's tokens "
+            f"{list(ids.shape)}; needed a whole number for each"
         )
     if labels.dim() > 1 and causal:
         shifted = torch.full_like(labels, -100)
@@ -128,20 +145,28 @@ def positions(
 
 
 def _refuse_leaks(merger: MaskedModel, inputs: Mapping[str, Any]) -> None:
-    """Refuse packed rows where attention would look across examples: only ``position_ids`` keep those apart."""
+    """Refuse packed rows where attention would look across examples.
+
+    Only ``position_ids`` keep those apart.
+    """
     position_ids = inputs.get("position_ids")
     if position_ids is None or not bool((position_ids[:, 1:] <= position_ids[:, :-1]).any()):
         return
     attention = str(getattr(merger.model.config, "_attn_implementation", ""))
     if not merger.model.can_generate() or ("flash" in attention and position_ids.shape[0] > 1):
         raise ValueError(
-            f"Merger.distill: packed rows, but {type(merger.model).__name__} with {attention or 'its'} attention would "
-            "look across examples; needed a decoder (one row a batch with flash attention), or MaskCollator(pack=False)"
+            f"Merger.distill: packed rows, but {type(merger.model).__name__} with "
+            f"{attention or 'its'} attention would look across examples; needed a decoder (one row "
+            "a batch with flash attention), or MaskCollator(pack=False)"
         )
 
 
 def _shares(
-    merger: MaskedModel, kl: KLConfig, task: Tensor | None, where: Tensor, places: tuple[Tensor, ...]
+    merger: MaskedModel,
+    kl: KLConfig,
+    task: Tensor | None,
+    where: Tensor,
+    places: tuple[Tensor, ...],
 ) -> Tensor | None:
     """The teachers' coefficients (N, K); None if they depend on the teachers' outputs."""
     count = merger.count
@@ -151,7 +176,9 @@ def _shares(
         return None
     if kl.shares is not None:
         if len(kl.shares) != count:
-            raise ValueError(f"Merger.distill: expected {count} shares, one a component, got {len(kl.shares)}")
+            raise ValueError(
+                f"Merger.distill: expected {count} shares, one a component, got {len(kl.shares)}"
+            )
         fixed = torch.tensor([s / sum(kl.shares) for s in kl.shares], device=where.device)
         return fixed.expand(places[0].numel(), -1)
     if task is None:
@@ -159,20 +186,29 @@ def _shares(
             "Merger.distill: coefficients 'task' need a task for each example (see "
             "TaskMixture), and none came; 'evidence' needs none"
         )
-    if task.is_floating_point() or task.dtype == torch.bool or task.shape not in (where.shape[:1], where.shape):
+    if (
+        task.is_floating_point()
+        or task.dtype == torch.bool
+        or task.shape not in (where.shape[:1], where.shape)
+    ):
         raise ValueError(
-            f"Merger.distill: task is {list(task.shape)} {task.dtype}; needed whole numbers of shape "
-            f"{list(where.shape[:1])} or {list(where.shape)}"
+            f"Merger.distill: task is {list(task.shape)} {task.dtype}; needed whole numbers of "
+            f"shape {list(where.shape[:1])} or {list(where.shape)}"
         )
     if task.numel() and not (int(task.min()) >= 0 and int(task.max()) < count):
         span = f"{int(task.min())} to {int(task.max())}"
         raise ValueError(f"Merger.distill: task labels span {span}, needed 0 to {count - 1}")
-    task_of_place = task.view(-1, *[1] * (where.dim() - 1)).expand(where.shape) if task.dim() == 1 else task
+    task_of_place = (
+        task.view(-1, *[1] * (where.dim() - 1)).expand(where.shape) if task.dim() == 1 else task
+    )
     return nn.functional.one_hot(task_of_place[places].long(), count).float()
 
 
 def _examples(ids: Tensor, position_ids: Tensor | None) -> Tensor:  # (B, L)
-    """For each token the number of its example: a row, or in packed rows what ``position_ids`` count anew."""
+    """Return for each token the number of its example.
+
+    A row, or in packed rows what ``position_ids`` count anew.
+    """
     starts = torch.zeros_like(ids)
     starts[:, 0] = 1
     if position_ids is not None:
@@ -189,47 +225,72 @@ def _evidence(
 ) -> Tensor:  # (N, K)
     """Return shares in proportion to how probable each teacher finds an example."""
     if answers is None:
-        raise ValueError("Merger.distill: coefficients by evidence need labels, and this model's inputs are none")
+        raise ValueError(
+            "Merger.distill: coefficients by evidence need labels, and this model's inputs are none"
+        )
     heads = Heads(None, None, [None] * len(teachers))
     if head is not None:
         biases = [None] * len(teachers) if head.bias is None else head.frozen("bias")
         heads = Heads(head.frozen("weight"), None, biases)
-    log_probs = [label_log_probs(t, heads, k, answers) for k, t in enumerate(teachers) if t is not None]
+    log_probs = [
+        label_log_probs(t, heads, k, answers) for k, t in enumerate(teachers) if t is not None
+    ]
     return evidence(torch.stack(log_probs, 1), examples)
 
 
 def _outputs(merger: MaskedModel, hidden: bool, inputs: Mapping[str, object]) -> Tensor:
-    return merger.final_hidden(**inputs) if hidden else merger.model(**merger.uncached(inputs)).logits
+    return (
+        merger.final_hidden(**inputs) if hidden else merger.model(**merger.uncached(inputs)).logits
+    )
 
 
 def _cached(merger: MaskedModel, kl: KLConfig, count: int, cached: Tensor) -> list[Tensor | None]:
-    needed = 1 if kl.coefficients == "task" else merger.count  # by task, each position keeps its own teacher's alone
+    needed = (
+        1 if kl.coefficients == "task" else merger.count
+    )  # by task, each position keeps its own teacher's alone
     teachers = cached.shape[1] if cached.dim() == 3 else 0
     if cached.shape[0] != count or teachers not in (needed, merger.count):
         raise ValueError(
-            f"Merger.distill: teacher_hidden is {list(cached.shape)}, needed ({count}, {needed}, H) for this batch "
-            f"and coefficients {kl.coefficients!r}; the cache was made from other batches or settings (its kl)"
+            f"Merger.distill: teacher_hidden is {list(cached.shape)}, needed ({count}, {needed}, "
+            f"H) for this batch and coefficients {kl.coefficients!r}; the cache was made from "
+            "other batches or settings (its kl)"
         )
     return [cached[:, min(k, teachers - 1)] for k in range(merger.count)]
 
 
 @torch.no_grad()
 def _run_teachers(
-    merger: MaskedModel, shares: Tensor | None, places: tuple[Tensor, ...], hidden: bool, inputs: Mapping[str, object]
+    merger: MaskedModel,
+    shares: Tensor | None,
+    places: tuple[Tensor, ...],
+    hidden: bool,
+    inputs: Mapping[str, object],
 ) -> list[Tensor | None]:
-    """Each component's outputs (N, H) at the supervised positions; it runs on the rows that it has a share in."""
+    """Each component's outputs (N, H) at the supervised positions.
+
+    It runs on the rows that it has a share in.
+    """
     rows, device = places[0], places[0].device
     count = rows.numel()
     batch = next(v.shape[0] for v in inputs.values() if isinstance(v, Tensor))
     logits_of_teachers: list[Tensor | None] = []
     with evaluating(merger):  # teachers drop nothing out
         for k in range(merger.count):
-            used = torch.arange(count, device=device) if shares is None else shares[:, k].nonzero()[:, 0]
+            used = (
+                torch.arange(count, device=device)
+                if shares is None
+                else shares[:, k].nonzero()[:, 0]
+            )
             if used.numel() == 0:
                 logits_of_teachers.append(None)
                 continue
-            kept, row = rows[used].unique(return_inverse=True)  # rows of the batch, and of what is left of it
-            part = {n: v[kept] if isinstance(v, Tensor) and v.shape[:1] == (batch,) else v for n, v in inputs.items()}
+            kept, row = rows[used].unique(
+                return_inverse=True
+            )  # rows of the batch, and of what is left of it
+            part = {
+                n: v[kept] if isinstance(v, Tensor) and v.shape[:1] == (batch,) else v
+                for n, v in inputs.items()
+            }
             with merger.component(k):
                 outputs = _outputs(merger, hidden, part)
             chosen = outputs[(row, *(p[used] for p in places[1:]))]

@@ -1,6 +1,7 @@
 """`blend`, `masked_linear` and `masked_embedding`: each checks, chooses a path and calls it.
 
-Letters: K components, O out_features, I in_features, V vocabulary, H hidden size, *B any leading shape.
+Letters: K components, O out_features, I in_features, V vocabulary, H hidden size, *B any leading
+shape.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from ._eager.linear import AccurateLinear, EfficientLinear, Embedding
 IMPLS = ("reference", "eager", "fused", "auto")
 FEW_TOKENS = 16
 FEW_TOKENS_TRAINING = 128
-"""``mode="auto"`` is efficient up to so many tokens, without and with gradients (docs/performance.md)."""
+"""``mode="auto"`` is efficient up to so many tokens, without and with gradients
+(docs/performance.md)."""
 
 
 def _check_weights(operation: str, weights: Sequence[Tensor], impl: str) -> None:
@@ -26,25 +28,36 @@ def _check_weights(operation: str, weights: Sequence[Tensor], impl: str) -> None
         raise ValueError(f"{operation}: impl is {impl!r}, needed one of {', '.join(IMPLS)}")
     shapes, dtypes = {tuple(w.shape) for w in weights}, {w.dtype for w in weights}
     if len(shapes) != 1 or len(dtypes) != 1:
-        raise ValueError(f"{operation}: weights have shapes {sorted(shapes)} and dtypes {dtypes}, needed one of each")
+        raise ValueError(
+            f"{operation}: weights have shapes {sorted(shapes)} and dtypes {dtypes}, needed one of "
+            "each"
+        )
     if any(w.requires_grad for w in weights):
-        raise ValueError(f"{operation}: a component's weight requires grad; only masks are trained, needed frozen ones")
+        raise ValueError(
+            f"{operation}: a component's weight requires grad; only masks are trained, needed "
+            "frozen ones"
+        )
 
 
 def _check_masks(operation: str, weights: Sequence[Tensor], masks: Tensor) -> None:
     """Refuse masks that do not lie over the weights."""
     shape = tuple(weights[0].shape)
-    fits = masks.dim() == len(shape) + 1 and all(m in (1, n) for m, n in zip(masks.shape[1:], shape, strict=True))
+    fits = masks.dim() == len(shape) + 1 and all(
+        m in (1, n) for m, n in zip(masks.shape[1:], shape, strict=True)
+    )
     if not fits or masks.shape[0] != len(weights):
         raise ValueError(
-            f"{operation}: masks have shape {list(masks.shape)}, but {len(weights)} weights of shape {list(shape)} "
-            f"need ({len(weights)}, then {len(shape)} sizes that are 1 or the weight's)"
+            f"{operation}: masks have shape {list(masks.shape)}, but {len(weights)} weights of "
+            f"shape {list(shape)} need ({len(weights)}, then {len(shape)} sizes that are 1 or the "
+            "weight's)"
         )
 
 
 def _uses_fused(impl: str, weights: Sequence[Tensor], operation: str) -> bool:
     """Whether the Triton path runs; an explicit choice that cannot run raises."""
-    if impl != "fused":  # "auto" is eager until a row measured on a GPU says that the kernels are faster there
+    if (
+        impl != "fused"
+    ):  # "auto" is eager until a row measured on a GPU says that the kernels are faster there
         return False
     from . import _triton
 
@@ -55,7 +68,9 @@ def _uses_fused(impl: str, weights: Sequence[Tensor], operation: str) -> bool:
 
 
 def blend(weights: Sequence[Tensor], masks: Tensor, *, impl: str = "auto") -> Tensor:
-    """The merged weight Σ_k masks[k] * weights[k], summed in float32, rounded once. Differentiable in the masks.
+    """The merged weight Σ_k masks[k] * weights[k], summed in float32, rounded once.
+
+    Differentiable in the masks.
 
     Keeps nothing for backward but references to the frozen weights.
 
@@ -68,7 +83,8 @@ def blend(weights: Sequence[Tensor], masks: Tensor, *, impl: str = "auto") -> Te
         A weight of the same shape and dtype.
 
     Raises:
-        ValueError: Shapes or dtypes that do not fit, a weight that requires grad, fused where it cannot run.
+        ValueError: Shapes or dtypes that do not fit, a weight that requires grad, fused where it
+            cannot run.
 
     >>> blend([torch.ones(2, 2), torch.zeros(2, 2)], torch.tensor([[[0.25, 1.0]], [[0.5, 0.5]]]))
     tensor([[0.2500, 1.0000],
@@ -99,11 +115,11 @@ def masked_linear(
     Args:
         x: Input, (*B, I).
         weights: The components' frozen weights, (O, I) each; (I, O) when ``transposed``.
-        masks: (K, 1, 1) scalar, (K, 1, I) input, (K, O, 1) output or (K, O, I) element masks; the last two sizes
-            swapped when ``transposed``.
+        masks: (K, 1, 1) scalar, (K, 1, I) input, (K, O, 1) output or (K, O, I) element masks; the
+            last two sizes swapped when ``transposed``.
         bias: The merged bias, (O,).
-        rule: A function from ``masks`` to the masks to multiply by, such as a constraint. It runs again in backward, so
-            that its result need not be kept.
+        rule: A function from ``masks`` to the masks to multiply by, such as a constraint. It runs
+            again in backward, so that its result need not be kept.
         mode: ``"accurate"``, ``"efficient"`` (``Σ (m_k x) @ W_k.T``) or ``"auto"``: efficient up to
             `FEW_TOKENS` (`FEW_TOKENS_TRAINING` with gradients), where it is the faster one.
         transposed: Weights are stored (I, O), as GPT-2's `Conv1D` does.
@@ -113,35 +129,49 @@ def masked_linear(
         (*B, O), in x's dtype.
 
     Raises:
-        ValueError: Shapes or dtypes that do not fit, element masks in efficient mode, a weight that requires grad,
-            fused where it cannot run.
+        ValueError: Shapes or dtypes that do not fit, element masks in efficient mode, a weight that
+            requires grad, fused where it cannot run.
 
     >>> weights = [torch.eye(2), 2 * torch.eye(2)]
-    >>> masked_linear(torch.tensor([[1.0, 3.0]]), weights, torch.tensor([[[1.0, 0.5]], [[0.0, 0.25]]]))
+    >>> masked_linear(
+    ...     torch.tensor([[1.0, 3.0]]), weights, torch.tensor([[[1.0, 0.5]], [[0.0, 0.25]]])
+    ... )
     tensor([[1., 3.]])
     """
     _check_weights("masked_linear", weights, impl)
     if weights[0].dim() != 2:
-        raise ValueError(f"masked_linear: weights have shape {list(weights[0].shape)}, needed matrices")
+        raise ValueError(
+            f"masked_linear: weights have shape {list(weights[0].shape)}, needed matrices"
+        )
     in_features = weights[0].shape[0 if transposed else 1]
     if not x.dim() or x.shape[-1] != in_features:
-        raise ValueError(f"masked_linear: last dim of x {list(x.shape)} must be {in_features}, the weights' input")
+        raise ValueError(
+            f"masked_linear: last dim of x {list(x.shape)} must be {in_features}, the weights' "
+            "input"
+        )
     if rule is None:
         _check_masks("masked_linear", weights, masks)
     mode = _linear_mode(mode, x, masks, in_features)
     if mode == "efficient" and impl == "fused":
-        raise ValueError("masked_linear: impl 'fused' has no path for mode 'efficient', which blends nothing")
+        raise ValueError(
+            "masked_linear: impl 'fused' has no path for mode 'efficient', which blends nothing"
+        )
     if rule is not None and (mode == "efficient" or impl == "reference"):
         masks, rule = rule(masks), None
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
     elif x.dtype != weights[0].dtype:
-        raise ValueError(f"masked_linear: x is {x.dtype} and the weights are {weights[0].dtype}, needed one dtype")
+        raise ValueError(
+            f"masked_linear: x is {x.dtype} and the weights are {weights[0].dtype}, needed one "
+            "dtype"
+        )
     if bias is not None:
         bias = bias.to(x.dtype)
     if impl == "reference":
-        return reference.masked_linear(x, weights, masks, bias, mode=mode, transposed=transposed).to(x.dtype)
+        return reference.masked_linear(
+            x, weights, masks, bias, mode=mode, transposed=transposed
+        ).to(x.dtype)
     with torch.autocast(device, enabled=False):
         if mode == "efficient":
             return EfficientLinear.apply(x, masks, bias, transposed, *weights)
@@ -159,7 +189,9 @@ def _linear_mode(mode: str, x: Tensor, masks: Tensor, in_features: int) -> str:
     if mode not in ("accurate", "efficient"):
         raise ValueError(f"masked_linear: mode is {mode!r}, needed accurate, efficient or auto")
     if mode == "efficient" and element:
-        raise ValueError("masked_linear: mode 'efficient' cannot do element masks; needed mode 'accurate'")
+        raise ValueError(
+            "masked_linear: mode 'efficient' cannot do element masks; needed mode 'accurate'"
+        )
     return mode
 
 
@@ -170,7 +202,9 @@ def masked_embedding(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """Rows of the merged embedding Σ m_k E_k, gathered before they are blended: never a (V, H) tensor.
+    """Return rows of the merged embedding Σ m_k E_k, gathered before they are blended.
+
+    There is never a (V, H) tensor.
 
     Args:
         ids: Token ids, (*B,).
@@ -182,7 +216,8 @@ def masked_embedding(
         (*B, H), in the tables' dtype.
 
     Raises:
-        ValueError: Shapes or dtypes that do not fit, ids that are not integers, a weight that requires grad.
+        ValueError: Shapes or dtypes that do not fit, ids that are not integers, a weight that
+            requires grad.
 
     >>> tables = [torch.zeros(3, 2), torch.ones(3, 2)]
     >>> masked_embedding(torch.tensor([2, 0]), tables, torch.tensor([[[1.0, 1.0]], [[0.5, 0.25]]]))
@@ -193,8 +228,8 @@ def masked_embedding(
     _check_masks("masked_embedding", weights, masks)
     if ids.dtype not in (torch.int64, torch.int32) or masks.dim() != 3:
         raise ValueError(
-            f"masked_embedding: ids are {ids.dtype} and tables {list(weights[0].shape)}; needed int64 or int32, and "
-            "matrices"
+            f"masked_embedding: ids are {ids.dtype} and tables {list(weights[0].shape)}; needed "
+            "int64 or int32, and matrices"
         )
     if impl == "reference":
         return reference.masked_embedding(ids, weights, masks).to(weights[0].dtype)

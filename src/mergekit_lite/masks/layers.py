@@ -1,7 +1,9 @@
-"""Masked layers: the components' stock layers, frozen, masks over their parameters, and the merged layer as forward.
+"""Masked layers.
 
-A masked layer keeps the components' own layers as ``components`` and one mask tensor for each of their parameters in
-``masks``. `Selection` says whether the merged layer or one component runs.
+The components' stock layers, frozen, masks over their parameters, and the merged layer as forward.
+
+A masked layer keeps the components' own layers as ``components`` and one mask tensor for each of
+their parameters in ``masks``. `Selection` says whether the merged layer or one component runs.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from .functional import blend, masked_embedding, masked_linear
 Output = Any
 """Of a stock module: a tensor, a tuple, what transformers returns."""
 
-_WORTH_REPEATING = 1 << 16  # elements of a parameter from which its blend is made again in backward, not kept
+_WORTH_REPEATING = (
+    1 << 16
+)  # elements of a parameter from which its blend is made again in backward, not kept
 
 
 @dataclass
@@ -35,16 +39,21 @@ class Selection:
 
 
 class MaskedLayer(nn.Module):
-    """K frozen layers of one kind, and a mask for each parameter: norms, expert stacks, routers, anything.
+    """K frozen layers of one kind, and a mask for each parameter.
 
-    Its forward is the stock one on blended parameters. Subclasses do better for linear layers and embeddings.
+    Norms, expert stacks, routers, anything.
+
+    Its forward is the stock one on blended parameters. Subclasses do better for linear layers and
+    embeddings.
 
     Args:
         components: The stock layers; their parameters are frozen in place.
         config: Mode, granularity, constraint and initial value.
-        base: The stock layer that masks lie over the differences from: ``base + Σ mask_k * (component k - base)``.
+        base: The stock layer that masks lie over the differences from:
+            ``base + Σ mask_k * (component k - base)``.
         selection: Shared with other layers; default: one of its own.
-        masks: Existing mask parameters to use, by parameter name, for tied weights; the others are created.
+        masks: Existing mask parameters to use, by parameter name, for tied weights; the others are
+            created.
         initial: Initial value by parameter name, where it is not the config's.
         trained: Whether masks are trained, or keep their initial value.
         generator: What random masks are drawn from; default: one of the config's seed.
@@ -71,12 +80,16 @@ class MaskedLayer(nn.Module):
         super().__init__()
         count = len(components)
         if count < (2 if base is None else 1):
-            raise ValueError(f"{type(self).__name__}: got {count} components, needed at least 2, or a base and 1")
+            raise ValueError(
+                f"{type(self).__name__}: got {count} components, needed at least 2, or a base and 1"
+            )
         self.config = (config or MaskConfig()).resolved(over_base=base is not None)
         self.selection = selection or Selection()
         self.over_base = base is not None
         self.components = nn.ModuleList([*components] if base is None else [*components, base])
-        self.transposed = isinstance(self.plain, Conv1D) or bool(getattr(self.plain, "is_transposed", False))
+        self.transposed = isinstance(self.plain, Conv1D) or bool(
+            getattr(self.plain, "is_transposed", False)
+        )
         self.folded: dict[str, Tensor] | None = None
         self._folded_at: list[int] = []
         self.masks = nn.ParameterDict()
@@ -84,15 +97,20 @@ class MaskedLayer(nn.Module):
         self._same: set[str] = set()  # parameters that no component changes
         for name, first in self.plain.named_parameters(recurse=False):
             parameters_of_components = [getattr(c, name, None) for c in self.components]
-            shapes = [None if p is None else (tuple(p.shape), p.dtype) for p in parameters_of_components]
+            shapes = [
+                None if p is None else (tuple(p.shape), p.dtype) for p in parameters_of_components
+            ]
             if len(set(shapes)) > 1:
                 raise ValueError(
-                    f"{type(self).__name__}: {name} is {shapes} in the components, needed one shape and dtype"
+                    f"{type(self).__name__}: {name} is {shapes} in the components, needed one "
+                    "shape and dtype"
                 )
             for parameter in parameters_of_components:
                 assert parameter is not None
                 parameter.requires_grad_(False)
-            same = self.over_base and all(p is parameters_of_components[0] for p in parameters_of_components)
+            same = self.over_base and all(
+                p is parameters_of_components[0] for p in parameters_of_components
+            )
             if same:
                 self._same.add(name)
             if masks and name in masks:
@@ -101,7 +119,9 @@ class MaskedLayer(nn.Module):
             value = 0.0 if same else initial(name) if initial else self.config.initial
             shape = mask_shape(first.shape, self.config.granularity, self.transposed)
             raw = unconstrain(initial_masks(count, shape, value, generator), self._constraint(name))
-            self.masks[name] = nn.Parameter(raw.to(first.device), requires_grad=trained and not same)
+            self.masks[name] = nn.Parameter(
+                raw.to(first.device), requires_grad=trained and not same
+            )
 
     @property
     def plain(self) -> nn.Module:
@@ -117,7 +137,10 @@ class MaskedLayer(nn.Module):
         return name in self._same
 
     def mask(self, name: str) -> Tensor:
-        """The constrained masks over a parameter's `frozen` values, (as many, broadcasts over it); a base's is last."""
+        """The constrained masks over a parameter's `frozen` values, (as many, broadcasts over it).
+
+        A base's is last.
+        """
         return self._rule(name)(self.masks[name])
 
     def _constraint(self, name: str) -> str:
@@ -134,7 +157,10 @@ class MaskedLayer(nn.Module):
         return blend(self.frozen(name), self.mask(name))
 
     def current(self, name: str) -> Tensor:
-        """The parameter of whatever runs: the selected component's, the folded one, or the merged one, built anew."""
+        """Return the parameter of whatever runs.
+
+        The selected component's, the folded one, or the merged one, built anew.
+        """
         if self.selection.component is not None:
             return getattr(self.components[self.selection.component], name)
         folded = self._usable_fold()
@@ -160,7 +186,10 @@ class MaskedLayer(nn.Module):
 
     @torch.no_grad()
     def fold_(self) -> None:
-        """Keep merged parameters, so that evaluation blends nothing; until `unfold_`, training, or new masks."""
+        """Keep merged parameters, so that evaluation blends nothing.
+
+        Until `unfold_`, training, or new masks.
+        """
         self.folded = {name: self.merged(name) for name in self.masks}
         self._folded_at = self._versions()
 
@@ -173,7 +202,10 @@ class MaskedLayer(nn.Module):
         return self.folded is not None and self._folded_at == self._versions()
 
     def _usable_fold(self) -> dict[str, Tensor] | None:
-        """The folded parameters in evaluation mode; dropped first if the masks have changed since."""
+        """The folded parameters in evaluation mode.
+
+        Dropped first if the masks have changed since.
+        """
         if not self.is_folded:
             self.folded = None
         return None if self.training else self.folded
@@ -199,7 +231,9 @@ class MaskedLayer(nn.Module):
             return self.stock({name: self.merged(name) for name in self.masks}, *args, **kwargs)
 
         large = any(p.numel() >= _WORTH_REPEATING for p in self.plain.parameters(recurse=False))
-        if large and torch.is_grad_enabled():  # run again in backward, so that no blended parameter is kept until then
+        if (
+            large and torch.is_grad_enabled()
+        ):  # run again in backward, so that no blended parameter is kept until then
             return checkpoint(blended, use_reentrant=False)
         return blended()
 
@@ -208,7 +242,8 @@ class MaskedLayer(nn.Module):
         first = self.plain
         replaced = {name: first._parameters[name] for name in parameters}
         try:
-            first._parameters.update(parameters)  # pyrefly: ignore
+            # pyrefly: ignore[no-matching-overload]: blended tensors stand in for parameters
+            first._parameters.update(parameters)
             return first(*args, **kwargs)
         finally:
             first._parameters.update(replaced)
@@ -220,10 +255,13 @@ class MaskedLayer(nn.Module):
 
 
 class MaskedLinear(MaskedLayer):
-    """K frozen `nn.Linear` (or transformers' `Conv1D`) and masks: ``x @ (Σ m_k W_k).T + Σ m_k b_k``.
+    """K frozen `nn.Linear` (or transformers' `Conv1D`) and masks.
 
-    In mode ``"accurate"`` evaluation gives the bits of a stock layer with the baked weight. ``"efficient"`` multiplies
-    by every component, ``Σ (m_k x) @ W_k.T``, and builds no weight: each product is rounded, not the blended weight.
+    ``x @ (Σ m_k W_k).T + Σ m_k b_k``.
+
+    In mode ``"accurate"`` evaluation gives the bits of a stock layer with the baked weight.
+    ``"efficient"`` multiplies by every component, ``Σ (m_k x) @ W_k.T``, and builds no weight: each
+    product is rounded, not the blended weight.
 
     >>> layer = MaskedLinear([nn.Linear(4, 3), nn.Linear(4, 3)])
     >>> layer(torch.zeros(5, 4)).shape, layer.mask("weight").shape
@@ -236,7 +274,9 @@ class MaskedLinear(MaskedLayer):
         if self.over_base or self.config.constraint != "none":
             rule = self._rule("weight")
         bias = self.merged("bias") if "bias" in self.masks else None
-        return masked_linear(x, weights, masks, bias, rule=rule, mode=self.config.mode, transposed=self.transposed)
+        return masked_linear(
+            x, weights, masks, bias, rule=rule, mode=self.config.mode, transposed=self.transposed
+        )
 
     def stock(self, parameters: Mapping[str, Tensor], *args: Any, **kwargs: object) -> Output:
         """The stock layer's product."""
@@ -260,4 +300,6 @@ class MaskedEmbedding(MaskedLayer):
         scale = getattr(self.plain, "embed_scale", None)
         if scale is None:
             return rows
-        return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)  # as the stock layers do
+        return rows * (
+            scale.to(rows.dtype) if isinstance(scale, Tensor) else scale
+        )  # as the stock layers do

@@ -1,4 +1,7 @@
-"""Components from disk: compared by what their folders say, then loaded once, LoRA adapters folded in as merges do."""
+"""Load components from disk, LoRA adapters folded in as merges do.
+
+Their folders are compared first, then each is loaded once.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +38,14 @@ def load_components(
     """Compare what configs and tokenizers say, on the meta device, then load each model once.
 
     Args:
-        paths: Folders, hub ids, ``"base+adapter"``, or folders of LoRA adapters whose config names their base.
+        paths: Folders, hub ids, ``"base+adapter"``, or folders of LoRA adapters whose config names
+            their base.
         auto_class: Of transformers.
         dtype: ``"auto"`` or one.
         options: Of ``auto_class.from_pretrained``; what is a field of the config overrides it.
         base: Loaded after them.
-        low_rank: Keep adapters of the base's linear layers as factors beside its shared weights; do not fold them in.
+        low_rank: Keep adapters of the base's linear layers as factors beside its shared weights; do
+            not fold them in.
         strict: Refuse settings that differ, or warn.
 
     Returns:
@@ -50,7 +55,9 @@ def load_components(
         ValueError: Fewer than two, or models that cannot be merged by masks.
     """
     if isinstance(paths, (str, os.PathLike)) or len(paths) < (2 if base is None else 1):
-        raise ValueError(f"Merger: got {paths!r}, needed a list of at least two models, or of one and a base")
+        raise ValueError(
+            f"Merger: got {paths!r}, needed a list of at least two models, or of one and a base"
+        )
     names = [_with_base(os.fspath(path)) for path in [*paths, *([] if base is None else [base])]]
     bases = [own for own, _ in names]
     where = {k: v for k, v in options.items() if k in _WHERE}
@@ -60,9 +67,17 @@ def load_components(
     labels = [own if adapter is None else f"{own}+{adapter}" for own, adapter in names]
     refuse_unlike(configs, bases, labels, auto_class, making, strict=strict)
     models: list[PreTrainedModel] = []
-    for (own, adapter), config, rest in reversed(list(zip(names, configs, unused, strict=True))):  # the base first
+    for (own, adapter), config, rest in reversed(
+        list(zip(names, configs, unused, strict=True))
+    ):  # the base first
         model = None
-        if low_rank and models and adapter is not None and _are_one(own, bases[-1]) and names[-1][1] is None:
+        if (
+            low_rank
+            and models
+            and adapter is not None
+            and _are_one(own, bases[-1])
+            and names[-1][1] is None
+        ):
             model = with_adapter(models[-1], Adapter(find_folder(adapter)))
         if model is None:
             model, loading_info = auto_class.from_pretrained(
@@ -71,8 +86,9 @@ def load_components(
             model.eval()
             if lost := sorted(loading_info["missing_keys"]):
                 raise ValueError(
-                    f"Merger: {own} has no {lost[0]} ({len(lost)} such), which {type(model).__name__} would draw anew; "
-                    "needed a checkpoint of the whole model"
+                    f"Merger: {own} has no {lost[0]} ({len(lost)} such), which "
+                    f"{type(model).__name__} would draw anew; needed a checkpoint of the whole "
+                    "model"
                 )
             if adapter is not None:
                 _fold_in(model, f"{own}+{adapter}")
@@ -124,36 +140,48 @@ def _with_base(path: str) -> tuple[str, str | None]:
         return path, None
     base = json.loads(settings.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not isinstance(base, str):
-        raise ValueError(f"Merger: {path} is a LoRA adapter whose config names no base; needed MODEL+{path}")
+        raise ValueError(
+            f"Merger: {path} is a LoRA adapter whose config names no base; needed MODEL+{path}"
+        )
     return base, path
 
 
 def _config(path: str, options: Mapping[str, object]) -> tuple[object, dict[str, object]]:
     """The config, with what the options say of it, and the other options."""
     try:
-        return AutoConfig.from_pretrained(path, return_unused_kwargs=True, **options)  # pyrefly: ignore
+        # pyrefly: ignore[bad-return]: return_unused_kwargs gives a pair
+        return AutoConfig.from_pretrained(path, return_unused_kwargs=True, **options)
     except OSError as error:
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"Merger: {path}: no such folder, and the hub did not give it ({reason})") from error
+        raise ValueError(
+            f"Merger: {path}: no such folder, and the hub did not give it ({reason})"
+        ) from error
 
 
 def _vocabularies(bases: Sequence[str | os.PathLike[str]], labels: Sequence[str]) -> list[str]:
     """How the tokenizers of folders differ, where there are some."""
     try:
         folders = [find_folder(os.fspath(base)) for base in bases]
-        known = [(label, folder) for label, folder in zip(labels, folders, strict=True) if has_tokenizer(folder)]
+        known = [
+            (label, folder)
+            for label, folder in zip(labels, folders, strict=True)
+            if has_tokenizer(folder)
+        ]
         if len({folder.resolve() for _, folder in known}) < 2:
             return []
         first, *others = [(label, read_vocabulary(folder, label)) for label, folder in known]
-    except CheckpointError:  # not there, or of a kind that no merge reads: sizes are compared in any case
+    except (
+        CheckpointError
+    ):  # not there, or of a kind that no merge reads: sizes are compared in any case
         return []
     differences = []
     for label, ids in others:
         moved = next((t for t in first[1].keys() & ids.keys() if first[1][t] != ids[t]), None)
         if moved is not None:
             differences.append(
-                f"their tokenizers differ: {moved!r} is {first[1][moved]} ({first[0]}) and {ids[moved]} ({label}); "
-                "align the vocabularies first: merge_models with a recipe whose tokenizer source is union"
+                f"their tokenizers differ: {moved!r} is {first[1][moved]} ({first[0]}) and "
+                f"{ids[moved]} ({label}); align the vocabularies first: merge_models with a recipe "
+                "whose tokenizer source is union"
             )
         elif len(first[1].keys() ^ ids.keys()) > 2 * _TOKENS * max(len(first[1]), len(ids)):
             differences.append(f"their tokenizers differ: {label} has other tokens than {first[0]}")
@@ -167,10 +195,14 @@ def _fold_in(model: PreTrainedModel, name: str) -> None:
     assert isinstance(source, LoraSource)
     prefix = f"{model.base_model_prefix}."
     for tensor in source.changed:
-        target = next((n for n in (tensor, f"{prefix}{tensor}", tensor.removeprefix(prefix)) if n in state), None)
+        target = next(
+            (n for n in (tensor, f"{prefix}{tensor}", tensor.removeprefix(prefix)) if n in state),
+            None,
+        )
         if target is None:
             raise ValueError(
-                f"Merger: {name}: the adapter changes {tensor}, which {type(model).__name__} does not have"
+                f"Merger: {name}: the adapter changes {tensor}, which {type(model).__name__} does "
+                "not have"
             )
         values = tensor_of(source.read(tensor, 0, source.tensors[tensor].count))
         state[target].copy_(values.view(state[target].shape))

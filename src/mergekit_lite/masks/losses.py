@@ -1,4 +1,6 @@
-"""What masks learn from: `masked_kl`, distillation towards the components, and `mask_penalty`, which regularises.
+"""What masks learn from.
+
+`masked_kl`, distillation towards the components, and `mask_penalty`, which regularises.
 
 Letters: N positions, H hidden size, V vocabulary, K components.
 """
@@ -35,23 +37,26 @@ def masked_kl(
     normalizer: float | Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """``T² Σ_n D(Σ_k c_nk softmax(teacher_k / T), softmax(student / T)) / normalizer``, from final hidden states.
+    """Return the distillation loss from final hidden states.
 
-    There is never a (positions, vocabulary) tensor: two buffers of a chunk of positions take its place, at most an
-    eighth of one such tensor together (and never fewer than 16 positions each). Until backward the gradients of
-    ``student`` and ``masks`` are kept.
+    ``T² Σ_n D(Σ_k c_nk softmax(teacher_k / T), softmax(student / T)) / normalizer``.
+
+    There is never a (positions, vocabulary) tensor: two buffers of a chunk of positions take its
+    place, at most an eighth of one such tensor together (and never fewer than 16 positions each).
+    Until backward the gradients of ``student`` and ``masks`` are kept.
 
     Args:
-        student: The merged model's final hidden states at supervised positions, (N, H); its logits when ``heads`` is
-            None.
-        teachers: The components' final hidden states (or logits) at the same positions, (N, H) each; None for one
-            whose coefficients are all zero.
-        heads: The components' frozen output heads, (V, H) each, in the order of the teachers; what is beyond those, as
-            a base's, belongs to the student alone.
-        masks: Masks of the head, (as many, then sizes that broadcast over a head); None: the student's head is the
-            first one, unmasked.
-        coefficients: Shares c of the teachers, (N, K) or (K,), at least 0, rows that sum to one; or ``"confidence"``:
-            at each position the softmax over k of -entropy_k / ``confidence_temperature``.
+        student: The merged model's final hidden states at supervised positions, (N, H); its logits
+            when ``heads`` is None.
+        teachers: The components' final hidden states (or logits) at the same positions, (N, H)
+            each; None for one whose coefficients are all zero.
+        heads: The components' frozen output heads, (V, H) each, in the order of the teachers; what
+            is beyond those, as a base's, belongs to the student alone.
+        masks: Masks of the head, (as many, then sizes that broadcast over a head); None: the
+            student's head is the first one, unmasked.
+        coefficients: Shares c of the teachers, (N, K) or (K,), at least 0, rows that sum to one; or
+            ``"confidence"``: at each position the softmax over k of -entropy_k /
+            ``confidence_temperature``.
         confidence_temperature: See above; 0: the surest teacher alone.
         temperature: T, above 0.
         direction: ``"forward"`` D = KL(target, student) or ``"reverse"`` D = KL(student, target).
@@ -63,34 +68,53 @@ def masked_kl(
         impl: ``"eager"`` (also ``"auto"``), or ``"reference"`` without biases and normalizer.
 
     Returns:
-        A scalar, float32 (float64 for float64 inputs); NaN where a logit is. With N = 0 a zero that has a graph.
+        A scalar, float32 (float64 for float64 inputs); NaN where a logit is. With N = 0 a zero that
+        has a graph.
 
     Raises:
-        ValueError: Shapes that do not fit, a missing teacher that has a share, invalid shares or temperatures, labels
-            outside the vocabulary, an unknown direction.
+        ValueError: Shapes that do not fit, a missing teacher that has a share, invalid shares or
+            temperatures, labels outside the vocabulary, an unknown direction.
 
-    Source: Hinton et al., arXiv 1503.02531; gradients made in forward after Hsu et al., arXiv 2410.10989.
+    Source: Hinton et al., arXiv 1503.02531; gradients made in forward after Hsu et al., arXiv
+    2410.10989.
 
     >>> hidden, head = torch.ones(3, 2), torch.eye(2)
-    >>> masked_kl(hidden, [hidden, None], [head, head], torch.ones(2, 1, 2) / 2, coefficients=torch.tensor([1.0, 0.0]))
+    >>> masked_kl(
+    ...     hidden,
+    ...     [hidden, None],
+    ...     [head, head],
+    ...     torch.ones(2, 1, 2) / 2,
+    ...     coefficients=torch.tensor([1.0, 0.0]),
+    ... )
     tensor(0.)
     """
     positions = student.shape[0]
     _check_states(student, teachers, heads, masks)
     if heads is None and bias is not None:
-        raise ValueError("masked_kl: a bias came without heads, needed the heads that it belongs to, or states with it")
-    if teacher_biases and len(teacher_biases) < len(teachers):  # a base, which teaches nothing, may have one, too
         raise ValueError(
-            f"masked_kl: {len(teacher_biases)} teacher_biases for {len(teachers)} teachers, needed one each"
+            "masked_kl: a bias came without heads, needed the heads that it belongs to, or states "
+            "with it"
+        )
+    if teacher_biases and len(teacher_biases) < len(
+        teachers
+    ):  # a base, which teaches nothing, may have one, too
+        raise ValueError(
+            f"masked_kl: {len(teacher_biases)} teacher_biases for {len(teachers)} teachers, needed "
+            "one each"
         )
     _check_numbers(direction, impl, temperature, confidence_temperature)
     if isinstance(coefficients, Tensor):
         coefficients = _checked_shares(coefficients, student, teachers)
     elif coefficients != "confidence":
-        raise ValueError(f"masked_kl: coefficients must be shares or 'confidence', got {coefficients!r}")
+        raise ValueError(
+            f"masked_kl: coefficients must be shares or 'confidence', got {coefficients!r}"
+        )
     elif positions and any(t is None for t in teachers):
         absent = next(k for k, t in enumerate(teachers) if t is None)
-        raise ValueError(f"masked_kl: coefficients {coefficients!r} weigh every teacher, and {absent} was not given")
+        raise ValueError(
+            f"masked_kl: coefficients {coefficients!r} weigh every teacher, and {absent} was not "
+            "given"
+        )
     if cross_entropy:
         if labels is None:
             raise ValueError("masked_kl: cross_entropy needs labels")
@@ -105,9 +129,13 @@ def masked_kl(
     }
     if impl == "reference":
         if any(t is None for t in teachers) or bias is not None or normalizer is not None:
-            raise ValueError("masked_kl: impl 'reference' takes every teacher, no bias and no normalizer")
+            raise ValueError(
+                "masked_kl: impl 'reference' takes every teacher, no bias and no normalizer"
+            )
         plain = [t for t in teachers if t is not None]
-        return reference.masked_kl(student, plain, heads, masks, coefficients=coefficients, labels=labels, **numbers)
+        return reference.masked_kl(
+            student, plain, heads, masks, coefficients=coefficients, labels=labels, **numbers
+        )
     fixed = [None if t is None else t.detach() for t in teachers]
     if heads is not None and student.dtype != heads[0].dtype:  # autocast's
         student = student.to(heads[0].dtype)
@@ -118,46 +146,66 @@ def masked_kl(
         "biases": teacher_biases or [None] * len(teachers),
         "labels": labels,
         "normalizer": positions if normalizer is None else normalizer,
-        "objective": Objective(coefficients=coefficients if isinstance(coefficients, Tensor) else None, **numbers),
+        "objective": Objective(
+            coefficients=coefficients if isinstance(coefficients, Tensor) else None, **numbers
+        ),
     }
     with torch.autocast(student.device.type, enabled=False):
         return Distillation.apply(student, masks, bias, arguments)
 
 
 def _check_states(
-    student: Tensor, teachers: Sequence[Tensor | None], heads: Sequence[Tensor] | None, masks: Tensor | None
+    student: Tensor,
+    teachers: Sequence[Tensor | None],
+    heads: Sequence[Tensor] | None,
+    masks: Tensor | None,
 ) -> None:
     if student.dim() != 2 or any(t is not None and t.shape != student.shape for t in teachers):
         shapes = [None if t is None else list(t.shape) for t in teachers]
-        raise ValueError(f"masked_kl: student is {list(student.shape)}, teachers {shapes}; needed one (N, H)")
+        raise ValueError(
+            f"masked_kl: student is {list(student.shape)}, teachers {shapes}; needed one (N, H)"
+        )
     if heads is not None:
         shapes = {tuple(h.shape) for h in heads}
         if len(heads) < len(teachers) or len(shapes) > 1 or heads[0].shape[1] != student.shape[1]:
             raise ValueError(
-                f"masked_kl: heads are {[list(h.shape) for h in heads]}, needed {len(teachers)} or more of one "
-                f"(V, {student.shape[1]})"
+                f"masked_kl: heads are {[list(h.shape) for h in heads]}, needed {len(teachers)} or "
+                f"more of one (V, {student.shape[1]})"
             )
     if masks is not None and (heads is None or masks.dim() != 3 or masks.shape[0] != len(heads)):
         count = None if heads is None else len(heads)
-        raise ValueError(f"masked_kl: masks are {list(masks.shape)}, needed heads and one for each ({count}, ., .)")
+        raise ValueError(
+            f"masked_kl: masks are {list(masks.shape)}, needed heads and one for each ({count}, ., "
+            ".)"
+        )
 
 
-def _check_numbers(direction: str, impl: str, temperature: float, confidence_temperature: float) -> None:
+def _check_numbers(
+    direction: str, impl: str, temperature: float, confidence_temperature: float
+) -> None:
     if direction not in DIRECTIONS:
-        raise ValueError(f"masked_kl: direction is {direction!r}, needed one of {', '.join(DIRECTIONS)}")
+        raise ValueError(
+            f"masked_kl: direction is {direction!r}, needed one of {', '.join(DIRECTIONS)}"
+        )
     if impl not in ("auto", "eager", "reference"):
         raise ValueError(f"masked_kl: impl is {impl!r}, needed auto, eager or reference")
     if not 0 < temperature < float("inf"):
         raise ValueError(f"masked_kl: temperature is {temperature}, needed a number above 0")
     if confidence_temperature and not 1e-30 <= confidence_temperature < float("inf"):
-        raise ValueError(f"masked_kl: confidence_temperature is {confidence_temperature}, needed 0 or at least 1e-30")
+        raise ValueError(
+            f"masked_kl: confidence_temperature is {confidence_temperature}, needed 0 or at least "
+            "1e-30"
+        )
 
 
-def _checked_shares(coefficients: Tensor, student: Tensor, teachers: Sequence[Tensor | None]) -> Tensor:  # (N, K)
+def _checked_shares(
+    coefficients: Tensor, student: Tensor, teachers: Sequence[Tensor | None]
+) -> Tensor:  # (N, K)
     positions, count = student.shape[0], len(teachers)
     if coefficients.shape not in ((count,), (positions, count)):
         raise ValueError(
-            f"masked_kl: coefficients are {list(coefficients.shape)}, needed ({positions}, {count}) or ({count},)"
+            f"masked_kl: coefficients are {list(coefficients.shape)}, needed ({positions}, "
+            f"{count}) or ({count},)"
         )
     coefficients = coefficients.to(work_dtype(student.dtype)).expand(positions, count)
     if not positions:
@@ -165,8 +213,9 @@ def _checked_shares(coefficients: Tensor, student: Tensor, teachers: Sequence[Te
     low, sums = coefficients.amin(), coefficients.sum(1)
     if not (bool(low >= 0) and bool(((sums - 1).abs() <= 1e-2).all())):
         raise ValueError(
-            f"masked_kl: coefficients go down to {float(low):.3g}, rows sum to {float(sums.min()):.4g} to "
-            f"{float(sums.max()):.4g}; needed none below 0, and rows that sum to 1"
+            f"masked_kl: coefficients go down to {float(low):.3g}, rows sum to "
+            f"{float(sums.min()):.4g} to {float(sums.max()):.4g}; needed none below 0, and rows "
+            "that sum to 1"
         )
     used = (coefficients > 0).any(0).tolist()
     if lost := [k for k in range(count) if used[k] and teachers[k] is None]:
@@ -175,7 +224,9 @@ def _checked_shares(coefficients: Tensor, student: Tensor, teachers: Sequence[Te
 
 
 def mask_penalty(masks: Sequence[Tensor], config: KLConfig) -> Tensor:
-    """What `KLConfig`'s regularisers add to the loss; every mask tensor (K, ...) counts by its number of elements.
+    """What `KLConfig`'s regularisers add to the loss.
+
+    Every mask tensor (K, ...) counts by its number of elements.
 
     Args:
         masks: As they act, constrained; (K, ...) each.

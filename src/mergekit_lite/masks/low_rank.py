@@ -1,7 +1,9 @@
-"""One base and K adapters: a component's linear layer is the base's and two thin factors, and no weight of its own.
+"""One base and K adapters.
 
-A masked layer over such components costs the base's product and K thin ones, forward and backward, in the memory of one
-model.
+A component's linear layer is the base's and two thin factors, and no weight of its own.
+
+A masked layer over such components costs the base's product and K thin ones, forward and backward,
+in the memory of one model.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ class LowRankLinear(nn.Module):
 
 
 class LowRankMaskedLinear(MaskedLayer):
-    """A base `nn.Linear`, K `LowRankLinear` over it, and masks over their changes: ``x @ W.T + Σ change_k(m_k x)``.
+    """A base `nn.Linear`, K `LowRankLinear` over it, and masks over their changes.
+
+    ``x @ W.T + Σ change_k(m_k x)``.
 
     Output and scalar masks multiply what a change gives. Equal to `MaskedLinear` but for rounding.
 
@@ -84,7 +88,10 @@ class LowRankMaskedLinear(MaskedLayer):
         return total
 
     def merged(self, name: str) -> Tensor:
-        """The merged weight, summed before it is rounded, and built without a whole weight of any component."""
+        """Return the merged weight, summed before it is rounded.
+
+        It is built without a whole weight of any component.
+        """
         if name != "weight":
             return super().merged(name)
         masks, total = self.mask(name), self.plain.get_parameter(name)
@@ -96,14 +103,16 @@ class LowRankMaskedLinear(MaskedLayer):
 
 
 def are_thin(components: Sequence[nn.Module], base: nn.Module) -> bool:
-    """Whether every component is the base's layer, with or without an adapter, and at least one has an adapter.
+    """Return whether every component is the base's layer, at least one of them with an adapter.
 
     Args:
         components: Layers at one place.
         base: The base's.
     """
     base_parameters = dict(base.named_parameters(recurse=False))
-    unchanged = [all(getattr(c, name, None) is p for name, p in base_parameters.items()) for c in components]
+    unchanged = [
+        all(getattr(c, name, None) is p for name, p in base_parameters.items()) for c in components
+    ]
     adapted = [isinstance(c, LowRankLinear) for c in components]
     return any(adapted) and all(a or same for a, same in zip(adapted, unchanged, strict=True))
 
@@ -118,11 +127,20 @@ def adapted_layers(model: PreTrainedModel, adapter: Adapter) -> dict[str, Pair] 
         adapter: Its factors.
     """
     prefix, modules, found = f"{model.base_model_prefix}.", dict(model.named_modules()), {}
-    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    owners = Counter(
+        id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
+    )
     for name, pair in adapter.pairs.items():
-        target = next((n for n in (name, f"{prefix}{name}", name.removeprefix(prefix)) if n in modules), None)
+        target = next(
+            (n for n in (name, f"{prefix}{name}", name.removeprefix(prefix)) if n in modules), None
+        )
         layer = modules.get(target or "")
-        if target is None or type(layer) is not nn.Linear or pair.embedding or owners[id(layer.weight)] > 1:
+        if (
+            target is None
+            or type(layer) is not nn.Linear
+            or pair.embedding
+            or owners[id(layer.weight)] > 1
+        ):
             return None
         if (pair.up.shape[0], pair.down.shape[1]) != tuple(layer.weight.shape):
             return None  # who folds it in says so
@@ -132,7 +150,9 @@ def adapted_layers(model: PreTrainedModel, adapter: Adapter) -> dict[str, Pair] 
 
 
 def with_adapter(base: PreTrainedModel, adapter: Adapter) -> PreTrainedModel | None:
-    """The base's weights, shared, in a model whose adapted layers are `LowRankLinear`; None as `adapted_layers`.
+    """The base's weights, shared, in a model whose adapted layers are `LowRankLinear`.
+
+    None as `adapted_layers`.
 
     Args:
         base: The model.
@@ -144,7 +164,10 @@ def with_adapter(base: PreTrainedModel, adapter: Adapter) -> PreTrainedModel | N
     model = copy.deepcopy(base, {id(t): t for t in chain(base.parameters(), base.buffers())})
     for name, pair in pairs.items():
         parent, _, last = name.rpartition(".")
-        layer, factors = model.get_submodule(name), (torch.from_numpy(pair.down), torch.from_numpy(pair.up))
+        layer, factors = (
+            model.get_submodule(name),
+            (torch.from_numpy(pair.down), torch.from_numpy(pair.up)),
+        )
         assert isinstance(layer, nn.Linear)
         setattr(model.get_submodule(parent), last, LowRankLinear(layer, *factors, pair.scale))
     return model

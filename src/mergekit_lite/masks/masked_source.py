@@ -14,15 +14,19 @@ from ..files import Source, TensorInfo
 
 
 class MaskedSource(Source):
-    """A component times its mask: one term of the sum that a linear merge computes, in float32 or better.
+    """A component times its mask, in float32 or better.
+
+    It is one term of the sum that a linear merge computes.
 
     Args:
         inner: The component's tensors.
         k: Which component it is.
         masks: All masks, (K, broadcasts over the tensor), on the CPU.
         dtypes: What the merger holds, and in which dtype. Other tensors are left out.
-        rounds: Whether values are rounded to that dtype first, as where the merger holds whole weights.
-        lone: Give float tensors that have no mask as they are, else as zeros; one source of a merge must be so.
+        rounds: Whether values are rounded to that dtype first, as where the merger holds whole
+            weights.
+        lone: Give float tensors that have no mask as they are, else as zeros; one source of a merge
+            must be so.
     """
 
     def __init__(
@@ -46,7 +50,10 @@ class MaskedSource(Source):
         }
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Elements ``start`` to ``stop`` of mask times weight, float32 or better; integers as they are."""
+        """Elements ``start`` to ``stop`` of mask times weight, float32 or better.
+
+        Integers as they are.
+        """
         stored, info = self._inner.read(name, start, stop), self.tensors[name]
         if not info.dtype.is_floating_point:
             return stored
@@ -67,7 +74,9 @@ class MaskedSource(Source):
         """The component's, and the masks' values."""
         digest = hashlib.sha256()
         for name in sorted(self._masks):
-            digest.update(name.encode() + byte_view(stored_of(self._masks[name][self._k].contiguous())))
+            digest.update(
+                name.encode() + byte_view(stored_of(self._masks[name][self._k].contiguous()))
+            )
         return [self._inner.fingerprint(), digest.hexdigest()]
 
 

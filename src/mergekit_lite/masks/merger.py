@@ -24,32 +24,42 @@ from .storage import bake, load_masks, read_config, save_masks, stored_as
 
 
 class Merger(MaskedModel):
-    """Several frozen models and the masks that merge them; forward and generate are the merged model's.
+    """Several frozen models and the masks that merge them.
 
-    Every weight of the merged model is ``Σ_k mask_k * W_k``, or over a base ``W + Σ_k mask_k * (W_k - W)``. Only the
-    masks can be trained. Weights are shared with ``models``, not copied, and ``models`` are not changed.
+    Forward and generate are the merged model's.
+
+    Every weight of the merged model is ``Σ_k mask_k * W_k``, or over a base
+    ``W + Σ_k mask_k * (W_k - W)``. Only the masks can be trained. Weights are shared with
+    ``models``, not copied, and ``models`` are not changed.
 
     Args:
-        models: Two or more models of one architecture, dtype and vocabulary; adapters of peft's are folded in, in a
-            copy.
+        models: Two or more models of one architecture, dtype and vocabulary; adapters of peft's are
+            folded in, in a copy.
         config: How masks lie over the weights.
-        base: What the models were tuned from: masks lie over their differences from it. It is no teacher.
+        base: What the models were tuned from: masks lie over their differences from it. It is no
+            teacher.
         labels: What to call the models, the base last; default: where they were loaded from.
-        strict: Refuse components whose settings or buffers differ; else warn, and use the first one's.
+        strict: Refuse components whose settings or buffers differ; else warn, and use the first
+            one's.
 
     Raises:
-        ValueError: Models that differ in architecture, shapes, dtypes, ties, settings or buffers, or hold NaN.
+        ValueError: Models that differ in architecture, shapes, dtypes, ties, settings or buffers,
+            or hold NaN.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> tiny = GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=1, n_head=1)
-    >>> merger = Merger([GPT2LMHeadModel(tiny), GPT2LMHeadModel(tiny)], MaskConfig(granularity="scalar"))
+    >>> merger = Merger(
+    ...     [GPT2LMHeadModel(tiny), GPT2LMHeadModel(tiny)], MaskConfig(granularity="scalar")
+    ... )
     >>> merger(input_ids=torch.tensor([[1, 2]])).logits.shape
     torch.Size([1, 2, 11])
     >>> merger.effective_masks()["transformer.h.0.attn.c_attn.weight"].flatten().tolist()
     [0.5, 0.5]
     """
 
-    accepts_loss_kwargs = True  # the Trainer counts the items of all micro-batches of a step and hands them over
+    accepts_loss_kwargs = (
+        True  # the Trainer counts the items of all micro-batches of a step and hands them over
+    )
 
     @classmethod
     def from_pretrained(
@@ -67,15 +77,18 @@ class Merger(MaskedModel):
         """Load the components, each once, and lay masks over them.
 
         Args:
-            paths: Folders or hub ids, in the order of the masks; ``"model+adapter"`` and folders of LoRA adapters too.
-            base: What they were tuned from: masks lie over differences from it. Adapters of its linear layers then stay
-                factors, and all models take the memory of one (not with element masks, which need whole weights).
+            paths: Folders or hub ids, in the order of the masks; ``"model+adapter"`` and folders of
+                LoRA adapters too.
+            base: What they were tuned from: masks lie over differences from it. Adapters of its
+                linear layers then stay factors, and all models take the memory of one (not with
+                element masks, which need whole weights).
             masks: A file of `save_masks` to go on from; it also sets the config.
             auto_class: Which head, for example ``AutoModelForSequenceClassification``.
             dtype: Of all components; ``"auto"``: as stored.
-            model_options: More for ``auto_class.from_pretrained``, such as ``attn_implementation``, or fields of the
-                config, of all components.
-            strict: Refuse components whose tokenizers, settings or buffers differ; else warn, and use the first one's.
+            model_options: More for ``auto_class.from_pretrained``, such as ``attn_implementation``,
+                or fields of the config, of all components.
+            strict: Refuse components whose tokenizers, settings or buffers differ; else warn, and
+                use the first one's.
             **config: Fields of `MaskConfig`.
 
         Raises:
@@ -83,17 +96,28 @@ class Merger(MaskedModel):
         """
         if masks is not None and config:
             raise ValueError(
-                f"Merger.from_pretrained: {next(iter(config))} was given beside masks, which say it already"
+                f"Merger.from_pretrained: {next(iter(config))} was given beside masks, which say "
+                "it already"
             )
         known = [field.name for field in fields(MaskConfig)]
         if unknown := [name for name in config if name not in known]:
-            raise ValueError(f"Merger.from_pretrained: {unknown[0]!r} is no field of MaskConfig: {', '.join(known)}")
+            raise ValueError(
+                f"Merger.from_pretrained: {unknown[0]!r} is no field of MaskConfig: "
+                f"{', '.join(known)}"
+            )
         settings = read_config(Path(masks)) if masks is not None else MaskConfig(**config)
         models, labels = load_components(
-            paths, auto_class, dtype, model_options or {}, base=base,
-            low_rank=base is not None and settings.granularity != "element", strict=strict,
-        )  # fmt: skip
-        start = replace(settings, initial="average") if masks is not None else settings  # its recipe may be gone
+            paths,
+            auto_class,
+            dtype,
+            model_options or {},
+            base=base,
+            low_rank=base is not None and settings.granularity != "element",
+            strict=strict,
+        )
+        start = (
+            replace(settings, initial="average") if masks is not None else settings
+        )  # its recipe may be gone
         base_model = None if base is None else models.pop()
         merger = cls(models, start, base=base_model, labels=labels, strict=strict)
         merger.mask_config = settings.resolved(over_base=base is not None)
@@ -103,7 +127,10 @@ class Merger(MaskedModel):
         return merger
 
     def forward(self, *args: object, kl: KLConfig | None = None, **inputs: object) -> Output:
-        """The merged model's output; with ``kl`` its ``loss`` is that of `distill`, and whole logits are never made."""
+        """The merged model's output.
+
+        With ``kl`` its ``loss`` is that of `distill`, and whole logits are never made.
+        """
         if kl is None:
             return super().forward(*args, **inputs)
         return CausalLMOutput(loss=self.distill(kl, **inputs))
@@ -114,7 +141,10 @@ class Merger(MaskedModel):
         Raises:
             ValueError: Always.
         """
-        raise ValueError("Merger.save_pretrained: needed bake(out), a merged model, or save_masks(path), the masks")
+        raise ValueError(
+            "Merger.save_pretrained: needed bake(out), a merged model, or save_masks(path), the "
+            "masks"
+        )
 
     def save_masks(self, path: str | os.PathLike[str]) -> Path:
         """Write the masks, their config and the components' hashes as safetensors."""
@@ -133,7 +163,9 @@ class Merger(MaskedModel):
         self.unfold_()
 
     def bake(self, out: str | os.PathLike[str], **options: object) -> MergeReport:
-        """Write the merged model as an ordinary checkpoint, streaming, by the engine of `merge_models`.
+        """Write the merged model as an ordinary checkpoint, streaming.
+
+        The engine of `merge_models` writes it.
 
         In accurate mode its logits are this merger's in evaluation mode, bit for bit.
 
@@ -147,14 +179,22 @@ class Merger(MaskedModel):
         return bake(self, Path(out), options)
 
     def report(self) -> MaskReport:
-        """Each weight's masks: means, spread, which component is the larger; print it, or ``.plot()``.
+        """Each weight's masks: means, spread, which component is the larger.
 
-        Over a base, the components' masks over the weights that one changes; the base has what they leave of 1.
+        Print it, or ``.plot()``.
+
+        Over a base, the components' masks over the weights that one changes; the base has what they
+        leave of 1.
         """
         chosen = [name for name, (layer, own) in self._layers.items() if not layer.is_same(own)]
         masks = self.effective_masks()
-        return MaskReport.of({name: masks[name][: self.count] for name in chosen}, self.labels[: self.count])
+        return MaskReport.of(
+            {name: masks[name][: self.count] for name in chosen}, self.labels[: self.count]
+        )
 
     def distill(self, kl: KLConfig, **batch: Any) -> Tensor:
-        """The loss of one batch; see `mergekit_lite.masks.distillation.distill` for what a batch holds."""
+        """The loss of one batch.
+
+        See `mergekit_lite.masks.distillation.distill` for what a batch holds.
+        """
         return distill(self, kl, **batch)

@@ -1,4 +1,4 @@
-"""`MaskedModel`: several models of one architecture side by side, frozen, under masks that make one model of them."""
+"""`MaskedModel`: several frozen models of one architecture, under masks that make one of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from transformers import PreTrainedModel
 
 from model_components._modes import evaluating
 
-from .components import component_hashes, refuse_different, refuse_not_finite, share_frozen, without_adapter
+from .components import (
+    component_hashes,
+    refuse_different,
+    refuse_not_finite,
+    share_frozen,
+    without_adapter,
+)
 from .config import MaskConfig
 from .layers import MaskedLayer, Output, Selection
 from .low_rank import LowRankLinear, has_factors
@@ -23,14 +29,19 @@ _HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "l
 
 
 class StoredAs(NamedTuple):
-    """Where a component was loaded from, and its files' sizes and times; None for files that no merge can read."""
+    """Where a component was loaded from, and its files' sizes and times.
+
+    None for files that no merge can read.
+    """
 
     name: str
     fingerprint: object
 
 
 class MaskedModel(nn.Module):
-    """The part of `Merger` that distillation and storage work on: components, masks, and the choice of what runs.
+    """The part of `Merger` that distillation and storage work on.
+
+    Components, masks, and the choice of what runs.
 
     Its arguments, and what it refuses, are documented at `Merger`.
     """
@@ -51,40 +62,59 @@ class MaskedModel(nn.Module):
         labels = labels or [m.config.name_or_path or f"model {k}" for k, m in enumerate(models)]
         if len(labels) != len(models):
             raise ValueError(
-                f"Merger: {len(labels)} labels for {len(models)} models, needed one for each, a base's last"
+                f"Merger: {len(labels)} labels for {len(models)} models, needed one for each, a "
+                "base's last"
             )
         self.labels = list(labels)
-        whole = [k for k, model in enumerate(models) if not has_factors(model)]  # the others are copies of the base
+        whole = [
+            k for k, model in enumerate(models) if not has_factors(model)
+        ]  # the others are copies of the base
         if len(whole) > 1 or base is None:
             whose = "first component's" if base is None else "base's"
-            refuse_different([models[k] for k in whole], [labels[k] for k in whole], strict=strict, whose=whose)
+            refuse_different(
+                [models[k] for k in whole], [labels[k] for k in whole], strict=strict, whose=whose
+            )
         refuse_not_finite(models, labels)
         self.selection = Selection()
         weights = None
-        if isinstance(self.mask_config.initial, str) and self.mask_config.initial.endswith((".yml", ".yaml")):
-            weights = recipe_weights(self.mask_config.initial, self.labels, over_base=self.over_base)
+        if isinstance(self.mask_config.initial, str) and self.mask_config.initial.endswith(
+            (".yml", ".yaml")
+        ):
+            weights = recipe_weights(
+                self.mask_config.initial, self.labels, over_base=self.over_base
+            )
         shared = share_frozen(models, over_base=self.over_base)
         model, others = (shared[0], shared[1:]) if base is None else (shared[-1], shared[:-1])
         if loose := [name for name, _ in model.named_parameters(recurse=False)]:
-            raise ValueError(f"Merger: {type(model).__name__} itself owns {loose[0]}; needed parameters of its modules")
+            raise ValueError(
+                f"Merger: {type(model).__name__} itself owns {loose[0]}; needed parameters of its "
+                "modules"
+            )
         stored = model.state_dict()
-        self._stored_buffers = {name: value for name, value in model.named_buffers() if name in stored}
+        self._stored_buffers = {
+            name: value for name, value in model.named_buffers() if name in stored
+        }
         surgeon = Surgeon(self.mask_config, self.selection, weights, over_base=self.over_base)
         surgeon.replace(model, others)
         if not any(mask.requires_grad for mask in surgeon.raw.values()):
             raise ValueError(
-                f"Merger: no mask is trained: no component changes the base in a module like "
+                "Merger: no mask is trained: no component changes the base in a module like "
                 f"{self.mask_config.modules or 'any'}; needed patterns such as "
-                f"{next(iter(surgeon.raw)).rpartition('.')[0]!r}, and components that differ from the base"
+                f"{next(iter(surgeon.raw)).rpartition('.')[0]!r}, and components that differ from "
+                "the base"
                 if self.over_base
-                else f"Merger: no module has a name like {self.mask_config.modules}; needed patterns such as "
-                f"{next(iter(surgeon.raw)).rpartition('.')[0]!r}"
+                else (
+                    f"Merger: no module has a name like {self.mask_config.modules}; needed "
+                    f"patterns such as {next(iter(surgeon.raw)).rpartition('.')[0]!r}"
+                )
             )
         self.model = model
         self._layers, self._raw = surgeon.layers, surgeon.raw
         self._hashes: list[str] | None = None
         self._plain_head: bool | None = None
-        self.sources: list[StoredAs] | None = None  # where the components are stored, if that is known for sure
+        self.sources: list[StoredAs] | None = (
+            None  # where the components are stored, if that is known for sure
+        )
         self.eval()
 
     @property
@@ -103,7 +133,10 @@ class MaskedModel(nn.Module):
         return self.model.dtype
 
     def gradient_checkpointing_enable(self, **options: object) -> None:
-        """Run blocks again in backward, and keep only their inputs until then; options of transformers' models."""
+        """Run blocks again in backward, and keep only their inputs until then.
+
+        Options of transformers' models.
+        """
         self.model.gradient_checkpointing_enable(**options)
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
@@ -121,7 +154,8 @@ class MaskedModel(nn.Module):
     def generate(self, *args: object, **options: object) -> Output:
         """Generate with the merged model, or the selected component.
 
-        In evaluation mode weights are blended once for all tokens, and take the memory of one more model while it runs.
+        In evaluation mode weights are blended once for all tokens, and take the memory of one more
+        model while it runs.
 
         Args:
             *args: Of transformers' ``generate``.
@@ -131,7 +165,8 @@ class MaskedModel(nn.Module):
         if fold:
             self.fold_()
         try:
-            return self.model.generate(*args, **options)  # pyrefly: ignore
+            # pyrefly: ignore[not-callable]: transformers' method, though nn.Module says Tensor
+            return self.model.generate(*args, **options)
         finally:
             if fold:
                 self.unfold_()
@@ -147,7 +182,9 @@ class MaskedModel(nn.Module):
 
     @contextlib.contextmanager
     def component(self, k: int) -> Iterator[Self]:
-        """Within this context component ``k`` runs, with exactly its own weights; the base comes after the last.
+        """Within this context component ``k`` runs, with exactly its own weights.
+
+        The base comes after the last.
 
         Raises:
             ValueError: There is no such component.
@@ -167,7 +204,10 @@ class MaskedModel(nn.Module):
         return super().train(mode)
 
     def fold_(self) -> Self:
-        """Keep the merged weights, for fast generation, as one more model in memory; until `unfold_` or new masks."""
+        """Keep the merged weights, for fast generation, as one more model in memory.
+
+        Until `unfold_` or new masks.
+        """
         for layer in self.layers().values():
             layer.fold_()
         return self
@@ -181,7 +221,12 @@ class MaskedModel(nn.Module):
     def _apply(self, fn: object, recurse: bool = True) -> Self:
         before, masks = self.model.dtype, {name: mask.data for name, mask in self._raw.items()}
         super()._apply(fn, recurse)
-        for name, mask in self._raw.items():  # masks stay float32: half precision would round training steps away
+        for (
+            name,
+            mask,
+        ) in (
+            self._raw.items()
+        ):  # masks stay float32: half precision would round training steps away
             if mask.dtype != masks[name].dtype:
                 mask.data = masks[name].to(mask.device)
         self.unfold_()
@@ -191,18 +236,28 @@ class MaskedModel(nn.Module):
 
     def layers(self) -> dict[str, MaskedLayer]:
         """The masked layers by module name."""
-        return {n.removeprefix("model."): m for n, m in self.named_modules() if isinstance(m, MaskedLayer)}
+        return {
+            n.removeprefix("model."): m
+            for n, m in self.named_modules()
+            if isinstance(m, MaskedLayer)
+        }
 
     def masks(self) -> dict[str, nn.Parameter]:
-        """The mask parameters, before `constrain`, by the name of their weight; tied weights share one."""
+        """The mask parameters, before `constrain`, by the name of their weight.
+
+        Tied weights share one.
+        """
         return dict(self._raw)
 
     def effective_masks(self) -> dict[str, Tensor]:
-        """The constrained masks, by weight name; over a base its own, 1 minus the sum of the others, is the last."""
+        """The constrained masks, by weight name.
+
+        Over a base its own, 1 minus the sum of the others, is the last.
+        """
         return {name: layer.mask(own) for name, (layer, own) in self._layers.items()}
 
     def places(self) -> dict[str, tuple[MaskedLayer, str]]:
-        """By weight name: the masked layer that owns the weight, and the parameter's name in that layer."""
+        """Map a weight's name to the masked layer that owns it, and to its name in that layer."""
         return dict(self._layers)
 
     def trained_masks(self) -> list[Tensor]:
@@ -212,19 +267,30 @@ class MaskedModel(nn.Module):
 
     def state(self, k: int) -> dict[str, Tensor]:
         """Component ``k``'s weights and the stored buffers, by the names that a checkpoint has."""
-        weights = {name: getattr(layer.components[k], own).detach() for name, (layer, own) in self._layers.items()}
+        weights = {
+            name: getattr(layer.components[k], own).detach()
+            for name, (layer, own) in self._layers.items()
+        }
         return weights | self._stored_buffers
 
     def task_vectors(self) -> list[dict[str, Tensor]]:
-        """For each component what it changes of the base, by tensor name; in the models' dtype, and all in memory.
+        """For each component what it changes of the base, by tensor name.
+
+        In the models' dtype, and all in memory.
 
         Raises:
             ValueError: There is no base.
         """
         if not self.over_base:
-            raise ValueError("Merger.task_vectors: masks lie over whole weights here; needed a base")
+            raise ValueError(
+                "Merger.task_vectors: masks lie over whole weights here; needed a base"
+            )
         return [
-            {name: _change(layer, k, own) for name, (layer, own) in self._layers.items() if not layer.is_same(own)}
+            {
+                name: _change(layer, k, own)
+                for name, (layer, own) in self._layers.items()
+                if not layer.is_same(own)
+            }
             for k in range(self.count)
         ]
 
@@ -246,7 +312,10 @@ class MaskedModel(nn.Module):
         yield from sorted(self._stored_buffers.items())
 
     def output_head(self) -> MaskedLayer | None:
-        """The output head where logits are exactly its product with the final hidden state, else None."""
+        """Return the output head where logits are exactly its product with the final hidden state.
+
+        Else return None.
+        """
         head = self.model.get_output_embeddings()
         if not isinstance(head, MaskedLayer) or "weight" not in head.masks:
             return None
@@ -261,18 +330,25 @@ class MaskedModel(nn.Module):
         with evaluating(self), self.component(0):
             logits = self.model(**self.uncached({"input_ids": ids})).logits
             logits_again = head(self.final_hidden(input_ids=ids))
-        changed = [key for key in _HEAD_SETTINGS if getattr(self.model.config, key, None) not in (None, 1, 1.0)]
+        changed = [
+            key
+            for key in _HEAD_SETTINGS
+            if getattr(self.model.config, key, None) not in (None, 1, 1.0)
+        ]
         same = torch.equal(logits_again, logits) and not changed
         if not same:
             warnings.warn(
-                f"{type(self.model).__name__} does more to its logits than one product, so the loss needs whole "
-                "(tokens, vocabulary) tensors here",
+                f"{type(self.model).__name__} does more to its logits than one product, so the "
+                "loss needs whole (tokens, vocabulary) tensors here",
                 stacklevel=2,
             )
         return same
 
     def final_hidden(self, **inputs: object) -> Tensor:
-        """The final hidden states, (B, L, H), of whatever runs now: the merged model, or a component."""
+        """Return the final hidden states, (B, L, H), of whatever runs now.
+
+        That is the merged model, or a component.
+        """
         return self.model.base_model(**self.uncached(inputs))[0]
 
     def uncached(self, inputs: Mapping[str, object]) -> dict[str, object]:

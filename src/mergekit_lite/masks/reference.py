@@ -1,7 +1,10 @@
-"""The definitions: dense, slow, obvious, in any float dtype. The fast paths are judged against these.
+"""The definitions: dense, slow, obvious, in any float dtype.
 
-Letters: K components, O out_features, I in_features, V vocabulary, H hidden size, N positions, *B any leading shape.
-A mask tensor has one more dimension than the weight it belongs to: K, then sizes that broadcast over the weight.
+The fast paths are judged against these.
+
+Letters: K components, O out_features, I in_features, V vocabulary, H hidden size, N positions, *B
+any leading shape. A mask tensor has one more dimension than the weight it belongs to: K, then sizes
+that broadcast over the weight.
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ def masked_linear(
     mode: str = "accurate",
     transposed: bool = False,
 ) -> Tensor:
-    """``x @ (Σ m_k W_k).T + b``; efficient: each component's own product, its input or output masked."""
+    """``x @ (Σ m_k W_k).T + b``.
+
+    Efficient: each component's own product, its input or output masked.
+    """
     if transposed:
         weights, masks = [w.T for w in weights], masks.transpose(1, 2)
     if mode == "accurate":
@@ -62,7 +68,9 @@ def masked_kl(
     if heads is not None:
         head = heads[0] if masks is None else blend(heads, masks)
         student = student @ head.T
-        teachers = [t @ h.T for t, h in zip(teachers, heads, strict=False)]  # a base's head is the student's alone
+        teachers = [
+            t @ h.T for t, h in zip(teachers, heads, strict=False)
+        ]  # a base's head is the student's alone
     logs = torch.stack([torch.log_softmax(t / temperature, -1) for t in teachers], 1)  # (N, K, V)
     entropies = -(logs.exp() * logs).sum(-1)
     if isinstance(coefficients, Tensor):
@@ -89,7 +97,10 @@ def evidence(
     log_probs: Tensor,  # (N, K)
     example: Tensor,  # (N,)
 ) -> Tensor:  # (N, K)
-    """The probability that each teacher wrote the example: c_k ∝ Π_t p_k(x_t) over its positions."""
+    """Return the probability that each teacher wrote the example.
+
+    c_k ∝ Π_t p_k(x_t) over its positions.
+    """
     coefficients = torch.empty_like(log_probs)
     for n in range(len(example)):
         coefficients[n] = torch.softmax(log_probs[example == example[n]].sum(0), 0)

@@ -16,7 +16,9 @@ from model_components._report import Axes, Figure, Report, Table, axes_for
 
 @dataclass(frozen=True)
 class MaskRow:
-    """One weight's masks: the components' means and standard deviations, and the share of places each is largest at.
+    """One weight's masks.
+
+    The components' means and deviations, and the share of places each is largest at.
 
     Attributes:
         name: The weight's.
@@ -54,7 +56,11 @@ class MaskReport(Report):
     def of(cls, masks: Mapping[str, Tensor], labels: Sequence[str]) -> Self:
         """From masks (K, ...) by name.
 
-        >>> print(MaskReport.of({"w": torch.tensor([[1.0, 0.0], [0.0, 1.0]])}, ["a", "b"]).rows[0].wins)
+        >>> print(
+        ...     MaskReport.of({"w": torch.tensor([[1.0, 0.0], [0.0, 1.0]])}, ["a", "b"])
+        ...     .rows[0]
+        ...     .wins
+        ... )
         (0.5, 0.5)
         """
         rows = []
@@ -76,11 +82,15 @@ class MaskReport(Report):
         rows = []
         for r in self.rows:
             wins = f"{r.winner} at {r.wins[r.winner]:.0%}" if max(r.wins) > min(r.wins) else "none"
-            rows.append((r.name, " ".join(f"{m:6.3f}" for m in r.mean), f"{max(r.spread):.3f}", wins))
+            rows.append(
+                (r.name, " ".join(f"{m:6.3f}" for m in r.mean), f"{max(r.spread):.3f}", wins)
+            )
         return Table(("weight", "means", "spread", "wins"), rows)
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """The masks' means: a line a layer, a column a kind of weight, the components side by side (extra ``plot``).
+        """Plot the masks' means: a line a layer, a column a kind of weight (extra ``plot``).
+
+        The components stand side by side.
 
         Args:
             ax: Where to; default a new figure.
@@ -90,7 +100,9 @@ class MaskReport(Report):
         """
         cells, count = [_cell(r.name) for r in self.rows], len(self.labels)
         layers, kinds = (list(dict.fromkeys(cell[i] for cell in cells)) for i in (0, 1))
-        grid = torch.full((len(layers), count * (len(kinds) + 1) - 1), torch.nan)  # a gap between components
+        grid = torch.full(
+            (len(layers), count * (len(kinds) + 1) - 1), torch.nan
+        )  # a gap between components
         starts = [k * (len(kinds) + 1) for k in range(count)]
         for row, (layer, kind) in zip(self.rows, cells, strict=True):
             for start, mean in zip(starts, row.mean, strict=True):
@@ -99,14 +111,25 @@ class MaskReport(Report):
         figure, axes = axes_for(ax, "MaskReport.plot", width=width, height=height)
         even = 1 / count  # where all components count alike: the middle of the scale
         reach = max(0.05, float((grid[~grid.isnan()] - even).abs().max()))
-        image = axes.imshow(grid.numpy(), vmin=even - reach, vmax=even + reach, cmap="RdBu_r", aspect="auto")
+        image = axes.imshow(
+            grid.numpy(), vmin=even - reach, vmax=even + reach, cmap="RdBu_r", aspect="auto"
+        )
         axes.set_facecolor("0.85")  # where a layer has no such weight
         axes.set_ylabel("layer")
         places = [start + i for start in starts for i in range(len(kinds))]
-        axes.set_xticks(places, kinds * count, rotation=60, ha="right", rotation_mode="anchor", fontsize=7)
+        axes.set_xticks(
+            places, kinds * count, rotation=60, ha="right", rotation_mode="anchor", fontsize=7
+        )
         axes.set_yticks(range(len(layers)), layers, fontsize=7)
         for start, label in zip(starts, self.labels, strict=True):
-            axes.text(start + (len(kinds) - 1) / 2, -0.7, Path(label).name, ha="center", va="bottom", fontsize=9)
+            axes.text(
+                start + (len(kinds) - 1) / 2,
+                -0.7,
+                Path(label).name,
+                ha="center",
+                va="bottom",
+                fontsize=9,
+            )
         figure.colorbar(image, ax=axes, label=f"mean mask (white: {even:.2g})", shrink=0.8)
         return figure
 
@@ -119,4 +142,6 @@ def _cell(name: str) -> tuple[str, str]:
     """
     match = re.search(r"(?:^|\.)(\d+)\.", name)
     rest = (name[match.end() :] if match else name).removesuffix(".weight")
-    return (match[1] if match else "other"), rest.removeprefix("model.").removeprefix("transformer.")
+    return (match[1] if match else "other"), rest.removeprefix("model.").removeprefix(
+        "transformer."
+    )

@@ -1,4 +1,6 @@
-"""A whole run from one file: components, data, masks, training, bake, and a table of what it was worth.
+"""Run everything from one file.
+
+Components, data, masks, training, bake, and a table of what it was worth.
 
 ``mergekit-lite masks CONFIG.yml OUT`` ends here.
 """
@@ -35,15 +37,25 @@ from .training import MaskTrainer
 
 _CALIBRATION = 256  # examples of a task
 _TRAINING = {
-    "learning_rate": 3e-2, "max_steps": 300, "per_device_train_batch_size": 8, "warmup_steps": 10,
-    "lr_scheduler_type": "cosine", "logging_steps": 10, "save_steps": 50, "save_total_limit": 1, "report_to": "none",
+    "learning_rate": 3e-2,
+    "max_steps": 300,
+    "per_device_train_batch_size": 8,
+    "warmup_steps": 10,
+    "lr_scheduler_type": "cosine",
+    "logging_steps": 10,
+    "save_steps": 50,
+    "save_total_limit": 1,
+    "report_to": "none",
     "train_sampling_strategy": "group_by_length",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
 class MaskRunReport(Report):
-    """What the masks are worth: nats a supervised token of held-out examples, of each model on each task."""
+    """Measure what the masks are worth, in nats a supervised token of held-out examples.
+
+    Every model is measured on every task.
+    """
 
     out: Path
     masks: Path
@@ -53,8 +65,13 @@ class MaskRunReport(Report):
 
     def summary(self) -> list[str]:
         """Where things are."""
-        counts = ", ".join(f"{n} of {task}" for task, n in zip(self.tasks, self.tokens, strict=True))
-        return [f"merged model: {self.out}; masks: {self.masks}", f"nats a token, held out: {counts} tokens"]
+        counts = ", ".join(
+            f"{n} of {task}" for task, n in zip(self.tasks, self.tokens, strict=True)
+        )
+        return [
+            f"merged model: {self.out}; masks: {self.masks}",
+            f"nats a token, held out: {counts} tokens",
+        ]
 
     def table(self) -> Table:
         """A row for each model, a column for each task, and their mean."""
@@ -68,7 +85,8 @@ class MaskRunReport(Report):
 def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRunReport:
     """Train masks as a file says, bake them, and compare on held-out examples.
 
-    Checkpoints, masks and the report are in ``OUT.training``; an interrupted run goes on from there.
+    Checkpoints, masks and the report are in ``OUT.training``; an interrupted run goes on from
+    there.
 
     Args:
         run: What to do.
@@ -84,15 +102,25 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
         _refuse_method(method, run)
     tokenizer: Any = AutoTokenizer.from_pretrained(open_source(run.components[0]).folder)
     tasks = [_Task(run, data, tokenizer) for data in run.data]
-    merger = Merger.from_pretrained(run.components, base=run.base, dtype=run.dtype, **asdict(run.masks))
+    merger = Merger.from_pretrained(
+        run.components, base=run.base, dtype=run.dtype, **asdict(run.masks)
+    )
     _claim(training, run)
     if progress:
         for task in tasks:
-            print(f"{task.data.name}, the first example, what is supervised in brackets:\n{task.first}\n")
+            print(
+                f"{task.data.name}, the first example, what is supervised in "
+                f"brackets:\n{task.first}\n"
+            )
     mixture = TaskMixture(
-        [[t.train for t in tasks if t.data.component == k] for k in range(merger.count)], weights="tokens"
+        [[t.train for t in tasks if t.data.component == k] for k in range(merger.count)],
+        weights="tokens",
     )
-    usual = {k: v for k, v in _TRAINING.items() if k != "max_steps" or "num_train_epochs" not in run.training}
+    usual = {
+        k: v
+        for k, v in _TRAINING.items()
+        if k != "max_steps" or "num_train_epochs" not in run.training
+    }
     options: dict[str, Any] = {
         **usual,
         "seed": run.seed,
@@ -102,9 +130,15 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
     }
     collator = MaskCollator(pad_token_id=tokenizer.pad_token_id or 0, max_length=run.max_length)
     trainer = MaskTrainer(
-        merger, TrainingArguments(**options), kl=run.kl, train_dataset=mixture, data_collator=collator
+        merger,
+        TrainingArguments(**options),
+        kl=run.kl,
+        train_dataset=mixture,
+        data_collator=collator,
     )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(training) if training.is_dir() else None)
+    trainer.train(
+        resume_from_checkpoint=get_last_checkpoint(training) if training.is_dir() else None
+    )
     merger.eval()
     masks = merger.save_masks(training / MASKS)
     test = [task.test for task in tasks]
@@ -113,10 +147,14 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
         with merger.component(k):
             losses[name] = held_out_losses(merger, test, collator)
     for method in run.methods:
-        losses[method] = _losses_of(method, run, merger, tasks, collator, path.with_name(f"{path.name}.compare"))
+        losses[method] = _losses_of(
+            method, run, merger, tasks, collator, path.with_name(f"{path.name}.compare")
+        )
     losses["masks"] = held_out_losses(merger.fold_(), test, collator)
     merger.unfold_().bake(path, progress=progress)
-    tokens = tuple(sum(sum(label != -100 for label in e["labels"][1:]) for e in part) for part in test)
+    tokens = tuple(
+        sum(sum(label != -100 for label in e["labels"][1:]) for e in part) for part in test
+    )
     report = MaskRunReport(path, masks, tuple(t.data.name for t in tasks), tokens, losses)
     write_json(training / "report.json", report.to_dict(), "masks")
     return report
@@ -125,17 +163,25 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
 def _refuse_method(name: str, run: MaskRun) -> None:
     """Refuse a method of ``compare`` that could not run once masks are trained."""
     if name in CALIBRATED:
-        idle = [k for k in range(len(run.components)) if k not in {data.component for data in run.data}]
+        idle = [
+            k for k in range(len(run.components)) if k not in {data.component for data in run.data}
+        ]
         if len(run.components) < 2 or idle:
             raise ValueError(
-                f"masks: compare has {name}, which needs two components, and data of each; name other methods"
+                f"masks: compare has {name}, which needs two components, and data of each; name "
+                "other methods"
             )
         return
     method = get_method(name)
     if method.base == "required" and run.base is None:
-        raise ValueError(f"masks: compare has {name}, which needs a base; name one, or other methods")
+        raise ValueError(
+            f"masks: compare has {name}, which needs a base; name one, or other methods"
+        )
     if lost := [p.name for p in method.parameters.values() if p.required and p.name != "weight"]:
-        raise ValueError(f"masks: compare has {name}, which needs {lost[0]}; name methods that need none but weights")
+        raise ValueError(
+            f"masks: compare has {name}, which needs {lost[0]}; name methods that need none but "
+            "weights"
+        )
     try:
         method.check_inputs(len(run.components), run.base is not None and method.base != "unused")
     except ValueError as error:
@@ -143,11 +189,16 @@ def _refuse_method(name: str, run: MaskRun) -> None:
 
 
 def _claim(training: Path, run: MaskRun) -> None:
-    """Write a run's settings into its folder of checkpoints; refuse a folder of a run with others."""
+    """Write a run's settings into its folder of checkpoints.
+
+    Refuse a folder of a run with others.
+    """
     settings, path = plain(run), training / "run.json"
     if path.is_file():
         if json.loads(path.read_text(encoding="utf-8")) != settings:
-            raise ValueError(f"masks: {training} is of a run with other settings; name another OUT, or remove it")
+            raise ValueError(
+                f"masks: {training} is of a run with other settings; name another OUT, or remove it"
+            )
         return
     make_folder(training, "masks")
     write_json(path, settings, "masks")
@@ -157,7 +208,10 @@ def _names(labels: Sequence[str], methods: Sequence[str]) -> list[str]:
     """What to call components in the table: folders' names, where they say which is which."""
     names = [Path(label).name for label in labels]
     taken = {*methods, "masks"}
-    return [f"component {k}" if names.count(name) > 1 or name in taken else name for k, name in enumerate(names)]
+    return [
+        f"component {k}" if names.count(name) > 1 or name in taken else name
+        for k, name in enumerate(names)
+    ]
 
 
 class _Task:
@@ -165,21 +219,32 @@ class _Task:
 
     def __init__(self, run: MaskRun, data: TaskData, tokenizer: object):
         texts = [
-            TextExamples(f, tokenizer, max_length=run.max_length, train_on_inputs=run.train_on_inputs)
+            TextExamples(
+                f, tokenizer, max_length=run.max_length, train_on_inputs=run.train_on_inputs
+            )
             for f in data.files
         ]
         self.data, self.first = data, texts[0].decoded(0)
         examples = [example for text in texts for example in text.examples]
         random.Random(f"{run.seed} {data.name}").shuffle(examples)
-        count = max(1, round(run.held_out * len(examples))) if run.held_out < 1 else int(run.held_out)
+        count = (
+            max(1, round(run.held_out * len(examples))) if run.held_out < 1 else int(run.held_out)
+        )
         if count >= len(examples):
-            raise ValueError(f"masks: {data.name} has {len(examples)} examples, {count} are held out; needed more")
+            raise ValueError(
+                f"masks: {data.name} has {len(examples)} examples, {count} are held out; needed "
+                "more"
+            )
         self.test, self.train = examples[:count], examples[count:]
 
 
 @torch.no_grad()
 def held_out_losses(
-    model: nn.Module, tasks: Sequence[Sequence[Example]], collator: MaskCollator, *, batch_size: int = 8
+    model: nn.Module,
+    tasks: Sequence[Sequence[Example]],
+    collator: MaskCollator,
+    *,
+    batch_size: int = 8,
 ) -> tuple[float, ...]:
     """Nats a supervised token of each task's examples.
 
@@ -199,19 +264,29 @@ def held_out_losses(
                 labels = batch.pop("labels")[:, 1:]
                 logits = model(**{k: v.to(model.device) for k, v in batch.items()}).logits[:, :-1]
                 chosen = labels != -100
-                losses = F.cross_entropy(logits[chosen].float(), labels[chosen].to(logits.device), reduction="sum")
+                losses = F.cross_entropy(
+                    logits[chosen].float(), labels[chosen].to(logits.device), reduction="sum"
+                )
                 total, count = total + float(losses), count + int(chosen.sum())
             means.append(total / max(1, count))
     return tuple(means)
 
 
 def _losses_of(
-    method: str, run: MaskRun, merger: Merger, tasks: Sequence[_Task], collator: MaskCollator, beside: Path
+    method: str,
+    run: MaskRun,
+    merger: Merger,
+    tasks: Sequence[_Task],
+    collator: MaskCollator,
+    beside: Path,
 ) -> tuple[float, ...]:
     """What a merge by a method of `merge_models` is worth."""
     options: dict[str, Any] = {}
     if method in CALIBRATED:
-        parts = [[t.train[:_CALIBRATION] for t in tasks if t.data.component == k] for k in range(merger.count)]
+        parts = [
+            [t.train[:_CALIBRATION] for t in tasks if t.data.component == k]
+            for k in range(merger.count)
+        ]
         calibration = [[example for part in own for example in part] for own in parts]
         options = {"calibration": calibration, "max_length": collator.max_length}
     else:
@@ -221,7 +296,13 @@ def _losses_of(
             options["base_model"] = run.base
     stage = NewFolder(beside, "masks").open()
     try:
-        merge_models(merger.labels[: merger.count], method, out=stage.folder / "merged", progress=False, **options)
+        merge_models(
+            merger.labels[: merger.count],
+            method,
+            out=stage.folder / "merged",
+            progress=False,
+            **options,
+        )
         model = AutoModelForCausalLM.from_pretrained(stage.folder / "merged", dtype=merger.dtype)
         return held_out_losses(model.to(merger.device), [task.test for task in tasks], collator)
     finally:

@@ -1,4 +1,4 @@
-"""`MaskRun`: what a whole run is made of, read from a YAML file and checked before anything starts."""
+"""`MaskRun`: a whole run, read from a YAML file and checked before anything starts."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ class MaskRun:
     Args:
         components: What `Merger.from_pretrained` takes.
         data: Each task's.
-        base: What the components were tuned from: masks lie over differences from it; methods of ``compare`` may need
-            it, too.
+        base: What the components were tuned from: masks lie over differences from it; methods of
+            ``compare`` may need it, too.
         masks: Fields of `MaskConfig`.
         kl: Fields of `KLConfig`.
-        training: Fields of `TrainingArguments`; by default 300 steps of 8 examples at a rate of 3e-2.
+        training: Fields of `TrainingArguments`; by default 300 steps of 8 examples at a rate of
+            3e-2.
         compare: Methods of `merge_models` that the table compares with; default: see `methods`.
         held_out: The share of each task's examples that is kept for the table, or how many of them.
         max_length: Tokens of an example.
@@ -80,29 +81,40 @@ class MaskRun:
         except yaml.YAMLError as error:
             raise ValueError(f"{path}: is not YAML ({error})") from error
         if not isinstance(values, Mapping):
-            raise ValueError(f"{path}: holds a {type(values).__name__}, needed components, data, masks, ...")
+            raise ValueError(
+                f"{path}: holds a {type(values).__name__}, needed components, data, masks, ..."
+            )
         _known(str(path), values, [f.name for f in fields(cls)], needed=("components", "data"))
         settings = dict(values)
         for name, kind in (("masks", MaskConfig), ("kl", KLConfig)):
             settings[name] = _built(f"{path}: {name}", kind, _numbers(settings.get(name, {}), kind))
         if not isinstance(settings.get("training", {}), Mapping):
-            raise ValueError(f"{path}: training is {settings['training']!r}, needed fields of TrainingArguments")
+            raise ValueError(
+                f"{path}: training is {settings['training']!r}, needed fields of TrainingArguments"
+            )
         settings["training"] = _numbers(settings.get("training", {}), TrainingArguments)
         for name in ("components", "data", "compare"):
             if name in settings and not isinstance(settings[name], list):
                 raise ValueError(f"{path}: {name} is {settings[name]!r}, needed a list")
             if name in settings:
                 settings[name] = tuple(settings[name])
-        settings["data"] = tuple(_task(f"{path}: data", i, entry) for i, entry in enumerate(settings["data"]))
+        settings["data"] = tuple(
+            _task(f"{path}: data", i, entry) for i, entry in enumerate(settings["data"])
+        )
         return cls(**settings)
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """``compare``; by default linear, regmean (if all components have data), and over a base task_arithmetic."""
+        """``compare``.
+
+        By default linear, regmean (if all components have data), and over a base task_arithmetic.
+        """
         if self.compare is not None:
             return self.compare
         followed = len({data.component for data in self.data}) == len(self.components)
-        several = ("linear", *(("regmean",) if followed else ())) if len(self.components) > 1 else ()
+        several = (
+            ("linear", *(("regmean",) if followed else ())) if len(self.components) > 1 else ()
+        )
         return several if self.base is None else (*several, "task_arithmetic")
 
     def __post_init__(self) -> None:
@@ -111,29 +123,51 @@ class MaskRun:
         if self.base is not None and not isinstance(self.base, str):
             raise ValueError(f"MaskRun: base is {self.base!r}, needed the name of a model")
         if len(self.components) < (2 if self.base is None else 1) or not self.data or outside:
-            wrong = f"; {outside[0].name} follows component {outside[0].component}" if outside else ""
+            wrong = (
+                f"; {outside[0].name} follows component {outside[0].component}" if outside else ""
+            )
             raise ValueError(
-                f"MaskRun: {len(self.components)} components and {len(self.data)} tasks{wrong}; needed two components "
-                "or more (one over a base), and data that follow them"
+                f"MaskRun: {len(self.components)} components and {len(self.data)} tasks{wrong}; "
+                "needed two components or more (one over a base), and data that follow them"
             )
         for name, values in (("components", self.components), ("compare", self.methods)):
             if odd := [value for value in values if not isinstance(value, str)]:
-                raise ValueError(f"MaskRun: {name} has {odd[0]!r}; needed names, without parameters")
-        if twice := [d.name for d in self.data if [other.name for other in self.data].count(d.name) > 1]:
-            raise ValueError(f"MaskRun: two tasks are called {twice[0]!r}; needed names that differ")
+                raise ValueError(
+                    f"MaskRun: {name} has {odd[0]!r}; needed names, without parameters"
+                )
+        if twice := [
+            d.name for d in self.data if [other.name for other in self.data].count(d.name) > 1
+        ]:
+            raise ValueError(
+                f"MaskRun: two tasks are called {twice[0]!r}; needed names that differ"
+            )
         for name, low in (("max_length", 2), ("seed", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ValueError(f"MaskRun: {name} is {value!r}, needed a whole number of at least {low}")
+                raise ValueError(
+                    f"MaskRun: {name} is {value!r}, needed a whole number of at least {low}"
+                )
         if self.dtype not in _DTYPES:
-            raise ValueError(f"MaskRun: dtype is {self.dtype!r}, needed one of {', '.join(_DTYPES)}")
+            raise ValueError(
+                f"MaskRun: dtype is {self.dtype!r}, needed one of {', '.join(_DTYPES)}"
+            )
         if not isinstance(self.train_on_inputs, bool):
-            raise ValueError(f"MaskRun: train_on_inputs is {self.train_on_inputs!r}, needed true or false")
-        if isinstance(self.held_out, bool) or not isinstance(self.held_out, (int, float)) or not self.held_out > 0:
-            raise ValueError(f"MaskRun: held_out is {self.held_out!r}, needed a share, or a number of examples")
+            raise ValueError(
+                f"MaskRun: train_on_inputs is {self.train_on_inputs!r}, needed true or false"
+            )
+        if (
+            isinstance(self.held_out, bool)
+            or not isinstance(self.held_out, (int, float))
+            or not self.held_out > 0
+        ):
+            raise ValueError(
+                f"MaskRun: held_out is {self.held_out!r}, needed a share, or a number of examples"
+            )
 
 
-def _known(where: str, values: Mapping[str, object], known: Sequence[str], needed: Sequence[str] = ()) -> None:
+def _known(
+    where: str, values: Mapping[str, object], known: Sequence[str], needed: Sequence[str] = ()
+) -> None:
     for name in values:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, 1)
@@ -144,16 +178,25 @@ def _known(where: str, values: Mapping[str, object], known: Sequence[str], neede
 
 
 def _numbers(values: object, kind: Any) -> Any:
-    """With numbers that YAML reads as text, as 1e-2, as numbers, where the field of ``kind`` is one."""
+    """Return numbers that YAML reads as text, as 1e-2, as numbers.
+
+    Only where the field of ``kind`` is one.
+    """
     if not isinstance(values, Mapping):
         return values
     numbers, usual = dict(values), {field.name: field.default for field in fields(kind)}
     for name, value in values.items():
         default = usual.get(name)
-        if isinstance(value, str) and isinstance(default, int | float) and not isinstance(default, bool):
+        if (
+            isinstance(value, str)
+            and isinstance(default, int | float)
+            and not isinstance(default, bool)
+        ):
             with contextlib.suppress(ValueError):
                 number = float(value)
-                numbers[name] = int(number) if isinstance(default, int) and number.is_integer() else number
+                numbers[name] = (
+                    int(number) if isinstance(default, int) and number.is_integer() else number
+                )
     return numbers
 
 
@@ -167,7 +210,10 @@ def _built(where: str, kind: Any, values: object) -> Any:
 def _task(where: str, index: int, entry: object) -> TaskData:
     entry = {"files": entry} if isinstance(entry, (str, list)) else entry
     if not isinstance(entry, Mapping):
-        raise ValueError(f"{where}: entry {index} is {entry!r}, needed a file, a list of files, or files and name")
+        raise ValueError(
+            f"{where}: entry {index} is {entry!r}, needed a file, a list of files, or files and "
+            "name"
+        )
     _known(where, entry, [f.name for f in fields(TaskData)], needed=("files",))
     files = entry["files"]
     files = [files] if isinstance(files, str) else files
@@ -175,5 +221,9 @@ def _task(where: str, index: int, entry: object) -> TaskData:
         raise ValueError(f"{where}: files of entry {index} are {files!r}, needed names of files")
     component: object = entry.get("component", index)
     if not isinstance(component, int) or isinstance(component, bool):
-        raise ValueError(f"{where}: component of entry {index} is {component!r}, needed the index of one")
-    return TaskData(files=tuple(files), name=str(entry.get("name", Path(files[0]).stem)), component=component)
+        raise ValueError(
+            f"{where}: component of entry {index} is {component!r}, needed the index of one"
+        )
+    return TaskData(
+        files=tuple(files), name=str(entry.get("name", Path(files[0]).stem)), component=component
+    )

@@ -1,4 +1,7 @@
-"""Masks on disk, bound to their components by hash; and baking, which hands masked components to `merge_models`."""
+"""Masks on disk, bound to their components by hash.
+
+And baking, which hands masked components to `merge_models`.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,10 @@ def _metadata(path: Path) -> dict[str, str]:
     except Exception as error:  # safetensors raises its own class for every malformed file
         raise ValueError(f"load_masks: {path} is not a whole safetensors file ({error})") from error
     if metadata.get("format") != _FORMAT:
-        raise ValueError(f"load_masks: {path} holds no masks (format {metadata.get('format')!r}, needed {_FORMAT!r})")
+        raise ValueError(
+            f"load_masks: {path} holds no masks (format {metadata.get('format')!r}, needed "
+            f"{_FORMAT!r})"
+        )
     return metadata
 
 
@@ -64,28 +70,34 @@ def read_config(path: Path) -> MaskConfig:
 
 
 def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
-    """The values in a file of masks, once it is sure that they belong to the merger's components and config."""
+    """Return the values in a file of masks.
+
+    It must be sure that they belong to the merger's components and config.
+    """
     metadata, dtype, masks = _metadata(path), str(merger.model.dtype), merger.masks()
     theirs, names = json.loads(metadata["sha256"]), json.loads(metadata["components"])
     if json.loads(metadata["over_base"]) != merger.over_base or len(theirs) != len(merger.labels):
         of = [" (no base)", ", the last a base (base=...)"]
         raise ValueError(
-            f"load_masks: {path} is for {len(theirs)} models{of[json.loads(metadata['over_base'])]}; this merger has "
+            f"load_masks: {path} is for {len(theirs)} "
+            f"models{of[json.loads(metadata['over_base'])]}; this merger has "
             f"{len(merger.labels)}{of[merger.over_base]}"
         )
     if metadata["dtype"] != dtype:
-        raise ValueError(f"load_masks: {path} is for components in {metadata['dtype']}, here they are in {dtype}")
+        raise ValueError(
+            f"load_masks: {path} is for components in {metadata['dtype']}, here they are in {dtype}"
+        )
     for k, (own, other) in enumerate(zip(merger.hashes(), theirs, strict=True)):
         if own != other:
             raise ValueError(
-                f"load_masks: {path} was made for other components: number {k} was {names[k]} with sha256 "
-                f"{other[:12]}…, here it is {merger.labels[k]} with {own[:12]}…"
+                f"load_masks: {path} was made for other components: number {k} was {names[k]} with "
+                f"sha256 {other[:12]}…, here it is {merger.labels[k]} with {own[:12]}…"
             )
     saved, config = MaskConfig.from_json(metadata["config"]), merger.mask_config
     if (saved.granularity, saved.constraint) != (config.granularity, config.constraint):
         raise ValueError(
-            f"load_masks: {path} has {saved.granularity} masks with constraint {saved.constraint}, this merger "
-            f"{config.granularity} with {config.constraint}"
+            f"load_masks: {path} has {saved.granularity} masks with constraint {saved.constraint}, "
+            f"this merger {config.granularity} with {config.constraint}"
         )
     loaded = load_file(path)
     if odd := sorted(loaded.keys() ^ masks.keys()):
@@ -93,32 +105,48 @@ def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
     for name, values in loaded.items():
         if values.shape != masks[name].shape or not torch.isfinite(values).all():
             raise ValueError(
-                f"load_masks: {name} in {path} is {list(values.shape)} or not finite, needed {list(masks[name].shape)}"
+                f"load_masks: {name} in {path} is {list(values.shape)} or not finite, needed "
+                f"{list(masks[name].shape)}"
             )
     return loaded
 
 
 def bake(merger: MaskedModel, out: Path, options: Mapping[str, Any]) -> MergeReport:
-    """`Merger.bake`: from the components' files where their tensors bear the model's names, else from memory."""
+    """Write what `Merger.bake` bakes.
+
+    It reads the components' files where their tensors bear the model's names, else memory.
+    """
     if unknown := sorted(options.keys() - set(_OPTIONS)):
         raise ValueError(f"bake: unknown option {unknown[0]!r}; options are {', '.join(_OPTIONS)}")
     check_new(out, "bake")
     masks = {name: mask.detach().cpu() for name, mask in merger.effective_masks().items()}
     if bad := [name for name, mask in masks.items() if not torch.isfinite(mask).all()]:
-        raise ValueError(f"bake: the mask of {bad[0]} is not finite ({len(bad)} such); training has diverged")
+        raise ValueError(
+            f"bake: the mask of {bad[0]} is not finite ({len(bad)} such); training has diverged"
+        )
     count = len(merger.labels)
     sources = [source for k in range(count) if (source := _stored(merger, k)) is not None]
     if len(sources) < count:
         sources = [_resident(merger, k) for k in range(count)]
     dtypes = {name: value.dtype for name, value in merger.state(0).items()}
-    factored = {name for name, (layer, _) in merger.places().items() if isinstance(layer, LowRankMaskedLinear)}
-    plain = count - 1 if merger.over_base else 0  # the base, or the first component, whose config the result has
+    factored = {
+        name
+        for name, (layer, _) in merger.places().items()
+        if isinstance(layer, LowRankMaskedLinear)
+    }
+    plain = (
+        count - 1 if merger.over_base else 0
+    )  # the base, or the first component, whose config the result has
     models = [
-        MaskedSource(source, k, masks, dtypes, rounds=lambda name: name not in factored, lone=k == plain)
+        MaskedSource(
+            source, k, masks, dtypes, rounds=lambda name: name not in factored, lone=k == plain
+        )
         for k, source in enumerate(sources)
     ]
     models[0].config = sources[plain].config
-    report = merge_models(models, "linear", weight=[1.0] * len(models), normalize=False, out=out, **options)
+    report = merge_models(
+        models, "linear", weight=[1.0] * len(models), normalize=False, out=out, **options
+    )
     assert isinstance(report, MergeReport)
     return report
 
@@ -140,28 +168,40 @@ def _stored(merger: MaskedModel, k: int) -> Source | None:
     if merger.sources is None or merger.sources[k].fingerprint is None:
         return None  # in memory they may have been changed since they were loaded
     source, state = open_source(merger.sources[k].name), merger.state(k)
-    if not all(n in source.tensors and source.tensors[n].shape == tuple(v.shape) for n, v in state.items()):
+    if not all(
+        n in source.tensors and source.tensors[n].shape == tuple(v.shape) for n, v in state.items()
+    ):
         return None
     if source.fingerprint() != merger.sources[k].fingerprint:
         for name, value in state.items():
             if not _is_stored(source, name, merger.places().get(name), k, value):
                 raise ValueError(
-                    f"bake: {source.label} has changed since it was loaded ({name}); needed the files that the masks "
-                    "were trained over"
+                    f"bake: {source.label} has changed since it was loaded ({name}); needed the "
+                    "files that the masks were trained over"
                 )
     return source
 
 
-def _is_stored(source: Source, name: str, place: tuple[MaskedLayer, str] | None, k: int, value: Tensor) -> bool:
+def _is_stored(
+    source: Source, name: str, place: tuple[MaskedLayer, str] | None, k: int, value: Tensor
+) -> bool:
     """Whether a component's files still hold what was loaded: its factors, or its weight."""
     module = None if place is None else place[0].components[k]
     if isinstance(module, LowRankLinear) and name.endswith("weight"):
         pair = source.pair(name) if isinstance(source, LoraSource) else None
-        return pair is not None and pair.scale == module.scale and all(
-            torch.equal(torch.from_numpy(factor).to(own), own)
-            for factor, own in ((pair.down, module.down), (pair.up, module.up))
-        )  # fmt: skip
-    stored = tensor_of(source.read(name, 0, source.tensors[name].count)).to(value.dtype).view(value.shape)
+        return (
+            pair is not None
+            and pair.scale == module.scale
+            and all(
+                torch.equal(torch.from_numpy(factor).to(own), own)
+                for factor, own in ((pair.down, module.down), (pair.up, module.up))
+            )
+        )
+    stored = (
+        tensor_of(source.read(name, 0, source.tensors[name].count))
+        .to(value.dtype)
+        .view(value.shape)
+    )
     return torch.equal(stored, value.cpu())
 
 

@@ -1,4 +1,7 @@
-"""`Surgeon`: masked layers in the place of every module that owns parameters; and masks that begin as a recipe says."""
+"""`Surgeon`: masked layers in the place of every module that owns parameters.
+
+And masks that begin as a recipe says.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ def masked_class(module: nn.Module) -> type[MaskedLayer]:
         if plain and module.max_norm is None and not module.scale_grad_by_freq:
             return MaskedEmbedding
     if isinstance(module, nn.RNNBase):
-        raise ValueError(f"Merger: {type(module).__name__} keeps its weights in a flat copy, which masks cannot reach")
+        raise ValueError(
+            f"Merger: {type(module).__name__} keeps its weights in a flat copy, which masks cannot "
+            "reach"
+        )
     return MaskedLayer
 
 
@@ -49,11 +55,18 @@ class Surgeon:
         *,
         over_base: bool = False,
     ):
-        self.config, self.selection, self.weights, self.over_base = config, selection, weights, over_base
+        self.config, self.selection, self.weights, self.over_base = (
+            config,
+            selection,
+            weights,
+            over_base,
+        )
         self.generator = torch.Generator().manual_seed(config.seed)
         self.layers: dict[str, tuple[MaskedLayer, str]] = {}
         self.raw: dict[str, nn.Parameter] = {}
-        self._masks: dict[int, nn.Parameter] = {}  # by the id of the frozen tensor: tied weights share a mask
+        self._masks: dict[
+            int, nn.Parameter
+        ] = {}  # by the id of the frozen tensor: tied weights share a mask
         self._replacements: dict[int, MaskedLayer] = {}  # by the id of the module that was replaced
 
     def replace(self, module: nn.Module, others: Sequence[nn.Module], prefix: str = "") -> None:
@@ -96,21 +109,26 @@ class Surgeon:
         return masked_layer
 
 
-def recipe_weights(path: str, labels: Sequence[str], *, over_base: bool = False) -> Callable[[str], Sequence[float]]:
+def recipe_weights(
+    path: str, labels: Sequence[str], *, over_base: bool = False
+) -> Callable[[str], Sequence[float]]:
     """From a tensor's name to each component's weight in a recipe.
 
     Args:
-        path: YAML of a `linear` or `task_arithmetic` merge, gradients and filters included. Its models, and its base,
-            are among the components.
+        path: YAML of a `linear` or `task_arithmetic` merge, gradients and filters included. Its
+            models, and its base, are among the components.
         labels: The components, as the recipe names them.
-        over_base: The last label is the base; its weight must be 1 minus the sum of the others, and is left out.
+        over_base: The last label is the base; its weight must be 1 minus the sum of the others, and
+            is left out.
 
     Raises:
         ValueError: Another method, or models that are no components.
     """
     recipe = load_recipe(path)
     if recipe.merge_method not in _METHODS:
-        raise ValueError(f"{path}: masks cannot begin as {recipe.merge_method}; needed {' or '.join(_METHODS)}")
+        raise ValueError(
+            f"{path}: masks cannot begin as {recipe.merge_method}; needed {' or '.join(_METHODS)}"
+        )
     plan = make_plan(recipe)
     keys = [model_key(label) for label in labels]
     if unknown := [s.label for s in plan.sources if model_key(s.label) not in keys]:
@@ -121,7 +139,9 @@ def recipe_weights(path: str, labels: Sequence[str], *, over_base: bool = False)
         if t.method is None:
             continue
         entry_weights = t.parameters["weight"]
-        scale = t.parameters.get("lambda_", 1.0) / (sum(entry_weights) if t.parameters["normalize"] else 1.0)
+        scale = t.parameters.get("lambda_", 1.0) / (
+            sum(entry_weights) if t.parameters["normalize"] else 1.0
+        )
         weights = [0.0] * len(labels)
         for source, weight in zip(t.inputs, entry_weights, strict=True):
             weights[places[source.source]] += weight * scale
@@ -135,7 +155,8 @@ def recipe_weights(path: str, labels: Sequence[str], *, over_base: bool = False)
         weights = weights_of[name]
         if over_base and abs(sum(weights) - 1) > 1e-6:
             raise ValueError(
-                f"{path}: weights of {name} sum to {sum(weights):g}; over a base needed 1, the base's included"
+                f"{path}: weights of {name} sum to {sum(weights):g}; over a base needed 1, the "
+                "base's included"
             )
         return weights[:-1] if over_base else weights
 

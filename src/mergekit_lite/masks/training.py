@@ -1,4 +1,7 @@
-"""`MaskTrainer`: transformers' Trainer with the masks' loss and the masks' files; frozen weights sharded over ranks."""
+"""`MaskTrainer`: transformers' Trainer with the masks' loss and the masks' files.
+
+Frozen weights sharded over ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +26,22 @@ from .storage import MASKS
 class MaskTrainer(StepTrainer):
     """A `transformers.Trainer` for a `Merger`: only masks learn, and only masks are saved.
 
-    The learning rate, schedule, accumulation, mixed precision, gradient checkpointing, logs, resume and DDP are
-    `TrainingArguments`' own. A dict as ``eval_dataset`` is evaluated task by task (``eval_NAME_loss``). Checkpoints
-    hold ``masks.safetensors`` beside optimizer, schedule and random state.
+    The learning rate, schedule, accumulation, mixed precision, gradient checkpointing, logs, resume
+    and DDP are `TrainingArguments`' own. A dict as ``eval_dataset`` is evaluated task by task
+    (``eval_NAME_loss``). Checkpoints hold ``masks.safetensors`` beside optimizer, schedule and
+    random state.
 
     Args:
         model: A `Merger`.
-        args: `TrainingArguments`; ``remove_unused_columns`` is turned off, since examples carry their task.
+        args: `TrainingArguments`; ``remove_unused_columns`` is turned off, since examples carry
+            their task.
         train_dataset: Examples with their task, such as a `TaskMixture`.
         kl: What to learn from.
         **options: Of `Trainer`: ``eval_dataset``, ``data_collator`` (a `MaskCollator`), ...
 
     Raises:
-        ValueError: ``model`` is not a `Merger`; more tasks than components; several GPUs without torchrun.
+        ValueError: ``model`` is not a `Merger`; more tasks than components; several GPUs without
+            torchrun.
 
     >>> import tempfile
     >>> from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
@@ -44,9 +50,13 @@ class MaskTrainer(StepTrainer):
     >>> merger = Merger([GPT2LMHeadModel(tiny), GPT2LMHeadModel(tiny)])
     >>> data = TaskMixture([[{"input_ids": [1, 2, 3]}], [{"input_ids": [4, 5]}]])
     >>> with tempfile.TemporaryDirectory() as out:
-    ...     arguments = TrainingArguments(out, max_steps=1, report_to="none", use_cpu=True, disable_tqdm=True)
+    ...     arguments = TrainingArguments(
+    ...         out, max_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
+    ...     )
     ...     collator = MaskCollator(pad_token_id=0)
-    ...     MaskTrainer(merger, arguments, train_dataset=data, data_collator=collator).train().global_step
+    ...     MaskTrainer(
+    ...         merger, arguments, train_dataset=data, data_collator=collator
+    ...     ).train().global_step
     {'train_runtime': ...}
     1
     """
@@ -63,10 +73,13 @@ class MaskTrainer(StepTrainer):
         if not isinstance(model, Merger):
             raise ValueError(f"MaskTrainer: model is {type(model).__name__}, needed a Merger")
         if args.n_gpu > 1:
-            raise ValueError(f"MaskTrainer: {args.n_gpu} GPUs in one process; start one for each with torchrun")
+            raise ValueError(
+                f"MaskTrainer: {args.n_gpu} GPUs in one process; start one for each with torchrun"
+            )
         if options.get("data_collator") is None:
             raise ValueError(
-                "MaskTrainer: data_collator is missing, needed a MaskCollator, which pads and keeps the task"
+                "MaskTrainer: data_collator is missing, needed a MaskCollator, which pads and "
+                "keeps the task"
             )
         data = train_dataset
         if hasattr(data, "__len__") and not len(data):
@@ -74,14 +87,17 @@ class MaskTrainer(StepTrainer):
         if isinstance(data, TaskMixture) and (kl or KLConfig()).coefficients == "task":
             if len(data.datasets) > model.count:
                 raise ValueError(
-                    f"MaskTrainer: {len(data.datasets)} tasks, but the merger has {model.count} components; needed one "
-                    "for each, or coefficients='evidence', which asks for no task"
+                    f"MaskTrainer: {len(data.datasets)} tasks, but the merger has {model.count} "
+                    "components; needed one for each, or coefficients='evidence', which asks for "
+                    "no task"
                 )
             followed = [any(len(d) for d in parts) for parts in data.datasets]
             idle = [k for k in range(model.count) if k >= len(followed) or not followed[k]]
             if idle:
                 warnings.warn(
-                    f"MaskTrainer: no example follows component {idle[0]} ({model.labels[idle[0]]})", stacklevel=2
+                    f"MaskTrainer: no example follows component {idle[0]} "
+                    f"({model.labels[idle[0]]})",
+                    stacklevel=2,
                 )
         args.remove_unused_columns = False
         if args.ddp_find_unused_parameters is None and model.model.can_generate():
@@ -113,7 +129,11 @@ class MaskTrainer(StepTrainer):
         super().log(logs, start_time)
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, object], prediction_loss_only: bool, ignore_keys: object = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, object],
+        prediction_loss_only: bool,
+        ignore_keys: object = None,
     ) -> tuple[Tensor, None, None]:
         """The loss; logits are never made."""
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -143,10 +163,13 @@ class MaskTrainer(StepTrainer):
 
 
 def shard_frozen_(merger: Merger, mesh: DeviceMesh | None = None) -> list[str]:
-    """Shard the blocks' frozen weights over the ranks (FSDP2), for models larger than one card; masks stay whole.
+    """Shard the blocks' frozen weights over the ranks (FSDP2), for models larger than one card.
 
-    Each block is gathered when it runs, forward and backward, and let go after. Call it in every process, before the
-    trainer is made; DDP then reduces the masks' gradients as ever. Embeddings and head stay whole on every rank.
+    Masks stay whole.
+
+    Each block is gathered when it runs, forward and backward, and let go after. Call it in every
+    process, before the trainer is made; DDP then reduces the masks' gradients as ever. Embeddings
+    and head stay whole on every rank.
 
     Args:
         merger: Changed in place.
@@ -174,7 +197,8 @@ def shard_frozen_(merger: Merger, mesh: DeviceMesh | None = None) -> list[str]:
     blocks = {
         f"{name}.{i}": block
         for name, modules in lists.items()
-        if not any(name.startswith(f"{other}.") for other in lists) and not name.endswith("components")
+        if not any(name.startswith(f"{other}.") for other in lists)
+        and not name.endswith("components")
         for i, block in enumerate(modules)
     }
     if not blocks:

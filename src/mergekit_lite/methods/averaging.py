@@ -13,7 +13,10 @@ from .registry import merge_method
 
 
 def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float] | Sequence[Tensor]) -> Tensor:
-    """Σ w_i T_i, each product rounded before it is added: a fused multiply-add is not to be had everywhere."""
+    """Return Σ w_i T_i, each product rounded before it is added.
+
+    A fused multiply-add is not to be had everywhere.
+    """
     total = tensors[0] * weights[0]
     for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
         total = total.add_(tensor * weight)
@@ -28,12 +31,18 @@ def deltas(tensors: Sequence[Tensor], base: Tensor) -> list[Tensor]:
 def refuse_zero_sum(parameters: dict) -> None:
     """A normalised sum divides by Σ w_i, which must not be 0."""
     weights = parameters["weight"]
-    if parameters["normalize"] and abs(sum(weights)) < 1e-8 * max(1e-30, *(abs(w) for w in weights), 0.0):
-        raise ValueError(f"weights {weights} sum to 0 and normalize is on: every result would be NaN or infinite")
+    if parameters["normalize"] and abs(sum(weights)) < 1e-8 * max(
+        1e-30, *(abs(w) for w in weights), 0.0
+    ):
+        raise ValueError(
+            f"weights {weights} sum to 0 and normalize is on: every result would be NaN or infinite"
+        )
 
 
 @merge_method("linear", chunking="elements", validate=refuse_zero_sum)
-def linear(tensors: list[Tensor], base: None, *, weight: PerModel, normalize: bool = True) -> Tensor:
+def linear(
+    tensors: list[Tensor], base: None, *, weight: PerModel, normalize: bool = True
+) -> Tensor:
     """Weighted average: Σ w_i W_i, divided by Σ w_i when ``normalize``.
 
     Source: Model soups (Wortsman et al., arXiv 2203.05482).
@@ -57,13 +66,20 @@ def passthrough(tensors: list[Tensor], base: None, *, scale: PerModel = None) ->
 
 @merge_method("task_arithmetic", base="required", chunking="elements")
 def task_arithmetic(
-    tensors: list[Tensor], base: Tensor, *, weight: PerModel, lambda_: float = 1.0, normalize: bool = False
+    tensors: list[Tensor],
+    base: Tensor,
+    *,
+    weight: PerModel,
+    lambda_: float = 1.0,
+    normalize: bool = False,
 ) -> Tensor:
     """B + λ Σ w_i D_i, the sum divided by Σ w_i when ``normalize`` (unless that is 0).
 
     Source: Editing models with task arithmetic (Ilharco et al., arXiv 2212.04089).
 
-    >>> task_arithmetic([torch.tensor([3.0]), torch.tensor([1.0])], torch.tensor([1.0]), weight=[0.5, 1.0])
+    >>> task_arithmetic(
+    ...     [torch.tensor([3.0]), torch.tensor([1.0])], torch.tensor([1.0]), weight=[0.5, 1.0]
+    ... )
     tensor([2.])
     """
     total = weighted_sum(deltas(tensors, base), weight)
@@ -76,7 +92,9 @@ def normaliser(weights: Sequence[float], normalize: bool) -> float:
     return total if normalize and abs(total) >= 1e-8 else 1.0
 
 
-@merge_method("nearswap", base="required", inputs=(1, 1), chunking="elements", ranges={"t": Range(0)})
+@merge_method(
+    "nearswap", base="required", inputs=(1, 1), chunking="elements", ranges={"t": Range(0)}
+)
 def nearswap(tensors: list[Tensor], base: Tensor, *, t: float) -> Tensor:
     """B moves towards W where the two are near: share t / max(|B - W|, 1e-6), at most 1, of W.
 

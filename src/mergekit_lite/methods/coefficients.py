@@ -1,6 +1,9 @@
-"""From the dot products of the inputs to the coefficients of their combination, for every method that follows angles.
+"""From the dot products of the inputs to the coefficients of their combination.
 
-Each function takes ``xp``, the module that computes: torch, which keeps gradients, or numpy, for the compiled kernels.
+For every method that follows angles.
+
+Each function takes ``xp``, the module that computes: torch, which keeps gradients, or numpy, for
+the compiled kernels.
 
 Notation: x_i inputs, G_ij = <x_i, x_j>, n_i = sqrt(G_ii), u_i = x_i / n_i.
 Shape letters: K inputs; ... is nothing where a tensor is taken whole, or its rows (R,).
@@ -28,8 +31,13 @@ def great_circle(
     straight: Tensor | Array,  # (...), whether
     xp: ModuleType,
 ) -> A:  # (..., 2)
-    """Coefficients of the point at ``t`` on the arc from input 0 to input 1; on the line where ``straight``."""
-    angle = xp.arccos(xp.where(straight, 0.0, cosine))  # kept off ±1, where the gradient is infinite
+    """Coefficients of the point at ``t`` on the arc from input 0 to input 1.
+
+    On the line where ``straight``.
+    """
+    angle = xp.arccos(
+        xp.where(straight, 0.0, cosine)
+    )  # kept off ±1, where the gradient is infinite
     sine = xp.sin(angle)
     arc = xp.stack([xp.sin((1 - t) * angle) / sine, xp.sin(t * angle) / sine], -1)
     line = xp.stack([xp.full_like(cosine, 1 - t), xp.full_like(cosine, t)], -1)
@@ -37,7 +45,10 @@ def great_circle(
 
 
 def cosines(g: A, xp: ModuleType) -> A:
-    """Cosine between inputs 0 and 1 of (..., 2, 2); 0, a right angle, where one of them is zero, as in mergekit."""
+    """Cosine between inputs 0 and 1 of (..., 2, 2).
+
+    0, a right angle, where one of them is zero, as in mergekit.
+    """
     squared = g[..., 0, 0] * g[..., 1, 1]
     defined = squared > 0
     return xp.where(defined, g[..., 0, 1] / xp.sqrt(xp.where(defined, squared, 1.0)), 0.0)
@@ -57,7 +68,10 @@ def nuslerp(g: A, weight: Sequence[float], xp: ModuleType) -> A:
 
 
 def unit_gram(g: A, eps: float, xp: ModuleType) -> tuple[A, A]:
-    """Dot products of the inputs scaled to length 1 (zero inputs stay zero), and their norms (..., K)."""
+    """Return dot products of the inputs scaled to length 1, and their norms (..., K).
+
+    Zero inputs stay zero.
+    """
     squared = xp.stack([g[..., i, i] for i in range(g.shape[-1])], -1)
     present = squared > 0
     norms = xp.where(present, xp.sqrt(xp.where(present, squared, 1.0)), 0.0)
@@ -65,8 +79,13 @@ def unit_gram(g: A, eps: float, xp: ModuleType) -> tuple[A, A]:
     return g * inverse[..., :, None] * inverse[..., None, :], norms
 
 
-def multislerp(g: A, weight: Sequence[float], normalize_weights: bool, eps: float, xp: ModuleType) -> A:
-    """Direction of the weighted sum of unit inputs, at the weighted mean length; the plain sum where it vanishes."""
+def multislerp(
+    g: A, weight: Sequence[float], normalize_weights: bool, eps: float, xp: ModuleType
+) -> A:
+    """Direction of the weighted sum of unit inputs, at the weighted mean length.
+
+    The plain sum where it vanishes.
+    """
     units, norms = unit_gram(g, eps, xp)
     shares = [w / sum(weight) for w in weight] if normalize_weights else list(weight)
     w = xp.stack([xp.full_like(norms[0], share) for share in shares], -1)
@@ -77,7 +96,10 @@ def multislerp(g: A, weight: Sequence[float], normalize_weights: bool, eps: floa
 
 
 def karcher(g: A, max_iter: int, tol: float, xp: ModuleType) -> A:
-    """Coefficients by fixed-point iteration for the mean direction, which stays in the span of the inputs."""
+    """Return coefficients by fixed-point iteration for the mean direction.
+
+    It stays in the span of the inputs.
+    """
     units, norms = unit_gram(g, 0.0, xp)
     count = norms.shape[-1]
     present = xp.where(norms > 0, xp.ones_like(norms), xp.zeros_like(norms))

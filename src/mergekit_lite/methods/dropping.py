@@ -1,8 +1,8 @@
 """Methods that drop changes at random: dare_linear, dare_ties, della, della_linear.
 
-Draws are counter-based (`methods.noise`): keyed by seed, tensor name and model index, so a result does not
-depend on order, threads, device or which other tensors are merged. ``density=1`` draws nothing and equals the
-deterministic method.
+Draws are counter-based (`methods.noise`): keyed by seed, tensor name and model index, so a result
+does not depend on order, threads, device or which other tensors are merged. ``density=1`` draws
+nothing and equals the deterministic method.
 
 Notation: D_i = W_i - B, p the chance of keeping an element, λ the overall scale.
 """
@@ -27,12 +27,18 @@ def _dropped(
     changes = deltas(tensors, base)
     if min(density) >= 1:
         return changes
-    remaining = [change * noise.keep(i, change, p) for i, (change, p) in enumerate(zip(changes, density, strict=True))]
+    remaining = [
+        change * noise.keep(i, change, p)
+        for i, (change, p) in enumerate(zip(changes, density, strict=True))
+    ]
     return (yield from rescaled(changes, remaining)) if rescale else remaining
 
 
 def dropping_passes(parameters: Bound) -> int:
-    """Reads of a method that drops at random: one for the norms that are restored, one for the result."""
+    """Return the reads of a method that drops at random.
+
+    One is for the norms that are restored, one for the result.
+    """
     return 2 if min(parameters["density"]) < 1 and parameters["rescale"] else 1
 
 
@@ -56,9 +62,12 @@ def dare_linear(
     rescale: bool = True,
     lambda_: float = 1.0,
 ) -> Asking[Tensor]:
-    """Keep each change with probability ``density``, restore the L1 norm (``rescale``), then task arithmetic.
+    """Keep each change with probability ``density``, then task arithmetic.
 
-    Source: DARE (Yu et al., arXiv 2311.03099), with the L1 rescaling that mergekit made the default.
+    ``rescale`` restores the L1 norm.
+
+    Source: DARE (Yu et al., arXiv 2311.03099), with the L1 rescaling that mergekit made the
+    default.
 
     >>> dare_linear([torch.tensor([3.0])], torch.tensor([1.0]), weight=0.5)
     tensor([2.])
@@ -91,7 +100,9 @@ def dare_ties(
 
 
 def keep_probabilities(change: Tensor, density: float, epsilon: float) -> Tensor:
-    """Each element's chance of staying: from density - ε for the smallest of its row to density + ε for the largest.
+    """Return each element's chance of staying.
+
+    From density - ε for the smallest of its row to density + ε for the largest.
 
     Args:
         change: A task vector's rows (R, C); equal magnitudes rank by index.
@@ -127,8 +138,9 @@ def _check_spread(parameters: Bound) -> None:
     for density, epsilon in zip(parameters["density"], parameters["epsilon"], strict=True):
         if density < 1 and not (density - epsilon > 0 and density + epsilon < 1):
             raise ValueError(
-                f"della: density {density:g} with epsilon {epsilon:g} gives chances from {density - epsilon:g} "
-                f"to {density + epsilon:g}, needed 0 < density - epsilon and density + epsilon < 1"
+                f"della: density {density:g} with epsilon {epsilon:g} gives chances from "
+                f"{density - epsilon:g} to {density + epsilon:g}, needed 0 < density - epsilon and "
+                "density + epsilon < 1"
             )
 
 
@@ -154,7 +166,7 @@ def della(
     rescale: bool = True,
     lambda_: float = 1.0,
 ) -> Asking[Tensor]:
-    """Keep changes with a chance that grows with their rank within the row, then the sign election of `ties`.
+    """Keep changes with a chance that grows with their rank in the row, then elect signs as `ties`.
 
     The chance runs from density - ε (smallest of the row) to density + ε (largest).
     Source: DELLA-Merging (Deep et al., arXiv 2406.11617).

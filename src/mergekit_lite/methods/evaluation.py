@@ -1,9 +1,11 @@
-"""Runs a merge method over the blocks of a tensor: as many passes as it asks for, then the result, block by block.
+"""Run a merge method over the blocks of a tensor.
 
-A method without requests is called once a block. A method that yields requests (`Sum`, `Largest`) is a generator;
-it is replayed on every block in every pass: requests answered earlier are fed back at once, the open ones are
-collected over all blocks, and the last replay returns the block's result. Requests hold closures, so a replay
-computes only what its pass needs.
+As many passes as it asks for, then the result, block by block.
+
+A method without requests is called once a block. A method that yields requests (`Sum`, `Largest`)
+is a generator; it is replayed on every block in every pass: requests answered earlier are fed back
+at once, the open ones are collected over all blocks, and the last replay returns the block's
+result. Requests hold closures, so a replay computes only what its pass needs.
 
 Shape letters: N elements of a tensor, n elements of a block.
 """
@@ -113,7 +115,10 @@ class Evaluation:
         return list(self._executor.map(work, numbers))
 
     def _replay(self, block: Block, index: int) -> tuple[list[Request] | None, Tensor | None]:
-        """Run the method on a block until it asks something new (requests, None) or returns (None, result)."""
+        """Run the method on a block until it asks something new or returns.
+
+        Return (requests, None) or (None, result).
+        """
         extra = {} if self._noise is None else {"noise": self._noise.at(block.offset)}
         outcome = self._function(block.tensors, block.base, **self._parameters, **extra)
         if isinstance(outcome, torch.Tensor):
@@ -128,12 +133,18 @@ class Evaluation:
         return list(asked) if isinstance(asked, (list, tuple)) else [asked], None
 
     def requests(self) -> list[Request] | None:
-        """What the method asks next, as closures over the first block; None when it returns a result."""
+        """What the method asks next, as closures over the first block.
+
+        None when it returns a result.
+        """
         requests, self._first = self._replay(self._blocks.load(0), 0)
         return requests
 
     def answer(self, collectors: Sequence[Answering]) -> None:
-        """Give the answers to the requests now open; they were collected elsewhere (the global scope)."""
+        """Give the answers to the requests now open.
+
+        They were collected elsewhere (the global scope).
+        """
         self._answered.append(list(collectors))
 
     def observe(self, collectors: Sequence[Collector], first_number: int = 0) -> None:
@@ -167,10 +178,16 @@ class Evaluation:
             samples = self.samples(len(requests)) if thresholds else [[] for _ in requests]
             collectors: list[Collector] = []
             for request, sampled in zip(requests, samples, strict=True):
-                if isinstance(request, Largest) and not sampled:  # one block: its own stride is the sample
+                if (
+                    isinstance(request, Largest) and not sampled
+                ):  # one block: its own stride is the sample
                     scores = request.compute().detach().flatten()
                     sampled = [scores[:: max(1, scores.numel() // _SAMPLE)]]
-                collectors.append(request.start(self._blocks.total, torch.cat(sampled) if sampled else torch.empty(0)))
+                collectors.append(
+                    request.start(
+                        self._blocks.total, torch.cat(sampled) if sampled else torch.empty(0)
+                    )
+                )
             while not all(collector.done for collector in collectors):
                 self.observe(collectors)
                 for collector in collectors:

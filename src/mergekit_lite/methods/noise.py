@@ -1,9 +1,12 @@
-"""Counter-based random bits: the same element gets the same bits whatever the order, chunk, thread or device.
+"""Counter-based random bits.
 
-A stream is named by (seed, tensor name, model index). Its element at offset ``o`` is a hash of ``o`` keyed by the
-name, so that any slice can be drawn without what comes before it. The hash is the multiply-and-xorshift finaliser
-"lowbias32" (Wellons, hash-prospector; public domain) with a second key xored in between its rounds, which keeps
-the streams of two names apart. It is written in int32 tensor operations, which wrap identically on every device.
+The same element gets the same bits whatever the order, chunk, thread or device.
+
+A stream is named by (seed, tensor name, model index). Its element at offset ``o`` is a hash of
+``o`` keyed by the name, so that any slice can be drawn without what comes before it. The hash is
+the multiply-and-xorshift finaliser "lowbias32" (Wellons, hash-prospector; public domain) with a
+second key xored in between its rounds, which keeps the streams of two names apart. It is written in
+int32 tensor operations, which wrap identically on every device.
 
 Shape letters: N elements.
 """
@@ -24,7 +27,10 @@ def _signed(word: int) -> int:
 
 
 def _xor_shift_(x: Tensor, scratch: Tensor, shift: int) -> None:
-    """``x ^= x >>> shift`` in place: torch's int32 shift copies the sign bit, so the copies are masked away."""
+    """Compute ``x ^= x >>> shift`` in place.
+
+    Torch's int32 shift copies the sign bit, so the copies are masked away.
+    """
     torch.bitwise_right_shift(x, shift, out=scratch)
     scratch.bitwise_and_((1 << (32 - shift)) - 1)
     x.bitwise_xor_(scratch)
@@ -36,7 +42,10 @@ def _kept_counter(count: int, device: torch.device) -> Tensor:
 
 
 def _counter(count: int, device: torch.device) -> Tensor:
-    """0 … count - 1; those of a block's size are kept, since making them costs as much as hashing."""
+    """0 … count - 1.
+
+    Those of a block's size are kept, since making them costs as much as hashing.
+    """
     make = _kept_counter if count <= 1 << 20 else _kept_counter.__wrapped__
     return make(count, device)
 
@@ -83,7 +92,9 @@ def random_bits(key: str, start: int, count: int, device: torch.device | str = "
 
 
 def bits_at(key: str, places: Tensor) -> Tensor:
-    """The words of a stream at the given places (int64, any order), as `random_bits` would draw them.
+    """Return the words of a stream at the given places, as `random_bits` would draw them.
+
+    Places are int64, in any order.
 
     >>> torch.equal(bits_at("k", torch.tensor([7, 3])), random_bits("k", 0, 8)[[7, 3]])
     True
@@ -101,7 +112,10 @@ def bits_at(key: str, places: Tensor) -> Tensor:
 
 
 def _positions(lanes: Tensor, value: int) -> Tensor:
-    """Where an int8 tensor equals ``value``; numpy finds a few among many faster than torch does on CPU."""
+    """Where an int8 tensor equals ``value``.
+
+    Numpy finds a few among many faster than torch does on CPU.
+    """
     if lanes.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(lanes.numpy() == value))
     return (lanes == value).nonzero().flatten()
@@ -128,8 +142,9 @@ class Noise:
     def keep(self, model: int, like: Tensor, probability: float) -> Tensor:
         """Independent keep decisions of one probability, one for each element of ``like``.
 
-        An element has 8 bits of a word that it shares with three neighbours. Where those equal the probability's first
-        8 bits, once in 256 elements and never for multiples of 1/256, 31 bits of a word of its own decide.
+        An element has 8 bits of a word that it shares with three neighbours. Where those equal the
+        probability's first 8 bits, once in 256 elements and never for multiples of 1/256, 31 bits
+        of a word of its own decide.
 
         Args:
             model: Index of the model, which has a stream of its own.
@@ -146,7 +161,8 @@ class Noise:
         words = random_bits(key, first, (self.offset + like.numel() + 3) // 4 - first, like.device)
         lanes = words.view(torch.int8)[self.offset % 4 :][: like.numel()]
         whole, rest = divmod(probability * (1 << 8) - (1 << 7), 1)
-        # A difference of whole numbers, clamped, is the decision: several times faster than a boolean mask.
+        # A difference of whole numbers, clamped, is the decision: several times faster than a
+        # boolean mask.
         decisions = lanes.to(like.dtype).neg_().add_(whole).clamp_(0, 1)
         if rest:
             undecided = _positions(lanes, int(whole))
@@ -165,6 +181,8 @@ class Noise:
             A tensor of 0 and 1 in the shape and dtype of ``probabilities``.
         """
         key = f"{self.seed}|{self.name}|{model}|each"
-        bits = random_bits(key, self.offset, probabilities.numel(), probabilities.device).view(probabilities.shape)
+        bits = random_bits(key, self.offset, probabilities.numel(), probabilities.device).view(
+            probabilities.shape
+        )
         limits = (probabilities.double() * 2**32 - 2**31).round_().clamp_(max=2**31 - 1)
         return (bits < limits.to(torch.int32)).to(probabilities.dtype)

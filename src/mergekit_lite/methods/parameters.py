@@ -51,7 +51,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a method: its public name, type, default, and whether each model has its own value."""
+    """One parameter of a method: public name, type, default, and whether each model has its own."""
 
     name: str
     type: type
@@ -76,7 +76,9 @@ class Parameter:
             return None
         if self.choices:
             if value not in self.choices:
-                raise ValueError(f"{method}: {self.name} is {value!r}, needed one of {', '.join(self.choices)}")
+                raise ValueError(
+                    f"{method}: {self.name} is {value!r}, needed one of {', '.join(self.choices)}"
+                )
             return value
         if self.type is bool:
             truth = _WORDS.get(value.lower()) if isinstance(value, str) else value
@@ -86,8 +88,14 @@ class Parameter:
         if isinstance(value, str):
             with contextlib.suppress(ValueError):
                 value = float(value)  # YAML reads 1e-5 as text
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _LARGEST:
-            raise ValueError(f"{method}: {self.name} is {value!r}, needed a finite number of float32")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not abs(value) < _LARGEST
+        ):
+            raise ValueError(
+                f"{method}: {self.name} is {value!r}, needed a finite number of float32"
+            )
         if self.type is int and value != int(value):
             raise ValueError(f"{method}: {self.name} is {value!r}, needed a whole number")
         if self.range is not None and value not in self.range:

@@ -6,10 +6,11 @@ A method is one pure function of tensors, and its signature is its schema:
     def my_average(tensors, base, *, weight: PerModel, sharpness: float = 1.0) -> Tensor:
         ...
 
-Keyword-only arguments are the parameters. `PerModel` marks one number for each model; a plain type is one value
-for all; no default means required. A trailing underscore is dropped from the public name (``lambda_``). An argument
-called ``noise`` receives the random source. A method that needs something of the whole tensor first (a norm, a
-threshold) yields `Sum` or `Largest` requests and is then a generator; see `mergekit_lite.methods.evaluation`.
+Keyword-only arguments are the parameters. `PerModel` marks one number for each model; a plain type
+is one value for all; no default means required. A trailing underscore is dropped from the public
+name (``lambda_``). An argument called ``noise`` receives the random source. A method that needs
+something of the whole tensor first (a norm, a threshold) yields `Sum` or `Largest` requests and is
+then a generator; see `mergekit_lite.methods.evaluation`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from .noise import Noise
 from .parameters import Bound, Parameter, PerModel, Range, value_type
 
 Chunking = str
-"""``"elements"``: any stretch; ``"rows"``: whole rows of the last dimension; ``"tensor"``: all at once."""
+"""``"elements"``: any stretch; ``"rows"``: whole rows of the last dimension; ``"tensor"``: all at
+once."""
 
 
 @dataclass(eq=False)
@@ -43,8 +45,8 @@ class MergeMethod:
         base: ``"required"``, ``"optional"`` or ``"unused"``.
         inputs: Fewest and most models, the base not counted; None for no limit.
         chunking: How a tensor may be cut, or a function from parameters to that.
-        passes: How often a tensor is read, or a function from parameters to that; a method that selects may need one
-            more where the sample misleads.
+        passes: How often a tensor is read, or a function from parameters to that; a method that
+            selects may need one more where the sample misleads.
         validate: Checks the parameters of one tensor together; raises ValueError.
         noisy: It takes the random source; found from its signature.
     """
@@ -76,20 +78,24 @@ class MergeMethod:
             return self.parameters[name]
         near = self.near(name)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"{self.name}: unknown parameter {name!r}; it takes {', '.join(self.parameters)}{hint}")
+        raise ValueError(
+            f"{self.name}: unknown parameter {name!r}; it takes {', '.join(self.parameters)}{hint}"
+        )
 
     def bind(self, number_of_models: int, values: Mapping[str, object]) -> Bound:
         """Check parameter values and complete them with defaults.
 
         Args:
-            number_of_models: How many values each per-model parameter has; a single number is repeated.
+            number_of_models: How many values each per-model parameter has; a single number is
+                repeated.
             values: By public name (``lambda``) or argument name (``lambda_``).
 
         Returns:
             The function's keyword arguments.
 
         Raises:
-            ValueError: An unknown name, a missing required one, a wrong type, number of values or range.
+            ValueError: An unknown name, a missing required one, a wrong type, number of values or
+                range.
         """
         parameters = {("lambda" if k == "lambda_" else k): v for k, v in values.items()}
         for name in parameters:
@@ -100,14 +106,18 @@ class MergeMethod:
                 raise ValueError(f"{self.name}: parameter {name!r} is required and was not given")
             value = parameters.get(name, parameter.default)
             if parameter.per_model:
-                many = list(value) if isinstance(value, (list, tuple)) else [value] * number_of_models
+                many = (
+                    list(value) if isinstance(value, (list, tuple)) else [value] * number_of_models
+                )
                 if len(many) != number_of_models:
                     raise ValueError(
-                        f"{self.name}: {name} has {len(many)} values, needed one for each of {number_of_models} models"
+                        f"{self.name}: {name} has {len(many)} values, needed one for each of "
+                        f"{number_of_models} models"
                     )
                 if parameter.required and any(v is None for v in many):
                     raise ValueError(
-                        f"{self.name}: parameter {name!r} is required and model number {many.index(None) + 1} has none"
+                        f"{self.name}: parameter {name!r} is required and model number "
+                        f"{many.index(None) + 1} has none"
                     )
                 bound[parameter.argument] = [
                     parameter.check(parameter.default if v is None else v, self.name) for v in many
@@ -127,7 +137,11 @@ class MergeMethod:
         fewest, most = self.inputs
         if number_of_models < fewest or (most is not None and number_of_models > most):
             need = (
-                f"exactly {fewest}" if most == fewest else f"at least {fewest}" if most is None else f"{fewest}-{most}"
+                f"exactly {fewest}"
+                if most == fewest
+                else f"at least {fewest}"
+                if most is None
+                else f"{fewest}-{most}"
             )
             beside = " beside the base model" if self.base == "required" else ""
             raise ValueError(f"{self.name}: got {number_of_models} models{beside}, needed {need}")
@@ -149,7 +163,9 @@ class MergeMethod:
         name: str = "",
         **parameters: object,
     ) -> Tensor:
-        """Merge tensors of one shape, in float32 or better, rounded once to their promoted dtype. Differentiable.
+        """Merge tensors of one shape, in float32 or better, rounded once to their promoted dtype.
+
+        Differentiable.
 
         Args:
             tensors: One a model, all of one shape.
@@ -166,14 +182,17 @@ class MergeMethod:
         operands = [*tensors, *([] if base is None else [base])]
         shapes = {tuple(t.shape) for t in operands}
         if len(shapes) > 1:
-            raise ValueError(f"{self.name}: the tensors have shapes {sorted(shapes)}, needed one shape")
+            raise ValueError(
+                f"{self.name}: the tensors have shapes {sorted(shapes)}, needed one shape"
+            )
         bound = self.bind(len(tensors), parameters)
         dtype = functools.reduce(torch.promote_types, (t.dtype for t in operands))
         work = torch.float64 if dtype == torch.float64 else torch.float32
         shape = tensors[0].shape
         view = block_shape(tuple(shape), self.chunking_for(bound))
         block = Block(
-            [t.to(work).reshape(view) for t in tensors], None if base is None else base.to(work).reshape(view)
+            [t.to(work).reshape(view) for t in tensors],
+            None if base is None else base.to(work).reshape(view),
         )
         noise = Noise(seed, name) if self.noisy else None
         evaluation = Evaluation(self.function, bound, OneBlock(block, shape.numel()), noise)
@@ -184,7 +203,9 @@ class MergeMethod:
 
 
 def block_shape(shape: tuple[int, ...], chunking: Chunking) -> tuple[int, ...]:
-    """The shape in which a whole tensor is handed to a method: flat, rows of the last dimension, or as it is.
+    """The shape in which a whole tensor is handed to a method.
+
+    Flat, rows of the last dimension, or as it is.
 
     >>> block_shape((4, 3, 2), "rows"), block_shape((5,), "rows"), block_shape((4, 3), "elements")
     ((12, 2), (1, 5), (12,))
@@ -201,7 +222,7 @@ def block_shape(shape: tuple[int, ...], chunking: Chunking) -> tuple[int, ...]:
 METHODS: dict[str, MergeMethod] = {}
 
 CALIBRATED = ("regmean", "regmean++")
-"""The methods that read calibration data of each model; `mergekit_lite.layerwise` implements them."""
+"""The methods that read calibration data of each model: `mergekit_lite.layerwise` has them."""
 
 
 def merge_method(
@@ -217,20 +238,21 @@ def merge_method(
 ) -> Callable[[Callable[..., object]], MergeMethod]:
     """Register a function ``(tensors, base, *, parameters) -> Tensor`` as a merge method.
 
-    Its keyword-only arguments are its parameters: annotated `PerModel`, one number for each model; else one value for
-    all. No default means required; a trailing underscore is dropped (``lambda_`` is ``lambda``); one called ``noise``
-    receives a `Noise`. A generator function yields `Sum` and `Largest` requests and returns the tensor.
+    Its keyword-only arguments are its parameters: annotated `PerModel`, one number for each model;
+    else one value for all. No default means required; a trailing underscore is dropped (``lambda_``
+    is ``lambda``); one called ``noise`` receives a `Noise`. A generator function yields `Sum` and
+    `Largest` requests and returns the tensor.
 
     Args:
         name: What recipes call it.
         base: ``"required"``, ``"optional"`` or ``"unused"``.
         inputs: Fewest and most models beside the base; None for no limit.
-        chunking: ``"elements"`` (any stretch, flat), ``"rows"`` (whole rows of the last dimension) or ``"tensor"``;
-            or a function from the parameters to one of these.
+        chunking: ``"elements"`` (any stretch, flat), ``"rows"`` (whole rows of the last dimension)
+            or ``"tensor"``; or a function from the parameters to one of these.
         ranges: `Range` of numeric parameters, by name.
         choices: Allowed texts of text parameters, by name.
-        passes: How often a tensor is read, for the plan's estimate, or a function from the parameters to that;
-            default: 2 for a generator function, else 1.
+        passes: How often a tensor is read, for the plan's estimate, or a function from the
+            parameters to that; default: 2 for a generator function, else 1.
         validate: Checks the parameters of a tensor together; raises ValueError.
 
     Returns:
@@ -269,7 +291,15 @@ def merge_method(
             )
         reads = (2 if inspect.isgeneratorfunction(function) else 1) if passes is None else passes
         method = MergeMethod(
-            name, function, parameters, base, inputs, chunking, reads, validate, "noise" in signature.parameters
+            name,
+            function,
+            parameters,
+            base,
+            inputs,
+            chunking,
+            reads,
+            validate,
+            "noise" in signature.parameters,
         )
         METHODS[name] = method
         return method
@@ -299,8 +329,9 @@ def get_method(name: str) -> MergeMethod:
         return METHODS[name]
     if name in CALIBRATED:
         raise ValueError(
-            f"merge method {name!r} looks at each model's data: needed --calibration with a file for each model, or in "
-            f"Python merge_models([...], {name!r}, calibration=[...], out=...)"
+            f"merge method {name!r} looks at each model's data: needed --calibration with a file "
+            f"for each model, or in Python merge_models([...], {name!r}, calibration=[...], "
+            "out=...)"
         )
     near = difflib.get_close_matches(name.lower(), METHODS, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""

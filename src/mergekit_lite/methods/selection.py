@@ -1,10 +1,11 @@
 """Exactly the k largest of a stream of scores, in constant memory and without sorting.
 
-A float that is not negative orders as its bit pattern does, read as an integer. So the k-th largest score is found
-by narrowing a window of integers: a pass counts the scores above the window and those inside it. The first window
-comes from a sample, a few per cent wide, so that one pass usually holds everything inside it and ends the search;
-a window that is still too full is cut by a histogram of 2**16 bins. A missed window is replaced by the side
-that the rank lies on. Elements that equal the threshold are kept lowest index first, until k are kept.
+A float that is not negative orders as its bit pattern does, read as an integer. So the k-th largest
+score is found by narrowing a window of integers: a pass counts the scores above the window and
+those inside it. The first window comes from a sample, a few per cent wide, so that one pass usually
+holds everything inside it and ends the search; a window that is still too full is cut by a
+histogram of 2**16 bins. A missed window is replaced by the side that the rank lies on. Elements
+that equal the threshold are kept lowest index first, until k are kept.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from .._torch import Tensor, torch
 
 _COLLECT = 1 << 20  # scores held at once; 4 MB in float32
 _BINS = 1 << 16
-_MARGIN = 0.0015  # half-width of the first window, as a share of all scores, beside 2 standard errors of the sample
+# half-width of the first window, as a share of all scores, beside 2 standard errors of the sample
+_MARGIN = 0.0015
 
 
 @dataclass(frozen=True)
@@ -29,19 +31,27 @@ class Cut:
 
     Args:
         threshold: The k-th largest score; infinity when k is 0.
-        ties: How many elements equal to the threshold this block keeps, first ones first; None for all of them.
+        ties: How many elements equal to the threshold this block keeps, first ones first; None for
+            all of them.
     """
 
     threshold: float
     ties: int | None = None
 
     def trim(self, x: Tensor) -> Tensor:
-        """``x`` where its magnitude is among the k largest, else 0. The scores must have been ``x.abs()``."""
+        """``x`` where its magnitude is among the k largest, else 0.
+
+        The scores must have been ``x.abs()``.
+        """
         if self.threshold == 0 and self.ties is None:
             return x
         if self.ties is None or self.ties == 0:
             dtype = np.float64 if x.dtype == torch.float64 else np.float32
-            below = self.threshold if self.ties == 0 else float(np.nextafter(dtype(self.threshold), dtype(0)))
+            below = (
+                self.threshold
+                if self.ties == 0
+                else float(np.nextafter(dtype(self.threshold), dtype(0)))
+            )
             return torch.nn.functional.hardshrink(x, below)
         return x * self.mask(x.detach().abs())
 
@@ -57,13 +67,18 @@ class Cut:
 
 
 def bits_of(scores: Tensor, wide: bool) -> np.ndarray:
-    """The bit patterns of scores, float64's if ``wide``, else float32's; whole numbers that order as the scores do."""
+    """The bit patterns of scores, float64's if ``wide``, else float32's.
+
+    Whole numbers that order as the scores do.
+    """
     dtype, whole = (torch.float64, torch.int64) if wide else (torch.float32, torch.int32)
     return scores.detach().to(dtype).contiguous().view(whole).view(-1).cpu().numpy()
 
 
 class Selector:
-    """Finds the k-th largest of all scores observed, pass by pass; every pass shows every block once.
+    """Finds the k-th largest of all scores observed, pass by pass.
+
+    Every pass shows every block once.
 
     Args:
         k: How many are to be kept, 0 to ``total``.
@@ -104,15 +119,24 @@ class Selector:
 
     def observe(self, block: int, scores: Tensor) -> None:
         """Count one block in the current pass; blocks may come in any order and from any thread."""
-        bits = bits_of(scores, self._wide)  # numpy compares and compresses several times faster than torch does on CPU
+        bits = bits_of(
+            scores, self._wide
+        )  # numpy compares and compresses several times faster than torch does on CPU
         if not self._seen and bits.size and (bits.max() >= self.top or bits.min() < 0):
             raise ValueError("selecting the largest elements: the tensor holds NaN")
         reach, over = bits >= self.low, bits >= self.high
         self.take(block, int(np.count_nonzero(over)), bits[reach ^ over])
 
     def take(self, block: int, above: int, inside: np.ndarray) -> None:
-        """What `observe` finds in a block: how many scores lie above the window, and the bit patterns inside it."""
-        bins = None if self._histogram is None else np.bincount((inside - self.low) >> self._shift, minlength=_BINS)
+        """What `observe` finds in a block.
+
+        How many scores lie above the window, and the bit patterns inside it.
+        """
+        bins = (
+            None
+            if self._histogram is None
+            else np.bincount((inside - self.low) >> self._shift, minlength=_BINS)
+        )
         with self._lock:
             self._above += above
             self._inside += inside.size
@@ -140,14 +164,20 @@ class Selector:
             from_top = np.cumsum(self._histogram[::-1])
             index = _BINS - 1 - int(np.searchsorted(from_top, self._k - self._above))
             low = self.low + (index << self._shift)
-            return self._open(low, min(self.high, low + (1 << self._shift)), int(self._histogram[index]) <= _COLLECT)
+            return self._open(
+                low,
+                min(self.high, low + (1 << self._shift)),
+                int(self._histogram[index]) <= _COLLECT,
+            )
         if self._inside > 4 * _COLLECT:
             return self._open(self.low, self.high, False)
         codes = np.concatenate([np.atleast_1d(v) for v in self._blocks.values()])
         rank = self._k - self._above
         value = int(np.partition(codes, codes.size - rank)[codes.size - rank])
         self._above += int(np.count_nonzero(codes > value))
-        return self._finish(value, {i: int(np.count_nonzero(v == value)) for i, v in self._blocks.items()})
+        return self._finish(
+            value, {i: int(np.count_nonzero(v == value)) for i, v in self._blocks.items()}
+        )
 
     def _finish(self, bits: int, equal: dict[int, int]) -> None:
         self.threshold = float(np.array(bits, f"i{self._np().itemsize}").view(self._np))
@@ -170,7 +200,8 @@ class Largest:
     """A request of a merge method: which elements of the whole tensor are the k largest.
 
     Args:
-        scores: Makes the block's scores, one for each element in its order: not negative, float32 or float64.
+        scores: Makes the block's scores, one for each element in its order: not negative, float32
+            or float64.
         count: From the tensor's number of elements to k.
         scope: ``"tensor"``, or ``"global"``: over all tensors of the merge together.
     """
@@ -235,4 +266,5 @@ class Sum:
 T = TypeVar("T")
 Request = Sum | Largest
 Asking = Generator[Request | list[Largest], Any, T]
-"""What a method is that yields requests and returns T; to a `Sum` comes a tensor, to a `Largest` a `Cut`."""
+"""What a method is that yields requests and returns T; to a `Sum` comes a tensor, to a `Largest` a
+`Cut`."""

@@ -1,6 +1,7 @@
 """Methods that merge matrices by their singular vectors: tsv, iso_c.
 
-They hold a whole matrix and its factors; tensors that are not matrices take the mean. Decompositions run in float64.
+They hold a whole matrix and its factors; tensors that are not matrices take the mean.
+Decompositions run in float64.
 
 Notation: D_i = W_i - B, K models; svd(M) = U S V with V of shape (rank, columns).
 """
@@ -25,7 +26,10 @@ def svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
-    """The orthogonal matrix nearest to ``matrix`` (Procrustes): U V of its singular value decomposition."""
+    """Return the orthogonal matrix nearest to ``matrix`` (Procrustes).
+
+    It is U V of its singular value decomposition.
+    """
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
     return u @ v
 
@@ -36,12 +40,19 @@ def weighted_changes(tensors: list[Tensor], base: Tensor, weight: PerModel) -> l
 
 
 @merge_method("tsv", base="required", ranges={"alpha": Range()})
-def tsv(tensors: list[Tensor], base: Tensor, *, weight: PerModel = 1.0, alpha: float = 1.0) -> Tensor:
-    """B + α U S V of the top rank/K singular triples of every task matrix, their U and V made orthogonal together.
+def tsv(
+    tensors: list[Tensor], base: Tensor, *, weight: PerModel = 1.0, alpha: float = 1.0
+) -> Tensor:
+    """B + α U S V of the top rank/K singular triples of every task matrix.
+
+    Their U and V are made orthogonal together.
 
     Source: Task singular vectors (Gargiulo et al., arXiv 2412.00081), TSV-Merge.
 
-    >>> tsv([torch.diag(torch.tensor([2.0, 0.0])), torch.diag(torch.tensor([0.0, 3.0]))], torch.zeros(2, 2))
+    >>> tsv(
+    ...     [torch.diag(torch.tensor([2.0, 0.0])), torch.diag(torch.tensor([0.0, 3.0]))],
+    ...     torch.zeros(2, 2),
+    ... )
     tensor([[2., 0.],
             [0., 3.]])
     """
@@ -57,7 +68,9 @@ def tsv(tensors: list[Tensor], base: Tensor, *, weight: PerModel = 1.0, alpha: f
 
 
 @merge_method("iso_c", base="required")
-def iso_c(tensors: list[Tensor], base: Tensor, *, weight: PerModel = 1.0, alpha: float = 1.0) -> Tensor:
+def iso_c(
+    tensors: list[Tensor], base: Tensor, *, weight: PerModel = 1.0, alpha: float = 1.0
+) -> Tensor:
     """B + α U mean(S) V of the summed task matrix: every direction gets the same strength.
 
     Source: No task left behind (Marczak et al., arXiv 2502.04959), Iso-C.

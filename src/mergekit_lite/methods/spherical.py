@@ -1,7 +1,7 @@
 """Methods that follow angles: slerp, nuslerp, multislerp, karcher, model_stock.
 
-Every one of them returns a linear combination of its inputs whose coefficients depend only on the inputs' dot
-products. So the first pass sums the Gram matrix in float64 and the second combines.
+Every one of them returns a linear combination of its inputs whose coefficients depend only on the
+inputs' dot products. So the first pass sums the Gram matrix in float64 and the second combines.
 
 Notation: x_i inputs (models or task vectors), G_ij = <x_i, x_j>, n_i = sqrt(G_ii), u_i = x_i / n_i.
 Shape letters: K inputs, R rows (1 when a tensor is taken whole).
@@ -22,18 +22,24 @@ _SLICE = 1 << 17
 
 
 def gram(tensors: list[Tensor]) -> Tensor:
-    """The dot products of the inputs, in float64: K flat blocks give (K, K), K blocks of R rows give (R, K, K)."""
+    """Return the dot products of the inputs, in float64.
+
+    K flat blocks give (K, K), K blocks of R rows give (R, K, K).
+    """
     flat = tensors[0].dim() == 1
     count = len(tensors)
     total: dict[tuple[int, int], Tensor] = {}
-    # Slices small enough to stay in cache; torch's float64 matrix product is ten times slower at this shape.
+    # Slices small enough to stay in cache; torch's float64 matrix product is ten times slower at
+    # this shape.
     for part in zip(*(t.split(_SLICE) if flat else (t,) for t in tensors), strict=True):
         wide = [p.double() for p in part]
         for i in range(count):
             for j in range(i, count):
                 product = torch.dot(wide[i], wide[j]) if flat else (wide[i] * wide[j]).sum(-1)
                 total[i, j] = total[i, j] + product if (i, j) in total else product
-    rows = [torch.stack([total[min(i, j), max(i, j)] for j in range(count)], -1) for i in range(count)]
+    rows = [
+        torch.stack([total[min(i, j), max(i, j)] for j in range(count)], -1) for i in range(count)
+    ]
     return torch.stack(rows, -2)
 
 
@@ -45,12 +51,16 @@ def combine(tensors: list[Tensor], factors: Tensor) -> Tensor:
     return weighted_sum(tensors, columns)
 
 
-@merge_method("slerp", base="required", inputs=(1, 1), chunking="elements", ranges={"t": Range(0, 1)})
+@merge_method(
+    "slerp", base="required", inputs=(1, 1), chunking="elements", ranges={"t": Range(0, 1)}
+)
 def slerp(tensors: list[Tensor], base: Tensor, *, t: float) -> Asking[Tensor]:
-    """Spherical interpolation from the base (t=0) to the model (t=1): (sin((1-t)θ) B + sin(tθ) W) / sin θ.
+    """Interpolate on the sphere from the base (t=0) to the model (t=1).
 
-    θ is the angle between the flattened tensors; where |cos θ| > 0.9995 the line is taken instead of the arc.
-    Source: Animating rotation with quaternion curves (Shoemake, 1985).
+    (sin((1-t)θ) B + sin(tθ) W) / sin θ.
+
+    θ is the angle between the flattened tensors; where |cos θ| > 0.9995 the line is taken instead
+    of the arc. Source: Animating rotation with quaternion curves (Shoemake, 1985).
 
     >>> slerp([torch.tensor([0.0, 1.0])], torch.tensor([1.0, 0.0]), t=0.5)
     tensor([0.7071, 0.7071])
@@ -81,12 +91,15 @@ def nuslerp(
     nuslerp_flatten: bool = True,
     nuslerp_row_wise: bool = False,
 ) -> Asking[Tensor]:
-    """Spherical interpolation of two models at t = w_2 / (w_1 + w_2); with a base, of their task vectors.
+    """Spherical interpolation of two models at t = w_2 / (w_1 + w_2).
 
-    The angle is taken over the whole tensor, or with ``nuslerp_flatten=False`` over each vector along the last
-    dimension, or along the first with ``nuslerp_row_wise`` (mergekit's names and meaning). Colinear inputs are
-    interpolated along the line; a zero input counts as at a right angle; weights that sum to 0 give t = 1/2.
-    Source: Shoemake 1985 as for slerp; normalised weights after mergekit's documentation.
+    With a base, of their task vectors.
+
+    The angle is taken over the whole tensor, or with ``nuslerp_flatten=False`` over each vector
+    along the last dimension, or along the first with ``nuslerp_row_wise`` (mergekit's names and
+    meaning). Colinear inputs are interpolated along the line; a zero input counts as at a right
+    angle; weights that sum to 0 give t = 1/2. Source: Shoemake 1985 as for slerp; normalised
+    weights after mergekit's documentation.
 
     >>> nuslerp([torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])], weight=[1.0, 1.0])
     tensor([0.7071, 0.7071])
@@ -108,7 +121,11 @@ def _multislerp_weights(parameters: Mapping[str, object]) -> None:
 
 
 @merge_method(
-    "multislerp", base="optional", chunking="elements", ranges={"eps": Range(0)}, validate=_multislerp_weights
+    "multislerp",
+    base="optional",
+    chunking="elements",
+    ranges={"eps": Range(0)},
+    validate=_multislerp_weights,
 )
 def multislerp(
     tensors: list[Tensor],
@@ -118,12 +135,14 @@ def multislerp(
     normalize_weights: bool = True,
     eps: float = 1e-8,
 ) -> Asking[Tensor]:
-    """Weighted mean direction of any number of models, at the weighted mean length; with a base, of task vectors.
+    """Weighted mean direction of any number of models, at the weighted mean length.
 
-    m = normalised Σ w_i u_i; the tangent vectors w_i (u_i - <u_i, m> m) at m are averaged and mapped back to the
-    sphere; the result is scaled by Σ w_i n_i. By the choice of m the tangent mean is Σ w_i u_i - |Σ w_i u_i| m = 0,
-    so the result is m Σ w_i n_i, which is what is computed here. Where the directions cancel, so that m is not
-    defined, the weighted sum is returned.
+    With a base, of task vectors.
+
+    m = normalised Σ w_i u_i; the tangent vectors w_i (u_i - <u_i, m> m) at m are averaged and
+    mapped back to the sphere; the result is scaled by Σ w_i n_i. By the choice of m the tangent
+    mean is Σ w_i u_i - |Σ w_i u_i| m = 0, so the result is m Σ w_i n_i, which is what is computed
+    here. Where the directions cancel, so that m is not defined, the weighted sum is returned.
     Source: the Multi-SLERP note published with mergekit (2025).
 
     >>> multislerp([torch.tensor([2.0, 0.0]), torch.tensor([0.0, 4.0])], weight=[1.0, 1.0])
@@ -136,12 +155,16 @@ def multislerp(
 
 
 @merge_method("karcher", chunking="elements", ranges={"max_iter": Range(0), "tol": Range(0)})
-def karcher(tensors: list[Tensor], base: None, *, max_iter: int = 10, tol: float = 1e-5) -> Asking[Tensor]:
-    """Riemannian (Karcher) mean of the models' directions on the sphere, at their mean length; equal weights.
+def karcher(
+    tensors: list[Tensor], base: None, *, max_iter: int = 10, tol: float = 1e-5
+) -> Asking[Tensor]:
+    """Riemannian (Karcher) mean of the models' directions on the sphere, at their mean length.
 
-    Fixed point: m ← cos|T| m + sin|T| T/|T| with T the mean of θ_i / sin θ_i (u_i - cos θ_i m), until |T| < ``tol``
-    or ``max_iter`` rounds. m lies in the span of the u_i, so the iteration runs on its K coefficients.
-    Source: Karcher 1977; Grove and Karcher 1973.
+    Equal weights.
+
+    Fixed point: m ← cos|T| m + sin|T| T/|T| with T the mean of θ_i / sin θ_i (u_i - cos θ_i m),
+    until |T| < ``tol`` or ``max_iter`` rounds. m lies in the span of the u_i, so the iteration runs
+    on its K coefficients. Source: Karcher 1977; Grove and Karcher 1973.
 
     >>> karcher([torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])])
     tensor([0.7071, 0.7071])
@@ -161,12 +184,14 @@ def _model_stock_chunking(parameters: Mapping[str, object]) -> str:
     chunking=_model_stock_chunking,
     passes=lambda parameters: 1 if parameters["filter_wise"] else 2,
 )
-def model_stock(tensors: list[Tensor], base: Tensor, *, filter_wise: bool = False) -> Asking[Tensor]:
+def model_stock(
+    tensors: list[Tensor], base: Tensor, *, filter_wise: bool = False
+) -> Asking[Tensor]:
     """Interpolate from base to mean: t mean(W) + (1 - t) B, with t = K cos / (1 + (K - 1) cos).
 
     cos is the mean cosine between task vectors.
-    One t a tensor, or a row with ``filter_wise``. Where the denominator vanishes t is 0; a zero task vector counts
-    as cosine 0.
+    One t a tensor, or a row with ``filter_wise``. Where the denominator vanishes t is 0; a zero
+    task vector counts as cosine 0.
     Source: Model Stock (Jang et al., arXiv 2403.19522).
 
     >>> model_stock([torch.tensor([2.0, 1.0]), torch.tensor([1.0, 2.0])], torch.tensor([0.0, 0.0]))

@@ -1,7 +1,10 @@
-"""Methods that keep the largest (or middling) changes: ties, breadcrumbs, breadcrumbs_ties, sce; and sign consensus.
+"""Methods that keep the largest (or middling) changes: ties, breadcrumbs, breadcrumbs_ties, sce.
+
+And sign consensus.
 
 Trimming keeps exactly k elements; equal magnitudes at the threshold are kept lowest index first.
-``scope="tensor"`` ranks each tensor on its own; ``"global"`` ranks a model's whole task vector, as the TIES paper does.
+``scope="tensor"`` ranks each tensor on its own; ``"global"`` ranks a model's whole task vector, as
+the TIES paper does.
 
 Notation: D_i = W_i - B, d the density, N elements of a tensor, λ the overall scale.
 """
@@ -22,17 +25,24 @@ UNIT = Range(0, 1, open_low=True)
 
 
 def consensus_mean(changes: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
-    """Weighted sum of the changes that agree with the sign of the weighted total; divided by the agreeing weights.
+    """Weighted sum of the changes that agree with the sign of the weighted total.
+
+    Divided by the agreeing weights.
 
     A total of 0 counts as positive. Where nothing agrees the result is 0.
     Source: TIES-Merging (Yadav et al., arXiv 2306.01708), elect and disjoint mean.
 
-    >>> consensus_mean([torch.tensor([1.0, -2.0]), torch.tensor([3.0, 1.0])], [1.0, 1.0], normalize=True)
+    >>> consensus_mean(
+    ...     [torch.tensor([1.0, -2.0]), torch.tensor([3.0, 1.0])], [1.0, 1.0], normalize=True
+    ... )
     tensor([ 2., -2.])
     """
     weighted = [change * weight for change, weight in zip(changes, weights, strict=True)]
-    # Adding 0.0 turns -0.0 into 0.0. Products, relu and sign run several times faster than boolean masks on CPU.
-    elected = torch.copysign(torch.ones((), dtype=weighted[0].dtype), sum(weighted[1:], weighted[0] + 0.0))
+    # Adding 0.0 turns -0.0 into 0.0. Products, relu and sign run several times faster than boolean
+    # masks on CPU.
+    elected = torch.copysign(
+        torch.ones((), dtype=weighted[0].dtype), sum(weighted[1:], weighted[0] + 0.0)
+    )
     agreeing = [torch.relu(elected * w + 0.0) for w in weighted]
     merged = sum(agreeing[1:], agreeing[0]) * elected
     if not normalize:
@@ -49,14 +59,16 @@ def l1(x: Tensor) -> Tensor:
 
 
 def rescaled(changes: list[Tensor], remaining: list[Tensor]) -> Asking[list[Tensor]]:
-    """The kept changes, each model's scaled so that its L1 norm over the tensor is what it was before."""
+    """Return the kept changes, each model's scaled to the L1 norm that it had over the tensor."""
     pairs = list(zip(changes, remaining, strict=True))
     norms = yield Sum(lambda: torch.stack([torch.stack([l1(c), l1(k)]) for c, k in pairs]))
     scales = torch.where(norms[:, 1] > 0, norms[:, 0] / norms[:, 1].clamp(min=1e-300), 1.0)
     return [k * s.to(k.dtype) for k, s in zip(remaining, scales, strict=True)]
 
 
-def largest_magnitudes(changes: list[Tensor], counts: Sequence[Callable[[int], int]], scope: str) -> Asking[list[Cut]]:
+def largest_magnitudes(
+    changes: list[Tensor], counts: Sequence[Callable[[int], int]], scope: str
+) -> Asking[list[Cut]]:
     """For each model, the cut that keeps its ``counts[i](N)`` largest changes."""
     return (
         yield [
@@ -72,7 +84,10 @@ def trimmed_count(n: int, density: float) -> int:
 
 
 def middle_counts(density: Sequence[float], gamma: Sequence[float]) -> list[Callable[[int], int]]:
-    """For each model how many changes are left without the smallest, then for each how many of those are outliers."""
+    """Return for each model how many changes are left without the smallest.
+
+    Then for each how many of those are outliers.
+    """
 
     def outer(n: int, d: float, g: float) -> int:
         return min(n, int(d * n) + int(g * n))
@@ -81,16 +96,26 @@ def middle_counts(density: Sequence[float], gamma: Sequence[float]) -> list[Call
         return outer(n, d, g) - int(d * n)
 
     pairs = list(zip(density, gamma, strict=True))
-    return [lambda n, p=p: outer(n, *p) for p in pairs] + [lambda n, p=p: inner(n, *p) for p in pairs]
+    return [lambda n, p=p: outer(n, *p) for p in pairs] + [
+        lambda n, p=p: inner(n, *p) for p in pairs
+    ]
 
 
 def trimming_passes(parameters: Bound) -> int:
-    """Reads of a method that trims: one for thresholds, one for the norms that are restored, one for the result."""
+    """Return the reads of a method that trims.
+
+    One for thresholds, one for the norms that are restored, one for the result.
+    """
     return 1 if min(parameters["density"]) >= 1 else 2 + parameters["rescale"]
 
 
 @merge_method(
-    "ties", base="required", chunking="elements", ranges={"density": UNIT}, choices=SCOPES, passes=trimming_passes
+    "ties",
+    base="required",
+    chunking="elements",
+    ranges={"density": UNIT},
+    choices=SCOPES,
+    passes=trimming_passes,
 )
 def ties(
     tensors: list[Tensor],
@@ -103,13 +128,20 @@ def ties(
     lambda_: float = 1.0,
     scope: str = "tensor",
 ) -> Asking[Tensor]:
-    """Trim each task vector to its largest d·N changes, elect a sign, average what agrees: B + λ mean.
+    """Trim each task vector to its largest d·N changes, elect a sign, average what agrees.
 
-    k = max(1, ⌊d·N⌋) for each tensor, or over all tensors with ``scope="global"``. ``rescale`` restores each trimmed
-    vector's L1 norm.
+    B + λ mean.
+
+    k = max(1, ⌊d·N⌋) for each tensor, or over all tensors with ``scope="global"``. ``rescale``
+    restores each trimmed vector's L1 norm.
     Source: TIES-Merging (Yadav et al., arXiv 2306.01708).
 
-    >>> ties([torch.tensor([3.0, 0.1]), torch.tensor([1.0, -2.0])], torch.zeros(2), weight=1.0, density=0.5)
+    >>> ties(
+    ...     [torch.tensor([3.0, 0.1]), torch.tensor([1.0, -2.0])],
+    ...     torch.zeros(2),
+    ...     weight=1.0,
+    ...     density=0.5,
+    ... )
     tensor([ 3., -2.])
     """
     changes = deltas(tensors, base)
@@ -122,14 +154,22 @@ def ties(
 
 
 def _without_outliers(
-    changes: list[Tensor], density: Sequence[float], gamma: Sequence[float], rescale: bool, scope: str
+    changes: list[Tensor],
+    density: Sequence[float],
+    gamma: Sequence[float],
+    rescale: bool,
+    scope: str,
 ) -> Asking[list[Tensor]]:
     """Drop the ⌊γN⌋ largest changes of each model and then the smallest until ⌊dN⌋ are left."""
     if min(density) >= 1:
         return changes
     cuts = yield from largest_magnitudes(changes + changes, middle_counts(density, gamma), scope)
-    # The largest are a subset of the larger set kept, so subtracting them leaves exact values or exact zeros.
-    remaining = [wide.trim(c) - top.trim(c) for c, wide, top in zip(changes, cuts, cuts[len(changes) :], strict=False)]
+    # The largest are a subset of the larger set kept, so subtracting them leaves exact values or
+    # exact zeros.
+    remaining = [
+        wide.trim(c) - top.trim(c)
+        for c, wide, top in zip(changes, cuts, cuts[len(changes) :], strict=False)
+    ]
     return (yield from rescaled(changes, remaining)) if rescale else remaining
 
 
@@ -155,7 +195,9 @@ def breadcrumbs(
     lambda_: float = 1.0,
     scope: str = "tensor",
 ) -> Asking[Tensor]:
-    """Task arithmetic after dropping each vector's ⌊γN⌋ largest and its smallest changes, keeping ⌊dN⌋.
+    """Task arithmetic after dropping each vector's largest and smallest changes.
+
+    ⌊γN⌋ of the largest go; ⌊dN⌋ stay.
 
     When d + γ > 1 fewer of the largest are dropped, so that density has its way.
     Source: Model breadcrumbs (Davari and Belilovsky, arXiv 2312.06795).
@@ -201,10 +243,11 @@ def breadcrumbs_ties(
     passes=lambda parameters: 4 if parameters["select_topk"] < 1 else 2,
 )
 def sce(tensors: list[Tensor], base: Tensor, *, select_topk: float = 1.0) -> Asking[Tensor]:
-    """Select the positions of largest variance over models, calculate weights from energy, erase minority signs.
+    """Select the positions of largest variance over models, weigh by energy, erase minority signs.
 
-    Kept: the ⌊select_topk · m⌋ positions of largest population variance among the m where it is not 0. Model
-    weights: mean D_i² over kept positions, normalised. Then a weighted mean over the models whose sign agrees with
+    Kept: the ⌊select_topk · m⌋ positions of largest population variance among the m where it is not
+    0. Model weights: mean D_i² over kept positions, normalised. Then a weighted mean over the
+       models whose sign agrees with
     that of Σ D_i.
     Source: FuseChat (Wan et al., arXiv 2408.07990).
 
@@ -228,8 +271,11 @@ def sce(tensors: list[Tensor], base: Tensor, *, select_topk: float = 1.0) -> Ask
     weights = energy / total if total > 0 else torch.full_like(energy, 1 / len(changes))
     elected = torch.copysign(torch.ones((), dtype=base.dtype), sum(changes[1:], changes[0] + 0.0))
     agrees = [
-        (change * elected > 0).to(base.dtype) * w.to(base.dtype) for change, w in zip(changes, weights, strict=True)
+        (change * elected > 0).to(base.dtype) * w.to(base.dtype)
+        for change, w in zip(changes, weights, strict=True)
     ]
     share = sum(agrees[1:], agrees[0])
-    merged = sum((c * a for c, a in zip(changes[1:], agrees[1:], strict=True)), changes[0] * agrees[0])
+    merged = sum(
+        (c * a for c, a in zip(changes[1:], agrees[1:], strict=True)), changes[0] * agrees[0]
+    )
     return base + merged / share.clamp(min=1e-6)

@@ -14,7 +14,16 @@ from .checks import check_copies, compare_configs, compare_tokenizers, tensor_pr
 from .configs import output_config
 from .layout import Slot, stacked_slices, whole_models
 from .models import Models, PlannedSource, open_models
-from .plan import CHUNK, Input, MergePlan, PlanError, TensorPlan, shard_header, shard_layout, size_text
+from .plan import (
+    CHUNK,
+    Input,
+    MergePlan,
+    PlanError,
+    TensorPlan,
+    shard_header,
+    shard_layout,
+    size_text,
+)
 from .settings import check_parameters, idle_filters, settings_for
 
 __all__ = [
@@ -44,7 +53,8 @@ def make_plan(
         max_shard_size: Bytes of tensors in a file.
         threads: For the estimate of memory.
         allow_pickle: ``"weights_only"`` admits pickled checkpoints.
-        stages: The results of the recipes that stand among the models, by their `id`; default: as they are planned.
+        stages: The results of the recipes that stand among the models, by their `id`; default: as
+            they are planned.
 
     Returns:
         What will be read and written; it prints as a table.
@@ -53,7 +63,10 @@ def make_plan(
         PlanError: With every problem found.
     """
     if stages is None:
-        stages = {id(stage): PlannedSource(make_plan(stage, allow_pickle=allow_pickle)) for stage in recipe.stages()}
+        stages = {
+            id(stage): PlannedSource(make_plan(stage, allow_pickle=allow_pickle))
+            for stage in recipe.stages()
+        }
     problems: list[str] = []
     notes = list(recipe.notes)
     method: MergeMethod | None = None
@@ -89,11 +102,15 @@ def make_plan(
                 why = str(error)
         problems += [] if why is None else [why]
     if recipe.slices and any(t.parameters.get("scope") == "global" for t in tensors):
-        problems.append("scope global ranks whole models; a recipe with slices can only use scope tensor")
+        problems.append(
+            "scope global ranks whole models; a recipe with slices can only use scope tensor"
+        )
     _stop_if(problems)
     _stop_if(check_copies(tensors, aligned))
     notes += idle_filters(recipe, [t.name for t in tensors])
-    placed, shards = shard_layout(tensors, max_shard_size, getattr(models.sources[models.donor], "stem", "model"))
+    placed, shards = shard_layout(
+        tensors, max_shard_size, getattr(models.sources[models.donor], "stem", "model")
+    )
     rows = vocabulary.rows if vocabulary else None
     return MergePlan(
         recipe,
@@ -130,7 +147,18 @@ def _tensor(slot: Slot, recipe: MergeRecipe, method: MergeMethod, models: Models
     infos = [models.sources[i.source].tensors[i.name] for i in everything]
     shape = infos[0].shape
     if not infos[0].dtype.is_floating_point:
-        return TensorPlan(slot.name, shape, infos[0].dtype, infos[0].dtype, everything, None, None, {}, "elements", 1)
+        return TensorPlan(
+            slot.name,
+            shape,
+            infos[0].dtype,
+            infos[0].dtype,
+            everything,
+            None,
+            None,
+            {},
+            "elements",
+            1,
+        )
     stored = promote(info.dtype for info in infos)
     asked = FLOATS[recipe.dtype] if recipe.dtype else None
     dtype = FLOATS[recipe.out_dtype] if recipe.out_dtype else asked or stored

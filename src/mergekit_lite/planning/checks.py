@@ -1,6 +1,7 @@
 """What must agree between models, and what is only worth a note.
 
-Nothing but headers, configs and vocabularies is read, except integer and boolean buffers, which must be equal.
+Nothing but headers, configs and vocabularies is read, except integer and boolean buffers, which
+must be equal.
 """
 
 from __future__ import annotations
@@ -17,9 +18,22 @@ from .layout import Slot
 from .models import Models
 from .plan import CHUNK, Input, TensorPlan
 
-_MUST_AGREE = ("model_type", "hidden_size", "n_embd", "num_attention_heads", "num_key_value_heads", "head_dim")
+_MUST_AGREE = (
+    "model_type",
+    "hidden_size",
+    "n_embd",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
 _MUST_AGREE += ("n_head", "hidden_act", "activation_function", "num_experts", "num_experts_per_tok")
-_MAY_DIFFER = ("rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings", "rms_norm_eps")
+_MAY_DIFFER = (
+    "rope_parameters",
+    "rope_theta",
+    "rope_scaling",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
 _MAY_DIFFER += ("sliding_window", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -47,14 +61,21 @@ def compare_configs(models: Models) -> tuple[list[str], list[str]]:
             if name in _MUST_AGREE and None not in pair:
                 problems.append(f"different architectures: {key} is {text}")
             elif name in _MAY_DIFFER:
-                notes.append(f"config {key}: {text}; the output keeps {models.label(models.donor)}'s")
+                notes.append(
+                    f"config {key}: {text}; the output keeps {models.label(models.donor)}'s"
+                )
     return problems, notes
 
 
 def _tokens_of(source: Source) -> dict[str, int] | None:
-    """A model's vocabulary; a model in memory has that of the folder it was loaded from, if it still knows it."""
+    """A model's vocabulary.
+
+    A model in memory has that of the folder it was loaded from, if it still knows it.
+    """
     name = source.config.get("_name_or_path")
-    folder = source.folder or (Path(name) if isinstance(name, str) and name and Path(name).is_dir() else None)
+    folder = source.folder or (
+        Path(name) if isinstance(name, str) and name and Path(name).is_dir() else None
+    )
     try:
         return None if folder is None else read_vocabulary(folder, source.label)
     except CheckpointError:
@@ -62,9 +83,16 @@ def _tokens_of(source: Source) -> dict[str, int] | None:
 
 
 def compare_tokenizers(models: Models) -> list[str]:
-    """Notes on models whose rows mean other tokens; rows are merged by number where no tokenizer is asked for."""
+    """Notes on models whose rows mean other tokens.
+
+    Rows are merged by number where no tokenizer is asked for.
+    """
     notes: list[str] = []
-    vocabularies = [(source.label, tokens) for source in models.sources if (tokens := _tokens_of(source)) is not None]
+    vocabularies = [
+        (source.label, tokens)
+        for source in models.sources
+        if (tokens := _tokens_of(source)) is not None
+    ]
     for label, tokens in vocabularies[1:]:
         first_label, first = vocabularies[0]
         moved = [token for token, row in tokens.items() if first.get(token, row) != row]
@@ -72,23 +100,38 @@ def compare_tokenizers(models: Models) -> list[str]:
         moved += [token for token, row in tokens.items() if token not in first and row in by_row]
         if moved:
             notes.append(
-                f"the tokenizers of {first_label} and {label} differ in {len(moved)} tokens ({moved[0]!r} for one): "
-                "their rows are merged by number all the same; tokenizer_source: base or union matches them by token"
+                f"the tokenizers of {first_label} and {label} differ in {len(moved)} tokens "
+                f"({moved[0]!r} for one): their rows are merged by number all the same; "
+                "tokenizer_source: base or union matches them by token"
             )
     return notes
 
 
 def tensor_problem(slot: Slot, models: Models, by_token: bool) -> str | None:
-    """Why the inputs of a slot cannot be merged: shapes that differ, or dtypes of which only some are floats."""
+    """Return why the inputs of a slot cannot be merged.
+
+    Shapes that differ, or dtypes of which only some are floats.
+    """
     inputs = [*(i for _, i in slot.inputs), *([slot.base] if slot.base else [])]
     infos = [models.sources[i.source].tensors[i.name] for i in inputs]
     if len({info.shape for info in infos}) > 1:
-        shown = ", ".join(f"{models.label(i.source)} {list(t.shape)}" for i, t in zip(inputs, infos, strict=True))
-        rows_alone = len({info.shape[1:] for info in infos}) == 1 and is_vocabulary_tensor(slot.name)
+        shown = ", ".join(
+            f"{models.label(i.source)} {list(t.shape)}" for i, t in zip(inputs, infos, strict=True)
+        )
+        rows_alone = len({info.shape[1:] for info in infos}) == 1 and is_vocabulary_tensor(
+            slot.name
+        )
         vocabulary = not by_token and rows_alone
-        hint = " (vocabularies differ; tokenizer_source: union or base would match them by token)" if vocabulary else ""
+        hint = (
+            " (vocabularies differ; tokenizer_source: union or base would match them by token)"
+            if vocabulary
+            else ""
+        )
         return f"shapes differ: {slot.name}: {shown}{hint}"
-    if not all(info.dtype.is_floating_point for info in infos) and len({info.dtype for info in infos}) > 1:
+    if (
+        not all(info.dtype.is_floating_point for info in infos)
+        and len({info.dtype for info in infos}) > 1
+    ):
         return f"dtypes differ: {slot.name}: {', '.join(info.dtype.name for info in infos)}"
     return None
 
@@ -111,4 +154,7 @@ def _equal(t: TensorPlan, first: Input, other: Input, models: Models) -> bool:
     def read(i: Input, begin: int) -> Array:
         return models.sources[i.source].read(i.name, begin, min(begin + CHUNK, t.info.count))
 
-    return all(np.array_equal(read(first, begin), read(other, begin)) for begin in range(0, t.info.count, CHUNK))
+    return all(
+        np.array_equal(read(first, begin), read(other, begin))
+        for begin in range(0, t.info.count, CHUNK)
+    )

@@ -15,7 +15,11 @@ _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 def output_config(
-    sources: Sequence[Source], donor: int, tensors: Sequence[TensorPlan], rows: int | None, slices: Sequence[Slice]
+    sources: Sequence[Source],
+    donor: int,
+    tensors: Sequence[TensorPlan],
+    rows: int | None,
+    slices: Sequence[Slice],
 ) -> dict[str, object]:
     """The donor's config with the dtype, tie flag, vocabulary size and layers of the output.
 

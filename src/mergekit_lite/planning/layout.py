@@ -12,7 +12,9 @@ from .models import Models
 from .plan import Input
 
 # Buffers that transformers computes; older checkpoints hold them and newer ones do not.
-_COMPUTED = re.compile(r"(^|\.)(position_ids|token_type_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$")
+_COMPUTED = re.compile(
+    r"(^|\.)(position_ids|token_type_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$"
+)
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 _SHOWN = 20
 
@@ -24,7 +26,8 @@ class Slot:
     Args:
         name: Its name.
         depth: Its place among its slice's layers, 0 to 1; 0 outside the layers, as in mergekit.
-        inputs: Each model's entry in the recipe (None for a base that has none), and the tensor that it gives.
+        inputs: Each model's entry in the recipe (None for a base that has none), and the tensor
+            that it gives.
         base: The base's tensor, for methods that use one.
         piece: The slice that it belongs to.
     """
@@ -64,7 +67,9 @@ def with_layer(name: str, layer: int) -> str:
 
 def some(items: Sequence[str], limit: int = _SHOWN) -> str:
     """The first of many, and how many more there are."""
-    return ", ".join(items[:limit]) + (f" and {len(items) - limit} more" if len(items) > limit else "")
+    return ", ".join(items[:limit]) + (
+        f" and {len(items) - limit} more" if len(items) > limit else ""
+    )
 
 
 def _depth(layer: int | None, count: int) -> float:
@@ -89,7 +94,9 @@ def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout
     if base is not None and base not in members:
         members.append(base)
         entries.append(None)
-    names = list(dict.fromkeys(name for m in [models.donor, *members] for name in models.sources[m].tensors))
+    names = list(
+        dict.fromkeys(name for m in [models.donor, *members] for name in models.sources[m].tensors)
+    )
     count = 1 + max((layer for name in names if (layer := layer_of(name)) is not None), default=0)
     missing: dict[int, list[str]] = {}
     for name in names:
@@ -102,7 +109,11 @@ def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout
             missing.setdefault(m, []).append(name)
         if lacking:
             continue
-        inputs = [(e, Input(m, alias)) for e, m in zip(entries, members, strict=True) if (alias := aliases[m])]
+        inputs = [
+            (e, Input(m, alias))
+            for e, m in zip(entries, members, strict=True)
+            if (alias := aliases[m])
+        ]
         apart = uses_base and base is not None
         layout.slots.append(
             Slot(
@@ -115,13 +126,16 @@ def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout
     for m, names_there in missing.items():
         others = [models.label(o) for o in members if names_there[0] in models.sources[o].tensors]
         layout.problems.append(
-            f"{models.label(m)} lacks {len(names_there)} tensors that {some(others)} have: {some(names_there)}"
+            f"{models.label(m)} lacks {len(names_there)} tensors that {some(others)} have: "
+            f"{some(names_there)}"
         )
     return layout
 
 
 def stacked_slices(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout:
-    """The layers of every slice, one slice after the other, between the tensors that come before and after them.
+    """Return the layers of every slice, one slice after the other.
+
+    They are between the tensors that come before and after them.
 
     Embeddings are the first slice's; norms and heads the last's.
     """
@@ -147,13 +161,17 @@ def stacked_slices(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layo
 
 
 def _is_before_layers(name: str) -> bool:
-    return bool(EMBEDDING.search(name) or "wpe" in name or "embed" in name) and "embed_out" not in name
+    return (
+        bool(EMBEDDING.search(name) or "wpe" in name or "embed" in name) and "embed_out" not in name
+    )
 
 
 class _Piece:
     """One slice: its sources' tensors, found by layer."""
 
-    def __init__(self, piece: Slice, base: object, models: Models, uses_base: bool, problems: list[str]):
+    def __init__(
+        self, piece: Slice, base: object, models: Models, uses_base: bool, problems: list[str]
+    ):
         self._piece, self._models, self._problems = piece, models, problems
         self._members = [models.of(source.model) for source in piece.sources]
         self._ranges = [source.layer_range or (0, 0) for source in piece.sources]
@@ -167,12 +185,17 @@ class _Piece:
             self._by_layer.append(layers)
             available = 1 + max((layer for layer in layers if layer is not None), default=-1)
             if stop > available:
-                problems.append(f"slice: layer_range ends at {stop}, {models.label(member)} has {available} layers")
+                problems.append(
+                    f"slice: layer_range ends at {stop}, {models.label(member)} has {available} "
+                    "layers"
+                )
                 self.length = 0  # lays out nothing of a slice that does not fit
 
     def outside(self) -> list[str]:
         """The tensors that are in no layer."""
-        return list(dict.fromkeys(name for layers in self._by_layer for name in layers.get(None, ())))
+        return list(
+            dict.fromkeys(name for layers in self._by_layer for name in layers.get(None, ()))
+        )
 
     def layers(self, first: int) -> list[Slot]:
         """The slice's layers, the output's from ``first`` on."""
@@ -180,7 +203,9 @@ class _Piece:
         for step in range(self.length):
             numbers = [start + step for start, _ in self._ranges]
             by_source = zip(self._by_layer, numbers, strict=True)
-            names = dict.fromkeys(with_layer(name, 0) for layers, n in by_source for name in layers.get(n, ()))
+            names = dict.fromkeys(
+                with_layer(name, 0) for layers, n in by_source for name in layers.get(n, ())
+            )
             for name in names:
                 there = [with_layer(name, n) for n in numbers]
                 slot = self.slot(with_layer(name, first + step), there, _depth(step, self.length))
@@ -188,7 +213,10 @@ class _Piece:
         return slots
 
     def slot(self, name: str, names: Sequence[str], depth: float) -> Slot | None:
-        """One tensor, from the name that it has in each source; None, and a problem, where one lacks it."""
+        """One tensor, from the name that it has in each source.
+
+        None, and a problem, where one lacks it.
+        """
         inputs: list[tuple[ModelEntry | None, Input]] = []
         for entry, member, there in zip(self._piece.sources, self._members, names, strict=True):
             alias = self._models.alias(member, there)
@@ -199,10 +227,14 @@ class _Piece:
         base = None
         if self._base is not None:
             base = next((i for _, i in inputs if i.source == self._base), None)
-            if base is None:  # not among the sources: it gives the layers that the first source gives
+            if (
+                base is None
+            ):  # not among the sources: it gives the layers that the first source gives
                 alias = self._models.alias(self._base, names[0])
                 if alias is None:
-                    self._problems.append(f"{name}: the base model {self._models.label(self._base)} has no {names[0]}")
+                    self._problems.append(
+                        f"{name}: the base model {self._models.label(self._base)} has no {names[0]}"
+                    )
                     return None
                 base = Input(self._base, alias)
         models = tuple(i for i in inputs if base is None or i[1].source != self._base)

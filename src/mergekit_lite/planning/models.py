@@ -1,4 +1,7 @@
-"""The models of a recipe, opened: which is the base, and whose config and tokenizer the output takes."""
+"""The models of a recipe, opened.
+
+Which is the base, and whose config and tokenizer the output takes.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +48,19 @@ class Models:
 
 
 class PlannedSource(Source):
-    """The result of a stage that is planned and not merged yet: what it will hold is known, but no value."""
+    """The result of a stage that is planned and not merged yet.
+
+    What it will hold is known, but no value.
+    """
 
     def __init__(self, plan: MergePlan):
         self.label, self.config = model_label(plan.recipe), plan.config
         self.folder = plan.sources[plan.donor].folder
         self.tensors = {t.name: t.info for t in plan.tensors}
         self.copied = {
-            t.name: (plan.sources[t.inputs[0].source], t.inputs[0].name) for t in plan.tensors if not t.method
+            t.name: (plan.sources[t.inputs[0].source], t.inputs[0].name)
+            for t in plan.tensors
+            if not t.method
         }
 
     def read(self, name: str, start: int, stop: int) -> Array:
@@ -90,6 +98,8 @@ def open_models(
     if problems:
         return None, problems
     donor = index[model_key(recipe.base_model)] if recipe.base_model is not None else 0
-    if not sources[donor].config:  # a state dict, say: then the first model that has a config is the donor
+    if not sources[
+        donor
+    ].config:  # a state dict, say: then the first model that has a config is the donor
         donor = next((i for i, source in enumerate(sources) if source.config), donor)
     return Models(sources, index, donor), []

@@ -48,7 +48,10 @@ class Input:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One output tensor. ``method`` None copies the first input, which all others equal (integer buffers)."""
+    """One output tensor.
+
+    ``method`` None copies the first input, which all others equal (integer buffers).
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -151,10 +154,18 @@ class MergePlan(Report):
         models = f"{self.recipe.merge_method} of {len(labels)}: {', '.join(labels)}"
         models += "" if base is None else f"; base: {model_label(base)}"
         rows = {
-            "tensors": f"{len(self.tensors)}, {self.parameters:,} parameters, {_dtypes(self.tensors)}",
-            "reads": f"{size_text(self.bytes_read)} in {f'up to {passes} passes' if passes > 1 else 'one pass'}",
+            "tensors": (
+                f"{len(self.tensors)}, {self.parameters:,} parameters, {_dtypes(self.tensors)}"
+            ),
+            "reads": (
+                f"{size_text(self.bytes_read)} in "
+                f"{f'up to {passes} passes' if passes > 1 else 'one pass'}"
+            ),
             "writes": f"{size_text(self.bytes_written)} in {len(self.shards)} shard{plural}",
-            "peak memory": f"about {size_text(self.peak_memory)} beyond what is imported, threads: {self.threads}",
+            "peak memory": (
+                f"about {size_text(self.peak_memory)} beyond what is imported, threads: "
+                f"{self.threads}"
+            ),
             "config from": self.sources[self.donor].label,
         }
         return Table(("models", models), list(rows.items()), sentences=True)
@@ -200,8 +211,12 @@ def size_text(count: float) -> str:
     return f"{count:.2f} TB"
 
 
-def shard_layout(tensors: Sequence[TensorPlan], limit: int, stem: str) -> tuple[list[TensorPlan], list[str]]:
-    """Give each tensor a shard and an offset, in order, no shard above ``limit`` bytes unless one tensor is.
+def shard_layout(
+    tensors: Sequence[TensorPlan], limit: int, stem: str
+) -> tuple[list[TensorPlan], list[str]]:
+    """Give each tensor a shard and an offset, in order.
+
+    No shard is above ``limit`` bytes unless one tensor is.
 
     Args:
         tensors: In order.

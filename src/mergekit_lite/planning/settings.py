@@ -1,7 +1,10 @@
-"""A method's arguments for one tensor, from a recipe's values, gradients over layers and filters by name.
+"""Return a method's arguments for one tensor.
 
-A value is looked up from the most specific place to the least: the slice's source or model, the slice, the recipe. A
-parameter that has one value for all models is not looked up at a model: as in mergekit, it has no effect there.
+From a recipe's values, gradients over layers and filters by name.
+
+A value is looked up from the most specific place to the least: the slice's source or model, the
+slice, the recipe. A parameter that has one value for all models is not looked up at a model: as in
+mergekit, it has no effect there.
 """
 
 from __future__ import annotations
@@ -26,13 +29,16 @@ def _as_it_is(value: object) -> object:
     return value
 
 
-def evaluate_setting(value: object, tensor_name: str, depth: float, check: Check = _as_it_is) -> Any:
+def evaluate_setting(
+    value: object, tensor_name: str, depth: float, check: Check = _as_it_is
+) -> Any:
     """A parameter's value for one tensor.
 
     Args:
         value: A plain value, a gradient, or filter entries.
         tensor_name: What filters look into.
-        depth: The tensor's place in its slice, 0 (first layer) to 1 (last), for gradients; 0 outside the layers.
+        depth: The tensor's place in its slice, 0 (first layer) to 1 (last), for gradients; 0
+            outside the layers.
         check: From a plain value to the parameter's type.
 
     Returns:
@@ -40,7 +46,9 @@ def evaluate_setting(value: object, tensor_name: str, depth: float, check: Check
 
     >>> evaluate_setting([0.0, 1.0, 0.0], "model.layers.3.mlp.up_proj.weight", 0.25)
     0.5
-    >>> evaluate_setting([{"filter": "mlp", "value": 0.7}, {"value": 0.1}], "layers.0.mlp.weight", 0.0)
+    >>> evaluate_setting(
+    ...     [{"filter": "mlp", "value": 0.7}, {"value": 0.1}], "layers.0.mlp.weight", 0.0
+    ... )
     0.7
     """
     if isinstance(value, Mapping):
@@ -74,9 +82,13 @@ def matches(wanted: object, tensor_name: str) -> bool:
 
 
 def setting(
-    levels: Iterable[Mapping[str, object]], name: str, tensor_name: str, depth: float, check: Check = _as_it_is
+    levels: Iterable[Mapping[str, object]],
+    name: str,
+    tensor_name: str,
+    depth: float,
+    check: Check = _as_it_is,
 ) -> object:
-    """The value of parameter ``name`` at the first level that has one for this tensor, else None."""
+    """Return parameter ``name`` at the first level that has one for this tensor, else None."""
     for level in levels:
         if name in level:
             value = evaluate_setting(level[name], tensor_name, depth, check)
@@ -111,7 +123,9 @@ def settings_for(
             return parameter.check(value, method.name)
 
         if parameter.per_model:
-            values_of_models = [setting([level, *common], key, tensor, depth, check) for level, tensor in models]
+            values_of_models = [
+                setting([level, *common], key, tensor, depth, check) for level, tensor in models
+            ]
             if parameter.required or any(value is not None for value in values_of_models):
                 values[key] = values_of_models
         elif (value := setting(common, key, name, depth, check)) is not None:
@@ -160,8 +174,15 @@ def check_parameters(recipe: MergeRecipe, method: MergeMethod) -> tuple[list[str
                 problems.append(f"{where}: {error}")
                 continue
             if of_model and not parameter.per_model:
-                text = f"{where}: {name} has no effect at a model; {method.name} takes one {name} for all"
-                (problems if parameter.required and not _has_it_elsewhere(recipe, name) else notes).append(text)
+                text = (
+                    f"{where}: {name} has no effect at a model; {method.name} takes one {name} for "
+                    "all"
+                )
+                (
+                    problems
+                    if parameter.required and not _has_it_elsewhere(recipe, name)
+                    else notes
+                ).append(text)
     return problems, notes
 
 

@@ -1,6 +1,7 @@
 """load_recipe: the YAML that mergekit users have on disk, read as mergekit reads it.
 
-What has no effect in mergekit has none here and is noted; what would change the result and is not supported is refused.
+What has no effect in mergekit has none here and is noted; what would change the result and is not
+supported is refused.
 """
 
 from __future__ import annotations
@@ -25,11 +26,22 @@ from .recipe import (
     unknown_keys,
 )
 
-_RECIPE = ["merge_method", "models", "slices", "modules", "base_model", "parameters", "dtype", "out_dtype"]
+_RECIPE = [
+    "merge_method",
+    "models",
+    "slices",
+    "modules",
+    "base_model",
+    "parameters",
+    "dtype",
+    "out_dtype",
+]
 _RECIPE += ["tokenizer", "tokenizer_source", "chat_template", "name"]
 _DEPTH = 6  # deepest nesting of parameters; filter entries with gradients need 4
 _IDLE = {
-    "random_seed": "a recipe's random_seed has no effect; give the seed as merge_models(seed=...) or --seed",
+    "random_seed": (
+        "a recipe's random_seed has no effect; give the seed as merge_models(seed=...) or --seed"
+    ),
 }
 
 
@@ -47,9 +59,14 @@ class _UniqueKeys(yaml.SafeLoader):
                 continue
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, (list, dict)):
-                raise RecipeError(f"recipe: a mapping has {key!r} as a key (line {key_node.start_mark.line + 1})")
+                raise RecipeError(
+                    f"recipe: a mapping has {key!r} as a key (line {key_node.start_mark.line + 1})"
+                )
             if key in seen:
-                raise RecipeError(f"recipe: {key!r} stands twice in one mapping (line {key_node.start_mark.line + 1})")
+                raise RecipeError(
+                    f"recipe: {key!r} stands twice in one mapping (line "
+                    f"{key_node.start_mark.line + 1})"
+                )
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -66,8 +83,8 @@ def _load_yaml(text: str) -> list[object]:
 def load_recipe(path_or_text: str | os.PathLike[str]) -> MergeRecipe:
     r"""A recipe from a YAML file, or from YAML text.
 
-    Several documents are stages: a named one is merged first, wherever a later one lists its name as a model. The
-    recipe is the document without a name, or else the last.
+    Several documents are stages: a named one is merged first, wherever a later one lists its name
+    as a model. The recipe is the document without a name, or else the last.
 
     Args:
         path_or_text: A file, or the text itself.
@@ -92,7 +109,9 @@ def load_recipe(path_or_text: str | os.PathLike[str]) -> MergeRecipe:
         try:
             return _of_text(text)
         except RecipeError as error:
-            raise RecipeError(f"recipe {os.fspath(path_or_text)}: {str(error).removeprefix('recipe: ')}") from error
+            raise RecipeError(
+                f"recipe {os.fspath(path_or_text)}: {str(error).removeprefix('recipe: ')}"
+            ) from error
     return _of_text(text)
 
 
@@ -108,8 +127,13 @@ def _final_stage(documents: list[dict[str, object]]) -> MergeRecipe:
     if len(documents) == 1:
         return parse_recipe(documents[0])
     names = [data.get("name") for data in documents]
-    if any(not isinstance(name, str) for name in names if name is not None) or names.count(None) > 1:
-        raise RecipeError("recipe: of several documents each needs a name, but for the one that is the result")
+    if (
+        any(not isinstance(name, str) for name in names if name is not None)
+        or names.count(None) > 1
+    ):
+        raise RecipeError(
+            "recipe: of several documents each needs a name, but for the one that is the result"
+        )
     for name in names:
         if isinstance(name, str) and (Path(name).name != name or name.startswith(".")):
             raise RecipeError(f"recipe: a stage cannot be called {name!r}; needed a plain name")
@@ -121,16 +145,23 @@ def _final_stage(documents: list[dict[str, object]]) -> MergeRecipe:
 
     def stage(name: object) -> MergeRecipe:
         if name in under_way:
-            raise RecipeError(f"recipe: the stages {', '.join(map(str, under_way))} need each other in a circle")
+            raise RecipeError(
+                f"recipe: the stages {', '.join(map(str, under_way))} need each other in a circle"
+            )
         if name not in finished:
             under_way.append(name)
-            finished[name] = parse_recipe(by_name[name], lambda text: stage(text) if text in by_name else text)
+            finished[name] = parse_recipe(
+                by_name[name], lambda text: stage(text) if text in by_name else text
+            )
             under_way.pop()
         return finished[name]
 
     result = stage(None if None in by_name else names[-1])
     if idle := [name for name in by_name if name not in finished]:
-        raise RecipeError(f"recipe: the result does not use the stage {idle[0]!r}; merge it in a recipe of its own")
+        raise RecipeError(
+            f"recipe: the result does not use the stage {idle[0]!r}; merge it in a recipe of its "
+            "own"
+        )
     return result
 
 
@@ -158,7 +189,9 @@ class _Parser:
 
     def recipe(self, data: dict[str, Any]) -> MergeRecipe:
         self.notes += [_IDLE[key] for key in data if key in _IDLE]
-        self._known("recipe", {key: value for key, value in data.items() if key not in _IDLE}, _RECIPE)
+        self._known(
+            "recipe", {key: value for key, value in data.items() if key not in _IDLE}, _RECIPE
+        )
         data = {key: value for key, value in data.items() if key in _RECIPE}
         if data.get("merge_method") is None:
             raise RecipeError("recipe: has no merge_method")
@@ -173,7 +206,9 @@ class _Parser:
             if isinstance(data.get(key), str):
                 data[key] = data[key].removeprefix("torch.")
         return MergeRecipe(
-            models=tuple(self._entry("models", m) for m in as_list("models", models)) if models else (),
+            models=tuple(self._entry("models", m) for m in as_list("models", models))
+            if models
+            else (),
             slices=tuple(self._slice(s) for s in as_list("slices", slices)) if slices else (),
             base_model=None if base is None else self._model("base_model", base),
             tokenizer=tokenizer,
@@ -185,7 +220,9 @@ class _Parser:
         """Replace ``modules``, which must have one entry, by what that entry says, in place."""
         modules = as_mapping("modules", data["modules"])
         if len(modules) != 1:
-            raise RecipeError("recipe: recipes of several modules are not supported; merge each module on its own")
+            raise RecipeError(
+                "recipe: recipes of several modules are not supported; merge each module on its own"
+            )
         ((name, module),) = modules.items()
         module = as_mapping(f"modules {name}", module)
         self._known(f"modules {name}", module, ["models", "slices", "parameters"])
@@ -196,16 +233,27 @@ class _Parser:
         data["parameters"] = {**data["parameters"], **inner}
 
     def _model(self, where: str, value: object) -> object:
-        """A model's name; mergekit's mapping of path, revision and adapter becomes the text it stands for."""
+        """A model's name.
+
+        Mergekit's mapping of path, revision and adapter becomes the text it stands for.
+        """
         return self._model_of(_reference(where, value))
 
     def _entry(self, where: str, value: object, *, in_slice: bool = False) -> ModelEntry:
         if isinstance(value, str):
             return ModelEntry(model=self._model(where, value))
         data = as_mapping(where, value)
-        if misplaced := sorted({name for method in METHODS.values() for name in method.parameters} & data.keys()):
-            raise RecipeError(f"{where}: {misplaced[0]} stands beside model, needed under its parameters")
-        self._known(where, data, ["model", "layer_range", "parameters"] if in_slice else ["model", "parameters"])
+        if misplaced := sorted(
+            {name for method in METHODS.values() for name in method.parameters} & data.keys()
+        ):
+            raise RecipeError(
+                f"{where}: {misplaced[0]} stands beside model, needed under its parameters"
+            )
+        self._known(
+            where,
+            data,
+            ["model", "layer_range", "parameters"] if in_slice else ["model", "parameters"],
+        )
         if "model" not in data:
             raise RecipeError(f"{where}: an entry has no model")
         layers = data.get("layer_range") if in_slice else None
@@ -225,7 +273,9 @@ class _Parser:
         base = data.get("base_model")
         sources = as_list("slices sources", data.get("sources"))
         return Slice(
-            sources=tuple(self._entry("slices sources", source, in_slice=True) for source in sources),
+            sources=tuple(
+                self._entry("slices sources", source, in_slice=True) for source in sources
+            ),
             base_model=None if base is None else self._model("slices base_model", base),
             parameters=_parameters("slices parameters", data.get("parameters")),
         )
@@ -243,7 +293,10 @@ class _Parser:
         multiple: Any = data.get("pad_to_multiple_of")  # which `TokenizerSpec` checks
         return TokenizerSpec(
             source=_reference("tokenizer source", data.get("source") or "union"),
-            tokens={token: self._token_rule(f"tokenizer tokens {token!r}", rule) for token, rule in tokens.items()},
+            tokens={
+                token: self._token_rule(f"tokenizer tokens {token!r}", rule)
+                for token, rule in tokens.items()
+            },
             pad_to_multiple_of=multiple,
         )
 
@@ -259,20 +312,36 @@ class _Parser:
         if kind == "zero":
             return TokenRule(zero=True, force=force)
         if kind != "model_token":
-            raise RecipeError(f"{where}: source kind is {kind!r}, needed model_token, zero or a model's name")
+            raise RecipeError(
+                f"{where}: source kind is {kind!r}, needed model_token, zero or a model's name"
+            )
         self._known(f"{where} source", source, ["kind", "model", "token", "token_id"])
         token, row = source.get("token"), source.get("token_id")
         if (token is None) == (row is None) or "model" not in source:
-            raise RecipeError(f"{where}: a model_token needs a model, and either a token or a token_id")
+            raise RecipeError(
+                f"{where}: a model_token needs a model, and either a token or a token_id"
+            )
         if row is not None and (type(row) is not int or row < 0):
             raise RecipeError(f"{where}: token_id is {row!r}, needed a whole number from 0")
-        return TokenRule(model=self._model(f"{where} model", source["model"]), token=token, token_id=row, force=force)
+        return TokenRule(
+            model=self._model(f"{where} model", source["model"]),
+            token=token,
+            token_id=row,
+            force=force,
+        )
 
 
 def _whole(value: Any) -> Any:
-    """The whole number in ``"3"`` or ``3.0``; anything else as it is, for `ModelEntry` to refuse."""
+    """The whole number in ``"3"`` or ``3.0``.
+
+    Anything else as it is, for `ModelEntry` to refuse.
+    """
     try:
-        return int(value) if not isinstance(value, bool) and float(value) == int(float(value)) else value
+        return (
+            int(value)
+            if not isinstance(value, bool) and float(value) == int(float(value))
+            else value
+        )
     except (TypeError, ValueError, OverflowError):
         return value
 
@@ -280,10 +349,16 @@ def _whole(value: Any) -> Any:
 def _parameters(where: str, value: object) -> dict[str, object]:
     def check(part: object, depth: int) -> None:
         if depth > _DEPTH:  # a YAML alias may contain itself
-            raise RecipeError(f"{where}: a value is nested too deep, needed numbers, gradients and filter entries")
+            raise RecipeError(
+                f"{where}: a value is nested too deep, needed numbers, gradients and filter entries"
+            )
         if not isinstance(part, (Mapping, list, bool, int, float, str, type(None))):
-            raise RecipeError(f"{where}: has {part!r}, needed numbers, texts, gradients and filter entries")
-        for inner in part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ():
+            raise RecipeError(
+                f"{where}: has {part!r}, needed numbers, texts, gradients and filter entries"
+            )
+        for inner in (
+            part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ()
+        ):
             check(inner, depth + 1)
 
     parameters = as_mapping(where, value if value is not None else {})
@@ -299,5 +374,11 @@ def _reference(where: str, value: object) -> str:
         base = _reference(where, value["model"])
         return base if value.get("lora") is None else f"{base}+{_reference(where, value['lora'])}"
     if isinstance(value, Mapping) and isinstance(value.get("path"), str):
-        return value["path"] if value.get("revision") is None else f"{value['path']}@{value['revision']}"
-    raise RecipeError(f"{where}: is {value!r}, needed a path or hub id, or MODEL+ADAPTER, as one text")
+        return (
+            value["path"]
+            if value.get("revision") is None
+            else f"{value['path']}@{value['revision']}"
+        )
+    raise RecipeError(
+        f"{where}: is {value!r}, needed a path or hub id, or MODEL+ADAPTER, as one text"
+    )

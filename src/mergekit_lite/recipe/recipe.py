@@ -1,4 +1,7 @@
-"""MergeRecipe: what to merge and how, as data that checks itself and survives the way to YAML and back."""
+"""`MergeRecipe`: what to merge and how, as data that checks itself.
+
+It survives the way to YAML and back.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,17 @@ class RecipeError(ValueError):
 
 
 def unknown_keys(where: str, data: Mapping[str, object], known: Sequence[str]) -> list[str]:
-    """Notes on keys that mean nothing; one that looks like a misspelt key raises a `RecipeError`."""
+    """Notes on keys that mean nothing.
+
+    One that looks like a misspelt key raises a `RecipeError`.
+    """
     notes = []
     for key in data:
         if key not in known:
             if near := difflib.get_close_matches(str(key), known, n=3, cutoff=0.7):
-                raise RecipeError(f"{where}: unknown key {key!r}; did you mean {' or '.join(near)}?")
+                raise RecipeError(
+                    f"{where}: unknown key {key!r}; did you mean {' or '.join(near)}?"
+                )
             notes.append(f"{where}: the key {key!r} means nothing here and has no effect")
     return notes
 
@@ -38,7 +46,9 @@ def as_mapping(where: str, value: object) -> dict[str, object]:
 def as_list(where: str, value: object) -> list[object]:
     """A list with at least one entry."""
     if not isinstance(value, (list, tuple)) or not value:
-        raise RecipeError(f"{where}: is {reprlib.repr(value)}, needed a list with at least one entry")
+        raise RecipeError(
+            f"{where}: is {reprlib.repr(value)}, needed a list with at least one entry"
+        )
     return list(value)
 
 
@@ -64,7 +74,8 @@ class ModelEntry:
             first, last = self.layer_range
             if not (type(first) is int and type(last) is int and 0 <= first < last):
                 raise RecipeError(
-                    f"layer_range of {model_label(self.model)}: is {list(self.layer_range)}, needed 0 <= start < end"
+                    f"layer_range of {model_label(self.model)}: is {list(self.layer_range)}, "
+                    "needed 0 <= start < end"
                 )
 
     def to_dict(self) -> dict[str, object]:
@@ -77,7 +88,9 @@ class ModelEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """A run of layers of the output, merged from equally long runs of the sources; it may have a base of its own.
+    """A run of layers of the output, merged from equally long runs of the sources.
+
+    It may have a base of its own.
 
     Args:
         sources: One entry a model, with its layers.
@@ -97,7 +110,9 @@ class Slice:
             raise RecipeError("slice: it has no sources, needed one or more")
         lengths = {s.layer_range[1] - s.layer_range[0] for s in self.sources if s.layer_range}
         if len(lengths) > 1:
-            raise RecipeError(f"slice: its sources span {sorted(lengths)} layers, needed one length")
+            raise RecipeError(
+                f"slice: its sources span {sorted(lengths)} layers, needed one length"
+            )
         if any(s.layer_range is None for s in self.sources):
             raise RecipeError("slice: every source needs a layer_range: [start, end]")
 
@@ -135,7 +150,9 @@ class TokenRule:
         elif self.token is not None or self.token_id is not None:
             place = {"token": self.token} if self.token is not None else {"token_id": self.token_id}
             source = {"kind": "model_token", "model": source, **place}
-        return ({"source": source} if source is not None else {}) | ({"force": True} if self.force else {})
+        return ({"source": source} if source is not None else {}) | (
+            {"force": True} if self.force else {}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,22 +174,30 @@ class TokenizerSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str):
-            raise RecipeError(f"tokenizer source: is {self.source!r}, needed base, union or a model's path")
+            raise RecipeError(
+                f"tokenizer source: is {self.source!r}, needed base, union or a model's path"
+            )
         pad = self.pad_to_multiple_of
         if pad is not None and (type(pad) is not int or pad < 1):
-            raise RecipeError(f"tokenizer pad_to_multiple_of: is {pad!r}, needed a whole number above 0")
+            raise RecipeError(
+                f"tokenizer pad_to_multiple_of: is {pad!r}, needed a whole number above 0"
+            )
 
     def to_dict(self) -> dict[str, object]:
         """What its YAML would hold."""
         data: dict[str, object] = {"source": self.source}
         if self.tokens:
             data["tokens"] = {token: rule.to_dict() for token, rule in self.tokens.items()}
-        return data | ({"pad_to_multiple_of": self.pad_to_multiple_of} if self.pad_to_multiple_of else {})
+        return data | (
+            {"pad_to_multiple_of": self.pad_to_multiple_of} if self.pad_to_multiple_of else {}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeRecipe:
-    """Everything that defines a merge; `load_recipe` makes one from YAML, `merge_models` from its arguments.
+    """Everything that defines a merge.
+
+    `load_recipe` makes one from YAML, `merge_models` from its arguments.
 
     Args:
         merge_method: Name in the table of methods.
@@ -180,9 +205,11 @@ class MergeRecipe:
         slices: Runs of layers.
         base_model: The base, for methods that use one; to others it is one more model.
         parameters: Values for every model and layer that has none of its own.
-        dtype: Dtype of the output (and float64 computes in float64); values are never rounded to it on the way.
+        dtype: Dtype of the output (and float64 computes in float64); values are never rounded to it
+            on the way.
         out_dtype: Dtype of the output where it differs from ``dtype``.
-        tokenizer: Vocabulary of the output; None leaves embeddings and tokenizer as the models have them.
+        tokenizer: Vocabulary of the output; None leaves embeddings and tokenizer as the models have
+            them.
         chat_template: ``"auto"`` (the one most models have), a name, Jinja text, or a path to it.
         notes: What `load_recipe` read that has no effect.
         name: By which later stages list its result as a model.
@@ -190,9 +217,12 @@ class MergeRecipe:
     A model may be a `MergeRecipe` itself: a stage, which is merged first.
 
     Raises:
-        RecipeError: Neither models nor slices or both, a value of the wrong kind, names that are not unique.
+        RecipeError: Neither models nor slices or both, a value of the wrong kind, names that are
+            not unique.
 
-    >>> recipe = MergeRecipe(merge_method="linear", models=[ModelEntry(model="a"), ModelEntry(model="b")])
+    >>> recipe = MergeRecipe(
+    ...     merge_method="linear", models=[ModelEntry(model="a"), ModelEntry(model="b")]
+    ... )
     >>> recipe.to_dict()["models"]
     [{'model': 'a'}, {'model': 'b'}]
     """
@@ -213,7 +243,9 @@ class MergeRecipe:
         object.__setattr__(self, "models", tuple(self.models))
         object.__setattr__(self, "slices", tuple(self.slices))
         if not isinstance(self.merge_method, str):
-            raise RecipeError(f"recipe merge_method: is {self.merge_method!r}, needed a method's name")
+            raise RecipeError(
+                f"recipe merge_method: is {self.merge_method!r}, needed a method's name"
+            )
         if bool(self.models) == bool(self.slices):
             raise RecipeError("recipe: needs either models or slices, and not both")
         for key in ("dtype", "out_dtype"):
@@ -224,21 +256,31 @@ class MergeRecipe:
             raise RecipeError(f"recipe chat_template: is {self.chat_template!r}, needed a text")
         labels = [model_label(stage) for stage in self.stages()]
         if twice := [label for label in labels if labels.count(label) > 1]:
-            raise RecipeError(f"recipe: two stages are called {twice[0]!r}; give each a name of its own")
+            raise RecipeError(
+                f"recipe: two stages are called {twice[0]!r}; give each a name of its own"
+            )
         for models in [self.models, *(piece.sources for piece in self.slices)]:
             keys = [model_key(entry.model) for entry in models]
             for key, entry in zip(keys, models, strict=True):
                 if keys.count(key) > 1:
-                    raise RecipeError(f"models: {model_label(entry.model)} is listed twice; give each model once")
+                    raise RecipeError(
+                        f"models: {model_label(entry.model)} is listed twice; give each model once"
+                    )
 
     def entries(self) -> list[ModelEntry]:
         """Every model entry, in order of first mention."""
         return [*self.models, *(source for piece in self.slices for source in piece.sources)]
 
     def mentions(self) -> list[object]:
-        """Every model that the recipe names, bases included, each once, in order of first mention."""
+        """Return every model that the recipe names, bases included, each once.
+
+        In order of first mention.
+        """
         bases = [self.base_model, *(piece.base_model for piece in self.slices)]
-        everyone = [*(entry.model for entry in self.entries()), *(base for base in bases if base is not None)]
+        everyone = [
+            *(entry.model for entry in self.entries()),
+            *(base for base in bases if base is not None),
+        ]
         return list({model_key(model): model for model in everyone}.values())
 
     def stages(self) -> list[MergeRecipe]:
@@ -259,7 +301,11 @@ class MergeRecipe:
             data["parameters"] = _plain(self.parameters)
         if self.tokenizer is not None:
             data["tokenizer"] = self.tokenizer.to_dict()
-        return data | {k: v for k in ("dtype", "out_dtype", "chat_template") if (v := getattr(self, k)) is not None}
+        return data | {
+            k: v
+            for k in ("dtype", "out_dtype", "chat_template")
+            if (v := getattr(self, k)) is not None
+        }
 
     def to_yaml(self) -> str:
         """The recipe as YAML text: one document for each stage, its own last."""

@@ -1,6 +1,16 @@
-"""One vocabulary for models that have several: rows of embeddings and heads are matched by token string."""
+"""One vocabulary for models that have several.
 
-from .alignment import EMBEDDING, HEAD, AlignedSource, Vocabulary, is_vocabulary_tensor, plan_vocabulary
+Rows of embeddings and heads are matched by token string.
+"""
+
+from .alignment import (
+    EMBEDDING,
+    HEAD,
+    AlignedSource,
+    Vocabulary,
+    is_vocabulary_tensor,
+    plan_vocabulary,
+)
 from .tokenizers import TOKENIZER_FILES, has_tokenizer, read_vocabulary
 
 __all__ = [

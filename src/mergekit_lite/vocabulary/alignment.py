@@ -1,8 +1,11 @@
-"""For each row of the output's vocabulary, the row and model to read it from; and the models seen that way.
+"""For each row of the output's vocabulary, the row and model to read it from.
 
-A model that lacks a token of the output gets, for that token, the base model's row, or else the mean of the rows
-of the models that have it; a recipe's ``tokens`` entry can name the row to take. Rows past the last token (padding) are
-matched by position. Rows are gathered while the tensor streams; no embedding is ever built whole.
+And the models seen that way.
+
+A model that lacks a token of the output gets, for that token, the base model's row, or else the
+mean of the rows of the models that have it; a recipe's ``tokens`` entry can name the row to take.
+Rows past the last token (padding) are matched by position. Rows are gathered while the tensor
+streams; no embedding is ever built whole.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from ..files.resolve import find_folder
 from ..recipe import RecipeError, TokenizerSpec, TokenRule, model_key, model_label
 from .tokenizers import TOKENIZER_FILES, extend_tokenizer, has_tokenizer, read_vocabulary
 
-EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|shared)\.weight$")
+EMBEDDING = re.compile(
+    r"(^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|shared)\.weight$"
+)
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|cls\.predictions\.decoder)\.weight$")
 _HEAD_BIAS = re.compile(r"(^|\.)(lm_head|cls\.predictions(\.decoder)?)\.bias$")
 
@@ -34,9 +39,15 @@ def is_vocabulary_tensor(name: str) -> bool:
 
 
 def _rows(source: Source) -> int:
-    rows = {info.shape[0] for name, info in source.tensors.items() if EMBEDDING.search(name) and info.shape}
+    rows = {
+        info.shape[0]
+        for name, info in source.tensors.items()
+        if EMBEDDING.search(name) and info.shape
+    }
     if len(rows) != 1:
-        raise CheckpointError(f"{source.label}: found {len(rows)} sizes of token embedding, needed one")
+        raise CheckpointError(
+            f"{source.label}: found {len(rows)} sizes of token embedding, needed one"
+        )
     return rows.pop()
 
 
@@ -45,7 +56,8 @@ ZERO = -2
 MEAN = -1
 """In `Vocabulary.row_of` the mean of the models that have the token."""
 AVERAGE = -3
-"""In `Vocabulary.row_of` the mean of all of the model's rows that are tokens: padding that no model has."""
+"""In `Vocabulary.row_of` the mean of all of the model's rows that are tokens: padding that no model
+has."""
 
 _AVERAGED = 1 << 18  # elements read at a time
 
@@ -100,13 +112,20 @@ def _vocabularies(sources: Sequence[Source], donor: int) -> tuple[list[dict[str,
         if has_tokenizer(source.folder):
             vocabularies.append(read_vocabulary(source.folder, source.label))
         else:
-            notes.append(f"{source.label} has no tokenizer; its rows are taken to be {sources[donor].label}'s tokens")
+            notes.append(
+                f"{source.label} has no tokenizer; its rows are taken to be "
+                f"{sources[donor].label}'s tokens"
+            )
             vocabularies.append(donors)
     return vocabularies, notes
 
 
 def plan_vocabulary(
-    sources: Sequence[Source], spec: TokenizerSpec, donor: int, base: int | None, index: Mapping[str | int, int]
+    sources: Sequence[Source],
+    spec: TokenizerSpec,
+    donor: int,
+    base: int | None,
+    index: Mapping[str | int, int],
 ) -> Vocabulary:
     """Decide the output's tokens and where each model's rows for them come from.
 
@@ -136,8 +155,14 @@ def plan_vocabulary(
     extended = None
     if len(tokens) > before:
         if folder is None or not (folder / "tokenizer.json").exists():
-            raise CheckpointError(f"{sources[donor].label}: a tokenizer needs a tokenizer.json to be extended")
-        others = [s.folder for s in sources if s.folder is not None and (s.folder / "tokenizer.json").exists()]
+            raise CheckpointError(
+                f"{sources[donor].label}: a tokenizer needs a tokenizer.json to be extended"
+            )
+        others = [
+            s.folder
+            for s in sources
+            if s.folder is not None and (s.folder / "tokenizer.json").exists()
+        ]
         extended = extend_tokenizer(folder / "tokenizer.json", tokens, others)
     rows = max(rows, max(tokens.values(), default=-1) + 1)
     multiple = spec.pad_to_multiple_of or 1
@@ -148,7 +173,9 @@ def plan_vocabulary(
         size = _rows(source)
         for token, row in tokens.items():
             rows_here[row] = vocabulary.get(token, -1)
-        rows_here[padding] = np.where(padding < size, padding, -1)  # these keep their place, where the model has one
+        rows_here[padding] = np.where(
+            padding < size, padding, -1
+        )  # these keep their place, where the model has one
         rows_here[rows_here >= size] = -1
     model_of = np.repeat(np.arange(len(sources))[:, None], rows, 1)
     row_of = has.copy()
@@ -209,9 +236,14 @@ class AlignedSource(Source):
         self._averages: dict[str, Array] = {}
         named = dict(source.tensors)
         embedding = next((info for name, info in named.items() if EMBEDDING.search(name)), None)
-        for head in {name for other in sources for name in other.tensors if HEAD.search(name)} - named.keys():
+        for head in {
+            name for other in sources for name in other.tensors if HEAD.search(name)
+        } - named.keys():
             if embedding is not None and source.config.get("tie_word_embeddings", True):
-                named[head] = embedding  # another model has an untied head: here the tied embedding stands for it
+                named[head] = (
+                    # another model has an untied head: here the tied embedding stands for it
+                    embedding
+                )
         self.tensors = {
             name: TensorInfo(name, (vocabulary.rows, *info.shape[1:]), info.dtype)
             if is_vocabulary_tensor(name)
@@ -220,7 +252,10 @@ class AlignedSource(Source):
         }
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Elements of the aligned tensor, float32 or better where its rows come from several places."""
+        """Return elements of the aligned tensor.
+
+        They are float32 or better where its rows come from several places.
+        """
         if not is_vocabulary_tensor(name) or start == stop:
             return self._sources[self._index].read(name, start, stop)
         info = self.tensors[name]
@@ -237,7 +272,9 @@ class AlignedSource(Source):
             elif row[left] == MEAN:
                 pieces += [self._mean_row(name, first + i, width) for i in range(left, right)]
             else:
-                pieces.append(self._rows(int(model[left]), name, int(row[left]), right - left, width))
+                pieces.append(
+                    self._rows(int(model[left]), name, int(row[left]), right - left, width)
+                )
         if len({piece.dtype for piece in pieces}) > 1:
             pieces = [numbers(piece) for piece in pieces]
         return np.concatenate(pieces)[start - first * width : stop - first * width]
@@ -250,19 +287,31 @@ class AlignedSource(Source):
     def _stored_name(self, model: int, name: str) -> str | None:
         """Under which a model stores a tensor of rows: that of its embedding for a tied head."""
         source = self._sources[model]
-        if name in source.tensors or not HEAD.search(name) or not source.config.get("tie_word_embeddings", True):
+        if (
+            name in source.tensors
+            or not HEAD.search(name)
+            or not source.config.get("tie_word_embeddings", True)
+        ):
             return name if name in source.tensors else None
         return next((n for n in source.tensors if EMBEDDING.search(n)), None)
 
     def _average_row(self, name: str, width: int) -> Array:
         """The mean of this model's rows for all tokens, in float64 until the end."""
         if name not in self._averages:
-            rows = np.unique(np.fromiter(self._vocabulary.tokens.values(), np.int64, len(self._vocabulary.tokens)))
+            rows = np.unique(
+                np.fromiter(
+                    self._vocabulary.tokens.values(), np.int64, len(self._vocabulary.tokens)
+                )
+            )
             step, total = max(1, _AVERAGED // width), np.zeros(width)
-            for run in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):  # padding may lie between
+            for run in np.split(
+                rows, np.flatnonzero(np.diff(rows) != 1) + 1
+            ):  # padding may lie between
                 for begin in range(0, len(run), step):
                     first, last = int(run[begin]), int(run[begin : begin + step][-1]) + 1
-                    stretch = numbers(self.read(name, first * width, last * width)).reshape(-1, width)
+                    stretch = numbers(self.read(name, first * width, last * width)).reshape(
+                        -1, width
+                    )
                     total += stretch.sum(0, dtype=np.float64)
             self._averages[name] = (total / max(1, len(rows))).astype(np.float32)
         return self._averages[name]
@@ -277,7 +326,9 @@ class AlignedSource(Source):
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
         """As the model does, where rows are no tokens."""
-        return not is_vocabulary_tensor(name) and self._sources[self._index].read_into(name, start, out)
+        return not is_vocabulary_tensor(name) and self._sources[self._index].read_into(
+            name, start, out
+        )
 
     def prefetch(self, name: str) -> None:
         """The model's own tensor; rows of others are few."""

@@ -42,11 +42,15 @@ def read_vocabulary(folder: Path | None, label: str) -> dict[str, int]:
         return _fast_vocabulary(folder / "tokenizer.json")
     if folder is not None and (folder / "vocab.json").exists():
         added = folder / "added_tokens.json"
-        return _whole_numbers(folder / "vocab.json") | (_whole_numbers(added) if added.exists() else {})
+        return _whole_numbers(folder / "vocab.json") | (
+            _whole_numbers(added) if added.exists() else {}
+        )
     if folder is not None and (folder / "vocab.txt").exists():
         lines = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
         return {line: i for i, line in enumerate(lines)}
-    raise CheckpointError(f"{label}: has no tokenizer.json (or vocab.json, vocab.txt) to match its vocabulary by")
+    raise CheckpointError(
+        f"{label}: has no tokenizer.json (or vocab.json, vocab.txt) to match its vocabulary by"
+    )
 
 
 def _whole_numbers(path: Path, ids: Any = None) -> dict[str, int]:
@@ -60,15 +64,23 @@ def _fast_vocabulary(path: Path) -> dict[str, int]:
     data = read_json(path)
     try:
         vocab = data["model"]["vocab"]
-        ids = {piece[0]: i for i, piece in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
+        ids = (
+            {piece[0]: i for i, piece in enumerate(vocab)}
+            if isinstance(vocab, list)
+            else dict(vocab)
+        )
         ids |= {token["content"]: token["id"] for token in data.get("added_tokens") or []}
     except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise CheckpointError(f"{path}: is not a tokenizer as the tokenizers library writes it ({error!r})") from error
+        raise CheckpointError(
+            f"{path}: is not a tokenizer as the tokenizers library writes it ({error!r})"
+        ) from error
     return _whole_numbers(path, ids)
 
 
 def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Path]) -> str:
-    """A tokenizer.json with every one of ``tokens``, and the BPE merges of ``others`` that build the new ones.
+    """Return a tokenizer.json with every one of ``tokens``.
+
+    It has the BPE merges of ``others`` that build the new ones.
 
     Raises:
         CheckpointError: The kind of tokenizer cannot be extended with its ids in place.
@@ -78,7 +90,9 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
     data = json.loads(path.read_text(encoding="utf-8"))
     model = data["model"]
     if not isinstance(model["vocab"], dict):
-        raise CheckpointError(f"{path}: a {model.get('type')} tokenizer cannot be extended; use base or a path")
+        raise CheckpointError(
+            f"{path}: a {model.get('type')} tokenizer cannot be extended; use base or a path"
+        )
     added = {t["content"]: t for t in data.get("added_tokens", [])}
     merges = {json.dumps(m) for m in model.get("merges", [])}
     known = set(model["vocab"]) | set(added)
@@ -91,10 +105,20 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
         for merge in theirs["model"].get("merges", []) if "merges" in model else ():
             pair = merge if isinstance(merge, list) else merge.split(" ")
             new = "".join(pair) not in model["vocab"]
-            if new and all(t in tokens for t in (*pair, "".join(pair))) and json.dumps(merge) not in merges:
+            if (
+                new
+                and all(t in tokens for t in (*pair, "".join(pair)))
+                and json.dumps(merge) not in merges
+            ):
                 model["merges"].append(merge)
                 merges.add(json.dumps(merge))
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    plain = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": False,
+    }
     for token in tokens.keys() - known:  # a token of the recipe's own
         added.setdefault(token, {"id": tokens[token], "content": token, **plain})
     # Added tokens stand in the model's vocabulary too, or loading would number them after it.
@@ -104,7 +128,11 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
     try:
         loaded = Tokenizer.from_str(text).get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises no class of its own
-        raise CheckpointError(f"{path}: extended, the tokenizers library does not read it ({error})") from error
+        raise CheckpointError(
+            f"{path}: extended, the tokenizers library does not read it ({error})"
+        ) from error
     if wrong := [t for t, row in tokens.items() if loaded.get(t) != row]:
-        raise CheckpointError(f"{path}: extended, token {wrong[0]!r} would lose its row; use base or a path")
+        raise CheckpointError(
+            f"{path}: extended, token {wrong[0]!r} would lose its row; use base or a path"
+        )
     return text

@@ -22,7 +22,10 @@ def labels_of_steps(
     labels: Tensor,  # (B, O), or (B, T, O)
     steps: Sequence[int],  # counted from 1
 ) -> list[Tensor]:  # (B, O) each
-    """The answers expected at each step; steps after the last that has its own are expected to repeat it."""
+    """The answers expected at each step.
+
+    Steps after the last that has its own are expected to repeat it.
+    """
     if labels.dim() == 2:
         return [labels] * len(steps)
     return [labels[:, min(step, labels.shape[1]) - 1] for step in steps]
@@ -30,7 +33,9 @@ def labels_of_steps(
 
 def num_answers(labels: Tensor, steps: Sequence[int]) -> Tensor:
     """How many answers a loss is a mean over: those of one step, on average."""
-    return torch.stack([(answers != -100).sum() for answers in labels_of_steps(labels, steps)]).sum() / len(steps)
+    return torch.stack(
+        [(answers != -100).sum() for answers in labels_of_steps(labels, steps)]
+    ).sum() / len(steps)
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,10 @@ class StepLoss(nn.Module, ABC):
 
     @abstractmethod
     def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
-        """The forward passes of a batch that thinks ``n_step`` steps; ``generator`` lives on the CPU."""
+        """The forward passes of a batch that thinks ``n_step`` steps.
+
+        ``generator`` lives on the CPU.
+        """
 
     @abstractmethod
     def weights(
@@ -81,10 +89,16 @@ class StepLoss(nn.Module, ABC):
         assert output.step_logits is not None
         assert output.output_steps is not None
         steps = output.output_steps
-        errors = torch.stack([
-            F.cross_entropy(logits.flatten(0, 1).float(), answers.flatten(), reduction="none").view_as(answers)
-            for logits, answers in zip(output.step_logits, labels_of_steps(labels, steps), strict=True)
-        ])  # (S, B, O)  # fmt: skip
+        errors = torch.stack(
+            [
+                F.cross_entropy(
+                    logits.flatten(0, 1).float(), answers.flatten(), reduction="none"
+                ).view_as(answers)
+                for logits, answers in zip(
+                    output.step_logits, labels_of_steps(labels, steps), strict=True
+                )
+            ]
+        )  # (S, B, O)
         weights = self.weights(output, steps, distance)
         if not isinstance(weights, Tensor):
             weights = torch.tensor(weights, device=errors.device, dtype=errors.dtype)

@@ -1,4 +1,6 @@
-"""Which steps are supervised: the last, all of them, what is in reach, what comes after steps without gradients.
+"""Which steps are supervised.
+
+The last, all of them, what is in reach, what comes after steps without gradients.
 
 Shapes: B batch, O answer length, S supervised steps.
 """
@@ -27,7 +29,9 @@ class LastAndRandom(StepLoss):
     def __init__(self, last: float = 0.7, random: float = 0.3):
         super().__init__()
         if last <= 0 or random < 0:
-            raise ValueError(f"LastAndRandom: last {last}, random {random}; needed above 0, and 0 or more")
+            raise ValueError(
+                f"LastAndRandom: last {last}, random {random}; needed above 0, and 0 or more"
+            )
         self.last, self.random = last, random
 
     def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
@@ -38,7 +42,9 @@ class LastAndRandom(StepLoss):
         chosen = earlier[int(torch.randint(len(earlier), (), generator=generator))]
         return [Pass(n_step, (chosen, last))]
 
-    def weights(self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None) -> Sequence[float]:
+    def weights(
+        self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None
+    ) -> Sequence[float]:
         """The two."""
         return [self.random, self.last] if len(steps) == 2 else [self.last + self.random]
 
@@ -60,8 +66,8 @@ class AllSteps(StepLoss):
 class LearnedWeights(AllSteps):
     """Every step that outputs, by learned weights that never fall from one step to the next.
 
-    Weights are cumulative sums of a softmax, scaled to add up to 1, so that no step can be silenced in favour of an
-    earlier one.
+    Weights are cumulative sums of a softmax, scaled to add up to 1, so that no step can be silenced
+    in favour of an earlier one.
 
     Args:
         max_steps: Most that there will be.
@@ -71,19 +77,30 @@ class LearnedWeights(AllSteps):
         super().__init__()
         self.scores = nn.Parameter(torch.zeros(max_steps))
 
-    def weights(self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None) -> Tensor:
+    def weights(
+        self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None
+    ) -> Tensor:
         """Cumulative."""
         if steps[-1] > len(self.scores):
-            raise ValueError(f"LearnedWeights: step {steps[-1]}; needed at most max_steps, {len(self.scores)}")
-        grown = self.scores[: steps[-1]].softmax(0).cumsum(0)[torch.tensor(steps, device=self.scores.device) - 1]
+            raise ValueError(
+                f"LearnedWeights: step {steps[-1]}; needed at most max_steps, {len(self.scores)}"
+            )
+        grown = (
+            self.scores[: steps[-1]]
+            .softmax(0)
+            .cumsum(0)[torch.tensor(steps, device=self.scores.device) - 1]
+        )
         return grown / grown.sum()
 
 
 class Reach(StepLoss):
-    """Only answers that can be known yet: after t steps those that need tokens at most t (window - 1) away.
+    """Supervise only answers that can be known yet.
 
-    The last step and the one before are supervised. A row's answers in reach share the weight of all its answers. (A
-    latent could know of one more, for it looks at what its neighbours have read in the same step.)
+    After t steps they need tokens at most t (window - 1) away.
+
+    The last step and the one before are supervised. A row's answers in reach share the weight of
+    all its answers. (A latent could know of one more, for it looks at what its neighbours have read
+    in the same step.)
 
     Args:
         grad_steps: Only so many steps have gradients.
@@ -96,7 +113,9 @@ class Reach(StepLoss):
     def __init__(self, *, grad_steps: int | None = 3, window: int = 2):
         super().__init__()
         if (grad_steps is not None and grad_steps < 1) or window < 2:
-            raise ValueError(f"Reach: grad_steps {grad_steps}, window {window}; needed 1 or more, and 2 or more")
+            raise ValueError(
+                f"Reach: grad_steps {grad_steps}, window {window}; needed 1 or more, and 2 or more"
+            )
         self.grad_steps, self.window = grad_steps, window
 
     @property
@@ -107,13 +126,17 @@ class Reach(StepLoss):
     def check(self, config: ThinkerConfig) -> None:
         """It needs tokens that look so far."""
         if config.window != self.window:
-            raise ValueError(f"Reach: window is {self.window}, the model's {config.window}; needed the same")
+            raise ValueError(
+                f"Reach: window is {self.window}, the model's {config.window}; needed the same"
+            )
 
     def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
         """One."""
         return [Pass(n_step, plan.output_steps(n_step)[-2:], self.grad_steps)]
 
-    def weights(self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None) -> Tensor:
+    def weights(
+        self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None
+    ) -> Tensor:
         """(S, B, O)."""
         if distance is None:
             raise ValueError("Reach: the batch has no distances; needed a task in thinker.AtTokens")
@@ -124,10 +147,12 @@ class Reach(StepLoss):
 
 
 class ProgressiveLoss(StepLoss):
-    """Deep thinking (Bansal et al. 2022): the last step of the whole run, and of one that starts without gradients.
+    """Deep thinking (Bansal et al. 2022).
 
-    Of a batch of M steps, n ~ U{0 .. M-1} are without and k ~ U{1 .. M-n} with gradients. It keeps a model from relying
-    on how many steps there were.
+    The last step of the whole run, and of one that starts without gradients.
+
+    Of a batch of M steps, n ~ U{0 .. M-1} are without and k ~ U{1 .. M-n} with gradients. It keeps
+    a model from relying on how many steps there were.
 
     Args:
         alpha: Share of the second part.
@@ -148,9 +173,13 @@ class ProgressiveLoss(StepLoss):
             first = int(torch.randint(n_step, (), generator=generator))
             rest = 1 + int(torch.randint(n_step - first, (), generator=generator))
             steps = plan.num_steps(first + rest)
-            passes.append(Pass(steps, plan.output_steps(steps)[-1:], grad_steps=rest, share=self.alpha))
+            passes.append(
+                Pass(steps, plan.output_steps(steps)[-1:], grad_steps=rest, share=self.alpha)
+            )
         return passes
 
-    def weights(self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None) -> Sequence[float]:
+    def weights(
+        self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None
+    ) -> Sequence[float]:
         """One step."""
         return [1.0]

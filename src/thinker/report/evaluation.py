@@ -27,8 +27,8 @@ def accuracies(
 ) -> list[Accuracy]:
     """Accuracy on a batch after each number of steps.
 
-    Plans that output in every step run once, with the most steps; others once for each number. Rows without an answer
-    count nowhere.
+    Plans that output in every step run once, with the most steps; others once for each number. Rows
+    without an answer count nowhere.
 
     Raises:
         ValueError: No row has an answer that counts.
@@ -42,7 +42,12 @@ def accuracies(
     inputs["out_len"] = labels.shape[-1]
     chosen, most = chosen_plan(model.config, plan), max(n_steps)
     with evaluating(model):
-        if chosen.loop and not chosen.prologue and not chosen.epilogue and all(row.output for row in chosen.loop):
+        if (
+            chosen.loop
+            and not chosen.prologue
+            and not chosen.epilogue
+            and all(row.output for row in chosen.loop)
+        ):
             steps = sorted(set(n_steps))
             out = model(**inputs, n_step=most, plan=plan, output_steps=steps)
             by_step = dict(zip(steps, out.step_logits, strict=True))
@@ -52,20 +57,30 @@ def accuracies(
     counted = model.answers_of(batch["counted"].to(model.device), n_latent)
     found_accuracies = []
     for logits, answers, counts in zip(
-        logits_of_steps, labels_of_steps(labels, n_steps), labels_of_steps(counted, n_steps), strict=True
+        logits_of_steps,
+        labels_of_steps(labels, n_steps),
+        labels_of_steps(counted, n_steps),
+        strict=True,
     ):
         right, asked = (logits.argmax(-1) == answers) & counts, counts.any(1)
         if not bool(asked.any()):
-            raise ValueError(f"accuracies: none of {len(asked)} rows has an answer that counts; needed one or more")
+            raise ValueError(
+                f"accuracies: none of {len(asked)} rows has an answer that counts; needed one or "
+                "more"
+            )
         whole = (right | ~counts).all(1) & asked
-        found_accuracies.append(Accuracy(float(right.sum() / counts.sum()), float(whole.sum() / asked.sum())))
+        found_accuracies.append(
+            Accuracy(float(right.sum() / counts.sum()), float(whole.sum() / asked.sum()))
+        )
     return found_accuracies
 
 
 def _check_data(operation: str, model: LatentThinker, data: CurriculumDataset) -> None:
     """Held-out samples, laid out for the model."""
     if not isinstance(data, CurriculumDataset):
-        raise ValueError(f"{operation}: data is a {type(data).__name__}; needed a CurriculumDataset")
+        raise ValueError(
+            f"{operation}: data is a {type(data).__name__}; needed a CurriculumDataset"
+        )
     check_layout(operation, model.config, data.task)
 
 
@@ -99,14 +114,22 @@ def evaluate_grid(
         ValueError: Nothing to look at; more latents than a model with a table has.
     """
     if isinstance(n_latents, int) or isinstance(n_steps, int):
-        raise ValueError(f"evaluate_grid: n_latents {n_latents}, n_steps {n_steps}; needed lists, as [{n_latents}]")
+        raise ValueError(
+            f"evaluate_grid: n_latents {n_latents}, n_steps {n_steps}; needed lists, as "
+            f"[{n_latents}]"
+        )
     if not n_latents or not n_steps or min(*n_latents, *n_steps, samples) < 1:
         raise ValueError(
-            f"evaluate_grid: n_latents {list(n_latents)}, n_steps {list(n_steps)}, samples {samples}; needed 1 or more"
+            f"evaluate_grid: n_latents {list(n_latents)}, n_steps {list(n_steps)}, samples "
+            f"{samples}; needed 1 or more"
         )
     _check_data("evaluate_grid", model, data)
-    batch = data.held_out(samples, data.schedule.max_length if length is None else length, seed=seed)
-    cells = [tuple(accuracies(model, batch, n_steps=n_steps, n_latent=n, plan=plan)) for n in n_latents]
+    batch = data.held_out(
+        samples, data.schedule.max_length if length is None else length, seed=seed
+    )
+    cells = [
+        tuple(accuracies(model, batch, n_steps=n_steps, n_latent=n, plan=plan)) for n in n_latents
+    ]
     return Grid(tuple(n_latents), tuple(n_steps), tuple(cells))
 
 
@@ -127,7 +150,8 @@ def evaluate_steps(
         model: In any mode.
         data: Whose held-out samples; lengths beyond those trained on are all unseen.
         lengths: Of samples.
-        n_steps: Numbers of steps, or a function from a length to them; default the config's, or the plan's own.
+        n_steps: Numbers of steps, or a function from a length to them; default the config's, or the
+            plan's own.
         n_latent: Latents; default the config's.
         samples: Of each length.
         plan: What each step does.
@@ -141,12 +165,18 @@ def evaluate_steps(
     """
     _check_data("evaluate_steps", model, data)
     if isinstance(n_steps, int) or isinstance(lengths, int):
-        raise ValueError(f"evaluate_steps: lengths {lengths}, n_steps {n_steps}; needed lists, as [20] and [20, 40]")
+        raise ValueError(
+            f"evaluate_steps: lengths {lengths}, n_steps {n_steps}; needed lists, as [20] and [20, "
+            "40]"
+        )
     if n_steps is None:
         n_steps = [chosen_plan(model.config, plan).num_steps(model.config.n_step)]
     steps = {n: sorted(set(n_steps(n) if callable(n_steps) else n_steps)) for n in lengths}
     if not steps or not all(steps.values()) or min(map(min, steps.values())) < 1 or samples < 1:
-        raise ValueError(f"evaluate_steps: lengths and steps {steps}, samples {samples}; needed 1 or more of each")
+        raise ValueError(
+            f"evaluate_steps: lengths and steps {steps}, samples {samples}; needed 1 or more of "
+            "each"
+        )
     cells = []
     for length, numbers in steps.items():
         batch = data.held_out(samples, length, seed=seed)

@@ -43,24 +43,32 @@ class Grid(Report):
     def to_dict(self) -> dict[str, object]:
         """For JSON: both shares, rounded to 4 digits."""
         parts = {
-            name: [[round(getattr(c, name), 4) for c in row] for row in self.cells] for name in ("token", "sequence")
+            name: [[round(getattr(c, name), 4) for c in row] for row in self.cells]
+            for name in ("token", "sequence")
         }
         return plain({"n_latents": self.n_latents, "n_steps": self.n_steps, **parts})
 
     @classmethod
     def from_dict(cls, found: Mapping[str, list]) -> Grid:
         """What `to_dict` gave, again."""
-        pairs = [zip(*rows, strict=True) for rows in zip(found["token"], found["sequence"], strict=True)]
+        pairs = [
+            zip(*rows, strict=True) for rows in zip(found["token"], found["sequence"], strict=True)
+        ]
         cells = tuple(tuple(Accuracy(token, sequence) for token, sequence in row) for row in pairs)
         return cls(tuple(found["n_latents"]), tuple(found["n_steps"]), cells)
 
     def table(self) -> Table:
         """Shares of right symbols."""
-        rows = [[str(n), *(f"{c.token:.3f}" for c in row)] for n, row in zip(self.n_latents, self.cells, strict=True)]
+        rows = [
+            [str(n), *(f"{c.token:.3f}" for c in row)]
+            for n, row in zip(self.n_latents, self.cells, strict=True)
+        ]
         return Table(["latents \\ steps", *map(str, self.n_steps)], rows)
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """A heat map of shares of right symbols (extra ``plot``), on ``ax``, or in a new figure beside step curves.
+        """Plot a heat map of shares of right symbols (extra ``plot``).
+
+        On ``ax``, or in a new figure beside step curves.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -69,10 +77,15 @@ class Grid(Report):
         figure, axes = axes_for(ax, "Grid.plot", width=width + (0 if ax else 5), height=height)
         values = self.token()
         low = float(values.min())
-        image = axes.imshow(values.tolist(), cmap="viridis", aspect="auto", origin="lower", vmin=low, vmax=1.0)
+        image = axes.imshow(
+            values.tolist(), cmap="viridis", aspect="auto", origin="lower", vmin=low, vmax=1.0
+        )
         for i, row in enumerate(values.tolist()):
             for j, value in enumerate(row):
-                shown, colour = f"{value:.3f}".removeprefix("0"), "white" if value < (low + 1) / 2 else "black"
+                shown, colour = (
+                    f"{value:.3f}".removeprefix("0"),
+                    "white" if value < (low + 1) / 2 else "black",
+                )
                 axes.text(j, i, shown, ha="center", va="center", fontsize=7, color=colour)
         axes.set_xticks(range(len(self.n_steps)), [str(n) for n in self.n_steps])
         axes.set_yticks(range(len(self.n_latents)), [str(n) for n in self.n_latents])
@@ -82,7 +95,9 @@ class Grid(Report):
             left, right = figure.add_gridspec(1, 2, width_ratios=[width, 5])
             axes.set_subplotspec(left)
             names = [f"{n} latents" for n in self.n_latents]
-            _step_curves(figure.add_subplot(right), names, [self.n_steps] * len(names), values.tolist())
+            _step_curves(
+                figure.add_subplot(right), names, [self.n_steps] * len(names), values.tolist()
+            )
         return figure
 
 
@@ -112,7 +127,9 @@ class Curves(Report):
         rows = []
         for length, own, cells in zip(self.lengths, self.n_steps, self.cells, strict=True):
             by_step = dict(zip(own, cells, strict=True))
-            rows.append([str(length), *(f"{by_step[s].token:.4f}" if s in by_step else "" for s in steps)])
+            rows.append(
+                [str(length), *(f"{by_step[s].token:.4f}" if s in by_step else "" for s in steps)]
+            )
         return Table(["length \\ steps", *map(str, steps)], rows)
 
     def plot(self, ax: Axes | None = None) -> Figure:
@@ -128,7 +145,10 @@ class Curves(Report):
 
 
 def _step_curves(
-    axes: Axes, names: Sequence[str], n_steps: Sequence[Sequence[int]], values: Sequence[Sequence[float]]
+    axes: Axes,
+    names: Sequence[str],
+    n_steps: Sequence[Sequence[int]],
+    values: Sequence[Sequence[float]],
 ) -> None:
     """Right symbols against steps, a curve for each name."""
     for number, (name, steps, shares) in enumerate(zip(names, n_steps, values, strict=True)):

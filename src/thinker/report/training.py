@@ -22,7 +22,10 @@ def plot_training(history: Sequence[Mapping[str, float]], ax: Axes | None = None
         ValueError: ``history`` is not a list of logs.
     """
     if not isinstance(history, Sequence) or not all(isinstance(row, Mapping) for row in history):
-        raise ValueError(f"plot_training: history is a {type(history).__name__}; needed trainer.state.log_history")
+        raise ValueError(
+            f"plot_training: history is a {type(history).__name__}; needed "
+            "trainer.state.log_history"
+        )
     figure, axes = axes_for(ax, "plot_training", width=7, height=3.4)
     rows = [row for row in history if "loss" in row]
     steps = [row["step"] for row in rows]
@@ -33,7 +36,12 @@ def plot_training(history: Sequence[Mapping[str, float]], ax: Axes | None = None
     for name, scale, colour in (("accuracy", 1.0, "tab:orange"), ("difficulty", most, "tab:green")):
         if scale and any(name in row for row in rows):
             shown = f"{name} (of {most:g})" if name == "difficulty" else name
-            other.plot(steps, [row.get(name, float("nan")) / scale for row in rows], color=colour, label=shown)
+            other.plot(
+                steps,
+                [row.get(name, float("nan")) / scale for row in rows],
+                color=colour,
+                label=shown,
+            )
     other.set(ylim=(0, 1.03), ylabel="share")
     lines = [*axes.get_lines(), *other.get_lines()]
     axes.legend(lines, [str(line.get_label()) for line in lines], loc="center right", fontsize=8)

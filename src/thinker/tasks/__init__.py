@@ -1,4 +1,7 @@
-"""Tasks: batches of inputs and answers, by name; importing this puts the package's own under their names."""
+"""Tasks: batches of inputs and answers, by name.
+
+Importing this puts the package's own under their names.
+"""
 
 from . import arithmetic, puzzles, sequences  # noqa: F401
 from .at_tokens import AtTokens

@@ -31,7 +31,9 @@ class Add(Task):
     def __post_init__(self):
         at_least("Add", base=(self.base, 2), max_value=(self.max_value or 1, 1))
         if not 0 <= self.carry_heavy <= 1 or (self.carry_heavy and self.max_value is not None):
-            raise ValueError(f"Add: carry_heavy must be a share, without max_value, got {self.carry_heavy}")
+            raise ValueError(
+                f"Add: carry_heavy must be a share, without max_value, got {self.carry_heavy}"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -76,7 +78,9 @@ class Add(Task):
         if self.carry_heavy:
             heavy = torch.rand(batch, 1, generator=generator, device=device) < self.carry_heavy
             most = torch.rand(batch, longest, generator=generator, device=device) < 0.8
-            carried = torch.where(place == 0, self.base - a, self.base - 1 - a).clamp_(max=self.base - 1)
+            carried = torch.where(place == 0, self.base - a, self.base - 1 - a).clamp_(
+                max=self.base - 1
+            )
             b = torch.where(heavy & most, carried, b)
         inside = place < lengths
         a, b = a * inside, b * inside
@@ -90,7 +94,9 @@ class Add(Task):
         at = torch.arange(2 * longest + 2, device=device)
         tokens = torch.where(at < lengths, F.pad(a, (0, longest + 2)), self.base)
         second = at - lengths - 1
-        tokens = torch.where((second >= 0) & (second < lengths), b.gather(1, second.clamp(0, longest - 1)), tokens)
+        tokens = torch.where(
+            (second >= 0) & (second < lengths), b.gather(1, second.clamp(0, longest - 1)), tokens
+        )
         mask = second <= lengths
         tokens = tokens.masked_fill(second == lengths, self.base + 1).masked_fill(~mask, 0)
         return Sample(tokens, mask, answer.masked_fill(~told, IGNORED))
@@ -109,7 +115,9 @@ def _carried(base: int, digits: Tensor) -> Tensor:  # (B, n) to the same
 @register_task("add_columns")
 @dataclass(frozen=True, kw_only=True)
 class AddColumns(Task):
-    """The sum of two numbers as it is written by hand: a token is a column of two digits, the smallest first.
+    """The sum of two numbers as it is written by hand.
+
+    A token is a column of two digits, the smallest first.
 
     A last column of zeros has the carry's place. ``length`` counts digits.
 
@@ -152,4 +160,6 @@ class AddColumns(Task):
         answer = _carried(self.base, first + second)
         mask = place <= lengths
         distance = (place + 1).expand(batch, -1)
-        return Sample(first * self.base + second, mask, answer.masked_fill(~mask, IGNORED), distance)
+        return Sample(
+            first * self.base + second, mask, answer.masked_fill(~mask, IGNORED), distance
+        )

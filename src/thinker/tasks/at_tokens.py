@@ -15,10 +15,10 @@ from .task import IGNORED, Sample, Task
 class AtTokens(Task):
     """Another task, for a model with ``latent_init="tokens"``.
 
-    A row is a start token, the input, and where the answer is not as long as the input one blank token for each symbol
-    of it; labels are at the input's tokens, or at the blanks. Rows are padded on the left, as a causal flow needs. A
-    grid has no start token: it stays a grid. The start's id is the other task's ``vocab_size``, the blank's the next;
-    `inputs` lays out rows of one's own.
+    A row is a start token, the input, and where the answer is not as long as the input one blank
+    token for each symbol of it; labels are at the input's tokens, or at the blanks. Rows are padded
+    on the left, as a causal flow needs. A grid has no start token: it stays a grid. The start's id
+    is the other task's ``vocab_size``, the blank's the next; `inputs` lays out rows of one's own.
 
     Args:
         task: The other.
@@ -39,28 +39,34 @@ class AtTokens(Task):
     def __post_init__(self):
         if not isinstance(self.task, Task) or isinstance(self.task, AtTokens):
             raise ValueError(
-                f"AtTokens: the task is {self.task!r}; needed a Task that is not laid out yet, as of make_task"
+                f"AtTokens: the task is {self.task!r}; needed a Task that is not laid out yet, as "
+                "of make_task"
             )
         if type(self.task).accuracy_mask is not Task.accuracy_mask:
-            raise ValueError(f"AtTokens: {self.task!r} says which answers count; needed a Task where all do")
+            raise ValueError(
+                f"AtTokens: {self.task!r} says which answers count; needed a Task where all do"
+            )
         if self.task.by_step and self._blanks:
             raise ValueError(
-                f"AtTokens: {self.task!r} has an answer for each step and not for each token; needed the task itself, "
-                f"and a model whose latents are not tokens"
+                f"AtTokens: {self.task!r} has an answer for each step and not for each token; "
+                "needed the task itself, and a model whose latents are not tokens"
             )
 
     @property
-    def min_length(self) -> int:  # pyrefly: ignore
+    # pyrefly: ignore[bad-override]: of the task within
+    def min_length(self) -> int:
         """The other's."""
         return self.task.min_length
 
     @property
-    def by_step(self) -> bool:  # pyrefly: ignore
+    # pyrefly: ignore[bad-override]: of the task within
+    def by_step(self) -> bool:
         """The other's."""
         return self.task.by_step
 
     @property
-    def grid(self) -> bool:  # pyrefly: ignore
+    # pyrefly: ignore[bad-override]: of the task within
+    def grid(self) -> bool:
         """The other's."""
         return self.task.grid
 
@@ -120,7 +126,8 @@ class AtTokens(Task):
 
         Args:
             tokens: The other task's, as long as each other.
-            answer: Symbols to answer, where they have blanks of their own; default as many as tokens.
+            answer: Symbols to answer, where they have blanks of their own; default as many as
+                tokens.
 
         Raises:
             ValueError: Not (B, L), or ids that the other task does not have.
@@ -130,16 +137,27 @@ class AtTokens(Task):
         tensor([[12,  1, 10,  2, 11, 13, 13]])
         """
         if not isinstance(tokens, Tensor) or tokens.is_floating_point():
-            raise ValueError(f"AtTokens.inputs: tokens are {type(tokens).__name__}; needed a tensor of ids (B, L)")
-        if tokens.dim() != 2 or not tokens.numel() or not 0 <= int(tokens.min()) <= int(tokens.max()) < self._start:
             raise ValueError(
-                f"AtTokens.inputs: tokens have shape {list(tokens.shape)}, ids {tokens.unique().tolist()[:9]}; needed "
-                f"(B, L), 0 to {self._start - 1}"
+                f"AtTokens.inputs: tokens are {type(tokens).__name__}; needed a tensor of ids (B, "
+                "L)"
             )
-        targets = torch.zeros(len(tokens), answer or tokens.shape[1], dtype=torch.long, device=tokens.device)
+        if (
+            tokens.dim() != 2
+            or not tokens.numel()
+            or not 0 <= int(tokens.min()) <= int(tokens.max()) < self._start
+        ):
+            raise ValueError(
+                f"AtTokens.inputs: tokens have shape {list(tokens.shape)}, ids "
+                f"{tokens.unique().tolist()[:9]}; needed (B, L), 0 to {self._start - 1}"
+            )
+        targets = torch.zeros(
+            len(tokens), answer or tokens.shape[1], dtype=torch.long, device=tokens.device
+        )
         if not self._blanks:
             targets = torch.zeros_like(tokens)
-        laid_out = self._laid_out(Sample(tokens, torch.ones_like(tokens, dtype=torch.bool), targets))
+        laid_out = self._laid_out(
+            Sample(tokens, torch.ones_like(tokens, dtype=torch.bool), targets)
+        )
         return laid_out.tokens, laid_out.mask
 
     def _laid_out(self, sample: Sample) -> Sample:
@@ -165,4 +183,6 @@ class AtTokens(Task):
         turned = order[:, None].expand(-1, targets.shape[1], -1) if targets.dim() == 3 else order
         targets = targets.gather(-1, turned)
         answered = (targets != IGNORED).any(1) if targets.dim() == 3 else targets != IGNORED
-        return Sample(tokens.masked_fill(~mask, 0), mask, targets, distance.masked_fill(~answered, 0), key)
+        return Sample(
+            tokens.masked_fill(~mask, 0), mask, targets, distance.masked_fill(~answered, 0), key
+        )

@@ -16,7 +16,9 @@ from .task import IGNORED, Sample, Task, at_least, integers, register_task
 @register_task("hops")
 @dataclass(frozen=True, kw_only=True)
 class Hops(Task):
-    """Follow a pointer: the table of f, a start s; the first step answers s, and each further one is another hop.
+    """Follow a pointer: the table of f, a start s.
+
+    The first step answers s, and each further one is another hop.
 
     ``length`` counts hops: step ``length + 1`` answers f(f(…f(s))).
 
@@ -53,7 +55,9 @@ class Hops(Task):
         """Table and start; the place before the first and after each hop, (B, 1 + hops, 1)."""
         hops, longest = self.checked(generator, batch, length)
         if self.permutation:
-            table = torch.rand(batch, self.size, generator=generator, device=generator.device).argsort(1)
+            table = torch.rand(
+                batch, self.size, generator=generator, device=generator.device
+            ).argsort(1)
         else:
             table = integers(generator, self.size, batch, self.size)
         start = integers(generator, self.size, batch, 1)
@@ -70,7 +74,9 @@ class Hops(Task):
 @register_task("depth")
 @dataclass(frozen=True, kw_only=True)
 class Depth(Task):
-    """How deep in brackets each place is: openings (0) less closings (1) so far, never below 0 or above ``max_depth``.
+    """How deep in brackets each place is.
+
+    Openings (0) less closings (1) so far, never below 0 or above ``max_depth``.
 
     ``length`` counts brackets.
 
@@ -94,7 +100,10 @@ class Depth(Task):
         return self.max_depth + 1
 
     def num_samples(self, length: int) -> int:
-        """At least so many walks: with ``max_depth=2``, the fewest above 1, every other bracket is a choice."""
+        """At least so many walks.
+
+        With ``max_depth=2``, the fewest above 1, every other bracket is a choice.
+        """
         return 1 if self.max_depth == 1 else 2 ** (length // 2)
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
@@ -111,4 +120,6 @@ class Depth(Task):
         place = torch.arange(longest, device=generator.device)
         mask = place < lengths
         distance = (place + 1).expand(batch, -1)
-        return Sample(tokens.masked_fill(~mask, 0), mask, after.masked_fill(~mask, IGNORED), distance)
+        return Sample(
+            tokens.masked_fill(~mask, 0), mask, after.masked_fill(~mask, IGNORED), distance
+        )

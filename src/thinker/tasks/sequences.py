@@ -51,7 +51,9 @@ class SequenceTask(Task):
 
     @abstractmethod
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
-        """The answer of every position, (B, L), or of the whole, (B, 1); or of every step and position, (B, T, L).
+        """The answer of every position, (B, L), or of the whole, (B, 1).
+
+        Or of every step and position, (B, T, L).
 
         What lies behind the end does not matter.
         """
@@ -75,12 +77,14 @@ class _Rearranged(SequenceTask):
     """The input in another order, which neighbours can bring about by exchanging symbols.
 
     Args:
-        by_step: Each step's answer is how far the exchanges have come: at odd steps of the first and second symbol,
-            the third and fourth, and so on, at even steps of the second and third, the fourth and fifth, and so on;
-            after n steps all is in place (odd-even transposition, Habermann 1972).
+        by_step: Each step's answer is how far the exchanges have come: at odd steps of the first
+            and second symbol, the third and fourth, and so on, at even steps of the second and
+            third, the fourth and fifth, and so on; after n steps all is in place (odd-even
+            transposition, Habermann 1972).
     """
 
-    by_step: bool = False  # pyrefly: ignore
+    # pyrefly: ignore[bad-override]: set for each instance
+    by_step: bool = False
 
     def distance(self, lengths: Tensor, place: Tensor) -> Tensor | None:
         """Of a step's answer, none but the neighbours; otherwise anything."""
@@ -100,7 +104,9 @@ class _Rearranged(SequenceTask):
             active = (place % 2 == step % 2) & (place + 1 < lengths) & (step < lengths)
             swap = active & self.exchanged(left, right)
             gives, takes = F.pad(swap, (0, 1)), F.pad(swap, (1, 0))
-            tokens = torch.where(gives, tokens.roll(-1, 1), torch.where(takes, tokens.roll(1, 1), tokens))
+            tokens = torch.where(
+                gives, tokens.roll(-1, 1), torch.where(takes, tokens.roll(1, 1), tokens)
+            )
             states.append(tokens)
         return torch.stack(states, 1)
 
@@ -110,7 +116,8 @@ class _Rearranged(SequenceTask):
 class Reverse(_Rearranged):
     """The input from its end.
 
-    With ``by_step`` a row of n symbols is asked for n steps: exchanges that went on would undo what they have done.
+    With ``by_step`` a row of n symbols is asked for n steps: exchanges that went on would undo what
+    they have done.
     """
 
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Sudoku: puzzles with one solution each, by difficulty, and the symmetries that make others of them.
+"""Sudoku: puzzles with one solution each, by difficulty, and the symmetries that make others.
 
-A grid is read row by row; 0 is an empty cell, digits count from 1. Everything works on whole batches: possible digits
-are (N, L, S), N puzzles of L = S² cells and S = box² digits.
+A grid is read row by row; 0 is an empty cell, digits count from 1. Everything works on whole
+batches: possible digits are (N, L, S), N puzzles of L = S² cells and S = box² digits.
 """
 
 from __future__ import annotations
@@ -22,30 +22,43 @@ Difficulty = Literal["easy", "medium", "hard"]
 def sudoku_puzzles(
     count: int, *, box: int = 3, difficulty: Difficulty = "easy", clues: int = 0, seed: int = 0
 ) -> tuple[Tensor, Tensor]:  # (count, L) twice
-    """Different puzzles with one solution each, and their solutions; 0 is an empty cell, digits count from 1.
+    """Different puzzles with one solution each, and their solutions.
+
+    0 is an empty cell, digits count from 1.
 
     Args:
         count: How many.
         box: Side of a box: 2 for puzzles of 4 x 4 cells, 3 for 9 x 9.
-        difficulty: What solves them: ``"easy"``, cells that have one digit left; ``"medium"``, also digits that have
-            one cell left in a row, column or box, and not without; ``"hard"``, these two are not enough, but trying out
-            is. Of 4 x 4 cells there are only easy ones.
-        clues: Digits are removed until so many are left, or none can go without making the puzzle ambiguous or harder
-            than allowed. Puzzles of 9 x 9 cells end with 20 to 30, those of 4 x 4 with 4 to 6.
+        difficulty: What solves them: ``"easy"``, cells that have one digit left; ``"medium"``, also
+            digits that have one cell left in a row, column or box, and not without; ``"hard"``,
+            these two are not enough, but trying out is. Of 4 x 4 cells there are only easy ones.
+        clues: Digits are removed until so many are left, or none can go without making the puzzle
+            ambiguous or harder than allowed. Puzzles of 9 x 9 cells end with 20 to 30, those of 4 x
+            4 with 4 to 6.
         seed: Of everything drawn.
 
     Raises:
-        ValueError: Numbers or a difficulty outside what is said above; fewer than ``count`` were found.
+        ValueError: Numbers or a difficulty outside what is said above; fewer than ``count`` were
+            found.
 
     >>> puzzles, solutions = sudoku_puzzles(2, box=2)
-    >>> puzzles.shape, bool(((puzzles == 0) | (puzzles == solutions)).all()), solutions.sum(1).tolist()
+    >>> (
+    ...     puzzles.shape,
+    ...     bool(((puzzles == 0) | (puzzles == solutions)).all()),
+    ...     solutions.sum(1).tolist(),
+    ... )
     (torch.Size([2, 16]), True, [40, 40])
     """
     most = box**4 - 1 if box in (2, 3) else 0
     for name, value, fits, needed in (
         ("box", box, box in (2, 3), "2 or 3"),
         ("count", count, is_whole(count) and count >= 1, "1 or more"),
-        ("difficulty", difficulty, difficulty in get_args(Difficulty), f"one of {', '.join(get_args(Difficulty))}"),
+        (
+            "difficulty",
+            difficulty,
+            difficulty in get_args(Difficulty),
+            f"one of {', '.join(get_args(Difficulty))}",
+        ),
         ("clues", clues, is_whole(clues) and 0 <= clues <= most, f"0 to {most}"),
         ("seed", seed, is_whole(seed), "a whole number"),
     ):
@@ -61,7 +74,9 @@ def sudoku_puzzles(
         for puzzle, solution in zip(puzzles, solutions, strict=True):
             solution_of.setdefault(tuple(puzzle.tolist()), solution)
         if difficulty != "easy":  # some need less than was allowed
-            new_puzzles = torch.tensor(list(solution_of)[before:], dtype=torch.long).view(-1, box**4)
+            new_puzzles = torch.tensor(list(solution_of)[before:], dtype=torch.long).view(
+                -1, box**4
+            )
             grades = sudoku_difficulty(new_puzzles, box=box)
             for puzzle, grade in zip(new_puzzles, grades, strict=True):
                 if grade != difficulty:
@@ -69,8 +84,8 @@ def sudoku_puzzles(
         dry = dry + 1 if len(solution_of) == before else 0
         if dry == 8:
             raise ValueError(
-                f"sudoku_puzzles: found {len(solution_of)} {difficulty} puzzles of box {box}; needed {count}, of which "
-                "there may not be so many"
+                f"sudoku_puzzles: found {len(solution_of)} {difficulty} puzzles of box {box}; "
+                f"needed {count}, of which there may not be so many"
             )
     return torch.tensor(list(solution_of)[:count]), torch.stack(list(solution_of.values())[:count])
 
@@ -80,19 +95,27 @@ def sudoku_difficulty(
     *,
     box: int = 3,
 ) -> list[Difficulty]:
-    """What solves each puzzle, see `sudoku_puzzles`; of one with several solutions or none, ``"hard"``.
+    """What solves each puzzle, see `sudoku_puzzles`.
+
+    Of one with several solutions or none, ``"hard"``.
 
     Raises:
         ValueError: Puzzles of another shape, or digits that there are not.
     """
     _check("sudoku_difficulty", puzzles, box)
     can = _possible(puzzles, box)
-    easy, medium = (_solved(_narrowed(can, box, hidden=hidden)).tolist() for hidden in (False, True))
+    easy, medium = (
+        _solved(_narrowed(can, box, hidden=hidden)).tolist() for hidden in (False, True)
+    )
     return ["easy" if e else "medium" if m else "hard" for e, m in zip(easy, medium, strict=True)]
 
 
-def sudoku_shuffle(box: int = 3) -> Callable[[torch.Generator, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Makes another puzzle of each: digits renamed, rows and columns exchanged within bands and as bands, transposed.
+def sudoku_shuffle(
+    box: int = 3,
+) -> Callable[[torch.Generator, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Make another puzzle of each.
+
+    Digits renamed, rows and columns exchanged within bands and as bands, transposed.
 
     Every 4 x 4 solution can be made of every other, so held-out puzzles could turn up in training.
 
@@ -100,7 +123,8 @@ def sudoku_shuffle(box: int = 3) -> Callable[[torch.Generator, Tensor, Tensor], 
         box: Side of a box.
 
     Returns:
-        A function of (generator, puzzles (N, L), solutions (N, L)), as `TensorTask` takes for ``augment``.
+        A function of (generator, puzzles (N, L), solutions (N, L)), as `TensorTask` takes for
+        ``augment``.
     """
     side = box**2
 
@@ -109,7 +133,9 @@ def sudoku_shuffle(box: int = 3) -> Callable[[torch.Generator, Tensor, Tensor], 
         inside = torch.rand(rows, box, box, generator=generator, device=generator.device).argsort(2)
         return (bands[:, :, None] * box + inside).flatten(1)
 
-    def shuffle(generator: torch.Generator, puzzles: Tensor, solutions: Tensor) -> tuple[Tensor, Tensor]:
+    def shuffle(
+        generator: torch.Generator, puzzles: Tensor, solutions: Tensor
+    ) -> tuple[Tensor, Tensor]:
         _check("sudoku_shuffle", puzzles, box)
         n, device = len(puzzles), generator.device
         row, column = lines(generator, n), lines(generator, n)
@@ -127,11 +153,18 @@ def sudoku_shuffle(box: int = 3) -> Callable[[torch.Generator, Tensor, Tensor], 
 def _check(what: str, puzzles: Tensor, box: int) -> None:
     """Puzzles of a box's size."""
     if not isinstance(puzzles, Tensor):
-        raise ValueError(f"{what}: puzzles are {type(puzzles).__name__}; needed a tensor (N, box^4)")
+        raise ValueError(
+            f"{what}: puzzles are {type(puzzles).__name__}; needed a tensor (N, box^4)"
+        )
     if box not in (2, 3) or puzzles.dim() != 2 or puzzles.shape[1] != box**4:
-        raise ValueError(f"{what}: puzzles have shape {list(puzzles.shape)}, box is {box!r}; needed (N, box^4), 2 or 3")
+        raise ValueError(
+            f"{what}: puzzles have shape {list(puzzles.shape)}, box is {box!r}; needed (N, box^4), "
+            "2 or 3"
+        )
     if len(puzzles) and not 0 <= int(puzzles.min()) <= int(puzzles.max()) <= box**2:
-        raise ValueError(f"{what}: cells from {int(puzzles.min())} to {int(puzzles.max())}; needed 0 to {box**2}")
+        raise ValueError(
+            f"{what}: cells from {int(puzzles.min())} to {int(puzzles.max())}; needed 0 to {box**2}"
+        )
 
 
 @lru_cache
@@ -162,7 +195,10 @@ def _solved(can: Tensor) -> Tensor:  # (N,)
 
 
 def _narrowed(can: Tensor, box: int, *, hidden: bool = True) -> Tensor:
-    """Strike out digits until nothing changes; in a puzzle that cannot be solved everything is struck out."""
+    """Strike out digits until nothing changes.
+
+    In a puzzle that cannot be solved everything is struck out.
+    """
     can, going = can.clone(), torch.arange(len(can))
     units, peers = _units(box), _peers(box)
     while len(going):
@@ -181,7 +217,10 @@ def _narrowed(can: Tensor, box: int, *, hidden: bool = True) -> Tensor:
 
 
 def _choose(generator: torch.Generator, can: Tensor) -> tuple[Tensor, Tensor]:
-    """For each unsolved puzzle an undecided cell with the fewest digits left, and one of them, both at random."""
+    """Return for each unsolved puzzle an undecided cell with the fewest digits, and one of them.
+
+    Both are drawn at random.
+    """
     left = can.sum(2).float()
     order = left + torch.rand(left.shape, generator=generator)
     cell = order.masked_fill(left <= 1, float("inf")).argmin(1)
@@ -191,7 +230,10 @@ def _choose(generator: torch.Generator, can: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _full_grids(generator: torch.Generator, count: int, box: int) -> Tensor:  # (count, L)
-    """Solved at random: a digit is tried in a cell, and where nothing fits any more it begins again."""
+    """Solve at random.
+
+    A digit is tried in a cell, and where nothing fits any more it begins again.
+    """
     empty = torch.ones(count, box**4, box**2, dtype=torch.bool)
     can = empty.clone()
     while True:
@@ -206,7 +248,10 @@ def _full_grids(generator: torch.Generator, count: int, box: int) -> Tensor:  # 
 
 
 def _solvable(generator: torch.Generator, can: Tensor, box: int) -> Tensor:  # (N,)
-    """Whether there is a solution: one digit of a cell is tried, and its others, until one is found or none is left."""
+    """Return whether there is a solution.
+
+    One digit of a cell is tried, and its others, until one is found or none is left.
+    """
     found, owner = torch.zeros(len(can), dtype=torch.bool), torch.arange(len(can))
     while len(can):
         can = _narrowed(can, box)

@@ -1,6 +1,9 @@
-"""What a task is: batches of inputs and answers, made by tensor operations on any device; and the names of tasks.
+"""What a task is: batches of inputs and answers, made by tensor operations on any device.
 
-Shapes: B batch, L input length, O answer length; a task's ``length`` is its own measure: symbols, digits, hops.
+And the names of tasks.
+
+Shapes: B batch, L input length, O answer length; a task's ``length`` is its own measure: symbols,
+digits, hops.
 """
 
 from __future__ import annotations
@@ -26,10 +29,10 @@ class Sample(NamedTuple):
     Args:
         tokens: (B, L) ids.
         mask: (B, L), True at tokens.
-        targets: (B, O) answers, -100 where there is none; or (B, T, O), those of each step, where the task says
-            ``by_step``.
-        distance: (B, O), how many tokens away the farthest token is that an answer depends on, the start token before
-            the input included; at least 1. None: it may depend on everything.
+        targets: (B, O) answers, -100 where there is none; or (B, T, O), those of each step, where
+            the task says ``by_step``.
+        distance: (B, O), how many tokens away the farthest token is that an answer depends on, the
+            start token before the input included; at least 1. None: it may depend on everything.
         key: (B,) numbers that decide which rows are held out; None: computed from the tokens.
     """
 
@@ -51,7 +54,9 @@ class Sample(NamedTuple):
     @staticmethod
     def joined(samples: Sequence[Sample]) -> Sample:
         """One batch of several of the same length."""
-        columns: list[Any] = [None if c[0] is None else torch.cat(c) for c in zip(*samples, strict=True)]
+        columns: list[Any] = [
+            None if c[0] is None else torch.cat(c) for c in zip(*samples, strict=True)
+        ]
         return Sample(*columns)
 
 
@@ -70,7 +75,9 @@ def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
 
     def put(kind: type[Task]) -> type[Task]:
         if not (isinstance(kind, type) and issubclass(kind, Task)):
-            raise ValueError(f"register_task: {name!r} is {kind!r}; needed a class under Task, or SequenceTask")
+            raise ValueError(
+                f"register_task: {name!r} is {kind!r}; needed a class under Task, or SequenceTask"
+            )
         if name in TASKS:
             raise ValueError(f"register_task: {name!r} is taken, by {TASKS[name].__name__}")
         TASKS[name] = kind
@@ -101,15 +108,18 @@ def make_task(name: str, **options: object) -> Task:
         return TASKS[name](**options)
     except TypeError:
         known = ", ".join(inspect.signature(TASKS[name]).parameters) or "no options"
-        raise ValueError(f"make_task: {name!r} has no such options as {', '.join(options)}; it has {known}") from None
+        raise ValueError(
+            f"make_task: {name!r} has no such options as {', '.join(options)}; it has {known}"
+        ) from None
 
 
 class Task(ABC):
     """A task: its sizes, and how its samples are drawn.
 
-    ``length`` is a whole number, or (B,), one for each row; shorter rows are padded, on the left with ``pads_left``.
-    With ``by_step`` the targets are (B, T, O): each of the first T steps of thinking has answers of its own. With
-    ``grid`` the input is a grid, read row by row, and each answer is at one of its tokens.
+    ``length`` is a whole number, or (B,), one for each row; shorter rows are padded, on the left
+    with ``pads_left``. With ``by_step`` the targets are (B, T, O): each of the first T steps of
+    thinking has answers of its own. With ``grid`` the input is a grid, read row by row, and each
+    answer is at one of its tokens.
     """
 
     min_length: ClassVar[int] = 1
@@ -156,18 +166,25 @@ class Task(ABC):
         """Which answers count."""
         return sample.targets != IGNORED
 
-    def checked(self, generator: torch.Generator, batch: int, length: int | Tensor) -> tuple[Tensor, int]:
+    def checked(
+        self, generator: torch.Generator, batch: int, length: int | Tensor
+    ) -> tuple[Tensor, int]:
         """Lengths as (B, 1) on the device, and the longest; refuses those below ``min_length``."""
         if isinstance(length, int):
             longest = shortest = length
             lengths = torch.full((batch, 1), length, device=generator.device)
         else:
             if length.shape != (batch,):
-                raise ValueError(f"{type(self).__name__}: lengths have shape {list(length.shape)}; needed ({batch},)")
+                raise ValueError(
+                    f"{type(self).__name__}: lengths have shape {list(length.shape)}; needed "
+                    f"({batch},)"
+                )
             shortest, longest = (int(v) for v in torch.aminmax(length))
             lengths = length.to(generator.device)[:, None]
         if shortest < self.min_length:
-            raise ValueError(f"{type(self).__name__}: length {shortest}; needed {self.min_length} or more")
+            raise ValueError(
+                f"{type(self).__name__}: length {shortest}; needed {self.min_length} or more"
+            )
         return lengths, longest
 
 
@@ -184,15 +201,27 @@ def check_sample(task: Task, generator: torch.Generator, length: int) -> None:
         ids = getattr(sample, column)
         if ids.dim() != dims or len(ids) != sizes[0] or not 1 <= ids.shape[-1] <= size:
             needed = f"(2, steps, {size})" if dims == 3 else f"(2, {size})"
-            raise ValueError(f"{name}.sample: {column} of 2 rows have shape {tuple(ids.shape)}; needed {needed}")
+            raise ValueError(
+                f"{name}.sample: {column} of 2 rows have shape {tuple(ids.shape)}; needed {needed}"
+            )
         ids = ids[ids != IGNORED] if column == "targets" else ids
-        if ids.dtype != torch.int64 or (ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < high):
+        if ids.dtype != torch.int64 or (
+            ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < high
+        ):
             span = f" from {ids.min()} to {ids.max()}" if ids.numel() else ""
-            raise ValueError(f"{name}.sample: {column} are {ids.dtype}{span}; needed int64 from 0 to {high - 1}")
-    for column, shape in (("mask", sample.tokens.shape), ("distance", (sizes[0], sizes[1])), ("key", (sizes[0],))):
+            raise ValueError(
+                f"{name}.sample: {column} are {ids.dtype}{span}; needed int64 from 0 to {high - 1}"
+            )
+    for column, shape in (
+        ("mask", sample.tokens.shape),
+        ("distance", (sizes[0], sizes[1])),
+        ("key", (sizes[0],)),
+    ):
         value = getattr(sample, column)
         if value is not None and value.shape != shape:
-            raise ValueError(f"{name}.sample: {column} has shape {tuple(value.shape)}; needed {tuple(shape)}")
+            raise ValueError(
+                f"{name}.sample: {column} has shape {tuple(value.shape)}; needed {tuple(shape)}"
+            )
 
 
 def row_words(length: int, device: torch.device) -> Tensor:  # (length,)

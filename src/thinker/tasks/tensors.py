@@ -20,19 +20,22 @@ _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 class TensorTask(Task):
     """A fixed data set: batches are rows of it, drawn with replacement. Every row has length 1.
 
-    A `CurriculumDataset` holds some of the rows out, by what their tokens are, and evaluates on them, each once.
+    A `CurriculumDataset` holds some of the rows out, by what their tokens are, and evaluates on
+    them, each once.
 
     Args:
         tokens: (N, L) ids.
         targets: (N, O), -100 where there is no answer.
         mask: (N, L), where there are tokens; default everywhere.
-        augment: A function of (generator, tokens, targets) to both, of the same shapes, which changes the rows
-            that were drawn for training. It must not turn one into a held-out row: that is not checked.
+        augment: A function of (generator, tokens, targets) to both, of the same shapes, which
+            changes the rows that were drawn for training. It must not turn one into a held-out row:
+            that is not checked.
         grid: Each row is a grid, row by row, with an answer for each cell.
         symbols: Ids and answers are below it; default those that occur.
 
     Raises:
-        ValueError: Tensors that do not fit each other or are no ids, and what ``augment`` makes of them.
+        ValueError: Tensors that do not fit each other or are no ids, and what ``augment`` makes of
+            them.
 
     >>> tokens = torch.arange(6).view(3, 2)
     >>> task = TensorTask(tokens, tokens.flip(1))
@@ -44,58 +47,85 @@ class TensorTask(Task):
     targets: Tensor
     mask: Tensor | None = None
     augment: Augment | None = None
-    grid: bool = False  # pyrefly: ignore
+    # pyrefly: ignore[bad-override]: set for each instance
+    grid: bool = False
     symbols: int | None = None
 
     def __post_init__(self):
         for name, tensor in (("tokens", self.tokens), ("targets", self.targets)):
-            if not isinstance(tensor, Tensor) or tensor.dtype not in _WHOLE or tensor.dim() != 2 or 0 in tensor.shape:
+            if (
+                not isinstance(tensor, Tensor)
+                or tensor.dtype not in _WHOLE
+                or tensor.dim() != 2
+                or 0 in tensor.shape
+            ):
                 raise ValueError(
-                    f"TensorTask: {name} is {_told(tensor)}; needed tensors of whole numbers, (N, L) and (N, O)"
+                    f"TensorTask: {name} is {_told(tensor)}; needed tensors of whole numbers, (N, "
+                    "L) and (N, O)"
                 )
         rows, shape = len(self.tokens), list(self.tokens.shape)
         if len(self.targets) != rows or (self.grid and self.targets.shape != self.tokens.shape):
             needed = shape if self.grid else f"{rows} rows, as tokens have"
             raise ValueError(f"TensorTask: targets is {_told(self.targets)}; needed {needed}")
         if self.mask is not None:
-            if not isinstance(self.mask, Tensor) or list(self.mask.shape) != shape or self.mask.is_floating_point():
-                raise ValueError(f"TensorTask: mask is {_told(self.mask)}; needed {shape} of True and False")
+            if (
+                not isinstance(self.mask, Tensor)
+                or list(self.mask.shape) != shape
+                or self.mask.is_floating_point()
+            ):
+                raise ValueError(
+                    f"TensorTask: mask is {_told(self.mask)}; needed {shape} of True and False"
+                )
             if not bool(self.mask.bool().any(1).all()):
-                raise ValueError("TensorTask: mask leaves a row without any token; needed one or more in each")
+                raise ValueError(
+                    "TensorTask: mask leaves a row without any token; needed one or more in each"
+                )
         targets = self.targets[self.targets != IGNORED]
         if int(self.tokens.min()) < 0 or not len(targets) or int(targets.min()) < 0:
             least = int(targets.min()) if len(targets) else IGNORED
             raise ValueError(
-                f"TensorTask: tokens from {int(self.tokens.min())}, targets from {least}; needed ids from 0, and -100 "
-                f"where there is no answer, but not everywhere"
+                f"TensorTask: tokens from {int(self.tokens.min())}, targets from {least}; needed "
+                "ids from 0, and -100 where there is no answer, but not everywhere"
             )
         most = max(int(self.tokens.max()), int(targets.max()))
         if self.symbols is not None and self.symbols <= most:
             raise ValueError(f"TensorTask: symbols is {self.symbols}; needed {most + 1} or more")
         if not isinstance(self.grid, bool) or not (self.augment is None or callable(self.augment)):
             raise ValueError(
-                f"TensorTask: grid {self.grid!r}, augment {self.augment!r}; needed True or False, and a function"
+                f"TensorTask: grid {self.grid!r}, augment {self.augment!r}; needed True or False, "
+                "and a function"
             )
 
     def __repr__(self) -> str:
         rows = self._rows
-        content = b"".join(x.cpu().numpy().tobytes() for x in (rows.tokens, rows.mask, rows.targets))
+        content = b"".join(
+            x.cpu().numpy().tobytes() for x in (rows.tokens, rows.mask, rows.targets)
+        )
         more = ", grid=True" * self.grid + ", augmented" * (self.augment is not None)
-        return f"TensorTask({len(rows.tokens)} rows of {rows.tokens.shape[1]}, {zlib.crc32(content):08x}{more})"
+        return (
+            f"TensorTask({len(rows.tokens)} rows of {rows.tokens.shape[1]}, "
+            f"{zlib.crc32(content):08x}{more})"
+        )
 
     @cached_property
     def _rows(self) -> Sample:
         tokens, targets = self.tokens.long(), self.targets.long()
         mask = torch.ones_like(tokens, dtype=torch.bool) if self.mask is None else self.mask.bool()
-        return Sample(tokens, mask, targets, None, row_key(tokens, mask, row_words(tokens.shape[1], tokens.device)))
+        return Sample(
+            tokens,
+            mask,
+            targets,
+            None,
+            row_key(tokens, mask, row_words(tokens.shape[1], tokens.device)),
+        )
 
     @cached_property
-    def vocab_size(self) -> int:  # pyrefly: ignore
+    def vocab_size(self) -> int:
         """``symbols``, or what the ids that occur are below."""
         return self.symbols or int(self.tokens.max()) + 1
 
     @cached_property
-    def output_size(self) -> int:  # pyrefly: ignore
+    def output_size(self) -> int:
         """``symbols``, or what the answers that occur are below."""
         return self.symbols or int(self.targets.max()) + 1
 
@@ -119,20 +149,33 @@ class TensorTask(Task):
         """Rows, changed by ``augment`` where there is one."""
         self.checked(generator, batch, length)
         chosen = integers(generator, len(self.tokens), batch)
-        rows = self._rows.rows(chosen.to(self.tokens.device)).map(lambda column: column.to(generator.device))
+        rows = self._rows.rows(chosen.to(self.tokens.device)).map(
+            lambda column: column.to(generator.device)
+        )
         if self.augment is None:
             return rows
         augmented: object = self.augment(generator, rows.tokens, rows.targets)
         if not isinstance(augmented, tuple) or len(augmented) != 2:
-            raise ValueError(f"TensorTask: augment made {_told(augmented)}; needed tokens and targets")
+            raise ValueError(
+                f"TensorTask: augment made {_told(augmented)}; needed tokens and targets"
+            )
         kinds = (("tokens", 0, self.vocab_size), ("targets", IGNORED, self.output_size))
-        for after, before, (name, least, size) in zip(augmented, (rows.tokens, rows.targets), kinds, strict=True):
-            if not isinstance(after, Tensor) or after.shape != before.shape or after.dtype != before.dtype:
-                raise ValueError(f"TensorTask: augment made {name} {_told(after)}; needed {_told(before)}")
+        for after, before, (name, least, size) in zip(
+            augmented, (rows.tokens, rows.targets), kinds, strict=True
+        ):
+            if (
+                not isinstance(after, Tensor)
+                or after.shape != before.shape
+                or after.dtype != before.dtype
+            ):
+                raise ValueError(
+                    f"TensorTask: augment made {name} {_told(after)}; needed {_told(before)}"
+                )
             if int(after.min()) < least or int(after.max()) >= size:
                 raise ValueError(
-                    f"TensorTask: augment made {name} from {int(after.min())} to {int(after.max())}; needed {least} to "
-                    f"{size - 1}: say symbols= where there are more"
+                    f"TensorTask: augment made {name} from {int(after.min())} to "
+                    f"{int(after.max())}; needed {least} to {size - 1}: say symbols= where there "
+                    "are more"
                 )
         return rows._replace(tokens=augmented[0], targets=augmented[1])
 

@@ -1,4 +1,7 @@
-"""Callbacks of `ThinkerTrainer`: the curriculum's feedback, rewinding on a peak of the loss, evaluation grids."""
+"""Callbacks of `ThinkerTrainer`.
+
+The curriculum's feedback, rewinding on a peak of the loss.
+"""
 
 from __future__ import annotations
 
@@ -76,13 +79,21 @@ class CurriculumCallback(ThinkerCallback):
         self.before: Counts | None = None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Count from here."""
         self.before = self.trainer.tally.mark()
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Report."""
         trainer = self.trainer
@@ -107,16 +118,19 @@ class CurriculumCallback(ThinkerCallback):
 
 
 class RewindOnPeak(ThinkerCallback):
-    """When the loss peaks or is not finite, goes back to the best point, and on with new batches at a lower rate.
+    """Go back to the best point when the loss peaks or is not finite.
 
-    The mean loss of every ``every`` steps is compared with the best such mean and with the first step's loss. What is
-    kept for the best one are weights, optimizer, moving average and schedule at its beginning, in memory and in
-    checkpoints. A run that peaks once more than ``limit`` times is stopped. One that ends on a peak, or after a rewind
-    above the best at the same difficulty, ends with the best weights. Logged as ``rewinds``, ``peak`` and
-    ``rewound_to_step``.
+    It goes on with new batches at a lower rate.
+
+    The mean loss of every ``every`` steps is compared with the best such mean and with the first
+    step's loss. What is kept for the best one are weights, optimizer, moving average and schedule
+    at its beginning, in memory and in checkpoints. A run that peaks once more than ``limit`` times
+    is stopped. One that ends on a peak, or after a rewind above the best at the same difficulty,
+    ends with the best weights. Logged as ``rewinds``, ``peak`` and ``rewound_to_step``.
 
     Args:
-        factor: A peak is above ``factor`` times the best mean, or the first loss if that is lower, plus ``margin``.
+        factor: A peak is above ``factor`` times the best mean, or the first loss if that is lower,
+            plus ``margin``.
         margin: See ``factor``.
         every: Steps between two looks.
         limit: Rewinds, at most.
@@ -127,14 +141,26 @@ class RewindOnPeak(ThinkerCallback):
     """
 
     def __init__(
-        self, *, factor: float = 3.0, margin: float = 0.3, every: int = 20, limit: int = 20, cooling: float = 0.5
+        self,
+        *,
+        factor: float = 3.0,
+        margin: float = 0.3,
+        every: int = 20,
+        limit: int = 20,
+        cooling: float = 0.5,
     ):
         if not (factor >= 1 and margin >= 0 and every >= 1 and limit >= 1 and 0 < cooling <= 1):
             raise ValueError(
-                f"RewindOnPeak: factor {factor}, margin {margin}, every {every}, limit {limit}, cooling {cooling}; "
-                f"needed from 1, 0, 1, 1, and above 0 to 1"
+                f"RewindOnPeak: factor {factor}, margin {margin}, every {every}, limit {limit}, "
+                f"cooling {cooling}; needed from 1, 0, 1, 1, and above 0 to 1"
             )
-        self.factor, self.margin, self.every, self.limit, self.cooling = factor, margin, every, limit, cooling
+        self.factor, self.margin, self.every, self.limit, self.cooling = (
+            factor,
+            margin,
+            every,
+            limit,
+            cooling,
+        )
         self.count = 0
         self.best: StateDict = {}
         self.newest: StateDict = {}  # where the present window began
@@ -143,7 +169,11 @@ class RewindOnPeak(ThinkerCallback):
         self.before: Counts | None = None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Count from here; there is nothing better yet."""
         self.count, self.first, self.last = 0, math.nan, math.nan
@@ -151,7 +181,11 @@ class RewindOnPeak(ThinkerCallback):
         self.newest = self.best = self._point(state.global_step)
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Look, keep or go back."""
         assert self.before is not None
@@ -163,9 +197,13 @@ class RewindOnPeak(ThinkerCallback):
         if self._is_peak(self.last):
             if self.count == self.limit:
                 logger.warning(
-                    "RewindOnPeak: %d rewinds, and the loss peaks again at step %d (%.4g, best %.4g); training stops",
-                    self.limit, state.global_step, self.last, self.best["loss"],
-                )  # fmt: skip
+                    "RewindOnPeak: %d rewinds, and the loss peaks again at step %d (%.4g, best "
+                    "%.4g); training stops",
+                    self.limit,
+                    state.global_step,
+                    self.last,
+                    self.best["loss"],
+                )
                 control.should_training_stop = True
                 return
             self.count += 1
@@ -176,7 +214,11 @@ class RewindOnPeak(ThinkerCallback):
         self.newest = self._point(state.global_step)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Go back to the best weights where the run ends on worse ones."""
         assert self.before is not None
@@ -190,18 +232,27 @@ class RewindOnPeak(ThinkerCallback):
         return self.trainer.data.difficulty(self.trainer.batches)
 
     def _point(self, step: int) -> dict[str, object]:
-        return {"loss": math.inf, "step": step, "difficulty": self._difficulty()} | self.trainer.snapshot()
+        return {
+            "loss": math.inf,
+            "step": step,
+            "difficulty": self._difficulty(),
+        } | self.trainer.snapshot()
 
     def on_rewind(self) -> None:
         """Count from here; another of its kind may have gone back."""
         self.before = self.trainer.tally.mark()
 
     def _is_peak(self, loss: float) -> bool:
-        return math.isinf(loss) or loss > self.factor * min(self.best["loss"], self.first) + self.margin
+        return (
+            math.isinf(loss)
+            or loss > self.factor * min(self.best["loss"], self.first) + self.margin
+        )
 
     def _rewind(self) -> None:
         self.trainer.restore(self.best)
-        self.trainer.log({"rewinds": self.count, "peak": self.last, "rewound_to_step": self.best["step"]})
+        self.trainer.log(
+            {"rewinds": self.count, "peak": self.last, "rewound_to_step": self.best["step"]}
+        )
 
     def state_dict(self) -> StateDict:
         """The count, the best point and the present window's beginning."""

@@ -23,10 +23,17 @@ def pack_carry(carry: ThinkerState | None) -> StateDict | None:
     if carry is None:
         return None
     memory = None if carry.memory is None else list(carry.memory.layers)
-    return {"latents": carry.latents, "memory": memory, "drawn": carry.places.drawn, "offset": carry.places.offset}
+    return {
+        "latents": carry.latents,
+        "memory": memory,
+        "drawn": carry.places.drawn,
+        "offset": carry.places.offset,
+    }
 
 
-def unpack_carry(packed: StateDict | None, config: ThinkerConfig, device: torch.device) -> ThinkerState | None:
+def unpack_carry(
+    packed: StateDict | None, config: ThinkerConfig, device: torch.device
+) -> ThinkerState | None:
     """What `pack_carry` packed."""
     if packed is None:
         return None
@@ -49,12 +56,15 @@ def read_state(path: Path) -> StateDict:
     """
     if not path.exists():
         raise ValueError(
-            f"ThinkerTrainer: {path.parent} has no {path.name}; needed a whole checkpoint that ThinkerTrainer wrote"
+            f"ThinkerTrainer: {path.parent} has no {path.name}; needed a whole checkpoint that "
+            "ThinkerTrainer wrote"
         )
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch and pickle raise what they like for a file that is cut
-        raise ValueError(f"ThinkerTrainer: {path} cannot be read ({error}); needed a whole checkpoint") from error
+        raise ValueError(
+            f"ThinkerTrainer: {path} cannot be read ({error}); needed a whole checkpoint"
+        ) from error
 
 
 def newest_whole(folder: Path, name: str) -> Path:
@@ -63,13 +73,23 @@ def newest_whole(folder: Path, name: str) -> Path:
     Raises:
         ValueError: There is none.
     """
-    numbers = {p: p.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-") for p in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
-    for path in sorted((p for p, n in numbers.items() if n.isdigit()), key=lambda p: -int(numbers[p])):
+    numbers = {
+        p: p.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+        for p in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    }
+    for path in sorted(
+        (p for p, n in numbers.items() if n.isdigit()), key=lambda p: -int(numbers[p])
+    ):
         try:
-            for file in {path / name, *path.glob(f"{Path(name).stem}*{Path(name).suffix}")}:  # of all processes
+            for file in {
+                path / name,
+                *path.glob(f"{Path(name).stem}*{Path(name).suffix}"),
+            }:  # of all processes
                 read_state(file)
         except ValueError as error:
-            logger.warning("ThinkerTrainer: the checkpoint %s is not whole and is passed over: %s", path, error)
+            logger.warning(
+                "ThinkerTrainer: the checkpoint %s is not whole and is passed over: %s", path, error
+            )
         else:
             return path
     raise ValueError(f"ThinkerTrainer: {folder} has no whole checkpoint to resume from")

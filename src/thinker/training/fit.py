@@ -15,16 +15,18 @@ from ..model import LatentThinker
 def check_kinds(model: object, data: object, step_loss: object, draw_plan: object) -> None:
     """Refuse what is of another kind than the trainer's own."""
     if not isinstance(data, CurriculumDataset):
-        raise ValueError(f"ThinkerTrainer: train_dataset is {type(data).__name__}; needed a CurriculumDataset")
+        raise ValueError(
+            f"ThinkerTrainer: train_dataset is {type(data).__name__}; needed a CurriculumDataset"
+        )
     if not isinstance(model, LatentThinker) or not isinstance(step_loss, StepLoss | None):
         raise ValueError(
-            f"ThinkerTrainer: model is {type(model).__name__}, step_loss {step_loss!r}; needed a LatentThinker, "
-            f"and a StepLoss, as AllSteps()"
+            f"ThinkerTrainer: model is {type(model).__name__}, step_loss {step_loss!r}; needed a "
+            "LatentThinker, and a StepLoss, as AllSteps()"
         )
     if draw_plan is not None and not callable(draw_plan):
         raise ValueError(
-            f"ThinkerTrainer: draw_plan is a {type(draw_plan).__name__}; needed a function of a generator and a "
-            f"number of steps, or ThinkerConfig(plan=...) for one plan"
+            f"ThinkerTrainer: draw_plan is a {type(draw_plan).__name__}; needed a function of a "
+            "generator and a number of steps, or ThinkerConfig(plan=...) for one plan"
         )
 
 
@@ -34,8 +36,8 @@ def check_delay(args: TrainingArguments, data: CurriculumDataset) -> None:
     ahead = args.gradient_accumulation_steps + drawn + data.segments - 1
     if data.schedule.initial() and ahead > data.delay:
         raise ValueError(
-            f"ThinkerTrainer: batches are drawn {ahead} ahead, the data set's delay is {data.delay}; needed a delay "
-            f"as large"
+            f"ThinkerTrainer: batches are drawn {ahead} ahead, the data set's delay is "
+            f"{data.delay}; needed a delay as large"
         )
 
 
@@ -47,12 +49,15 @@ def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> 
         has = getattr(config, name)
         if needed > has:
             raise ValueError(
-                f"ThinkerTrainer: the model's {name} is {has}; {type(data.task).__name__} up to length "
-                f"{data.schedule.max_length} needed {needed}"
+                f"ThinkerTrainer: the model's {name} is {has}; {type(data.task).__name__} up to "
+                f"length {data.schedule.max_length} needed {needed}"
             )
-    if data.most_latents is not None and data.most_latents > (config.table_size or data.most_latents):
+    if data.most_latents is not None and data.most_latents > (
+        config.table_size or data.most_latents
+    ):
         raise ValueError(
-            f"ThinkerTrainer: the data set draws up to {data.most_latents} latents, the model's table has "
+            f"ThinkerTrainer: the data set draws up to {data.most_latents} latents, the model's "
+            "table has "
             f'{config.table_size}; needed at most as many, or latent_init="noise"'
         )
     check_plan(config, plan.rows())
@@ -63,21 +68,30 @@ def check_reach(model: LatentThinker, data: CurriculumDataset, loss: StepLoss) -
     distance = data.batch(data.step).get("distance") if loss.counts_from_start else None
     if distance is None or not bool((distance > 0).any()):
         return
-    nearest, most = int(distance[distance > 0].min()), data.most_steps * ((model.config.window or 2) - 1)
+    nearest, most = (
+        int(distance[distance > 0].min()),
+        data.most_steps * ((model.config.window or 2) - 1),
+    )
     if nearest > most:
         raise ValueError(
-            f"ThinkerTrainer: answers of {data.task!r} depend on tokens {nearest} away or farther, and at most "
-            f"{data.most_steps} steps reach {most}; needed more steps, a task that says how far (Sample.distance), or "
-            f"another loss than {type(loss).__name__}"
+            f"ThinkerTrainer: answers of {data.task!r} depend on tokens {nearest} away or farther, "
+            f"and at most {data.most_steps} steps reach {most}; needed more steps, a task that "
+            f"says how far (Sample.distance), or another loss than {type(loss).__name__}"
         )
 
 
 def check_segments(segments: int, data: CurriculumDataset, loss: StepLoss) -> None:
-    """Refuse segments below 1, and more than 1 with a task or loss that counts steps from the start."""
+    """Refuse segments below 1, and more than 1 with what counts steps from the start.
+
+    That is a task or a loss.
+    """
     if not is_whole(segments) or segments < 1:
-        raise ValueError(f"ThinkerTrainer: segments is {segments!r}; needed a whole number, 1 or more")
+        raise ValueError(
+            f"ThinkerTrainer: segments is {segments!r}; needed a whole number, 1 or more"
+        )
     if segments > 1 and (data.task.by_step or loss.counts_from_start):
         what = f"answers of {data.task!r}" if data.task.by_step else type(loss).__name__
         raise ValueError(
-            f"ThinkerTrainer: segments is {segments}, but {what} counts steps from the start; needed 1, or another loss"
+            f"ThinkerTrainer: segments is {segments}, but {what} counts steps from the start; "
+            "needed 1, or another loss"
         )

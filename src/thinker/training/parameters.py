@@ -5,8 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 
-def parameter_groups(model: nn.Module, *, learning_rate: float, weight_decay: float = 0.01) -> list[dict[str, object]]:
-    """Optimizer groups: matrices of linear layers decay; embeddings, positions, latents, norms and biases do not.
+def parameter_groups(
+    model: nn.Module, *, learning_rate: float, weight_decay: float = 0.01
+) -> list[dict[str, object]]:
+    """Optimizer groups: matrices of linear layers decay.
+
+    Embeddings, positions, latents, norms and biases do not.
 
     Args:
         model: A module of any kind.
@@ -14,7 +18,8 @@ def parameter_groups(model: nn.Module, *, learning_rate: float, weight_decay: fl
         weight_decay: Of the matrices.
 
     Returns:
-        What a torch optimizer takes: the matrices, then the rest; a group without parameters is left out.
+        What a torch optimizer takes: the matrices, then the rest; a group without parameters is
+            left out.
     """
     matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     by_kind: dict[bool, list[nn.Parameter]] = {True: [], False: []}

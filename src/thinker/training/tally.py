@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 Counts = dict[str, Tensor]
-"""``right`` and ``total`` (L + 1,) by length; ``loss`` (3,): the sum of those that were finite, how many were and were
+"""``right`` and ``total`` (L + 1,) by length; ``loss`` (3,): the sum of those that were finite, how
+many were and were
 not; float64."""
 
 
 class Tally:
-    """Counts since the start of a run; marks remember a moment, and `since` says what came after it.
+    """Counts since the start of a run.
+
+    Marks remember a moment, and `since` says what came after it.
 
     Args:
         max_length: The longest samples.
@@ -25,17 +28,23 @@ class Tally:
     def __init__(self, max_length: int, device: torch.device, total: Callable[[Tensor], Tensor]):
         self._total, self._device = total, device
         sizes = {"right": max_length + 1, "total": max_length + 1, "loss": 3}
-        self.counts: Counts = {n: torch.zeros(size, dtype=torch.float64, device=device) for n, size in sizes.items()}
+        self.counts: Counts = {
+            n: torch.zeros(size, dtype=torch.float64, device=device) for n, size in sizes.items()
+        }
 
     @torch.no_grad()
-    def add(self, logits: Tensor, labels: Tensor, counted: Tensor, lengths: Tensor, loss: Tensor) -> None:
+    def add(
+        self, logits: Tensor, labels: Tensor, counted: Tensor, lengths: Tensor, loss: Tensor
+    ) -> None:
         """Note a batch: logits (B, O, V), labels and counted (B, O), lengths (B,)."""
         right = ((logits.argmax(-1) == labels) & counted).sum(1)
         self.counts["right"].index_add_(0, lengths, right.double())
         self.counts["total"].index_add_(0, lengths, counted.sum(1).double())
         loss = loss.detach().double()
         finite = loss.isfinite()
-        self.counts["loss"] += torch.stack([loss.where(finite, torch.zeros_like(loss)), finite, ~finite])
+        self.counts["loss"] += torch.stack(
+            [loss.where(finite, torch.zeros_like(loss)), finite, ~finite]
+        )
 
     def mark(self) -> Counts:
         """The present moment."""
@@ -55,6 +64,9 @@ class Tally:
 
 
 def mean_loss(counts: Counts) -> float:
-    """The mean of the losses that were finite; infinite where none was, nan where there was none at all."""
+    """The mean of the losses that were finite.
+
+    Infinite where none was, nan where there was none at all.
+    """
     total, finite, other = counts["loss"].tolist()
     return total / finite if finite else math.inf if other else math.nan

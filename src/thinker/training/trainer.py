@@ -42,32 +42,35 @@ DrawPlan = Callable[[torch.Generator, int], FlowPlan]
 class ThinkerTrainer(StepTrainer):
     """A `transformers.Trainer` that trains a `LatentThinker` on a `CurriculumDataset`.
 
-    Each batch says how many steps and latents it thinks with; the loss says which steps count. The position in the
-    data, the schedule, noise, the moving average and what callbacks know are in every checkpoint: a run that was
-    stopped and resumed is the run that was not. Evaluation is accuracy on held-out samples. Logs have ``accuracy`` (of
-    training answers) and ``difficulty``.
+    Each batch says how many steps and latents it thinks with; the loss says which steps count. The
+    position in the data, the schedule, noise, the moving average and what callbacks know are in
+    every checkpoint: a run that was stopped and resumed is the run that was not. Evaluation is
+    accuracy on held-out samples. Logs have ``accuracy`` (of training answers) and ``difficulty``.
 
     Args:
         model: The thinker.
-        args: `TrainingArguments`; default `thinker_arguments`. They are copied, and the batch size is the data set's.
+        args: `TrainingArguments`; default `thinker_arguments`. They are copied, and the batch size
+            is the data set's.
         train_dataset: Batches.
         step_loss: Which steps are supervised; default the last and one random earlier one.
-        draw_plan: A function of a generator and a number of steps that draws a plan for each batch, as
-            ``lambda generator, n_step: FlowPlan.random(0.5, n_step, generator=generator)`` for a model with a memory
-            and static tokens; default the model's own plan, with which it is evaluated in any case. A batch that draws
-            fewer steps than its plan needs takes the fewest.
-        segments: How many optimizer steps each batch is for; each goes on from the latents that the one before came
-            to, without gradients into it (deep supervision: HRM, Wang et al. 2025; TRM, Jolicoeur-Martineau 2025). A
-            model then learns to go on from where it is, at the cost of a few steps. ``max_steps``, and
-            what the logs count by the second, are segments.
+        draw_plan: A function of a generator and a number of steps that draws a plan for each batch,
+            as ``lambda generator, n_step: FlowPlan.random(0.5, n_step, generator=generator)`` for a
+            model with a memory and static tokens; default the model's own plan, with which it is
+            evaluated in any case. A batch that draws fewer steps than its plan needs takes the
+            fewest.
+        segments: How many optimizer steps each batch is for; each goes on from the latents that the
+            one before came to, without gradients into it (deep supervision: HRM, Wang et al. 2025;
+            TRM, Jolicoeur-Martineau 2025). A model then learns to go on from where it is, at the
+            cost of a few steps. ``max_steps``, and what the logs count by the second, are segments.
         ema: Decay of a moving average of the weights, `ema_model`; default none.
         eval_lengths: Of held-out samples in `evaluate`; default the longest.
         eval_samples: Of each.
-        **options: Of `Trainer`; ``eval_dataset`` is a `CurriculumDataset` too, default the training one.
+        **options: Of `Trainer`; ``eval_dataset`` is a `CurriculumDataset` too, default the training
+            one.
 
     Raises:
-        ValueError: Data longer than the model's positions or with other symbols; a loss that the model has no head for;
-            segments with answers or a loss that count steps from the start.
+        ValueError: Data longer than the model's positions or with other symbols; a loss that the
+            model has no head for; segments with answers or a loss that count steps from the start.
     """
 
     def __init__(
@@ -88,7 +91,9 @@ class ThinkerTrainer(StepTrainer):
         check_fit(model, train_dataset, model.plan)
         self.draw_plan = draw_plan
         for seed in range(8 if draw_plan else 0):
-            check_fit(model, train_dataset, self._plan_of(torch.Generator().manual_seed(seed), model))
+            check_fit(
+                model, train_dataset, self._plan_of(torch.Generator().manual_seed(seed), model)
+            )
         self.step_loss = step_loss or LastAndRandom()
         self.step_loss.check(model.config)
         if ema is not None and not 0 < ema < 1:
@@ -97,13 +102,18 @@ class ThinkerTrainer(StepTrainer):
         check_reach(model, train_dataset, self.step_loss)
         self.data, self.segments = train_dataset, segments
         self.data.segments = segments
-        self.eval_lengths, self.eval_samples = eval_lengths or [train_dataset.schedule.max_length], eval_samples
+        self.eval_lengths, self.eval_samples = (
+            eval_lengths or [train_dataset.schedule.max_length],
+            eval_samples,
+        )
         if isinstance(self.eval_lengths, int) or not is_whole(eval_samples) or eval_samples < 1:
             raise ValueError(
-                f"ThinkerTrainer: eval_lengths {eval_lengths!r}, eval_samples {eval_samples!r}; needed a list of "
-                f"lengths, and 1 or more"
+                f"ThinkerTrainer: eval_lengths {eval_lengths!r}, eval_samples {eval_samples!r}; "
+                "needed a list of lengths, and 1 or more"
             )
-        args = copy.copy(args) if args else thinker_arguments("runs/thinker")  # the caller's stay as they are
+        args = (
+            copy.copy(args) if args else thinker_arguments("runs/thinker")
+        )  # the caller's stay as they are
         args.per_device_train_batch_size = train_dataset.batch_size
         args.ignore_data_skip = True  # the data set knows where it was
         args.remove_unused_columns = False
@@ -145,11 +155,12 @@ class ThinkerTrainer(StepTrainer):
         """The moving average of the weights, as a model."""
         if self.ema is None:
             raise ValueError("ThinkerTrainer: no moving average is kept; needed ema=0.999 or so")
-        return self.ema.module  # pyrefly: ignore
+        # pyrefly: ignore[bad-return]: AveragedModel holds what it was made of
+        return self.ema.module
 
     @property
     def seen(self) -> int:
-        """Batches of this process in the present run of `train`, and the runs that it goes on from."""
+        """Count this process's batches in this run of `train` and those that it goes on from."""
         return self.state.global_step * self.args.gradient_accumulation_steps
 
     @property
@@ -160,9 +171,17 @@ class ThinkerTrainer(StepTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """Whole batches; each process draws its own stream."""
         workers = self.args.dataloader_num_workers
-        options: dict[str, Any] = {"prefetch_factor": self.args.dataloader_prefetch_factor} if workers else {}
+        options: dict[str, Any] = (
+            {"prefetch_factor": self.args.dataloader_prefetch_factor} if workers else {}
+        )
         persistent = bool(workers) and self.args.dataloader_persistent_workers
-        return DataLoader(self.data, batch_size=None, num_workers=workers, persistent_workers=persistent, **options)
+        return DataLoader(
+            self.data,
+            batch_size=None,
+            num_workers=workers,
+            persistent_workers=persistent,
+            **options,
+        )
 
     def optimizer_groups(self) -> list[dict[str, object]]:
         """`parameter_groups`, and what the loss learns."""
@@ -170,7 +189,9 @@ class ThinkerTrainer(StepTrainer):
         rate, decay = self.args.learning_rate, self.args.weight_decay
         groups = parameter_groups(self.model, learning_rate=rate, weight_decay=decay)
         learned = [p for p in self.step_loss.parameters() if p.requires_grad]
-        return [*groups, {"params": learned, "lr": rate, "weight_decay": 0.0}] if learned else groups
+        return (
+            [*groups, {"params": learned, "lr": rate, "weight_decay": 0.0}] if learned else groups
+        )
 
     def compute_loss(  # pyrefly: ignore[bad-override]
         self,
@@ -181,25 +202,41 @@ class ThinkerTrainer(StepTrainer):
     ) -> Tensor | tuple[Tensor, ThinkerOutput]:
         """The step loss, over the answers of the whole step."""
         n_step, n_latent, distance = inputs["n_step"], inputs["n_latent"], inputs.get("distance")
-        labels, counted = (self.thinker.answers_of(inputs[name], n_latent) for name in ("labels", "counted"))
+        labels, counted = (
+            self.thinker.answers_of(inputs[name], n_latent) for name in ("labels", "counted")
+        )
         distance = None if distance is None else self.thinker.answers_of(distance, n_latent)
         words = (self.args.seed, inputs["rank"], inputs["step"])
         choose = torch.Generator().manual_seed(seed_of(*words, 1))
         noise = torch.Generator(labels.device).manual_seed(seed_of(*words, 2))
-        plan, loss, first = self._plan_of(choose, self.thinker, n_step), torch.zeros((), device=labels.device), None
+        plan, loss, first = (
+            self._plan_of(choose, self.thinker, n_step),
+            torch.zeros((), device=labels.device),
+            None,
+        )
         n_step = plan.num_steps(n_step)
         carry = self._carry if model.training and inputs["segment"] else None
         for part in self.step_loss.passes(n_step, plan, choose):
             outputs = model(
-                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], out_len=labels.shape[-1],
-                n_step=part.n_step, n_latent=n_latent, plan=plan, output_steps=part.output_steps,
-                grad_steps=part.grad_steps, carry=carry, generator=noise,
-            )  # fmt: skip
+                input_ids=inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                out_len=labels.shape[-1],
+                n_step=part.n_step,
+                n_latent=n_latent,
+                plan=plan,
+                output_steps=part.output_steps,
+                grad_steps=part.grad_steps,
+                carry=carry,
+                generator=noise,
+            )
             first = first or outputs
             loss = loss + part.share * self.step_loss(outputs, labels, distance)
         assert first is not None
-        # A plan may leave parameters out. DDP waits for every gradient, and one of 0 lets their weight decay go on.
-        loss = loss + 0.0 * torch.stack([p.sum() for p in model.parameters() if p.requires_grad]).sum()
+        # A plan may leave parameters out. DDP waits for every gradient, and one of 0 lets their
+        # weight decay go on.
+        loss = (
+            loss + 0.0 * torch.stack([p.sum() for p in model.parameters() if p.requires_grad]).sum()
+        )
         if model.training:
             last = first.output_steps[-1:]
             (answers,), (counted,) = labels_of_steps(labels, last), labels_of_steps(counted, last)
@@ -215,13 +252,19 @@ class ThinkerTrainer(StepTrainer):
         Raises:
             ValueError: Always.
         """
-        raise ValueError("ThinkerTrainer: predict is not there; needed model(tokens, mask), or trainer.evaluate()")
+        raise ValueError(
+            "ThinkerTrainer: predict is not there; needed model(tokens, mask), or "
+            "trainer.evaluate()"
+        )
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: object) -> TrainOutput:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: object
+    ) -> TrainOutput:
         """Train, or go on.
 
         Args:
-            resume_from_checkpoint: A folder, or True for the newest whole checkpoint of ``output_dir``.
+            resume_from_checkpoint: A folder, or True for the newest whole checkpoint of
+                ``output_dir``.
             *rest: Of `Trainer.train`.
             **named: Of `Trainer.train`.
 
@@ -234,10 +277,15 @@ class ThinkerTrainer(StepTrainer):
         elif resume_from_checkpoint:
             self._checkpoint = Path(resume_from_checkpoint)
             read_state(self._checkpoint / self._state_name(0))
-        return super().train(None if self._checkpoint is None else str(self._checkpoint), *rest, **named)
+        return super().train(
+            None if self._checkpoint is None else str(self._checkpoint), *rest, **named
+        )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """The logs, with accuracy and difficulty while it trains, and how many losses were not finite."""
+        """Return the logs, with accuracy and difficulty while it trains.
+
+        Count how many losses were not finite.
+        """
         if "loss" in logs:
             counts = self.tally.since(self._logged)
             logs["accuracy"] = float(counts["right"].sum() / counts["total"].sum().clamp(min=1))
@@ -251,24 +299,36 @@ class ThinkerTrainer(StepTrainer):
         super().log(logs, start_time)
 
     def evaluate(
-        self, eval_dataset: object = None, *ignored: object, metric_key_prefix: str = "eval", **named: object
+        self,
+        eval_dataset: object = None,
+        *ignored: object,
+        metric_key_prefix: str = "eval",
+        **named: object,
     ) -> dict[str, float]:
         """Token and sequence accuracy on held-out samples of each evaluation length."""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if not isinstance(data, CurriculumDataset):
             raise ValueError(
-                f"ThinkerTrainer: the data to evaluate on are {type(data).__name__}; needed CurriculumDataset"
+                f"ThinkerTrainer: the data to evaluate on are {type(data).__name__}; needed "
+                "CurriculumDataset"
             )
         curves = evaluate_steps(self.thinker, data, self.eval_lengths, samples=self.eval_samples)
-        accuracies = {length: cells[0] for length, cells in zip(curves.lengths, curves.cells, strict=True)}
-        metrics = {f"{metric_key_prefix}_accuracy": sum(a.token for a in accuracies.values()) / len(accuracies)}
-        metrics[f"{metric_key_prefix}_sequence_accuracy"] = sum(a.sequence for a in accuracies.values()) / len(
-            accuracies
-        )
+        accuracies = {
+            length: cells[0] for length, cells in zip(curves.lengths, curves.cells, strict=True)
+        }
+        metrics = {
+            f"{metric_key_prefix}_accuracy": sum(a.token for a in accuracies.values())
+            / len(accuracies)
+        }
+        metrics[f"{metric_key_prefix}_sequence_accuracy"] = sum(
+            a.sequence for a in accuracies.values()
+        ) / len(accuracies)
         if len(accuracies) > 1:
             metrics |= {f"{metric_key_prefix}_accuracy_{n}": a.token for n, a in accuracies.items()}
         self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
         return metrics
 
     @property
@@ -276,7 +336,9 @@ class ThinkerTrainer(StepTrainer):
         """The model, out of what wraps it in training with several processes."""
         return self.unwrapped()
 
-    def _plan_of(self, generator: torch.Generator, model: LatentThinker, n_step: int = 2) -> FlowPlan:
+    def _plan_of(
+        self, generator: torch.Generator, model: LatentThinker, n_step: int = 2
+    ) -> FlowPlan:
         """The plan of a batch: drawn, or the model's own."""
         if self.draw_plan is None:
             return model.plan
@@ -290,7 +352,10 @@ class ThinkerTrainer(StepTrainer):
         return f"thinker_state_{rank}.pt" if rank else "thinker_state.pt"
 
     def _thinker_callbacks(self) -> dict[str, ThinkerCallback]:
-        """By class and number within it, so that a resumed run may have callbacks of other classes as well."""
+        """Name by class and number within it.
+
+        So a resumed run may have callbacks of other classes as well.
+        """
         named: dict[str, ThinkerCallback] = {}
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, ThinkerCallback):
@@ -299,7 +364,10 @@ class ThinkerTrainer(StepTrainer):
         return named
 
     def save_progress(self, folder: Path) -> None:
-        """Write what a resume needs besides the stock checkpoint, last of all; each process has counts of its own."""
+        """Write what a resume needs besides the stock checkpoint, last of all.
+
+        Each process has counts of its own.
+        """
         state = {
             "data": self.data.state_dict(self.batches),
             "counts": self.tally.counts,
@@ -321,7 +389,10 @@ class ThinkerTrainer(StepTrainer):
         self.step_loss.load_state_dict(state["step_loss"])
         if self.ema is not None and state["ema"] is not None:
             self.ema.load_state_dict(state["ema"])
-        self.tally.counts, self._logged = self.tally.loaded(state["counts"]), self.tally.loaded(state["logged"])
+        self.tally.counts, self._logged = (
+            self.tally.loaded(state["counts"]),
+            self.tally.loaded(state["logged"]),
+        )
         self._carry = unpack_carry(carry, self.thinker.config, self.args.device)
         for name, callback in self._thinker_callbacks().items():
             if name in state["callbacks"]:
@@ -330,7 +401,10 @@ class ThinkerTrainer(StepTrainer):
                 callback.on_rewind()  # new since the checkpoint: it counts from here
 
     def snapshot(self) -> StateDict:
-        """A copy of what training changes: weights, what the loss learns, optimizer, moving average, schedule."""
+        """Return a copy of what training changes.
+
+        Weights, what the loss learns, optimizer, moving average, schedule.
+        """
         return copy.deepcopy(
             {
                 "model": self.thinker.state_dict(),
@@ -359,7 +433,7 @@ class ThinkerTrainer(StepTrainer):
             callback.on_rewind()
 
     def cool(self, factor: float) -> None:
-        """Multiply the learning rate by ``factor``, now and in what the schedule says from here on."""
+        """Multiply the learning rate by ``factor``, now and from here on."""
         scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         if hasattr(scheduler, "base_lrs"):
             scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
@@ -367,45 +441,77 @@ class ThinkerTrainer(StepTrainer):
             group["lr"] *= factor
 
     def skip_if_not_finite(self) -> None:
-        """Drop a step's gradients when one of them is not finite: the optimizer would put nan into every weight."""
+        """Drop a step's gradients when one of them is not finite.
+
+        The optimizer would put nan into every weight.
+        """
         assert self.model is not None
         if self.accelerator.scaler is not None:  # which does so itself
             return
-        gradients = [p.grad for p in (*self.model.parameters(), *self.step_loss.parameters()) if p.grad is not None]
+        gradients = [
+            p.grad
+            for p in (*self.model.parameters(), *self.step_loss.parameters())
+            if p.grad is not None
+        ]
         if gradients and not bool(torch.stack([g.isfinite().all() for g in gradients]).all()):
             bare_optimizer(self.optimizer).zero_grad(set_to_none=True)
             self._skipped += 1
             if self._skipped in (1, 10, 100, 1000):
                 logger.warning(
-                    "ThinkerTrainer: gradients of step %d are not finite; it is skipped (%d so far)",
-                    self.state.global_step + 1, self._skipped,
-                )  # fmt: skip
+                    "ThinkerTrainer: gradients of step %d are not finite; it is skipped (%d so "
+                    "far)",
+                    self.state.global_step + 1,
+                    self._skipped,
+                )
 
 
 class _Housekeeping(TrainerCallback):
-    """What the stock trainer leaves out: our state in checkpoints, the loss's gradients, the moving average."""
+    """What the stock trainer leaves out.
+
+    Our state in checkpoints, the loss's gradients, the moving average.
+    """
 
     def __init__(self, trainer: ThinkerTrainer):
         self.trainer = trainer
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self.trainer.data.segments = self.trainer.segments  # another trainer may have the same data
         if self.trainer._checkpoint is not None:
             self.trainer.load_progress(self.trainer._checkpoint)
         self.trainer._start_of_data = self.trainer.data.step - self.trainer.seen
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         self.trainer.save_progress(Path(str(args.output_dir), f"checkpoint-{state.global_step}"))
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
-        self.trainer.data.step = self.trainer.batches  # workers advance copies of the data set, not this one
+        self.trainer.data.step = (
+            self.trainer.batches
+        )  # workers advance copies of the data set, not this one
 
     def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         for parameter in self.trainer.step_loss.parameters():
             if parameter.grad is not None:
@@ -413,7 +519,11 @@ class _Housekeeping(TrainerCallback):
         self.trainer.skip_if_not_finite()
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self.trainer.step_loss.zero_grad()
         if self.trainer.ema is not None:

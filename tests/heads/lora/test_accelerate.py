@@ -1,4 +1,5 @@
-"""Layers of peft models with our forward: the same results, files, hooks and switches; what is declined, and why."""
+"""Layers of peft models with our forward: the same results, files, hooks and switches; what is
+declined, and why."""
 
 import copy
 import itertools
@@ -31,16 +32,25 @@ IDS = torch.randint(0, 96, (3, 7), generator=torch.Generator().manual_seed(3))
 
 def peft_model(kind="llama", dtype=torch.float32, adapters=("default",), model=None, **changes):
     """A peft model whose adapters say something."""
-    options = {"target_modules": TARGETS[kind], "r": 4, "lora_alpha": 8, "fan_in_fan_out": kind == "gpt2"} | changes
+    options = {
+        "target_modules": TARGETS[kind],
+        "r": 4,
+        "lora_alpha": 8,
+        "fan_in_fan_out": kind == "gpt2",
+    } | changes
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = get_peft_model((model or tiny(kind)).to(dtype), LoraConfig(**options), adapter_name=adapters[0])
+        made = get_peft_model(
+            (model or tiny(kind)).to(dtype), LoraConfig(**options), adapter_name=adapters[0]
+        )
         for name in adapters[1:]:
             made.add_adapter(name, LoraConfig(**options))
     generator = torch.Generator().manual_seed(5)
     for name, parameter in made.named_parameters():
         if "lora_" in name:
-            parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.2).to(parameter.dtype)
+            parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.2).to(
+                parameter.dtype
+            )
     return made.eval()
 
 
@@ -49,7 +59,9 @@ def run(model, **inputs):
     model.zero_grad()
     output = model(input_ids=IDS, **inputs)[0]
     output.double().square().mean().backward()
-    return {"output": output.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"output": output.detach()} | {
+        n: p.grad for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def assert_same(a, b):
@@ -71,13 +83,18 @@ def test_a_models_output_and_gradients_are_pefts(kind, dtype):
             given = {}
             for packed, key in ((a, "A"), (b, "B")):
                 parts = packed.split([shapes[n].numel() for n in names[key]])
-                given |= {n: part.view(shapes[n]) for n, part in zip(names[key], parts, strict=True)}
+                given |= {
+                    n: part.view(shapes[n]) for n, part in zip(names[key], parts, strict=True)
+                }
             held.to(embeds)
             return torch.func.functional_call(held, given, kwargs={"inputs_embeds": embeds})[0]
 
         return function
 
-    vectors = {key.lower(): torch.cat([model.get_parameter(n).detach().flatten() for n in names[key]]) for key in "AB"}
+    vectors = {
+        key.lower(): torch.cat([model.get_parameter(n).detach().flatten() for n in names[key]])
+        for key in "AB"
+    }
     given = {"embeds": torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1))} | vectors
     ours = copy.deepcopy(model)
     report = accelerate_lora_(ours)
@@ -195,14 +212,18 @@ def test_compiled_for_any_length(dropout):
     model = peft_model("llama", lora_dropout=dropout).train(dropout > 0)
     accelerate_lora_(model)
     graphs = []
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=lambda g, _: graphs.append(g) or g.forward)
+    compiled = torch.compile(
+        model, fullgraph=True, dynamic=True, backend=lambda g, _: graphs.append(g) or g.forward
+    )
     with torch.no_grad():
         for length in (5, 7, 9, 12, 13):
             compiled(input_ids=torch.zeros(2, length, dtype=torch.int64), use_cache=False)
     restore_lora_(model)
     stock = []
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=lambda g, _: stock.append(g) or g.forward)
+    compiled = torch.compile(
+        model, fullgraph=True, dynamic=True, backend=lambda g, _: stock.append(g) or g.forward
+    )
     with torch.no_grad():
         for length in (5, 7, 9, 12, 13):
             compiled(input_ids=torch.zeros(2, length, dtype=torch.int64), use_cache=False)
@@ -220,7 +241,11 @@ def test_several_active_adapters_and_switching_and_disabling():
     model = peft_model("llama", torch.float64, adapters=("a", "b"))
     twin = copy.deepcopy(model)
     accelerate_lora_(twin)
-    for switch in (lambda m: None, lambda m: m.set_adapter("b"), lambda m: m.base_model.set_adapter(["a", "b"])):
+    for switch in (
+        lambda m: None,
+        lambda m: m.set_adapter("b"),
+        lambda m: m.base_model.set_adapter(["a", "b"]),
+    ):
         switch(model), switch(twin)
         assert_same(run(model), run(twin))
     with model.disable_adapter(), twin.disable_adapter(), torch.no_grad():
@@ -232,7 +257,13 @@ def test_several_active_adapters_and_switching_and_disabling():
 
 @pytest.mark.parametrize(
     "names",
-    [["a", "b", "a"], ["b", "__base__", "b"], ["a", "a", "__base__"], ["b", "b", "b"], ["__base__"] * 3],
+    [
+        ["a", "b", "a"],
+        ["b", "__base__", "b"],
+        ["a", "a", "__base__"],
+        ["b", "b", "b"],
+        ["__base__"] * 3,
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -284,14 +315,20 @@ def test_dropout_of_all_leaves_the_stock_layer(few, monkeypatch):
     with model.disable_adapter():
         torch.testing.assert_close(output, model(input_ids=IDS)[0], rtol=0, atol=0)
     output.sum().backward()
-    assert all(p.grad is None or not p.grad.any() for n, p in model.named_parameters() if "lora_" in n)
+    assert all(
+        p.grad is None or not p.grad.any() for n, p in model.named_parameters() if "lora_" in n
+    )
 
 
-@pytest.mark.parametrize(("tokens", "training", "lean"), [(256, True, False), (257, True, True), (257, False, False)])
+@pytest.mark.parametrize(
+    ("tokens", "training", "lean"), [(256, True, False), (257, True, True), (257, False, False)]
+)
 def test_many_tokens_under_dropout_keep_no_mask(tokens, training, lean, monkeypatch):
     model, ran = peft_model("llama", lora_dropout=0.5).train(training), []
     stock = heads.lora.layers.run
-    monkeypatch.setattr(heads.lora.layers, "run", lambda *args, **named: ran.append(1) or stock(*args, **named))
+    monkeypatch.setattr(
+        heads.lora.layers, "run", lambda *args, **named: ran.append(1) or stock(*args, **named)
+    )
     accelerate_lora_(model)
     model(input_ids=torch.full((tokens // 16 + 1, 16), 3).flatten()[:tokens].view(tokens, 1))
     assert bool(ran) == lean
@@ -337,7 +374,9 @@ def test_hooks_on_a_factor_fire():
     assert seen == [1]
 
 
-@pytest.mark.parametrize(("mark", "why"), [("ds_id", "sharded"), ("forward", "a forward that was replaced")])
+@pytest.mark.parametrize(
+    ("mark", "why"), [("ds_id", "sharded"), ("forward", "a forward that was replaced")]
+)
 @pytest.mark.parametrize("place", ["lora_A", "lora_B"])
 def test_factors_that_others_hold_are_left_to_pefts_forward(mark, why, place):
     """As DeepSpeed's ZeRO-3 and accelerate's offloading mark them."""
@@ -352,7 +391,8 @@ def test_factors_that_others_hold_are_left_to_pefts_forward(mark, why, place):
 
 @pytest.mark.parametrize("hold", ["hook", "forward", "class"])
 def test_a_base_layer_that_does_more_than_its_product_does_it(hold):
-    """A hook, a forward of its own as accelerate's offloading has, a weight that is made when it is asked for."""
+    """A hook, a forward of its own as accelerate's offloading has, a weight that is made when it is
+    asked for."""
     model = peft_model("llama", torch.float64)
     base = next(m for m in model.modules() if isinstance(m, lora.Linear)).base_layer
     if hold == "hook":
@@ -361,7 +401,9 @@ def test_a_base_layer_that_does_more_than_its_product_does_it(hold):
         base.forward = lambda x: nn.functional.linear(x, base.weight) * 3
     else:
         base.__class__ = type(
-            "Tripled", (nn.Linear,), {"forward": lambda self, x: nn.functional.linear(x, self.weight) * 3}
+            "Tripled",
+            (nn.Linear,),
+            {"forward": lambda self, x: nn.functional.linear(x, self.weight) * 3},
         )
     expected = run(model)
     report = accelerate_lora_(model)
@@ -374,14 +416,17 @@ def test_over_another_tuners_layers_it_is_pefts(beneath):
     """The base layer's own output, and not that of the weight at the bottom."""
     model = tiny("llama").double()
     options = {"target_modules": TARGETS["llama"]}
-    options |= {"IA3Config": {"feedforward_modules": ["down_proj"]}, "OFTConfig": {"oft_block_size": 4}}.get(
-        beneath, {}
-    )
+    options |= {
+        "IA3Config": {"feedforward_modules": ["down_proj"]},
+        "OFTConfig": {"oft_block_size": 4},
+    }.get(beneath, {})
     inner = get_peft_model(model, getattr(peft, beneath)(**options))
     generator = torch.Generator().manual_seed(4)
     for parameter in inner.parameters():
         if parameter.requires_grad:
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.data += 0.3 * torch.randn(
+                parameter.shape, generator=generator, dtype=torch.float64
+            )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outer = peft_model("llama", torch.float64, model=inner.base_model.model)
@@ -434,7 +479,8 @@ def test_an_adapter_added_later_that_is_not_supported_goes_through_pefts_forward
 
 
 def test_float32_adapters_under_bfloat16_lose_little(monkeypatch):
-    """What casting the factors costs, by the mean relative error of all gradients, against both of peft's ways."""
+    """What casting the factors costs, by the mean relative error of all gradients, against both of
+    peft's ways."""
 
     def gradients(model, ids):
         model.zero_grad()
@@ -447,16 +493,22 @@ def test_float32_adapters_under_bfloat16_lose_little(monkeypatch):
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, 96, (4, 33), generator=generator)
         config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS["llama"])
-        model = get_peft_model(tiny("llama").bfloat16(), config, autocast_adapter_dtype="bfloat16" not in way).eval()
+        model = get_peft_model(
+            tiny("llama").bfloat16(), config, autocast_adapter_dtype="bfloat16" not in way
+        ).eval()
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 size = 0.05 if "lora_B" in name else 0.2
-                parameter.data = (torch.randn(parameter.shape, generator=generator) * size).to(parameter.dtype)
+                parameter.data = (torch.randn(parameter.shape, generator=generator) * size).to(
+                    parameter.dtype
+                )
         exact = gradients(copy.deepcopy(model).double(), ids)
         if way == "ours":
             accelerate_lora_(model)
         found = gradients(model, ids)
-        errors[way] += sum(float((found[n] - g).norm() / g.norm()) for n, g in exact.items()) / len(exact) / 4
+        errors[way] += (
+            sum(float((found[n] - g).norm() / g.norm()) for n, g in exact.items()) / len(exact) / 4
+        )
     assert errors["ours"] < 1.3 * errors["peft, bfloat16 adapters"] < 0.02, errors
     assert errors["ours"] < 1.5 * errors["peft"], errors
 
@@ -499,7 +551,9 @@ def test_under_autocast_it_is_pefts(float32_base):
 
 @pytest.mark.parametrize("tokens", [3, 5000])
 def test_float32_adapters_under_bfloat16_are_scaled_as_in_peft(tokens):
-    model = get_peft_model(nn.Sequential(nn.Linear(16, 16)).bfloat16(), LoraConfig(target_modules=["0"], lora_alpha=24))
+    model = get_peft_model(
+        nn.Sequential(nn.Linear(16, 16)).bfloat16(), LoraConfig(target_modules=["0"], lora_alpha=24)
+    )
     nn.init.normal_(model.base_model.model[0].lora_B["default"].weight)
     x = torch.randn(tokens, 16).bfloat16()
     with torch.no_grad():
@@ -534,9 +588,12 @@ def test_hooks_fire_wherever_they_are(place, kind):
 
 
 def test_adapters_of_samples_keep_apart_under_dropout():
-    """More tokens than masks are kept for: each sample is dropped by its own adapter's seed, and by no other's."""
+    """More tokens than masks are kept for: each sample is dropped by its own adapter's seed, and by
+    no other's."""
     base = nn.Sequential(nn.Linear(16, 16))
-    model = peft_model("llama", model=base, adapters=("a", "b"), target_modules=["0"], lora_dropout=0.5)
+    model = peft_model(
+        "llama", model=base, adapters=("a", "b"), target_modules=["0"], lora_dropout=0.5
+    )
     model.base_model.set_adapter(["a", "b"])
     accelerate_lora_(model)
     layer = model.base_model.model[0]
@@ -551,7 +608,11 @@ def test_adapters_of_samples_keep_apart_under_dropout():
     assert shares[2] == 0
     assert all(0.4 < share < 0.6 for share in (shares[0], shares[1], shares[3]))
     both = (layer(x[:1]) - layer.base_layer(x[:1]))[..., :4].detach() / (2 * layer.scaling["a"])
-    assert set(both.round(decimals=4).unique().tolist()) == {0.0, 1.0, 2.0}  # active together: masks of their own
+    assert set(both.round(decimals=4).unique().tolist()) == {
+        0.0,
+        1.0,
+        2.0,
+    }  # active together: masks of their own
 
 
 def test_what_a_base_layer_takes_besides_x_reaches_it():
@@ -585,7 +646,10 @@ def test_layers_that_others_changed_are_told_and_not_half_restored():
     layers[1].__class__ = LoraLinear
     assert restore_lora_(model) == len(layers)
     assert all(type(layer) is lora.Linear for layer in layers)
-    for when in ("before", "after"):  # what accelerate's hooks leave behind is the class's own forward
+    for when in (
+        "before",
+        "after",
+    ):  # what accelerate's hooks leave behind is the class's own forward
         if when == "after":
             accelerate_lora_(model)
         add_hook_to_module(layers[2], ModelHook())
@@ -640,7 +704,9 @@ def test_a_whole_model_compiles_without_a_break(kind):
     model.zero_grad()
     output = compiled(input_ids=IDS)[0]
     output.double().square().mean().backward()
-    found = {"output": output.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    found = {"output": output.detach()} | {
+        n: p.grad for n, p in model.named_parameters() if p.grad is not None
+    }
     assert_same(expected, found)
 
 
@@ -686,4 +752,6 @@ def test_fully_sharded_over_two_processes(tmp_path):
             torch.testing.assert_close(found["output"], outputs[rank].detach(), msg=units)
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
-                    torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-7, msg=units)
+                    torch.testing.assert_close(
+                        found[name], parameter.grad, rtol=1e-4, atol=1e-7, msg=units
+                    )

@@ -16,7 +16,8 @@ def place(tmp_path):
     tiny("llama").save_pretrained(tmp_path / "base")
     save_tokenizer(tmp_path / "base", ["<unk>", "a", "b"])
     model = prepare_lora(
-        tiny("llama"), LoraConfig(target_modules=["q_proj", "down_proj"], lora_alpha=24, init_lora_weights=False)
+        tiny("llama"),
+        LoraConfig(target_modules=["q_proj", "down_proj"], lora_alpha=24, init_lora_weights=False),
     )
     model.save_pretrained(tmp_path / "adapter")
     merge_lora(model, tmp_path / "wanted", progress=False)
@@ -27,7 +28,10 @@ def test_it_merges_as_the_function_does(place, capsys):
     given = [str(place / name) for name in ("base", "adapter", "out")]
     assert main(["merge", *given, "--no-progress"]) == 0
     assert "lost" in capsys.readouterr().out
-    made, wanted = (AutoModelForCausalLM.from_pretrained(place / name).state_dict() for name in ("out", "wanted"))
+    made, wanted = (
+        AutoModelForCausalLM.from_pretrained(place / name).state_dict()
+        for name in ("out", "wanted")
+    )
     assert all(torch.equal(made[name], value) for name, value in wanted.items())
     assert len(AutoTokenizer.from_pretrained(place / "out")) == 3
     assert main(["merge", *given, "--no-progress"]) == 1
@@ -48,7 +52,9 @@ def test_it_shows_what_an_adapter_holds(place, capsys):
     assert "2,304" in told  # their parameters
 
 
-@pytest.mark.parametrize(("changes", "said"), [({1: "/nowhere"}, "nowhere"), ({2: "/nothing"}, "nothing")])
+@pytest.mark.parametrize(
+    ("changes", "said"), [({1: "/nowhere"}, "nowhere"), ({2: "/nothing"}, "nothing")]
+)
 def test_what_is_wrong_is_said_in_a_line(changes, said, place, capsys):
     given = ["show", str(place / "base"), str(place / "adapter")]
     assert main([changes.get(k, part) for k, part in enumerate(given)]) == 1

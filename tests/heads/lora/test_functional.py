@@ -13,13 +13,19 @@ from tests.support.equivalence import judge, place
 
 SEED = torch.tensor(-1234567890123456789)
 SIZES = ((7, 12, 9, 3), (1, 1, 1, 1), (0, 6, 4, 2), (33, 40, 70, 24))  # tokens, in, out, rank
-CASES = list(itertools.product((False, True), (False, True), (0.0, 0.3)))  # bias, transposed, dropout
+CASES = list(
+    itertools.product((False, True), (False, True), (0.0, 0.3))
+)  # bias, transposed, dropout
 
 
 def inputs_of(size, bias, transposed, seed=0):
     tokens, ins, outs, rank = size
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"x": (tokens, ins), "weight": (ins, outs) if transposed else (outs, ins), "lora_a": (rank, ins)}
+    shapes = {
+        "x": (tokens, ins),
+        "weight": (ins, outs) if transposed else (outs, ins),
+        "lora_a": (rank, ins),
+    }
     shapes |= {"lora_b": (outs, rank)} | ({"bias": (outs,)} if bias else {})
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
@@ -31,7 +37,11 @@ def op(impl, **options):
 
 
 def name_of(transposed, bias, dropout):
-    parts = [*(["Conv1D"] if transposed else []), *(["bias"] if bias else []), *(["dropout"] if dropout else [])]
+    parts = [
+        *(["Conv1D"] if transposed else []),
+        *(["bias"] if bias else []),
+        *(["dropout"] if dropout else []),
+    ]
     return ", ".join(["lora_linear", *parts])
 
 
@@ -43,9 +53,14 @@ def test_it_is_the_definition(dtype, bias, transposed, dropout):
         if size[0] == 1 and dtype != torch.float32:
             continue  # the budget of a single number in half precision is luck
         judge(
-            name_of(transposed, bias, dropout), "eager", op("eager", **options), op("reference", **options),
-            inputs_of(size, bias, transposed), dtype=dtype, case=str(size),
-        )  # fmt: skip
+            name_of(transposed, bias, dropout),
+            "eager",
+            op("eager", **options),
+            op("reference", **options),
+            inputs_of(size, bias, transposed),
+            dtype=dtype,
+            case=str(size),
+        )
 
 
 def test_adapters_of_another_dtype_than_the_model():
@@ -54,12 +69,20 @@ def test_adapters_of_another_dtype_than_the_model():
 
     def call(impl, dtype):
         def function(lora_a, lora_b, **rest):
-            return lora_linear(lora_a=lora_a.to(dtype), lora_b=lora_b.to(dtype), scaling=0.7, impl=impl, **rest)
+            return lora_linear(
+                lora_a=lora_a.to(dtype), lora_b=lora_b.to(dtype), scaling=0.7, impl=impl, **rest
+            )
 
         return function
 
-    judge("lora_linear, float32 factors", "eager", call("eager", torch.float32), op("reference"), given,
-          dtype=torch.bfloat16)  # fmt: skip
+    judge(
+        "lora_linear, float32 factors",
+        "eager",
+        call("eager", torch.float32),
+        op("reference"),
+        given,
+        dtype=torch.bfloat16,
+    )
     x = given["x"].bfloat16()
     a = given["lora_a"].requires_grad_()
     lora_linear(x, given["weight"].bfloat16(), a, given["lora_b"], scaling=1.0).sum().backward()
@@ -67,24 +90,34 @@ def test_adapters_of_another_dtype_than_the_model():
 
 
 def test_finite_differences():
-    given = {k: v.double().requires_grad_() for k, v in inputs_of((4, 5, 3, 2), True, False).items()}
+    given = {
+        k: v.double().requires_grad_() for k, v in inputs_of((4, 5, 3, 2), True, False).items()
+    }
     names = list(given)
     for options in ({}, {"dropout_p": 0.4, "seed": SEED}):
         for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
             assert check(
-                lambda *t, options=options: lora_linear(**dict(zip(names, t, strict=True)), scaling=0.7, **options),
+                lambda *t, options=options: lora_linear(
+                    **dict(zip(names, t, strict=True)), scaling=0.7, **options
+                ),
                 tuple(given.values()),
             )
 
 
 def test_a_layer_that_is_used_twice_has_the_right_gradients_in_a_graph_of_them():
     """What is saved has a history: paths through it count once."""
-    given = {k: v.double().requires_grad_() for k, v in inputs_of((4, 5, 5, 2), True, False).items() if k != "x"}
+    given = {
+        k: v.double().requires_grad_()
+        for k, v in inputs_of((4, 5, 5, 2), True, False).items()
+        if k != "x"
+    }
     x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
 
     def gradients(create_graph):
         y = lora_linear(torch.tanh(lora_linear(x, **given, scaling=0.7)), **given, scaling=0.7)
-        return torch.autograd.grad(y.square().sum(), [x, *given.values()], create_graph=create_graph)
+        return torch.autograd.grad(
+            y.square().sum(), [x, *given.values()], create_graph=create_graph
+        )
 
     for found, expected in zip(gradients(True), gradients(False), strict=True):
         torch.testing.assert_close(found, expected)
@@ -99,12 +132,16 @@ def test_the_mask_is_the_same_everywhere_and_drops_the_share_that_it_should():
             assert abs(mask.double().mean() - (1 - p)) < 5 * deviation
             for dim in (0, 1):  # no row or column is special
                 n = mask.shape[dim]
-                assert (mask.double().mean(dim) - (1 - p)).abs().max() < 5.5 * (p * (1 - p) / n) ** 0.5
+                assert (mask.double().mean(dim) - (1 - p)).abs().max() < 5.5 * (
+                    p * (1 - p) / n
+                ) ** 0.5
     a, b = (reference.keep_mask(torch.tensor(s), 500, 500, 0.5).double() - 0.5 for s in (1, 2))
     assert abs((a * b).mean() * 4) < 5 / 500  # masks of neighbouring seeds,
     assert abs((a[1:] * a[:-1]).mean() * 4) < 5 / 500  # rows
     assert abs((a[:, 1:] * a[:, :-1]).mean() * 4) < 5 / 500  # and columns do not know of each other
-    corners = a[:-1, :-1] * a[1:, :-1] * a[:-1, 1:] * a[1:, 1:]  # what a mere xor of row and column would give away
+    corners = (
+        a[:-1, :-1] * a[1:, :-1] * a[:-1, 1:] * a[1:, 1:]
+    )  # what a mere xor of row and column would give away
     assert abs(corners.mean() * 16) < 5 / 500
 
 
@@ -127,7 +164,9 @@ def test_x_alone_is_kept_for_backward(dtype, dropout):
     kept = saved_bytes(lambda: lora_linear(**given, scaling=1.0, dropout_p=dropout), resident=own)
     assert kept == (8 if dropout else 0)
     x = given["x"]
-    kept = saved_bytes(lambda: lora_linear(**given, scaling=1.0, dropout_p=dropout), resident=own[1:])
+    kept = saved_bytes(
+        lambda: lora_linear(**given, scaling=1.0, dropout_p=dropout), resident=own[1:]
+    )
     assert kept == x.nbytes + (8 if dropout else 0)
 
 
@@ -202,7 +241,10 @@ BAD = {
     "rank": ({"lora_a": torch.ones(3, 6)}, "lora_a is [3, 6] and lora_b [4, 2]"),
     "no rank": ({"lora_a": torch.ones(0, 6), "lora_b": torch.ones(4, 0)}, "r >= 1"),
     "bias": ({"bias": torch.ones(5)}, "bias has shape [5], needed (4,)"),
-    "dtype": ({"x": torch.ones(2, 6).double()}, "x is torch.float64 and the weight is torch.float32"),
+    "dtype": (
+        {"x": torch.ones(2, 6).double()},
+        "x is torch.float64 and the weight is torch.float32",
+    ),
     "dims": ({"lora_a": torch.ones(6)}, "needed (*B, I), (O, I), (r, I) and (O, r)"),
     "impl": ({"impl": "fast"}, "impl is 'fast'"),
     "dropout": ({"dropout_p": 1.0}, "dropout_p is 1.0, needed at least 0 and below 1"),
@@ -222,7 +264,10 @@ def test_bad_input_is_refused(case):
 def test_the_gradient_of_a_is_not_summed_in_half_precision(monkeypatch):
     monkeypatch.setattr(products, "_BLOCK", 8)
     tokens = 4096  # a running sum in bfloat16 would stand still after 256 of 1024 like parts
-    x, grad = torch.ones(tokens, 2, dtype=torch.bfloat16), torch.ones(tokens, 3, dtype=torch.bfloat16)
+    x, grad = (
+        torch.ones(tokens, 2, dtype=torch.bfloat16),
+        torch.ones(tokens, 3, dtype=torch.bfloat16),
+    )
     a, b = torch.ones(1, 2, dtype=torch.bfloat16), torch.ones(3, 1, dtype=torch.bfloat16)
     drop = products.dropout(torch.tensor(0), tokens, 2, 1e-6)
     da, _ = products.gradients(grad, x, a, b, 1.0, drop, None, True, False)

@@ -53,9 +53,13 @@ def test_the_gain_is_what_the_prompt_adds(speaker):
     assert model.training
     assert judge("a", "") == 0
     assert judge("", "b c") == pytest.approx(0, abs=1e-6)
-    with pytest.raises(ValueError, match="1 tokens of prompt and 70 of answer; the model has 64 positions"):
+    with pytest.raises(
+        ValueError, match="1 tokens of prompt and 70 of answer; the model has 64 positions"
+    ):
         judge("", "a " * 70)
-    with_start = LikelihoodGain(model, AutoTokenizer.from_pretrained(tokenizer.name_or_path, bos_token="<pad>"))
+    with_start = LikelihoodGain(
+        model, AutoTokenizer.from_pretrained(tokenizer.name_or_path, bos_token="<pad>")
+    )
     assert with_start("a", "b c") != judge("a", "b c")
     assert isinstance(LikelihoodGain(model.bfloat16(), tokenizer)("a", "b"), float)
     tokenizer.eos_token = None
@@ -65,7 +69,12 @@ def test_the_gain_is_what_the_prompt_adds(speaker):
 
 def test_a_pairwise_model_judges_against_references(tmp_path):
     save_tokenizer(tmp_path, WORDS)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     encoder = BertModel(BertConfig(vocab_size=len(WORDS), pad_token_id=2, **sizes))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path, pad_token="<pad>", eos_token="<end>")
     model = PairwiseModel.from_encoder(encoder, tokenizer=tokenizer).eval()

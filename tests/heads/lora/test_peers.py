@@ -1,7 +1,8 @@
-"""peft's own tests with every LoRA model accelerated: what fails then has to fail with plain peft, too.
+"""peft's own tests with every LoRA model accelerated: what fails then has to fail with plain peft,
+too.
 
-`make test-peers` lays peft's sources beside; tests that want a model of the hub fail both ways: the hub that they ask
-is on this machine and has none.
+`make test-peers` lays peft's sources beside; tests that want a model of the hub fail both ways: the
+hub that they ask is on this machine and has none.
 """
 
 import os
@@ -18,7 +19,10 @@ from tests.support.hub import fake_hub
 
 ROOT = Path(__file__).parents[3]
 PEERS = ROOT / "build" / "peers"
-FILES = "custom_models mixed lora_variants low_level_api tuners_utils target_parameters lora_conversion loraplus lorafa"
+FILES = (
+    "custom_models mixed lora_variants low_level_api tuners_utils target_parameters "
+    "lora_conversion loraplus lorafa"
+)
 CHOSEN = "(lora or LoRA or Lora or mixed) and not from_state_dict"
 
 PLUGIN = '''"""Every LoRA model goes through `accelerate_lora_`."""
@@ -71,22 +75,43 @@ def failures(*options):
     (PEERS / "stubs" / "diffusers" / "__init__.py").write_text(STUB)
     (PEERS / "stubs" / "ours.py").write_text(PLUGIN)
     path = [ROOT / "src", PEERS / "site", PEERS / "stubs"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "OMP_NUM_THREADS": "1",
+    }
     environment["HF_ENDPOINT"] = constants.ENDPOINT
-    command = [sys.executable, "-m", "pytest", "-c", "peers.ini", "--rootdir", ".", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        "peers.ini",
+        "--rootdir",
+        ".",
+        "-p",
+        "no:cacheprovider",
+    ]
     done = subprocess.run(
-        [*command, "--tb=no", "-rfE", "-q", *options], capture_output=True, text=True, cwd=folder, env=environment
+        [*command, "--tb=no", "-rfE", "-q", *options],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
     )
     print(done.stdout[-300:])
     assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr[-2000:]
     count = re.search(r"(\d+) passed", done.stdout)
-    return set(re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)), int(count[1]) if count else 0
+    return set(re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)), int(
+        count[1]
+    ) if count else 0
 
 
 @pytest.mark.peers
 def test_pefts_own_tests_find_nothing_that_plain_peft_does_not_have(monkeypatch):
     files = [f"tests/test_{name}.py" for name in FILES.split()]
-    with fake_hub(monkeypatch):  # that it has nothing is said at once; the real one is asked five times, with pauses
+    with fake_hub(
+        monkeypatch
+    ):  # that it has nothing is said at once; the real one is asked five times, with pauses
         failed, passed = failures("-p", "ours", "-n", "2", "-k", CHOSEN, *files)
         assert passed > 4000
         assert failed <= failures(*sorted(failed))[0] if failed else True

@@ -1,4 +1,5 @@
-"""LoRA over quantised base layers: ours gives what peft gives. `make test-peers` installs the quantisers."""
+"""LoRA over quantised base layers: ours gives what peft gives. `make test-peers` installs the
+quantisers."""
 
 import importlib
 import warnings
@@ -66,7 +67,9 @@ def test_over_a_quantised_base_it_is_pefts(quantise, bits, kind):
     def run():
         model.zero_grad()
         y = model(x)
-        dx = torch.autograd.grad(y.square().mean(), [x, *(p for p in model.parameters() if p.requires_grad)])
+        dx = torch.autograd.grad(
+            y.square().mean(), [x, *(p for p in model.parameters() if p.requires_grad)]
+        )
         with torch.no_grad():
             return [y.detach(), model(x[:1]), *dx]
 

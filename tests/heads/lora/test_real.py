@@ -1,4 +1,5 @@
-"""SmolLM2 under LoRA: our forward is peft's, a short tuning lowers the loss, the merged model answers a chat."""
+"""SmolLM2 under LoRA: our forward is peft's, a short tuning lowers the loss, the merged model
+answers a chat."""
 
 import pytest
 import torch
@@ -18,11 +19,17 @@ def smollm2():
 
 def adapted(folder, dtype, accelerate):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"), autocast_adapter_dtype=False)
+    model = get_peft_model(
+        model, LoraConfig(r=8, target_modules="all-linear"), autocast_adapter_dtype=False
+    )
     draw = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        if ".lora_" in name:  # in float32 and rounded once, so that every dtype has the same numbers
-            parameter.data = (0.02 * torch.randn(parameter.shape, generator=draw)).to(parameter.dtype)
+        if (
+            ".lora_" in name
+        ):  # in float32 and rounded once, so that every dtype has the same numbers
+            parameter.data = (0.02 * torch.randn(parameter.shape, generator=draw)).to(
+                parameter.dtype
+            )
     if accelerate:
         report = accelerate_lora_(model)
         assert len(report.accelerated) == 7 * 30
@@ -33,11 +40,17 @@ def adapted(folder, dtype, accelerate):
 def test_the_accelerated_model_is_pefts(smollm2):
     ids = torch.randint(0, 49_152, (2, 32), generator=torch.Generator().manual_seed(0))
     found = {}
-    for name, dtype, fast in (("truth", torch.float64, False), ("peft", torch.float32, False), ("ours", None, True)):
+    for name, dtype, fast in (
+        ("truth", torch.float64, False),
+        ("peft", torch.float32, False),
+        ("ours", None, True),
+    ):
         model = adapted(smollm2, dtype or torch.float32, fast)
         out = model(input_ids=ids, labels=ids, use_cache=False)
         out.loss.backward()
-        found[name] = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+        found[name] = {
+            n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None
+        }
         found[name]["logits"] = out.logits.detach().double()
         del model, out
     assert found["ours"].keys() == found["peft"].keys() == found["truth"].keys()
@@ -48,7 +61,9 @@ def test_the_accelerated_model_is_pefts(smollm2):
         errors = [(found[who][name] - true).norm() / true.norm() for name, true in truth.items()]
         return float(torch.stack(errors).square().mean().sqrt())
 
-    assert error("ours") <= 2 * error("peft")  # as the judge has it: twice the plain way's own error in float32
+    assert error("ours") <= 2 * error(
+        "peft"
+    )  # as the judge has it: twice the plain way's own error in float32
 
 
 def test_a_chat_is_answered_after_tuning_and_merging(smollm2, tmp_path):
@@ -65,21 +80,38 @@ def test_a_chat_is_answered_after_tuning_and_merging(smollm2, tmp_path):
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0]
-    report = merge_lora(model, tmp_path / "merged", tokenizer=tokenizer, dtype="float32", max_lost=None, progress=False)
+    report = merge_lora(
+        model,
+        tmp_path / "merged",
+        tokenizer=tokenizer,
+        dtype="float32",
+        max_lost=None,
+        progress=False,
+    )
     assert len(report.layers) == 60
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    said = merged.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    prompt = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    said = merged.generate(**prompt, max_new_tokens=12, do_sample=False)[
+        0, prompt["input_ids"].shape[1] :
+    ]
     answer = tokenizer.decode(said, skip_special_tokens=True)
     assert "Paris" in answer
 
 
 def test_a_gain_in_likelihood_knows_an_answer_from_noise(smollm2):
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
-    judge = LikelihoodGain(transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32), tokenizer)
+    judge = LikelihoodGain(
+        transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32), tokenizer
+    )
     question = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     good = judge(prompt, "The capital of France is Paris.")
-    for bad in ("The capital of France is Rome.", "the the the the the the", "Paris is of France capital the."):
+    for bad in (
+        "The capital of France is Rome.",
+        "the the the the the the",
+        "Paris is of France capital the.",
+    ):
         assert judge(prompt, bad) < good, bad

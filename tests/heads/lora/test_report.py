@@ -27,14 +27,19 @@ def test_counts_and_bytes():
     with pytest.raises(ValueError, match="batch is 3 and context None"):
         lora_report(model, batch=3)
     assert report.parameters == sum(p.numel() for p in model.parameters())
-    assert (report.gradient_bytes, report.optimizer_bytes) == (4 * report.trainable, 8 * report.trainable)
+    assert (report.gradient_bytes, report.optimizer_bytes) == (
+        4 * report.trainable,
+        8 * report.trainable,
+    )
     assert report.activation_bytes is None
     assert not report.warnings
     assert f"{report.trainable:,}" in str(report)
 
 
 @pytest.mark.parametrize("accelerate", [False, True])
-@pytest.mark.parametrize(("kind", "targets"), [("gpt2", ["c_attn", "c_fc"]), ("bert", ["query", "dense"])])
+@pytest.mark.parametrize(
+    ("kind", "targets"), [("gpt2", ["c_attn", "c_fc"]), ("bert", ["query", "dense"])]
+)
 def test_activations_are_what_a_step_keeps(kind, targets, accelerate):
     model = prepared(kind, accelerate=accelerate, target_modules=targets, lora_dropout=0.1)
     counted = lora_report(model, batch=3, context=20).activation_bytes
@@ -45,7 +50,8 @@ def test_activations_are_what_a_step_keeps(kind, targets, accelerate):
 
 
 def test_the_first_step_is_what_adam_does():
-    """The largest change of an output in Adam's first step, over the learning rate, for inputs of size one."""
+    """The largest change of an output in Adam's first step, over the learning rate, for inputs of
+    size one."""
     rate, steps = 1e-3, {}
     for rank, alpha in ((4, 8), (16, 8), (16, 32)):
         torch.manual_seed(0)
@@ -54,7 +60,9 @@ def test_the_first_step_is_what_adam_does():
         report = lora_report(model)
         x = torch.randn(256, 64)
         before = model(x).detach()
-        optimizer = torch.optim.Adam([p for n, p in model.named_parameters() if "lora_B" in n], lr=rate)
+        optimizer = torch.optim.Adam(
+            [p for n, p in model.named_parameters() if "lora_B" in n], lr=rate
+        )
         for j in range(len(x)):  # each input's own direction: the step that moves it furthest
             with torch.no_grad():
                 model.get_submodule("base_model.model.0").lora_B["default"].weight.zero_()
@@ -84,23 +92,34 @@ def test_warnings():
     def told(model, **options):
         return " | ".join(lora_report(model, **options).warnings)
 
-    assert "scaling is 16 in 8 adapters (model.layers.0.self_attn.q_proj, ...)" in told(prepared(lora_alpha=64))
-    assert "scaling is 0.0625" in told(prepared("bert", target_modules=["query"], r=16, lora_alpha=1))
+    assert "scaling is 16 in 8 adapters (model.layers.0.self_attn.q_proj, ...)" in told(
+        prepared(lora_alpha=64)
+    )
+    assert "scaling is 0.0625" in told(
+        prepared("bert", target_modules=["query"], r=16, lora_alpha=1)
+    )
     model = prepared()
     assert not told(model)
     assert "lora_B is still zero in 8 adapters" in told(model, trained=True)
     for module in model.modules():
         if hasattr(module, "lora_B") and "default" in module.lora_B and module.out_features == 8:
             nn.init.normal_(module.lora_B["default"].weight)
-    assert "lora_B is still zero in 4 adapters (model.layers.0.self_attn.q_proj, ...)" in told(model)
+    assert "lora_B is still zero in 4 adapters (model.layers.0.self_attn.q_proj, ...)" in told(
+        model
+    )
     copied = prepared(dtype=torch.bfloat16, accelerate=False)
     assert "go through peft's forward, which copies their input" in told(copied)
     assert not told(prepared(dtype=torch.bfloat16))
     assert not told(prepared(), base_vocab_size=96)
     assert "the head is not trained" in told(prepared(), base_vocab_size=90)
-    assert "the head" not in told(prepared(modules_to_save=["lm_head", "embed_tokens"]), base_vocab_size=90)
+    assert "the head" not in told(
+        prepared(modules_to_save=["lm_head", "embed_tokens"]), base_vocab_size=90
+    )
     next(p for n, p in model.named_parameters() if "lora_A" in n).data[0, 0] = float("nan")
-    assert "1 adapters (model.layers.0.self_attn.q_proj, ...) have numbers that are not finite" in told(model)
+    assert (
+        "1 adapters (model.layers.0.self_attn.q_proj, ...) have numbers that are not finite"
+        in told(model)
+    )
     own = get_peft_model(Own(), LoraConfig(target_modules=["1"]))
     assert "the embedding is not trained" in told(own, base_vocab_size=4)
     assert "is not trained" not in told(own, base_vocab_size=5)

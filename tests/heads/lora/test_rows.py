@@ -13,8 +13,9 @@ from tests.support.models import save_tokenizer, tiny
 
 WORDS = ["<unk>", "<end>", "<pad>", *"abcdefghijklmnopqrstuvwxyz", "<user>", "<bot>"]
 CHAT = (
-    "{% for m in messages %}{{ '<user> ' if m.role == 'user' else '<bot> ' }}{{ m.content }}"
-    "{{ ' <end>' if m.role != 'user' else ' ' }}{% endfor %}{% if add_generation_prompt %}<bot> {% endif %}"
+    "{% for m in messages %}{{ '<user> ' if m.role == 'user' else '<bot> ' }}{{ m.content }}{{ ' "
+    "<end>' if m.role != 'user' else ' ' }}{% endfor %}{% if add_generation_prompt %}<bot> {% "
+    "endif %}"
 )
 GOOD = {"instruction": "a", "output": "b"}
 
@@ -28,10 +29,19 @@ def trainer_of(folder, rows, **changes):
     save_tokenizer(folder, WORDS, template=CHAT)
     tokenizer = AutoTokenizer.from_pretrained(folder, eos_token="<end>", pad_token="<end>")
     model = changes.pop("model", None) or tiny("llama")
-    options = {"max_length": 16, "bf16": False, "use_cpu": True, "report_to": "none", "save_strategy": "no",
-               "disable_tqdm": True, "gradient_checkpointing": False}  # fmt: skip
+    options = {
+        "max_length": 16,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+    }
     arguments = SFTConfig(str(folder / "out"), **options | changes)
-    return SFTTrainer(model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    return SFTTrainer(
+        model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+    )
 
 
 def test_alpacas_layout():
@@ -46,20 +56,34 @@ def test_alpacas_layout():
 def test_messages_layout():
     said = (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
     messages = [{"role": role, "content": content} for role, content in said]
-    assert chat_template({"messages": messages}) == {"prompt": messages[:3], "completion": messages[3:]}
+    assert chat_template({"messages": messages}) == {
+        "prompt": messages[:3],
+        "completion": messages[3:],
+    }
     made = chat_template({"instruction": "a", "input": "b", "output": "c"})
     assert made["prompt"] == [{"role": "user", "content": "a\n\nb"}]
     for last in (messages[:3], [*messages, {"role": "tool", "content": "e"}]):
-        with pytest.raises(ValueError, match=r"the last message is of role '(user|tool)', needed the assistant's"):
+        with pytest.raises(
+            ValueError, match=r"the last message is of role '(user|tool)', needed the assistant's"
+        ):
             chat_template({"messages": last})
-    assert chat_template({"messages": None, "instruction": "a", "output": "b", "tools": [1]})["tools"] == [1]
+    assert chat_template({"messages": None, "instruction": "a", "output": "b", "tools": [1]})[
+        "tools"
+    ] == [1]
     given = {"instruction": "a", "input": None, "output": "b"}
     assert chat_template(given)["prompt"][0]["content"] == "a"
     assert "Input" not in alpaca_template(given)["prompt"]
 
 
 def test_bad_rows_are_refused_with_their_numbers(tmp_path):
-    bad = [GOOD, {"instruction": "a"}, 3, {"instruction": 1, "output": "b"}, *[{"output": "b"}] * 7, {"messages": "a"}]
+    bad = [
+        GOOD,
+        {"instruction": "a"},
+        3,
+        {"instruction": 1, "output": "b"},
+        *[{"output": "b"}] * 7,
+        {"messages": "a"},
+    ]
     with pytest.raises(ValueError, match="read_rows: rows: ") as caught:
         read_rows(bad)
     text = str(caught.value)
@@ -74,31 +98,47 @@ def test_bad_rows_are_refused_with_their_numbers(tmp_path):
     with pytest.raises(ValueError, match="none of 0 rows has an answer"):
         read_rows([])
     messages = {"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]}
-    with pytest.raises(ValueError, match=r"failed on row 2: alpaca_template: a row has .'messages'.; chat_template"):
+    with pytest.raises(
+        ValueError, match=r"failed on row 2: alpaca_template: a row has .'messages'.; chat_template"
+    ):
         read_rows([GOOD, messages])
     mixed = {"prompt": "a", "completion": [{"content": "b"}]}
     for wrong in ("b", {"prompt": "a"}, mixed, {"prompt": [], "completion": []}):
-        with pytest.raises(ValueError, match="of row 1, needed prompt and completion, both texts or both messages"):
+        with pytest.raises(
+            ValueError, match="of row 1, needed prompt and completion, both texts or both messages"
+        ):
             read_rows([GOOD], lambda row, wrong=wrong: wrong)
     for wrong in (KeyError("text"), IndexError("out")):
 
         def failing(row, wrong=wrong):
             raise wrong
 
-        with pytest.raises(ValueError, match=r"the template failed on row 1: (KeyError: 'text'|IndexError: out)"):
+        with pytest.raises(
+            ValueError, match=r"the template failed on row 1: (KeyError: 'text'|IndexError: out)"
+        ):
             read_rows([GOOD], failing)
-    for bad in ({"role": "human", "content": "a"}, {"role": "user", "content": None}, {"content": "a"}, "a"):
-        with pytest.raises(ValueError, match="messages that are not a list of two or more roles and texts in row 1"):
+    for bad in (
+        {"role": "human", "content": "a"},
+        {"role": "user", "content": None},
+        {"content": "a"},
+        "a",
+    ):
+        with pytest.raises(
+            ValueError, match="messages that are not a list of two or more roles and texts in row 1"
+        ):
             read_rows([{"messages": [bad, {"role": "assistant", "content": "b"}]}], chat_template)
     with pytest.raises(ValueError, match="two or more roles"):
         read_rows([{"messages": [{"role": "assistant", "content": "b"}]}], chat_template)
     with pytest.raises(ValueError, match="row 2 has half of a surrogate pair"):
         read_rows([GOOD, {"instruction": "a", "output": "\ud83d"}])
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
-    assert len(read_rows([{"messages": [{"role": "user", "content": "a"}, called]}], chat_template)) == 1
-    assert read_rows([{"question": "a"}], lambda row: {"prompt": row["question"], "completion": "b"}) == [
-        {"prompt": "a", "completion": "b"}
-    ]
+    assert (
+        len(read_rows([{"messages": [{"role": "user", "content": "a"}, called]}], chat_template))
+        == 1
+    )
+    assert read_rows(
+        [{"question": "a"}], lambda row: {"prompt": row["question"], "completion": "b"}
+    ) == [{"prompt": "a", "completion": "b"}]
 
 
 def test_files_of_both_kinds_and_empty_answers(tmp_path):
@@ -131,11 +171,16 @@ def test_files_of_both_kinds_and_empty_answers(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_what_trl_trains(tmp_path):
     """The answer and its end, not the prompt; padding is told from the end by its place."""
-    rows = read_rows([{"instruction": "a b", "output": "c"}, {"instruction": "d", "output": "e f g"}], plain)
+    rows = read_rows(
+        [{"instruction": "a b", "output": "c"}, {"instruction": "d", "output": "e f g"}], plain
+    )
     trainer = trainer_of(tmp_path, rows)
     a, end = 3, 1
     batch = trainer.data_collator([trainer.train_dataset[i] for i in range(2)])
-    assert batch["labels"].tolist() == [[-100, -100, a + 2, end, -100], [-100, a + 4, a + 5, a + 6, end]]
+    assert batch["labels"].tolist() == [
+        [-100, -100, a + 2, end, -100],
+        [-100, a + 4, a + 5, a + 6, end],
+    ]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 0], [1] * 5]
     chat = trainer_of(tmp_path, read_rows([{"instruction": "a", "output": "b"}], chat_template))
     assert chat.train_dataset[0]["labels"] == [-100, -100, -100, a + 1, end]
@@ -157,9 +202,13 @@ def test_what_trl_cuts_and_leaves_out_is_counted(tmp_path):
     trainer.train_dataset = trainer.train_dataset.select_columns(["input_ids", "labels"])
     assert row_report(rows, trainer) == report
     bare = read_rows([{"instruction": "", "output": "a b c"}], plain)
-    assert row_report(bare, trainer_of(tmp_path, bare)).trained_tokens == 3  # nothing predicts a first token
+    assert (
+        row_report(bare, trainer_of(tmp_path, bare)).trained_tokens == 3
+    )  # nothing predicts a first token
     for changes in ({"packing": True}, {"packing": True, "packing_strategy": "wrapped"}):
-        with pytest.raises(ValueError, match="needed a trainer whose rows lie in memory as input_ids and labels"):
+        with pytest.raises(
+            ValueError, match="needed a trainer whose rows lie in memory as input_ids and labels"
+        ):
             row_report(rows, trainer_of(tmp_path, rows, **changes))
     with pytest.raises(ValueError, match="row_report: a list with the columns"):
         row_report(rows, rows)

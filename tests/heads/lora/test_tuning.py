@@ -1,4 +1,5 @@
-"""Tuning under TRL's trainer: what a log says, exact losses, packing, resuming, LoRA+, and peft's own forward."""
+"""Tuning under TRL's trainer: what a log says, exact losses, packing, resuming, LoRA+, and peft's
+own forward."""
 
 import math
 
@@ -23,12 +24,22 @@ def trained(folder, *, accelerate=True, resume=None, ratio=None, **changes):
     """A tiny model after a few steps, under a seed."""
     torch.manual_seed(0)
     dropout = changes.pop("dropout", 0)
-    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=dropout)
+    config = LoraConfig(
+        r=4, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=dropout
+    )
     model = prepare_lora(tiny("llama"), config, accelerate=accelerate)
-    options = {"max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1, "seed": 3}
+    options = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "seed": 3,
+    }
     trainer = trainer_of(folder, ROWS, model=model, **options | changes)
     if ratio is not None:
-        trainer.optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=ratio)
+        trainer.optimizer = create_loraplus_optimizer(
+            model, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=ratio
+        )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -42,7 +53,9 @@ def losses_of(trainer):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}, {"dropout": 0.2}], ids=str
+    "options",
+    [{}, {"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}, {"dropout": 0.2}],
+    ids=str,
 )
 def test_a_run_is_what_it_is_with_pefts_own_forward(options, tmp_path):
     """Few tokens: dropout is torch's in both."""
@@ -56,7 +69,9 @@ def test_a_run_is_what_it_is_with_pefts_own_forward(options, tmp_path):
 def test_a_resumed_run_is_as_if_it_had_not_stopped(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 3, "dropout": 0.1}
     whole = trained(tmp_path / "a", ratio=4.0, **saving)
-    again = trained(tmp_path / "b", ratio=4.0, resume=str(tmp_path / "a" / "out" / "checkpoint-3"), **saving)
+    again = trained(
+        tmp_path / "b", ratio=4.0, resume=str(tmp_path / "a" / "out" / "checkpoint-3"), **saving
+    )
     assert again.state.global_step == 6
     for name, value in state_of(whole).items():
         assert torch.equal(state_of(again)[name], value), name
@@ -66,7 +81,9 @@ def test_lora_plus_gives_b_its_own_rate(tmp_path):
     trainer = trained(tmp_path, ratio=16.0, lr_scheduler_type="constant")
     names = {id(p): n for n, p in trainer.model.named_parameters()}
     rates = {
-        ("B" if "lora_B" in names[id(p)] else "A"): g["lr"] for g in trainer.optimizer.param_groups for p in g["params"]
+        ("B" if "lora_B" in names[id(p)] else "A"): g["lr"]
+        for g in trainer.optimizer.param_groups
+        for p in g["params"]
     }
     assert rates == {"A": 1e-2, "B": pytest.approx(0.16)}
 
@@ -82,7 +99,11 @@ def test_the_loss_is_of_tokens_whatever_the_batch(tmp_path):
         count += int(kept.sum())
     for size in (1, 5, 12):
         loss, perplexity = answer_loss(
-            trainer.model, trainer.train_dataset, trainer.data_collator, batch_size=size, progress=False
+            trainer.model,
+            trainer.train_dataset,
+            trainer.data_collator,
+            batch_size=size,
+            progress=False,
         )
         assert loss == pytest.approx(total / count, rel=1e-5)
         assert perplexity == pytest.approx(math.exp(loss), rel=1e-9)
@@ -100,14 +121,18 @@ def test_rows_that_trl_packs_are_as_if_alone(kind, tmp_path):
     check_packed_examples(model)
     found = []
     for packing in (False, True):
-        trainer = trainer_of(tmp_path / str(packing), ROWS, model=model, packing=packing, max_length=48)
+        trainer = trainer_of(
+            tmp_path / str(packing), ROWS, model=model, packing=packing, max_length=48
+        )
         data = trainer.train_dataset
         batch = trainer.data_collator([data[i] for i in range(len(data))])
         assert batch["input_ids"].shape[0] == (1 if packing else 12)
         model.zero_grad()
         loss = model(**batch, use_cache=False).loss
         loss.backward()
-        found.append((loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+        found.append(
+            (loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        )
     torch.testing.assert_close(found[0][0], found[1][0])
     for name, value in found[0][1].items():
         torch.testing.assert_close(found[1][1][name], value, msg=name)
@@ -129,7 +154,9 @@ def test_a_model_in_which_packed_examples_see_each_other_is_refused():
 
     with pytest.raises(ValueError, match="in Forgetful packed examples see each other"):
         check_packed_examples(Forgetful())
-    with pytest.raises(ValueError, match=r"BertForSequenceClassification gives \[1, 3\] for 16 tokens"):
+    with pytest.raises(
+        ValueError, match=r"BertForSequenceClassification gives \[1, 3\] for 16 tokens"
+    ):
         check_packed_examples(tiny("classifier"))
 
 
@@ -142,7 +169,9 @@ def log_of(train, held=(), norms=None):
 
 
 def test_training_logs_of_one_step_are_no_line_that_climbs():
-    log = [{"step": 1, "eval_loss": 1.0}, {"step": 2, "eval_loss": 1.2}] + [{"step": 6, "loss": 1.0}] * 3
+    log = [{"step": 1, "eval_loss": 1.0}, {"step": 2, "eval_loss": 1.2}] + [
+        {"step": 6, "loss": 1.0}
+    ] * 3
     assert tuning_report(log).overfits_from == 1
 
 
@@ -151,7 +180,12 @@ def test_a_run_that_overfits_and_one_that_does_not():
     report = tuning_report(log_of(falling, [(0, 3.0), (25, 2.4), (50, 2.2), (75, 2.3), (100, 2.5)]))
     assert (report.overfits_from, report.diverges_from, report.breaks_at) == (50, None, None)
     assert report.largest_rise == pytest.approx(0.3)
-    for held in ([(0, 3.0), (50, 2.2), (100, 2.1)], [(0, 3.0), (50, 2.2), (100, 2.205)], [(0, 3.0)], []):
+    for held in (
+        [(0, 3.0), (50, 2.2), (100, 2.1)],
+        [(0, 3.0), (50, 2.2), (100, 2.205)],
+        [(0, 3.0)],
+        [],
+    ):
         report = tuning_report(log_of(falling, held))
         assert report.overfits_from is report.diverges_from is None
     assert (
@@ -170,20 +204,26 @@ def test_a_run_that_diverges():
 
 def test_a_run_that_breaks():
     """As Trainer logs it: a loss that is not a number is written as 0."""
-    log = log_of([2.0] * 12 + [0.0] * 8, [(0, 2.0), (10, 1.9), (20, math.nan)], [1.0] * 12 + [math.nan] * 8)
+    log = log_of(
+        [2.0] * 12 + [0.0] * 8, [(0, 2.0), (10, 1.9), (20, math.nan)], [1.0] * 12 + [math.nan] * 8
+    )
     report = tuning_report(log)
     assert report.breaks_at == 13
     assert report.overfits_from is report.diverges_from is None
     assert "breaks at step 13" in str(report)
     assert tuning_report([{"step": 1, "eval_loss": math.nan}]).breaks_at == 1
     assert tuning_report(log_of([2.0, math.inf, 2.0])).breaks_at == 2
-    assert tuning_report(log_of([2.0] * 3, norms=[math.inf, 1.0, 1.0])).breaks_at is None  # float16 finding its scale
+    assert (
+        tuning_report(log_of([2.0] * 3, norms=[math.inf, 1.0, 1.0])).breaks_at is None
+    )  # float16 finding its scale
 
 
 def test_several_held_out_sets_are_told_apart():
     log = [{"step": i, "eval_a_loss": 3 - i, "eval_b_loss": 3 + i} for i in range(3)]
     assert tuning_report(log, held_out="eval_b_loss").held_out == ((0, 3.0), (1, 4.0), (2, 5.0))
-    with pytest.raises(ValueError, match="has no eval_loss; needed held_out= one of eval_a_loss, eval_b_loss"):
+    with pytest.raises(
+        ValueError, match="has no eval_loss; needed held_out= one of eval_a_loss, eval_b_loss"
+    ):
         tuning_report(log)
     for wrong in ("log.json", {"loss": 1.0}, ["loss"]):
         with pytest.raises(ValueError, match=r"needed trainer\.state\.log_history"):
@@ -194,7 +234,9 @@ def test_spikes_are_told_with_step_and_norm_and_noise_is_not():
     false = 0
     for seed in range(30):
         generator = torch.Generator().manual_seed(seed)
-        noisy = (1.5 + torch.exp(-torch.arange(400) / 80) + 0.1 * torch.randn(400, generator=generator)).tolist()
+        noisy = (
+            1.5 + torch.exp(-torch.arange(400) / 80) + 0.1 * torch.randn(400, generator=generator)
+        ).tolist()
         false += len(tuning_report(log_of(noisy)).spikes)
     assert false == 0
     for place, size in ((99, 4.0), (100, 6.0), (101, 5.0), (103, 5.5), (200, 2.6), (300, 9.0)):
@@ -203,7 +245,9 @@ def test_spikes_are_told_with_step_and_norm_and_noise_is_not():
     assert [(s.step, s.loss, s.grad_norm) for s in spikes] == [(101, 6.0, 100.0), (301, 9.0, 300.0)]
     assert all(abs(s.usual - 1.7) < 0.3 for s in spikes)
     assert tuning_report(log_of([2.0] * 20 + [2.001] * 20)).spikes == ()  # no noise at all
-    assert tuning_report(log_of([2.0] * 9 + [9.0] + [2.0] * 9)).spikes == ()  # too little is known yet
+    assert (
+        tuning_report(log_of([2.0] * 9 + [9.0] + [2.0] * 9)).spikes == ()
+    )  # too little is known yet
     assert len(tuning_report(log_of([2.0] * 10 + [9.0] + [2.0] * 9)).spikes) == 1
 
 
@@ -213,7 +257,10 @@ def test_what_trembles_from_look_to_look_is_no_overfitting():
         generator = torch.Generator().manual_seed(seed)
         looks = torch.arange(20)
         noise = 0.01 * torch.randn(20, generator=generator)
-        flat, turning = 1.5 + 0.5 * torch.exp(-looks / 4) + noise, (looks - 8).clamp(min=0) / 11 * 0.2
+        flat, turning = (
+            1.5 + 0.5 * torch.exp(-looks / 4) + noise,
+            (looks - 8).clamp(min=0) / 11 * 0.2,
+        )
         train = (2 - torch.arange(200) / 400 + 0.2 * torch.randn(200, generator=generator)).tolist()
         for rises in (False, True):
             losses = (flat + turning if rises else flat).tolist()
@@ -238,6 +285,8 @@ def test_a_log_without_losses_is_refused_and_a_run_is_drawn(tmp_path):
 
 def test_an_adapter_on_the_head_is_refused_by_trl_and_not_lost(tmp_path):
     """TRL multiplies by the head's weight itself: it must say so, or the guide is wrong."""
-    model = prepare_lora(tiny("llama"), LoraConfig(r=2, target_modules=["lm_head", "q_proj"], task_type="CAUSAL_LM"))
+    model = prepare_lora(
+        tiny("llama"), LoraConfig(r=2, target_modules=["lm_head", "q_proj"], task_type="CAUSAL_LM")
+    )
     with pytest.raises(ValueError, match="lm_head"):
         trainer_of(tmp_path, ROWS, model=model)

@@ -25,12 +25,19 @@ def tokenizer_of(length=32, pad=0):
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made.post_processor = processors.TemplateProcessing(
-        single="<cls> $A <sep>", pair="<cls> $A <sep> $B:1 <sep>:1", special_tokens=[("<cls>", 1), ("<sep>", 2)]
+        single="<cls> $A <sep>",
+        pair="<cls> $A <sep> $B:1 <sep>:1",
+        special_tokens=[("<cls>", 1), ("<sep>", 2)],
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, model_max_length=length, pad_token=WORDS[pad], unk_token="<unk>", cls_token="<cls>",
-        sep_token="<sep>", model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-    )  # fmt: skip
+        tokenizer_object=made,
+        model_max_length=length,
+        pad_token=WORDS[pad],
+        unk_token="<unk>",
+        cls_token="<cls>",
+        sep_token="<sep>",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )
 
 
 def model_of(kind="bert", seed=0, trained=True, **options):
@@ -49,7 +56,8 @@ def words(*numbers):
 
 
 def pairs_of(count, seed=0, longest=9, labels=3):
-    """Pairs whose better answer is the one that says w7; where both or none do, they tie or, of two, A is better."""
+    """Pairs whose better answer is the one that says w7; where both or none do, they tie or, of
+    two, A is better."""
     draw = torch.Generator().manual_seed(seed)
 
     def some():

@@ -26,12 +26,20 @@ def judged(count, rule, seed=0, ties=False):
             for _ in range(2)
         )
         score = rule(a) - rule(b)
-        label = (2 if ties and abs(score) < 1 else int(score < 0)) if score else (2 if ties else draw.randint(0, 1))
+        label = (
+            (2 if ties and abs(score) < 1 else int(score < 0))
+            if score
+            else (2 if ties else draw.randint(0, 1))
+        )
         found.append(Pair(f"Say {draw.randint(0, 30)}.", a, b, label))
     return found
 
 
-RULES = {"length": len, "a word": lambda text: text.count("blue"), "style": lambda text: text.endswith("!") - 0.5}
+RULES = {
+    "length": len,
+    "a word": lambda text: text.count("blue"),
+    "style": lambda text: text.endswith("!") - 0.5,
+}
 
 
 @pytest.mark.parametrize(
@@ -45,17 +53,22 @@ RULES = {"length": len, "a word": lambda text: text.count("blue"), "style": lamb
 def test_each_finds_what_it_can_see(rule, knows):
     train, test = (judged(count, RULES[rule], seed) for count, seed in ((600, 0), (300, 1)))
     found = baseline_verdicts(train, test, classes=2)
-    losses = [pairwise_metrics(found[name], [pair.label for pair in test]).log_loss for name in BASELINES]
+    losses = [
+        pairwise_metrics(found[name], [pair.label for pair in test]).log_loss for name in BASELINES
+    ]
     for name, loss, known in zip(BASELINES, losses, knows, strict=True):
         assert (loss < 0.55) == known, (name, losses)
 
 
 def test_two_classes_of_shares_of_three_and_no_ties():
     shares = [
-        pair._replace(label=(0.75, 0.25, 0.0) if pair.label == 0 else (0.25, 0.75, 0.0)) for pair in judged(60, len)
+        pair._replace(label=(0.75, 0.25, 0.0) if pair.label == 0 else (0.25, 0.75, 0.0))
+        for pair in judged(60, len)
     ]
     two, three = (baseline_verdicts(shares, shares[:9], classes=classes) for classes in (2, 3))
-    torch.testing.assert_close(two[BASELINES[1]].exp(), three[BASELINES[1]][:, :2].exp(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        two[BASELINES[1]].exp(), three[BASELINES[1]][:, :2].exp(), rtol=1e-4, atol=1e-4
+    )
     with pytest.raises(ValueError, match="pair 0: "):
         baseline_verdicts([Pair("p", "a", "b", 2)], shares, classes=2)
 
@@ -94,8 +107,12 @@ def test_what_cannot_be_fitted_is_refused(monkeypatch):
         with pytest.raises(ValueError, match="needed some of both, the first with labels"):
             baseline_verdicts(train, test)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pairwise_report: .* pip install 'model-components\[judge\]'"):
-        pairwise_report(model_of(), model_of().dataset(pairs_of(3), progress=False), train=judged(30, len))
+    with pytest.raises(
+        ImportError, match=r"pairwise_report: .* pip install 'model-components\[judge\]'"
+    ):
+        pairwise_report(
+            model_of(), model_of().dataset(pairs_of(3), progress=False), train=judged(30, len)
+        )
 
 
 def test_an_error_counts_prompts_and_not_pairs():
@@ -103,7 +120,9 @@ def test_an_error_counts_prompts_and_not_pairs():
     means, spread = [], []
     for _ in range(400):
         of_prompt = torch.randn(20, generator=draw).repeat_interleave(10)
-        mean, error = clustered(of_prompt + 0.1 * torch.randn(200, generator=draw), [k // 10 for k in range(200)])
+        mean, error = clustered(
+            of_prompt + 0.1 * torch.randn(200, generator=draw), [k // 10 for k in range(200)]
+        )
         means.append(mean)
         spread.append(error)
     assert sum(spread) / 400 == pytest.approx(float(torch.tensor(means).std()), rel=0.1)
@@ -112,8 +131,17 @@ def test_an_error_counts_prompts_and_not_pairs():
 def test_style_is_what_it_says():
     text = "# Apples\n\n- **Red** ones\n- 12 green ones\n\nSee https://a.b, I'm sorry! Né"
     found = dict(zip(NAMES, surface_of("Which apples?", text).tolist(), strict=True))
-    for name, count in (("bullets", 2), ("headings", 1), ("bold", 2), ("links", 1), ("refusals", 1), ("paragraphs", 3),
-                        ("characters", len(text)), ("numbered items", 0), ("code blocks", 0)):  # fmt: skip
+    for name, count in (
+        ("bullets", 2),
+        ("headings", 1),
+        ("bold", 2),
+        ("links", 1),
+        ("refusals", 1),
+        ("paragraphs", 3),
+        ("characters", len(text)),
+        ("numbered items", 0),
+        ("code blocks", 0),
+    ):
         assert found[name] == pytest.approx(math.log1p(count)), name
     assert found["prompt covered"] == 0.5
     assert found["digits"] == pytest.approx(2 / len(text))
@@ -122,7 +150,11 @@ def test_style_is_what_it_says():
     assert all(math.isfinite(value) for value in surface_of("", ""))
     assert surfaces_of([Pair("p", "x", "y z")])[1].shape == (1, len(NAMES))
     sizes = ((12, 10), (13, 10), (0, 1))
-    assert near_in_length([Pair("p", "x" * a, "y" * b) for a, b in sizes]).tolist() == [True, False, False]
+    assert near_in_length([Pair("p", "x" * a, "y" * b) for a, b in sizes]).tolist() == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_the_report_puts_them_beside_the_model():

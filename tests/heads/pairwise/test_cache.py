@@ -1,4 +1,5 @@
-"""Features that are made once: those of the model, kept by what they depend on, and a head that trains on them."""
+"""Features that are made once: those of the model, kept by what they depend on, and a head that
+trains on them."""
 
 import numpy as np
 import pytest
@@ -43,11 +44,15 @@ def test_what_is_there_is_not_made_again(tmp_path, monkeypatch):
     model, pairs = frozen(), pairs_of(60)
     seen = []
     features = model.features
-    monkeypatch.setattr(model, "features", lambda **given: seen.append(len(given["lengths"])) or features(**given))
+    monkeypatch.setattr(
+        model, "features", lambda **given: seen.append(len(given["lengths"])) or features(**given)
+    )
     first = model.dataset(pairs[:30], progress=False)
     first.encode_(model, cache=tmp_path, progress=False)
     made = sum(seen)
-    assert made == len({answer for pair in pairs[:30] for answer in zip([pair[0]] * 2, pair[1:3], strict=True)})
+    assert made == len(
+        {answer for pair in pairs[:30] for answer in zip([pair[0]] * 2, pair[1:3], strict=True)}
+    )
     again = model.dataset(pairs, progress=False)
     again.encode_(model, cache=tmp_path, progress=False)
     assert np.array_equal(again._features[:60], first._features)
@@ -67,7 +72,9 @@ def test_each_kind_of_pooling_is_kept_for_itself(tmp_path, monkeypatch):
         model = frozen(pooling=pooling)
         seen = []
         features = model.features
-        monkeypatch.setattr(model, "features", lambda f=features, s=seen, **given: s.append(1) or f(**given))
+        monkeypatch.setattr(
+            model, "features", lambda f=features, s=seen, **given: s.append(1) or f(**given)
+        )
         data, plain = (model.dataset(pairs, progress=False) for _ in range(2))
         data.encode_(model, cache=tmp_path, progress=False)
         assert bool(seen) == (pooling != ["last", "mean"])
@@ -124,8 +131,12 @@ def test_what_trains_is_not_kept():
     data = model.dataset(pairs_of(4), progress=False)
     data.encode_(model, progress=False)
     freeze_(model, "none")
-    with pytest.raises(ValueError, match="holds features of a frozen encoder, and the encoder trains"):
-        PairwiseTrainer(model=model, args=TrainingArguments("unused", use_cpu=True), train_dataset=data)
+    with pytest.raises(
+        ValueError, match="holds features of a frozen encoder, and the encoder trains"
+    ):
+        PairwiseTrainer(
+            model=model, args=TrainingArguments("unused", use_cpu=True), train_dataset=data
+        )
 
 
 def test_a_head_trains_on_features_as_on_tokens(tmp_path):
@@ -139,8 +150,16 @@ def test_a_head_trains_on_features_as_on_tokens(tmp_path):
         data = model.dataset(pairs_of(200), progress=False)
         if encode:
             data.encode_(model, progress=False)
-        arguments = TrainingArguments(str(tmp_path / str(encode)), max_steps=40, learning_rate=3e-3, use_cpu=True,
-                                      report_to="none", save_strategy="no", disable_tqdm=True, seed=3)  # fmt: skip
+        arguments = TrainingArguments(
+            str(tmp_path / str(encode)),
+            max_steps=40,
+            learning_rate=3e-3,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            seed=3,
+        )
         PairwiseTrainer(model=model, args=arguments, train_dataset=data, head_lr_ratio=1.0).train()
         losses.append(pairwise_report(model, data, progress=False).metrics.log_loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
@@ -152,7 +171,9 @@ def test_adapters_are_part_of_the_encoder(tmp_path):
     for alpha, active in ((2, True), (200, True), (200, False)):
         torch.manual_seed(0)
         model = frozen()
-        config = LoraConfig(target_modules=["query"], r=2, lora_alpha=alpha, init_lora_weights=False)
+        config = LoraConfig(
+            target_modules=["query"], r=2, lora_alpha=alpha, init_lora_weights=False
+        )
         model.encoder = get_peft_model(model.encoder, config)
         if not active:
             model.encoder.base_model.disable_adapter_layers()
@@ -175,10 +196,16 @@ def test_features_of_another_encoder_are_refused(what):
     if what == "weights":
         with torch.no_grad():
             other.encoder.encoder.layer[0].attention.self.query.weight.mul_(1.01)
-    with pytest.raises(ValueError, match="predict_pairs: the pairs hold features of another encoder or pooling"):
+    with pytest.raises(
+        ValueError, match="predict_pairs: the pairs hold features of another encoder or pooling"
+    ):
         predict_pairs(other, data, progress=False)
-    with pytest.raises(ValueError, match="PairwiseTrainer: the pairs hold features of another encoder or pooling"):
-        PairwiseTrainer(model=other, args=TrainingArguments("unused", use_cpu=True), train_dataset=data)
+    with pytest.raises(
+        ValueError, match="PairwiseTrainer: the pairs hold features of another encoder or pooling"
+    ):
+        PairwiseTrainer(
+            model=other, args=TrainingArguments("unused", use_cpu=True), train_dataset=data
+        )
 
 
 def test_features_are_made_in_evaluation_and_in_full_precision(tmp_path):
@@ -196,5 +223,7 @@ def test_the_same_ids_in_other_roles_are_other_sequences():
     ids, types = np.arange(5, dtype=np.int32), np.zeros(5, dtype=np.int8)
     other = types.copy()
     other[3:] = 1
-    keys = {cache._key(Tokens(*given)) for given in ((ids, types, 1), (ids, types, 2), (ids, other, 1))}
+    keys = {
+        cache._key(Tokens(*given)) for given in ((ids, types, 1), (ids, types, 2), (ids, other, 1))
+    }
     assert len(keys) == 3

@@ -1,4 +1,5 @@
-"""The command line: each command does what the library's function does, and says what is wrong in a line."""
+"""The command line: each command does what the library's function does, and says what is wrong in a
+line."""
 
 import json
 
@@ -15,10 +16,13 @@ def place(tmp_path):
     """A judge and pairs."""
     model_of(link="davidson").save_pretrained(tmp_path / "judge")
     rows = [
-        dict(zip(("prompt", "a", "b", "label"), pair, strict=True), id=f"x{k}") for k, pair in enumerate(pairs_of(12))
+        dict(zip(("prompt", "a", "b", "label"), pair, strict=True), id=f"x{k}")
+        for k, pair in enumerate(pairs_of(12))
     ]
     rows[3] = {"id": "x3", "prompt": "p"}
-    (tmp_path / "pairs.jsonl").write_text("\n".join([*map(json.dumps, rows[:5]), "{", *map(json.dumps, rows[5:])]))
+    (tmp_path / "pairs.jsonl").write_text(
+        "\n".join([*map(json.dumps, rows[:5]), "{", *map(json.dumps, rows[5:])])
+    )
     return tmp_path
 
 
@@ -41,20 +45,57 @@ def test_each_row_has_its_verdict_or_the_reason_why_not(place, capsys):
 def test_answers_are_put_in_order(place, capsys):
     answers = ["w3", "w7 w8", "w9 w1"]
     (place / "rows.json").write_text(json.dumps([{"prompt": "w1", "answers": answers}]))
-    assert main(["rank", str(place / "judge"), str(place / "rows.json"), "--out", str(place / "out.jsonl")]) == 0
+    assert (
+        main(
+            [
+                "rank",
+                str(place / "judge"),
+                str(place / "rows.json"),
+                "--out",
+                str(place / "out.jsonl"),
+            ]
+        )
+        == 0
+    )
     told = json.loads((place / "out.jsonl").read_text())
     found = PairwiseModel.from_pretrained(place / "judge").eval().rank("w1", answers)
     assert told["order"] == list(found.order)
-    assert main(["rank", str(place / "judge"), str(place / "rows.json"), "--out", str(place / "rows.json")]) == 1
+    assert (
+        main(
+            [
+                "rank",
+                str(place / "judge"),
+                str(place / "rows.json"),
+                "--out",
+                str(place / "rows.json"),
+            ]
+        )
+        == 1
+    )
     assert "rows.json is there already; needed another --out" in capsys.readouterr().err
     (place / "rows.json").write_text(json.dumps([{"prompt": "w1"}]))
-    assert main(["rank", str(place / "judge"), str(place / "rows.json"), "--out", str(place / "none.jsonl")]) == 1
+    assert (
+        main(
+            [
+                "rank",
+                str(place / "judge"),
+                str(place / "rows.json"),
+                "--out",
+                str(place / "none.jsonl"),
+            ]
+        )
+        == 1
+    )
     assert "(line 1: no prompt and list of answers; needed both)" in capsys.readouterr().err
     assert not (place / "none.jsonl").exists()
 
 
 def test_rows_that_cannot_be_ranked_say_why_and_the_others_are(place, capsys):
-    rows = [{"prompt": "w1", "answers": []}, {"prompt": "w1", "answers": ["w2", "w3"]}, {"answers": ["w2"]}]
+    rows = [
+        {"prompt": "w1", "answers": []},
+        {"prompt": "w1", "answers": ["w2", "w3"]},
+        {"answers": ["w2"]},
+    ]
     (place / "rows.json").write_text(json.dumps(rows))
     assert main(["rank", str(place / "judge"), str(place / "rows.json"), "--no-progress"]) == 0
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -43,13 +43,15 @@ def ids_of(*numbers):
 
 def test_a_prompt_loses_its_beginning_and_an_answer_its_middle():
     prompt, long, short = words(*range(10)), words(*range(20, 40)), words(50)
-    made, data = sequences_of((prompt, long, short))  # 16 tokens: 3 are special, 4 the prompt's at least
+    made, data = sequences_of(
+        (prompt, long, short)
+    )  # 16 tokens: 3 are special, 4 the prompt's at least
     assert made[0] == [1, *ids_of(6, 7, 8, 9), 2, *ids_of(20, 21, 22, 23, 24, 36, 37, 38, 39), 2]
     assert made[1] == [1, *ids_of(*range(10)), 2, *ids_of(50), 2]
     assert str(data.report).splitlines() == [
         "1 pairs (without labels), 30 tokens",
-        "1 prompts and 1 answers were too long: 17 tokens were cut, from the beginnings of prompts and the middles of "
-        "answers",
+        "1 prompts and 1 answers were too long: 17 tokens were cut, from the beginnings of prompts "
+        "and the middles of answers",
     ]
     assert [tokens.begin for tokens in tokens_of(data)] == [6, 12]
     made, _ = sequences_of((prompt, long, short), max_prompt_tokens=1)
@@ -68,7 +70,21 @@ def test_conversations_are_read_turn_by_turn():
     longer = (Turn("assistant", words(5, 6)), Turn("user", words(7)), Turn("assistant", words(8)))
     made, data = sequences_of((asked, words(4), longer))
     assert made[0] == [1, *ids_of(1), 2, *ids_of(2), 2, *ids_of(3), 2, *ids_of(4), 2]
-    assert made[1] == [1, *ids_of(1), 2, *ids_of(2), 2, *ids_of(3), 2, *ids_of(5, 6), 2, *ids_of(7), 2, *ids_of(8), 2]
+    assert made[1] == [
+        1,
+        *ids_of(1),
+        2,
+        *ids_of(2),
+        2,
+        *ids_of(3),
+        2,
+        *ids_of(5, 6),
+        2,
+        *ids_of(7),
+        2,
+        *ids_of(8),
+        2,
+    ]
     assert [len(tokens.ids) - tokens.begin for tokens in tokens_of(data)] == [2, 2]
     told = [{"role": turn.role, "content": turn.text} for turn in asked]
     assert sequences_of((told, words(4), list(longer)))[0] == made
@@ -111,10 +127,17 @@ def test_cutting_keeps_head_and_tail():
 def test_swapping_changes_nothing_but_the_order_of_pairs():
     pairs = [*pairs_of(20), ("w1", "w2", "w2", 2), ("w1", "w2", "w3", 0), ("w1", "w3", "w2", 1)]
     turned = [(p, b, a, label) for p, a, b, label in pairs]
-    one, other = (PairwiseDataset(p, tokenizer_of(), config_of(), progress=False) for p in (pairs, turned))
-    straight, back = (PairwiseCollator()([data[i] for i in range(len(data))]) for data in (one, other))
+    one, other = (
+        PairwiseDataset(p, tokenizer_of(), config_of(), progress=False) for p in (pairs, turned)
+    )
+    straight, back = (
+        PairwiseCollator()([data[i] for i in range(len(data))]) for data in (one, other)
+    )
     assert torch.equal(straight["pairs"], back["pairs"].flip(1))
-    assert all(torch.equal(straight[name], back[name]) for name in ("input_ids", "lengths", "token_type_ids", "labels"))
+    assert all(
+        torch.equal(straight[name], back[name])
+        for name in ("input_ids", "lengths", "token_type_ids", "labels")
+    )
     assert straight["pairs"][20, 0] == straight["pairs"][20, 1]  # one answer twice is encoded once
     assert torch.equal(straight["pairs"][21], straight["pairs"][22].flip(0))
     assert len(straight["lengths"]) == 2 * 20 + 2
@@ -125,7 +148,9 @@ def test_special_tokens_in_texts_are_text():
     tokenizer = tokenizer_of()
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     text = "w2 <sep> <pad> w3"
-    data = PairwiseDataset([("w1", text, "w4")], tokenizer, config_of(max_tokens=30), progress=False)
+    data = PairwiseDataset(
+        [("w1", text, "w4")], tokenizer, config_of(max_tokens=30), progress=False
+    )
     made = tokens_of(data)[0].ids.tolist()
     assert made.count(2) == 2  # the template's own
     assert 0 not in made
@@ -160,13 +185,20 @@ def test_bad_pairs_are_refused_with_their_numbers(pair, said):
 
 def test_shares_without_ties_serve_a_model_that_knows_none():
     model = model_of(ties=False)
-    assert model.dataset([("p", "a", "b", (0.25, 0.75, 0.0))], progress=False).labels == [(0.25, 0.75)]
-    with pytest.raises(ValueError, match=r"pair 0: a label is .*, needed 2 shares .*, of a model that knows no ties"):
+    assert model.dataset([("p", "a", "b", (0.25, 0.75, 0.0))], progress=False).labels == [
+        (0.25, 0.75)
+    ]
+    with pytest.raises(
+        ValueError,
+        match=r"pair 0: a label is .*, needed 2 shares .*, of a model that knows no ties",
+    ):
         model.dataset([("p", "a", "b", (0.25, 0.5, 0.25))], progress=False)
 
 
 def test_labels_outside_two_classes_and_odd_tokenizers_are_refused():
-    with pytest.raises(ValueError, match=r"a label is 2, needed 0 \(A\), 1 \(B\), of a model that knows no ties$"):
+    with pytest.raises(
+        ValueError, match=r"a label is 2, needed 0 \(A\), 1 \(B\), of a model that knows no ties$"
+    ):
         PairwiseDataset([("p", "x", "y", 2)], tokenizer_of(), config_of(ties=False), progress=False)
     with pytest.raises(ValueError, match="needed a fast one"):
         PairwiseDataset([("p", "x", "y")], object(), config_of(), progress=False)
@@ -193,4 +225,6 @@ def test_labels_outside_two_classes_and_odd_tokenizers_are_refused():
 )
 def test_configs_refuse(changes, said):
     with pytest.raises(ValueError, match=said):
-        config_of(**{"max_tokens": 16} | changes) if "encoder" not in changes else PairwiseConfig(**changes)
+        config_of(**{"max_tokens": 16} | changes) if "encoder" not in changes else PairwiseConfig(
+            **changes
+        )

@@ -36,7 +36,10 @@ CASES = {  # lengths, then how far apart, whether causal, and how many heads sha
 def tensors(lengths, heads=3, width=5, seed=0, groups=None):
     draw = torch.Generator().manual_seed(seed)
     counts = {"query": heads, "key": groups or heads, "value": groups or heads}
-    return {n: torch.randn(sum(lengths), k, width, generator=draw, dtype=torch.float64) for n, k in counts.items()}
+    return {
+        n: torch.randn(sum(lengths), k, width, generator=draw, dtype=torch.float64)
+        for n, k in counts.items()
+    }
 
 
 def ends_of(lengths):
@@ -57,37 +60,63 @@ def test_packed_attention(case, dtype):
         def fast(impl=impl, **given):
             return packed_attention(**given, **options, impl=impl)
 
-        judge("packed_attention", "eager", fast, defined, tensors(lengths, groups=3 // shared), dtype=dtype,
-              working=torch.float32, case=case)  # fmt: skip
+        judge(
+            "packed_attention",
+            "eager",
+            fast,
+            defined,
+            tensors(lengths, groups=3 // shared),
+            dtype=dtype,
+            working=torch.float32,
+            case=case,
+        )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a GPU")
-@pytest.mark.parametrize("case", ["one", "several", "window", "odd", "causal", "causal, grouped, window"])
+@pytest.mark.parametrize(
+    "case", ["one", "several", "window", "odd", "causal", "causal, grouped, window"]
+)
 def test_packed_attention_on_a_gpu(case):
     lengths, window, causal, shared = CASES[case]
     inputs = tensors(lengths, width=32, groups=3 // shared)
     for dtype in (torch.bfloat16, torch.float16):
-        options = {"cu_seq_lens": torch.tensor(ends_of(lengths)), "window": window, "causal": causal}
-        judge("packed_attention", "fused", lambda options=options, **t: packed_attention(**t, **options, impl="fused"),
-              lambda options=options, **t: reference.packed_attention(**t, **options), inputs, dtype=dtype,
-              case=case)  # fmt: skip
+        options = {
+            "cu_seq_lens": torch.tensor(ends_of(lengths)),
+            "window": window,
+            "causal": causal,
+        }
+        judge(
+            "packed_attention",
+            "fused",
+            lambda options=options, **t: packed_attention(**t, **options, impl="fused"),
+            lambda options=options, **t: reference.packed_attention(**t, **options),
+            inputs,
+            dtype=dtype,
+            case=case,
+        )
 
 
 def test_strided_and_scaled_inputs():
     given = {k: v.float() for k, v in tensors((4, 6), heads=2, width=8).items()}
     apart = {k: v.transpose(0, 1).contiguous().transpose(0, 1) for k, v in given.items()}
     expected = reference.packed_attention(**given, cu_seq_lens=torch.tensor([0, 4, 10]), scale=0.3)
-    torch.testing.assert_close(packed_attention(**apart, cu_seq_lens=[0, 4, 10], scale=0.3), expected)
+    torch.testing.assert_close(
+        packed_attention(**apart, cu_seq_lens=[0, 4, 10], scale=0.3), expected
+    )
     made = packed_attention(**given, cu_seq_lens=[0, 4, 10], scale=0.3, impl="reference")
     assert torch.equal(made, expected)
 
 
 def test_finite_differences():
     given = [v.requires_grad_() for v in tensors((3, 2), 1, 2).values()]
-    assert torch.autograd.gradcheck(lambda q, k, v: packed_attention(q, k, v, [0, 3, 5], window=1), given)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: packed_attention(q, k, v, [0, 3, 5], window=1), given
+    )
     scores = [torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     tie = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda *given: log_probabilities(davidson(*given)), (*scores, tie))
+    assert torch.autograd.gradcheck(
+        lambda *given: log_probabilities(davidson(*given)), (*scores, tie)
+    )
 
 
 def test_attention_dropout_drops():
@@ -110,7 +139,11 @@ def test_attention_dropout_drops():
     ],
 )
 def test_bad_input_is_refused(changes, said):
-    given = {"query": torch.zeros(5, 1, 2), "key": torch.zeros(5, 1, 2), "value": torch.zeros(5, 1, 2)}
+    given = {
+        "query": torch.zeros(5, 1, 2),
+        "key": torch.zeros(5, 1, 2),
+        "value": torch.zeros(5, 1, 2),
+    }
     with pytest.raises(ValueError, match=said):
         packed_attention(**given | {"cu_seq_lens": [0, 5]} | changes)
 
@@ -125,19 +158,32 @@ def test_fused_without_a_gpu_raises_and_does_not_fall_back():
 @pytest.mark.parametrize("count", [0, 1, 37])
 def test_davidson(count):
     draw = torch.Generator().manual_seed(count)
-    inputs = {n: torch.randn(count, generator=draw, dtype=torch.float64) for n in ("score_a", "score_b")}
+    inputs = {
+        n: torch.randn(count, generator=draw, dtype=torch.float64) for n in ("score_a", "score_b")
+    }
     inputs |= {"log_nu": torch.tensor(0.7, dtype=torch.float64)}
 
     def fast(score_a, score_b, log_nu):
         return log_probabilities(davidson(score_a, score_b, log_nu)).exp()
 
     for dtype in (torch.float32, torch.bfloat16):
-        judge("davidson", "eager", fast, reference.davidson, inputs, dtype=dtype, case=f"{count} pairs")
+        judge(
+            "davidson",
+            "eager",
+            fast,
+            reference.davidson,
+            inputs,
+            dtype=dtype,
+            case=f"{count} pairs",
+        )
 
 
 def test_scores_far_apart_stay_finite():
     a = torch.tensor([300.0, -300.0, 0.0], requires_grad=True)
-    b, tie = torch.tensor([-300.0, 300.0, 0.0], requires_grad=True), torch.tensor(1e-4, requires_grad=True)
+    b, tie = (
+        torch.tensor([-300.0, 300.0, 0.0], requires_grad=True),
+        torch.tensor(1e-4, requires_grad=True),
+    )
     made = log_probabilities(davidson(a, b, tie))
     made.sum().backward()
     assert all(torch.isfinite(t).all() for t in (made, a.grad, b.grad, tie.grad))
@@ -158,7 +204,9 @@ def test_loss_is_cross_entropy():
     logits, labels = torch.randn(6, 3), torch.tensor([0, 1, 2, 2, 1, 0])
     for smoothing in (0.0, 0.2):
         expected = F.cross_entropy(logits, labels, label_smoothing=smoothing)
-        torch.testing.assert_close(pairwise_loss(logits, labels, label_smoothing=smoothing), expected)
+        torch.testing.assert_close(
+            pairwise_loss(logits, labels, label_smoothing=smoothing), expected
+        )
     shares = torch.rand(6, 3).softmax(-1)
     torch.testing.assert_close(pairwise_loss(logits, shares), F.cross_entropy(logits, shares))
     hard = F.one_hot(labels, 3).float()

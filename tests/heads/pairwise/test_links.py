@@ -1,4 +1,5 @@
-"""Heads: fair to both answers bit by bit, what they start from, and the pooling against plain torch."""
+"""Heads: fair to both answers bit by bit, what they start from, and the pooling against plain
+torch."""
 
 import itertools
 
@@ -33,7 +34,9 @@ def test_swapping_moves_no_bit(link, ties, hidden, dtype):
         assert straight.shape == (count, 2 + ties)
         assert torch.equal(swapped(straight), log_probabilities(head(b, a)))
         some = torch.rand(count) < 0.5  # in a batch where only some pairs are exchanged
-        mixed = log_probabilities(head(torch.where(some[:, None], b, a), torch.where(some[:, None], a, b)))
+        mixed = log_probabilities(
+            head(torch.where(some[:, None], b, a), torch.where(some[:, None], a, b))
+        )
         assert torch.equal(torch.where(some[:, None], swapped(mixed), mixed), straight)
         same = head(a, a)
         assert torch.equal(same[:, 0], same[:, 1])
@@ -82,8 +85,13 @@ def test_encodings_say_how_far_a_number_is_through_each_bin():
     assert edges_of.shape == (3, 17)
     x = torch.linspace(-3, 3, 50)[:, None].expand(50, len(NAMES))
     for column, edges in zip(head.encoding(x).view(50, 3, 16).unbind(1), edges_of, strict=True):
-        wanted = torch.stack([((x[:, 0] - low) / max(high - low, 1e-6)).clamp(0, 1)
-                              for low, high in itertools.pairwise(edges)], 1)  # fmt: skip
+        wanted = torch.stack(
+            [
+                ((x[:, 0] - low) / max(high - low, 1e-6)).clamp(0, 1)
+                for low, high in itertools.pairwise(edges)
+            ],
+            1,
+        )
         torch.testing.assert_close(column, wanted)
         assert (column.sum(1).diff() >= 0).all()
 
@@ -111,7 +119,9 @@ def test_every_verdict_is_open_at_first(link):
         torch.testing.assert_close(log_probabilities(head(a, b)).exp(), torch.full((5, 3), 1 / 3))
         for rate in (0.05, 0.6):
             head.set_tie_rate_(rate)
-            torch.testing.assert_close(log_probabilities(head(a, b)).exp()[:, 2], torch.full((5,), rate))
+            torch.testing.assert_close(
+                log_probabilities(head(a, b)).exp()[:, 2], torch.full((5,), rate)
+            )
         two = PairwiseHead(8, link=link, hidden_features=hidden, ties=False).eval()
         torch.testing.assert_close(log_probabilities(two(a, b)).exp(), torch.full((5, 2), 0.5))
         with pytest.raises(ValueError, match="no class for ties"):
@@ -128,7 +138,9 @@ def test_every_parameter_learns(link):
         head.fit_(*torch.randn(2, 200, 24), *looks_of(200))
         a, b = torch.randn(2, 9, 24)
         log_probabilities(head(a, b, *looks_of(9, seed=3)))[:, 0].sum().backward()
-        dead = [n for n, p in head.named_parameters() if p.grad is None or p.grad.abs().max() < 1e-5]
+        dead = [
+            n for n, p in head.named_parameters() if p.grad is None or p.grad.abs().max() < 1e-5
+        ]
         assert not dead
 
 
@@ -162,8 +174,18 @@ def test_pooling(kinds):
     def defined(states):
         return plainly(kinds, states, lengths, begins)
 
-    judge(f"Pool, {', '.join(kinds)}", "eager", fast, defined, {"states": states}, dtype=torch.float32, device="cpu")
-    assert pool(states.bfloat16(), torch.tensor(lengths), torch.tensor(begins)).dtype == torch.float32
+    judge(
+        f"Pool, {', '.join(kinds)}",
+        "eager",
+        fast,
+        defined,
+        {"states": states},
+        dtype=torch.float32,
+        device="cpu",
+    )
+    assert (
+        pool(states.bfloat16(), torch.tensor(lengths), torch.tensor(begins)).dtype == torch.float32
+    )
 
 
 def test_a_comparison_drops_features_in_training():

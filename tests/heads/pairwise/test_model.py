@@ -1,4 +1,5 @@
-"""The model: fair bit by bit from text to verdict, saved and loaded, packed and padded alike, ranking and LoRA."""
+"""The model: fair bit by bit from text to verdict, saved and loaded, packed and padded alike,
+ranking and LoRA."""
 
 import json
 import warnings
@@ -64,8 +65,12 @@ def test_swapping_answers_swaps_verdicts_and_moves_no_bit(kind, dtype):
 def test_a_batch_in_which_some_pairs_are_exchanged():
     model = model_of()
     data = model.dataset(PAIRS, progress=False)
-    turned = model.dataset([(p, b, a) if i % 3 else (p, a, b) for i, (p, a, b) in enumerate(PAIRS)], progress=False)
-    one, other = (model(**PairwiseCollator()([d[i] for i in range(len(d))])).logits for d in (data, turned))
+    turned = model.dataset(
+        [(p, b, a) if i % 3 else (p, a, b) for i, (p, a, b) in enumerate(PAIRS)], progress=False
+    )
+    one, other = (
+        model(**PairwiseCollator()([d[i] for i in range(len(d))])).logits for d in (data, turned)
+    )
     for i in range(len(PAIRS)):
         assert torch.equal(other[i], one[i, [1, 0, 2]] if i % 3 else one[i])
 
@@ -83,7 +88,10 @@ def test_the_early_head_flips_and_its_swap_loss_sees_it():
     assert not torch.allclose(found.log_probabilities, found.swapped_log_probabilities)
     data = model.dataset([(*pair, i % 3) for i, pair in enumerate(PAIRS)], progress=False)
     batch = PairwiseCollator()([data[i] for i in range(len(data))])
-    turned = batch | {"pairs": batch["pairs"].flip(1), "labels": torch.tensor([1, 0, 2])[batch["labels"]]}
+    turned = batch | {
+        "pairs": batch["pairs"].flip(1),
+        "labels": torch.tensor([1, 0, 2])[batch["labels"]],
+    }
     losses = [model(**one).loss for one in (batch, turned)]
     torch.testing.assert_close(*losses)  # the loss is fair though the head is not
     model.config.swap_consistency = 0.0
@@ -110,7 +118,9 @@ def test_saved_and_loaded(kind, tmp_path):
     assert again.tokenizer is not None
     assert float(again.head.temperature) == pytest.approx(1.7)
     assert again.config.max_tokens == model.config.max_tokens
-    torch.testing.assert_close(predicted(model).log_probabilities, predicted(again).log_probabilities)
+    torch.testing.assert_close(
+        predicted(model).log_probabilities, predicted(again).log_probabilities
+    )
     assert type(again.config.encoder) is type(model.config.encoder)
     model.tokenizer = None
     model.save_pretrained(tmp_path / "bare")
@@ -130,8 +140,13 @@ def test_weights_load_in_float32_unless_asked(tmp_path):
     assert half.encoder.dtype == torch.bfloat16
     assert half.head.outer.weight.dtype == torch.float32
     half.save_pretrained(tmp_path / "half")
-    assert {p.dtype for p in PairwiseModel.from_pretrained(tmp_path / "half").parameters()} == {torch.float32}
-    assert PairwiseModel.from_pretrained(tmp_path / "half", dtype=torch.bfloat16).encoder.dtype == torch.bfloat16
+    assert {p.dtype for p in PairwiseModel.from_pretrained(tmp_path / "half").parameters()} == {
+        torch.float32
+    }
+    assert (
+        PairwiseModel.from_pretrained(tmp_path / "half", dtype=torch.bfloat16).encoder.dtype
+        == torch.bfloat16
+    )
 
 
 def test_a_head_on_a_model_with_another_head_takes_the_encoder_inside():
@@ -150,7 +165,12 @@ def test_wrong_encoders_and_tokenizers_are_refused():
         PairwiseModel.from_encoder(tiny("bert", vocab_size=50), tokenizer_of())
     with pytest.raises(ValueError, match="the tokenizer has 94 tokens, the encoder 93"):
         PairwiseModel.from_encoder(tiny("bert", vocab_size=93), tokenizer_of())
-    assert PairwiseModel.from_encoder(tiny("bert", vocab_size=94), tokenizer_of()).config.encoder.vocab_size == 94
+    assert (
+        PairwiseModel.from_encoder(
+            tiny("bert", vocab_size=94), tokenizer_of()
+        ).config.encoder.vocab_size
+        == 94
+    )
     with pytest.raises(ValueError, match="encoder is a Linear"):
         PairwiseModel.from_encoder(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="max_tokens is 99, and BertModel has 32 positions"):
@@ -197,7 +217,9 @@ def test_rank_orders_answers(link):
     found = model.rank("w1 w2", answers)
     assert sorted(found.order) == list(range(6))
     assert abs(float(found.scores.sum())) < 1e-9
-    assert [float(found.scores[i]) for i in found.order] == sorted(found.scores.tolist(), reverse=True)
+    assert [float(found.scores[i]) for i in found.order] == sorted(
+        found.scores.tolist(), reverse=True
+    )
     torch.testing.assert_close(found.wins + found.wins.T, torch.ones(6, 6, dtype=torch.float64))
     if link == "davidson":  # the tournament's order is that of the scores
         both = model.predict(["w1 w2"] * 6, answers, answers, progress=False).scores[:, 0]
@@ -209,7 +231,9 @@ def test_rank_orders_answers(link):
     with pytest.raises(ValueError, match="rank: answer 1 is 3, needed text or turns"):
         model.rank("p", ["one", 3])
     more = model.rank("w1 w2", [*answers, words(*range(80))])
-    torch.testing.assert_close(more.wins[:6, :6], found.wins, rtol=1e-5, atol=1e-6)  # a further answer changes nothing
+    torch.testing.assert_close(
+        more.wins[:6, :6], found.wins, rtol=1e-5, atol=1e-6
+    )  # a further answer changes nothing
     backwards = model.rank("w1 w2", answers[::-1])
     torch.testing.assert_close(backwards.scores.flip(0), found.scores, rtol=1e-4, atol=1e-5)
 
@@ -239,7 +263,9 @@ def test_bradley_terry_scores_are_the_likeliest():
         bradley_terry(torch.zeros(2, 3))
 
 
-@pytest.mark.parametrize("kind", ["bert", "distilbert", "electra", "modernbert", "llama", "mpnet", "deberta"])
+@pytest.mark.parametrize(
+    "kind", ["bert", "distilbert", "electra", "modernbert", "llama", "mpnet", "deberta"]
+)
 def test_freezing(kind):
     model = model_of(kind)
     layers = model.encoder.config.num_hidden_layers
@@ -248,11 +274,19 @@ def test_freezing(kind):
     for what in ("none", "embeddings", "bottom:1", f"bottom:{layers}", "all"):
         report = freeze_(model, what)
         trained[what] = {n for n, p in model.named_parameters() if p.requires_grad}
-        assert report.trained_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert report.trained_parameters == sum(
+            p.numel() for p in model.parameters() if p.requires_grad
+        )
         assert head <= trained[what]
     assert trained["all"] == head
     assert trained["none"] == {n for n, _ in model.named_parameters()}
-    assert trained["none"] > trained["embeddings"] > trained["bottom:1"] > trained[f"bottom:{layers}"] >= head
+    assert (
+        trained["none"]
+        > trained["embeddings"]
+        > trained["bottom:1"]
+        > trained[f"bottom:{layers}"]
+        >= head
+    )
     assert "embeddings" in str(freeze_(model, "bottom:1"))
     for what in ("bottom", "bottom:0", f"bottom:{layers + 1}", "top:2"):
         with pytest.raises(ValueError, match="freeze_: what is"):
@@ -270,7 +304,9 @@ def test_shared_layers_cannot_be_frozen_one_by_one():
 
 def test_rates_fall_from_layer_to_layer():
     model = model_of("bert")
-    groups = parameter_groups(model, learning_rate=1.0, weight_decay=0.1, layer_decay=0.5, head_lr_ratio=10.0)
+    groups = parameter_groups(
+        model, learning_rate=1.0, weight_decay=0.1, layer_decay=0.5, head_lr_ratio=10.0
+    )
     place = {id(p): (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
     found = {name: place[id(p)] for name, p in model.named_parameters()}
     assert len(place) == len(found)
@@ -290,13 +326,17 @@ def test_rates_fall_from_layer_to_layer():
 def test_what_lies_above_the_layers_has_the_top_layers_rate():
     model = model_of("llama")
     groups = parameter_groups(model, learning_rate=1.0, layer_decay=0.5)
-    assert [g["lr"] for g in groups if any(p is model.encoder.norm.weight for p in g["params"])] == [1.0]
+    assert [
+        g["lr"] for g in groups if any(p is model.encoder.norm.weight for p in g["params"])
+    ] == [1.0]
 
 
 @pytest.mark.parametrize("kind", ["bert", "modernbert", "llama"])
 def test_lora_on_the_encoder(kind, tmp_path):
     model = model_of(kind)
-    targets = {"bert": ["query", "value"], "modernbert": ["Wqkv"], "llama": ["q_proj", "v_proj"]}[kind]
+    targets = {"bert": ["query", "value"], "modernbert": ["Wqkv"], "llama": ["q_proj", "v_proj"]}[
+        kind
+    ]
     config = LoraConfig(target_modules=targets, modules_to_save=["head"], r=2)
     tuned = get_peft_model(model, config)
     for name, parameter in tuned.named_parameters():
@@ -325,7 +365,9 @@ def test_adapters_keep_their_calibration_and_are_not_thawed(tmp_path):
     tuned.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(model_of(), tmp_path)
     assert float(again.head.temperature) == pytest.approx(temperature)
-    torch.testing.assert_close(predicted(again).log_probabilities, predicted(tuned).log_probabilities)
+    torch.testing.assert_close(
+        predicted(again).log_probabilities, predicted(tuned).log_probabilities
+    )
     with pytest.raises(ValueError, match="the model has adapters"):
         freeze_(tuned, "none")
 
@@ -374,11 +416,15 @@ def test_the_lowest_layers_are_those_of_the_whole(kind, tmp_path):
     model = PairwiseModel.from_encoder(encoder_of(kind), tokenizer_of(), depth=1).eval()
     assert model.config.encoder.num_hidden_layers == 1
     found = model.encoder(**given).last_hidden_state
-    norm = next((m for n, m in whole.named_children() if n in ("norm", "final_norm")), torch.nn.Identity())
+    norm = next(
+        (m for n, m in whole.named_children() if n in ("norm", "final_norm")), torch.nn.Identity()
+    )
     torch.testing.assert_close(found[0], norm(wanted)[0])
     model.save_pretrained(tmp_path)
     again = PairwiseModel.from_pretrained(tmp_path)
-    torch.testing.assert_close(predicted(model).log_probabilities, predicted(again).log_probabilities)
+    torch.testing.assert_close(
+        predicted(model).log_probabilities, predicted(again).log_probabilities
+    )
     for depth in (0, count + 1):
         with pytest.raises(ValueError, match=rf"depth is {depth}, and \w+ has {count} layers"):
             PairwiseModel.from_encoder(encoder_of(kind), tokenizer_of(), depth=depth)
@@ -395,10 +441,19 @@ def test_an_attention_that_is_chosen_stays():
 
 
 def test_surface_features_are_saved_and_said(tmp_path):
-    model = model_of(link="antisymmetric", surface=["length", "overlap"], pooling=["mean", "last"], trained=False)
+    model = model_of(
+        link="antisymmetric", surface=["length", "overlap"], pooling=["mean", "last"], trained=False
+    )
     data = model.dataset(pairs_of(200), progress=False)
-    arguments = TrainingArguments(str(tmp_path), max_steps=30, learning_rate=3e-3, use_cpu=True, report_to="none",
-                                  save_strategy="no", disable_tqdm=True)  # fmt: skip
+    arguments = TrainingArguments(
+        str(tmp_path),
+        max_steps=30,
+        learning_rate=3e-3,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
     PairwiseTrainer(model=model, args=arguments, train_dataset=data, head_lr_ratio=1.0).train()
     assert bool(model.head.encoding.edges.any())
     report = pairwise_report(model, data, progress=False)
@@ -406,7 +461,9 @@ def test_surface_features_are_saved_and_said(tmp_path):
     assert "log-loss if both answers were alike in one thing: encoder" in str(report)
     model.save_pretrained(tmp_path / "model")
     again = PairwiseModel.from_pretrained(tmp_path / "model")
-    torch.testing.assert_close(predicted(again).log_probabilities, predicted(model).log_probabilities)
+    torch.testing.assert_close(
+        predicted(again).log_probabilities, predicted(model).log_probabilities
+    )
     turned = predicted(model, turned=True)
     assert torch.equal(turned.log_probabilities[:, [1, 0, 2]], predicted(model).log_probabilities)
 
@@ -420,11 +477,13 @@ def test_alike_in_one_thing_is_what_it_says():
     same_a, same_b = one.clone(), other.clone()
     same_a[:, columns] = same_b[:, columns] = (one[:, columns] + other[:, columns]) / 2
     torch.testing.assert_close(
-        model.compare(a, b, one, other, alike="length").logits, model.compare(a, b, same_a, same_b).logits
+        model.compare(a, b, one, other, alike="length").logits,
+        model.compare(a, b, same_a, same_b).logits,
     )
     mean = (a + b) / 2
     torch.testing.assert_close(
-        model.compare(a, b, one, other, alike="encoder").logits, model.compare(mean, mean, one, other).logits
+        model.compare(a, b, one, other, alike="encoder").logits,
+        model.compare(mean, mean, one, other).logits,
     )
 
 
@@ -458,7 +517,9 @@ def test_ranking_is_of_a_model_in_evaluation_with_its_temperature(link):
     found = model.predict(["w1 w2"] * 2, answers[:2], answers[2:4], progress=False)
     both = (found.probabilities + found.swapped_log_probabilities.exp()) / 2
     wanted = both[:, 0] + both[:, 2] / 2
-    torch.testing.assert_close(torch.stack([wins[0, 2], wins[1, 3]]).float(), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.stack([wins[0, 2], wins[1, 3]]).float(), wanted, rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("link", FAIR)
@@ -470,7 +531,9 @@ def test_a_head_in_half_precision_ranks_and_judges(link):
 
 def test_batches_of_nothing_are_refused():
     model = model_of()
-    with pytest.raises(ValueError, match="predict_pairs: 1 pairs in batches of 0; needed 1 or more"):
+    with pytest.raises(
+        ValueError, match="predict_pairs: 1 pairs in batches of 0; needed 1 or more"
+    ):
         model.predict(["p"], ["a"], ["b"], batch_size=0, progress=False)
     with pytest.raises(ValueError, match="rank: batch_size is 0, needed 1 or more"):
         model.rank("p", ["a", "b"], batch_size=0)
@@ -496,5 +559,7 @@ def test_a_config_that_was_edited_is_refused(changes, said, tmp_path):
 
 
 def test_an_encoder_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match=r"models/encodr is no model's folder, nor found on the hub \(We couldn't"):
+    with pytest.raises(
+        ValueError, match=r"models/encodr is no model's folder, nor found on the hub \(We couldn't"
+    ):
         PairwiseModel.from_encoder("models/encodr")

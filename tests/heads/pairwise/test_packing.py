@@ -1,4 +1,5 @@
-"""Packed encoders against the sequences alone: states and every gradient; and the check that finds leaks."""
+"""Packed encoders against the sequences alone: states and every gradient; and the check that finds
+leaks."""
 
 import pytest
 import torch
@@ -68,8 +69,16 @@ def test_packed_is_what_each_sequence_is_alone(kind, typed):
 
     encoder.pooler = None
     names = {f"encoder.{name}": p.detach() for name, p in encoder.named_parameters()}
-    judge(f"encoder, {kind}", "packed" if report.packed else "padded", calling(fast), calling(alone), names,
-          dtype=torch.float32, case="types" if typed else "", device="cpu")  # fmt: skip
+    judge(
+        f"encoder, {kind}",
+        "packed" if report.packed else "padded",
+        calling(fast),
+        calling(alone),
+        names,
+        dtype=torch.float32,
+        case="types" if typed else "",
+        device="cpu",
+    )
 
 
 @pytest.mark.parametrize("kind", [*PACKED, *DECODERS])
@@ -89,7 +98,9 @@ def test_an_encoder_that_leaks_is_not_packed(monkeypatch):
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def deaf(*args, **options):
-        return sdpa_attention_forward(*args, **{k: v for k, v in options.items() if "seq_lens" not in k})
+        return sdpa_attention_forward(
+            *args, **{k: v for k, v in options.items() if "seq_lens" not in k}
+        )
 
     ours = AttentionInterface._global_mapping[ATTENTION]
     monkeypatch.setitem(AttentionInterface._global_mapping, ATTENTION, deaf)
@@ -132,7 +143,9 @@ def test_training_mode_and_random_state_are_left_alone():
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-@pytest.mark.filterwarnings("ignore:.*activation_checkpointing_enable.*:FutureWarning")  # transformers 5.23 and on
+@pytest.mark.filterwarnings(
+    "ignore:.*activation_checkpointing_enable.*:FutureWarning"
+)  # transformers 5.23 and on
 def test_gradient_checkpointing_gives_the_same_gradients():
     found = []
     for checkpointing in (False, True):

@@ -15,14 +15,20 @@ def test_metrics_are_what_they_say():
     found = torch.randn(500, 3, generator=draw).log_softmax(-1)
     labels = torch.randint(0, 3, (500,), generator=draw)
     lengths = torch.randn(500, generator=draw)
-    made = pairwise_metrics(found, labels, swapped_log_probabilities=found[:, [1, 0, 2]], length_difference=lengths)
+    made = pairwise_metrics(
+        found, labels, swapped_log_probabilities=found[:, [1, 0, 2]], length_difference=lengths
+    )
     best, p = found.argmax(-1), found.exp()
     assert made.accuracy == pytest.approx(float((best == labels).double().mean()))
-    assert made.log_loss == pytest.approx(float(torch.nn.functional.nll_loss(found, labels)), rel=1e-5)
+    assert made.log_loss == pytest.approx(
+        float(torch.nn.functional.nll_loss(found, labels)), rel=1e-5
+    )
     shares = torch.bincount(labels, minlength=3) / 500
     shares[:2] = shares[:2].mean()
     assert made.log_loss_prior == pytest.approx(float(-(shares * shares.log()).sum()), rel=1e-5)
-    assert made.flip_rate == pytest.approx(float((best != found[:, [1, 0, 2]].argmax(-1)).double().mean()))
+    assert made.flip_rate == pytest.approx(
+        float((best != found[:, [1, 0, 2]].argmax(-1)).double().mean())
+    )
     both = [torch.cat([one, -one]) for one in (p[:, 0] - p[:, 1], lengths)]  # in both orders
     expected = torch.corrcoef(torch.stack(both))[0, 1]
     assert made.length_correlation == pytest.approx(float(expected), rel=1e-4)
@@ -41,12 +47,21 @@ def test_metrics_are_what_they_say():
 def test_nothing_depends_on_which_side_the_better_answer_is_on():
     draw = torch.Generator().manual_seed(0)
     found = torch.randn(300, 2, generator=draw).log_softmax(-1)
-    labels, lengths = torch.zeros(300, dtype=torch.long), torch.randn(300, generator=draw) + 1  # chosen and rejected
+    labels, lengths = (
+        torch.zeros(300, dtype=torch.long),
+        torch.randn(300, generator=draw) + 1,
+    )  # chosen and rejected
     turn = torch.rand(300, generator=draw) < 0.5
     turned = torch.where(turn[:, None], found.flip(1), found), torch.where(turn, 1, labels)
     one = pairwise_metrics(found, labels, length_difference=lengths)
     other = pairwise_metrics(*turned, length_difference=torch.where(turn, -lengths, lengths))
-    names = ("log_loss", "log_loss_prior", "length_correlation", "label_length_correlation", "calibration_error")
+    names = (
+        "log_loss",
+        "log_loss_prior",
+        "length_correlation",
+        "label_length_correlation",
+        "calibration_error",
+    )
     for name in names:
         assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-5)
     assert one.log_loss_prior == pytest.approx(math.log(2))
@@ -105,9 +120,14 @@ def test_calibration_keeps_verdicts_and_lowers_the_log_loss(link):
     drawn = torch.multinomial(true, 1, generator=torch.Generator().manual_seed(2))[:, 0].tolist()
     with torch.no_grad():
         lasts = [p for last in model.head._lasts for p in last.parameters()]
-        for parameter in (*lasts, *([] if model.head.tie is None else [model.head.tie])):  # too sure of itself
+        for parameter in (
+            *lasts,
+            *([] if model.head.tie is None else [model.head.tie]),
+        ):  # too sure of itself
             parameter.mul_(3)
-    data = model.dataset([(*pair, label) for pair, label in zip(pairs, drawn, strict=True)], progress=False)
+    data = model.dataset(
+        [(*pair, label) for pair, label in zip(pairs, drawn, strict=True)], progress=False
+    )
     before = pairwise_report(model, data, progress=False)
     report = calibrate_(model, data, progress=False)
     after = pairwise_report(model, data, progress=False)
@@ -117,7 +137,9 @@ def test_calibration_keeps_verdicts_and_lowers_the_log_loss(link):
     assert 1.5 < report.temperature < 6
     assert after.predictions.verdicts == before.predictions.verdicts
     assert float(model.head.temperature) == pytest.approx(report.temperature)
-    assert calibrate_(model, data, progress=False).temperature == pytest.approx(report.temperature, rel=1e-4)
+    assert calibrate_(model, data, progress=False).temperature == pytest.approx(
+        report.temperature, rel=1e-4
+    )
     assert "log-loss" in str(report)
     with torch.no_grad():
         model.head.temperature.fill_(0.02)
@@ -162,7 +184,9 @@ def test_the_report_says_everything_and_draws(tmp_path):
 def test_each_bin_of_confidence_stands_alone():
     confidence = torch.tensor([0.99, 0.97, 0.90, 0.88], dtype=torch.float64)
     right = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
-    bins = calibration_bins(confidence, right)  # 15 bins: the last from 14/15, the one before from 13/15
+    bins = calibration_bins(
+        confidence, right
+    )  # 15 bins: the last from 14/15, the one before from 13/15
     assert [b[0] for b in bins] == [0.5, 0.5]
     assert [b[2] for b in bins] == [1.0, 0.5]
     assert bins[0][1] == pytest.approx(0.89)
@@ -184,7 +208,9 @@ def test_what_log_loss_owes_is_a_rise():
     model = model_of(link="antisymmetric", surface=["length"])
     data = model.dataset(pairs_of(80), progress=False)
     found = predict_pairs(model, data, progress=False).log_probabilities
-    said = model.dataset([(*p[:3], int(row.argmax())) for p, row in zip(pairs_of(80), found, strict=True)])
+    said = model.dataset(
+        [(*p[:3], int(row.argmax())) for p, row in zip(pairs_of(80), found, strict=True)]
+    )
     report = pairwise_report(model, said, progress=False)
     assert report.owed["encoder"] > 0.05
 
@@ -193,5 +219,9 @@ def test_whose_prompts_were_trained_on_is_said():
     model = model_of()
     train = [Pair(f"w{k}", "w1", "w2", 0, ("x", "y")) for k in range(30)]
     test = [Pair(f"w{k}", "w3", "w4", k % 2, ("x", "z")) for k in range(25, 35)]
-    report = pairwise_report(model, model.dataset(test, progress=False), train=train, progress=False)
-    assert report.seen == ("5 of 10 prompts were trained on; 1 of 2 models that answer were trained on",)
+    report = pairwise_report(
+        model, model.dataset(test, progress=False), train=train, progress=False
+    )
+    assert report.seen == (
+        "5 of 10 prompts were trained on; 1 of 2 models that answer were trained on",
+    )

@@ -1,4 +1,5 @@
-"""Rows of every format to pairs: files, turns, verdicts in every spelling, and what is left out or refused."""
+"""Rows of every format to pairs: files, turns, verdicts in every spelling, and what is left out or
+refused."""
 
 import csv
 import gzip
@@ -11,7 +12,14 @@ import torch
 
 from heads.pairwise import Pair, Turn, read_pairs, split_pairs
 
-ARENA = {"prompt": "p", "response_a": "x", "response_b": "y", "winner_model_a": 0, "winner_model_b": 1, "winner_tie": 0}
+ARENA = {
+    "prompt": "p",
+    "response_a": "x",
+    "response_b": "y",
+    "winner_model_a": 0,
+    "winner_model_b": 1,
+    "winner_tie": 0,
+}
 PLAIN = {"prompt": "p", "a": "x", "b": "y"}
 
 
@@ -53,37 +61,70 @@ def test_files_of_every_kind_hold_the_same(tmp_path):
     ("row", "expected"),
     [
         (ARENA | {"model_a": "m", "model_b": "n"}, Pair("p", "x", "y", 1, ("m", "n"))),
-        ({"id": 3, "prompt": '["p"]', "response_a": '["x"]', "response_b": '["y"]'}, Pair("p", "x", "y")),
-        ({"prompt": "p", "response_a": "x", "response_b": "y", "winner": "model_b"}, Pair("p", "x", "y", 1)),
         (
-            {"conversation_a": [user("p"), assistant("x")], "conversation_b": [user("p"), assistant("y")],
-             "winner": "tie (bothbad)", "model_a": "m", "model_b": "n"},
+            {"id": 3, "prompt": '["p"]', "response_a": '["x"]', "response_b": '["y"]'},
+            Pair("p", "x", "y"),
+        ),
+        (
+            {"prompt": "p", "response_a": "x", "response_b": "y", "winner": "model_b"},
+            Pair("p", "x", "y", 1),
+        ),
+        (
+            {
+                "conversation_a": [user("p"), assistant("x")],
+                "conversation_b": [user("p"), assistant("y")],
+                "winner": "tie (bothbad)",
+                "model_a": "m",
+                "model_b": "n",
+            },
             Pair("p", "x", "y", 2, ("m", "n")),
         ),
         ({"prompt": "p", "chosen": "x", "rejected": "y"}, Pair("p", "x", "y", 0)),
-        ({"chosen": [user("p"), assistant("x")], "rejected": [user("p"), assistant("y")]}, Pair("p", "x", "y", 0)),
-        ({"prompt": "p", "chosen": [assistant("x")], "rejected": [assistant("y")]}, Pair("p", "x", "y", 0)),
-        ({"prompt": [user("p")], "chosen": [assistant("x")], "rejected": [assistant("y")]}, Pair("p", "x", "y", 0)),
         (
-            {"chosen": "\n\nHuman: p\n\nAssistant: x", "rejected": "\n\nHuman: p\n\nAssistant: y\n\nz"},
+            {"chosen": [user("p"), assistant("x")], "rejected": [user("p"), assistant("y")]},
+            Pair("p", "x", "y", 0),
+        ),
+        (
+            {"prompt": "p", "chosen": [assistant("x")], "rejected": [assistant("y")]},
+            Pair("p", "x", "y", 0),
+        ),
+        (
+            {"prompt": [user("p")], "chosen": [assistant("x")], "rejected": [assistant("y")]},
+            Pair("p", "x", "y", 0),
+        ),
+        (
+            {
+                "chosen": "\n\nHuman: p\n\nAssistant: x",
+                "rejected": "\n\nHuman: p\n\nAssistant: y\n\nz",
+            },
             Pair("p", "x", "y\n\nz", 0),
         ),
         (
-            {"instruction": "p", "output_1": "x", "output_2": "y", "generator_1": "m", "generator_2": "n"}
+            {
+                "instruction": "p",
+                "output_1": "x",
+                "output_2": "y",
+                "generator_1": "m",
+                "generator_2": "n",
+            }
             | {"preference": 2},
             Pair("p", "x", "y", 1, ("m", "n")),
         ),
-        ({"prompt": "p", "a": "x", "b": "y", "gen_a": "m", "gen_b": None, "preference": 1.25},
-         Pair("p", "x", "y", (0.75, 0.25, 0.0), ("m", None))),
+        (
+            {"prompt": "p", "a": "x", "b": "y", "gen_a": "m", "gen_b": None, "preference": 1.25},
+            Pair("p", "x", "y", (0.75, 0.25, 0.0), ("m", None)),
+        ),
         (PLAIN | {"label": "model_a"}, Pair("p", "x", "y", 0)),
         (PLAIN, Pair("p", "x", "y")),
     ],
-)  # fmt: skip
+)
 def test_formats(row, expected):
     assert one(row) == expected
 
 
-@pytest.mark.parametrize("word", ["tie", "Tie", "tie (bothbad)", "both_bad", "equal", "draw", "neither", "2", 2, 2.0])
+@pytest.mark.parametrize(
+    "word", ["tie", "Tie", "tie (bothbad)", "both_bad", "equal", "draw", "neither", "2", 2, 2.0]
+)
 def test_ties_are_spelt_in_many_ways(word):
     assert one(PLAIN | {"label": word}).label == 2
 
@@ -96,7 +137,11 @@ def test_preferences(value, label):
 
 
 def test_turns_of_the_arena_stay_turns():
-    row = ARENA | {"prompt": '["p", "q"]', "response_a": '["x", "same"]', "response_b": '["x", null]'}
+    row = ARENA | {
+        "prompt": '["p", "q"]',
+        "response_a": '["x", "same"]',
+        "response_b": '["x", null]',
+    }
     pair = one(row)
     assert pair.prompt == (Turn("user", "p"), Turn("assistant", "x"), Turn("user", "q"))
     assert (pair.a, pair.b) == ("same", "")
@@ -107,7 +152,10 @@ def test_turns_of_the_arena_stay_turns():
     assert one(row | {"prompt": np.array(["p", "q"], dtype=object)}) == one(row)
     system = [{"role": "system", "content": "s"}, {"from": "human", "value": "p"}]
     pair = one(
-        {"conversation_a": [*system, assistant("x")], "conversation_b": [*system, {"from": "gpt", "value": "y"}]}
+        {
+            "conversation_a": [*system, assistant("x")],
+            "conversation_b": [*system, {"from": "gpt", "value": "y"}],
+        }
     )
     assert pair.prompt == (Turn("system", "s"), Turn("user", "p"))
     with pytest.raises(ValueError, match="does not end with an answer"):
@@ -116,7 +164,10 @@ def test_turns_of_the_arena_stay_turns():
 
 def test_an_answer_that_is_a_json_list_is_an_answer():
     """Only where prompt and answers all are lists are they turns."""
-    assert one({"prompt": "List two.", "a": '["x", "y"]', "b": "[not json"})[1:3] == ('["x", "y"]', "[not json")
+    assert one({"prompt": "List two.", "a": '["x", "y"]', "b": "[not json"})[1:3] == (
+        '["x", "y"]',
+        "[not json",
+    )
     uneven = one({"prompt": '["p", "q"]', "response_a": '["x"]', "response_b": '["y"]'})
     assert uneven[:3] == ("p\n\nq", "x", "y")
 
@@ -135,7 +186,10 @@ BAD = [
     (ARENA | {"winner_tie": "maybe"}, "winner_tie is 'maybe', needed 0 or 1"),
     (ARENA | {"prompt": 7}, "prompt is a int, needed text or turns"),
     (ARENA | {"response_a": ["x", 3]}, "response_a is a list, needed text or turns"),
-    ({"prompt": "p", "response_a": "x"}, r"no two answers \(.*response_a, response_b; .*\) among prompt, response_a"),
+    (
+        {"prompt": "p", "response_a": "x"},
+        r"no two answers \(.*response_a, response_b; .*\) among prompt, response_a",
+    ),
     ({"a": "x", "b": "y"}, "no prompt beside a and b"),
     (PLAIN | {"label": 3}, r"a label is 3, needed 0 \(A\), 1 \(B\), 2 \(tie\)"),
     (PLAIN | {"label": [0.5, 0.6, 0]}, "needed 3 shares that sum to 1"),
@@ -149,9 +203,15 @@ BAD = [
         {"conversation_a": [{"role": "judge", "content": "x"}], "conversation_b": []},
         "of role 'judge', needed one of user",
     ),
-    ({"conversation_a": ["x"], "conversation_b": []}, "has a message that is a str, needed role and content"),
     (
-        {"conversation_a": [{"role": "user", "content": [{"type": "image"}]}], "conversation_b": []},
+        {"conversation_a": ["x"], "conversation_b": []},
+        "has a message that is a str, needed role and content",
+    ),
+    (
+        {
+            "conversation_a": [{"role": "user", "content": [{"type": "image"}]}],
+            "conversation_b": [],
+        },
         "has a message with content that is no text",
     ),
 ]
@@ -159,7 +219,9 @@ BAD = [
 
 @pytest.mark.parametrize(("row", "said"), BAD)
 def test_bad_rows_are_left_out_up_to_a_limit_and_told_with_their_lines(row, said):
-    with pytest.raises(ValueError, match=rf"1 of 2 rows are bad, 1% may be \(max_bad\): .*{said}.*: 1 \(line 2\)"):
+    with pytest.raises(
+        ValueError, match=rf"1 of 2 rows are bad, 1% may be \(max_bad\): .*{said}.*: 1 \(line 2\)"
+    ):
         read_pairs([PLAIN, row])
     pairs, report = read_pairs([PLAIN, row, PLAIN], max_bad=0.4)
     assert len(pairs) == report.kept == 2
@@ -181,20 +243,26 @@ def test_lines_of_files_are_told(tmp_path):
 
 def test_parts_of_a_message_are_its_text():
     said = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
-    sides = [[{"role": "user", "content": "p"}, {"role": "assistant", "content": c}] for c in (said, "z")]
+    sides = [
+        [{"role": "user", "content": "p"}, {"role": "assistant", "content": c}] for c in (said, "z")
+    ]
     assert one({"conversation_a": sides[0], "conversation_b": sides[1]})[:3] == ("p", "x\n\ny", "z")
 
 
 def test_what_is_no_file_may_be_on_the_hub(monkeypatch):
     asked = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: asked.append((name, split)) or [PLAIN])
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name, split: asked.append((name, split)) or [PLAIN]
+    )
     assert len(read_pairs("argilla/OpenHermes2.5-dpo-alpha")[0]) == 1
     assert asked == [("argilla/OpenHermes2.5-dpo-alpha", "train")]
 
 
 def test_packed_parquet_is_refused_by_its_name(tmp_path):
     (tmp_path / "a.parquet.gz").write_bytes(b"x")
-    with pytest.raises(ValueError, match=r"a\.parquet\.gz is a \.parquet in a \.gz; needed \.parquet, or"):
+    with pytest.raises(
+        ValueError, match=r"a\.parquet\.gz is a \.parquet in a \.gz; needed \.parquet, or"
+    ):
         read_pairs(tmp_path / "a.parquet.gz")
     (tmp_path / "a.parquet").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"a\.parquet cannot be read by datasets"):
@@ -206,10 +274,13 @@ def test_bad_files_are_refused(tmp_path):
         with pytest.raises(ValueError, match="there is no file"):
             read_pairs(tmp_path / name)
     for name, held, said in (
-        ("a.json", b"{", "cannot be read"), ("b.json", b"{}", "holds a dict, needed a list of rows"),
-        ("a.csv", b"\xff\xfe", "cannot be read"), ("a.jsonl.gz", b"no", "cannot be read"),
-        ("a.txt", b"x", r"is a \.txt; needed \.parquet, or \.csv"), ("e.jsonl", b"", "there are no rows"),
-    ):  # fmt: skip
+        ("a.json", b"{", "cannot be read"),
+        ("b.json", b"{}", "holds a dict, needed a list of rows"),
+        ("a.csv", b"\xff\xfe", "cannot be read"),
+        ("a.jsonl.gz", b"no", "cannot be read"),
+        ("a.txt", b"x", r"is a \.txt; needed \.parquet, or \.csv"),
+        ("e.jsonl", b"", "there are no rows"),
+    ):
         (tmp_path / name).write_bytes(held)
         with pytest.raises(ValueError, match=said):
             read_pairs(tmp_path / name)
@@ -219,7 +290,9 @@ def test_line_separators_inside_texts_are_text(tmp_path):
     texts = ["p\u2028q", "x\x0cy", "z\x85 \x1e"]
     row = dict(zip(("prompt", "a", "b"), texts, strict=True))
     (tmp_path / "a.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
-    (tmp_path / "a.CSV").write_text("prompt,a,b,label\n" + ",".join([*texts, "1.0"]) + "\n", encoding="utf-8")
+    (tmp_path / "a.CSV").write_text(
+        "prompt,a,b,label\n" + ",".join([*texts, "1.0"]) + "\n", encoding="utf-8"
+    )
     assert read_pairs(tmp_path / "a.jsonl")[0] == [Pair(*texts)]
     assert read_pairs(tmp_path / "a.CSV")[0] == [Pair(*texts, 1)]
 
@@ -246,10 +319,14 @@ def test_parts_have_no_prompt_in_common():
     asked = [{pair.prompt for pair in part} for part in parts]
     assert not asked[0] & asked[1] | asked[0] & asked[2] | asked[1] & asked[2]
     assert sorted(pair.a for part in parts for pair in part) == sorted(pair.a for pair in pairs)
-    assert [pair.a for pair in parts[0]] == [pair.a for pair in pairs if pair in parts[0]]  # in their order
+    assert [pair.a for pair in parts[0]] == [
+        pair.a for pair in pairs if pair in parts[0]
+    ]  # in their order
     assert split_pairs(pairs, (0.5, 0.3, 0.2), seed=3) == parts
     assert split_pairs(pairs, (0.5, 0.3, 0.2), seed=4) != parts
-    few = split_pairs([Pair("p", f"a{k}", "b", 0) for k in range(10)])  # one prompt: pairs are drawn
+    few = split_pairs(
+        [Pair("p", f"a{k}", "b", 0) for k in range(10)]
+    )  # one prompt: pairs are drawn
     assert [len(part) for part in few] == [8, 1, 1]
 
 
@@ -268,7 +345,10 @@ def test_parts_that_cannot_be(count, shares, said):
 
 
 def test_parsing_does_not_depend_on_the_order():
-    user, told = [{"role": "user", "content": "u"}], lambda text: {"role": "assistant", "content": text}
+    user, told = (
+        [{"role": "user", "content": "u"}],
+        lambda text: {"role": "assistant", "content": text},
+    )
     a, b = [*user, told("a1")], [*user, {"role": "user", "content": "u2"}, told("a2")]
     one_way, other = (one({"conversation_a": x, "conversation_b": y}) for x, y in ((a, b), (b, a)))
     assert (one_way.prompt, one_way.a, one_way.b) == (other.prompt, other.b, other.a)
@@ -302,7 +382,10 @@ def test_many_reasons_are_counted():
 
 
 def test_columns_of_other_names():
-    rows = [{"question": "q", "first": "x", "second": "y", "better": "b", "prompt": "not this", "id": k} for k in "cd"]
+    rows = [
+        {"question": "q", "first": "x", "second": "y", "better": "b", "prompt": "not this", "id": k}
+        for k in "cd"
+    ]
     names = {"prompt": "question", "a": "first", "b": "second", "label": "better"}
     pairs, report = read_pairs(rows, columns=names)
     assert pairs == read_pairs([{"prompt": "q", "a": "x", "b": "y", "label": "b"}] * 2)[0]

@@ -1,4 +1,5 @@
-"""Files of a judge: what is saved comes back, its card says what it is worth, and the hub gets both."""
+"""Files of a judge: what is saved comes back, its card says what it is worth, and the hub gets
+both."""
 
 import json
 
@@ -36,7 +37,9 @@ def test_a_card_carries_the_report(tmp_path):
     (result,) = head_of(card)["model-index"][0]["results"]
     assert result["metrics"][0] == {"type": "accuracy", "value": round(report.metrics.accuracy, 4)}
     loaded = PairwiseModel.from_pretrained(tmp_path)
-    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items()
+    )
 
 
 def test_a_card_of_yours_stays_and_no_folder_is_named(tmp_path):
@@ -56,12 +59,20 @@ def test_the_hub_gets_all_of_it(tmp_path, monkeypatch):
     report = report_of(model)
     with fake_hub(monkeypatch) as hub:
         said = model.push_to_hub(
-            "me/judge", report=report, private=True, token="hf_x", revision="trial", commit_message="A judge"
+            "me/judge",
+            report=report,
+            private=True,
+            token="hf_x",
+            revision="trial",
+            commit_message="A judge",
         )
         assert said == "https://huggingface.co/me/judge/commit/1"
         model.push_to_hub("me/judge", token="hf_x")
     assert hub.branches == [("me/judge", "trial")]
-    assert hub.commits == [("me/judge", "trial", "A judge"), ("me/judge", "main", "Upload by model-components")]
+    assert hub.commits == [
+        ("me/judge", "trial", "A judge"),
+        ("me/judge", "main", "Upload by model-components"),
+    ]
     asked = hub.repositories["me/judge"]["asked"]
     assert asked.get("private") or asked.get("visibility") == "private"
     files = hub.repositories["me/judge"]["files"]
@@ -69,7 +80,9 @@ def test_the_hub_gets_all_of_it(tmp_path, monkeypatch):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     loaded = PairwiseModel.from_pretrained(tmp_path)
-    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items()
+    )
     assert loaded.tokenizer is not None
     assert json.loads(files["config.json"])["link"] == "davidson"
 

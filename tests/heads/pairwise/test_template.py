@@ -14,8 +14,9 @@ CHAT = (
     "{{ m['content'] }} <sep> {% endfor %}"
 )
 NO_SYSTEM = (
-    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    "{{ {'user': 'w81', 'assistant': 'w82'}[m['role']] }} {{ m['content'] }} <sep> {% endfor %}"
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% "
+    "endif %}{{ {'user': 'w81', 'assistant': 'w82'}[m['role']] }} {{ m['content'] }} <sep> {% "
+    "endfor %}"
 )
 
 
@@ -87,7 +88,10 @@ def test_a_template_without_a_system_reads_it_as_the_users():
     ("template", "said"),
     [
         ("{{ messages[0]['content'] }}", "does not show each turn once"),
-        ("{{ raise_exception('never') }}", "the chat template refuses user, assistant, user, assistant: never"),
+        (
+            "{{ raise_exception('never') }}",
+            "the chat template refuses user, assistant, user, assistant: never",
+        ),
     ],
 )
 def test_other_templates_are_refused(template, said):
@@ -110,7 +114,9 @@ def test_a_tokenizer_that_does_not_part_two_texts():
 def test_what_leaves_no_room_is_refused():
     long_system = CHAT.replace("'system': 'w83'", "'system': '" + " ".join(["w83"] * 40) + "'")
     talk = (Turn("system", "w1"), Turn("user", "w2"))
-    with pytest.raises(ValueError, match="special tokens of a conversation that begins with system fill"):
+    with pytest.raises(
+        ValueError, match="special tokens of a conversation that begins with system fill"
+    ):
         made_of(chat_of(long_system), talk, "w3", max_tokens=32)
     assert len(made_of(chat_of(long_system), "w2", "w3", max_tokens=32)[0].ids) < 32
 

@@ -1,4 +1,5 @@
-"""Training: learns, resumes bit for bit, two processes give what one gives, and dead runs stop with their reason."""
+"""Training: learns, resumes bit for bit, two processes give what one gives, and dead runs stop with
+their reason."""
 
 import pytest
 import torch
@@ -20,9 +21,16 @@ def data_of(model, count=64, seed=0):
 
 def arguments_of(folder, **changes):
     options = {
-        "max_steps": 6, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "report_to": "none", "use_cpu": True,
-        "save_strategy": "no", "disable_tqdm": True, "logging_steps": 2, "seed": 3,
-    }  # fmt: skip
+        "max_steps": 6,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-3,
+        "report_to": "none",
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_steps": 2,
+        "seed": 3,
+    }
     return TrainingArguments(str(folder), **options | changes)
 
 
@@ -32,7 +40,10 @@ def trained(folder, kind="bert", resume=None, count=64, trainer=(), still=False,
         if still and isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     made = PairwiseTrainer(
-        model=model, args=arguments_of(folder, **changes), train_dataset=data_of(model, count), **dict(trainer)
+        model=model,
+        args=arguments_of(folder, **changes),
+        train_dataset=data_of(model, count),
+        **dict(trainer),
     )
     made.train(resume_from_checkpoint=resume)
     return made
@@ -46,9 +57,14 @@ def test_it_learns_which_answer_is_better(tmp_path):
     model = model_of("bert", trained=False, hidden_features=8)
     data = data_of(model, 1000)
     trainer = PairwiseTrainer(
-        model=model, train_dataset=data, eval_dataset=data_of(model, 100, seed=9), head_lr_ratio=2.0,
-        args=arguments_of(tmp_path, max_steps=150, learning_rate=1e-2, per_device_train_batch_size=16),
-    )  # fmt: skip
+        model=model,
+        train_dataset=data,
+        eval_dataset=data_of(model, 100, seed=9),
+        head_lr_ratio=2.0,
+        args=arguments_of(
+            tmp_path, max_steps=150, learning_rate=1e-2, per_device_train_batch_size=16
+        ),
+    )
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()
@@ -63,7 +79,12 @@ def test_it_learns_which_answer_is_better(tmp_path):
 
 @pytest.mark.parametrize("kind", ["bert", "mpnet"])
 def test_stopped_and_resumed_is_as_if_never_stopped(kind, tmp_path):
-    options = {"kind": kind, "max_steps": 13, "save_strategy": "steps", "save_steps": 5}  # an epoch is 8 steps
+    options = {
+        "kind": kind,
+        "max_steps": 13,
+        "save_strategy": "steps",
+        "save_steps": 5,
+    }  # an epoch is 8 steps
     whole = trained(tmp_path, **options)
     again = trained(tmp_path, resume=str(tmp_path / "checkpoint-10"), **options)
     assert all(torch.equal(v, state_of(again)[k]) for k, v in state_of(whole).items())
@@ -79,7 +100,11 @@ def test_a_search_begins_every_run_anew(tmp_path):
     data = data_of(encoded, 200)
 
     def new_model(trial=None):
-        link = "davidson" if trial is None else trial.suggest_categorical("link", ["davidson", "antisymmetric"])
+        link = (
+            "davidson"
+            if trial is None
+            else trial.suggest_categorical("link", ["davidson", "antisymmetric"])
+        )
         made.append(model_of("llama", trained=False, link=link))
         freeze_(made[-1], "all")
         data.encode_(made[-1], progress=False)
@@ -87,28 +112,47 @@ def test_a_search_begins_every_run_anew(tmp_path):
 
     def search(trials):
         trainer = PairwiseTrainer(
-            args=arguments_of(tmp_path, eval_strategy="epoch", max_steps=50), model_init=new_model, train_dataset=data,
+            args=arguments_of(tmp_path, eval_strategy="epoch", max_steps=50),
+            model_init=new_model,
+            train_dataset=data,
             eval_dataset=data,
-        )  # fmt: skip
+        )
         return trainer.hyperparameter_search(
-            lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-1, log=True)},
-            lambda found: found["eval_log_loss"], n_trials=trials, storage=f"sqlite:///{tmp_path / 'search.db'}",
-            study_name="judge", load_if_exists=True, sampler=optuna.samplers.TPESampler(seed=0),
-        )  # fmt: skip
+            lambda trial: {
+                "learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-1, log=True)
+            },
+            lambda found: found["eval_log_loss"],
+            n_trials=trials,
+            storage=f"sqlite:///{tmp_path / 'search.db'}",
+            study_name="judge",
+            load_if_exists=True,
+            sampler=optuna.samplers.TPESampler(seed=0),
+        )
 
     first, second = search(2), search(3)
     assert second.objective <= first.objective < 1.0
     assert int(second.run_id) < 5
-    assert len(optuna.load_study(study_name="judge", storage=f"sqlite:///{tmp_path / 'search.db'}").trials) == 5
+    assert (
+        len(
+            optuna.load_study(
+                study_name="judge", storage=f"sqlite:///{tmp_path / 'search.db'}"
+            ).trials
+        )
+        == 5
+    )
     assert len(made) == 2 + 5  # the trainer makes one at first
-    assert all(not torch.equal(model.head.scale, torch.ones_like(model.head.scale)) for model in made)
+    assert all(
+        not torch.equal(model.head.scale, torch.ones_like(model.head.scale)) for model in made
+    )
     assert sum(not model.head.untrained for model in made) == 5
 
 
 def test_accumulation_gives_the_same_step(tmp_path):
     options = {"optim": "sgd", "learning_rate": 0.1, "still": True, "count": 20, "max_steps": 3}
     whole = state_of(trained(tmp_path, per_device_train_batch_size=12, **options))
-    parts = trained(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=3, **options)
+    parts = trained(
+        tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=3, **options
+    )
     for name, value in state_of(parts).items():  # the second step has 8 pairs, of 2 micro-batches
         torch.testing.assert_close(value, whole[name], rtol=1e-5, atol=1e-7, msg=name)
 
@@ -126,9 +170,13 @@ def test_two_processes_give_what_one_gives(tmp_path):
     kinds = ("bert", "distilbert", "mpnet")
     in_two_processes(RANK, tmp_path, *kinds)
     for kind in kinds:
-        one, other = (torch.load(tmp_path / f"{kind}{rank}.pt", weights_only=True) for rank in (0, 1))
+        one, other = (
+            torch.load(tmp_path / f"{kind}{rank}.pt", weights_only=True) for rank in (0, 1)
+        )
         single = trained(tmp_path, kind, still=True, optim="sgd", learning_rate=0.1, max_steps=8)
-        start = state_of(trained(tmp_path, kind, still=True, max_steps=1, learning_rate=0.0, optim="sgd"))
+        start = state_of(
+            trained(tmp_path, kind, still=True, max_steps=1, learning_rate=0.0, optim="sgd")
+        )
         for name, value in state_of(single).items():
             assert torch.equal(one[name], other[name]), (kind, name)
             torch.testing.assert_close(one[name], value, rtol=1e-4, atol=1e-6, msg=f"{kind} {name}")
@@ -140,7 +188,9 @@ def test_padded_encoders_get_batches_of_like_length():
     sampler = _Buckets(8, lengths, seed=1)
     first = list(sampler)
     assert sorted(first) == list(range(256))
-    spread = [max(part) - min(part) for part in zip(*[iter([lengths[i] for i in first])] * 8, strict=True)]
+    spread = [
+        max(part) - min(part) for part in zip(*[iter([lengths[i] for i in first])] * 8, strict=True)
+    ]
     assert sum(spread) / len(spread) < 15  # of 90 in a batch drawn at random
     assert list(sampler) == first
     sampler.set_epoch(1)
@@ -163,7 +213,9 @@ def test_what_would_train_apart_is_refused(tmp_path, monkeypatch):
     model = model_of()
     data = data_of(model)
     with pytest.raises(ValueError, match="needed the model's label_smoothing"):
-        PairwiseTrainer(model=model, args=arguments_of(tmp_path, label_smoothing_factor=0.1), train_dataset=data)
+        PairwiseTrainer(
+            model=model, args=arguments_of(tmp_path, label_smoothing_factor=0.1), train_dataset=data
+        )
     arguments = arguments_of(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="there are several processes, and each would train alone"):
@@ -178,10 +230,17 @@ def test_data_without_labels_are_refused(tmp_path):
     model = model_of()
     bare = model.dataset([pair[:3] for pair in pairs_of(4)], progress=False)
     for data in (bare, [1, 2]):
-        with pytest.raises(ValueError, match=r"train_dataset is .*; needed a PairwiseDataset with labels"):
+        with pytest.raises(
+            ValueError, match=r"train_dataset is .*; needed a PairwiseDataset with labels"
+        ):
             PairwiseTrainer(model=model, args=arguments_of(tmp_path), train_dataset=data)
         with pytest.raises(ValueError, match="eval_dataset is"):
-            PairwiseTrainer(model=model, args=arguments_of(tmp_path), train_dataset=data_of(model), eval_dataset=data)
+            PairwiseTrainer(
+                model=model,
+                args=arguments_of(tmp_path),
+                train_dataset=data_of(model),
+                eval_dataset=data,
+            )
 
 
 def dies(folder, said, prepare=lambda model: None, data=None, window=4, **changes):
@@ -189,7 +248,10 @@ def dies(folder, said, prepare=lambda model: None, data=None, window=4, **change
     prepare(model)
     held = data_of(model) if data is None else model.dataset(data, progress=False)
     trainer = PairwiseTrainer(
-        model=model, args=arguments_of(folder, **changes), train_dataset=held, guard=DeadRunGuard(window=window)
+        model=model,
+        args=arguments_of(folder, **changes),
+        train_dataset=held,
+        guard=DeadRunGuard(window=window),
     )
     with pytest.raises(DeadRunError, match=said) as caught:
         trainer.train()
@@ -211,11 +273,19 @@ def test_numbers_that_are_none_stop_the_run(tmp_path):
 
 def test_weights_too_coarse_for_the_rate_stop_the_run(tmp_path):
     options = {"max_steps": 40, "learning_rate": 1e-5, "lr_scheduler_type": "constant"}
-    said = dies(tmp_path, "of the weights have moved", lambda model: model.to(torch.bfloat16), window=20, **options)
+    said = dies(
+        tmp_path,
+        "of the weights have moved",
+        lambda model: model.to(torch.bfloat16),
+        window=20,
+        **options,
+    )
     assert said.startswith("step 10: ")
     assert "is too small for bfloat16, or steps are skipped" in said
     trained(tmp_path, max_steps=12, learning_rate=1e-5)  # float32 is fine
-    assert "too small for float32" in dies(tmp_path, "weights have moved", max_steps=40, learning_rate=1e-9)
+    assert "too small for float32" in dies(
+        tmp_path, "weights have moved", max_steps=40, learning_rate=1e-9
+    )
 
 
 def decided(model):
@@ -225,7 +295,9 @@ def decided(model):
 
 
 def test_one_and_the_same_verdict_stops_the_run(tmp_path):
-    said = dies(tmp_path, "every verdict was tie, and log-loss", decided, learning_rate=1e-5, max_steps=30)
+    said = dies(
+        tmp_path, "every verdict was tie, and log-loss", decided, learning_rate=1e-5, max_steps=30
+    )
     assert said.startswith("step 20: ")  # three windows after three tenths
     assert "3 times running" in said
 
@@ -234,11 +306,19 @@ def test_no_better_than_the_prior_stops_the_run(tmp_path):
     def wild(model):
         torch.nn.init.normal_(model.head.outer.weight, std=3.0)
 
-    dies(tmp_path, "is no better than the .* of the shares of labels", wild, noise(), learning_rate=1e-5, max_steps=40)
+    dies(
+        tmp_path,
+        "is no better than the .* of the shares of labels",
+        wild,
+        noise(),
+        learning_rate=1e-5,
+        max_steps=40,
+    )
 
 
 def windows(fair, gains, spread):
-    """A guard that looks at windows whose log-losses are so much below that of the labels' shares; when it stops."""
+    """A guard that looks at windows whose log-losses are so much below that of the labels' shares;
+    when it stops."""
     guard = DeadRunGuard(window=1, patience=3)
     guard._fair = fair
     draw = torch.Generator().manual_seed(0)
@@ -290,7 +370,9 @@ def test_a_resumed_run_has_time_to_move(tmp_path):
 
 
 def test_warm_up_is_waited_for(tmp_path):
-    said = dies(tmp_path, "every verdict", decided, learning_rate=1e-5, max_steps=60, warmup_steps=30)
+    said = dies(
+        tmp_path, "every verdict", decided, learning_rate=1e-5, max_steps=60, warmup_steps=30
+    )
     assert said.startswith("step 40: ")
 
 
@@ -299,7 +381,9 @@ def test_a_weak_signal_is_not_a_dead_run(tmp_path):
     model = model_of(trained=False)
     drawn = noise(900)
     pairs = [drawn[k] if k % 3 else pair for k, pair in enumerate(pairs_of(900))]
-    arguments = arguments_of(tmp_path, max_steps=300, per_device_train_batch_size=16, learning_rate=6e-3)
+    arguments = arguments_of(
+        tmp_path, max_steps=300, per_device_train_batch_size=16, learning_rate=6e-3
+    )
     data = model.dataset(pairs, progress=False)
     PairwiseTrainer(model=model, args=arguments, train_dataset=data, head_lr_ratio=0.1).train()
     held = model.dataset(pairs_of(200, seed=9), progress=False)
@@ -309,18 +393,23 @@ def test_a_weak_signal_is_not_a_dead_run(tmp_path):
 @pytest.mark.parametrize("changes", [{}, {"warmup_steps": 20}, {"learning_rate": 2e-5}])
 def test_adapters_that_wait_for_each_other_are_not_dead(tmp_path, changes):
     model = get_peft_model(
-        model_of(trained=False), LoraConfig(target_modules=["query", "value"], modules_to_save=["head", "pool"], r=2)
+        model_of(trained=False),
+        LoraConfig(target_modules=["query", "value"], modules_to_save=["head", "pool"], r=2),
     )
     options = {"max_steps": 40, "learning_rate": 1e-4, "per_device_train_batch_size": 16}
     trainer = PairwiseTrainer(
-        model=model, args=arguments_of(tmp_path, **options | changes), train_dataset=model.dataset(pairs_of(200))
+        model=model,
+        args=arguments_of(tmp_path, **options | changes),
+        train_dataset=model.dataset(pairs_of(200)),
     )
     trainer.train()
     assert trainer.state.global_step == 40
 
 
 def test_a_run_that_is_well_is_left_alone(tmp_path):
-    trainer = trained(tmp_path, max_steps=40, trainer={"guard": DeadRunGuard(window=8)}, learning_rate=3e-3)
+    trainer = trained(
+        tmp_path, max_steps=40, trainer={"guard": DeadRunGuard(window=8)}, learning_rate=3e-3
+    )
     assert trainer.state.global_step == 40
     assert any(isinstance(c, DeadRunGuard) for c in trainer.callback_handler.callbacks)
     none = trained(tmp_path, trainer={"guard": False})
@@ -337,7 +426,12 @@ def test_the_guard_counts_every_micro_batch(tmp_path):
             seen.append(None)
 
     guard = DeadRunGuard(window=100)
-    trained(tmp_path, trainer={"guard": guard, "callbacks": [Spy()]}, gradient_accumulation_steps=2, max_steps=4)
+    trained(
+        tmp_path,
+        trainer={"guard": guard, "callbacks": [Spy()]},
+        gradient_accumulation_steps=2,
+        max_steps=4,
+    )
     assert len(seen) == 4
     assert guard._steps == 4
     assert float(guard._seen[1].sum()) == 4 * 16  # labels: two micro-batches of 8 a step
@@ -345,7 +439,10 @@ def test_the_guard_counts_every_micro_batch(tmp_path):
 
 def test_layerwise_rates_reach_the_optimizer(tmp_path):
     trainer = trained(
-        tmp_path, trainer={"layer_decay": 0.5, "head_lr_ratio": 4.0}, max_steps=1, lr_scheduler_type="constant"
+        tmp_path,
+        trainer={"layer_decay": 0.5, "head_lr_ratio": 4.0},
+        max_steps=1,
+        lr_scheduler_type="constant",
     )
     rates = {round(group["lr"] / 1e-3, 6) for group in trainer.optimizer.param_groups}
     assert rates == {0.25, 0.5, 1.0, 4.0}
@@ -355,11 +452,17 @@ def test_a_side_that_always_wins_is_refused_for_a_link_that_could_learn_it(tmp_p
     chosen = [(*pair[:3], 0) for pair in pairs_of(8)]
     for link, options in (("davidson", {}), ("concat", {"swap_consistency": 1.0}), ("concat", {})):
         model = model_of(link=link, trained=False, **options)
-        given = {"model": model, "args": arguments_of(tmp_path), "train_dataset": model.dataset(chosen, progress=False)}
+        given = {
+            "model": model,
+            "args": arguments_of(tmp_path),
+            "train_dataset": model.dataset(chosen, progress=False),
+        }
         if (link, options) != ("concat", {}):
             PairwiseTrainer(**given)
             continue
-        with pytest.raises(ValueError, match=r"A wins every pair, and link 'concat' would learn the side; needed"):
+        with pytest.raises(
+            ValueError, match=r"A wins every pair, and link 'concat' would learn the side; needed"
+        ):
             PairwiseTrainer(**given)
 
 
@@ -370,4 +473,6 @@ def test_what_cannot_learn_is_refused_before_it_runs(tmp_path):
         PairwiseTrainer(model=model, args=arguments_of(tmp_path), train_dataset=ties)
     model.head.requires_grad_(False)
     with pytest.raises(ValueError, match="the head is new and frozen"):
-        PairwiseTrainer(model=model, args=arguments_of(tmp_path), train_dataset=model.dataset(pairs_of(20)))
+        PairwiseTrainer(
+            model=model, args=arguments_of(tmp_path), train_dataset=model.dataset(pairs_of(20))
+        )

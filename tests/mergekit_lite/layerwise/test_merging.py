@@ -1,4 +1,5 @@
-"""Data-driven merges: against least squares, against a dense merge of whole models, and killed and resumed."""
+"""Data-driven merges: against least squares, against a dense merge of whole models, and killed and
+resumed."""
 
 import json
 import time
@@ -66,33 +67,47 @@ def test_inputs_that_nobody_has_are_averaged():
     seen = [statistics_of(x), statistics_of(0 * x)]
     found = merge_by_inputs(weights, seen, reduce=0.9, shares=(0.5, 0.5))
     torch.testing.assert_close(found[:, 1:].float(), torch.full((2, 2), 2.0))
-    torch.testing.assert_close(found[:, 0].float(), torch.ones(2), rtol=1e-4, atol=1e-4)  # who has it decides
+    torch.testing.assert_close(
+        found[:, 0].float(), torch.ones(2), rtol=1e-4, atol=1e-4
+    )  # who has it decides
     none = [statistics_of(0 * x) for _ in range(2)]
     torch.testing.assert_close(
-        merge_by_inputs(weights, none, reduce=0.9, shares=(0.5, 0.5)).float(), torch.full((2, 3), 2.0)
+        merge_by_inputs(weights, none, reduce=0.9, shares=(0.5, 0.5)).float(),
+        torch.full((2, 3), 2.0),
     )
 
 
 def dense(paths, kind, data, method, reduce=0.9):
-    """Whole models in memory, hooks on every layer; through the merged model so far where the method says so."""
+    """Whole models in memory, hooks on every layer; through the merged model so far where the
+    method says so."""
     models = [auto_class(kind).from_pretrained(p).eval() for p in paths]
     merged = auto_class(kind).from_pretrained(paths[0]).eval()
     with torch.no_grad():
-        for own, *others in zip(merged.parameters(), *(m.parameters() for m in models), strict=True):
+        for own, *others in zip(
+            merged.parameters(), *(m.parameters() for m in models), strict=True
+        ):
             own.copy_(torch.stack(others).double().mean(0))
-    blocks = [next(m for _, m in x.named_modules() if isinstance(m, torch.nn.ModuleList)) for x in (merged, *models)]
+    blocks = [
+        next(m for _, m in x.named_modules() if isinstance(m, torch.nn.ModuleList))
+        for x in (merged, *models)
+    ]
     heads = [m.get_output_embeddings() for m in (merged, *models)]
 
     if method == "regmean++":  # data meet the merged embeddings and norms
         own = dict(merged.named_parameters())
         for model in models:
             for name, parameter in model.named_parameters():
-                if not any(parameter is p for b in blocks for p in b.parameters()) and "lm_head" not in name:
+                if (
+                    not any(parameter is p for b in blocks for p in b.parameters())
+                    and "lm_head" not in name
+                ):
                     parameter.data.copy_(own[name])
 
     def inputs(model, layer, rows):
         seen = []
-        handle = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0].reshape(-1, given[0].shape[-1])))
+        handle = layer.register_forward_pre_hook(
+            lambda _, given: seen.append(given[0].reshape(-1, given[0].shape[-1]))
+        )
         with torch.no_grad():
             for row in rows:
                 model(input_ids=torch.tensor([row["input_ids"]]))
@@ -108,7 +123,9 @@ def dense(paths, kind, data, method, reduce=0.9):
     for number in range(len(blocks[0])):
         runs, start = [], [b[number] for b in blocks[1:]]
         for k, model in enumerate(models):
-            if method == "regmean++":  # this block of the model, on what the merged blocks before it give
+            if (
+                method == "regmean++"
+            ):  # this block of the model, on what the merged blocks before it give
                 kept = [blocks[k + 1][i] for i in range(number)]
                 for i in range(number):
                     blocks[k + 1][i] = blocks[0][i]
@@ -126,7 +143,11 @@ def dense(paths, kind, data, method, reduce=0.9):
             for i in range(len(own)):
                 own[i] = blocks[0][i]
     if heads[0].weight is not merged.get_input_embeddings().weight:
-        solve(heads[0], heads[1:], [inputs(m, h, d) for m, h, d in zip(models, heads[1:], data, strict=True)])
+        solve(
+            heads[0],
+            heads[1:],
+            [inputs(m, h, d) for m, h, d in zip(models, heads[1:], data, strict=True)],
+        )
     return merged
 
 
@@ -136,7 +157,9 @@ def test_block_by_block_is_the_dense_merge(kind, method, tmp_path):
     paths = pair(kind, tmp_path)
     save_tokenizer(tmp_path / "0", [f"t{i}" for i in range(96)])
     begin = time.perf_counter()
-    report = merge_models(paths, method, calibration=DATA, out=tmp_path / "out", batch_size=4, progress=False)
+    report = merge_models(
+        paths, method, calibration=DATA, out=tmp_path / "out", batch_size=4, progress=False
+    )
     seconds = time.perf_counter() - begin
     assert (tmp_path / "out" / "tokenizer.json").exists()
     assert report.bytes_written > 0
@@ -145,7 +168,9 @@ def test_block_by_block_is_the_dense_merge(kind, method, tmp_path):
     found = auto_class(kind).from_pretrained(tmp_path / "out").eval()
     expected = dense(paths, kind, DATA, method)
     for (name, value), other in zip(found.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(value, other, rtol=2e-3, atol=2e-4, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            value, other, rtol=2e-3, atol=2e-4, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 def test_it_goes_on_where_it_was_killed(tmp_path, monkeypatch):
@@ -197,8 +222,14 @@ def test_text_is_read_by_the_models_tokenizer(tmp_path):
         save_tokenizer(tmp_path / str(k), [f"t{i}" for i in range(96)])
     (tmp_path / "a.txt").write_text(" ".join(f"t{i % 90}" for i in range(200)))
     (tmp_path / "b.json").write_text(json.dumps([{"text": "t1 t2 t3 t4"}, {"text": "t9 t8 t7"}]))
-    merge_models(paths, "regmean", calibration=[tmp_path / "a.txt", tmp_path / "b.json"], out=tmp_path / "out",
-                 max_length=16, progress=False)  # fmt: skip
+    merge_models(
+        paths,
+        "regmean",
+        calibration=[tmp_path / "a.txt", tmp_path / "b.json"],
+        out=tmp_path / "out",
+        max_length=16,
+        progress=False,
+    )
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
@@ -206,10 +237,16 @@ def test_batches_examples_and_padded_examples_are_the_same_data(tmp_path):
     paths, rows = pair("llama", tmp_path), [e["input_ids"] for e in DATA[0]]
     longest = max(map(len, rows))
     padded = [
-        {"input_ids": r + [0] * (longest - len(r)), "attention_mask": [1] * len(r) + [0] * (longest - len(r))}
+        {
+            "input_ids": r + [0] * (longest - len(r)),
+            "attention_mask": [1] * len(r) + [0] * (longest - len(r)),
+        }
         for r in rows
     ]
-    one = {name: torch.tensor([row[name] for row in padded]) for name in ("input_ids", "attention_mask")}
+    one = {
+        name: torch.tensor([row[name] for row in padded])
+        for name in ("input_ids", "attention_mask")
+    }
     found = []
     for number, data in enumerate((DATA[0], padded, [one], one)):
         out = tmp_path / f"out{number}"
@@ -225,14 +262,19 @@ def test_weights_in_bfloat16_are_rounded_once(tmp_path):
     merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert model.dtype == torch.bfloat16
-    wide = [save(tiny("llama", k).to(torch.bfloat16), tmp_path / f"w{k}", torch.float32) for k in range(2)]
+    wide = [
+        save(tiny("llama", k).to(torch.bfloat16), tmp_path / f"w{k}", torch.float32)
+        for k in range(2)
+    ]
     merge_models(wide, "regmean", calibration=DATA, out=tmp_path / "wide", progress=False)
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "wide").to(torch.bfloat16)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("weight", [np.float32(2.0), np.array(1.0), (3, 3), np.array([0.5, 0.5]), torch.ones(2)])
+@pytest.mark.parametrize(
+    "weight", [np.float32(2.0), np.array(1.0), (3, 3), np.array([0.5, 0.5]), torch.ones(2)]
+)
 def test_weights_are_numbers_of_any_kind(weight):
     assert CalibratedMerge(method="regmean", weight=weight).shares(2) == [0.5, 0.5]
 
@@ -243,14 +285,35 @@ def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
     for k, (path, file) in enumerate(zip(paths, files, strict=True)):
         save_tokenizer(path, words)
         file.write_text(" ".join(words[k::3]))
-    merge_models(paths, "regmean", weight=[1.0, 3.0], reduce=0.5, calibration=files, dtype="float32",
-                 out=tmp_path / "a", progress=False)  # fmt: skip
+    merge_models(
+        paths,
+        "regmean",
+        weight=[1.0, 3.0],
+        reduce=0.5,
+        calibration=files,
+        dtype="float32",
+        out=tmp_path / "a",
+        progress=False,
+    )
     models = f"- {{model: {paths[0]}}}\n- {{model: {paths[1]}, parameters: {{weight: 6}}}}"
     recipe = tmp_path / "r.yml"
     recipe.write_text(
-        f"merge_method: regmean\nmodels:\n{models}\nparameters: {{reduce: 0.5, weight: 2}}\ndtype: float32\n"
+        f"merge_method: regmean\nmodels:\n{models}\nparameters: {{reduce: 0.5, weight: 2}}\ndtype: "
+        "float32\n"
     )
-    assert main(["merge", str(recipe), str(tmp_path / "b"), "--no-progress", "--calibration", *map(str, files)]) == 0
+    assert (
+        main(
+            [
+                "merge",
+                str(recipe),
+                str(tmp_path / "b"),
+                "--no-progress",
+                "--calibration",
+                *map(str, files),
+            ]
+        )
+        == 0
+    )
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     assert all(torch.equal(one[name], other[name]) for name in one)
     capsys.readouterr()
@@ -281,15 +344,30 @@ def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
         ({"calibration": DATA, "weight": float("nan")}, "weight is nan, needed 2 numbers"),
         ({"calibration": DATA, "reduce": "0.9"}, "reduce is '0.9', needed 0 to 1"),
         ({"calibration": DATA, "weight": "half"}, "weight is half, needed 2 numbers"),
-        ({"calibration": DATA, "auto_class": "x"}, "auto_class is 'x', needed one of transformers' AutoModels"),
+        (
+            {"calibration": DATA, "auto_class": "x"},
+            "auto_class is 'x', needed one of transformers' AutoModels",
+        ),
         ({"calibration": DATA, "density": 0.5}, "unexpected keyword argument 'density'"),
         ({"calibration": [[], DATA[1]]}, "are empty; needed examples"),
         ({"calibration": [[{"input_ids": []}], DATA[1]]}, "has no token; needed one or more"),
         ({"calibration": [[torch.ones(3).long()], DATA[1]]}, r"calibration: a tensor is \[3\]"),
-        ({"calibration": [DATA[0], [torch.full((1, 3), 10**6)]]}, "a token is 1000000; needed 0 or more, below "),
-        ({"calibration": [[{"input_ids": [1, -1]}], DATA[1]]}, "a token is -1; needed 0 or more, below "),
-        ({"calibration": [{"train": ["a"]}, DATA[1]]}, "is a mapping of train; needed rows, or input_ids"),
-        ({"calibration": DATA, "device": "cuda"}, "regmean has no device; needed none of base_model, out_dtype"),
+        (
+            {"calibration": [DATA[0], [torch.full((1, 3), 10**6)]]},
+            "a token is 1000000; needed 0 or more, below ",
+        ),
+        (
+            {"calibration": [[{"input_ids": [1, -1]}], DATA[1]]},
+            "a token is -1; needed 0 or more, below ",
+        ),
+        (
+            {"calibration": [{"train": ["a"]}, DATA[1]]},
+            "is a mapping of train; needed rows, or input_ids",
+        ),
+        (
+            {"calibration": DATA, "device": "cuda"},
+            "regmean has no device; needed none of base_model, out_dtype",
+        ),
     ],
 )
 def test_bad_input_is_refused(options, message, tmp_path):
@@ -300,7 +378,10 @@ def test_bad_input_is_refused(options, message, tmp_path):
 
 
 def test_models_that_differ_are_refused(tmp_path):
-    paths = [save(tiny("llama", 0), tmp_path / "0"), save(tiny("llama", 1, intermediate_size=20), tmp_path / "1")]
+    paths = [
+        save(tiny("llama", 0), tmp_path / "0"),
+        save(tiny("llama", 1, intermediate_size=20), tmp_path / "1"),
+    ]
     with pytest.raises(ValueError, match="data-driven merges needed models of one architecture"):
         merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
     with pytest.raises(ValueError, match="'linear' is no method with calibration"):
@@ -312,16 +393,21 @@ def test_a_skeleton_made_whole_is_the_model(kind, tmp_path):
     path = save(tiny(kind, 3), tmp_path / "0")
     whole = Skeleton(open_source(path), auto_class(kind), torch.float32).whole(open_source(path))
     with torch.no_grad():
-        assert torch.equal(whole(IDS).logits, auto_class(kind).from_pretrained(path).eval()(IDS).logits)
+        assert torch.equal(
+            whole(IDS).logits, auto_class(kind).from_pretrained(path).eval()(IDS).logits
+        )
 
 
 def slow_information(model, rows, seed=0):
-    """An example after the other, in float64, with the gradient of each drawn token's log probability by itself."""
+    """An example after the other, in float64, with the gradient of each drawn token's log
+    probability by itself."""
     model, generator = model.double(), torch.Generator().manual_seed(seed)
     found = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for row in rows:
         logits = model(torch.tensor([row["input_ids"]])).logits[0]
-        drawn = torch.multinomial(torch.softmax(logits.detach().float(), -1), 1, generator=generator)
+        drawn = torch.multinomial(
+            torch.softmax(logits.detach().float(), -1), 1, generator=generator
+        )
         model.zero_grad()
         for position, token in enumerate(drawn[:, 0].tolist()):
             torch.log_softmax(logits[position], -1)[token].backward(retain_graph=True)

@@ -38,7 +38,9 @@ def test_components_may_have_alike_many_supervised_tokens():
     tasks = [example["task"] for example in TaskMixture([short, long], weights="tokens")]
     assert (tasks.count(0), tasks.count(1)) == (50, 10)
     tensors = [{k: torch.tensor(v) for k, v in row.items()} for row in short]
-    assert [e["task"] for e in TaskMixture([[tensors[:15], tensors[15:]], long], weights="tokens")] == tasks
+    assert [
+        e["task"] for e in TaskMixture([[tensors[:15], tensors[15:]], long], weights="tokens")
+    ] == tasks
     with pytest.raises(ValueError, match="needed numbers, or 'tokens'"):
         TaskMixture([short, long], weights="examples")
 
@@ -47,8 +49,16 @@ def test_examples_come_as_often_as_their_weights_say():
     parts = [numbered(4), [numbered(3, 10), numbered(2, 20)]]  # two data sets of one component
     plain = TaskMixture(parts)
     assert [(e["task"], e["input_ids"][0]) for e in plain] == [
-        (0, 0), (0, 1), (0, 2), (0, 3), (1, 10), (1, 11), (1, 12), (1, 20), (1, 21),
-    ]  # fmt: skip
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (0, 3),
+        (1, 10),
+        (1, 11),
+        (1, 12),
+        (1, 20),
+        (1, 21),
+    ]
     mixture = TaskMixture(parts, weights=[2, 1])
     counts = Counter(e["task"] for e in mixture)
     assert (len(mixture), counts) == (9, {0: 6, 1: 3})
@@ -57,12 +67,16 @@ def test_examples_come_as_often_as_their_weights_say():
     assert max(often[i] for i in (10, 11, 12, 20, 21)) == 1
     again = TaskMixture(parts, weights=[2, 1])
     assert [e["input_ids"] for e in again] == [e["input_ids"] for e in mixture]
-    assert [e["input_ids"] for e in TaskMixture(parts, weights=[2, 1], seed=1)] != [e["input_ids"] for e in mixture]
+    assert [e["input_ids"] for e in TaskMixture(parts, weights=[2, 1], seed=1)] != [
+        e["input_ids"] for e in mixture
+    ]
 
 
 def test_a_temperature_makes_sizes_more_alike():
     parts = [numbered(90), numbered(10)]
-    found = [Counter(e["task"] for e in TaskMixture(parts, temperature=t))[1] for t in (1.0, 2.0, 1e9)]
+    found = [
+        Counter(e["task"] for e in TaskMixture(parts, temperature=t))[1] for t in (1.0, 2.0, 1e9)
+    ]
     assert found == [10, 25, 50]  # 90^(1/2) : 10^(1/2) is 3 : 1
 
 
@@ -70,8 +84,14 @@ def test_a_temperature_makes_sizes_more_alike():
     ("call", "message"),
     [
         (lambda: TaskMixture([numbered(2)], weights=[1, 1]), "needed 1 numbers from 0"),
-        (lambda: TaskMixture(["rows.json", numbered(2)]), "'rows.json' is no data set; needed examples"),
-        (lambda: TaskMixture([numbered(2), []], weights=[1, 1]), "component 1 has weight 1 and no examples"),
+        (
+            lambda: TaskMixture(["rows.json", numbered(2)]),
+            "'rows.json' is no data set; needed examples",
+        ),
+        (
+            lambda: TaskMixture([numbered(2), []], weights=[1, 1]),
+            "component 1 has weight 1 and no examples",
+        ),
         (lambda: TaskMixture([numbered(2)], weights=[0]), "not all 0"),
         (lambda: TaskMixture([numbered(2)], weights=[float("nan")]), r"weights are \[nan\]"),
         (lambda: TaskMixture([numbered(2)], temperature=0), "temperature 0"),
@@ -80,11 +100,25 @@ def test_a_temperature_makes_sizes_more_alike():
         (lambda: TextExamples([], tokenizer()), "no rows came"),
         (lambda: TextExamples([3], tokenizer()), "rows, row 1 is a int; needed a text"),
         (lambda: TextExamples([{"prompt": "a"}], tokenizer()), "row 1 has prompt; needed messages"),
-        (lambda: TextExamples([{"messages": "a"}], tokenizer()), "messages needed roles and contents"),
-        (lambda: TextExamples([{"messages": [{"role": "user", "content": "a"}]}], tokenizer()), "one of an assistant"),
+        (
+            lambda: TextExamples([{"messages": "a"}], tokenizer()),
+            "messages needed roles and contents",
+        ),
+        (
+            lambda: TextExamples([{"messages": [{"role": "user", "content": "a"}]}], tokenizer()),
+            "one of an assistant",
+        ),
         (lambda: TextExamples("nowhere.json", tokenizer()), "nowhere.json is not there"),
-        (lambda: TextExamples([{"prompt": "long " * 9, "completion": "x"}], tokenizer(), max_length=9), "none has an"),
-        (lambda: TextExamples({"train": ["a"]}, tokenizer()), "source is a dict; needed a file, or rows"),
+        (
+            lambda: TextExamples(
+                [{"prompt": "long " * 9, "completion": "x"}], tokenizer(), max_length=9
+            ),
+            "none has an",
+        ),
+        (
+            lambda: TextExamples({"train": ["a"]}, tokenizer()),
+            "source is a dict; needed a file, or rows",
+        ),
         (lambda: TextExamples(None, tokenizer()), "source is a NoneType"),
         (lambda: TextExamples(["a"], tokenizer(), train_on_inputs="no"), "train_on_inputs is 'no'"),
         (lambda: MaskCollator(pad_token_id=0, max_length=-1), "max_length is -1, needed 1 or more"),
@@ -112,29 +146,45 @@ def test_every_turn_of_the_assistant_is_supervised():
     ]
     examples = TextExamples(rows, tokenizer())
     assert examples.decoded(0) == (
-        "<system>Be brief.</s><user>One?</s><assistant>⟦Two.</s>⟧<user>And?</s><assistant>⟦Three.</s>⟧"
+        "<system>Be "
+        "brief.</s><user>One?</s><assistant>⟦Two.</s>⟧<user>And?</s><assistant>⟦Three.</s>⟧"
     )
     every = TextExamples(rows, tokenizer(), train_on_inputs=True)
     assert every[0]["labels"] == every[0]["input_ids"] == examples[0]["input_ids"]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused():
-    """As those do that drop what was thought before: then nobody knows where an answer stands in the whole."""
+    """As those do that drop what was thought before: then nobody knows where an answer stands in
+    the whole."""
     loop = (
-        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] if loop.last else m['content'].split('|')[-1] }}</s>"
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] if loop.last else "
+        "m['content'].split('|')[-1] }}</s>"
     )
     forgetful = loop + "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-    turns = [("user", "q1"), ("assistant", "long thought|a1"), ("user", "q2"), ("assistant", "thought|a2")]
+    turns = [
+        ("user", "q1"),
+        ("assistant", "long thought|a1"),
+        ("user", "q2"),
+        ("assistant", "thought|a2"),
+    ]
     row = {"messages": [{"role": role, "content": content} for role, content in turns]}
     with pytest.raises(ValueError, match="changes earlier turns when later ones come"):
         TextExamples([row], tokenizer(forgetful))
-    assert TextExamples([{"messages": row["messages"][:2]}], tokenizer(forgetful)).decoded(0).endswith("a1</s>⟧")
+    assert (
+        TextExamples([{"messages": row["messages"][:2]}], tokenizer(forgetful))
+        .decoded(0)
+        .endswith("a1</s>⟧")
+    )
 
 
 @pytest.mark.parametrize(
     ("row", "chat", "expected"),
     [
-        ({"instruction": "Add.", "input": "1 1", "output": "2"}, CHAT, "<user>Add.\n1 1</s><assistant>⟦2</s>⟧"),
+        (
+            {"instruction": "Add.", "input": "1 1", "output": "2"},
+            CHAT,
+            "<user>Add.\n1 1</s><assistant>⟦2</s>⟧",
+        ),
         ({"instruction": "Add.", "output": "2"}, None, "Add.\n⟦2</s>⟧"),
         ({"prompt": "a ", "completion": "b"}, CHAT, "a ⟦b</s>⟧"),
         ({"prompt": "a ", "completion": "b", "text": None}, CHAT, "a ⟦b</s>⟧"),
@@ -164,5 +214,8 @@ def test_files(tmp_path):
 
 def test_a_table_is_no_running_text(tmp_path):
     (tmp_path / "pairs.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match=r"pairs\.csv is no running text; needed .jsonl or .json rows, or a text file"):
+    with pytest.raises(
+        ValueError,
+        match=r"pairs\.csv is no running text; needed .jsonl or .json rows, or a text file",
+    ):
         TextExamples(tmp_path / "pairs.csv", tokenizer())

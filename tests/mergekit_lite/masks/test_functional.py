@@ -1,4 +1,5 @@
-"""blend, masked_linear, masked_embedding: every impl × mode × granularity × dtype against the dense definition."""
+"""blend, masked_linear, masked_embedding: every impl × mode × granularity × dtype against the dense
+definition."""
 
 import importlib.util
 import itertools
@@ -17,9 +18,13 @@ GRANULARITIES = ("scalar", "input", "output", "element")
 IMPLS = ["eager"]
 if CUDA or importlib.util.find_spec("triton"):
     IMPLS.append("fused")
-DTYPES = {"eager": (torch.float32, torch.bfloat16, torch.float16)}  # float64: by finite differences, below
+DTYPES = {
+    "eager": (torch.float32, torch.bfloat16, torch.float16)
+}  # float64: by finite differences, below
 # triton's interpreter stores bfloat16 wrongly: that dtype is for a GPU
-DTYPES["fused"] = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32, torch.float16)
+DTYPES["fused"] = (
+    (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32, torch.float16)
+)
 CASES = [(impl, dtype) for impl in IMPLS for dtype in DTYPES[impl]]
 
 
@@ -47,7 +52,16 @@ def test_blend(shape, count, granularity, impl, dtype):
 
     case = f"{count} of {list(shape)}"
     # it promises float32 sums and one rounding, so float32 sets the budget
-    judge(f"blend, {granularity}", impl, fast, dense, {"masks": masks}, dtype=dtype, working=torch.float32, case=case)
+    judge(
+        f"blend, {granularity}",
+        impl,
+        fast,
+        dense,
+        {"masks": masks},
+        dtype=dtype,
+        working=torch.float32,
+        case=case,
+    )
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 7), (2, 3, 4, 4), ()])
@@ -83,7 +97,9 @@ def test_masked_linear(mode, granularity, transposed, impl, dtype):
         pytest.skip("efficient has no element masks, and no kernel of its own")
     for x_shape, out_features, count in SHAPES:
         large = out_features > 1000
-        if large and (dtype not in (torch.float32, torch.bfloat16) or (impl == "fused" and not CUDA)):
+        if large and (
+            dtype not in (torch.float32, torch.bfloat16) or (impl == "fused" and not CUDA)
+        ):
             continue  # seconds each, and nothing new
         shape = (x_shape[-1], out_features) if transposed else (out_features, x_shape[-1])
         weights, masks = parts(shape, granularity, count, dtype, transposed)
@@ -91,7 +107,9 @@ def test_masked_linear(mode, granularity, transposed, impl, dtype):
         bias = made(out_features, seed=6)
 
         def fast(x, masks, bias, weights=weights):
-            return masked_linear(x, place(weights), masks, bias, mode=mode, transposed=transposed, impl=impl)
+            return masked_linear(
+                x, place(weights), masks, bias, mode=mode, transposed=transposed, impl=impl
+            )
 
         def dense(x, masks, bias, weights=weights):
             cast = [w.to(x.dtype) for w in weights]
@@ -99,12 +117,22 @@ def test_masked_linear(mode, granularity, transposed, impl, dtype):
 
         case = f"{'(I, O)' if transposed else '(O, I)'}, x {list(x_shape)}, {count}"
         inputs = {"x": x, "masks": masks, "bias": bias}
-        judge(f"masked_linear {mode}, {granularity}", impl, fast, dense, inputs, dtype=dtype, case=case)
+        judge(
+            f"masked_linear {mode}, {granularity}",
+            impl,
+            fast,
+            dense,
+            inputs,
+            dtype=dtype,
+            case=case,
+        )
 
 
 @pytest.mark.parametrize(("impl", "dtype"), CASES)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("ids", [torch.tensor([[0, 3, 3], [8, 1, 0]]), torch.tensor(4), torch.zeros(0, 2).long()])
+@pytest.mark.parametrize(
+    "ids", [torch.tensor([[0, 3, 3], [8, 1, 0]]), torch.tensor(4), torch.zeros(0, 2).long()]
+)
 def test_masked_embedding(ids, granularity, impl, dtype):
     weights, masks = parts((9, 37), granularity, 2, dtype)
 
@@ -131,15 +159,22 @@ def test_finite_differences(granularity):
     x, masks = made(2, 3, 6, dtype=torch.float64).requires_grad_(), masks.double().requires_grad_()
     modes = ["accurate"] if granularity == "element" else ["accurate", "efficient"]
     for mode in modes:
-        assert torch.autograd.gradcheck(lambda x, m, mode=mode: masked_linear(x, weights, m, mode=mode), (x, masks))
-    assert torch.autograd.gradcheck(lambda m: masked_embedding(torch.tensor([1, 1, 3]), weights, m), (masks,))
+        assert torch.autograd.gradcheck(
+            lambda x, m, mode=mode: masked_linear(x, weights, m, mode=mode), (x, masks)
+        )
+    assert torch.autograd.gradcheck(
+        lambda m: masked_embedding(torch.tensor([1, 1, 3]), weights, m), (masks,)
+    )
 
 
 def test_inputs_that_are_not_contiguous():
     weights, masks = parts((5, 6), "input", 2, torch.float32)
     x = made(6, 4).T.requires_grad_()
     strided = [w.T.contiguous().T for w in weights]
-    a, b = masked_linear(x, weights, masks), masked_linear(x.contiguous(), strided, masks.expand(2, 1, 6))
+    a, b = (
+        masked_linear(x, weights, masks),
+        masked_linear(x.contiguous(), strided, masks.expand(2, 1, 6)),
+    )
     torch.testing.assert_close(a, b)
     a.sum().backward()  # the gradient of a sum is broadcast, with strides of 0
     torch.testing.assert_close(x.grad, blend(weights, masks).sum(0).expand(4, -1))
@@ -168,16 +203,21 @@ def test_accurate_has_the_bits_of_the_stock_layer_with_the_blended_weight(dtype,
     turned = Conv1D(20, 12).to(dtype)
     turned.weight.data, turned.bias.data = stock.weight.data.T.contiguous(), bias
     other = [w.T.contiguous() for w in weights]
-    assert torch.equal(masked_linear(x, other, masks.transpose(1, 2), bias, transposed=True), turned(x))
+    assert torch.equal(
+        masked_linear(x, other, masks.transpose(1, 2), bias, transposed=True), turned(x)
+    )
 
 
 def test_auto_mode_is_efficient_for_few_tokens():
     weights, masks = parts((6, 4), "input", 2, torch.float32)
     few, many = made(16, 4), made(17, 4)
     assert torch.equal(
-        masked_linear(few, weights, masks, mode="auto"), masked_linear(few, weights, masks, mode="efficient")
+        masked_linear(few, weights, masks, mode="auto"),
+        masked_linear(few, weights, masks, mode="efficient"),
     )
-    assert torch.equal(masked_linear(many, weights, masks, mode="auto"), masked_linear(many, weights, masks))
+    assert torch.equal(
+        masked_linear(many, weights, masks, mode="auto"), masked_linear(many, weights, masks)
+    )
 
 
 def test_autocast_computes_in_its_dtype_and_keeps_masks_float32():
@@ -187,7 +227,9 @@ def test_autocast_computes_in_its_dtype_and_keeps_masks_float32():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y = masked_linear(x, weights, masks, mode=mode)
             assert y.dtype == torch.nn.functional.linear(x, weights[0]).dtype == torch.bfloat16
-        node = y.grad_fn  # what it keeps beside saved tensors: the components' weights, and no copies of them
+        node = (
+            y.grad_fn
+        )  # what it keeps beside saved tensors: the components' weights, and no copies of them
         assert all(kept is weight for kept, weight in zip(node.weights, weights, strict=True))
         y.float().sum().backward()
         assert masks.grad.dtype == x.grad.dtype == torch.float32
@@ -198,7 +240,9 @@ def test_compiles_without_a_graph_break(impl):
     weights, masks = parts((6, 4), "input", 2, torch.float32)
     weights, x = place(weights), place(made(3, 4)).requires_grad_()
     masks = place(masks).requires_grad_()
-    compiled = torch.compile(lambda x, m: masked_linear(x, weights, m, impl=impl), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda x, m: masked_linear(x, weights, m, impl=impl), fullgraph=True, backend="aot_eager"
+    )
     results = []
     for function in (compiled, lambda x, m: masked_linear(x, weights, m, impl=impl)):
         y = function(x, masks)
@@ -210,11 +254,14 @@ def test_compiles_without_a_graph_break(impl):
 def test_reference_is_an_impl_too():
     weights, masks = parts((6, 4), "input", 2, torch.float32)
     x = made(3, 4)
-    torch.testing.assert_close(masked_linear(x, weights, masks, impl="reference"), masked_linear(x, weights, masks))
+    torch.testing.assert_close(
+        masked_linear(x, weights, masks, impl="reference"), masked_linear(x, weights, masks)
+    )
     torch.testing.assert_close(blend(weights, masks, impl="reference"), blend(weights, masks))
     ids = torch.tensor([1])
     torch.testing.assert_close(
-        masked_embedding(ids, weights, masks, impl="reference"), masked_embedding(ids, weights, masks)
+        masked_embedding(ids, weights, masks, impl="reference"),
+        masked_embedding(ids, weights, masks),
     )
 
 
@@ -233,7 +280,11 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_refuses(message):
-    arguments = {"x": torch.zeros(2, 4), "weights": [torch.zeros(6, 4)] * 2, "masks": torch.zeros(2, 1, 4)}
+    arguments = {
+        "x": torch.zeros(2, 4),
+        "weights": [torch.zeros(6, 4)] * 2,
+        "masks": torch.zeros(2, 1, 4),
+    }
     with pytest.raises(ValueError) as caught:  # noqa: PT011, the message is looked at
         masked_linear(**arguments | BAD[message])
     assert message in str(caught.value)

@@ -22,23 +22,34 @@ def made(*shape, seed=0):
 def shares(kind, positions=N, count=K):
     generator = torch.Generator().manual_seed(3)
     if kind == "task":
-        return torch.nn.functional.one_hot(torch.randint(count, (positions,), generator=generator), count).double()
+        return torch.nn.functional.one_hot(
+            torch.randint(count, (positions,), generator=generator), count
+        ).double()
     if kind == "mixed":
         return torch.rand(positions, count, generator=generator, dtype=torch.float64).softmax(-1)
     return "confidence"
 
 
 CASES = [
-    (d, c, "input", t, e) for d in DIRECTIONS for c in ("task", "mixed", "confidence") for t, e in [(1, 0), (2, 0.3)]
+    (d, c, "input", t, e)
+    for d in DIRECTIONS
+    for c in ("task", "mixed", "confidence")
+    for t, e in [(1, 0), (2, 0.3)]
 ]
-CASES += [("forward", "hard", "input", 1, 0)] + [("forward", "task", g, 1, 0) for g in GRANULARITIES]
+CASES += [("forward", "hard", "input", 1, 0)] + [
+    ("forward", "task", g, 1, 0) for g in GRANULARITIES
+]
 
 
 DRAWS = [(torch.float32, 0), (torch.float32, 400), (torch.bfloat16, 0), (torch.float16, 0)]
 
 
-@pytest.mark.parametrize(("dtype", "draw"), DRAWS)  # one draw may hide a rounding that another shows
-@pytest.mark.parametrize(("direction", "kind", "granularity", "temperature", "cross_entropy"), CASES)
+@pytest.mark.parametrize(
+    ("dtype", "draw"), DRAWS
+)  # one draw may hide a rounding that another shows
+@pytest.mark.parametrize(
+    ("direction", "kind", "granularity", "temperature", "cross_entropy"), CASES
+)
 def test_masked_kl(direction, kind, granularity, temperature, cross_entropy, dtype, draw):
     if dtype == torch.float16 and direction != "forward":
         pytest.skip("the definition itself underflows to NaN in float16: it sets no budget")
@@ -83,14 +94,24 @@ def test_a_bias_and_a_normalizer():
     student, teacher, head = made(N, H).requires_grad_(), made(N, H, seed=1), made(V, H, seed=2)
     bias, other = made(V, seed=3).requires_grad_(), made(V, seed=4)
     found = masked_kl(
-        student, [teacher], [head], coefficients=torch.ones(1), bias=bias, teacher_biases=[other], normalizer=5.0
+        student,
+        [teacher],
+        [head],
+        coefficients=torch.ones(1),
+        bias=bias,
+        teacher_biases=[other],
+        normalizer=5.0,
     )
     expected = reference.masked_kl(
-        student @ head.T + bias, [teacher @ head.T + other], coefficients=torch.ones(N, 1, dtype=torch.float64)
+        student @ head.T + bias,
+        [teacher @ head.T + other],
+        coefficients=torch.ones(N, 1, dtype=torch.float64),
     )
     torch.testing.assert_close(found, expected * N / 5)
     for a, b in zip(
-        torch.autograd.grad(found, (student, bias)), torch.autograd.grad(expected, (student, bias)), strict=True
+        torch.autograd.grad(found, (student, bias)),
+        torch.autograd.grad(expected, (student, bias)),
+        strict=True,
     ):
         torch.testing.assert_close(a, b * N / 5)
 
@@ -112,7 +133,10 @@ def test_a_teacher_that_is_nan_is_no_perfect_one(kind, direction):
     teachers = [made(N, V), made(N, V, seed=1), made(N, V, seed=2)]
     for teacher in teachers:
         teacher[3] = float("nan")
-    options = {"coefficients": shares(kind), "confidence_temperature": 0.0 if kind == "hard" else 1.0}
+    options = {
+        "coefficients": shares(kind),
+        "confidence_temperature": 0.0 if kind == "hard" else 1.0,
+    }
     assert masked_kl(made(N, V, seed=3), teachers, direction=direction, **options).isnan()
 
 
@@ -133,7 +157,9 @@ def test_a_small_confidence_temperature_takes_the_surest_teacher(direction):
     student, teachers = made(N, V).float(), [made(N, V, seed=k).float() for k in (1, 2, 3)]
     limit = masked_kl(student, teachers, confidence_temperature=0.0, direction=direction)
     for temperature in (1e-6, 1e-12, 1e-30):
-        found = masked_kl(student, teachers, confidence_temperature=temperature, direction=direction)
+        found = masked_kl(
+            student, teachers, confidence_temperature=temperature, direction=direction
+        )
         torch.testing.assert_close(found, limit, rtol=1e-5, atol=0)
 
 
@@ -178,15 +204,24 @@ class Largest(TorchDispatchMode):
 def test_no_tensor_is_as_large_as_the_logits(direction, kind):
     positions, vocabulary = 600, 3000
     student = torch.randn(positions, H, requires_grad=True)
-    heads, teachers = [torch.randn(vocabulary, H) for _ in range(K)], [torch.randn(positions, H) for _ in range(K)]
+    heads, teachers = (
+        [torch.randn(vocabulary, H) for _ in range(K)],
+        [torch.randn(positions, H) for _ in range(K)],
+    )
     masks = torch.rand(K, 1, H, requires_grad=True)
     own = shares(kind, positions)
-    options = {"coefficients": own, "confidence_temperature": 0.0 if kind == "hard" else 1.0, "direction": direction}
+    options = {
+        "coefficients": own,
+        "confidence_temperature": 0.0 if kind == "hard" else 1.0,
+        "direction": direction,
+    }
     with Largest() as seen:
         masked_kl(student, teachers, heads, masks, **options).backward()
     assert seen.seen <= positions * vocabulary / 12
     with Largest() as plain:
-        reference.masked_kl(student, teachers, heads, masks, **options | {"coefficients": own}).backward()
+        reference.masked_kl(
+            student, teachers, heads, masks, **options | {"coefficients": own}
+        ).backward()
     assert plain.seen >= positions * vocabulary  # the measure sees what it should
 
 
@@ -202,17 +237,32 @@ def test_gradients_do_not_vanish_in_float16():
     wide = student.detach().float().requires_grad_()
     other = masks.detach().clone().requires_grad_()
     exact = masked_kl(
-        wide, [teacher.float(), None], [h.float() for h in heads], other, coefficients=torch.tensor([1.0, 0.0])
+        wide,
+        [teacher.float(), None],
+        [h.float() for h in heads],
+        other,
+        coefficients=torch.tensor([1.0, 0.0]),
     )
     (exact * 65536).backward()
-    torch.testing.assert_close(student.grad.float(), wide.grad, rtol=0.05, atol=0.05 * wide.grad.abs().mean().item())
-    torch.testing.assert_close(masks.grad, other.grad, rtol=0.05, atol=0.05 * other.grad.abs().mean().item())
+    torch.testing.assert_close(
+        student.grad.float(), wide.grad, rtol=0.05, atol=0.05 * wide.grad.abs().mean().item()
+    )
+    torch.testing.assert_close(
+        masks.grad, other.grad, rtol=0.05, atol=0.05 * other.grad.abs().mean().item()
+    )
 
 
 def test_no_positions_give_zero_with_a_graph():
     student, masks = torch.zeros(0, H, requires_grad=True), torch.ones(2, 1, H, requires_grad=True)
     bias = torch.ones(V, requires_grad=True)
-    loss = masked_kl(student, [None, None], [torch.ones(V, H)] * 2, masks, coefficients=torch.zeros(0, 2), bias=bias)
+    loss = masked_kl(
+        student,
+        [None, None],
+        [torch.ones(V, H)] * 2,
+        masks,
+        coefficients=torch.zeros(0, 2),
+        bias=bias,
+    )
     loss.backward()
     assert loss == 0
     assert bias.grad.abs().sum() == 0  # DDP waits for every gradient
@@ -239,7 +289,9 @@ BAD = {
     "rows sum to 0.5 to 0.5": {"coefficients": torch.tensor([0.5, 0.0])},
     "rows sum to nan": {"coefficients": torch.tensor([float("nan"), 0.0])},
     "coefficients must be shares or 'confidence', got 'task'": {"coefficients": "task"},
-    "coefficients 'confidence' weigh every teacher, and 1 was not given": {"coefficients": "confidence"},
+    "coefficients 'confidence' weigh every teacher, and 1 was not given": {
+        "coefficients": "confidence"
+    },
     "1 teacher_biases for 2 teachers": {"teacher_biases": [None]},
     "a bias came without heads": {"heads": None, "masks": None, "bias": torch.ones(4)},
     "temperature is 0, needed": {"temperature": 0},
@@ -266,12 +318,16 @@ def test_refuses(message):
 def test_what_no_teacher_is_needed_for():
     student, none = torch.zeros(2, 3), [None, None]
     assert masked_kl(student[:0], none, coefficients="confidence") == 0
-    states, heads = torch.randn(3, 4), [torch.randn(6, 4) for _ in range(3)]  # two teachers, and a base
+    states, heads = (
+        torch.randn(3, 4),
+        [torch.randn(6, 4) for _ in range(3)],
+    )  # two teachers, and a base
     biases = [torch.randn(6) for _ in range(3)]
     numbers = {"coefficients": torch.tensor([0.5, 0.5]), "bias": biases[2]}
     masks = torch.ones(3, 1, 1)
     three, two = (
-        masked_kl(states, [states, states], heads, masks, teacher_biases=b, **numbers) for b in (biases, biases[:2])
+        masked_kl(states, [states, states], heads, masks, teacher_biases=b, **numbers)
+        for b in (biases, biases[:2])
     )
     assert torch.equal(three, two)
 

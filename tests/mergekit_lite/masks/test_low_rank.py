@@ -1,4 +1,5 @@
-"""Masks over differences from a base: adapters stay factors, and everything equals the same with whole weights."""
+"""Masks over differences from a base: adapters stay factors, and everything equals the same with
+whole weights."""
 
 import os
 
@@ -36,7 +37,9 @@ def whole(base, paths, folder, **config):
     """The same merger, of adapters that were folded into checkpoints first."""
     for k, path in enumerate(paths):
         merge_models([path], "linear", weight=1, out=folder / f"whole{k}", progress=False)
-    return Merger.from_pretrained([folder / f"whole{k}" for k in range(len(paths))], base=base, **config)
+    return Merger.from_pretrained(
+        [folder / f"whole{k}" for k in range(len(paths))], base=base, **config
+    )
 
 
 def logits(model):
@@ -57,7 +60,9 @@ def test_a_low_rank_layer_is_the_dense_one(granularity):
     parts = [(torch.randn(2, 5), torch.randn(4, 2)) for _ in range(2)]
     config = MaskConfig(granularity=granularity)
     adapted = [LowRankLinear(base, a, b, 0.5) for a, b in parts]
-    assert not any(factor.requires_grad for component in adapted for factor in (component.down, component.up))
+    assert not any(
+        factor.requires_grad for component in adapted for factor in (component.down, component.up)
+    )
     layer = LowRankMaskedLinear(adapted, config, base=base)
     values = layer.masks["weight"]
     values.data.normal_()
@@ -111,8 +116,14 @@ def test_initial_masks_are_formulas(tmp_path):
     base, paths = adapters(tmp_path)
     for initial, weight in (("average", 0.5), (1.0, 1.0), (0.7, 0.7)):
         merger = Merger.from_pretrained(paths, base=base, initial=initial)
-        merge_models(paths, "task_arithmetic", base_model=base, weight=[weight] * 2, out=tmp_path / str(weight),
-                     progress=False)  # fmt: skip
+        merge_models(
+            paths,
+            "task_arithmetic",
+            base_model=base,
+            weight=[weight] * 2,
+            out=tmp_path / str(weight),
+            progress=False,
+        )
         static = AutoModelForCausalLM.from_pretrained(tmp_path / str(weight)).eval()
         torch.testing.assert_close(logits(merger), logits(static))
 
@@ -126,7 +137,9 @@ def test_components_and_the_base_run_by_number(tmp_path):
         merge_models([path], "linear", weight=1, out=tmp_path / f"own{k}", progress=False)
         with merger.component(k):
             own = logits(merger)
-        torch.testing.assert_close(own, logits(AutoModelForCausalLM.from_pretrained(tmp_path / f"own{k}").eval()))
+        torch.testing.assert_close(
+            own, logits(AutoModelForCausalLM.from_pretrained(tmp_path / f"own{k}").eval())
+        )
     with pytest.raises(ValueError, match="needed 0 to 2"), merger.component(3):
         pass
 
@@ -158,7 +171,9 @@ def test_task_vectors_are_what_components_change(tmp_path):
 @pytest.mark.parametrize("coefficients", ["task", "evidence", "confidence"])
 def test_the_base_is_no_teacher(coefficients, tmp_path):
     base, paths = adapters(tmp_path)
-    over_base, alone = (Merger.from_pretrained(paths, base=b, initial="component:0") for b in (base, None))
+    over_base, alone = (
+        Merger.from_pretrained(paths, base=b, initial="component:0") for b in (base, None)
+    )
     found = [m.distill(KLConfig(coefficients=coefficients), **BATCH) for m in (over_base, alone)]
     torch.testing.assert_close(found[0], found[1], rtol=5e-3, atol=1e-7)  # of a small loss
 
@@ -189,9 +204,13 @@ def test_masks_over_a_base_and_over_weights_are_told_apart(tmp_path):
     path = merger.save_masks(tmp_path / "m.safetensors")
     again = Merger.from_pretrained(paths, base=base, masks=path)
     assert all(torch.equal(mask, again.masks()[name]) for name, mask in merger.masks().items())
-    with pytest.raises(ValueError, match=r"for 3 models, the last a base \(base=...\); this merger has 2"):
+    with pytest.raises(
+        ValueError, match=r"for 3 models, the last a base \(base=...\); this merger has 2"
+    ):
         Merger.from_pretrained(paths, masks=path)
-    with pytest.raises(ValueError, match=r"for 3 models, the last a base \(base=...\); this merger has 3"):
+    with pytest.raises(
+        ValueError, match=r"for 3 models, the last a base \(base=...\); this merger has 3"
+    ):
         Merger.from_pretrained([*paths, base], masks=path)
 
 
@@ -217,9 +236,17 @@ def test_models_in_memory_share_what_they_have_as_the_base_has_it():
 
 def test_a_head_more_than_teachers_is_the_student_s():
     torch.manual_seed(0)
-    student, heads = torch.randn(5, 4, dtype=torch.float64), [torch.randn(7, 4, dtype=torch.float64) for _ in range(3)]
+    student, heads = (
+        torch.randn(5, 4, dtype=torch.float64),
+        [torch.randn(7, 4, dtype=torch.float64) for _ in range(3)],
+    )
     masks, shares = torch.randn(3, 1, 4, dtype=torch.float64), torch.tensor([0.25, 0.75])
-    arguments = {"teachers": [student + 1, student - 1], "heads": heads, "masks": masks, "coefficients": shares}
+    arguments = {
+        "teachers": [student + 1, student - 1],
+        "heads": heads,
+        "masks": masks,
+        "coefficients": shares,
+    }
     found = [masked_kl(student, impl=impl, **arguments) for impl in ("eager", "reference")]
     torch.testing.assert_close(found[0].double(), found[1].double())
 
@@ -232,7 +259,14 @@ def test_a_full_fine_tune_beside_an_adapter_counts_whole(tmp_path):
     save(tuned, tmp_path / "tuned")
     merger = Merger.from_pretrained([*paths, tmp_path / "tuned"], base=base, initial=1.0)
     models = [*paths, str(tmp_path / "tuned")]
-    merge_models(models, "task_arithmetic", base_model=base, weight=[1.0] * 2, out=tmp_path / "out", progress=False)
+    merge_models(
+        models,
+        "task_arithmetic",
+        base_model=base,
+        weight=[1.0] * 2,
+        out=tmp_path / "out",
+        progress=False,
+    )
     static = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     torch.testing.assert_close(logits(merger), logits(static), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(logits(merger.fold_()), logits(static), rtol=1e-4, atol=1e-5)
@@ -262,7 +296,14 @@ def test_small_changes_survive_a_bake_in_bfloat16(tmp_path):
     merger = Merger.from_pretrained(paths, base=base, initial=1.0)
     assert merger.dtype == torch.bfloat16
     merger.bake(tmp_path / "out", progress=False)
-    merge_models(paths, "task_arithmetic", base_model=base, weight=[1.0] * 8, out=tmp_path / "sum", progress=False)
+    merge_models(
+        paths,
+        "task_arithmetic",
+        base_model=base,
+        weight=[1.0] * 8,
+        out=tmp_path / "sum",
+        progress=False,
+    )
     files = [load_file(tmp_path / name / "model.safetensors") for name in ("out", "sum")]
     for name, value in files[1].items():
         assert torch.equal(files[0][name], value), name
@@ -279,7 +320,9 @@ def test_a_base_that_lacks_weights_is_refused(tmp_path):
     save(tiny("classifier", 1).base_model, tmp_path / "base")
     save(tiny("classifier", 2), tmp_path / "tuned")
     with pytest.raises(ValueError, match="would draw anew; needed a checkpoint of the whole model"):
-        Merger.from_pretrained([tmp_path / "tuned"], base=tmp_path / "base", auto_class=auto_class("classifier"))
+        Merger.from_pretrained(
+            [tmp_path / "tuned"], base=tmp_path / "base", auto_class=auto_class("classifier")
+        )
 
 
 def test_penalties_are_of_trained_masks(tmp_path):
@@ -295,13 +338,18 @@ def test_penalties_are_of_trained_masks(tmp_path):
 def test_masks_over_a_base_begin_as_a_recipe_says(tmp_path):
     base, paths = adapters(tmp_path)
     entries = "".join(
-        f"  - {{model: {path}, parameters: {{weight: {w}}}}}\n" for path, w in zip(paths, (0.3, 0.9), strict=True)
+        f"  - {{model: {path}, parameters: {{weight: {w}}}}}\n"
+        for path, w in zip(paths, (0.3, 0.9), strict=True)
     )
-    (tmp_path / "r.yml").write_text(f"merge_method: task_arithmetic\nbase_model: {base}\nmodels:\n{entries}")
+    (tmp_path / "r.yml").write_text(
+        f"merge_method: task_arithmetic\nbase_model: {base}\nmodels:\n{entries}"
+    )
     merger = Merger.from_pretrained(paths, base=base, initial=str(tmp_path / "r.yml"))
     trained = next(m for m in merger.masks().values() if m.requires_grad)
     torch.testing.assert_close(trained.flatten(1)[:, 0], torch.tensor([0.3, 0.9]))
-    (tmp_path / "r.yml").write_text(f"merge_method: linear\nmodels:\n{entries}parameters: {{normalize: false}}\n")
+    (tmp_path / "r.yml").write_text(
+        f"merge_method: linear\nmodels:\n{entries}parameters: {{normalize: false}}\n"
+    )
     with pytest.raises(ValueError, match="over a base needed 1"):
         Merger.from_pretrained(paths, base=base, initial=str(tmp_path / "r.yml"))
 
@@ -334,7 +382,9 @@ def test_settings_that_differ_are_the_base_s_without_strict(tmp_path):
     save(base, tmp_path / "base")
     save(tuned, tmp_path / "tuned")
     with pytest.warns(UserWarning, match="the base's are used"):
-        merger = Merger.from_pretrained([tmp_path / "tuned"], base=tmp_path / "base", strict=False, initial=0.5)
+        merger = Merger.from_pretrained(
+            [tmp_path / "tuned"], base=tmp_path / "base", strict=False, initial=0.5
+        )
     merger.bake(tmp_path / "out", progress=False)
     baked = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.equal(logits(baked), logits(merger))

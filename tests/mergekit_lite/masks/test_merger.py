@@ -1,4 +1,5 @@
-"""Merger over real architectures: components' own bits, baked bits, masks on disk, and what is refused."""
+"""Merger over real architectures: components' own bits, baked bits, masks on disk, and what is
+refused."""
 
 import json
 
@@ -22,7 +23,18 @@ from mergekit_lite.masks.constraints import unconstrain
 from mergekit_lite.masks.surgery import masked_class
 from tests.support.models import auto_class, save, save_tokenizer, tiny
 
-DECODERS = ["gpt2", "llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "mixtral"]
+DECODERS = [
+    "gpt2",
+    "llama",
+    "llama-tied",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "mixtral",
+]
 BFLOAT16 = {"rtol": 0.05, "atol": 0.05}
 GRANULARITIES = ("scalar", "input", "output", "element")
 IDS = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -77,7 +89,9 @@ def test_efficient_and_auto_differ_from_accurate_by_rounding_alone(kind, tmp_pat
     paths = pair(kind, tmp_path)
     accurate = logits(open_merger(paths, kind))
     for mode in ("efficient", "auto"):
-        torch.testing.assert_close(logits(open_merger(paths, kind, mode=mode)), accurate, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            logits(open_merger(paths, kind, mode=mode)), accurate, rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama-tied", "gemma3", "mixtral"])
@@ -89,7 +103,9 @@ def test_gradients_of_masks_are_those_of_the_dense_merge(kind, tmp_path):
     (merger(input_ids=IDS).logits.float().square().sum()).backward()
     leaves = {n: m.detach().clone().requires_grad_() for n, m in masks.items()}
     states = [dict(m.named_parameters()) for m in models]
-    merged = {n: sum(m * s[n] for m, s in zip(leaf, states, strict=True)) for n, leaf in leaves.items()}
+    merged = {
+        n: sum(m * s[n] for m, s in zip(leaf, states, strict=True)) for n, leaf in leaves.items()
+    }
     out = torch.func.functional_call(models[0], merged, kwargs={"input_ids": IDS}, tie_weights=True)
     out.logits.float().square().sum().backward()
     for name, mask in masks.items():
@@ -109,8 +125,15 @@ def test_what_is_masked_and_what_is_trainable():
     stock = dict(tiny("llama-tied").named_parameters())
     assert list(masks) == list(stock)
     assert "input masks: weight [1, 1, 16]" in repr(merger.model.model.layers[0].self_attn.q_proj)
-    experts = Merger([tiny("mixtral", seed) for seed in range(2)], MaskConfig(granularity="output")).masks()
-    assert experts["model.layers.0.mlp.experts.down_proj"].shape == (1, 3, 16, 1)  # the first is what is left of 1
+    experts = Merger(
+        [tiny("mixtral", seed) for seed in range(2)], MaskConfig(granularity="output")
+    ).masks()
+    assert experts["model.layers.0.mlp.experts.down_proj"].shape == (
+        1,
+        3,
+        16,
+        1,
+    )  # the first is what is left of 1
 
 
 def test_models_are_shared_and_not_changed():
@@ -119,7 +142,10 @@ def test_models_are_shared_and_not_changed():
     merger = Merger(models)
     layer = merger.model.transformer.h[0].attn.c_attn
     for k, model in enumerate(models):
-        assert layer.components[k].weight.data_ptr() == model.transformer.h[0].attn.c_attn.weight.data_ptr()
+        assert (
+            layer.components[k].weight.data_ptr()
+            == model.transformer.h[0].attn.c_attn.weight.data_ptr()
+        )
         assert all(p.requires_grad for p in model.parameters())
     assert torch.equal(logits(models[0]), before)
 
@@ -138,7 +164,11 @@ def test_it_generates_and_passes_on_what_the_model_has(tmp_path):
     assert blends == [True] * 6  # once for all tokens
     assert not merger.is_folded
     with merger.component(1):
-        own = transformers.AutoModelForCausalLM.from_pretrained(paths[1]).eval().generate(IDS, **options)
+        own = (
+            transformers.AutoModelForCausalLM.from_pretrained(paths[1])
+            .eval()
+            .generate(IDS, **options)
+        )
         assert torch.equal(merger.generate(IDS, **options), own)
     assert torch.equal(merger.fold_().generate(IDS, **options), expected)
     assert merger.is_folded
@@ -202,12 +232,16 @@ def test_baking_reads_the_components_files_in_blocks_and_keeps_what_lies_beside(
     assert (tmp_path / "out" / "tokenizer.json").exists()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "llama"
-    assert {fact.method for fact in report.tensors} == {"linear"}  # it went through the engine, tensor by tensor
+    assert {fact.method for fact in report.tensors} == {
+        "linear"
+    }  # it went through the engine, tensor by tensor
     in_memory = Merger([tiny("llama", seed) for seed in range(2)], merger.mask_config)
     in_memory.bake(tmp_path / "memory", progress=False)
     with pytest.raises(ValueError, match=f"bake to {tmp_path / 'memory'}"):
         in_memory.bake(tmp_path / "memory")
-    a, b = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / n) for n in ("out", "memory"))
+    a, b = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / n) for n in ("out", "memory")
+    )
     assert torch.equal(logits(a), logits(b))
 
 
@@ -252,7 +286,8 @@ def test_pickled_components_are_baked_from_memory(tmp_path):
     merger = open_merger(paths)
     merger.bake(tmp_path / "out", progress=False)
     assert torch.equal(
-        logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()), logits(merger)
+        logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()),
+        logits(merger),
     )
 
 
@@ -263,7 +298,10 @@ def test_saving_goes_through_bake(tmp_path):
 
 
 def test_one_dtype_for_checkpoints_of_two(tmp_path):
-    paths = [save(tiny("llama", 0), tmp_path / "a"), save(tiny("llama", 1), tmp_path / "b", torch.bfloat16)]
+    paths = [
+        save(tiny("llama", 0), tmp_path / "a"),
+        save(tiny("llama", 1), tmp_path / "b", torch.bfloat16),
+    ]
     with pytest.raises(ValueError, match="load both in one"):
         Merger.from_pretrained(paths)
     assert Merger.from_pretrained(paths, dtype=torch.bfloat16).model.dtype == torch.bfloat16
@@ -284,7 +322,9 @@ def test_a_layer_shows_the_parameters_of_what_runs():
 
 def test_masks_know_the_dtype_of_their_components(tmp_path):
     paths = pair("llama", tmp_path)
-    path = Merger.from_pretrained(paths, dtype=torch.bfloat16).save_masks(tmp_path / "m.safetensors")
+    path = Merger.from_pretrained(paths, dtype=torch.bfloat16).save_masks(
+        tmp_path / "m.safetensors"
+    )
     with pytest.raises(ValueError, match=r"is for components in torch\.bfloat16"):
         Merger.from_pretrained(paths, masks=path)
     merger = Merger.from_pretrained(paths)
@@ -339,7 +379,10 @@ def test_masks_begin_as_a_recipe(method, tmp_path):
     base = f"base_model: {paths[0]}\n" if method == "task_arithmetic" else ""
     weights = "{weight: [{filter: mlp, value: 0.25}, {value: [0.5, 0.75]}]}"
     models = paths[1:] if method == "task_arithmetic" else paths
-    lines = "".join(f"- {{model: {p}, parameters: {weights if p == paths[1] else '{weight: 0.5}'}}}\n" for p in models)
+    lines = "".join(
+        f"- {{model: {p}, parameters: {weights if p == paths[1] else '{weight: 0.5}'}}}\n"
+        for p in models
+    )
     recipe = tmp_path / "r.yml"
     recipe.write_text(f"merge_method: {method}\n{base}models:\n{lines}")
     merger = Merger.from_pretrained(paths, initial=str(recipe), granularity="scalar").eval()
@@ -351,10 +394,14 @@ def test_masks_begin_as_a_recipe(method, tmp_path):
     masks = merger.save_masks(tmp_path / "m.safetensors")
     recipe.unlink()  # trained masks need no recipe any more
     assert torch.equal(logits(Merger.from_pretrained(paths, masks=masks).eval()), logits(merger))
-    recipe.write_text(f"merge_method: slerp\nbase_model: {paths[0]}\nparameters: {{t: 0.5}}\nmodels: [{paths[1]}]")
+    recipe.write_text(
+        f"merge_method: slerp\nbase_model: {paths[0]}\nparameters: {{t: 0.5}}\nmodels: [{paths[1]}]"
+    )
     with pytest.raises(ValueError, match="cannot begin as slerp"):
         Merger.from_pretrained(paths, initial=str(recipe))
-    recipe.write_text(f"merge_method: linear\nparameters: {{weight: 1}}\nmodels: [{paths[0]}, {paths[2]}]")
+    recipe.write_text(
+        f"merge_method: linear\nparameters: {{weight: 1}}\nmodels: [{paths[0]}, {paths[2]}]"
+    )
     with pytest.raises(ValueError, match="is not among the components"):
         Merger.from_pretrained(paths[:2], initial=str(recipe))
 
@@ -372,7 +419,11 @@ def test_constraints_hold_and_let_gradients_through(constraint):
     masks = constrain(raw, constraint)
     assert CONSTRAINTS[constraint](masks)
     torch.testing.assert_close(constrain(unconstrain(masks, constraint), constraint), masks)
-    inner = torch.rand(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).mul(0.8).add(0.1)
+    inner = (
+        torch.rand(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        .mul(0.8)
+        .add(0.1)
+    )
     assert torch.autograd.gradcheck(lambda r: constrain(r, constraint), (inner.requires_grad_(),))
 
 
@@ -386,14 +437,22 @@ def test_what_has_no_row_no_mask_or_no_name_is_refused():
         Merger([tiny("llama", 1), tiny("llama", 2)], labels=["a", "b", "c"])
 
 
-@pytest.mark.parametrize(("constraint", "initial"), [("sigmoid", "component:0"), ("sum_to_one", 0.3)])
+@pytest.mark.parametrize(
+    ("constraint", "initial"), [("sigmoid", "component:0"), ("sum_to_one", 0.3)]
+)
 def test_masks_that_a_constraint_cannot_begin_as_are_refused(constraint, initial):
     with pytest.raises(ValueError, match=f"MaskConfig: .*'{constraint}'"):
-        Merger([tiny("gpt2", seed) for seed in range(2)], MaskConfig(constraint=constraint, initial=initial))
+        Merger(
+            [tiny("gpt2", seed) for seed in range(2)],
+            MaskConfig(constraint=constraint, initial=initial),
+        )
 
 
 def test_masks_begin_where_a_gradient_leads_back_inside():
-    merger = Merger([tiny("gpt2", seed) for seed in range(2)], MaskConfig(constraint="unit_interval", initial=3.0))
+    merger = Merger(
+        [tiny("gpt2", seed) for seed in range(2)],
+        MaskConfig(constraint="unit_interval", initial=3.0),
+    )
     assert all((raw == 1).all() for raw in merger.masks().values())
 
 
@@ -402,7 +461,10 @@ def test_masks_stay_float32_when_the_model_is_cast():
     before = {name: mask.detach().clone() for name, mask in merger.masks().items()}
     merger.to(torch.bfloat16)
     assert merger.dtype == torch.bfloat16
-    assert all(mask.dtype == torch.float32 and torch.equal(mask, before[n]) for n, mask in merger.masks().items())
+    assert all(
+        mask.dtype == torch.float32 and torch.equal(mask, before[n])
+        for n, mask in merger.masks().items()
+    )
     assert logits(merger).dtype == torch.bfloat16
 
 
@@ -414,23 +476,30 @@ def test_masks_over_a_few_modules_and_the_others_stay():
     merger(input_ids=IDS).logits.square().sum().backward()
     assert {name for name, mask in merger.masks().items() if mask.grad is not None} == trained
     assert MaskConfig.from_json(merger.mask_config.to_json()) == merger.mask_config
-    with pytest.raises(ValueError, match=r"no module has a name like .*; needed patterns such as 'model"):
+    with pytest.raises(
+        ValueError, match=r"no module has a name like .*; needed patterns such as 'model"
+    ):
         Merger(models, MaskConfig(modules=("mlp",)))
     with pytest.raises(ValueError, match="modules is 'mlp', needed a tuple"):
         MaskConfig(modules="mlp")
 
 
 def test_constrained_element_masks_are_not_kept_until_backward():
-    """What a constraint makes of the trained masks is as large as K weights: it is made again instead."""
+    """What a constraint makes of the trained masks is as large as K weights: it is made again
+    instead."""
     weights = [torch.randn(64, 48) for _ in range(2)]
     raw, x = torch.randn(1, 64, 48, requires_grad=True), torch.randn(5, 48, requires_grad=True)
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.data_ptr()) or t, lambda t: t
+    ):
         out = masked_linear(x, weights, raw, rule=lambda r: constrain(r, "sum_to_one"))
     assert set(saved) == {x.data_ptr(), raw.data_ptr()}
     plain = masked_linear(x, weights, constrain(raw, "sum_to_one"))
     assert torch.equal(out, plain)
-    for a, b in zip(*(torch.autograd.grad(o.square().sum(), (x, raw)) for o in (out, plain)), strict=True):
+    for a, b in zip(
+        *(torch.autograd.grad(o.square().sum(), (x, raw)) for o in (out, plain)), strict=True
+    ):
         torch.testing.assert_close(a, b)
 
 
@@ -442,13 +511,17 @@ def test_a_mask_far_outside_its_bounds_comes_back():
         optimizer.zero_grad()
         (constrain(raw, constraint) - 0.2).square().sum().backward()
         optimizer.step()
-    torch.testing.assert_close(constrain(raw, constraint).detach(), torch.full((3, 5), 0.2), rtol=0, atol=1e-3)
+    torch.testing.assert_close(
+        constrain(raw, constraint).detach(), torch.full((3, 5), 0.2), rtol=0, atol=1e-3
+    )
 
 
 def test_report_and_heat_map(tmp_path):
     pytest.importorskip("matplotlib")
     config = MaskConfig(constraint="none")
-    merger = Merger([tiny("llama", seed) for seed in range(2)], config, labels=["models/a", "models/b"])
+    merger = Merger(
+        [tiny("llama", seed) for seed in range(2)], config, labels=["models/a", "models/b"]
+    )
     with torch.no_grad():
         merger.masks()["model.layers.1.mlp.up_proj.weight"][0] = 0.9
     report = merger.report()
@@ -509,7 +582,9 @@ DIFFERENT = {
     "is tied to another tensor in one of": lambda: tiny("llama-tied"),
     "variance_epsilon is 1e-06 (a) and 0.001": lambda: tiny("llama", rms_norm_eps=1e-3),
     "config.hidden_act is 'silu' (a) and 'gelu' (b)": lambda: tiny("llama", hidden_act="gelu"),
-    "mlp.act_fn is SiLUActivation (a) and GELUActivation (b)": lambda: tiny("llama", hidden_act="gelu"),
+    "mlp.act_fn is SiLUActivation (a) and GELUActivation (b)": lambda: tiny(
+        "llama", hidden_act="gelu"
+    ),
     "k_proj.bias is in one of a and b alone": lambda: tiny("llama", attention_bias=True),
     "the buffer model.rotary_emb.inv_freq differs": lambda: tiny(
         "llama", rope_parameters={"rope_type": "default", "rope_theta": 500.0}
@@ -526,27 +601,41 @@ def test_components_that_do_not_fit_are_refused(message):
 
 
 def test_fine_tunes_for_longer_inputs_fit(tmp_path):
-    """Rotary positions turn alike however far they are said to go; those that stretch with the length do not."""
+    """Rotary positions turn alike however far they are said to go; those that stretch with the
+    length do not."""
     longer = tiny("llama", 1, max_position_embeddings=128)
     Merger([tiny("llama"), longer])
     paths = [save(tiny("llama"), tmp_path / "a"), save(longer, tmp_path / "b")]
     merger = Merger.from_pretrained(paths)
     merger.bake(tmp_path / "out", progress=False)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 64
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 64
+    )
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    stretched = [tiny("llama", k, max_position_embeddings=n, rope_parameters=dynamic) for k, n in enumerate((64, 128))]
+    stretched = [
+        tiny("llama", k, max_position_embeddings=n, rope_parameters=dynamic)
+        for k, n in enumerate((64, 128))
+    ]
     with pytest.raises(ValueError, match="max_position_embeddings is 64"):
         Merger(stretched, labels=["a", "b"])
 
 
 def test_settings_may_be_overridden_or_let_pass(tmp_path):
-    paths = [save(tiny("llama"), tmp_path / "a"), save(tiny("llama", 1, rms_norm_eps=1e-3), tmp_path / "b")]
+    paths = [
+        save(tiny("llama"), tmp_path / "a"),
+        save(tiny("llama", 1, rms_norm_eps=1e-3), tmp_path / "b"),
+    ]
     with pytest.raises(ValueError, match="rms_norm_eps is 1e-06"):
         Merger.from_pretrained(paths)
-    merger = Merger.from_pretrained(paths, model_options={"rms_norm_eps": 1e-3, "attn_implementation": "eager"})
+    merger = Merger.from_pretrained(
+        paths, model_options={"rms_norm_eps": 1e-3, "attn_implementation": "eager"}
+    )
     assert merger.config.rms_norm_eps == 1e-3
     assert merger.config._attn_implementation == "eager"
-    with pytest.warns(UserWarning, match="the first component's are used of what differs:\n- config.rms_norm_eps is"):
+    with pytest.warns(
+        UserWarning,
+        match="the first component's are used of what differs:\n- config.rms_norm_eps is",
+    ):
         merger = Merger.from_pretrained(paths, strict=False)
     assert merger.config.rms_norm_eps == 1e-6
     with pytest.raises(ValueError, match="has shapes"):
@@ -556,7 +645,10 @@ def test_settings_may_be_overridden_or_let_pass(tmp_path):
 def test_experts_for_each_token_are_compared():
     """A field that has token in its name."""
     with pytest.raises(ValueError, match="num_experts_per_tok is 2"):
-        Merger([tiny("mixtral", num_experts_per_tok=2), tiny("mixtral", num_experts_per_tok=1)], labels=["a", "b"])
+        Merger(
+            [tiny("mixtral", num_experts_per_tok=2), tiny("mixtral", num_experts_per_tok=1)],
+            labels=["a", "b"],
+        )
 
 
 def test_other_tokenizers_of_the_same_size_are_refused(tmp_path):
@@ -566,7 +658,9 @@ def test_other_tokenizers_of_the_same_size_are_refused(tmp_path):
     save_tokenizer(tmp_path / "1", words)
     Merger.from_pretrained(paths)
     save_tokenizer(tmp_path / "1", [words[1], words[0], *words[2:]])
-    with pytest.raises(ValueError, match=r"tokenizers differ: 't[01]' is .*; align the vocabularies first"):
+    with pytest.raises(
+        ValueError, match=r"tokenizers differ: 't[01]' is .*; align the vocabularies first"
+    ):
         Merger.from_pretrained(paths)
     with pytest.warns(UserWarning, match="tokenizers differ"):
         Merger.from_pretrained(paths, strict=False)
@@ -583,7 +677,9 @@ def test_components_may_be_adapters(kind, dtype, tmp_path):
     for number in range(2):
         torch.manual_seed(number)
         config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False)
-        wrapped = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), config)
+        wrapped = peft.get_peft_model(
+            transformers.AutoModelForCausalLM.from_pretrained(base), config
+        )
         wrapped.save_pretrained(tmp_path / str(number))
     merger = Merger.from_pretrained([f"{base}+{tmp_path / '0'}", str(tmp_path / "1")])
     assert merger.labels[1] == f"{base}+{tmp_path / '1'}"
@@ -592,10 +688,14 @@ def test_components_may_be_adapters(kind, dtype, tmp_path):
     merge_models(models, "linear", weight=0.5, out=tmp_path / "static", progress=False)
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "static"))
     for name, value in other.items():  # the mean of weights that were rounded, and the rounded mean
-        torch.testing.assert_close(one[name], value, **({} if dtype == torch.float32 else {"rtol": 0.02, "atol": 1e-3}))
+        torch.testing.assert_close(
+            one[name], value, **({} if dtype == torch.float32 else {"rtol": 0.02, "atol": 1e-3})
+        )
     with merger.component(1):
         own = logits(merger)
-    torch.testing.assert_close(own, logits(wrapped.to(dtype).eval()), **({} if dtype == torch.float32 else BFLOAT16))
+    torch.testing.assert_close(
+        own, logits(wrapped.to(dtype).eval()), **({} if dtype == torch.float32 else BFLOAT16)
+    )
 
 
 def test_an_adapter_in_memory_is_folded_into_a_copy():
@@ -620,9 +720,14 @@ def test_files_that_changed_after_loading_are_not_baked(tmp_path):
 
 
 def test_files_that_do_not_fit_are_refused_before_a_weight_is_read(tmp_path, monkeypatch):
-    paths = [save(tiny("llama"), tmp_path / "a"), save(tiny("llama", intermediate_size=20), tmp_path / "b")]
+    paths = [
+        save(tiny("llama"), tmp_path / "a"),
+        save(tiny("llama", intermediate_size=20), tmp_path / "b"),
+    ]
     monkeypatch.setattr(
-        transformers.LlamaForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read")
+        transformers.LlamaForCausalLM,
+        "from_pretrained",
+        lambda *a, **k: pytest.fail("weights were read"),
     )
     with pytest.raises(ValueError, match="has shapes"):
         Merger.from_pretrained(paths)
@@ -667,7 +772,10 @@ def test_a_component_that_there_is_not_cannot_be_the_start():
 
 def test_settings_that_only_the_config_holds_are_compared():
     with pytest.raises(ValueError, match=r"sliding_window is None \(a\) and 4"):
-        Merger([tiny("mistral", sliding_window=None), tiny("mistral", sliding_window=4)], labels=["a", "b"])
+        Merger(
+            [tiny("mistral", sliding_window=None), tiny("mistral", sliding_window=4)],
+            labels=["a", "b"],
+        )
 
 
 def test_recurrent_layers_are_refused():

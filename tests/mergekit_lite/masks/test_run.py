@@ -24,7 +24,9 @@ def config(tmp_path, monkeypatch):
         rows = [
             {
                 "prompt": f"t{n} ",
-                "completion": " ".join(f"t{i}" for i in torch.randint(3, 90, (6,), generator=generator)),
+                "completion": " ".join(
+                    f"t{i}" for i in torch.randint(3, 90, (6,), generator=generator)
+                ),
             }
             for n in range(12)
         ]
@@ -34,7 +36,12 @@ def config(tmp_path, monkeypatch):
         "data": ["task0.jsonl", {"files": ["task1.jsonl"], "name": "second"}],
         "masks": {"granularity": "output"},
         "kl": {"coefficients": "evidence"},
-        "training": {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 4, "use_cpu": True},
+        "training": {
+            "max_steps": 4,
+            "save_steps": 2,
+            "per_device_train_batch_size": 4,
+            "use_cpu": True,
+        },
         "compare": ["linear", "regmean++"],
         "held_out": 3,
     }
@@ -58,10 +65,14 @@ def test_the_command_trains_bakes_and_compares(config, tmp_path, capsys):
     assert found == pytest.approx(report["losses"]["masks"], rel=1e-5)
     assert all(len(part) == 3 for part in test)
     own = held_out_losses(
-        transformers.AutoModelForCausalLM.from_pretrained("model1"), test, MaskCollator(pad_token_id=0)
+        transformers.AutoModelForCausalLM.from_pretrained("model1"),
+        test,
+        MaskCollator(pad_token_id=0),
     )
     assert own == pytest.approx(report["losses"]["model1"], rel=1e-5)
-    history = json.loads((tmp_path / "merged.training" / "checkpoint-4" / "trainer_state.json").read_text())
+    history = json.loads(
+        (tmp_path / "merged.training" / "checkpoint-4" / "trainer_state.json").read_text()
+    )
     assert not list(tmp_path.glob(".*compare*"))
     assert history["global_step"] == 4
     assert main(["masks", "run.yml", "merged"]) == 1
@@ -71,14 +82,29 @@ def test_the_command_trains_bakes_and_compares(config, tmp_path, capsys):
 def test_a_run_over_a_base_compares_with_methods_that_need_one(config, tmp_path):
     base = tmp_path / "base"
     save(tiny("llama", 7), base)
-    values = config | {"base": "base", "compare": ["task_arithmetic", "ties", "linear"], "masks": {}}
+    values = config | {
+        "base": "base",
+        "compare": ["task_arithmetic", "ties", "linear"],
+        "masks": {},
+    }
     (tmp_path / "run.yml").write_text(yaml.safe_dump(values))
     run = MaskRun.from_yaml("run.yml")
     assert run.masks.constraint == "auto"
     report = run_masks(run, "merged", progress=False)
-    assert list(report.losses) == ["model0", "model1", "base", "task_arithmetic", "ties", "linear", "masks"]
+    assert list(report.losses) == [
+        "model0",
+        "model1",
+        "base",
+        "task_arithmetic",
+        "ties",
+        "linear",
+        "masks",
+    ]
     collator = MaskCollator(pad_token_id=0)
-    test = [_Task(run, data, transformers.AutoTokenizer.from_pretrained("model0")).test for data in run.data]
+    test = [
+        _Task(run, data, transformers.AutoTokenizer.from_pretrained("model0")).test
+        for data in run.data
+    ]
     own = held_out_losses(transformers.AutoModelForCausalLM.from_pretrained(base), test, collator)
     assert own == pytest.approx(report.losses["base"], rel=1e-5)
     (tmp_path / "run.yml").write_text(yaml.safe_dump(values | {"base": ["base"]}))
@@ -90,8 +116,14 @@ def test_a_component_without_data_is_found_before_training(config, tmp_path):
     values = {k: v for k, v in config.items() if k != "compare"} | {"data": ["task0.jsonl"]}
     (tmp_path / "run.yml").write_text(yaml.safe_dump(values))
     assert MaskRun.from_yaml("run.yml").methods == ("linear",)
-    with pytest.raises(ValueError, match="compare has regmean, which needs two components, and data of each"):
-        run_masks(MaskRun(**{**vars(MaskRun.from_yaml("run.yml")), "compare": ("regmean",)}), "merged", progress=False)
+    with pytest.raises(
+        ValueError, match="compare has regmean, which needs two components, and data of each"
+    ):
+        run_masks(
+            MaskRun(**{**vars(MaskRun.from_yaml("run.yml")), "compare": ("regmean",)}),
+            "merged",
+            progress=False,
+        )
 
 
 def test_one_component_over_a_base_has_a_run_of_its_own(config, tmp_path):
@@ -100,7 +132,9 @@ def test_one_component_over_a_base_has_a_run_of_its_own(config, tmp_path):
     values |= {"components": ["model0"], "data": ["task0.jsonl"], "base": "bse"}
     (tmp_path / "run.yml").write_text(yaml.safe_dump(values))
     assert main(["masks", "run.yml", "merged", "--no-progress"]) == 1
-    (tmp_path / "run.yml").write_text(yaml.safe_dump(values | {"base": "base"}))  # what failed has claimed nothing
+    (tmp_path / "run.yml").write_text(
+        yaml.safe_dump(values | {"base": "base"})
+    )  # what failed has claimed nothing
     assert main(["masks", "run.yml", "merged", "--no-progress"]) == 0
     report = json.loads((tmp_path / "merged.training" / "report.json").read_text())
     assert list(report["losses"]) == ["model0", "base", "task_arithmetic", "masks"]
@@ -111,9 +145,22 @@ def test_mean_masks_are_logged(config):
     seen = []
     real = MaskTrainer.log
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MaskTrainer, "log", lambda self, logs, *rest: real(self, logs, *rest) or seen.append(dict(logs)))
-        run_masks(MaskRun(**{**vars(values), "training": {**values.training, "logging_steps": 1}, "compare": ()}),
-                  "logged", progress=False)  # fmt: skip
+        patch.setattr(
+            MaskTrainer,
+            "log",
+            lambda self, logs, *rest: real(self, logs, *rest) or seen.append(dict(logs)),
+        )
+        run_masks(
+            MaskRun(
+                **{
+                    **vars(values),
+                    "training": {**values.training, "logging_steps": 1},
+                    "compare": (),
+                }
+            ),
+            "logged",
+            progress=False,
+        )
     means = [(row["mask_0"], row["mask_1"]) for row in seen if "loss" in row]
     assert len(means) == 4
     assert means[0] != means[-1]
@@ -151,12 +198,18 @@ def test_numbers_that_yaml_reads_as_text(config, tmp_path):
     told = "max_steps: 1e2\n  learning_rate: 1e-2\n  run_name: '2024'"
     (tmp_path / "e.yml").write_text((tmp_path / "e.yml").read_text().replace("max_steps: 4", told))
     training = MaskRun.from_yaml("e.yml").training
-    assert (training["learning_rate"], training["max_steps"], training["run_name"]) == (0.01, 100, "2024")
+    assert (training["learning_rate"], training["max_steps"], training["run_name"]) == (
+        0.01,
+        100,
+        "2024",
+    )
     assert type(training["max_steps"]) is int
 
 
 def test_epochs_are_not_cut_by_the_usual_number_of_steps(config, tmp_path):
-    training = {k: v for k, v in config["training"].items() if k != "max_steps"} | {"num_train_epochs": 2}
+    training = {k: v for k, v in config["training"].items() if k != "max_steps"} | {
+        "num_train_epochs": 2
+    }
     (tmp_path / "e.yml").write_text(yaml.safe_dump({**config, "training": training, "compare": []}))
     run_masks(MaskRun.from_yaml("e.yml"), "out", progress=False)
     states = sorted((tmp_path / "out.training").glob("checkpoint-*/trainer_state.json"))
@@ -169,7 +222,11 @@ def test_components_of_one_name_have_rows_of_their_own(config, tmp_path):
         (tmp_path / f"model{k}").rename(tmp_path / f"run{k}" / "final")
     run = MaskRun.from_yaml("run.yml")
     both = MaskRun(**{**vars(run), "components": ("run0/final", "run1/final"), "compare": ()})
-    assert list(run_masks(both, "out", progress=False).losses) == ["component 0", "component 1", "masks"]
+    assert list(run_masks(both, "out", progress=False).losses) == [
+        "component 0",
+        "component 1",
+        "masks",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -179,15 +236,24 @@ def test_components_of_one_name_have_rows_of_their_own(config, tmp_path):
         ({"components": ["model0"]}, "1 components and 2 tasks"),
         ({"components": "model0"}, "components is 'model0', needed a list"),
         ({"data": []}, "2 components and 0 tasks"),
-        ({"data": ["task0.jsonl", "other/task0.jsonl"]}, "two tasks are called 'task0'; needed names that differ"),
+        (
+            {"data": ["task0.jsonl", "other/task0.jsonl"]},
+            "two tasks are called 'task0'; needed names that differ",
+        ),
         ({"data": ["task0.jsonl", 3]}, "entry 1 is 3, needed a file"),
         ({"data": [{"name": "a"}]}, "has no files"),
         ({"data": [{"files": "task0.jsonl", "component": 2}]}, "task0 follows component 2"),
         ({"data": [{"files": "task0.jsonl", "component": "a"}]}, "component of entry 0 is 'a'"),
-        ({"masks": {"granlarity": "input"}}, "masks: unknown field 'granlarity'; did you mean granularity"),
+        (
+            {"masks": {"granlarity": "input"}},
+            "masks: unknown field 'granlarity'; did you mean granularity",
+        ),
         ({"kl": {"coefficients": "x"}}, "needed one of task"),
         ({"kl": 3}, "kl is 3, needed fields of KLConfig"),
-        ({"training": {"learning_rat": 1}}, "training: unknown field 'learning_rat'; did you mean learning_rate"),
+        (
+            {"training": {"learning_rat": 1}},
+            "training: unknown field 'learning_rat'; did you mean learning_rate",
+        ),
         ({"held_out": 0}, "held_out is 0"),
         ({"held_out": 12}, "task0 has 12 examples, 12 are held out"),
         ({"compare": ["tyes"]}, "did you mean ties"),

@@ -1,4 +1,5 @@
-"""Batches, the loss of a batch, cached teachers, and the trainer: alone, resumed, checkpointed and on two processes."""
+"""Batches, the loss of a batch, cached teachers, and the trainer: alone, resumed, checkpointed and
+on two processes."""
 
 import contextlib
 import gc
@@ -69,7 +70,9 @@ def test_the_loss_of_a_batch_is_the_dense_one(kind, recwarn):
     expected = dense_loss(merger, BATCH, 2.0)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
     masks = list(merger.masks().values())
-    for a, b in zip(torch.autograd.grad(found, masks), torch.autograd.grad(expected, masks), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(found, masks), torch.autograd.grad(expected, masks), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
 
 
@@ -79,7 +82,9 @@ def test_only_the_teachers_with_a_share_run_and_only_on_their_rows():
     seen = []
     for k in range(3):
         layer = merger.model.transformer.h[0].mlp.c_fc.components[k]
-        layer.register_forward_hook(lambda module, given, out, k=k: seen.append((k, given[0].shape[0])))
+        layer.register_forward_hook(
+            lambda module, given, out, k=k: seen.append((k, given[0].shape[0]))
+        )
     merger.distill(KLConfig(), **BATCH)
     assert seen == [(0, 2), (1, 3)]
     seen.clear()
@@ -91,7 +96,10 @@ def test_only_the_teachers_with_a_share_run_and_only_on_their_rows():
 
 
 def test_teachers_do_not_drop_out_and_the_student_does():
-    dropping = Merger([tiny("gpt2", seed, resid_pdrop=0.5) for seed in range(2)], MaskConfig(initial="component:0"))
+    dropping = Merger(
+        [tiny("gpt2", seed, resid_pdrop=0.5) for seed in range(2)],
+        MaskConfig(initial="component:0"),
+    )
     batch = {k: v[:2] for k, v in BATCH.items()}  # both of task 0, which the student is
     assert dropping.eval().distill(KLConfig(), **batch) < 1e-6
     assert dropping.train().distill(KLConfig(), **batch) > 1e-4
@@ -101,7 +109,9 @@ def test_teachers_do_not_drop_out_and_the_student_does():
 def test_padding_and_prompts_never_count():
     merger = merger_of(initial="random")
     loss = merger.distill(KLConfig(), **BATCH)
-    wider = MaskCollator(pad_token_id=7)([*[MIXTURE[i] for i in (0, 8, 9, 12, 15)], {"input_ids": [1] * 20, "task": 0}])
+    wider = MaskCollator(pad_token_id=7)(
+        [*[MIXTURE[i] for i in (0, 8, 9, 12, 15)], {"input_ids": [1] * 20, "task": 0}]
+    )
     wider = {k: v[:5] for k, v in wider.items()}
     torch.testing.assert_close(merger.distill(KLConfig(), **wider), loss)
     plain = {k: v for k, v in BATCH.items() if k != "labels"}
@@ -136,7 +146,9 @@ def test_a_classifier_learns_from_its_components():
         with merger.component(k), torch.no_grad():
             teachers.append(F.log_softmax(merger(**inputs).logits, -1))
     target = torch.stack([teachers[t][i] for i, t in enumerate(batch["task"])])
-    torch.testing.assert_close(loss, (target.exp() * (target - student)).sum(-1).mean(), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(
+        loss, (target.exp() * (target - student)).sum(-1).mean(), rtol=1e-4, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("coefficients", ["task", "evidence", "confidence"])
@@ -145,10 +157,14 @@ def test_a_batch_without_supervised_positions_warns_and_gives_zero(normalizer, c
     merger = merger_of()
     batch = BATCH | {"labels": torch.full_like(BATCH["labels"], -100)}
     with pytest.warns(UserWarning, match="no supervised position"):
-        loss = merger.distill(KLConfig(l2=0.1, coefficients=coefficients), normalizer=normalizer, **batch)
+        loss = merger.distill(
+            KLConfig(l2=0.1, coefficients=coefficients), normalizer=normalizer, **batch
+        )
     loss.backward()
     assert loss == 0
-    assert all(torch.isfinite(mask.grad).all() for mask in merger.masks().values() if mask.grad is not None)
+    assert all(
+        torch.isfinite(mask.grad).all() for mask in merger.masks().values() if mask.grad is not None
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,11 +173,20 @@ def test_a_batch_without_supervised_positions_warns_and_gives_zero(normalizer, c
         ({"task": torch.tensor([0, 1, 2, 0, 1])}, "task labels span 0 to 2, needed 0 to 1"),
         ({"task": None}, "need a task for each example"),
         ({"teacher_hidden": torch.zeros(3, 1, 16)}, "the cache was made from other batches"),
-        ({"task": torch.tensor([0.0, 1, 1, 0, 1])}, r"is \[5\] torch.float32; needed whole numbers of shape \[5\]"),
+        (
+            {"task": torch.tensor([0.0, 1, 1, 0, 1])},
+            r"is \[5\] torch.float32; needed whole numbers of shape \[5\]",
+        ),
         ({"task": torch.tensor([0, 1])}, r"task is \[2\] torch.int64"),
-        ({"labels": torch.zeros(5, 2).long()}, r"labels are \[5, 2\] torch.int64, the batch's tokens \[5, 9\]"),
+        (
+            {"labels": torch.zeros(5, 2).long()},
+            r"labels are \[5, 2\] torch.int64, the batch's tokens \[5, 9\]",
+        ),
         ({"labels": torch.zeros(5, 9)}, "labels are .* torch.float32"),
-        ({"input_ids": torch.zeros(0, 4).long()}, r"the batch holds .*'input_ids': \[0, 4\].*; needed input_ids"),
+        (
+            {"input_ids": torch.zeros(0, 4).long()},
+            r"the batch holds .*'input_ids': \[0, 4\].*; needed input_ids",
+        ),
         ({"input_ids": None, "attention_mask": None}, "the batch holds .*; needed input_ids"),
     ],
 )
@@ -194,7 +219,11 @@ def test_features_that_a_tokenizer_padded_are_cut():
 
 def test_nothing_predicts_the_first_token_of_a_packed_example():
     """Not even the end of the example before it."""
-    examples = [{"input_ids": [5, 6], "task": 0}, {"input_ids": [7, 8, 9], "task": 0}, {"input_ids": [4], "task": 1}]
+    examples = [
+        {"input_ids": [5, 6], "task": 0},
+        {"input_ids": [7, 8, 9], "task": 0},
+        {"input_ids": [4], "task": 1},
+    ]
     batch = MaskCollator(pad_token_id=0, pack=True)(examples)
     assert batch["labels"].tolist() == [[-100, 6, -100, 8, 9], [-100, -100, -100, -100, -100]]
     with_labels = [e | {"labels": e["input_ids"]} for e in examples]
@@ -229,7 +258,12 @@ def test_bad_examples_and_shares_are_refused():
     with pytest.raises(ValueError, match="no example came"):
         collator([])
     with pytest.raises(ValueError, match="train_dataset is empty"):
-        MaskTrainer(merger_of(), TrainingArguments("x", use_cpu=True), train_dataset=[], data_collator=collator)
+        MaskTrainer(
+            merger_of(),
+            TrainingArguments("x", use_cpu=True),
+            train_dataset=[],
+            data_collator=collator,
+        )
     with pytest.raises(ValueError, match="2 tokens and 3 labels"):
         collator([{"input_ids": [1, 2], "labels": [1, 2, 3], "task": 0}])
     with pytest.raises(ValueError, match="got 3"):
@@ -244,10 +278,20 @@ def test_bad_examples_and_shares_are_refused():
         TaskMixture({"a": [], "b": []})
     one = TaskMixture([examples(2, 1)])
     with pytest.warns(UserWarning, match="no example follows component 1"):
-        MaskTrainer(merger_of(), TrainingArguments("x", use_cpu=True), train_dataset=one, data_collator=collator)
+        MaskTrainer(
+            merger_of(),
+            TrainingArguments("x", use_cpu=True),
+            train_dataset=one,
+            data_collator=collator,
+        )
     three = TaskMixture([examples(2, 1)] * 3)
     with pytest.raises(ValueError, match="3 tasks, but the merger has 2 components"):
-        MaskTrainer(merger_of(), TrainingArguments("x", use_cpu=True), train_dataset=three, data_collator=collator)
+        MaskTrainer(
+            merger_of(),
+            TrainingArguments("x", use_cpu=True),
+            train_dataset=three,
+            data_collator=collator,
+        )
 
 
 @pytest.mark.parametrize("coefficients", ["task", "confidence"])
@@ -256,7 +300,9 @@ def test_cached_teachers_give_the_very_loss(coefficients, pack, tmp_path, monkey
     monkeypatch.setattr("mergekit_lite.masks.data.teachers._SHARD", 6)
     merger, kl = merger_of(initial="random"), KLConfig(coefficients=coefficients)
     collator = MaskCollator(pad_token_id=0, pack=pack, max_length=9)
-    cached = cache_teachers(merger, MIXTURE, collator, tmp_path / "c", kl=kl, batch_size=4, progress=False)
+    cached = cache_teachers(
+        merger, MIXTURE, collator, tmp_path / "c", kl=kl, batch_size=4, progress=False
+    )
     assert len(cached) == len(MIXTURE)
     chosen = (0, 9, 3, 12, 15)
     live, stored = collator([MIXTURE[i] for i in chosen]), collator([cached[i] for i in chosen])
@@ -272,14 +318,18 @@ def test_cached_teachers_give_the_very_loss(coefficients, pack, tmp_path, monkey
     (tmp_path / "c" / "hidden-00001.safetensors").unlink()
     cache_teachers(merger, MIXTURE, collator, tmp_path / "c", kl=kl, batch_size=4, progress=False)
     kept = {p: p.stat().st_mtime_ns for p in (tmp_path / "c").iterdir()}
-    assert [p.name for p in kept if kept[p] != times.get(p)] == ["hidden-00001.safetensors"]  # the rest was found
+    assert [p.name for p in kept if kept[p] != times.get(p)] == [
+        "hidden-00001.safetensors"
+    ]  # the rest was found
     if coefficients == "task":  # it holds one teacher a position: of no use where all count
         with pytest.raises(ValueError, match="the cache was made from other batches or settings"):
             merger.distill(KLConfig(coefficients="fixed", shares=(0.5, 0.5)), **stored)
     if coefficients == "task":
         few = TaskMixture([[], [], examples(1, 1)])
         with pytest.raises(ValueError, match="task is 2, needed 0 to 1"):
-            cache_teachers(merger, few, collator, tmp_path / "d", kl=kl, batch_size=4, progress=False)
+            cache_teachers(
+                merger, few, collator, tmp_path / "d", kl=kl, batch_size=4, progress=False
+            )
         with pytest.raises(ValueError, match="the examples have no task"):
             cache_teachers(merger, examples(2, 1), collator, tmp_path / "e", kl=kl, progress=False)
     with pytest.raises(ValueError, match="other components, examples or settings"):
@@ -288,7 +338,8 @@ def test_cached_teachers_give_the_very_loss(coefficients, pack, tmp_path, monkey
 
 @pytest.mark.parametrize("pack", [False, True])
 def test_by_evidence_an_example_follows_whoever_finds_it_probable(pack):
-    """Against sums of log probabilities made one example at a time; labels of tasks are not looked at."""
+    """Against sums of log probabilities made one example at a time; labels of tasks are not looked
+    at."""
     merger = merger_of(initial="random").eval()
     chosen = [MIXTURE[i] for i in (0, 8, 9, 12)]
     shares = []
@@ -333,7 +384,9 @@ def test_training_asks_for_no_labels_of_tasks(tmp_path):
 
 @pytest.mark.parametrize("kind", [np.int64, torch.tensor])
 def test_a_task_may_be_any_whole_number(kind):
-    batch = MaskCollator(pad_token_id=0)([{"input_ids": [1, 2], "task": kind(1)}, {"input_ids": [3], "task": kind(0)}])
+    batch = MaskCollator(pad_token_id=0)(
+        [{"input_ids": [1, 2], "task": kind(1)}, {"input_ids": [3], "task": kind(0)}]
+    )
     assert batch["task"].tolist() == [1, 0]
 
 
@@ -359,7 +412,11 @@ def train(folder, merger=None, resume=None, dataset=MIXTURE, **changes):
     merger = merger or merger_of()
     collator = MaskCollator(pad_token_id=0)
     trainer = MaskTrainer(
-        merger, arguments(folder, **changes), train_dataset=dataset, data_collator=collator, kl=KLConfig(l2=0.01)
+        merger,
+        arguments(folder, **changes),
+        train_dataset=dataset,
+        data_collator=collator,
+        kl=KLConfig(l2=0.01),
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -395,9 +452,13 @@ def test_resumed_is_never_stopped(tmp_path):
 
 def test_accumulated_and_checkpointed_steps_are_plain_steps(tmp_path):
     plain = values(train(tmp_path / "a").merger)
-    accumulated = train(tmp_path / "b", per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    accumulated = train(
+        tmp_path / "b", per_device_train_batch_size=2, gradient_accumulation_steps=2
+    )
     same(plain, values(accumulated.merger), rtol=1e-3, atol=1e-4)
-    new = "activation_checkpointing" in TrainingArguments.__dataclass_fields__  # its name since transformers 5.2x
+    new = (
+        "activation_checkpointing" in TrainingArguments.__dataclass_fields__
+    )  # its name since transformers 5.2x
     name = "activation_checkpointing" if new else "gradient_checkpointing"
     checkpointed = train(tmp_path / "c", **{name: True})
     assert checkpointed.merger.model.is_gradient_checkpointing
@@ -421,11 +482,20 @@ def test_evaluation_is_task_by_task_and_the_best_masks_come_back(tmp_path):
     trainer = MaskTrainer(
         merger,
         arguments(
-            tmp_path, max_steps=4, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
-            load_best_model_at_end=True, metric_for_best_model="eval_second_loss", greater_is_better=False,
+            tmp_path,
+            max_steps=4,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+            load_best_model_at_end=True,
+            metric_for_best_model="eval_second_loss",
+            greater_is_better=False,
         ),
-        train_dataset=MIXTURE, eval_dataset=sets, data_collator=MaskCollator(pad_token_id=0),
-    )  # fmt: skip
+        train_dataset=MIXTURE,
+        eval_dataset=sets,
+        data_collator=MaskCollator(pad_token_id=0),
+    )
     trainer.train()
     found = trainer.evaluate()
     assert {"eval_first_loss", "eval_second_loss"} <= set(found)
@@ -458,7 +528,9 @@ def test_two_processes_give_the_masks_of_one(tmp_path):
     in_two_processes(RANK, tmp_path, *modes)
     single = merger_of("llama")
     options = arguments(tmp_path / "one", per_device_train_batch_size=4)
-    MaskTrainer(single, options, train_dataset=MIXTURE, data_collator=MaskCollator(pad_token_id=0)).train()
+    MaskTrainer(
+        single, options, train_dataset=MIXTURE, data_collator=MaskCollator(pad_token_id=0)
+    ).train()
     for mode in modes:
         double = merger_of("llama")
         double.load_masks(tmp_path / f"{mode}.safetensors")

@@ -1,4 +1,5 @@
-"""The kernels: registered soundly, compiled for sm_80 and sm_90 without a GPU, no spills, no fused multiply-adds."""
+"""The kernels: registered soundly, compiled for sm_80 and sm_90 without a GPU, no spills, no fused
+multiply-adds."""
 
 import pytest
 import torch

@@ -1,6 +1,8 @@
-"""Every recipe of recipes.yaml, run by us and by mergekit: what came out, as a few numbers, and what may differ.
+"""Every recipe of recipes.yaml, run by us and by mergekit: what came out, as a few numbers, and
+what may differ.
 
-``python -m tests.mergekit_lite.peers.dialect`` (with the bench extra) runs mergekit anew and writes golden.json.
+``python -m tests.mergekit_lite.peers.dialect`` (with the bench extra) runs mergekit anew and writes
+golden.json.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ TOLERANCE = 2e-4  # of a projection; the largest that float32 noise makes is 1.4
 
 # Recipes that both run, to different results.
 DIFFERENT = {
-    "bfloat16 models: we compute in float32 and round once; mergekit computes in bfloat16, but for linear and slerp, "
-    "where a last bit may differ": (
-        "dtype_bfloat16 dtype_only_out dtype_torch_prefix dtype_float32_out_bfloat16 bf16_linear bf16_task_arithmetic "
-        "bf16_ties bf16_nuslerp bf16_multislerp bf16_karcher bf16_model_stock bf16_sce bf16_arcee_fusion bf16_nearswap"
+    "bfloat16 models: we compute in float32 and round once; mergekit computes in bfloat16, but for "
+    "linear and slerp, where a last bit may differ": (
+        "dtype_bfloat16 dtype_only_out dtype_torch_prefix dtype_float32_out_bfloat16 bf16_linear "
+        "bf16_task_arithmetic bf16_ties bf16_nuslerp bf16_multislerp bf16_karcher bf16_model_stock "
+        "bf16_sce bf16_arcee_fusion bf16_nearswap"
     ),
     "rows of an embedding that are no tokens stay, as padding; mergekit drops them": (
         "tok_source_union tok_rows_more_than_tokens tok_padded_tokenizer_is_base"
@@ -42,20 +45,17 @@ DIFFERENT = {
     "exactly opposite models: a straight line; mergekit divides noise by noise": (
         "nuslerp_antiparallel karcher_antipodal"
     ),
-    "norm and head where slices differ in number of sources: all of the last slice's; mergekit takes one": (
-        "slices_uneven_source_counts"
-    ),
+    "norm and head where slices differ in number of sources: all of the last slice's; mergekit "
+    "takes one": ("slices_uneven_source_counts"),
     "a token that a stacked model lacks: its row from a model that has it; mergekit leaves zeros": (
         "tok_passthrough_stack_union"
     ),
-    "tied and untied models together: the output says that it is untied; mergekit leaves the base's flag": (
-        "tok_tied_union tied_base_untied_expert"
-    ),
-    "names of LLaVA's tensors stay as in the checkpoint; mergekit writes transformers' newer ones": (
-        "arch_llava_linear arch_llava_slerp arch_llava_gradient"
-    ),
-    "stacks of an architecture that mergekit has no definition of: the config counts the layers, and the last norm is "
-    "the last slice's": "arch_opt_stack",
+    "tied and untied models together: the output says that it is untied; mergekit leaves the "
+    "base's flag": ("tok_tied_union tied_base_untied_expert"),
+    "names of LLaVA's tensors stay as in the checkpoint; mergekit writes transformers' newer "
+    "ones": ("arch_llava_linear arch_llava_slerp arch_llava_gradient"),
+    "stacks of an architecture that mergekit has no definition of: the config counts the layers, "
+    "and the last norm is the last slice's": "arch_opt_stack",
     "random draws (dare, della) come from another generator": (
         "r_dare_ties r_dare_linear_rescale_off r_della r_della_linear"
     ),
@@ -63,24 +63,26 @@ DIFFERENT = {
 # Recipes that mergekit runs and we refuse: they say something that is likely not meant.
 REFUSED = {
     "values out of range: density 0 or above 1, t above 1, a truth value as a weight": (
-        "ties_density_0 weights_out_of_range slerp_t_out_of_range weight_as_boolean gradient_of_booleans_and_numbers "
-        "x_breadcrumbs_negative_density r_dare_density_zero della_density_zero"
+        "ties_density_0 weights_out_of_range slerp_t_out_of_range weight_as_boolean "
+        "gradient_of_booleans_and_numbers x_breadcrumbs_negative_density r_dare_density_zero "
+        "della_density_zero"
     ),
     "weights that sum to 0 with normalize: mergekit writes NaN": "linear_zero_weight_sum",
     "a key twice in one mapping: mergekit takes the last": "duplicate_keys",
-    "a parameter beside `model:` instead of under `parameters:`, or as `lambda_`: mergekit ignores it": (
-        "unknown_keys_in_entries lambda_underscore_name"
-    ),
+    "a parameter beside `model:` instead of under `parameters:`, or as `lambda_`: mergekit ignores "
+    "it": ("unknown_keys_in_entries lambda_underscore_name"),
     "one model under two spellings of its path": "same_model_two_spellings",
     "a slice without layers": "slice_empty_range",
-    "a chat template that is no name, no template and no file: mergekit writes no tokenizer at all": "chat_invalid",
+    "a chat template that is no name, no template and no file: mergekit writes no tokenizer at "
+    "all": "chat_invalid",
     "a base and nothing to merge with it": "task_arithmetic_only_base",
 }
 # Recipes that mergekit refuses, or breaks on, and we run.
 EXTRA = {
     "slices whose base is not among their sources": "x_ties_slices_base_not_a_source",
     "a null parameter, which is as if it were not there": "x_weight_null",
-    "models as plain texts; other spellings of one path; filters that are numbers; any name for the only module": (
+    "models as plain texts; other spellings of one path; filters that are numbers; any name for "
+    "the only module": (
         "x_models_as_strings x_base_spelled_otherwise x_filter_number x_modules_wrong_name"
     ),
     "new tokens, and tokens beyond a model's rows": (
@@ -101,13 +103,20 @@ def names(groups: dict[str, str]) -> set[str]:
 
 
 def signature(folder: Path) -> dict[str, Any]:
-    """A merged checkpoint as a few numbers: projections on fixed random directions, and a hash of names and shapes."""
+    """A merged checkpoint as a few numbers: projections on fixed random directions, and a hash of
+    names and shapes."""
     totals, said = np.zeros(4), 0
-    state = {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+    state = {
+        name: value
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, value in load_file(path).items()
+    }
     for name in sorted(state):
         said = zlib.crc32(f"{name} {list(state[name].shape)}".encode(), said)
         values = state[name].double().numpy().ravel()
-        directions = np.random.default_rng(zlib.crc32(name.encode())).standard_normal((4, values.size))
+        directions = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(
+            (4, values.size)
+        )
         with np.errstate(invalid="ignore"):  # mergekit writes NaN for some recipes
             totals += directions @ values
     config = json.loads((folder / "config.json").read_text())
@@ -133,15 +142,25 @@ def mergekits(text: str, out: Path) -> list[str]:
 
     logging.disable(logging.CRITICAL)
     torch.manual_seed(0)
-    options = MergeOptions(quiet=True, write_model_card=False, lora_merge_cache=str(out.parent / "lora"))
-    run_merge(MergeConfiguration.model_validate(yaml.safe_load(text)), str(out), options, config_source=text)
+    options = MergeOptions(
+        quiet=True, write_model_card=False, lora_merge_cache=str(out.parent / "lora")
+    )
+    run_merge(
+        MergeConfiguration.model_validate(yaml.safe_load(text)),
+        str(out),
+        options,
+        config_source=text,
+    )
     return []
 
 
 def outcomes(
-    run: Callable[[str, Path], list[str]], root: Path, tensors: dict[str, dict[str, np.ndarray]] | None = None
+    run: Callable[[str, Path], list[str]],
+    root: Path,
+    tensors: dict[str, dict[str, np.ndarray]] | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each recipe's name, and what came out or the class of the error; ``tensors`` takes the merged values."""
+    """Each recipe's name, and what came out or the class of the error; ``tensors`` takes the merged
+    values."""
     with chdir(root), tempfile.TemporaryDirectory() as scratch:
         for name, text in RECIPES.items():
             out = Path(scratch) / name
@@ -152,7 +171,9 @@ def outcomes(
                 continue
             if tensors is not None:
                 loaded = [load_file(path) for path in out.glob("*.safetensors")]
-                tensors[name] = {key: value.double().numpy() for state in loaded for key, value in state.items()}
+                tensors[name] = {
+                    key: value.double().numpy() for state in loaded for key, value in state.items()
+                }
             yield name, signature(out) | {"notes": notes}
             shutil.rmtree(out)
 
@@ -160,10 +181,14 @@ def outcomes(
 def same(left: dict[str, Any], right: dict[str, Any], name: str = "") -> bool:
     """Whether two outcomes are one checkpoint, up to float32 noise.
 
-    Without a base mergekit takes the config of a model that Python's hash seed draws, and with it the tie flag.
+    Without a base mergekit takes the config of a model that Python's hash seed draws, and with it
+    the tie flag.
     """
     if name and "base_model" not in RECIPES[name]:
-        left, right = (o | {"config": {**o.get("config", {}), "tie_word_embeddings": None}} for o in (left, right))
+        left, right = (
+            o | {"config": {**o.get("config", {}), "tie_word_embeddings": None}}
+            for o in (left, right)
+        )
     if (
         "refused" in left
         or "refused" in right
@@ -171,7 +196,9 @@ def same(left: dict[str, Any], right: dict[str, Any], name: str = "") -> bool:
         or left["config"] != right["config"]
     ):
         return False
-    return bool(np.allclose(left["projections"], right["projections"], atol=TOLERANCE, equal_nan=True))
+    return bool(
+        np.allclose(left["projections"], right["projections"], atol=TOLERANCE, equal_nan=True)
+    )
 
 
 def verdict(name: str, we: dict[str, Any], they: dict[str, Any]) -> str:
@@ -179,19 +206,33 @@ def verdict(name: str, we: dict[str, Any], they: dict[str, Any]) -> str:
     if "refused" in we and "refused" in they:
         return "refused by both"
     if "refused" in we:
-        return "ours refuses" if name in names(REFUSED) else f"{name}: we refuse it, and it is not listed under REFUSED"
+        return (
+            "ours refuses"
+            if name in names(REFUSED)
+            else f"{name}: we refuse it, and it is not listed under REFUSED"
+        )
     if "refused" in they:
-        return "mergekit refuses" if name in names(EXTRA) else f"{name}: mergekit alone refuses it, and EXTRA lacks it"
+        return (
+            "mergekit refuses"
+            if name in names(EXTRA)
+            else f"{name}: mergekit alone refuses it, and EXTRA lacks it"
+        )
     if name in names(DIFFERENT):
         return (
-            "different" if not same(we, they, name) or name.startswith(("r_", "dtype")) else f"{name}: is the same now"
+            "different"
+            if not same(we, they, name) or name.startswith(("r_", "dtype"))
+            else f"{name}: is the same now"
         )
     if not same(we, they, name):
         return f"{name}: differs, and is not listed under DIFFERENT"
     return "equal, with a note" if any("no effect" in note for note in we["notes"]) else "equal"
 
 
-LISTS = {"Deliberately different": DIFFERENT, "Refused by ours alone": REFUSED, "Run by ours alone": EXTRA}
+LISTS = {
+    "Deliberately different": DIFFERENT,
+    "Refused by ours alone": REFUSED,
+    "Run by ours alone": EXTRA,
+}
 ROWS = {
     "equal": "the same tensors",
     "equal, with a note": "the same tensors, and a note on what has no effect",
@@ -223,7 +264,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         build(Path(folder))
         golden = dict(outcomes(mergekits, Path(folder)))
-    GOLDEN.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in golden.items()) + "\n}\n")
+    GOLDEN.write_text(
+        "{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in golden.items()) + "\n}\n"
+    )
     print(sum("refused" not in v for v in golden.values()), "of", len(golden), "ran")
 
 

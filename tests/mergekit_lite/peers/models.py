@@ -1,9 +1,11 @@
-"""The checkpoints that the recipes of recipes.yaml name: tiny, drawn from fixed seeds, with tokenizers of 64 words.
+"""The checkpoints that the recipes of recipes.yaml name: tiny, drawn from fixed seeds, with
+tokenizers of 64 words.
 
-base: the ancestor; a b c: dense fine-tunes of it; s1 s2: sparse ones; deep: 6 layers where others have 4; big: two
-tokens more; perm: the tokens in another order; rows: 72 rows for 64 tokens; padtok: 64 rows for 68; tied tied2: tied
-embeddings; notok: no tokenizer; same: a copy of base; zero: zeros; neg: -a; anti: 2 base - a; hbase ha hb: bfloat16;
-g1 g2: GPT-2; opt1 opt2: OPT; v1 v2: LLaVA; q1 q2: Qwen2; e1 e2: BERT; adapter: LoRA on base.
+base: the ancestor; a b c: dense fine-tunes of it; s1 s2: sparse ones; deep: 6 layers where others
+have 4; big: two tokens more; perm: the tokens in another order; rows: 72 rows for 64 tokens;
+padtok: 64 rows for 68; tied tied2: tied embeddings; notok: no tokenizer; same: a copy of base;
+zero: zeros; neg: -a; anti: 2 base - a; hbase ha hb: bfloat16; g1 g2: GPT-2; opt1 opt2: OPT; v1 v2:
+LLaVA; q1 q2: Qwen2; e1 e2: BERT; adapter: LoRA on base.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ import transformers as t
 from safetensors.torch import load_file, save_file
 
 WORDS = ["<unk>", "<s>", "</s>", *(f"_tok_{i}" for i in range(3, 64))]
-TEMPLATES = {name: "{% for m in messages %}<" + name + ">{{m.content}}{% endfor %}" for name in "AB"}
+TEMPLATES = {
+    name: "{% for m in messages %}<" + name + ">{{m.content}}{% endfor %}" for name in "AB"
+}
 SMALL = {"hidden_size": 16, "intermediate_size": 32}
 
 
@@ -34,12 +38,23 @@ def tokenizer(folder: Path, words=WORDS, added=(), template=None) -> None:
 
 
 def llama(
-    root: Path, name: str, seed: int, *, rows=64, layers=4, tied=False, origin=None, dtype=torch.float32, share=1.0
+    root: Path,
+    name: str,
+    seed: int,
+    *,
+    rows=64,
+    layers=4,
+    tied=False,
+    origin=None,
+    dtype=torch.float32,
+    share=1.0,
 ):
     """A model, or a fine-tune of ``origin`` in which a share of the elements moved."""
     torch.manual_seed(seed)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    config = t.LlamaConfig(vocab_size=rows, num_hidden_layers=layers, tie_word_embeddings=tied, **heads, **SMALL)
+    config = t.LlamaConfig(
+        vocab_size=rows, num_hidden_layers=layers, tie_word_embeddings=tied, **heads, **SMALL
+    )
     model = t.LlamaForCausalLM(config)
     before = load_file(root / origin / "model.safetensors") if origin else {}
     state = model.state_dict()
@@ -69,19 +84,41 @@ def derived(root: Path, name: str, source: str, change) -> None:
 def others(root: Path) -> None:
     """Two models of each of some other architectures."""
     vision = t.CLIPVisionConfig(
-        image_size=32, patch_size=8, num_hidden_layers=2, num_attention_heads=2, projection_dim=16, **SMALL
+        image_size=32,
+        patch_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        projection_dim=16,
+        **SMALL,
     )
     text = t.LlamaConfig(vocab_size=64, num_attention_heads=4, num_hidden_layers=3, **SMALL)
-    short = {"vocab_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 32}
+    short = {
+        "vocab_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 32,
+    }
     kinds = {
-        "g": (t.GPT2LMHeadModel, t.GPT2Config(n_embd=16, n_head=2, n_layer=3, n_positions=32, vocab_size=64)),
+        "g": (
+            t.GPT2LMHeadModel,
+            t.GPT2Config(n_embd=16, n_head=2, n_layer=3, n_positions=32, vocab_size=64),
+        ),
         "opt": (
             t.OPTForCausalLM,
-            t.OPTConfig(hidden_size=16, ffn_dim=32, word_embed_proj_dim=16, pad_token_id=1, bos_token_id=1, **short),
+            t.OPTConfig(
+                hidden_size=16,
+                ffn_dim=32,
+                word_embed_proj_dim=16,
+                pad_token_id=1,
+                bos_token_id=1,
+                **short,
+            ),
         ),
         "v": (
             t.LlavaForConditionalGeneration,
-            t.LlavaConfig(vision_config=vision, text_config=text, image_seq_length=16, image_token_index=5),
+            t.LlavaConfig(
+                vision_config=vision, text_config=text, image_seq_length=16, image_token_index=5
+            ),
         ),
         "q": (t.Qwen2ForCausalLM, t.Qwen2Config(num_key_value_heads=2, **short, **SMALL)),
         "e": (t.BertForMaskedLM, t.BertConfig(**short, **SMALL)),
@@ -132,11 +169,15 @@ def build(root: Path) -> None:
     derived(root, "neg", "a", lambda _, value: -value)
     derived(root, "anti", "a", lambda key, value: 2 * base[key] - value)
     torch.manual_seed(40)
-    settings = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    settings = peft.LoraConfig(
+        r=2, lora_alpha=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM"
+    )
     adapted = peft.get_peft_model(t.LlamaForCausalLM.from_pretrained(root / "base"), settings)
     for key, parameter in adapted.named_parameters():
         if "lora_B" in key:
             torch.nn.init.normal_(parameter, std=0.1)
     adapted.save_pretrained(root / "adapter")
     written = json.loads((root / "adapter" / "adapter_config.json").read_text())
-    (root / "adapter" / "adapter_config.json").write_text(json.dumps(written | {"base_model_name_or_path": "base"}))
+    (root / "adapter" / "adapter_config.json").write_text(
+        json.dumps(written | {"base_model_name_or_path": "base"})
+    )

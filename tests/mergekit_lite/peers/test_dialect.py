@@ -1,4 +1,5 @@
-"""Recipes mean what they mean in mergekit: against what it wrote (golden.json), and, marked `peers`, against it now."""
+"""Recipes mean what they mean in mergekit: against what it wrote (golden.json), and, marked
+`peers`, against it now."""
 
 import json
 from pathlib import Path
@@ -38,7 +39,10 @@ def test_every_recipe_comes_out_as_mergekit_recorded_it_or_as_the_lists_say(ours
 
 def test_the_lists_name_recipes_that_are_there_once():
     listed = [
-        n for groups in (dialect.DIFFERENT, dialect.REFUSED, dialect.EXTRA) for g in groups.values() for n in g.split()
+        n
+        for groups in (dialect.DIFFERENT, dialect.REFUSED, dialect.EXTRA)
+        for g in groups.values()
+        for n in g.split()
     ]
     assert sorted(set(listed)) == sorted(listed)
     assert set(listed) <= dialect.RECIPES.keys()
@@ -69,8 +73,12 @@ def test_mergekit_still_does_what_was_recorded(models):
             assert ("refused" in outcome) == ("refused" in recorded), name
             assert "refused" in outcome or dialect.same(outcome, recorded, name), name
     for name, verdict in verdicts(ours, theirs).items():
-        if verdict.startswith("equal"):  # element by element, which the recorded projections are not
+        if verdict.startswith(
+            "equal"
+        ):  # element by element, which the recorded projections are not
             left, right = our_tensors[name], their_tensors[name]
             assert left.keys() == right.keys(), name
             for key in left:
-                np.testing.assert_allclose(left[key], right[key], rtol=0, atol=2e-6, err_msg=f"{name}: {key}")
+                np.testing.assert_allclose(
+                    left[key], right[key], rtol=0, atol=2e-6, err_msg=f"{name}: {key}"
+                )

@@ -1,7 +1,8 @@
 """The autograd of a layer with LoRA adapters: products in place, and x alone kept for backward.
 
-y = x Wᵀ + b, then y += s (x Aᵀ) Bᵀ in place. Backward computes x Aᵀ again, and a dropout's mask from its seed.
-Floor: the frozen layer's own two products, 4 T I O flops, and 2 T r (3 O + 4 I) for an adapter.
+y = x Wᵀ + b, then y += s (x Aᵀ) Bᵀ in place. Backward computes x Aᵀ again, and a dropout's mask
+from its seed. Floor: the frozen layer's own two products, 4 T I O flops, and 2 T r (3 O + 4 I) for
+an adapter.
 
 Letters: T tokens, I in_features, O out_features, r rank.
 """
@@ -21,7 +22,9 @@ from model_components._autograd import Context
 from .. import reference
 from . import products
 
-_SMALL = 1 << 20  # multiplications up to which float32 products are cheaper than casting float32 factors
+_SMALL = (
+    1 << 20
+)  # multiplications up to which float32 products are cheaper than casting float32 factors
 _FEW = 1 << 15  # outputs up to which half precision adds a product faster than it accumulates one
 
 Spans = tuple[tuple[int, int], ...]
@@ -59,7 +62,9 @@ def add_adapters(
     in_place: bool = False,
     masks: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
-    """Add the adapters' updates to y, by plain products that autograd, functorch and autocast can see through.
+    """Add the adapters' updates to y, by plain products.
+
+    Autograd, functorch and autocast can see through them.
 
     Args:
         y: The layer's own output.
@@ -67,7 +72,8 @@ def add_adapters(
         factors: The adapters' matrices.
         adapters: Their scaling, dropout and token ranges.
         in_place: Whether y may be overwritten.
-        masks: For each adapter its dropout as factors on x, (T, I), or None; without masks torch's own dropout.
+        masks: For each adapter its dropout as factors on x, (T, I), or None; without masks torch's
+            own dropout.
     """
     autocast = autocast_dtype(x) is not None
     in_place = in_place and not autocast
@@ -88,15 +94,25 @@ def add_adapters(
     return y
 
 
-def _added(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float, in_place: bool, autocast: bool) -> Tensor:
-    """Add one adapter's update. Factors of another dtype are cast to y's; few tokens are cast to wider factors'."""
-    dtype, dynamic = y.dtype, torch.compiler.is_compiling()  # a compiled graph must not depend on the number of tokens
+def _added(
+    y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float, in_place: bool, autocast: bool
+) -> Tensor:
+    """Add one adapter's update. Factors of another dtype are cast to y's.
+
+    Few tokens are cast to wider factors'.
+    """
+    dtype, dynamic = (
+        y.dtype,
+        torch.compiler.is_compiling(),
+    )  # a compiled graph must not depend on the number of tokens
     if autocast:  # addmm with y would round y as well
         return (y + F.linear(F.linear(x, a), b) * scaling).to(dtype)
     if a.dtype != dtype:
         small = not dynamic and x.shape[0] * (a.numel() + b.numel()) <= _SMALL
         if small and a.dtype.itemsize > dtype.itemsize:
-            return torch.addmm(y.to(a.dtype), F.linear(x.to(a.dtype), a), b.T, alpha=scaling).to(dtype)
+            return torch.addmm(y.to(a.dtype), F.linear(x.to(a.dtype), a), b.T, alpha=scaling).to(
+                dtype
+            )
         a, b = a.to(dtype), b.to(dtype)
     h = F.linear(x.to(dtype), a)
     if in_place and dtype.itemsize == 2 and not dynamic and y.numel() <= _FEW:
@@ -140,7 +156,12 @@ def _pieces(plan: _Plan, t: _Tensors, seeds: Tensor | None, x: Tensor) -> Iterat
             if drop is not None and one.spans is not None:
                 rows_dropped = drop._replace(rows=drop.rows[rows])
             yield _Piece(
-                k, rows, t.factors[2 * k], t.factors[2 * k + 1], one.scaling / (1 - one.dropout_p), rows_dropped
+                k,
+                rows,
+                t.factors[2 * k],
+                t.factors[2 * k + 1],
+                one.scaling / (1 - one.dropout_p),
+                rows_dropped,
             )
 
 
@@ -155,7 +176,9 @@ class _Lora(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: _LoraContext, x: Tensor, plan: _Plan, seeds: Tensor | None, *tensors: Tensor | None) -> Tensor:
+    def forward(
+        ctx: _LoraContext, x: Tensor, plan: _Plan, seeds: Tensor | None, *tensors: Tensor | None
+    ) -> Tensor:
         ctx.plan = plan
         ctx.save_for_backward(x, seeds, *tensors)
         t = _Tensors.of(x.dtype, tensors)
@@ -165,7 +188,8 @@ class _Lora(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: _LoraContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
+    # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
+    def backward(ctx: _LoraContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan = ctx.plan
         x, seeds, *tensors = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
@@ -183,35 +207,59 @@ class _Lora(torch.autograd.Function):
         for piece in _pieces(plan, t, seeds, x):
             at = 2 * piece.adapter
             piece_gradients = products.gradients(
-                grad[piece.rows], x[piece.rows], piece.a, piece.b, piece.scale, piece.drop,
-                None if dx is None else dx[piece.rows], needs[at], needs[at + 1],
-            )  # fmt: skip
+                grad[piece.rows],
+                x[piece.rows],
+                piece.a,
+                piece.b,
+                piece.scale,
+                piece.drop,
+                None if dx is None else dx[piece.rows],
+                needs[at],
+                needs[at + 1],
+            )
             for place, part in enumerate(piece_gradients, 2 + at):
                 if part is None:  # this factor is not trained
                     continue
                 before = gradients[place]
                 gradients[place] = part if before is None else before + part
-        cast = [None if f is None or t is None else f.to(t.dtype) for f, t in zip(gradients, tensors, strict=True)]
+        cast = [
+            None if f is None or t is None else f.to(t.dtype)
+            for f, t in zip(gradients, tensors, strict=True)
+        ]
         return dx, None, None, *cast
 
 
 def _differentiable(
-    plan: _Plan, needs: Sequence[bool], grad: Tensor, x: Tensor, seeds: Tensor | None, tensors: Sequence[Tensor | None]
+    plan: _Plan,
+    needs: Sequence[bool],
+    grad: Tensor,
+    x: Tensor,
+    seeds: Tensor | None,
+    tensors: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """Backward that can be differentiated once more: autograd's own, of plain products, with everything they keep."""
+    """Compute a backward that can be differentiated once more.
+
+    It is autograd's own, of plain products, with everything they keep.
+    """
     masks: list[Tensor | None] = [None] * len(plan.adapters)
     for k, p in enumerate(one.dropout_p for one in plan.adapters):
         if p:
             assert seeds is not None
-            masks[k] = (reference.keep_mask(seeds[k], x.shape[0], x.shape[1], p) / (1 - p)).to(x.dtype)
-    views = [None if t is None else t.view_as(t) for t in (x, *tensors)]  # since x may itself depend on a weight
+            masks[k] = (reference.keep_mask(seeds[k], x.shape[0], x.shape[1], p) / (1 - p)).to(
+                x.dtype
+            )
+    views = [
+        None if t is None else t.view_as(t) for t in (x, *tensors)
+    ]  # since x may itself depend on a weight
     wanted = (needs[0], *needs[3:])
     with torch.autocast(x.device.type, enabled=False):
         assert views[0] is not None
         t = _Tensors.of(x.dtype, views[1:])
         y = linear(views[0], t.weight, t.bias, plan.transposed)
         y = add_adapters(y, views[0], t.factors, plan.adapters, masks=masks)
-        inputs = [view for view, need in zip(views, wanted, strict=True) if view is not None and need]
+        inputs = [
+            view for view, need in zip(views, wanted, strict=True) if view is not None and need
+        ]
         gradients = iter(torch.autograd.grad(y, inputs, grad, create_graph=True))
     dx, *rest = (next(gradients) if need else None for need in wanted)
     return dx, None, None, *rest
@@ -227,19 +275,27 @@ def run(
     transposed: bool = False,
     seeds: Tensor | None = None,
 ) -> Tensor:
-    """A layer and its adapters, without checks; x (T, I) is not copied where it has the right dtype."""
+    """A layer and its adapters, without checks.
+
+    X (T, I) is not copied where it has the right dtype.
+    """
     adapters, autocast = tuple(adapters), autocast_dtype(x)
     if autocast is not None:
         x = x.to(autocast)
     if seeds is None and any(one.dropout_p for one in adapters):
-        seeds = torch.randint(-(2**63), 2**63 - 1, (len(adapters),), device=x.device, dtype=torch.int64)
+        seeds = torch.randint(
+            -(2**63), 2**63 - 1, (len(adapters),), device=x.device, dtype=torch.int64
+        )
     plan = _Plan(adapters, transposed)
     with nullcontext() if autocast is None else torch.autocast(x.device.type, enabled=False):
         return _Lora.apply(x, plan, seeds, weight, bias, *factors)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast asks for; None where it is off. It leaves float64 alone, and does not know the meta device."""
+    """What autocast asks for; None where it is off.
+
+    It leaves float64 alone, and does not know the meta device.
+    """
     device = x.device.type
     if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
         return None
@@ -250,4 +306,7 @@ def transforming() -> bool:
     """Whether vmap, jvp and the like are at work, which see through plain products only."""
     if torch.compiler.is_compiling():
         return False
-    return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+    return (
+        torch._C._functorch.maybe_current_level() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )

@@ -1,4 +1,6 @@
-"""The eager products with low-rank factors: y is updated in place, and dropout works on blocks of rows.
+"""The eager products with low-rank factors.
+
+y is updated in place, and dropout works on blocks of rows.
 
 Letters: T tokens, I in_features, O out_features, r rank.
 """
@@ -11,19 +13,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_BLOCK = 1 << 18  # elements of x that dropout handles at once: they and their mask stay in the cache
+_BLOCK = (
+    1 << 18
+)  # elements of x that dropout handles at once: they and their mask stay in the cache
 _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)  # reference.keep_mask's factors, as int32
 
 
 class Dropout(NamedTuple):
-    """Which elements of x an adapter sees: `reference.keep_mask`, from a word for each row and each column."""
+    """Which elements of x an adapter sees, as `reference.keep_mask` has it.
+
+    It is made from a word for each row and each column.
+    """
 
     rows: Tensor  # (T,), int32
     columns: Tensor  # (I,), int32
     threshold: int  # kept where the mixed word, as int32, is at least this
 
     def keep(self, rows: slice) -> Tensor:
-        """The mask of some rows, (rows, I), as 0 and 1 in int32: torch's booleans are slower than its arithmetic."""
+        """Return the mask of some rows, (rows, I), as 0 and 1 in int32.
+
+        Torch's booleans are slower than its arithmetic.
+        """
         word = self.rows[rows, None] ^ self.columns[None, :]
         word *= _FIRST
         word ^= (word >> 15) & 0x1FFFF
@@ -42,12 +52,17 @@ def dropout(seed: Tensor, rows: int, columns: int, dropout_p: float) -> Dropout:
     """`Dropout` of a 64-bit seed."""
     low, high = seed.to(torch.int32), (seed >> 32).to(torch.int32)
     key = _mixed(low ^ _mixed(high))
-    at_row, at_column = (torch.arange(n, device=seed.device, dtype=torch.int32) for n in (rows, columns))
+    at_row, at_column = (
+        torch.arange(n, device=seed.device, dtype=torch.int32) for n in (rows, columns)
+    )
     return Dropout(_mixed(key + at_row), _mixed(at_column), round(dropout_p * 2**32) - (1 << 31))
 
 
 def _blocks(x: Tensor, drop: Dropout | None) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Yield blocks of rows: their slice, x after dropout, and the mask; one block where nothing is dropped."""
+    """Yield blocks of rows: their slice, x after dropout, and the mask.
+
+    One block where nothing is dropped.
+    """
     whole = slice(None)
     if drop is None:
         yield whole, x, None
@@ -82,8 +97,8 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of A and of B; x's is added to ``dx``.
 
-    ``g = s dy B``, ``dA = gᵀ drop(x)``, ``dB = s dyᵀ (drop(x) Aᵀ)``, ``dx += drop(g A)``. Here g and h = drop(x) Aᵀ are
-    (r, T): narrow products are faster that way round.
+    ``g = s dy B``, ``dA = gᵀ drop(x)``, ``dB = s dyᵀ (drop(x) Aᵀ)``, ``dx += drop(g A)``. Here g
+    and h = drop(x) Aᵀ are (r, T): narrow products are faster that way round.
     """
     g = (b.T.contiguous() @ grad.T).mul_(scale) if dx is not None or need_a else x.new_empty(0)
     das, hs = [], []

@@ -1,4 +1,7 @@
-"""Rows of instructions for TRL's trainer: read strictly from JSON, laid out, and what became of their tokens."""
+"""Rows of instructions for TRL's trainer.
+
+They are read strictly from JSON and laid out; a report says what became of their tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from typing import Any
 
 from model_components._report import Report
 
-_WITH_INPUT = "an instruction that describes a task, paired with an input that provides further context"
+_WITH_INPUT = (
+    "an instruction that describes a task, paired with an input that provides further context"
+)
 _WITHOUT_INPUT = "an instruction that describes a task"
 _ROWS_NAMED = 5  # in an error
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -27,7 +32,9 @@ Template = Callable[[Row], Example]
 
 
 def alpaca_template(row: Row) -> Example:
-    r"""Prompt and completion, as texts, of a row with ``instruction``, ``input`` (may be empty) and ``output``.
+    r"""Return prompt and completion of a row with ``instruction``, ``input`` and ``output``.
+
+    ``input`` may be empty.
 
     Source: the format of Stanford Alpaca, in which many checkpoints have been trained.
 
@@ -65,10 +72,13 @@ def alpaca_template(row: Row) -> Example:
 
 
 def chat_template(row: Row) -> Example:
-    """Prompt and completion as messages, for the tokenizer's own chat template; a row may hold ``messages`` already.
+    """Prompt and completion as messages, for the tokenizer's own chat template.
 
-    The last message, the assistant's, is the completion, and all before it are the prompt: of several answers in a
-    conversation the last one is trained. Tools that a row has are kept beside them.
+    A row may hold ``messages`` already.
+
+    The last message, the assistant's, is the completion, and all before it are the prompt: of
+    several answers in a conversation the last one is trained. Tools that a row has are kept beside
+    them.
 
     Args:
         row: One of instruction data, or of ``messages``.
@@ -85,34 +95,42 @@ def chat_template(row: Row) -> Example:
     messages = row.get("messages")
     if messages is None:
         asked = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
-        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+        messages = [
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": row["output"]},
+        ]
     if messages[-1]["role"] != "assistant":
-        raise ValueError(f"chat_template: the last message is of role {messages[-1]['role']!r}, needed the assistant's")
+        raise ValueError(
+            f"chat_template: the last message is of role {messages[-1]['role']!r}, needed the "
+            "assistant's"
+        )
     tools = {"tools": row["tools"]} if row.get("tools") else {}
     return {"prompt": list(messages[:-1]), "completion": [messages[-1]]} | tools
 
 
-def read_rows(source: str | Path | Iterable[Row], template: Template = alpaca_template) -> list[Example]:
+def read_rows(
+    source: str | Path | Iterable[Row], template: Template = alpaca_template
+) -> list[Example]:
     """Rows of a JSON list, of JSON lines or of any iterable, as ``prompt`` and ``completion``.
 
-    ``datasets.Dataset.from_list`` of them is what `trl.SFTTrainer` takes; it trains the completion and its end. Rows
-    whose answer is empty are left out, with a warning that counts them.
+    ``datasets.Dataset.from_list`` of them is what `trl.SFTTrainer` takes; it trains the completion
+    and its end. Rows whose answer is empty are left out, with a warning that counts them.
 
     Args:
-        source: A file, or rows: with ``instruction``, ``output`` and perhaps ``input``, or with ``messages``, or for a
-            template of your own with any fields.
+        source: A file, or rows: with ``instruction``, ``output`` and perhaps ``input``, or with
+            ``messages``, or for a template of your own with any fields.
         template: `alpaca_template`, `chat_template` or your own.
 
     Returns:
         One dict a row that has an answer.
 
     Raises:
-        ValueError: A file that is no JSON; rows that lack what is needed or hold something else, or on which the
-            template fails (with their numbers); nothing left.
+        ValueError: A file that is no JSON; rows that lack what is needed or hold something else, or
+            on which the template fails (with their numbers); nothing left.
 
     >>> read_rows([{"instruction": "a", "output": "b"}, {"instruction": "c"}])
     Traceback (most recent call last):
-    ValueError: read_rows: rows: no output in row 2; needed instruction, output and perhaps input, or messages
+    ValueError: read_rows: rows: no output in row 2; ...
     """
     operation, name = "read_rows", str(source) if isinstance(source, (str, Path)) else "rows"
     rows = _parsed(operation, source) if isinstance(source, (str, Path)) else list(source)
@@ -124,14 +142,18 @@ def read_rows(source: str | Path | Iterable[Row], template: Template = alpaca_te
             bad.setdefault(why, []).append(number)
     if bad:
         told = "; ".join(f"{why} in row {_numbers(numbers)}" for why, numbers in bad.items())
-        raise ValueError(f"{operation}: {name}: {told}; needed instruction, output and perhaps input, or messages")
+        raise ValueError(
+            f"{operation}: {name}: {told}; needed instruction, output and perhaps input, or "
+            "messages"
+        )
     templated = [_templated(operation, template, row, number) for number, row in enumerate(rows, 1)]
     usable = [row for row in templated if _says_something(row["completion"])]
     if not usable:
         raise ValueError(f"{operation}: {name}: none of {len(rows)} rows has an answer")
     if len(usable) < len(rows):
         warnings.warn(
-            f"{operation}: {name}: {len(rows) - len(usable)} of {len(rows)} rows have an empty answer and are left out",
+            f"{operation}: {name}: {len(rows) - len(usable)} of {len(rows)} rows have an empty "
+            "answer and are left out",
             stacklevel=2,
         )
     return usable
@@ -139,19 +161,25 @@ def read_rows(source: str | Path | Iterable[Row], template: Template = alpaca_te
 
 def _parsed(operation: str, path: str | Path) -> list[Row]:
     if not Path(path).is_file():
-        raise ValueError(f"{operation}: {path} is not there; needed a file of JSON, or of JSON lines")
+        raise ValueError(
+            f"{operation}: {path} is not there; needed a file of JSON, or of JSON lines"
+        )
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{operation}: {path} is not in UTF-8: {error}") from error
     whole = text.lstrip().startswith("[")
     rows = []
-    for number, part in enumerate([text] if whole else text.split("\n"), 1):  # JSON may hold what splitlines splits
+    for number, part in enumerate(
+        [text] if whole else text.split("\n"), 1
+    ):  # JSON may hold what splitlines splits
         try:
             rows += [json.loads(part)] if part.strip() else []
         except (json.JSONDecodeError, RecursionError) as error:
             where = "" if whole else f"line {number}: "
-            raise ValueError(f"{operation}: {path} is neither a JSON list nor JSON lines: {where}{error}") from error
+            raise ValueError(
+                f"{operation}: {path} is neither a JSON list nor JSON lines: {where}{error}"
+            ) from error
     return rows[0] if whole else rows
 
 
@@ -162,23 +190,31 @@ def _templated(operation: str, template: Template, row: Row, number: int) -> Exa
     except Exception as error:  # a template is the user's own code: anything can come out of it
         told = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
         raise ValueError(f"{operation}: the template failed on row {number}: {told}") from error
-    parts = [example.get(k) for k in ("prompt", "completion")] if isinstance(example, Mapping) else [None]
+    parts = (
+        [example.get(k) for k in ("prompt", "completion")]
+        if isinstance(example, Mapping)
+        else [None]
+    )
     if not (all(isinstance(p, str) for p in parts) or all(p and _are_messages(p) for p in parts)):
         raise ValueError(
-            f"{operation}: the template made {example!r:.60} of row {number}, needed prompt and completion, both texts "
-            "or both messages"
+            f"{operation}: the template made {example!r:.60} of row {number}, needed prompt and "
+            "completion, both texts or both messages"
         )
     try:
         json.dumps(example, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{operation}: row {number} has half of a surrogate pair, needed Unicode text") from error
+        raise ValueError(
+            f"{operation}: row {number} has half of a surrogate pair, needed Unicode text"
+        ) from error
     return dict(example)
 
 
 def _says_something(part: str | Sequence[Row]) -> bool:
     if isinstance(part, str):
         return bool(part.strip())
-    return any(message.get("tool_calls") or (message.get("content") or "").strip() for message in part)
+    return any(
+        message.get("tool_calls") or (message.get("content") or "").strip() for message in part
+    )
 
 
 def _numbers(numbers: Sequence[int]) -> str:
@@ -209,20 +245,24 @@ def _wrong_with(row: object, any_fields: bool) -> str | None:
 
 
 def _are_messages(messages: object) -> bool:
-    """Whether they are of roles that chat templates know, each with a text or with calls of tools."""
+    """Return whether all are of roles that chat templates know, with a text or calls of tools."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return False
     return all(
         isinstance(m, Mapping)
         and m.get("role") in _ROLES
-        and (isinstance(m.get("content"), str) or (m.get("content") is None and m.get("tool_calls")))
+        and (
+            isinstance(m.get("content"), str) or (m.get("content") is None and m.get("tool_calls"))
+        )
         for m in messages
     )
 
 
 @dataclass(frozen=True)
 class RowReport(Report):
-    """What a trainer made of rows: how many it kept, how many are as long as its limit, and their tokens.
+    """What a trainer made of rows.
+
+    How many it kept, how many are as long as its limit, and their tokens.
 
     Attributes:
         rows: That were given.
@@ -240,13 +280,19 @@ class RowReport(Report):
 
     def summary(self) -> list[str]:
         """Rows and tokens."""
-        return [f"{self.kept} of {self.rows} rows, {self.tokens} tokens, {self.trained_tokens} of them trained"]
+        return [
+            f"{self.kept} of {self.rows} rows, {self.tokens} tokens, {self.trained_tokens} of them "
+            "trained"
+        ]
 
     def remarks(self) -> list[str]:
         """What was left out or cut."""
         lines = []
         if self.kept < self.rows:
-            lines.append(f"left out, since max_length leaves nothing of their answers: {self.rows - self.kept}")
+            lines.append(
+                "left out, since max_length leaves nothing of their answers: "
+                f"{self.rows - self.kept}"
+            )
         if self.full:
             lines.append(f"as long as max_length, so that they are cut or just fit: {self.full}")
         return lines
@@ -263,19 +309,25 @@ def row_report(rows: Sequence[object], trainer: Any) -> RowReport:
         How many rows it kept, and of how many tokens.
 
     Raises:
-        ValueError: The trainer's data set is not tokenised rows in memory, or it is packed (report on a trainer without
-            packing instead).
+        ValueError: The trainer's data set is not tokenised rows in memory, or it is packed (report
+            on a trainer without packing instead).
     """
     data: Any = getattr(trainer, "train_dataset", None)
     columns = getattr(data, "column_names", None) or ()
-    if not hasattr(data, "__len__") or not {"input_ids", "labels"} <= set(columns) or trainer.args.packing:
+    if (
+        not hasattr(data, "__len__")
+        or not {"input_ids", "labels"} <= set(columns)
+        or trainer.args.packing
+    ):
         raise ValueError(
-            f"row_report: a {type(trainer).__name__} with the columns {list(columns)}; needed a trainer whose rows lie "
-            "in memory as input_ids and labels, not packed"
+            f"row_report: a {type(trainer).__name__} with the columns {list(columns)}; needed a "
+            "trainer whose rows lie in memory as input_ids and labels, not packed"
         )
     full = tokens = trained = 0
     for row in data.with_format(None):
         full += len(row["input_ids"]) == trainer.args.max_length
         tokens += len(row["input_ids"])
-        trained += sum(label != -100 for label in row["labels"][1:])  # nothing comes before the first
+        trained += sum(
+            label != -100 for label in row["labels"][1:]
+        )  # nothing comes before the first
     return RowReport(len(rows), len(data), full, tokens, trained)

@@ -1,4 +1,4 @@
-"""`lora_report`: what an adapter costs, how far its first step goes, and what is probably wrong with it."""
+"""`lora_report`: what an adapter costs, how far its first step goes, what is probably wrong."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ USUAL_SCALING = (0.1, 4.0)
 
 @dataclass(frozen=True)
 class AdapterRow:
-    """One layer's adapter. ``first_step`` is how far an output moves with Adam's first step, per unit of learning rate.
+    """One layer's adapter.
 
-    Adam's first step is the gradient's sign times the learning rate, and B starts at zero: for inputs of size 1,
-    an output moves by up to ``scaling * Σ_k |A_k x|``, about ``scaling * Σ_k ||A_k||``.
+    ``first_step`` is how far an output moves with Adam's first step, per unit of learning rate.
+
+    Adam's first step is the gradient's sign times the learning rate, and B starts at zero: for
+    inputs of size 1, an output moves by up to ``scaling * Σ_k |A_k x|``, about
+    ``scaling * Σ_k ||A_k||``.
 
     Attributes:
         name: The layer's.
@@ -58,7 +61,8 @@ class LoraReport(Report):
         weight_bytes: Size of all parameters.
         gradient_bytes: Size of the gradients of those that train.
         optimizer_bytes: Size of Adam's two averages.
-        activation_bytes: Size of what a training step saves for backward; None where it was not asked for.
+        activation_bytes: Size of what a training step saves for backward; None where it was not
+            asked for.
         adapters: One entry a layer and active adapter.
         warnings: What looks wrong.
     """
@@ -80,7 +84,11 @@ class LoraReport(Report):
             "gradients": self.gradient_bytes,
             "AdamW's moments": self.optimizer_bytes,
         }
-        return sizes if self.activation_bytes is None else sizes | {"saved activations": self.activation_bytes}
+        return (
+            sizes
+            if self.activation_bytes is None
+            else sizes | {"saved activations": self.activation_bytes}
+        )
 
     def table(self) -> Table:
         """Counts and bytes."""
@@ -95,11 +103,19 @@ class LoraReport(Report):
     def remarks(self) -> list[str]:
         """What trains, the adapters' first step, and warnings."""
         lines = [f"{self.trainable / max(1, self.parameters):.2%} of the parameters train"]
-        for (rank, scaling), count in Counter((row.rank, row.scaling) for row in self.adapters).items():
-            layers = Counter(r.name.rpartition(".")[2] for r in self.adapters if (r.rank, r.scaling) == (rank, scaling))
+        for (rank, scaling), count in Counter(
+            (row.rank, row.scaling) for row in self.adapters
+        ).items():
+            layers = Counter(
+                r.name.rpartition(".")[2]
+                for r in self.adapters
+                if (r.rank, r.scaling) == (rank, scaling)
+            )
             names = ", ".join(f"{number} {name}" for name, number in layers.items())
             lines.append(f"{count} adapters of rank {rank}, scaling {scaling:g}: {names}")
-        filled = [row for row in self.adapters if math.isfinite(row.update)]  # not on the meta device
+        filled = [
+            row for row in self.adapters if math.isfinite(row.update)
+        ]  # not on the meta device
         if any(row.update for row in filled):
             lines.append(f"updates s B A have norms of {_spread([row.update for row in filled])}")
         elif filled:
@@ -113,15 +129,21 @@ class LoraReport(Report):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        return bars(ax, "LoraReport.plot", {n: size / 2**20 for n, size in self.bytes().items()}, "MB")
+        return bars(
+            ax, "LoraReport.plot", {n: size / 2**20 for n, size in self.bytes().items()}, "MB"
+        )
 
 
 def saved_activation_bytes(model: nn.Module, batch: int, context: int) -> int:
-    """Bytes that autograd would keep for one training step, from a run on tensors that hold no numbers."""
+    """Return the bytes that autograd would keep for one training step.
+
+    The step runs on tensors that hold no numbers.
+    """
     storages: dict[int, torch.UntypedStorage] = {}
     with in_mode(model, training=True), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         fake_tensors: dict[str, Tensor] = {
-            name: fake.from_tensor(t) for name, t in (*model.named_parameters(), *model.named_buffers())
+            name: fake.from_tensor(t)
+            for name, t in (*model.named_parameters(), *model.named_buffers())
         }
         resident = {t.untyped_storage()._cdata for t in fake_tensors.values()}
 
@@ -131,9 +153,13 @@ def saved_activation_bytes(model: nn.Module, batch: int, context: int) -> int:
                 storages[storage._cdata] = storage
             return tensor
 
-        ids = torch.zeros(batch, context, dtype=torch.int64, device=next(iter(fake_tensors.values())).device)
+        ids = torch.zeros(
+            batch, context, dtype=torch.int64, device=next(iter(fake_tensors.values())).device
+        )
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            output = functional_call(model, fake_tensors, kwargs={"input_ids": ids, "use_cache": False})
+            output = functional_call(
+                model, fake_tensors, kwargs={"input_ids": ids, "use_cache": False}
+            )
         size = sum(storage.nbytes() for storage in storages.values())
     del output
     return size
@@ -151,9 +177,11 @@ def lora_report(
 
     Args:
         model: A peft model.
-        batch: With ``context``, also count the activations that one training step saves, without running one.
+        batch: With ``context``, also count the activations that one training step saves, without
+            running one.
         context: Tokens a sample.
-        base_vocab_size: How many tokens the base model came with; more now, and an untrained head, is a warning.
+        base_vocab_size: How many tokens the base model came with; more now, and an untrained head,
+            is a warning.
         trained: The model has been trained: a B that is still zero is a warning.
 
     Returns:
@@ -163,12 +191,16 @@ def lora_report(
         ValueError: One of ``batch`` and ``context`` without the other.
 
     >>> from peft import LoraConfig, get_peft_model
-    >>> model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), LoraConfig(r=2, lora_alpha=64, target_modules=["0"]))
+    >>> model = get_peft_model(
+    ...     nn.Sequential(nn.Linear(4, 4)), LoraConfig(r=2, lora_alpha=64, target_modules=["0"])
+    ... )
     >>> print(lora_report(model).warnings[0])
     scaling is 32 in 1 adapters (0, ...): usual is 0.1 to 4, lora_alpha / r of 1 or 2
     """
     if (batch is None) != (context is None):
-        raise ValueError(f"lora_report: batch is {batch} and context {context}, needed both or neither")
+        raise ValueError(
+            f"lora_report: batch is {batch} and context {context}, needed both or neither"
+        )
     layers = {name.removeprefix(PREFIX): layer for name, layer in lora_layers(model).items()}
     rows: list[AdapterRow] = []
     zero: list[str] = []
@@ -181,8 +213,16 @@ def lora_report(
             a, b = _factors_of(layer, adapter)
             rank, scaling = int(layer.r[adapter]), float(layer.scaling[adapter])
             meta = a.device.type == "meta"
-            step = float("nan") if meta else scaling * float(a.detach().float().flatten(1).norm(dim=1).sum())
-            update = float("nan") if meta else scaling * float((_gram(a) * _gram(b.T)).sum().clamp(min=0).sqrt())
+            step = (
+                float("nan")
+                if meta
+                else scaling * float(a.detach().float().flatten(1).norm(dim=1).sum())
+            )
+            update = (
+                float("nan")
+                if meta
+                else scaling * float((_gram(a) * _gram(b.T)).sum().clamp(min=0).sqrt())
+            )
             rows.append(AdapterRow(name, rank, scaling, a.numel() + b.numel(), step, update))
             if not meta and not b.detach().any():
                 zero.append(name)
@@ -199,20 +239,29 @@ def lora_report(
     warnings = _warnings(model, layers, rows, zero, broken, copied, base_vocab_size)
     trainable = [p for p in model.parameters() if p.requires_grad]
     size = sum(p.nbytes for p in trainable)
-    activations = None if batch is None or context is None else saved_activation_bytes(model, batch, context)
+    activations = (
+        None if batch is None or context is None else saved_activation_bytes(model, batch, context)
+    )
     return LoraReport(
-        parameters=sum(p.numel() for p in model.parameters()), lora=sum(row.parameters for row in rows),
+        parameters=sum(p.numel() for p in model.parameters()),
+        lora=sum(row.parameters for row in rows),
         trainable=sum(p.numel() for p in trainable),
-        weight_bytes=sum(p.nbytes for p in model.parameters()), gradient_bytes=size, optimizer_bytes=2 * size,
-        activation_bytes=activations, adapters=tuple(rows), warnings=tuple(warnings),
-    )  # fmt: skip
+        weight_bytes=sum(p.nbytes for p in model.parameters()),
+        gradient_bytes=size,
+        optimizer_bytes=2 * size,
+        activation_bytes=activations,
+        adapters=tuple(rows),
+        warnings=tuple(warnings),
+    )
 
 
 def _factors_of(layer: LoraLayer, adapter: str) -> tuple[Tensor, Tensor]:
     """A and B of a linear layer's adapter, or of an embedding's."""
     if adapter in layer.lora_embedding_A:
         return layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
-    return layer.lora_A[adapter].get_parameter("weight"), layer.lora_B[adapter].get_parameter("weight")
+    return layer.lora_A[adapter].get_parameter("weight"), layer.lora_B[adapter].get_parameter(
+        "weight"
+    )
 
 
 def _gram(a: Tensor) -> Tensor:  # (r, r)
@@ -230,9 +279,14 @@ def _some(names: list[str]) -> str:
 
 
 def _warnings(
-    model: nn.Module, layers: Mapping[str, object], rows: list[AdapterRow], zero: list[str], broken: list[str],
-    copied: list[str], base_vocab_size: int | None,
-) -> list[str]:  # fmt: skip
+    model: nn.Module,
+    layers: Mapping[str, object],
+    rows: list[AdapterRow],
+    zero: list[str],
+    broken: list[str],
+    copied: list[str],
+    base_vocab_size: int | None,
+) -> list[str]:
     warnings = []
     low, high = USUAL_SCALING
     for scaling in sorted({row.scaling for row in rows if not low <= row.scaling <= high}):
@@ -240,18 +294,24 @@ def _warnings(
         usual = f"usual is {low:g} to {high:g}, lora_alpha / r of 1 or 2"
         warnings.append(f"scaling is {scaling:g} in {_some(names)}: {usual}")
     if zero:
-        warnings.append(f"lora_B is still zero in {_some(zero)}: they were not trained, or got no gradient")
+        warnings.append(
+            f"lora_B is still zero in {_some(zero)}: they were not trained, or got no gradient"
+        )
     if broken:
         warnings.append(f"{_some(broken)} have numbers that are not finite")
     if copied:
         warnings.append(
-            f"{_some(copied)} are float32 on a half-precision model and go through peft's forward, which copies their "
-            "input: call accelerate_lora_, or pass autocast_adapter_dtype=False"
+            f"{_some(copied)} are float32 on a half-precision model and go through peft's forward, "
+            "which copies their input: call accelerate_lora_, or pass autocast_adapter_dtype=False"
         )
     for name, config in getattr(model, "peft_config", {}).items():
         targets = config.target_modules if not isinstance(config.target_modules, str) else ()
-        unused = [t for t in targets or () if not any(n == t or n.endswith(f".{t}") for n in layers)]
-        warnings += [f"adapter {name!r} has the target {t!r}, which matched no layer" for t in sorted(unused)]
+        unused = [
+            t for t in targets or () if not any(n == t or n.endswith(f".{t}") for n in layers)
+        ]
+        warnings += [
+            f"adapter {name!r} has the target {t!r}, which matched no layer" for t in sorted(unused)
+        ]
     return warnings + ([] if base_vocab_size is None else _untrained_tables(model, base_vocab_size))
 
 
@@ -264,8 +324,10 @@ def _untrained_tables(model: object, base_vocab_size: int) -> list[str]:
     tables = {"embedding": base.get_input_embeddings(), "head": head}
     size = tables["embedding"].weight.shape[0]
     return [
-        f"the vocabulary grew from {base_vocab_size} to {size} and the {kind} is not trained: its new rows stay as "
-        "they were made; add it to modules_to_save or to the targets"
+        f"the vocabulary grew from {base_vocab_size} to {size} and the {kind} is not trained: its "
+        "new rows stay as they were made; add it to modules_to_save or to the targets"
         for kind, table in tables.items()
-        if size > base_vocab_size and table is not None and not any(p.requires_grad for p in table.parameters())
+        if size > base_vocab_size
+        and table is not None
+        and not any(p.requires_grad for p in table.parameters())
     ]

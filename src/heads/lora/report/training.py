@@ -15,14 +15,22 @@ from model_components._report import Axes, Figure, Report, axes_for
 if TYPE_CHECKING:
     import numpy as np
 
-_WINDOW, _FEWEST = 40, 10  # logs before a step that say which loss is usual, and the fewest that can
-_SUSTAINED, _SINGLE = 5.0, 15.0  # deviations above the usual that make a spike: in two logs of three, in one
+_WINDOW, _FEWEST = (
+    40,
+    10,
+)  # logs before a step that say which loss is usual, and the fewest that can
+_SUSTAINED, _SINGLE = (
+    5.0,
+    15.0,
+)  # deviations above the usual that make a spike: in two logs of three, in one
 _ENOUGH = 5  # third differences of held-out losses, from which their noise is estimated
 _RISEN = 4.0  # deviations of that noise by which the last held-out loss must be above the least
 
 
 class Spike(NamedTuple):
-    """A training loss far above the usual; ``grad_norm`` is the gradient's norm before clipping, if it was logged.
+    """A training loss far above the usual.
+
+    ``grad_norm`` is the gradient's norm before clipping, if it was logged.
 
     Attributes:
         step: Where.
@@ -45,7 +53,8 @@ class TuningReport(Report):
         train: (step, loss) of the training rows, as logged.
         held_out: (step, loss) of the held-out rows.
         spikes: Training losses far above the usual.
-        overfits_from: The step of the least held-out loss, if that rose afterwards and the training loss did not.
+        overfits_from: The step of the least held-out loss, if that rose afterwards and the training
+            loss did not.
         diverges_from: The same, if the training loss rose, too: the rate is too high.
         breaks_at: The first step at which a loss or a gradient's norm is not finite.
         largest_rise: How far the held-out loss ever was above the least before it.
@@ -68,8 +77,8 @@ class TuningReport(Report):
                 step, least = min(finite, key=lambda look: look[1])
                 (_, first), (last_step, last) = looks[0], looks[-1]
                 lines.append(
-                    f"{name}: loss {first:.3f} to {last:.3f} at step {last_step} (perplexity {_perplexity(last):.2f}), "
-                    f"least {least:.3f} at step {step}"
+                    f"{name}: loss {first:.3f} to {last:.3f} at step {last_step} (perplexity "
+                    f"{_perplexity(last):.2f}), least {least:.3f} at step {step}"
                 )
         return lines
 
@@ -80,30 +89,49 @@ class TuningReport(Report):
             lines.append(f"breaks at step {self.breaks_at}: the loss or the gradient is not finite")
         if self.overfits_from is not None:
             lines.append(
-                f"overfits from step {self.overfits_from}: the held-out loss rises, the training loss does not"
+                f"overfits from step {self.overfits_from}: the held-out loss rises, the training "
+                "loss does not"
             )
         if self.diverges_from is not None:
-            lines.append(f"diverges from step {self.diverges_from}: both losses rise; the learning rate is too high")
+            lines.append(
+                f"diverges from step {self.diverges_from}: both losses rise; the learning rate is "
+                "too high"
+            )
         for step, loss, usual, norm in self.spikes:
             told = "" if norm is None else f", the gradient's norm {norm:.3g}"
             lines.append(f"spike at step {step}: loss {loss:.3f}, usual {usual:.3f}{told}")
         return lines
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Losses by step, perplexity at the right; spikes and where it overfits are marked (extra ``plot``).
+        """Losses by step, perplexity at the right.
+
+        Spikes and where it overfits are marked (extra ``plot``).
 
         Raises:
             ImportError: matplotlib is not installed.
         """
         figure, axes = axes_for(ax, "TuningReport.plot")
-        for looks, label, style in ((self.train, "training rows", "-"), (self.held_out, "held-out rows", "o-")):
+        for looks, label, style in (
+            (self.train, "training rows", "-"),
+            (self.held_out, "held-out rows", "o-"),
+        ):
             if looks:
-                axes.plot(*zip(*looks, strict=True), style, label=label, linewidth=1.2, markersize=3)
+                axes.plot(
+                    *zip(*looks, strict=True), style, label=label, linewidth=1.2, markersize=3
+                )
         if self.spikes:
             axes.plot(
-                [s.step for s in self.spikes], [s.loss for s in self.spikes], "v", color="tab:red", label="spikes"
+                [s.step for s in self.spikes],
+                [s.loss for s in self.spikes],
+                "v",
+                color="tab:red",
+                label="spikes",
             )
-        ends = {"overfits": self.overfits_from, "diverges": self.diverges_from, "breaks": self.breaks_at}
+        ends = {
+            "overfits": self.overfits_from,
+            "diverges": self.diverges_from,
+            "breaks": self.breaks_at,
+        }
         for label, step in ends.items():
             if step is not None:
                 axes.axvline(step, color="grey", linestyle=":", label=f"{label} from step {step}")
@@ -134,21 +162,23 @@ def _finite(looks: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 def tuning_report(
     log: Sequence[Mapping[str, float]], *, held_out: str = "eval_loss", tolerance: float = 0.01
 ) -> TuningReport:
-    """What the log of a trainer says: `transformers.Trainer`, `trl.SFTTrainer` or any on top of them.
+    """Read the log of a trainer: `transformers.Trainer`, `trl.SFTTrainer` or any on top of them.
 
-    Log every step (``logging_steps=1``) to see spikes, and evaluate on the way (``eval_strategy="steps"``) to see
-    where overfitting begins. What is usual are the 40 logs before, by median and median deviation, which earlier
-    spikes do not move; a spike is two logs of three that are 5 standard deviations above it, or one that is 15.
-    Noise of heavy tails is still reported now and then.
+    Log every step (``logging_steps=1``) to see spikes, and evaluate on the way
+    (``eval_strategy="steps"``) to see where overfitting begins. What is usual are the 40 logs
+    before, by median and median deviation, which earlier spikes do not move; a spike is two logs of
+    three that are 5 standard deviations above it, or one that is 15. Noise of heavy tails is still
+    reported now and then.
 
     Args:
         log: ``trainer.state.log_history``.
         held_out: The name of the held-out loss; of several sets ``eval_NAME_loss``.
-        tolerance: How many nats the last held-out loss must be above the least to have risen; it must also be 4 times
-            the noise between evaluations above it.
+        tolerance: How many nats the last held-out loss must be above the least to have risen; it
+            must also be 4 times the noise between evaluations above it.
 
     Returns:
-        First, last and least losses, where it overfits, spikes; it prints as text and can be plotted.
+        First, last and least losses, where it overfits, spikes; it prints as text and can be
+        plotted.
 
     Raises:
         ValueError: There is no loss in the log, or its held-out losses have other names.
@@ -163,19 +193,34 @@ def tuning_report(
     spike at step 25: loss 9.000, usual 1.688, the gradient's norm 70
     """
     if isinstance(log, (str, Mapping)) or not all(isinstance(entry, Mapping) for entry in log):
-        raise ValueError(f"tuning_report: log is a {type(log).__name__}; needed trainer.state.log_history")
+        raise ValueError(
+            f"tuning_report: log is a {type(log).__name__}; needed trainer.state.log_history"
+        )
     steps = [entry for entry in log if "loss" in entry]
     train = tuple((int(entry["step"]), float(entry["loss"])) for entry in steps)
-    held_out_losses = tuple((int(entry["step"]), float(entry[held_out])) for entry in log if held_out in entry)
-    others = sorted({key for entry in log for key in entry if key.startswith("eval_") and key.endswith("_loss")})
+    held_out_losses = tuple(
+        (int(entry["step"]), float(entry[held_out])) for entry in log if held_out in entry
+    )
+    others = sorted(
+        {key for entry in log for key in entry if key.startswith("eval_") and key.endswith("_loss")}
+    )
     if not held_out_losses and others:
-        raise ValueError(f"tuning_report: the log has no {held_out}; needed held_out= one of {', '.join(others)}")
+        raise ValueError(
+            f"tuning_report: the log has no {held_out}; needed held_out= one of {', '.join(others)}"
+        )
     if not train and not held_out_losses:
-        raise ValueError("tuning_report: the log has neither loss nor eval_loss; needed trainer.state.log_history")
-    norms = [None if entry.get("grad_norm") is None else float(entry["grad_norm"]) for entry in steps]
+        raise ValueError(
+            "tuning_report: the log has neither loss nor eval_loss; needed "
+            "trainer.state.log_history"
+        )
+    norms = [
+        None if entry.get("grad_norm") is None else float(entry["grad_norm"]) for entry in steps
+    ]
     broken = [step for step, loss in (*train, *held_out_losses) if not math.isfinite(loss)]
     for (step, _), norm in zip(reversed(train), reversed(norms), strict=True):
-        if norm is None or math.isfinite(norm):  # in float16 single steps are left out and training recovers
+        if norm is None or math.isfinite(
+            norm
+        ):  # in float16 single steps are left out and training recovers
             break
         broken.append(step)
     low, rise = math.inf, 0.0
@@ -197,12 +242,18 @@ def tuning_report(
 
 
 def _turn(held_out: Sequence[tuple[int, float]], tolerance: float) -> int | None:
-    """The step of the least held-out loss, if the last one is above it by more than tolerance and noise."""
+    """Return the step of the least held-out loss, if the last loss is clearly above it.
+
+    Clearly means by more than tolerance and noise.
+    """
     looks = _finite(held_out)
     if len(looks) < 2:
         return None
     losses = [loss for _, loss in looks]
-    bends = [abs(d - 3 * c + 3 * b - a) for a, b, c, d in zip(*(losses[k:] for k in range(4)), strict=False)]
+    bends = [
+        abs(d - 3 * c + 3 * b - a)
+        for a, b, c, d in zip(*(losses[k:] for k in range(4)), strict=False)
+    ]
     # of independent noise, third differences have 20 times the variance (1 + 9 + 9 + 1)
     noise = 1.4826 * statistics.median(bends) / 20**0.5 if len(bends) >= _ENOUGH else 0.0
     least = min(losses)
@@ -213,7 +264,9 @@ def _turn(held_out: Sequence[tuple[int, float]], tolerance: float) -> int | None
 
 def _rises(looks: Sequence[tuple[int, float]]) -> bool:
     """Whether a line through losses climbs, by three standard errors."""
-    if len({step for step, _ in looks}) < 3:  # of logs that were put together one step may have several
+    if (
+        len({step for step, _ in looks}) < 3
+    ):  # of logs that were put together one step may have several
         return False
     line = statistics.linear_regression(*zip(*looks, strict=True))
     middle = statistics.fmean(step for step, _ in looks)
@@ -228,14 +281,24 @@ def _spikes(train: Sequence[tuple[int, float]], norms: Sequence[float | None]) -
     for place, (_, loss) in enumerate(train):
         before = [value for _, value in train[max(0, place - _WINDOW) : place]]
         middle = statistics.median(before) if len(before) >= _FEWEST else math.inf
-        deviation = 1.4826 * statistics.median(abs(value - middle) for value in before) if before else 0.0
+        deviation = (
+            1.4826 * statistics.median(abs(value - middle) for value in before) if before else 0.0
+        )
         usual.append(middle)  # below, a hundredth of the loss is the least that a deviation may be
-        above.append((loss - middle) / max(deviation, 0.01 * abs(middle)) if math.isfinite(middle) else 0.0)
+        above.append(
+            (loss - middle) / max(deviation, 0.01 * abs(middle)) if math.isfinite(middle) else 0.0
+        )
     spikes: list[Spike] = []
     last = -math.inf
     for place, (step, loss) in enumerate(train):
-        near = [z for k, z in enumerate(above[max(0, place - 2) : place + 3], max(0, place - 2)) if k != place]
-        if above[place] <= _SINGLE and not (above[place] > _SUSTAINED and max(near, default=0.0) > _SUSTAINED):
+        near = [
+            z
+            for k, z in enumerate(above[max(0, place - 2) : place + 3], max(0, place - 2))
+            if k != place
+        ]
+        if above[place] <= _SINGLE and not (
+            above[place] > _SUSTAINED and max(near, default=0.0) > _SUSTAINED
+        ):
             continue
         one = Spike(step, loss, usual[place], norms[place])
         if place - last <= 2:

@@ -29,7 +29,9 @@ def load_lora(
     accelerate: bool = True,
     **options: Any,
 ) -> PeftModel:
-    """Peft's `PeftModel.from_pretrained`, after the checkpoint has been compared with the model, with our forward.
+    """Load an adapter as peft's `PeftModel.from_pretrained` does, and give it our forward.
+
+    The checkpoint is compared with the model first.
 
     Args:
         model: The base model, or one with adapters already, which gets one more.
@@ -37,16 +39,17 @@ def load_lora(
         adapter_name: What the adapter is called here.
         is_trainable: Whether it will be trained on.
         accelerate: Also call `accelerate_lora_`.
-        options: More of peft's, such as ``autocast_adapter_dtype``; ``revision``, ``token`` and ``subfolder`` are the
-            hub's.
+        options: More of peft's, such as ``autocast_adapter_dtype``; ``revision``, ``token`` and
+            ``subfolder`` are the hub's.
 
     Returns:
         The model with the adapter.
 
     Raises:
-        ValueError: A folder or id that does not exist, another method's adapter, a pickle, a truncated file, modules
-            that the model does not have, tensors that the config does not name, shapes that do not fit, numbers that
-            are not finite or not floating, a name that is taken.
+        ValueError: A folder or id that does not exist, another method's adapter, a pickle, a
+            truncated file, modules that the model does not have, tensors that the config does not
+            name, shapes that do not fit, numbers that are not finite or not floating, a name that
+            is taken.
 
     >>> from peft import get_peft_model
     >>> model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), LoraConfig(target_modules=["0"]))
@@ -60,14 +63,26 @@ def load_lora(
     operation = "load_lora"
     check_adapter_name(operation, adapter_name)
     if isinstance(model, PeftModel) and adapter_name in model.peft_config:
-        raise ValueError(f"{operation}: the model has an adapter {adapter_name!r} already; needed another adapter_name")
+        raise ValueError(
+            f"{operation}: the model has an adapter {adapter_name!r} already; needed another "
+            "adapter_name"
+        )
     hub = {k: options.pop(k) for k in ("revision", "token") if k in options}
-    path = find_folder(folder, patterns=["*adapter_*"], operation=operation, **hub) / options.pop("subfolder", "")
+    path = find_folder(folder, patterns=["*adapter_*"], operation=operation, **hub) / options.pop(
+        "subfolder", ""
+    )
     shapes = _shapes(operation, path)
     try:
         config = PeftConfig.from_pretrained(str(path))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:  # what a JSON decoder raises, too, or a list
-        raise ValueError(f"{operation}: {path / 'adapter_config.json'} cannot be read: {error}") from error
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+    ) as error:  # what a JSON decoder raises, too, or a list
+        raise ValueError(
+            f"{operation}: {path / 'adapter_config.json'} cannot be read: {error}"
+        ) from error
     if not isinstance(config, LoraConfig):
         raise ValueError(f"{operation}: {path} holds an adapter of {config.peft_type}, needed LoRA")
     base = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -79,27 +94,42 @@ def load_lora(
             peft_model = model
             peft_model.load_adapter(str(path), adapter_name, is_trainable=is_trainable, **options)
         else:
-            peft_model = PeftModel.from_pretrained(base, str(path), adapter_name, is_trainable=is_trainable, **options)
+            peft_model = PeftModel.from_pretrained(
+                base, str(path), adapter_name, is_trainable=is_trainable, **options
+            )
     if accelerate:
         accelerate_lora_(peft_model)
     return peft_model
 
 
 def _shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a checkpoint's tensors, each of which is read once to see that its numbers are finite."""
+    """Return names and shapes of a checkpoint's tensors.
+
+    Each is read once to see that its numbers are finite.
+    """
     if not (path / WEIGHTS).exists():
         file_names = sorted(p.name for p in path.iterdir())
-        why = " (a pickle can run code: save it again with safetensors)" if "adapter_model.bin" in file_names else ""
+        why = (
+            " (a pickle can run code: save it again with safetensors)"
+            if "adapter_model.bin" in file_names
+            else ""
+        )
         raise ValueError(f"{operation}: {path} has no {WEIGHTS}{why}; it holds {file_names}")
     shapes = {}
     try:
         with safe_open(path / WEIGHTS, "pt") as file:
             for name in file.keys():  # noqa: SIM118, not a mapping
                 tensor = file.get_tensor(name)
-                if ".lora_" in name and not tensor.is_floating_point():  # others may be counters of a whole module
-                    raise ValueError(f"{operation}: {name} in {path} is {tensor.dtype}, needed floating numbers")
+                if (
+                    ".lora_" in name and not tensor.is_floating_point()
+                ):  # others may be counters of a whole module
+                    raise ValueError(
+                        f"{operation}: {name} in {path} is {tensor.dtype}, needed floating numbers"
+                    )
                 if not torch.isfinite(tensor).all():
-                    raise ValueError(f"{operation}: {name} in {path} has numbers that are not finite")
+                    raise ValueError(
+                        f"{operation}: {name} in {path} has numbers that are not finite"
+                    )
                 shapes[name] = tuple(tensor.shape)
     except SafetensorError as error:
         raise ValueError(f"{operation}: {path / WEIGHTS} cannot be read: {error}") from error
@@ -107,18 +137,27 @@ def _shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _compare(
-    operation: str, path: Path, shapes: dict[str, tuple[int, ...]], base: nn.Module, config: LoraConfig
+    operation: str,
+    path: Path,
+    shapes: dict[str, tuple[int, ...]],
+    base: nn.Module,
+    config: LoraConfig,
 ) -> None:
-    """Refuse a checkpoint that does not fit the model; ``base`` is a copy on the meta device, which is changed."""
+    """Refuse a checkpoint that does not fit the model.
+
+    ``base`` is a copy on the meta device, which is changed.
+    """
     of = f"{operation}: {path}, trained on {config.base_model_name_or_path},"
     modules = {name for name, _ in base.named_modules()}
-    places = {re.sub(r"\.(lora_.*|base_layer.*|token_adapter.*|[^.]*)$", "", name) for name in shapes}
+    places = {
+        re.sub(r"\.(lora_.*|base_layer.*|token_adapter.*|[^.]*)$", "", name) for name in shapes
+    }
     places = {place.removeprefix(PREFIX) for place in places}
     strange = sorted(places - modules)
     if strange:
         raise ValueError(
-            f"{of} is of another base model: of its {len(places)} modules this {type(base).__name__} does not have "
-            f"{strange[0]} and {len(strange) - 1} more"
+            f"{of} is of another base model: of its {len(places)} modules this "
+            f"{type(base).__name__} does not have {strange[0]} and {len(strange) - 1} more"
         )
     expected = {name: tuple(p.shape) for name, p in base.named_parameters()}
     trial = copy.deepcopy(config)
@@ -126,17 +165,31 @@ def _compare(
     injected = inject(base, trial, "default")
     tensors = get_peft_model_state_dict(injected, save_embedding_layers=False)
     needed = {name: tuple(t.shape) for name, t in tensors.items()}
-    parameters = injected.named_parameters(remove_duplicate=False)  # base layers that peft saves, too
+    parameters = injected.named_parameters(
+        remove_duplicate=False
+    )  # base layers that peft saves, too
     adapted = {name: tuple(p.shape) for name, p in parameters}
     expected = {PREFIX + name: shape for name, shape in expected.items()} | adapted | needed
-    wrong = [f"{n} is {list(s)}, needed {list(expected[n])}" for n, s in shapes.items() if expected.get(n, s) != s]
+    wrong = [
+        f"{n} is {list(s)}, needed {list(expected[n])}"
+        for n, s in shapes.items()
+        if expected.get(n, s) != s
+    ]
     if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise ValueError(f"{of} does not fit: {wrong[0]}{more}")
     left = sorted(set(shapes) - set(expected))
     if left:
-        named = config.target_modules if isinstance(config.target_modules, str) else sorted(config.target_modules or ())
-        raise ValueError(f"{of} holds {left[0]} and {len(left) - 1} more that its config does not name ({named})")
+        named = (
+            config.target_modules
+            if isinstance(config.target_modules, str)
+            else sorted(config.target_modules or ())
+        )
+        raise ValueError(
+            f"{of} holds {left[0]} and {len(left) - 1} more that its config does not name ({named})"
+        )
     absent = sorted(set(needed) - set(shapes))
     if absent:
-        raise ValueError(f"{of} lacks {absent[0]} and {len(absent) - 1} more of what its config names")
+        raise ValueError(
+            f"{of} lacks {absent[0]} and {len(absent) - 1} more of what its config names"
+        )

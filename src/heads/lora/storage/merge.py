@@ -32,7 +32,9 @@ _SHOWN = 5  # layers of a printed report
 
 @dataclass(frozen=True)
 class MergedLayer:
-    """What became of one layer's update dW: its size, |dW| / |W|, and the share of it that rounding lost.
+    """What became of one layer's update dW.
+
+    Its size, |dW| / |W|, and the share of it that rounding lost.
 
     Attributes:
         name: The layer's.
@@ -65,7 +67,9 @@ class MergeReport(Report):
 
     def table(self) -> Table:
         """The layers that lost most to rounding."""
-        worst = sorted((one for one in self.layers if one.update), key=lambda one: -one.lost)[:_SHOWN]
+        worst = sorted((one for one in self.layers if one.update), key=lambda one: -one.lost)[
+            :_SHOWN
+        ]
         rows = [(one.name, f"{one.update:.2e}", f"{one.lost:.2%}") for one in worst]
         return Table(("layer", "|dW| / |W|", "dW lost"), rows)
 
@@ -74,15 +78,21 @@ class MergeReport(Report):
         idle = sum(not layer.update for layer in self.layers)
         more = len(self.layers) - idle - _SHOWN
         lines = [f"and {more} more, which lost no more"] if more > 0 else []
-        return lines + ([f"{idle} of them were not changed: their B is zero, untrained"] if idle else [])
+        return lines + (
+            [f"{idle} of them were not changed: their B is zero, untrained"] if idle else []
+        )
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """The share of each layer's update that rounding lost (extra ``plot``), on ``ax`` or in a new figure.
+        """Plot the share of each layer's update that rounding lost (extra ``plot``).
+
+        It is drawn on ``ax`` or in a new figure.
 
         Raises:
             ImportError: matplotlib is not installed.
         """
-        return bars(ax, "MergeReport.plot", {one.name: one.lost for one in self.layers}, "share of dW lost")
+        return bars(
+            ax, "MergeReport.plot", {one.name: one.lost for one in self.layers}, "share of dW lost"
+        )
 
 
 def merge_lora(
@@ -98,10 +108,11 @@ def merge_lora(
 ) -> MergeReport:
     """Write the model with its adapters as an ordinary checkpoint; the model itself stays as it is.
 
-    Every update is added in float32 (float64 of such a model) and rounded once. A weight of bfloat16 has 8 bits, so
-    that an update of a thousandth of it is mostly lost: that share, ``|stored - W - dW| / |dW|``, is reported for every
-    layer, and refused above ``max_lost``. A head adapted apart from its tied
-    embedding is untied. The weights of adapted layers are in memory twice meanwhile.
+    Every update is added in float32 (float64 of such a model) and rounded once. A weight of
+    bfloat16 has 8 bits, so that an update of a thousandth of it is mostly lost: that share,
+    ``|stored - W - dW| / |dW|``, is reported for every layer, and refused above ``max_lost``. A
+    head adapted apart from its tied embedding is untied. The weights of adapted layers are in
+    memory twice meanwhile.
 
     Args:
         model: A peft model with LoRA adapters of any kind that peft can merge.
@@ -117,9 +128,9 @@ def merge_lora(
         What was written, and how much of each update was lost.
 
     Raises:
-        ValueError: An adapter that the model does not have, a quantised base, another tuner's layer beneath, numbers
-            that are not finite (in ``dtype``, too), a folder with something in it, or more lost than allowed. Nothing
-            has been written then.
+        ValueError: An adapter that the model does not have, a quantised base, another tuner's layer
+            beneath, numbers that are not finite (in ``dtype``, too), a folder with something in it,
+            or more lost than allowed. Nothing has been written then.
 
     >>> import tempfile
     >>> from peft import LoraConfig, get_peft_model
@@ -131,21 +142,36 @@ def merge_lora(
     """
     operation = "merge_lora"
     if not isinstance(model, PeftModel):
-        raise ValueError(f"{operation}: the model is a {type(model).__name__}, needed a peft.PeftModel")
+        raise ValueError(
+            f"{operation}: the model is a {type(model).__name__}, needed a peft.PeftModel"
+        )
     named, dtype = dtype, getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if named is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"{operation}: dtype is {named!r}, needed a floating one such as torch.float32")
-    names = [adapters] if isinstance(adapters, str) else list(model.active_adapters if adapters is None else adapters)
+        raise ValueError(
+            f"{operation}: dtype is {named!r}, needed a floating one such as torch.float32"
+        )
+    names = (
+        [adapters]
+        if isinstance(adapters, str)
+        else list(model.active_adapters if adapters is None else adapters)
+    )
     unknown = [name for name in names if name not in model.peft_config]
     if unknown or not names:
-        raise ValueError(f"{operation}: adapters are {names}, the model has {sorted(model.peft_config)}")
+        raise ValueError(
+            f"{operation}: adapters are {names}, the model has {sorted(model.peft_config)}"
+        )
     check_new(out, operation)
     base = model.get_base_model()
     stored = dtype or next(base.parameters()).dtype
     adapted = lora_layers(base)
     for name, wrapper in base.named_modules():
-        if isinstance(wrapper, AuxiliaryTrainingWrapper) and not isinstance(wrapper, ModulesToSaveWrapper):
-            raise ValueError(f"{operation}: {name} is a {type(wrapper).__name__}; needed peft's own merge_and_unload")
+        if isinstance(wrapper, AuxiliaryTrainingWrapper) and not isinstance(
+            wrapper, ModulesToSaveWrapper
+        ):
+            raise ValueError(
+                f"{operation}: {name} is a {type(wrapper).__name__}; needed peft's own "
+                "merge_and_unload"
+            )
     for name, layer in adapted.items():
         _check_layer(operation, name, layer)
     layers, merged = [], {}
@@ -153,14 +179,17 @@ def merge_lora(
         parts = _parts_of(layer, names)
         layers.append(_measured(operation, name, layer, parts["weight"], dtype))
         base_layer = layer.base_layer
-        merged |= {f"{name}.{w}": part.to(dtype or base_layer.get_parameter(w).dtype) for w, part in parts.items()}
+        merged |= {
+            f"{name}.{w}": part.to(dtype or base_layer.get_parameter(w).dtype)
+            for w, part in parts.items()
+        }
     lossy = [one for one in layers if max_lost is not None and one.lost > max_lost]
     if lossy:
         worst = max(lossy, key=lambda one: one.lost)
         raise ValueError(
             f"{operation}: rounding to {stored} loses more than {max_lost:.0%} of the update of "
-            f"{len(lossy)} of {len(layers)} layers, {worst.lost:.0%} of {worst.name}'s; needed dtype=torch.float32 "
-            "(--dtype float32), or max_lost=None to have it so (--max-lost 99)"
+            f"{len(lossy)} of {len(layers)} layers, {worst.lost:.0%} of {worst.name}'s; needed "
+            "dtype=torch.float32 (--dtype float32), or max_lost=None to have it so (--max-lost 99)"
         )
     state = _state(base, merged, names, dtype)
     with NewFolder(out, operation) as new:
@@ -172,27 +201,41 @@ def _check_layer(operation: str, name: str, layer: LoraLayer) -> None:
     """Refuse what only peft can merge."""
     if isinstance(layer.base_layer, BaseTunerLayer):
         kind = type(layer.base_layer).__name__
-        raise ValueError(f"{operation}: {name} stands on another adapter, a {kind}; needed peft's own merge of both")
+        raise ValueError(
+            f"{operation}: {name} stands on another adapter, a {kind}; needed peft's own merge of "
+            "both"
+        )
     weight = getattr(layer.base_layer, "weight", None)
     if isinstance(layer, lora.layer.ParamWrapper) or weight is None:
-        raise ValueError(f"{operation}: {name} is a lora.{type(layer).__name__}, whose merge peft alone can do")
+        raise ValueError(
+            f"{operation}: {name} is a lora.{type(layer).__name__}, whose merge peft alone can do"
+        )
     if "weight" not in layer.base_layer._parameters:
         raise ValueError(
-            f"{operation}: {name}'s weight is no parameter of its own but made of others; needed it removed"
+            f"{operation}: {name}'s weight is no parameter of its own but made of others; needed "
+            "it removed"
         )
     if layer.base_layer._parameters.get("bias") is None and any(layer.lora_bias.values()):
-        raise ValueError(f"{operation}: {name} has an adapter with a bias, and the layer itself has none to add it to")
+        raise ValueError(
+            f"{operation}: {name} has an adapter with a bias, and the layer itself has none to add "
+            "it to"
+        )
     if layer.merged:
         raise ValueError(f"{operation}: {name} is merged already; needed unmerge_adapter() before")
     if not weight.is_floating_point() or weight.dtype.itemsize < 2:
-        raise ValueError(f"{operation}: {name} is quantised ({weight.dtype}); needed a float base model")
+        raise ValueError(
+            f"{operation}: {name} is quantised ({weight.dtype}); needed a float base model"
+        )
 
 
 def _parts_of(layer: Any, names: Sequence[str]) -> dict[str, Tensor]:
     """Weight and bias of one layer with its adapters, in float32 or better."""
     copied = copy.deepcopy(layer).to(_wide(layer.base_layer.weight).dtype)
     copied.merge(adapter_names=[name for name in names if name in layer.r])
-    return {which: parameter.detach() for which, parameter in copied.base_layer.named_parameters(recurse=False)}
+    return {
+        which: parameter.detach()
+        for which, parameter in copied.base_layer.named_parameters(recurse=False)
+    }
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -200,12 +243,16 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _measured(operation: str, name: str, layer: Any, exact: Tensor, dtype: torch.dtype | None) -> MergedLayer:
+def _measured(
+    operation: str, name: str, layer: Any, exact: Tensor, dtype: torch.dtype | None
+) -> MergedLayer:
     weight = layer.base_layer.weight.detach()
     rounded = exact.to(dtype or weight.dtype)
     for merged_weight, where in ((exact, ""), (rounded, f" in {rounded.dtype}")):
         if not torch.isfinite(merged_weight).all():
-            raise ValueError(f"{operation}: the merged weight of {name} has numbers that are not finite{where}")
+            raise ValueError(
+                f"{operation}: the merged weight of {name} has numbers that are not finite{where}"
+            )
     update = exact - _wide(weight)
     size, before = float(update.norm()), float(weight.float().norm())
     lost = rounded.to(exact.dtype) - weight.to(rounded.dtype).to(exact.dtype) - update
@@ -240,7 +287,9 @@ def _state(
         elif key.partition(".lora_")[0] in adapted:
             continue
         if dtype is not None and value.is_floating_point():
-            value = cast.setdefault((value.data_ptr(), value.shape), value.to(dtype))  # what was one tensor stays one
+            value = cast.setdefault(
+                (value.data_ptr(), value.shape), value.to(dtype)
+            )  # what was one tensor stays one
         state[place] = value
     return state
 
@@ -264,15 +313,23 @@ def _write(
 
 
 def _stock(base: PreTrainedModel, state: dict[str, Tensor]) -> PreTrainedModel:
-    """A model of the base's class with this state; its head stays tied to its embedding if both are one tensor."""
+    """A model of the base's class with this state.
+
+    Its head stays tied to its embedding if both are one tensor.
+    """
     config = copy.deepcopy(base.config)
-    if getattr(config, "tie_word_embeddings", False):  # a head that was trained apart is a tensor of its own
-        pairs = [(state.get(one), state.get(other)) for one, other in base.all_tied_weights_keys.items()]
+    if getattr(
+        config, "tie_word_embeddings", False
+    ):  # a head that was trained apart is a tensor of its own
+        pairs = [
+            (state.get(one), state.get(other)) for one, other in base.all_tied_weights_keys.items()
+        ]
         tied = all(a is None or b is None or a.data_ptr() == b.data_ptr() for a, b in pairs)
         if not tied and "tie_word_embeddings" in inspect.getsource(type(base).forward):
             raise ValueError(
-                f"merge_lora: a {type(base).__name__} whose head is no longer its embedding computes otherwise (its "
-                "forward reads tie_word_embeddings); needed an adapter of other layers alone"
+                f"merge_lora: a {type(base).__name__} whose head is no longer its embedding "
+                "computes otherwise (its forward reads tie_word_embeddings); needed an adapter of "
+                "other layers alone"
             )
         config.tie_word_embeddings = tied
     with no_init_weights(), torch.device("meta"):

@@ -1,4 +1,7 @@
-"""`accelerate_lora_` and `restore_lora_`: the class of a loaded peft model's layers, and nothing else, is exchanged."""
+"""`accelerate_lora_` and `restore_lora_` exchange the class of a loaded peft model's layers.
+
+Nothing else is exchanged.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,10 @@ class AccelerationReport(Report):
 def accelerate_lora_(model: nn.Module) -> AccelerationReport:
     """Give every supported layer of a peft model the forward of `lora_linear`, in place.
 
-    Only the class changes: parameters, their names, checkpoints, merging and hooks stay peft's, and new adapters can
-    still be added. Over a base layer of another kind (quantised, another tuner's) or with hooks, that layer's own
-    output is what updates are added to. What has to stay peft's (DoRA, embeddings) does, and the report says why.
+    Only the class changes: parameters, their names, checkpoints, merging and hooks stay peft's, and
+    new adapters can still be added. Over a base layer of another kind (quantised, another tuner's)
+    or with hooks, that layer's own output is what updates are added to. What has to stay peft's
+    (DoRA, embeddings) does, and the report says why.
 
     Args:
         model: A `PeftModel`, or any module with peft's LoRA layers inside.
@@ -59,8 +63,8 @@ def accelerate_lora_(model: nn.Module) -> AccelerationReport:
     layers = lora_layers(model)
     if not layers:
         raise ValueError(
-            f"accelerate_lora_: {type(model).__name__} has no LoRA layers; needed a model of peft.get_peft_model or "
-            "PeftModel.from_pretrained"
+            f"accelerate_lora_: {type(model).__name__} has no LoRA layers; needed a model of "
+            "peft.get_peft_model or PeftModel.from_pretrained"
         )
     done, skipped = [], {}
     for name, layer in layers.items():
@@ -72,7 +76,9 @@ def accelerate_lora_(model: nn.Module) -> AccelerationReport:
                 continue
             layer.__class__ = lean(kind)
         chosen_path = (
-            "its forward was replaced, by an accelerate hook, say" if "forward" in vars(layer) else route(layer)
+            "its forward was replaced, by an accelerate hook, say"
+            if "forward" in vars(layer)
+            else route(layer)
         )
         if isinstance(chosen_path, str):
             skipped[name] = chosen_path
@@ -91,7 +97,8 @@ def restore_lora_(model: nn.Module) -> int:
         How many layers were changed.
 
     Raises:
-        ValueError: A layer was changed once more since, sharded by FSDP2 or wrapped by a hook: that has to go first.
+        ValueError: A layer was changed once more since, sharded by FSDP2 or wrapped by a hook: that
+            has to go first.
 
     >>> from peft import LoraConfig, get_peft_model
     >>> model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), LoraConfig(target_modules=["0"]))
@@ -99,13 +106,15 @@ def restore_lora_(model: nn.Module) -> int:
     >>> restore_lora_(model), restore_lora_(model)
     (1, 0)
     """
-    layers: dict[str, LeanForward] = {name: m for name, m in model.named_modules() if isinstance(m, LeanForward)}
+    layers: dict[str, LeanForward] = {
+        name: m for name, m in model.named_modules() if isinstance(m, LeanForward)
+    }
     for name, layer in layers.items():
         _forget_own_forward(layer)
         if LeanForward not in type(layer).__bases__ or "forward" in vars(layer):
             raise ValueError(
-                f"restore_lora_: {name} is a {type(layer).__name__}, whose class or forward was changed since; needed "
-                "that undone before"
+                f"restore_lora_: {name} is a {type(layer).__name__}, whose class or forward was "
+                "changed since; needed that undone before"
             )
     for layer in layers.values():
         layer.__class__ = lean(type(layer))
@@ -113,7 +122,12 @@ def restore_lora_(model: nn.Module) -> int:
 
 
 def _forget_own_forward(layer: object) -> None:
-    """Delete an instance's ``forward`` that only repeats its class's, as accelerate's hooks leave it behind."""
+    """Delete an instance's ``forward`` that only repeats its class's.
+
+    Accelerate's hooks leave such behind.
+    """
     forward = vars(layer).get("forward")
-    if forward is not None and getattr(forward, "__func__", None) is getattr(type(layer), "forward", None):
+    if forward is not None and getattr(forward, "__func__", None) is getattr(
+        type(layer), "forward", None
+    ):
         del vars(layer)["forward"]

@@ -25,18 +25,26 @@ def skeleton(model: nn.Module) -> Any:
     """A copy of a model on the meta device: its modules and names, no memory."""
     meta: dict[int, object] = {id(t): t.to("meta") for t in model.buffers()}
     for p in model.parameters():
-        meta[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
+        meta[id(p)] = nn.Parameter(
+            torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad
+        )
     return copy.deepcopy(model, meta)
 
 
 def is_quantised(model: nn.Module) -> bool:
-    """Whether any parameter is quantised (of another class, or not floating), so that `skeleton` cannot copy it."""
+    """Return whether any parameter is quantised, so that `skeleton` cannot copy it.
+
+    Such a parameter is of another class, or not floating.
+    """
     return any(type(p) is not nn.Parameter or not p.is_floating_point() for p in model.parameters())
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence two warnings: peft's on fan_in_fan_out, which it corrects itself, and one on a deprecated name."""
+    """Silence two warnings of peft.
+
+    One is on fan_in_fan_out, which it corrects itself, and one on a deprecated name.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated")
@@ -52,22 +60,37 @@ def inject(model: nn.Module, config: LoraConfig, adapter_name: str, **options: A
 def check_adapter_name(operation: str, adapter_name: str) -> None:
     """Refuse a name that peft cannot tell apart from its own words."""
     if adapter_name == "lora" or "." in adapter_name or not adapter_name:
-        raise ValueError(f"{operation}: adapter_name is {adapter_name!r}; needed a name without dots, and not 'lora'")
+        raise ValueError(
+            f"{operation}: adapter_name is {adapter_name!r}; needed a name without dots, and not "
+            "'lora'"
+        )
 
 
 def _near(name: str, known: set[str]) -> str:
     close = difflib.get_close_matches(name, sorted(known), 3, 0.4)
-    return f"; near it: {', '.join(close)}" if close else f"; there are {', '.join(sorted(known)[:12])}"
+    return (
+        f"; near it: {', '.join(close)}"
+        if close
+        else f"; there are {', '.join(sorted(known)[:12])}"
+    )
 
 
 def _check_config(operation: str, model: nn.Module, config: object, adapter_name: str) -> None:
     """Refuse what peft would take in silence, or refuse half-way through."""
     if not isinstance(config, LoraConfig):
-        raise ValueError(f"{operation}: config is a {type(config).__name__}, needed a peft.LoraConfig")
+        raise ValueError(
+            f"{operation}: config is a {type(config).__name__}, needed a peft.LoraConfig"
+        )
     if isinstance(model, PeftModel):
-        raise ValueError(f"{operation}: the model has adapters already; needed add_adapter, then accelerate_lora_")
+        raise ValueError(
+            f"{operation}: the model has adapters already; needed add_adapter, then "
+            "accelerate_lora_"
+        )
     check_adapter_name(operation, adapter_name)
-    ranks = {"r": config.r, **{f"rank_pattern[{k!r}]": v for k, v in (config.rank_pattern or {}).items()}}
+    ranks = {
+        "r": config.r,
+        **{f"rank_pattern[{k!r}]": v for k, v in (config.rank_pattern or {}).items()},
+    }
     for name, rank in ranks.items():
         if not isinstance(rank, int) or rank < 1:
             raise ValueError(f"{operation}: {name} is {rank!r}, needed at least 1")
@@ -77,10 +100,18 @@ def _check_config(operation: str, model: nn.Module, config: object, adapter_name
     for field, wanted in (("target_modules", targets), ("modules_to_save", config.modules_to_save)):
         for target in sorted(wanted) if isinstance(wanted, (list, set, tuple)) else ():
             if not any(name == target or name.endswith(f".{target}") for name in names):
-                raise ValueError(f"{operation}: {field} has {target!r}, which no module is called{_near(target, last)}")
-    if isinstance(targets, str) and targets != "all-linear" and not any(re.fullmatch(targets, name) for name in names):
+                raise ValueError(
+                    f"{operation}: {field} has {target!r}, which no module is "
+                    f"called{_near(target, last)}"
+                )
+    if (
+        isinstance(targets, str)
+        and targets != "all-linear"
+        and not any(re.fullmatch(targets, name) for name in names)
+    ):
         raise ValueError(
-            f"{operation}: target_modules is the pattern {targets!r}, which matches none of {len(names)} names"
+            f"{operation}: target_modules is the pattern {targets!r}, which matches none of "
+            f"{len(names)} names"
         )
 
 
@@ -90,15 +121,18 @@ def _rehearse(operation: str, model: nn.Module, config: LoraConfig, adapter_name
         return
     trial = copy.deepcopy(config)
     trial.init_lora_weights = False
-    with torch.random.fork_rng(devices=[]):  # this draw of initial values must not change the user's
+    with torch.random.fork_rng(
+        devices=[]
+    ):  # this draw of initial values must not change the user's
         injected = inject(skeleton(model), trial, adapter_name)
     for name, layer in injected.named_modules():
         if isinstance(layer, LoraLayer) and adapter_name in layer.r:
             sides: Any = (layer.in_features, layer.out_features)
             if layer.r[adapter_name] > min(sides):
                 raise ValueError(
-                    f"{operation}: rank {layer.r[adapter_name]} is larger than {name.removeprefix(PREFIX)}, which is "
-                    f"{sides[1]} x {sides[0]}; needed at most {min(sides)}"
+                    f"{operation}: rank {layer.r[adapter_name]} is larger than "
+                    f"{name.removeprefix(PREFIX)}, which is {sides[1]} x {sides[0]}; needed at "
+                    f"most {min(sides)}"
                 )
 
 
@@ -113,7 +147,8 @@ def prepare_lora(
     """Peft's `get_peft_model` with our forward, tried out first on a copy on the meta device.
 
     Args:
-        model: The base model; peft changes it in place, and nothing has changed where an error is raised.
+        model: The base model; peft changes it in place, and nothing has changed where an error is
+            raised.
         config: peft's own.
         adapter_name: What the adapter is called.
         accelerate: Also call `accelerate_lora_`.
@@ -123,8 +158,8 @@ def prepare_lora(
         peft's model, its adapters at their start.
 
     Raises:
-        ValueError: A rank below 1 or larger than a matrix, a target that no module is called (with near names), a name
-            that peft cannot keep apart, a model with adapters already.
+        ValueError: A rank below 1 or larger than a matrix, a target that no module is called (with
+            near names), a name that peft cannot keep apart, a model with adapters already.
 
     A quantised model cannot be rehearsed; names and ranks below 1 are still looked at.
 

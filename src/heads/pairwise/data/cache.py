@@ -1,7 +1,7 @@
 """Features of a frozen encoder, made once and kept in a folder, so that heads train in seconds.
 
-Features are looked up by a hash of the sequence's tokens and one of the encoder's config, weights and active adapters:
-any other pairs can use them, and an interrupted run goes on where it stopped.
+Features are looked up by a hash of the sequence's tokens and one of the encoder's config, weights
+and active adapters: any other pairs can use them, and an interrupted run goes on where it stopped.
 
     cache/
       ENCODER/                a hash of the encoder's config, weights and adapters
@@ -33,18 +33,33 @@ from .template import Tokens, sequence_batch
 _TOKENS = 8192  # of a batch
 _BATCHES = 8  # of a file
 _SAMPLED = 64  # numbers of each tensor
-_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")  # of peft's layers, in no state dict
-_ELSEWHERE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")  # do not change outputs
+_ADAPTERS = (
+    "active_adapters",
+    "disable_adapters",
+    "merged_adapters",
+    "scaling",
+)  # of peft's layers, in no state dict
+_ELSEWHERE = (
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "transformers_version",
+    "use_cache",
+)  # do not change outputs
 
 
 @torch.no_grad()
-def encoded(model: Judge, sequences: Sequence[Tokens], cache: str | Path | None, progress: bool) -> np.ndarray:
+def encoded(
+    model: Judge, sequences: Sequence[Tokens], cache: str | Path | None, progress: bool
+) -> np.ndarray:
     """(S, W) float32 features of sequences, of which equal ones are encoded once.
 
     Raises:
         ValueError: An encoder that trains.
     """
-    trained = [name for name, parameter in model.encoder.named_parameters() if parameter.requires_grad]
+    trained = [
+        name for name, parameter in model.encoder.named_parameters() if parameter.requires_grad
+    ]
     if trained:
         raise ValueError(
             f"encode_: {len(trained)} of the encoder's tensors train, such as {trained[0]}; call "
@@ -56,22 +71,35 @@ def encoded(model: Judge, sequences: Sequence[Tokens], cache: str | Path | None,
     keys = [_key(one) for one in sequences]
     rows = {kind: _found(folders.get(kind)) for kind in kinds}
     missing = {
-        key: one for key, one in zip(keys, sequences, strict=True) if any(key not in rows[kind] for kind in kinds)
+        key: one
+        for key, one in zip(keys, sequences, strict=True)
+        if any(key not in rows[kind] for kind in kinds)
     }
     order = sorted(missing, key=lambda key: (len(missing[key].ids), key))
-    bar = tqdm(total=sum(len(one.ids) for one in missing.values()), desc="encoding", unit="tok", unit_scale=True,
-               disable=not progress, leave=False, delay=1)  # fmt: skip
+    bar = tqdm(
+        total=sum(len(one.ids) for one in missing.values()),
+        desc="encoding",
+        unit="tok",
+        unit_scale=True,
+        disable=not progress,
+        leave=False,
+        delay=1,
+    )
     with evaluating(model), torch.autocast(model.device.type, enabled=False), bar:
         for batches in _chunks(order, missing):
             feature_parts = []
             for batch in batches:
                 inputs = sequence_batch([missing[key] for key in batch])
                 feature_parts.append(
-                    model.features(**{name: value.to(model.device) for name, value in inputs.items()}).cpu()
+                    model.features(
+                        **{name: value.to(model.device) for name, value in inputs.items()}
+                    ).cpu()
                 )
                 bar.update(len(inputs["input_ids"]))
             chunk, features = [key for batch in batches for key in batch], torch.cat(feature_parts)
-            table = torch.frombuffer(bytearray(b"".join(chunk)), dtype=torch.uint8).view(len(chunk), -1)
+            table = torch.frombuffer(bytearray(b"".join(chunk)), dtype=torch.uint8).view(
+                len(chunk), -1
+            )
             name = f"{hashlib.sha256(b''.join(chunk)).hexdigest()[:32]}.safetensors"
             for kind, pooled in zip(kinds, features.chunk(len(kinds), 1), strict=True):
                 rows[kind] |= zip(chunk, pooled.numpy(), strict=True)
@@ -122,21 +150,38 @@ def _found(folder: Path | None) -> dict[bytes, np.ndarray]:
 
 def _folders(model: Judge, cache: Path) -> dict[str, Path]:
     """Where features of each kind of pooling lie."""
-    config = {name: value for name, value in model.encoder.config.to_dict().items() if name not in _ELSEWHERE}
-    beside = [type(model.encoder).__name__, json.dumps(config, sort_keys=True, default=str), *_adapters(model)]
+    config = {
+        name: value
+        for name, value in model.encoder.config.to_dict().items()
+        if name not in _ELSEWHERE
+    }
+    beside = [
+        type(model.encoder).__name__,
+        json.dumps(config, sort_keys=True, default=str),
+        *_adapters(model),
+    ]
     folder = cache / _hashed(model.encoder, *beside)
     return {kind: folder / kind for kind in model.pool.pooling}
 
 
 def _adapters(model: Judge) -> list[str]:
     """What peft's layers in the encoder do with their weights."""
-    layers = {name: m for name, m in model.encoder.named_modules() if hasattr(m, "disable_adapters")}
-    return [repr((name, *(getattr(m, part, None) for part in _ADAPTERS))) for name, m in layers.items()]
+    layers = {
+        name: m for name, m in model.encoder.named_modules() if hasattr(m, "disable_adapters")
+    }
+    return [
+        repr((name, *(getattr(m, part, None) for part in _ADAPTERS))) for name, m in layers.items()
+    ]
 
 
 def fingerprint(model: Judge) -> str:
-    """What tells one encoder and its pooling from another in milliseconds: a few numbers of each tensor."""
-    digest = hashlib.sha256(repr((type(model.encoder).__name__, model.pool.pooling, _adapters(model))).encode())
+    """Tell one encoder and its pooling from another in milliseconds.
+
+    A few numbers of each tensor are hashed.
+    """
+    digest = hashlib.sha256(
+        repr((type(model.encoder).__name__, model.pool.pooling, _adapters(model))).encode()
+    )
     for tensor in model.encoder.state_dict().values():
         flat = tensor.detach().flatten()
         digest.update(flat[:: max(1, len(flat) // _SAMPLED)].double().cpu().numpy().tobytes())

@@ -1,6 +1,7 @@
 """Pairs as token ids, and batches without padding in which no answer is encoded twice.
 
-Shapes: T tokens of all sequences, S sequences, P pairs, W width of the features, F of surface features, C classes.
+Shapes: T tokens of all sequences, S sequences, P pairs, W width of the features, F of surface
+features, C classes.
 """
 
 from __future__ import annotations
@@ -42,21 +43,30 @@ class CutReport(Report):
 
     def summary(self) -> list[str]:
         """Pairs, classes, tokens."""
-        counts = ", ".join(f"{name} {count}" for name, count in zip(CLASSES, self.labels, strict=True))
-        return [f"{self.pairs} pairs ({counts if sum(self.labels) else 'without labels'}), {self.tokens} tokens"]
+        counts = ", ".join(
+            f"{name} {count}" for name, count in zip(CLASSES, self.labels, strict=True)
+        )
+        return [
+            f"{self.pairs} pairs ({counts if sum(self.labels) else 'without labels'}), "
+            f"{self.tokens} tokens"
+        ]
 
     def remarks(self) -> list[str]:
         """What was cut."""
         if not self.tokens_cut:
             return []
         return [
-            f"{self.prompts_cut} prompts and {self.answers_cut} answers were too long: {self.tokens_cut} tokens were "
-            "cut, from the beginnings of prompts and the middles of answers"
+            f"{self.prompts_cut} prompts and {self.answers_cut} answers were too long: "
+            f"{self.tokens_cut} tokens were cut, from the beginnings of prompts and the middles of "
+            "answers"
         ]
 
 
 class Answer(NamedTuple):
-    """An answer after its prompt, as a model takes it: tokens, surface features and, once encoded, features."""
+    """An answer after its prompt, as a model takes it.
+
+    Tokens, surface features and, once encoded, features.
+    """
 
     tokens: Tokens
     surface: np.ndarray
@@ -68,14 +78,17 @@ class Answer(NamedTuple):
 
 
 class PairwiseDataset(Dataset):
-    """Pairs as token ids, each sequence cut for itself, so that no answer changes what is read of another.
+    """Pairs as token ids, each sequence cut for itself.
 
-    A prompt loses its beginning first, down to its own budget; then the middle of the answer goes. An empty answer is
-    a sequence without one. Tokens lie in two flat arrays, five bytes each.
+    So no answer changes what is read of another.
+
+    A prompt loses its beginning first, down to its own budget; then the middle of the answer goes.
+    An empty answer is a sequence without one. Tokens lie in two flat arrays, five bytes each.
 
     Args:
-        pairs: `Pair`s, tuples like them (prompt, a, b, label), or mappings of those names. A label is 0 where A is
-            better, 1 where B is, 2 for a tie, or the shares of judges; of all pairs or of none.
+        pairs: `Pair`s, tuples like them (prompt, a, b, label), or mappings of those names. A label
+            is 0 where A is better, 1 where B is, 2 for a tie, or the shares of judges; of all pairs
+            or of none.
         tokenizer: The encoder's, a fast one.
         config: A `PairwiseConfig`; of a model, ``model.config``.
         progress: Show a bar.
@@ -104,17 +117,26 @@ class PairwiseDataset(Dataset):
         labelled = sum(label is not None for label in self.labels)
         if labelled not in (0, len(self.labels)):
             raise ValueError(
-                f"PairwiseDataset: {labelled} of {len(self.labels)} pairs have a label; needed all or none"
+                f"PairwiseDataset: {labelled} of {len(self.labels)} pairs have a label; needed all "
+                "or none"
             )
         self.soft = any(isinstance(label, tuple) for label in self.labels)
         self.num_classes = config.num_classes
         template = Template(tokenizer, config)
-        flat: list[Tokens] = []  # one entry a chunk: an array for each sequence would cost more memory
+        flat: list[
+            Tokens
+        ] = []  # one entry a chunk: an array for each sequence would cost more memory
         sizes: list[int] = []
         begins: list[int] = []
         looks = [np.zeros((0, 0), np.float32)]
         prompts_cut = answers_cut = tokens_cut = 0
-        for start in tqdm(range(0, len(self.pairs), _CHUNK), "tokenising", disable=not progress, leave=False, delay=1):
+        for start in tqdm(
+            range(0, len(self.pairs), _CHUNK),
+            "tokenising",
+            disable=not progress,
+            leave=False,
+            delay=1,
+        ):
             chunk = self.pairs[start : start + _CHUNK]
             sequences: list[Tokens] = []
             for both in template.sequences([(p.prompt, (p.a, p.b)) for p in chunk]):
@@ -125,18 +147,32 @@ class PairwiseDataset(Dataset):
             sizes += [len(one.ids) for one in sequences]
             begins += [one.begin for one in sequences]
             flat.append(
-                Tokens(np.concatenate([t.ids for t in sequences]), np.concatenate([t.types for t in sequences]), 0)
+                Tokens(
+                    np.concatenate([t.ids for t in sequences]),
+                    np.concatenate([t.types for t in sequences]),
+                    0,
+                )
             )
-            looks.append(_surfaces([(p.prompt, answer) for p in chunk for answer in (p.a, p.b)], config))
+            looks.append(
+                _surfaces([(p.prompt, answer) for p in chunk for answer in (p.a, p.b)], config)
+            )
         self._ids = np.concatenate([np.zeros(0, np.int32), *(one.ids for one in flat)])
         self._types = np.concatenate([np.zeros(0, np.int8), *(one.types for one in flat)])
-        self._starts, self._begins = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64), begins
+        self._starts, self._begins = (
+            np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+            begins,
+        )
         self._surface = np.concatenate(looks[1:] or looks)
         self._features: np.ndarray | None = None
         self._features_of = ""
         self.lengths = np.add(sizes[::2], sizes[1::2]).tolist()
         self.report = CutReport(
-            len(self.pairs), count_labels(self.pairs), sum(sizes), prompts_cut, answers_cut, tokens_cut
+            len(self.pairs),
+            count_labels(self.pairs),
+            sum(sizes),
+            prompts_cut,
+            answers_cut,
+            tokens_cut,
         )
 
     def __len__(self) -> int:
@@ -144,26 +180,35 @@ class PairwiseDataset(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, object]:
         index = range(len(self))[index]
-        return {"answers": [self.answer(2 * index + k) for k in (0, 1)], "label": self._label(self.labels[index])}
+        return {
+            "answers": [self.answer(2 * index + k) for k in (0, 1)],
+            "label": self._label(self.labels[index]),
+        }
 
     @property
     def encoded(self) -> bool:
         """Whether the answers have features of a frozen encoder."""
         return self._features is not None
 
-    def encode_(self, model: Judge, *, cache: str | Path | None = None, progress: bool = True) -> None:
-        """Let a model's encoder read each answer once, and keep its features: a head alone trains on them in seconds.
+    def encode_(
+        self, model: Judge, *, cache: str | Path | None = None, progress: bool = True
+    ) -> None:
+        """Let a model's encoder read each answer once, and keep its features.
+
+        A head alone trains on them in seconds.
 
         Args:
             model: A `PairwiseModel` whose encoder does not train.
-            cache: A folder that the features are kept in, by encoder and tokens; what an earlier run left there,
-                finished or not, is not made again.
+            cache: A folder that the features are kept in, by encoder and tokens; what an earlier
+                run left there, finished or not, is not made again.
             progress: Show a bar.
 
         Raises:
             ValueError: An encoder that trains.
         """
-        self._features = encoded(model, [self.answer(k).tokens for k in range(2 * len(self))], cache, progress)
+        self._features = encoded(
+            model, [self.answer(k).tokens for k in range(2 * len(self))], cache, progress
+        )
         self._features_of = fingerprint(model)
 
     def check_encoded(self, operation: str, model: Judge) -> None:
@@ -174,8 +219,8 @@ class PairwiseDataset(Dataset):
         """
         if self.encoded and self._features_of != fingerprint(model):
             raise ValueError(
-                f"{operation}: the pairs hold features of another encoder or pooling; needed data.encode_(model), or a "
-                "data set without"
+                f"{operation}: the pairs hold features of another encoder or pooling; needed "
+                "data.encode_(model), or a data set without"
             )
 
     def answer(self, number: int) -> Answer:
@@ -193,15 +238,24 @@ class PairwiseDataset(Dataset):
 
 
 def _surfaces(answers: Sequence[tuple[Words, Words]], config: PairwiseConfig) -> np.ndarray:
-    """(S, F) features of answers to their prompts; F is 0 for a model that does not look at them."""
+    """(S, F) features of answers to their prompts.
+
+    F is 0 for a model that does not look at them.
+    """
     if not config.surface:
         return np.zeros((len(answers), 0), np.float32)
-    told = [surface_of(said_by("user", prompt), said_by("assistant", answer)) for prompt, answer in answers]
+    told = [
+        surface_of(said_by("user", prompt), said_by("assistant", answer))
+        for prompt, answer in answers
+    ]
     return np.stack(told).astype(np.float32)
 
 
 def answers_to(
-    prompt: WordsLike, answers: Sequence[WordsLike], tokenizer: PreTrainedTokenizerBase, config: PairwiseConfig
+    prompt: WordsLike,
+    answers: Sequence[WordsLike],
+    tokenizer: PreTrainedTokenizerBase,
+    config: PairwiseConfig,
 ) -> list[Answer]:
     """Several answers to one prompt; refuses what is neither text nor turns."""
     try:
@@ -214,13 +268,19 @@ def answers_to(
     return [Answer(tokens, look) for (tokens, _, _), look in zip(made, looks, strict=True)]
 
 
-def flat_batch(groups: Iterable[tuple[Sequence[Answer], Sequence[tuple[int, int]]]]) -> dict[str, Tensor]:
+def flat_batch(
+    groups: Iterable[tuple[Sequence[Answer], Sequence[tuple[int, int]]]],
+) -> dict[str, Tensor]:
     """Groups of answers, and which of each are compared, as one flat run of tokens, or as features.
 
-    Answers that are equal are encoded once. Those of a group are sorted by content, whatever order they are given in,
-    so that exchanging A and B changes nothing in the encoder, not even by rounding.
+    Answers that are equal are encoded once. Those of a group are sorted by content, whatever order
+    they are given in, so that exchanging A and B changes nothing in the encoder, not even by
+    rounding.
 
-    >>> answers = [Answer(Tokens(np.array(ids), np.zeros(len(ids)), 0), np.zeros(0)) for ids in ([5, 6], [4])]
+    >>> answers = [
+    ...     Answer(Tokens(np.array(ids), np.zeros(len(ids)), 0), np.zeros(0))
+    ...     for ids in ([5, 6], [4])
+    ... ]
     >>> batch = flat_batch([([*answers, answers[0]], [(0, 1), (0, 2)])])
     >>> batch["input_ids"].tolist(), batch["lengths"].tolist(), batch["pairs"].tolist()
     ([4, 5, 6], [1, 2], [[1, 0], [1, 1]])
@@ -249,12 +309,14 @@ class PairwiseCollator:
 
     >>> answers = [Answer(Tokens(np.array([n]), np.array([0]), 0), np.zeros(0)) for n in (5, 4)]
     >>> batch = PairwiseCollator()([{"answers": answers, "label": 0}])
-    >>> list(batch), batch["pairs"], batch["labels"]
-    (['pairs', 'input_ids', 'token_type_ids', 'lengths', 'begins', 'labels'], tensor([[1, 0]]), tensor([0]))
+    >>> list(batch)
+    ['pairs', 'input_ids', 'token_type_ids', 'lengths', 'begins', 'labels']
+    >>> batch["pairs"], batch["labels"]
+    (tensor([[1, 0]]), tensor([0]))
     """
 
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Pairs, tokens or features, surface features where there are any and, where the pairs have them, labels."""
+        """Return pairs, tokens or features and, if there are any, surface features and labels."""
         batch = flat_batch((item["answers"], [(0, 1)]) for item in items)
         labels = [item["label"] for item in items]
         return batch if labels[0] is None else batch | {"labels": torch.tensor(labels)}

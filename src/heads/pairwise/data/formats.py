@@ -8,8 +8,16 @@ from typing import Any
 
 from ..pairs import Pair, Turn, Words, check_label, plain, sound, turns_of
 
-_ROLES = {"user": "user", "human": "user", "prompter": "user", "assistant": "assistant", "gpt": "assistant",
-          "bot": "assistant", "model": "assistant", "system": "system"}  # fmt: skip
+_ROLES = {
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "system": "system",
+}
 _TRUE, _FALSE = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no", "", "none", "nan")
 
 
@@ -52,10 +60,13 @@ def _texts(row: Mapping[str, object], one: str, other: str) -> tuple[Words, Word
         if not len(prompts) == len(a) == len(b) > 0:
             return _text(asked, prompts), _text(one, a), _text(other, b)
         sides = [
-            [Turn(role, sound(one, text or "")) for both in zip(prompts, side, strict=True)
-             for role, text in zip(("user", "assistant"), both, strict=True)]
+            [
+                Turn(role, sound(one, text or ""))
+                for both in zip(prompts, side, strict=True)
+                for role, text in zip(("user", "assistant"), both, strict=True)
+            ]
             for side in (a, b)
-        ]  # fmt: skip
+        ]
         return _parted(*sides)
     if isinstance(values[0], list) and all(isinstance(turn, Mapping) for turn in values[0]):
         shared: Words = _messages(asked, values[0])
@@ -77,7 +88,9 @@ def _preferred(row: Mapping[str, object], one: str, other: str) -> tuple[Words, 
         a, b = (_messages(name, value) for name, value in zip((one, other), values, strict=True))
         if before and a[:1] and a[0].role == "assistant":  # the answers alone
             asked = (
-                _messages("prompt", before) if isinstance(before, list) else turns_of("user", _text("prompt", before))
+                _messages("prompt", before)
+                if isinstance(before, list)
+                else turns_of("user", _text("prompt", before))
             )
             a, b = asked + a, asked + b
         return _parted(a, b)
@@ -90,10 +103,20 @@ def _preferred(row: Mapping[str, object], one: str, other: str) -> tuple[Words, 
 
 
 def _dialogue(text: str) -> list[Turn]:
-    """The turns of a text in which ``Human:`` and ``Assistant:`` begin paragraphs; none where they do not."""
+    """The turns of a text in which ``Human:`` and ``Assistant:`` begin paragraphs.
+
+    None where they do not.
+    """
     turns: list[Turn] = []
     for part in ("\n\n" + text.lstrip()).split("\n\n"):
-        role = next((r for mark, r in (("Human:", "user"), ("Assistant:", "assistant")) if part.startswith(mark)), None)
+        role = next(
+            (
+                r
+                for mark, r in (("Human:", "user"), ("Assistant:", "assistant"))
+                if part.startswith(mark)
+            ),
+            None,
+        )
         if role is not None:
             turns.append(Turn(role, part.partition(":")[2].strip()))
         elif turns:
@@ -104,17 +127,24 @@ def _dialogue(text: str) -> list[Turn]:
 
 
 def _parted(a: Sequence[Turn], b: Sequence[Turn]) -> tuple[Words, Words, Words]:
-    """Split two conversations into a shared prompt and each one's rest; a single turn becomes a plain text."""
+    """Split two conversations into a shared prompt and each one's rest.
+
+    A single turn becomes a plain text.
+    """
     for side in (a, b):
         if not side or side[-1].role != "assistant":
             raise ValueError("a conversation that does not end with an answer")
     shared = 0
     while shared < min(len(a), len(b)) - 1 and a[shared] == b[shared]:
         shared += 1
-    while shared and not a[shared].role == b[shared].role == "assistant":  # both rests must begin with an answer
+    while (
+        shared and not a[shared].role == b[shared].role == "assistant"
+    ):  # both rests must begin with an answer
         shared -= 1
     prompt: Words = a[0].text if shared == 1 and a[0].role == "user" else tuple(a[:shared])
-    rest = [side[shared].text if len(side) == shared + 1 else tuple(side[shared:]) for side in (a, b)]
+    rest = [
+        side[shared].text if len(side) == shared + 1 else tuple(side[shared:]) for side in (a, b)
+    ]
     return "" if prompt == () else prompt, rest[0], rest[1]
 
 
@@ -125,7 +155,9 @@ def _list(value: object) -> list[str | None] | None:
             value = json.loads(value) or None  # an empty list is a text
         except (ValueError, RecursionError):
             return None
-    is_list_of_turns = isinstance(value, list) and all(turn is None or isinstance(turn, str) for turn in value)
+    is_list_of_turns = isinstance(value, list) and all(
+        turn is None or isinstance(turn, str) for turn in value
+    )
     return value if is_list_of_turns else None
 
 
@@ -149,10 +181,14 @@ def _messages(name: str, value: object) -> tuple[Turn, ...]:
     turns = []
     for message in value if isinstance(value, list) else [value]:
         if not isinstance(message, Mapping):
-            raise ValueError(f"{name} has a message that is a {type(message).__name__}, needed role and content")
+            raise ValueError(
+                f"{name} has a message that is a {type(message).__name__}, needed role and content"
+            )
         role = message.get("role", message.get("from"))
         if str(role).lower() not in _ROLES:
-            raise ValueError(f"{name} has a message of role {role!r:.20}, needed one of {', '.join(_ROLES)}")
+            raise ValueError(
+                f"{name} has a message of role {role!r:.20}, needed one of {', '.join(_ROLES)}"
+            )
         text = _content(name, message.get("content", message.get("value")))
         turns.append(Turn(_ROLES[str(role).lower()], sound(name, text)))
     return tuple(turns)
@@ -162,7 +198,8 @@ def _content(name: str, content: object) -> str:
     """A message's text, or the texts of its parts."""
     parts = content if isinstance(content, list) else [content or ""]
     texts: list[Any] = [
-        part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part for part in parts
+        part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+        for part in parts
     ]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{name} has a message with content that is no text")
@@ -198,13 +235,19 @@ def _preference(value: object) -> int | tuple[float, ...] | None:
             return check_label(value)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value == 0 or 1 <= value <= 2):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not (value == 0 or 1 <= value <= 2)
+    ):
         raise ValueError(f"preference is {value!r}, needed 1, 2, 1.5 or between")
     fixed = {0: 2, 1: 0, 1.5: 2, 2: 1}
     return fixed[value] if value in fixed else (2.0 - value, value - 1.0, 0.0)
 
 
-_ANSWERS: dict[tuple[str, str], Callable[[Mapping[str, object], str, str], tuple[Words, Words, Words]]] = {
+_ANSWERS: dict[
+    tuple[str, str], Callable[[Mapping[str, object], str, str], tuple[Words, Words, Words]]
+] = {
     ("conversation_a", "conversation_b"): _conversations,
     ("response_a", "response_b"): _texts,
     ("chosen", "rejected"): _preferred,

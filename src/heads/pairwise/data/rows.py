@@ -19,7 +19,10 @@ from ..config import CLASSES
 from ..pairs import Pair, count_labels, said_by
 from .formats import COLUMNS, pair_of
 
-_SHOWN, _LONGEST = 5, 200  # line numbers, and different reasons, in a message; characters of a reason
+_SHOWN, _LONGEST = (
+    5,
+    200,
+)  # line numbers, and different reasons, in a message; characters of a reason
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,14 @@ class ReadReport(Report):
 
     def summary(self) -> list[str]:
         """Rows and classes."""
-        counts = ", ".join(f"{name} {count}" for name, count in zip(CLASSES, self.labels, strict=True))
+        counts = ", ".join(
+            f"{name} {count}" for name, count in zip(CLASSES, self.labels, strict=True)
+        )
         bare = self.kept - sum(self.labels)
-        return [f"{self.kept} of {self.rows} rows ({counts}{f', without a label {bare}' if bare else ''})"]
+        return [
+            f"{self.kept} of {self.rows} rows "
+            f"({counts}{f', without a label {bare}' if bare else ''})"
+        ]
 
     def remarks(self) -> list[str]:
         """What was not read, or left out."""
@@ -76,21 +84,24 @@ def read_pairs(
 
     The answers' columns say what a row is:
 
-    - ``response_a``, ``response_b`` beside ``prompt``, as in Kaggle's Chatbot Arena, where all three may be JSON lists
-      of turns; or ``a``, ``b``.
-    - ``conversation_a``, ``conversation_b``: messages of role and content, as the Arena records them.
-    - ``chosen``, ``rejected``: texts or messages, beside ``prompt`` or with it inside. The chosen one is A.
+    - ``response_a``, ``response_b`` beside ``prompt``, as in Kaggle's Chatbot Arena, where all
+      three may be JSON lists of turns; or ``a``, ``b``.
+    - ``conversation_a``, ``conversation_b``: messages of role and content, as the Arena records
+      them.
+    - ``chosen``, ``rejected``: texts or messages, beside ``prompt`` or with it inside. The chosen
+      one is A.
     - ``output_1``, ``output_2`` beside ``instruction`` or ``prompt``.
 
-    The verdict is in ``winner_model_a``, ``winner_model_b``, ``winner_tie``; in ``winner``: model_a, model_b, tie and
-    other spellings; in ``preference``: 1, 2, 1.5 for a tie, or between; or in ``label``: 0, 1, 2, a spelling, or three
-    shares. Without any of them a pair has no label. Who wrote the answers is in ``model_a`` and ``model_b``,
-    ``generator_1`` and ``generator_2``, or ``gen_a`` and ``gen_b``. A missing answer is an empty one.
+    The verdict is in ``winner_model_a``, ``winner_model_b``, ``winner_tie``; in ``winner``:
+    model_a, model_b, tie and other spellings; in ``preference``: 1, 2, 1.5 for a tie, or between;
+    or in ``label``: 0, 1, 2, a spelling, or three shares. Without any of them a pair has no label.
+    Who wrote the answers is in ``model_a`` and ``model_b``, ``generator_1`` and ``generator_2``, or
+    ``gen_a`` and ``gen_b``. A missing answer is an empty one.
 
     Args:
-        source: A ``.csv`` (by commas, semicolons or tabs), ``.json`` or ``.jsonl`` file, also with ``.gz``; a
-            ``.parquet`` file or a hub id such as ``owner/name``, which ``datasets`` reads; rows; or a pandas data
-            frame.
+        source: A ``.csv`` (by commas, semicolons or tabs), ``.json`` or ``.jsonl`` file, also with
+            ``.gz``; a ``.parquet`` file or a hub id such as ``owner/name``, which ``datasets``
+            reads; rows; or a pandas data frame.
         columns: Where rows have other names: from one of those above to the rows' own, as
             ``{"prompt": "question", "a": "first", "b": "second", "label": "better"}``.
         max_bad: Share of the rows that may be bad; they are left out and reported.
@@ -99,10 +110,16 @@ def read_pairs(
         Pairs, and the report.
 
     Raises:
-        ValueError: A file that cannot be read, more bad rows than allowed (with their lines), no pair at all; a name
-            in ``columns`` that is none of those above.
+        ValueError: A file that cannot be read, more bad rows than allowed (with their lines), no
+            pair at all; a name in ``columns`` that is none of those above.
 
-    >>> row = {"prompt": "2 + 2?", "response_a": "4", "response_b": "5", "winner": "model_a", "model_a": "x"}
+    >>> row = {
+    ...     "prompt": "2 + 2?",
+    ...     "response_a": "4",
+    ...     "response_b": "5",
+    ...     "winner": "model_a",
+    ...     "model_a": "x",
+    ... }
     >>> pairs, report = read_pairs([row, row | {"winner": "tie (bothbad)"}])
     >>> pairs[0]
     Pair(prompt='2 + 2?', a='4', b='5', label=0, writers=('x', None))
@@ -123,12 +140,18 @@ def read_pairs(
             pairs.append(pair)
     wrong = sum(map(len, bad.values()))
     if wrong > max_bad * count:
-        raise ValueError(f"read_pairs: {wrong} of {count} rows are bad, {max_bad:.0%} may be (max_bad): {_told(bad)}")
+        raise ValueError(
+            f"read_pairs: {wrong} of {count} rows are bad, {max_bad:.0%} may be (max_bad): "
+            f"{_told(bad)}"
+        )
     if not pairs:
         raise ValueError("read_pairs: there are no rows")
     known = COLUMNS | set((columns or {}).values())
     ignored = tuple(name.encode(errors="replace").decode() for name in seen if name not in known)
-    empty = sum(not said_by("assistant", pair.a).strip() or not said_by("assistant", pair.b).strip() for pair in pairs)
+    empty = sum(
+        not said_by("assistant", pair.a).strip() or not said_by("assistant", pair.b).strip()
+        for pair in pairs
+    )
     lines = {what: tuple(numbers) for what, numbers in bad.items()}
     return pairs, ReadReport(count, len(pairs), empty, count_labels(pairs), lines, ignored)
 
@@ -145,11 +168,16 @@ def each_pair(
     Raises:
         ValueError: A file that cannot be read; a name of a column that is none.
 
-    >>> [pair if isinstance(pair, Pair) else str(pair) for _, _, pair in each_pair([{"a": "4", "b": "5"}])]
+    >>> [
+    ...     pair if isinstance(pair, Pair) else str(pair)
+    ...     for _, _, pair in each_pair([{"a": "4", "b": "5"}])
+    ... ]
     ['no prompt beside a and b']
     """
     if odd := [name for name in columns or {} if name not in COLUMNS]:
-        raise ValueError(f"read_pairs: columns names {odd[0]!r}; needed some of {', '.join(sorted(COLUMNS))}")
+        raise ValueError(
+            f"read_pairs: columns names {odd[0]!r}; needed some of {', '.join(sorted(COLUMNS))}"
+        )
     for line, row in raw_rows(source):
         try:
             if isinstance(row, ValueError):
@@ -199,9 +227,16 @@ def raw_rows(source: Any) -> Iterator[tuple[int, Any]]:
     kind = Path(path.stem if suffix == ".gz" else path.name).suffix.lower()
     reader = _READERS.get(kind)
     if reader is None:
-        told = f"a {kind} in a .gz" if suffix == ".gz" else f"a {kind}" if kind else "a file without a suffix"
+        told = (
+            f"a {kind} in a .gz"
+            if suffix == ".gz"
+            else f"a {kind}"
+            if kind
+            else "a file without a suffix"
+        )
         raise ValueError(
-            f"read_pairs: {path} is {told}; needed .parquet, or .csv, .json or .jsonl, these also with .gz"
+            f"read_pairs: {path} is {told}; needed .parquet, or .csv, .json or .jsonl, these also "
+            "with .gz"
         )
     try:
         with (
@@ -219,8 +254,11 @@ def _csv(file: IO[str], path: Path) -> Iterator[tuple[int, object]]:
     file.seek(0)
     reader = csv.DictReader(file, delimiter=max(",;\t", key=header.count))
     for row in reader:
-        more = row.pop(None, None)  # pyrefly: ignore
-        yield reader.line_num, ValueError(f"{len(more)} more fields than the header") if more else row
+        more = row.pop(None, None)
+        yield (
+            reader.line_num,
+            ValueError(f"{len(more)} more fields than the header") if more else row,
+        )
 
 
 def _json(file: IO[str], path: Path) -> Iterator[tuple[int, object]]:
@@ -249,7 +287,9 @@ def _of_datasets(source: str, name: str, **options: Any) -> Iterable[object]:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise ImportError("read_pairs: this source needs datasets; pip install 'model-components[trl]'") from error
+        raise ImportError(
+            "read_pairs: this source needs datasets; pip install 'model-components[trl]'"
+        ) from error
     try:
         return load_dataset(name, split="train", **options)
     except Exception as error:  # of the network, the hub or the data: all are told the same way

@@ -1,4 +1,7 @@
-"""`Template`: a prompt and an answer as token ids, with a tokenizer's own special tokens, or its chat template's."""
+"""`Template`: a prompt and an answer as token ids.
+
+Around them stand a tokenizer's own special tokens, or its chat template's.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,16 @@ from transformers import PreTrainedTokenizerBase
 from ..config import PairwiseConfig
 from ..pairs import ROLES, Turn, Words, turns_of
 
-_MARKS = tuple(f"zqx{k}xqz" for k in "abcde")  # stand for texts where a chat template is taken apart
+_MARKS = tuple(
+    f"zqx{k}xqz" for k in "abcde"
+)  # stand for texts where a chat template is taken apart
 
 
 class Tokens(NamedTuple):
-    """One sequence: token ids, their types, and where the answer starts, which ends with the sequence."""
+    """One sequence: token ids, their types, and where the answer starts.
+
+    The answer ends with the sequence.
+    """
 
     ids: np.ndarray
     types: np.ndarray
@@ -27,21 +35,23 @@ class Tokens(NamedTuple):
 class Template:
     """What a tokenizer puts around a prompt and an answer, and how both are cut to fit.
 
-    With a chat template, turns are framed as it frames them. Without one, prompt and answer are framed as the tokenizer
-    frames a pair of texts, and more turns are separated as these two are.
+    With a chat template, turns are framed as it frames them. Without one, prompt and answer are
+    framed as the tokenizer frames a pair of texts, and more turns are separated as these two are.
 
     Args:
         tokenizer: A fast one.
         config: Whether there is a prompt, and the most tokens.
 
     Raises:
-        ValueError: A tokenizer without offsets, a chat template that does not show what was said, or special tokens
-            that leave no room.
+        ValueError: A tokenizer without offsets, a chat template that does not show what was said,
+            or special tokens that leave no room.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: PairwiseConfig):
         if not getattr(tokenizer, "is_fast", False):
-            raise ValueError(f"PairwiseDataset: tokenizer is a {type(tokenizer).__name__}, needed a fast one")
+            raise ValueError(
+                f"PairwiseDataset: tokenizer is a {type(tokenizer).__name__}, needed a fast one"
+            )
         self.tokenizer, self.with_prompt = tokenizer, config.append_prompt
         self._before: dict[str, list[int]] = {}  # by the role of the first turn
         self._between: dict[tuple[str, str], list[int]] = {}
@@ -52,21 +62,33 @@ class Template:
         else:
             self._read_pair(config)
         if config.max_tokens is None:
-            raise ValueError("PairwiseDataset: config.max_tokens is None; needed a number, which from_encoder finds")
+            raise ValueError(
+                "PairwiseDataset: config.max_tokens is None; needed a number, which from_encoder "
+                "finds"
+            )
         self.limit = config.max_tokens
         room = self._room("user", "user")
         if room < 2:
-            raise ValueError(f"PairwiseDataset: max_tokens is {self.limit}, which special tokens fill; needed more")
+            raise ValueError(
+                f"PairwiseDataset: max_tokens is {self.limit}, which special tokens fill; needed "
+                "more"
+            )
         self.prompt_room = min(config.max_prompt_tokens or self.limit // 4, room - 1)
 
     def _read_pair(self, config: PairwiseConfig) -> None:
         """Special tokens as the tokenizer puts them around two texts, or around one."""
         encoding = self.tokenizer(*(("a", "b") if self.with_prompt else ("b",)))
         owners, ids = encoding.sequence_ids(0), encoding["input_ids"]
-        kinds = encoding.get("token_type_ids") if (getattr(config.encoder, "type_vocab_size", 0) or 0) > 1 else None
+        kinds = (
+            encoding.get("token_type_ids")
+            if (getattr(config.encoder, "type_vocab_size", 0) or 0) > 1
+            else None
+        )
         kinds = [0] * len(ids) if kinds is None else kinds
         answer = [i for i, owner in enumerate(owners) if owner == int(self.with_prompt)]
-        prompt = [i for i, owner in enumerate(owners) if owner == 0 and self.with_prompt] or answer[:1]
+        prompt = [i for i, owner in enumerate(owners) if owner == 0 and self.with_prompt] or answer[
+            :1
+        ]
         gap = prompt[-1] + 1
         between, self._after = ids[gap : answer[0]], ids[answer[-1] + 1 :]
         if self.with_prompt and not between:  # a tokenizer that does not tell two texts apart
@@ -76,14 +98,18 @@ class Template:
         self._before = dict.fromkeys(ROLES, ids[: prompt[0]])
         self._between = {("user", "assistant"): between, ("assistant", "user"): between}
         places = (0, prompt[0], gap, answer[0], -1)
-        self._kinds = tuple(kinds[min(place, len(kinds) - 1)] for place in places)  # pyrefly: ignore[bad-assignment]
+        # pyrefly: ignore[bad-assignment]: five places, five kinds
+        self._kinds = tuple(kinds[min(place, len(kinds) - 1)] for place in places)
 
     def _read_chat_template(self) -> None:
         """What the chat template writes before, between and after turns."""
         said = ("user", "assistant", "user", "assistant")
         whole = self._rendered(said)
         self._before["user"] = self._special(whole[0])
-        self._between = {("user", "assistant"): self._special(whole[1]), ("assistant", "user"): self._special(whole[2])}
+        self._between = {
+            ("user", "assistant"): self._special(whole[1]),
+            ("assistant", "user"): self._special(whole[2]),
+        }
         self._after = self._special(whole[-1].rstrip())
         try:
             told = self._rendered(("system", *said[:2]))
@@ -100,7 +126,9 @@ class Template:
         try:
             text = str(self.tokenizer.apply_chat_template(turns, tokenize=False))
         except Exception as error:  # Jinja's, and whatever a template raises
-            raise ValueError(f"PairwiseDataset: the chat template refuses {', '.join(roles)}: {error}") from error
+            raise ValueError(
+                f"PairwiseDataset: the chat template refuses {', '.join(roles)}: {error}"
+            ) from error
         parts = []
         for mark in marks:
             if text.count(mark) != 1:
@@ -113,19 +141,32 @@ class Template:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
 
     def _room(self, first: str, last: str) -> int:
-        """Tokens that are left for a prompt, which begins and ends with turns of these roles, and an answer."""
-        return self.limit - len(self._before[first]) - len(self._gap(last, "assistant")) - len(self._after)
+        """Return how many tokens are left for a prompt and an answer.
+
+        The prompt begins and ends with turns of these roles.
+        """
+        return (
+            self.limit
+            - len(self._before[first])
+            - len(self._gap(last, "assistant"))
+            - len(self._after)
+        )
 
     def _gap(self, one: str, other: str) -> list[int]:
-        """Tokens between turns of two roles; in an order that a template does not expect, those of the usual order."""
+        """Tokens between turns of two roles.
+
+        In an order that a template does not expect, those of the usual order.
+        """
         usual = ("user", "assistant") if other == "assistant" else ("assistant", "user")
         return self._between.get((one, other), self._between[usual])
 
-    def sequences(self, groups: Sequence[tuple[Words, Sequence[Words]]]) -> Iterator[list[tuple[Tokens, int, int]]]:
-        """For each group, a prompt and its answers: a sequence an answer, and how many tokens of each part were cut.
+    def sequences(
+        self, groups: Sequence[tuple[Words, Sequence[Words]]]
+    ) -> Iterator[list[tuple[Tokens, int, int]]]:
+        """Yield for each group, a prompt and its answers, a sequence an answer and what was cut.
 
-        Of a conversation, all turns before the last belong to that sequence's prompt. A prompt keeps what its answer
-        leaves, and at least its own budget.
+        Of a conversation, all turns before the last belong to that sequence's prompt. A prompt
+        keeps what its answer leaves, and at least its own budget.
         """
         told = []
         for prompt, answers in groups:
@@ -141,7 +182,9 @@ class Template:
                 packed.append(self._sequence((*shared, *turns), [*before, *turn_ids]))
             yield packed
 
-    def _sequence(self, turns: Sequence[Turn], parts: Sequence[Sequence[int]]) -> tuple[Tokens, int, int]:
+    def _sequence(
+        self, turns: Sequence[Turn], parts: Sequence[Sequence[int]]
+    ) -> tuple[Tokens, int, int]:
         answer = parts[-1]
         roles = [turn.role for turn in turns[:-1]] if self.with_prompt else []
         roles = roles or ["user"]  # an empty prompt
@@ -151,17 +194,28 @@ class Template:
         room = self._room(roles[0], roles[-1])
         if room < 2:
             raise ValueError(
-                f"PairwiseDataset: max_tokens is {self.limit}, which special tokens of a conversation that begins with "
-                f"{roles[0]} fill; needed more"
+                f"PairwiseDataset: max_tokens is {self.limit}, which special tokens of a "
+                f"conversation that begins with {roles[0]} fill; needed more"
             )
         room_for_prompt = min(len(prompt), max(min(self.prompt_room, room - 1), room - len(answer)))
         cut = prompt[len(prompt) - room_for_prompt :], cut_middle(answer, room - room_for_prompt)
-        pieces = (self._before[roles[0]], cut[0], self._gap(roles[-1], "assistant"), cut[1], self._after)
+        pieces = (
+            self._before[roles[0]],
+            cut[0],
+            self._gap(roles[-1], "assistant"),
+            cut[1],
+            self._after,
+        )
         ids = [token for piece in pieces for token in piece]
         if not ids:
-            raise ValueError("PairwiseDataset: a prompt and its answer have no token; needed some text in one of them")
+            raise ValueError(
+                "PairwiseDataset: a prompt and its answer have no token; needed some text in one "
+                "of them"
+            )
         kinds = [kind for piece, kind in zip(pieces, self._kinds, strict=True) for _ in piece]
-        begin = min(sum(map(len, pieces[:3])), len(ids) - 1)  # an empty answer and nothing after it: the last token
+        begin = min(
+            sum(map(len, pieces[:3])), len(ids) - 1
+        )  # an empty answer and nothing after it: the last token
         tokens = Tokens(np.array(ids, dtype=np.int32), np.array(kinds, dtype=np.int8), begin)
         return tokens, len(prompt) - room_for_prompt, len(answer) - len(cut[1])
 
@@ -170,7 +224,9 @@ def sequence_batch(sequences: Sequence[Tokens]) -> dict[str, Tensor]:
     """Sequences as one flat run of tokens: what `PairwiseModel.features` takes."""
     return {
         "input_ids": torch.from_numpy(np.concatenate([tokens.ids for tokens in sequences])).long(),
-        "token_type_ids": torch.from_numpy(np.concatenate([tokens.types for tokens in sequences])).long(),
+        "token_type_ids": torch.from_numpy(
+            np.concatenate([tokens.types for tokens in sequences])
+        ).long(),
         "lengths": torch.tensor([len(tokens.ids) for tokens in sequences]),
         "begins": torch.tensor([tokens.begin for tokens in sequences]),
     }
@@ -180,7 +236,9 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[
     """Token ids of texts, in which the names of special tokens are text as any other."""
     if not texts:
         return []
-    return tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+    return tokenizer(
+        list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False
+    )["input_ids"]
 
 
 def cut_middle(tokens: Sequence[int], room: int) -> Sequence[int]:

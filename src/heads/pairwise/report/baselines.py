@@ -1,4 +1,4 @@
-"""What needs no encoder: verdicts from the labels' shares, from a curve of length, from words and style."""
+"""Baselines without an encoder: the labels' shares, a curve of length, words and style."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ from .metrics import alike, at_verdict, pairwise_metrics, shares_of
 
 NEAR = 1.2  # times as long as the other, at most
 
-BASELINES = ("the labels' own shares", "a curve of length", "words and style, linear", "style, boosted trees")
+BASELINES = (
+    "the labels' own shares",
+    "a curve of length",
+    "words and style, linear",
+    "style, boosted trees",
+)
 
 
 @dataclass(frozen=True)
@@ -28,11 +33,13 @@ class Rival:
     Attributes:
         name: Of the baseline.
         accuracy: Share of right verdicts.
-        near_accuracy: The same of pairs whose answers differ by no more than a fifth in length; nan without any.
+        near_accuracy: The same of pairs whose answers differ by no more than a fifth in length; nan
+            without any.
         log_loss: In nats.
         calibration_error: As of `PairwiseMetrics`.
         gain: How much lower the model's log-loss is, in nats a pair.
-        error: One standard error of the gain, pairs of one prompt taken as one; nan where all have the same.
+        error: One standard error of the gain, pairs of one prompt taken as one; nan where all have
+            the same.
     """
 
     name: str
@@ -51,15 +58,20 @@ def needs_scikit_learn(operation: str) -> None:
         ImportError: scikit-learn is not installed.
     """
     if importlib.util.find_spec("sklearn") is None:
-        raise ImportError(f"{operation}: baselines need scikit-learn; pip install 'model-components[judge]'")
+        raise ImportError(
+            f"{operation}: baselines need scikit-learn; pip install 'model-components[judge]'"
+        )
 
 
-def baseline_verdicts(train: Sequence[Pair], test: Sequence[Pair], *, classes: int = 3) -> dict[str, Tensor]:
-    """Log-probabilities of A, B and tie for test pairs, by baselines that are fitted on labelled training pairs.
+def baseline_verdicts(
+    train: Sequence[Pair], test: Sequence[Pair], *, classes: int = 3
+) -> dict[str, Tensor]:
+    """Return log-probabilities of test pairs, by baselines fitted on labelled training pairs.
 
-    All are fitted on both orders of each pair and give the mean of both, so that they are as fair as our links: the
-    labels' own shares; the log-odds of a spline of the log-length's difference; a logistic regression on differences of
-    TF-IDF and of the 24 surface features; boosted trees on the surface features of both answers.
+    All are fitted on both orders of each pair and give the mean of both, so that they are as fair
+    as our links: the labels' own shares; the log-odds of a spline of the log-length's difference; a
+    logistic regression on differences of TF-IDF and of the 24 surface features; boosted trees on
+    the surface features of both answers.
 
     Args:
         train: Labelled pairs.
@@ -77,8 +89,8 @@ def baseline_verdicts(train: Sequence[Pair], test: Sequence[Pair], *, classes: i
     needs_scikit_learn(operation)
     if not train or any(pair.label is None for pair in train) or not test:
         raise ValueError(
-            f"{operation}: {len(train)} pairs to fit on and {len(test)} to judge; needed some of both, the first with "
-            "labels"
+            f"{operation}: {len(train)} pairs to fit on and {len(test)} to judge; needed some of "
+            "both, the first with labels"
         )
     train = as_pairs(operation, train, classes)
     from scipy.sparse import csr_array, hstack
@@ -91,7 +103,9 @@ def baseline_verdicts(train: Sequence[Pair], test: Sequence[Pair], *, classes: i
     labels = _shares(train, classes)
     (a, b), (test_a, test_b) = surfaces_of(train), surfaces_of(test)
     words = TfidfVectorizer(sublinear_tf=True, min_df=2, max_features=20_000, token_pattern=r"\w+")
-    texts = [[said_by("assistant", answer) for answer in side] for side in _sides(train) + _sides(test)]
+    texts = [
+        [said_by("assistant", answer) for answer in side] for side in _sides(train) + _sides(test)
+    ]
     tfidf: list[object]
     try:
         words.fit(texts[0] + texts[1])
@@ -109,23 +123,38 @@ def baseline_verdicts(train: Sequence[Pair], test: Sequence[Pair], *, classes: i
 
     longer = [one[:, :1] - other[:, :1] for one, other in ((a, b), (test_a, test_b))]
     verdicts: dict[str, Tensor] = {
-        BASELINES[0]: alike(torch.from_numpy(labels.mean(0))).clamp(min=1e-9).log().expand(len(test), classes)
+        BASELINES[0]: alike(torch.from_numpy(labels.mean(0)))
+        .clamp(min=1e-9)
+        .log()
+        .expand(len(test), classes)
     }
     verdicts[BASELINES[1]] = _fitted(
-        make_pipeline(SplineTransformer(n_knots=8, extrapolation="constant"), LogisticRegression(C=10, max_iter=1000)),
-        (longer[0], -longer[0]), labels, (longer[1], -longer[1]),
-    )  # fmt: skip
+        make_pipeline(
+            SplineTransformer(n_knots=8, extrapolation="constant"),
+            LogisticRegression(C=10, max_iter=1000),
+        ),
+        (longer[0], -longer[0]),
+        labels,
+        (longer[1], -longer[1]),
+    )
     verdicts[BASELINES[2]] = _fitted(
         LogisticRegression(C=0.3, max_iter=2000),
-        (worded(tfidf[0], tfidf[1], a - b), worded(tfidf[1], tfidf[0], b - a)), labels,
+        (worded(tfidf[0], tfidf[1], a - b), worded(tfidf[1], tfidf[0], b - a)),
+        labels,
         (worded(tfidf[2], tfidf[3], test_a - test_b), worded(tfidf[3], tfidf[2], test_b - test_a)),
-    )  # fmt: skip
+    )
     verdicts[BASELINES[3]] = _fitted(
         HistGradientBoostingClassifier(
-            learning_rate=0.03, max_iter=200, l2_regularization=5.0, min_samples_leaf=40, random_state=0
+            learning_rate=0.03,
+            max_iter=200,
+            l2_regularization=5.0,
+            min_samples_leaf=40,
+            random_state=0,
         ),
-        (styled(a, b), styled(b, a)), labels, (styled(test_a, test_b), styled(test_b, test_a)),
-    )  # fmt: skip
+        (styled(a, b), styled(b, a)),
+        labels,
+        (styled(test_a, test_b), styled(test_b, test_a)),
+    )
     return verdicts
 
 
@@ -139,12 +168,24 @@ def rivals_of(
         return torch.where(wanted > 0, -wanted * verdicts, 0.0).sum(1)
 
     model_losses, rivals = losses(log_probs.double()), []
-    groups = [pair.prompt or number for number, pair in enumerate(test)]  # no prompts are not the same prompt
+    groups = [
+        pair.prompt or number for number, pair in enumerate(test)
+    ]  # no prompts are not the same prompt
     for name, verdicts in baseline_verdicts(train, test, classes=log_probs.shape[-1]).items():
         metrics = pairwise_metrics(verdicts, labels)
         gain, error = clustered(losses(verdicts) - model_losses, groups)
         share = near_accuracy(verdicts, wanted, near)
-        rivals.append(Rival(name, metrics.accuracy, share, metrics.log_loss, metrics.calibration_error, gain, error))
+        rivals.append(
+            Rival(
+                name,
+                metrics.accuracy,
+                share,
+                metrics.log_loss,
+                metrics.calibration_error,
+                gain,
+                error,
+            )
+        )
     return tuple(rivals)
 
 
@@ -185,12 +226,18 @@ _Sides = tuple[Any, Any]  # features of A over B and of B over A, dense or spars
 
 def _shares(pairs: Sequence[Pair], classes: int) -> np.ndarray:
     labels: list[object] = [pair.label for pair in pairs]
-    hard = [label if isinstance(label, tuple) else tuple(float(k == label) for k in range(classes)) for label in labels]
+    hard = [
+        label if isinstance(label, tuple) else tuple(float(k == label) for k in range(classes))
+        for label in labels
+    ]
     return np.array(hard)
 
 
 def _fitted(model: Any, seen: _Sides, labels: np.ndarray, new: _Sides) -> Tensor:
-    """Verdicts on new pairs, the mean of both orders, of a model fitted on both orders of those seen."""
+    """Return verdicts on new pairs, the mean of both orders.
+
+    The model is fitted on both orders of those seen.
+    """
     stack: Callable[[list], object] = np.concatenate
     if not isinstance(seen[0], np.ndarray):
         from scipy.sparse import vstack

@@ -1,4 +1,7 @@
-"""`pairwise_report`: everything that verdicts on labelled pairs are worth, printed and plotted; and calibration."""
+"""`pairwise_report`: everything that verdicts on labelled pairs are worth, printed and plotted.
+
+And calibration.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,14 @@ from ..inference import Predictions, predict_pairs
 from ..model import PairwiseModel
 from ..packing import PackingReport
 from ..pairs import Pair, as_pairs, said_by
-from .baselines import BASELINES, Rival, near_accuracy, near_in_length, needs_scikit_learn, rivals_of
+from .baselines import (
+    BASELINES,
+    Rival,
+    near_accuracy,
+    near_in_length,
+    needs_scikit_learn,
+    rivals_of,
+)
 from .metrics import (
     LEAST,
     MOST,
@@ -31,11 +41,12 @@ _ENOUGH = 100  # pairs to fit a temperature on
 
 @dataclass(frozen=True)
 class PairwiseReport(Report):
-    """Metrics, how the encoder ran, what was cut of the texts, the verdicts with their labels, and baselines beside.
+    """Metrics, how the encoder ran, what was cut, the verdicts with their labels, and baselines.
 
-    ``owed`` is how much larger the log-loss would be if both answers were the same in the encoder's states, in length,
-    in style, or in their overlap with the prompt, for each of these that the model looks at. ``lengths`` are those of
-    the answers, in characters. ``seen`` says how many test prompts and answering models were trained on.
+    ``owed`` is how much larger the log-loss would be if both answers were the same in the encoder's
+    states, in length, in style, or in their overlap with the prompt, for each of these that the
+    model looks at. ``lengths`` are those of the answers, in characters. ``seen`` says how many test
+    prompts and answering models were trained on.
     """
 
     metrics: PairwiseMetrics
@@ -50,9 +61,12 @@ class PairwiseReport(Report):
     seen: tuple[str, ...] = ()
 
     def summary(self) -> list[str]:
-        """The metrics but for the confusion matrix, and what log-loss owes to the parts of the model."""
+        """Return the metrics but for the confusion matrix, and what log-loss owes to each part."""
         told = ", ".join(f"{part} {rise:+.4f}" for part, rise in self.owed.items())
-        return [*self.metrics.summary(), f"log-loss if both answers were alike in one thing: {told}"]
+        return [
+            *self.metrics.summary(),
+            f"log-loss if both answers were alike in one thing: {told}",
+        ]
 
     def table(self) -> Table:
         """The baselines beside the model where they were asked for, else the confusion matrix."""
@@ -62,27 +76,56 @@ class PairwiseReport(Report):
         rows = [
             (
                 "this model",
-                *_told(metrics.accuracy, self.near_accuracy, metrics.log_loss, metrics.calibration_error),
+                *_told(
+                    metrics.accuracy,
+                    self.near_accuracy,
+                    metrics.log_loss,
+                    metrics.calibration_error,
+                ),
                 "",
             )
         ]
         for one in self.rivals:
             told = _told(one.accuracy, one.near_accuracy, one.log_loss, one.calibration_error)
-            if one.name == BASELINES[0]:  # A and B alike for every pair: no verdict that could be right
+            if (
+                one.name == BASELINES[0]
+            ):  # A and B alike for every pair: no verdict that could be right
                 told = ("-", "-", *told[2:])
             rows.append((one.name, *told, f"{one.gain:+.4f} ± {one.error:.4f}"))
-        names = ("accuracy", "within 20 % length", "log-loss", "calibration error", "the model's gain")
+        names = (
+            "accuracy",
+            "within 20 % length",
+            "log-loss",
+            "calibration error",
+            "the model's gain",
+        )
         return Table(("verdicts of", *names), rows)
 
     def remarks(self) -> list[str]:
-        """Whether probabilities mean anything, what was seen in training, what was cut, how the encoder ran."""
+        """Say whether probabilities mean anything, what was seen in training, what was cut.
+
+        Say how the encoder ran, too.
+        """
         metrics = self.metrics
-        worse = f"log-loss {metrics.log_loss:.4f} is above that of the labels' own shares, {metrics.log_loss_prior:.4f}"
-        told = [f"{worse}: its probabilities are worse than none; calibrate_ it on a hundred held-out pairs or more"]
-        return [*told * (metrics.log_loss > metrics.log_loss_prior), *self.seen, str(self.cut), str(self.packing)]
+        worse = (
+            f"log-loss {metrics.log_loss:.4f} is above that of the labels' own shares, "
+            f"{metrics.log_loss_prior:.4f}"
+        )
+        told = [
+            f"{worse}: its probabilities are worse than none; calibrate_ it on a hundred held-out "
+            "pairs or more"
+        ]
+        return [
+            *told * (metrics.log_loss > metrics.log_loss_prior),
+            *self.seen,
+            str(self.cut),
+            str(self.packing),
+        ]
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """A reliability diagram: accuracy by confidence, bins as large as they are full (extra ``plot``).
+        """Plot a reliability diagram, accuracy by confidence (extra ``plot``).
+
+        Bins are as large as they are full.
 
         Args:
             ax: Where to; default a new figure.
@@ -94,17 +137,23 @@ class PairwiseReport(Report):
         predictions = self.predictions
         classes = predictions.log_probabilities.shape[-1]
         right = at_verdict(shares_of(self.labels, classes), predictions.log_probabilities)
-        bins = calibration_bins(at_verdict(predictions.probabilities.double(), predictions.log_probabilities), right)
+        bins = calibration_bins(
+            at_verdict(predictions.probabilities.double(), predictions.log_probabilities), right
+        )
         axes.plot([0, 1], [0, 1], color="0.7", linewidth=1, label="calibrated")
         sizes = [20 + 400 * b[0] for b in bins]
         axes.scatter([b[1] for b in bins], [b[2] for b in bins], s=sizes, label="bins, by size")
-        axes.set(xlabel="confidence", ylabel="accuracy", xlim=(1 / classes - 0.02, 1.02), ylim=(0, 1.02))
+        axes.set(
+            xlabel="confidence", ylabel="accuracy", xlim=(1 / classes - 0.02, 1.02), ylim=(0, 1.02)
+        )
         axes.set_title(f"calibration error {self.metrics.calibration_error:.3f}")
         axes.legend(loc="upper left", markerscale=0.5)
         return figure
 
     def plot_lengths(self, ax: Axes | None = None) -> Figure:
-        """How often the longer answer wins, by how much longer it is, a tie being half a win (extra ``plot``).
+        """Plot how often the longer answer wins, by how much longer it is (extra ``plot``).
+
+        A tie is half a win.
 
         Args:
             ax: Where to; default a new figure.
@@ -117,13 +166,23 @@ class PairwiseReport(Report):
         longer = (logs[:, 0] > logs[:, 1])[:, None]
         order = (logs[:, 0] - logs[:, 1]).abs().argsort()
         shares = shares_of(self.labels, self.predictions.log_probabilities.shape[-1])
-        for name, found in (("labels", shares), ("this model", self.predictions.probabilities.double())):
+        for name, found in (
+            ("labels", shares),
+            ("this model", self.predictions.probabilities.double()),
+        ):
             won = torch.where(longer, found[:, :1], found[:, 1:2])[:, 0] + found[:, 2:].sum(1) / 2
             parts = order.tensor_split(min(8, max(1, len(order) // 20)))
             middles = [float((logs[p, 0] - logs[p, 1]).abs().mean().exp()) for p in parts]
-            axes.plot(middles, [float(won[p].mean()) for p in parts], marker="o", markersize=4, label=name)
+            axes.plot(
+                middles, [float(won[p].mean()) for p in parts], marker="o", markersize=4, label=name
+            )
         axes.axhline(0.5, color="0.7", linewidth=1)
-        axes.set(xscale="log", xlabel="how many times longer", ylabel="share that the longer answer wins", ylim=(0, 1))
+        axes.set(
+            xscale="log",
+            xlabel="how many times longer",
+            ylabel="share that the longer answer wins",
+            ylim=(0, 1),
+        )
         axes.legend(loc="lower right")
         return figure
 
@@ -133,17 +192,22 @@ def _told(accuracy: float, near: float, loss: float, error: float) -> tuple[str,
 
 
 def pairwise_report(
-    model: PairwiseModel, data: PairwiseDataset, *, train: Sequence[Pair] | None = None, batch_size: int = 32,
+    model: PairwiseModel,
+    data: PairwiseDataset,
+    *,
+    train: Sequence[Pair] | None = None,
+    batch_size: int = 32,
     progress: bool = True,
-) -> PairwiseReport:  # fmt: skip
+) -> PairwiseReport:
     """A model's metrics on labelled pairs, and what verdicts are worth that need no encoder.
 
     Args:
         model: A `PairwiseModel`.
         data: Pairs with labels; ``model.dataset(pairs)`` makes it.
-        train: The pairs that the model was trained on, such as ``train_data.pairs``. Baselines are fitted on them: the
-            labels' own shares, a curve of length, a regression on words and style, boosted trees on style. A judge
-            is worth what it is better than these (extra ``judge``).
+        train: The pairs that the model was trained on, such as ``train_data.pairs``. Baselines are
+            fitted on them: the labels' own shares, a curve of length, a regression on words and
+            style, boosted trees on style. A judge is worth what it is better than these (extra
+            ``judge``).
         batch_size: Pairs at once.
         progress: Show a bar.
 
@@ -158,32 +222,53 @@ def pairwise_report(
     if train is not None:
         needs_scikit_learn("pairwise_report")
         train = as_pairs("pairwise_report", train, model.config.num_classes)
-    found, labels = predict_pairs(model, data, batch_size=batch_size, parts=True, progress=progress), _labels(data)
-    lengths = tuple((len(said_by("assistant", p.a)), len(said_by("assistant", p.b))) for p in data.pairs)
+    found, labels = (
+        predict_pairs(model, data, batch_size=batch_size, parts=True, progress=progress),
+        _labels(data),
+    )
+    lengths = tuple(
+        (len(said_by("assistant", p.a)), len(said_by("assistant", p.b))) for p in data.pairs
+    )
     metrics = pairwise_metrics(
-        found.log_probabilities, labels, swapped_log_probabilities=found.swapped_log_probabilities,
+        found.log_probabilities,
+        labels,
+        swapped_log_probabilities=found.swapped_log_probabilities,
         length_difference=[a - b for a, b in lengths],
-    )  # fmt: skip
+    )
     verdicts = found.log_probabilities.double()
     rivals = () if train is None else rivals_of(verdicts, labels, train, data.pairs)
-    near = near_accuracy(verdicts, shares_of(labels, verdicts.shape[-1]), near_in_length(data.pairs))
-    owed = {part: pairwise_metrics(one, labels).log_loss - metrics.log_loss for part, one in found.alike.items()}
+    near = near_accuracy(
+        verdicts, shares_of(labels, verdicts.shape[-1]), near_in_length(data.pairs)
+    )
+    owed = {
+        part: pairwise_metrics(one, labels).log_loss - metrics.log_loss
+        for part, one in found.alike.items()
+    }
     seen = () if train is None else _seen(train, data.pairs)
-    return PairwiseReport(metrics, model.packing, data.report, found, tuple(labels), near, owed, lengths, rivals, seen)
+    return PairwiseReport(
+        metrics, model.packing, data.report, found, tuple(labels), near, owed, lengths, rivals, seen
+    )
 
 
 def _seen(train: Sequence[Pair], test: Sequence[Pair]) -> tuple[str, ...]:
     """How many of the test pairs' prompts and writers are known from training."""
     known, asked = ({str(pair.prompt) for pair in part} for part in (train, test))
     told = [f"{len(asked & known)} of {len(asked)} prompts were trained on"]
-    wrote, writers = ({name for pair in part for name in pair.writers if name} for part in (train, test))
-    told += [f"{len(writers & wrote)} of {len(writers)} models that answer were trained on"] * bool(writers)
+    wrote, writers = (
+        {name for pair in part for name in pair.writers if name} for part in (train, test)
+    )
+    told += [f"{len(writers & wrote)} of {len(writers)} models that answer were trained on"] * bool(
+        writers
+    )
     return ("; ".join(told),)
 
 
 @dataclass(frozen=True)
 class CalibrationReport(Report):
-    """The temperature that `calibrate_` set, by how many pairs, and the log-loss on these before and after."""
+    """The temperature that `calibrate_` set.
+
+    With it how many pairs it saw, and the log-loss on these before and after.
+    """
 
     pairs: int
     temperature: float
@@ -192,7 +277,11 @@ class CalibrationReport(Report):
 
     def summary(self) -> list[str]:
         """One line."""
-        end = "" if LEAST < self.temperature < MOST else ", the limit: pairs are few, or other than those of training"
+        end = (
+            ""
+            if LEAST < self.temperature < MOST
+            else ", the limit: pairs are few, or other than those of training"
+        )
         if not end and self.pairs < _ENOUGH:
             end = f"; {_ENOUGH} pairs or more say it better"
         losses = f"log-loss {self.before:.4f} before, {self.after:.4f} after"
@@ -202,9 +291,10 @@ class CalibrationReport(Report):
 def calibrate_(
     model: PairwiseModel, data: PairwiseDataset, *, batch_size: int = 32, progress: bool = True
 ) -> CalibrationReport:
-    """Set a model's temperature so that its probabilities on held-out pairs are as good as they can be, in place.
+    """Set a model's temperature, in place, to the best for its probabilities on held-out pairs.
 
-    Verdicts stay what they are. The temperature is a buffer of the head's and divides logits in evaluation.
+    Verdicts stay what they are. The temperature is a buffer of the head's and divides logits in
+    evaluation.
 
     Args:
         model: A `PairwiseModel`.
@@ -219,11 +309,16 @@ def calibrate_(
         ValueError: No pairs, or pairs without labels.
     """
     _check_labelled("calibrate_", data)
-    log_probs = predict_pairs(model, data, batch_size=batch_size, progress=progress).log_probabilities
+    log_probs = predict_pairs(
+        model, data, batch_size=batch_size, progress=progress
+    ).log_probabilities
     old_temperature, labels = float(model.head.temperature), _labels(data)
     logits = log_probs.double() * old_temperature
     temperature = fit_temperature(logits, labels)
-    losses = [pairwise_metrics(one, labels).log_loss for one in (log_probs, (logits / temperature).log_softmax(-1))]
+    losses = [
+        pairwise_metrics(one, labels).log_loss
+        for one in (log_probs, (logits / temperature).log_softmax(-1))
+    ]
     model.head.temperature.fill_(temperature)
     return CalibrationReport(len(data), temperature, *losses)
 
@@ -231,11 +326,13 @@ def calibrate_(
 def _check_labelled(operation: str, data: PairwiseDataset) -> None:
     if not isinstance(data, PairwiseDataset):
         raise ValueError(
-            f"{operation}: data is a {type(data).__name__}, needed a PairwiseDataset (model.dataset(pairs))"
+            f"{operation}: data is a {type(data).__name__}, needed a PairwiseDataset "
+            "(model.dataset(pairs))"
         )
     if not len(data) or data.labels[0] is None:
         raise ValueError(
-            f"{operation}: {len(data)} pairs{' without labels' if len(data) else ''}; needed labelled pairs"
+            f"{operation}: {len(data)} pairs{' without labels' if len(data) else ''}; needed "
+            "labelled pairs"
         )
 
 

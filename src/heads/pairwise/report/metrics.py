@@ -1,4 +1,4 @@
-"""How good verdicts are: accuracy, log-loss, calibration, fairness to the order, and what they owe to length.
+"""Measure verdicts: accuracy, log-loss, calibration, fairness, and what they owe to length.
 
 Shapes: N pairs, C classes.
 """
@@ -32,8 +32,8 @@ class PairwiseMetrics(Report):
         log_loss_prior: Of always giving the labels' own shares, those of A and B made alike.
         calibration_error: Mean distance of confidence and accuracy, over 15 bins of confidence.
         flip_rate: Share of verdicts that change when A and B trade places.
-        length_correlation: Of P(A) - P(B) with how much longer A is, each pair taken in both orders; nan where either
-            is always 0.
+        length_correlation: Of P(A) - P(B) with how much longer A is, each pair taken in both
+            orders; nan where either is always 0.
         label_length_correlation: Of the labels themselves with it.
         confusion: Rows are labels, columns verdicts.
     """
@@ -54,18 +54,24 @@ class PairwiseMetrics(Report):
             f"{self.pairs} pairs: accuracy {self.accuracy:.1%}",
             f"log-loss {self.log_loss:.4f} (prior {self.log_loss_prior:.4f})",
             f"calibration error {self.calibration_error:.3f}, flip rate {self.flip_rate:.1%}",
-            f"correlation with length {self.length_correlation:.2f} (labels' own {self.label_length_correlation:.2f})",
+            f"correlation with length {self.length_correlation:.2f} (labels' own "
+            f"{self.label_length_correlation:.2f})",
         ]
 
     def table(self) -> Table:
         """The confusion matrix."""
         names = CLASSES[: len(self.confusion)]
-        rows = [(name, *(f"{n:g}" for n in row)) for name, row in zip(names, self.confusion, strict=True)]
+        rows = [
+            (name, *(f"{n:g}" for n in row))
+            for name, row in zip(names, self.confusion, strict=True)
+        ]
         return Table(("label \\ verdict", *names), rows)
 
 
 def alike(shares: Tensor) -> Tensor:
-    """(C,) shares of classes, those of A and B made alike: what can be known without looking at the answers.
+    """Return (C,) shares of classes, those of A and B made alike.
+
+    So much can be known without looking at the answers.
 
     >>> alike(torch.tensor([0.5, 0.25, 0.25]))
     tensor([0.3750, 0.3750, 0.2500])
@@ -74,7 +80,9 @@ def alike(shares: Tensor) -> Tensor:
 
 
 def at_verdict(table: Tensor, found: Tensor) -> Tensor:
-    """(N,) entries of an (N, C) table at (N, C) log-probabilities' verdicts; a tie of two classes is half of both.
+    """(N,) entries of an (N, C) table at (N, C) log-probabilities' verdicts.
+
+    A tie of two classes is half of both.
 
     >>> at_verdict(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.7, 0.3], [0.5, 0.5]]))
     tensor([1.0000, 0.5000])
@@ -91,16 +99,19 @@ def shares_of(labels: Sequence[object] | Tensor, classes: int) -> Tensor:
 
 
 def pairwise_metrics(
-    log_probabilities: Tensor, labels: Sequence[object] | Tensor, *, swapped_log_probabilities: Tensor | None = None,
+    log_probabilities: Tensor,
+    labels: Sequence[object] | Tensor,
+    *,
+    swapped_log_probabilities: Tensor | None = None,
     length_difference: Sequence[float] | Tensor | None = None,
-) -> PairwiseMetrics:  # fmt: skip
+) -> PairwiseMetrics:
     """Metrics of N verdicts.
 
     Args:
         log_probabilities: (N, C) of A, B and tie.
         labels: (N,) classes or (N, C) shares.
-        swapped_log_probabilities: (N, C) of the pairs with A and B exchanged, in this order's columns; for the
-            flip rate.
+        swapped_log_probabilities: (N, C) of the pairs with A and B exchanged, in this order's
+            columns; for the flip rate.
         length_difference: (N,), how much longer A is than B; for the correlations.
 
     Returns:
@@ -117,7 +128,8 @@ def pairwise_metrics(
     wanted = shares_of(labels, classes)
     if not len(found) or wanted.shape != found.shape:
         raise ValueError(
-            f"pairwise_metrics: {list(found.shape)} verdicts and {list(wanted.shape)} labels; needed (N, C)"
+            f"pairwise_metrics: {list(found.shape)} verdicts and {list(wanted.shape)} labels; "
+            "needed (N, C)"
         )
     best = verdicts_of(found)
     right = at_verdict(wanted, found)
@@ -143,24 +155,32 @@ def pairwise_metrics(
 
 
 def calibration_bins(confidence: Tensor, right: Tensor) -> list[tuple[float, float, float]]:
-    """For each filled bin of confidence its share of the pairs, its mean confidence and its accuracy."""
+    """Return for each filled bin of confidence its share, its mean confidence and its accuracy."""
     place = (confidence * _BINS).long().clamp(max=_BINS - 1)
     bins = [place == k for k in range(_BINS)]
     return [
-        (float(inside.double().mean()), float(confidence[inside].mean()), float(right[inside].mean()))
+        (
+            float(inside.double().mean()),
+            float(confidence[inside].mean()),
+            float(right[inside].mean()),
+        )
         for inside in bins
         if inside.any()
     ]
 
 
 def _calibration(confidence: Tensor, right: Tensor) -> float:
-    return sum(share * abs(sure - true) for share, sure, true in calibration_bins(confidence, right))
+    return sum(
+        share * abs(sure - true) for share, sure, true in calibration_bins(confidence, right)
+    )
 
 
 def _correlation(one: Tensor, other: Tensor | None) -> float:
     if other is None or not one.any() or not other.any():
         return float("nan")
-    return float(F.cosine_similarity(one, other, dim=0))  # both means are 0 where each pair comes in both orders
+    return float(
+        F.cosine_similarity(one, other, dim=0)
+    )  # both means are 0 where each pair comes in both orders
 
 
 def fit_temperature(logits: Tensor, labels: Sequence[object] | Tensor) -> float:
@@ -178,15 +198,17 @@ def fit_temperature(logits: Tensor, labels: Sequence[object] | Tensor) -> float:
     Raises:
         ValueError: No pairs, labels of another number, or logits that are not finite.
 
-    >>> fit_temperature(torch.tensor([[8.0, 0.0], [8.0, 0.0], [8.0, 0.0], [8.0, 0.0]]), [0, 0, 0, 1])  # 3 : 1
+    >>> fit_temperature(
+    ...     torch.tensor([[8.0, 0.0], [8.0, 0.0], [8.0, 0.0], [8.0, 0.0]]), [0, 0, 0, 1]
+    ... )  # 3 : 1
     7.2819...
     """
     logits = logits.double()
     shares = shares_of(labels, logits.shape[-1])
     if not len(logits) or shares.shape != logits.shape or not torch.isfinite(logits).all():
         raise ValueError(
-            f"fit_temperature: {list(logits.shape)} logits and {list(shares.shape)} labels; needed pairs, a label "
-            "each, and finite numbers"
+            f"fit_temperature: {list(logits.shape)} logits and {list(shares.shape)} labels; needed "
+            "pairs, a label each, and finite numbers"
         )
     wanted = (shares * logits).sum(1).mean()
     low, high = 1 / MOST, 1 / LEAST

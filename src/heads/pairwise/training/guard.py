@@ -26,17 +26,19 @@ class DeadRunError(RuntimeError):
 class DeadRunGuard(TrainerCallback):
     """Stops a run that is dead, with the reason.
 
-    A run is dead if its logits are not finite, if its weights have not moved shortly after warm-up, or if, after three
-    tenths of the run, its log-loss is in several windows in a row not better, by a standard error, than that of always
-    giving the labels' own shares (for a fair head with those of A and B averaged). A run that gives every pair the same
-    verdict is dead in the last sense.
+    A run is dead if its logits are not finite, if its weights have not moved shortly after warm-up,
+    or if, after three tenths of the run, its log-loss is in several windows in a row not better, by
+    a standard error, than that of always giving the labels' own shares (for a fair head with those
+    of A and B averaged). A run that gives every pair the same verdict is dead in the last sense.
 
-    In float16 or bfloat16, and at small rates, an optimizer's step can be less than half of a weight's last bit; the
-    weight then never moves, and the run looks like one that learns slowly.
+    In float16 or bfloat16, and at small rates, an optimizer's step can be less than half of a
+    weight's last bit; the weight then never moves, and the run looks like one that learns slowly.
 
     Args:
-        window: Optimizer steps that are looked at together; default a tenth of the run, from 20 to 200.
-        patience: Windows, one after the other, no better than the prior that end the run. A resumed run counts anew.
+        window: Optimizer steps that are looked at together; default a tenth of the run, from 20 to
+            200.
+        patience: Windows, one after the other, no better than the prior that end the run. A resumed
+            run counts anew.
 
     Raises:
         ValueError: A window or patience below 1.
@@ -44,7 +46,9 @@ class DeadRunGuard(TrainerCallback):
 
     def __init__(self, *, window: int | None = None, patience: int = 3):
         if (window is not None and window < 1) or patience < 1:
-            raise ValueError(f"DeadRunGuard: window is {window} and patience {patience}, needed 1 or more")
+            raise ValueError(
+                f"DeadRunGuard: window is {window} and patience {patience}, needed 1 or more"
+            )
         self.window, self.patience = window, patience
         self.trainer: Any = None  # `PairwiseTrainer` puts itself here
         self._seen: Tensor | None = None  # of this window: sums that `observe` makes
@@ -57,7 +61,9 @@ class DeadRunGuard(TrainerCallback):
         """Add a micro-batch's (P, C) logits, and its labels, to the sums of this window."""
         classes = logits.shape[-1]
         log_probs = log_probabilities(logits.detach().float())
-        wanted = labels.float() if labels.dim() == 2 else nn.functional.one_hot(labels, classes).float()
+        wanted = (
+            labels.float() if labels.dim() == 2 else nn.functional.one_hot(labels, classes).float()
+        )
         bad = (~torch.isfinite(log_probs)).any().float()
         said = nn.functional.one_hot(log_probs.argmax(-1), classes).float()
         lost = (wanted * -log_probs.nan_to_num(0.0, 0.0, 0.0)).sum(1)
@@ -67,13 +73,22 @@ class DeadRunGuard(TrainerCallback):
         self._seen = seen if self._seen is None else self._seen + seen
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **rest: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **rest: object,
     ) -> None:
         """Remembers some of the weights."""
         self._seen, self._steps, self._poor = None, 0, 0
         self._first, self._fair = state.global_step, model.config.link != "concat"
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-        weights = [p for p in model.parameters() if p.requires_grad and p.dim() == 2 and id(p) not in tables]
+        weights = [
+            p
+            for p in model.parameters()
+            if p.requires_grad and p.dim() == 2 and id(p) not in tables
+        ]
         chosen = weights[:: max(1, len(weights) // _SAMPLED)][:_SAMPLED]
         self._start = [(p, _sample(p).clone()) for p in chosen]
 
@@ -102,7 +117,8 @@ class DeadRunGuard(TrainerCallback):
         seen = self.trainer.accelerator.reduce(self._seen, "sum").cpu().double()
         if seen[3, 0]:
             raise DeadRunError(
-                f"step {state.global_step}: logits are not finite; needed float32 weights, or bf16 instead of fp16"
+                f"step {state.global_step}: logits are not finite; needed float32 weights, or bf16 "
+                "instead of fp16"
             )
         if self._steps < window:
             return
@@ -118,30 +134,36 @@ class DeadRunGuard(TrainerCallback):
         if watched and share < _MIN_MOVED:
             dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p, _ in watched}))
             raise DeadRunError(
-                f"step {state.global_step}: only {share:.0%} of the weights have moved; a learning rate of "
-                f"{max(lr_scheduler.get_last_lr()):.2g} is too small for {dtypes}, or steps are skipped; needed a "
-                "larger one, or float32 weights"
+                f"step {state.global_step}: only {share:.0%} of the weights have moved; a learning "
+                f"rate of {max(lr_scheduler.get_last_lr()):.2g} is too small for {dtypes}, or "
+                "steps are skipped; needed a larger one, or float32 weights"
             )
 
     def _check_window(self, state: TrainerState, seen: Tensor, window: int) -> None:
-        """The log-loss must be below that of the labels' own shares, by more than one standard error."""
+        """Require a log-loss below the labels' own shares', by more than one standard error."""
         said, labels, lost, moments = seen[0], seen[1], seen[2], seen[4:]
         count, shares = float(labels.sum()), labels / labels.sum()
         if self._fair:  # and cannot know which of A and B wins more often
             shares = alike(shares)
         prior = -shares.clamp(min=1e-12).log()  # of each class
-        gain = float((labels * prior - lost).sum()) / count  # of each pair, on average, and its variance
+        gain = (
+            float((labels * prior - lost).sum()) / count
+        )  # of each pair, on average, and its variance
         spread = float(seen[3, 1] - 2 * prior @ lost + prior @ moments @ prior) / count - gain**2
         self._poor = self._poor + 1 if gain <= (max(spread, 0.0) / count) ** 0.5 else 0
         if self._poor < self.patience:
             return
-        same = f"every verdict was {CLASSES[int(said.argmax())]}, and " if int((said > 0).sum()) == 1 else ""
+        same = (
+            f"every verdict was {CLASSES[int(said.argmax())]}, and "
+            if int((said > 0).sum()) == 1
+            else ""
+        )
         told = ", ".join(f"{share:.0%}" for share in shares)
         loss, known = float(lost.sum()) / count, float((labels * prior).sum()) / count
         raise DeadRunError(
-            f"step {state.global_step}: {same}log-loss {loss:.4f} over {window} steps is no better than the "
-            f"{known:.4f} of the shares of labels ({told}), {self._poor} times running; needed another learning "
-            "rate, or other data"
+            f"step {state.global_step}: {same}log-loss {loss:.4f} over {window} steps is no better "
+            f"than the {known:.4f} of the shares of labels ({told}), {self._poor} times running; "
+            "needed another learning rate, or other data"
         )
 
 

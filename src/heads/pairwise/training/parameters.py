@@ -18,8 +18,8 @@ def parameter_groups(
 ) -> list[dict[str, object]]:
     """Groups for an optimizer: the encoder's rate falls from layer to layer towards the embeddings.
 
-    The top layer has ``learning_rate``, the next ``layer_decay`` of it, and so on; the embeddings are below the lowest
-    layer (Howard and Ruder, "ULMFiT", 2018). Biases and norms are not decayed.
+    The top layer has ``learning_rate``, the next ``layer_decay`` of it, and so on; the embeddings
+    are below the lowest layer (Howard and Ruder, "ULMFiT", 2018). Biases and norms are not decayed.
 
     Args:
         model: A `PairwiseModel`, bare.
@@ -29,15 +29,23 @@ def parameter_groups(
         head_lr_ratio: The head's rate over ``learning_rate``.
 
     Returns:
-        Groups; the first has ``learning_rate``, which a trainer logs, where any of the encoder's top layer trains.
+        Groups; the first has ``learning_rate``, which a trainer logs, where any of the encoder's
+        top layer trains.
 
     Raises:
-        ValueError: A decay outside (0, 1], or one below 1 for an encoder whose layers share parameters.
+        ValueError: A decay outside (0, 1], or one below 1 for an encoder whose layers share
+            parameters.
     """
     if not 0 < layer_decay <= 1:
-        raise ValueError(f"parameter_groups: layer_decay is {layer_decay}, needed a share in (0, 1]")
+        raise ValueError(
+            f"parameter_groups: layer_decay is {layer_decay}, needed a share in (0, 1]"
+        )
     depth_of: dict[int, int] = {}
-    layers = list(encoder_layers("parameter_groups", model.encoder, "layer_decay=1")[1]) if layer_decay < 1 else []
+    layers = (
+        list(encoder_layers("parameter_groups", model.encoder, "layer_decay=1")[1])
+        if layer_decay < 1
+        else []
+    )
     for depth, layer in enumerate(layers):
         depth_of |= {id(p): len(layers) - 1 - depth for p in layer.parameters()}
     lowest = encoder_parts(model.encoder, "embeddings") if layers else []
@@ -47,8 +55,15 @@ def parameter_groups(
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            rate = head_lr_ratio if id(parameter) in head else layer_decay ** depth_of.get(id(parameter), 0)
+            rate = (
+                head_lr_ratio
+                if id(parameter) in head
+                else layer_decay ** depth_of.get(id(parameter), 0)
+            )
             decay = weight_decay if parameter.dim() > 1 else 0.0
             groups.setdefault((learning_rate * rate, decay), []).append(parameter)
     ordered = sorted(groups.items(), key=lambda group: group[0][0] != learning_rate)
-    return [{"params": parameters, "lr": rate, "weight_decay": decay} for (rate, decay), parameters in ordered]
+    return [
+        {"params": parameters, "lr": rate, "weight_decay": decay}
+        for (rate, decay), parameters in ordered
+    ]

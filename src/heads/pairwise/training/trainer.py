@@ -1,4 +1,7 @@
-"""`PairwiseTrainer`: `transformers.Trainer` for pairs, with rates by layer and a guard against dead runs."""
+"""`PairwiseTrainer`: `transformers.Trainer` for pairs.
+
+It adds rates by layer and a guard against dead runs.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,17 @@ from ..report.metrics import pairwise_metrics
 from .guard import DeadRunGuard
 from .parameters import parameter_groups
 
-_SOME, _ALL = 256, 20_000  # pairs that features' scales are estimated from: if read for that, if already encoded
+_SOME, _ALL = (
+    256,
+    20_000,
+)  # pairs that features' scales are estimated from: if read for that, if already encoded
 
 
 class _Buckets(LengthGroupedSampler):
-    """Batches of like length, drawn from a seed and the epoch, so that a resumed run draws the same."""
+    """Batches of like length, drawn from a seed and the epoch.
+
+    So a resumed run draws the same.
+    """
 
     def __init__(self, batch_size: int, lengths: list[int], seed: int):
         super().__init__(batch_size, lengths=lengths)
@@ -47,23 +56,26 @@ class _Buckets(LengthGroupedSampler):
 class PairwiseTrainer(StepTrainer):
     """Trains a `PairwiseModel` on a `PairwiseDataset`.
 
-    Batches are collated by `PairwiseCollator`; encoders that cannot be packed get batches of like length. A new head
-    starts from the data's share of ties and takes the scale of its features from some of them. A `DeadRunGuard` watches
-    unless ``guard`` is False. Evaluation reports accuracy, log-loss and calibration error.
+    Batches are collated by `PairwiseCollator`; encoders that cannot be packed get batches of like
+    length. A new head starts from the data's share of ties and takes the scale of its features from
+    some of them. A `DeadRunGuard` watches unless ``guard`` is False. Evaluation reports accuracy,
+    log-loss and calibration error.
 
     Args:
-        model: A `PairwiseModel`, or one that peft has wrapped; None with ``model_init``, which makes one for each run,
-            for `hyperparameter_search`.
+        model: A `PairwiseModel`, or one that peft has wrapped; None with ``model_init``, which
+            makes one for each run, for `hyperparameter_search`.
         args: `TrainingArguments`.
         train_dataset: A `PairwiseDataset` with labels.
-        layer_decay: The encoder's rate falls by this factor from layer to layer; see `parameter_groups`.
-        head_lr_ratio: The head's learning rate over the encoder's. A new head starts from zeros and needs more.
+        layer_decay: The encoder's rate falls by this factor from layer to layer; see
+            `parameter_groups`.
+        head_lr_ratio: The head's learning rate over the encoder's. A new head starts from zeros and
+            needs more.
         guard: Stops dead runs; False for no guard.
         **options: Of `Trainer`: ``eval_dataset``, ``callbacks``, ...
 
     Raises:
-        ValueError: Data that are not a `PairwiseDataset`, or have no labels; nothing to train; one side that always
-            wins, for a link that could learn the side.
+        ValueError: Data that are not a `PairwiseDataset`, or have no labels; nothing to train; one
+            side that always wins, for a link that could learn the side.
     """
 
     def __init__(
@@ -82,27 +94,45 @@ class PairwiseTrainer(StepTrainer):
         if options.get("compute_metrics") is None:
             options["compute_metrics"] = _metrics
         super().__init__(model=model, args=args, train_dataset=train_dataset, **options)
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and self.args.parallel_mode != ParallelMode.DISTRIBUTED:
+        if (
+            int(os.environ.get("WORLD_SIZE", 1)) > 1
+            and self.args.parallel_mode != ParallelMode.DISTRIBUTED
+        ):
             raise ValueError(
-                "PairwiseTrainer: there are several processes, and each would train alone; needed use_cpu=True where "
-                "there is no accelerator"
+                "PairwiseTrainer: there are several processes, and each would train alone; needed "
+                "use_cpu=True where there is no accelerator"
             )
         if self.args.n_gpu > 1:
-            raise ValueError("PairwiseTrainer: torch.nn.DataParallel would cut a flat run of tokens; needed torchrun")
+            raise ValueError(
+                "PairwiseTrainer: torch.nn.DataParallel would cut a flat run of tokens; needed "
+                "torchrun"
+            )
         if self.args.label_smoothing_factor:
-            raise ValueError("PairwiseTrainer: label_smoothing_factor is set; needed the model's label_smoothing")
+            raise ValueError(
+                "PairwiseTrainer: label_smoothing_factor is set; needed the model's label_smoothing"
+            )
         self.layer_decay, self.head_lr_ratio = layer_decay, head_lr_ratio
         self.args.remove_unused_columns = False  # the collator reads them
-        self.args.dataloader_pin_memory &= self.args.device.type != "cpu"  # there is nothing to pin memory for
+        self.args.dataloader_pin_memory &= (
+            self.args.device.type != "cpu"
+        )  # there is nothing to pin memory for
         if self.args.ddp_find_unused_parameters is None:
-            self.args.ddp_find_unused_parameters = False  # there are none, and looking for them takes time
+            self.args.ddp_find_unused_parameters = (
+                False  # there are none, and looking for them takes time
+            )
         self.model_accepts_loss_kwargs = True  # losses are over the pairs of a whole step
-        for name, data in (("train_dataset", self.train_dataset), ("eval_dataset", self.eval_dataset)):
+        for name, data in (
+            ("train_dataset", self.train_dataset),
+            ("eval_dataset", self.eval_dataset),
+        ):
             for one in data.values() if isinstance(data, dict) else [data]:
                 if one is not None and not (
                     isinstance(one, PairwiseDataset) and len(one) and one.labels[0] is not None
                 ):
-                    raise ValueError(f"PairwiseTrainer: {name} is {_told(one)}; needed a PairwiseDataset with labels")
+                    raise ValueError(
+                        f"PairwiseTrainer: {name} is {_told(one)}; needed a PairwiseDataset with "
+                        "labels"
+                    )
         if not any(p.requires_grad for p in self.judge.parameters()):
             raise ValueError("PairwiseTrainer: nothing is trainable")
         self._begin(self.judge)
@@ -125,36 +155,49 @@ class PairwiseTrainer(StepTrainer):
         return judge
 
     def _begin(self, judge: Judge) -> None:
-        """Refuse data that cannot train the model; fit a new head to the data's share of ties and its features."""
+        """Refuse data that cannot train the model.
+
+        Fit a new head to the data's share of ties and its features.
+        """
         data: TrainData = self.train_dataset
         if data is None:
             return
-        if data.encoded and any(p.requires_grad for part in (judge.encoder, judge.pool) for p in part.parameters()):
+        if data.encoded and any(
+            p.requires_grad for part in (judge.encoder, judge.pool) for p in part.parameters()
+        ):
             raise ValueError(
-                "PairwiseTrainer: train_dataset holds features of a frozen encoder, and the encoder trains; needed "
-                "freeze_(model, 'all'), or a dataset without encode_"
+                "PairwiseTrainer: train_dataset holds features of a frozen encoder, and the "
+                "encoder trains; needed freeze_(model, 'all'), or a dataset without encode_"
             )
         data.check_encoded("PairwiseTrainer", judge)
         if not data.encoded:
             warn_if_slow("PairwiseTrainer", judge.encoder)
-        if all(label == 2 or (isinstance(label, tuple) and label[2:] == (1.0,)) for label in data.labels):
-            raise ValueError("PairwiseTrainer: every label is a tie; needed pairs of which some are won")
+        if all(
+            label == 2 or (isinstance(label, tuple) and label[2:] == (1.0,))
+            for label in data.labels
+        ):
+            raise ValueError(
+                "PairwiseTrainer: every label is a tie; needed pairs of which some are won"
+            )
         won = count_labels(data.pairs)[:2]
         if judge.config.link == "concat" and not judge.config.swap_consistency and not all(won):
             raise ValueError(
-                f"PairwiseTrainer: {CLASSES[won.index(max(won))]} wins every pair, and link 'concat' would learn the "
-                "side; needed another link, swap_consistency=1.0, or pairs in both orders"
+                f"PairwiseTrainer: {CLASSES[won.index(max(won))]} wins every pair, and link "
+                "'concat' would learn the side; needed another link, swap_consistency=1.0, or "
+                "pairs in both orders"
             )
         if not judge.head.untrained:
             return
         if not any(p.requires_grad for p in judge.head.parameters()):
             raise ValueError(
-                "PairwiseTrainer: the head is new and frozen, so that no gradient reaches the encoder; needed "
-                "model.head.requires_grad_(True)"
+                "PairwiseTrainer: the head is new and frozen, so that no gradient reaches the "
+                "encoder; needed model.head.requires_grad_(True)"
             )
         if judge.config.ties:
             least = 0.5 / len(data)
-            ties = sum(label[2] if isinstance(label, tuple) else label == 2 for label in data.labels) / len(data)
+            ties = sum(
+                label[2] if isinstance(label, tuple) else label == 2 for label in data.labels
+            ) / len(data)
             judge.head.set_tie_rate_(min(max(ties, least), 1 - least))
         some = range(0, len(data), max(1, len(data) // (_ALL if data.encoded else _SOME)))
         judge.head.fit_(*sides_of(judge, data, some))
@@ -171,14 +214,20 @@ class PairwiseTrainer(StepTrainer):
     def optimizer_groups(self) -> list[dict[str, object]]:
         """`parameter_groups` at the arguments' rate and decay."""
         return parameter_groups(
-            self.judge, learning_rate=self.args.learning_rate, weight_decay=self.args.weight_decay,
-            layer_decay=self.layer_decay, head_lr_ratio=self.head_lr_ratio,
-        )  # fmt: skip
+            self.judge,
+            learning_rate=self.args.learning_rate,
+            weight_decay=self.args.weight_decay,
+            layer_decay=self.layer_decay,
+            head_lr_ratio=self.head_lr_ratio,
+        )
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False,
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Loss:  # fmt: skip
+    ) -> Loss:
         """The model's loss, as its part of the pairs of the whole step."""
         outputs = model(**inputs)
         if model.training and self.guard is not None:
@@ -196,5 +245,7 @@ def _told(data: object) -> str:
 def _metrics(found: EvalPrediction) -> dict[str, float]:
     logits: object = found.predictions
     labels: object = found.label_ids
-    metrics = pairwise_metrics(log_probabilities(torch.as_tensor(logits).double()), torch.as_tensor(labels))
+    metrics = pairwise_metrics(
+        log_probabilities(torch.as_tensor(logits).double()), torch.as_tensor(labels)
+    )
     return {name: getattr(metrics, name) for name in ("accuracy", "log_loss", "calibration_error")}

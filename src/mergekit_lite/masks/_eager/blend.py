@@ -1,10 +1,13 @@
-"""A weight that is a sum of masked frozen weights, and the gradient of its masks, by stretches that fit a cache.
+"""A weight that is a sum of masked frozen weights, and the gradient of its masks.
 
-The one gradient rule: dm_k = reduce(dW * W_k), whatever the granularity. What autograd would keep until backward, the
-blended weight, is built again instead.
+Both go by stretches that fit a cache.
 
-Sums over k are float32 (float64 for float64 weights), product by product, in the order of the components, and rounded
-once. A baked checkpoint is made by the same operations, so it holds the same bits.
+The one gradient rule: dm_k = reduce(dW * W_k), whatever the granularity. What autograd would keep
+until backward, the blended weight, is built again instead.
+
+Sums over k are float32 (float64 for float64 weights), product by product, in the order of the
+components, and rounded once. A baked checkpoint is made by the same operations, so it holds the
+same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ from torch.autograd.function import once_differentiable
 
 from model_components._autograd import Context
 
-_STRETCH = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements blended at a time: what a cache holds; on a GPU, few launches
+_STRETCH = {
+    "cpu": 1 << 18,
+    "cuda": 1 << 24,
+}  # elements blended at a time: what a cache holds; on a GPU, few launches
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -41,7 +47,9 @@ def _blend_piece(weights: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
     work = work_dtype(weights[0].dtype)
     total = torch.mul(weights[0].to(work), masks[0])
     for weight, mask in zip(weights[1:], masks[1:], strict=True):
-        total += torch.mul(weight.to(work), mask)  # two roundings, not a fused one: the same bits everywhere
+        total += torch.mul(
+            weight.to(work), mask
+        )  # two roundings, not a fused one: the same bits everywhere
     return total
 
 
@@ -59,7 +67,10 @@ def blend_eager(weights: Sequence[Tensor], masks: Tensor) -> Tensor:
 
 
 def reduce_eager(grad: Tensor, weights: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """reduce(grad * W_k) for every k: the gradient of masks of ``shape`` (K, ...), by stretches that fit a cache."""
+    """Return reduce(grad * W_k) for every k, the gradient of masks of ``shape`` (K, ...).
+
+    It goes by stretches that fit a cache.
+    """
     work = work_dtype(grad.dtype)
     out = torch.zeros(tuple(shape), dtype=work, device=grad.device)
     if grad.numel() == 0:
@@ -83,7 +94,10 @@ class _BlendContext(Context, Protocol):
 
 
 class Blend(torch.autograd.Function):
-    """Saves the masks' shape and no tensor; the weights are frozen and resident, so references to them cost nothing."""
+    """Saves the masks' shape and no tensor.
+
+    The weights are frozen and resident, so references to them cost nothing.
+    """
 
     @staticmethod
     def forward(ctx: _BlendContext, masks: Tensor, fused: bool, *weights: Tensor) -> Tensor:
@@ -92,7 +106,8 @@ class Blend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _BlendContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
+    # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
+    def backward(ctx: _BlendContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         gradients = reduce_any(grad, ctx.weights, ctx.shape, ctx.fused)
         return gradients.to(ctx.dtype), None, *[None] * len(ctx.weights)
 
@@ -106,7 +121,9 @@ def blend_any(weights: Sequence[Tensor], masks: Tensor, fused: bool) -> Tensor:
     return blend_eager(weights, masks)
 
 
-def reduce_any(grad: Tensor, weights: Sequence[Tensor], shape: Sequence[int], fused: bool) -> Tensor:
+def reduce_any(
+    grad: Tensor, weights: Sequence[Tensor], shape: Sequence[int], fused: bool
+) -> Tensor:
     """The reduction, by Triton if ``fused``, else by torch."""
     if fused:
         from .. import _triton

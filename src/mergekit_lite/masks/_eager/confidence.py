@@ -1,4 +1,7 @@
-"""The mixture of teachers by confidence: shares at a position follow from the teachers' entropies there."""
+"""The mixture of teachers by confidence.
+
+Shares at a position follow from the teachers' entropies there.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,22 @@ from .logits import logaddexp_, stretches
 
 
 class ByConfidence:
-    """Shares that are the softmax over teachers of -entropy / temperature; at temperature 0 the surest teacher alone.
+    """Shares that are the softmax over teachers of -entropy / temperature.
 
-    Teachers are added one by one to a buffer (n, V), which becomes the log probabilities of the mixture.
+    At temperature 0 the surest teacher alone.
 
-    Weights are kept relative to the surest teacher so far: at a small temperature they are huge numbers, whose
-    difference rounding would swallow.
+    Teachers are added one by one to a buffer (n, V), which becomes the log probabilities of the
+    mixture.
+
+    Weights are kept relative to the surest teacher so far: at a small temperature they are huge
+    numbers, whose difference rounding would swallow.
     """
 
     def __init__(self, target: Tensor, temperature: float):
         self.target, self.temperature = target.fill_(-math.inf), temperature
-        self.least = torch.full((target.shape[0], 1), math.inf, dtype=target.dtype, device=target.device)
+        self.least = torch.full(
+            (target.shape[0], 1), math.inf, dtype=target.dtype, device=target.device
+        )
         self.total = torch.full_like(self.least, -math.inf)
 
     def add(self, logs: Tensor, entropy: Tensor) -> None:

@@ -1,9 +1,9 @@
 """Distillation towards several teachers without a (positions, vocabulary) tensor.
 
-Positions are worked on in chunks. In a chunk the teachers' logits become one buffer of log target probabilities, the
-student's logits another, which then turns into the gradient. So the gradient is made in forward, and backward only
-scales it. The student's head is blended by blocks of the vocabulary, and so is the gradient of its masks: no second
-head exists either.
+Positions are worked on in chunks. In a chunk the teachers' logits become one buffer of log target
+probabilities, the student's logits another, which then turns into the gradient. So the gradient is
+made in forward, and backward only scales it. The student's head is blended by blocks of the
+vocabulary, and so is the gradient of its masks: no second head exists either.
 
 Letters: N positions, H hidden size, V vocabulary, K components.
 """
@@ -62,18 +62,25 @@ class _Work:
         self.student, self.teachers, self.heads, self.bias = student, teachers, heads, bias
         self.labels, self.normalizer, self.objective = labels, normalizer, objective
         work = self.work = work_dtype(student.dtype)
-        self.loss = torch.zeros((), dtype=torch.float64, device=student.device)  # of many small terms
-        # float32, and divided by the normalizer last: in float16 the quotient would vanish before a scaler sees it
+        self.loss = torch.zeros(
+            (), dtype=torch.float64, device=student.device
+        )  # of many small terms
+        # float32, and divided by the normalizer last: in float16 the quotient would vanish before a
+        # scaler sees it
         self.d_student = torch.empty_like(student, dtype=work) if gradients[0] else None
         masks = heads.masks if gradients[1] else None
         self.d_masks = None if masks is None else torch.zeros_like(masks, dtype=work)
-        self.d_bias = torch.zeros_like(bias, dtype=work) if gradients[2] and bias is not None else None
+        self.d_bias = (
+            torch.zeros_like(bias, dtype=work) if gradients[2] and bias is not None else None
+        )
         self.wants_gradient = any(gradients)
 
     def run(self) -> None:
         """All chunks."""
         shares = self.objective.coefficients
-        used = None if shares is None else (shares > 0).cumsum(0).tolist()  # one copy from the device for all chunks
+        used = (
+            None if shares is None else (shares > 0).cumsum(0).tolist()
+        )  # one copy from the device for all chunks
         for chunk, (target, logits) in chunks(self.student, self.heads, self.work, buffers=2):
             self.mix(chunk, None if used is None else _between(used, chunk), target, logits)
             hidden = self.student[chunk]
@@ -87,8 +94,13 @@ class _Work:
             if total is not None:
                 total /= self.normalizer
 
-    def mix(self, chunk: slice, counts: Sequence[int] | None, target: Tensor, scratch: Tensor) -> None:
-        """Fill ``target`` with the teachers' mixture, as log probabilities; ``scratch`` holds one teacher at a time."""
+    def mix(
+        self, chunk: slice, counts: Sequence[int] | None, target: Tensor, scratch: Tensor
+    ) -> None:
+        """Fill ``target`` with the teachers' mixture, as log probabilities.
+
+        ``scratch`` holds one teacher at a time.
+        """
         shares = self.objective.coefficients
         mixture = None
         if shares is None:
@@ -161,8 +173,9 @@ class _Work:
             self.d_student[chunk] = total
 
 
-# Each takes log probabilities of target and student; gives the rows' sum, and turns the student's into its gradient
-# with respect to the student's logits. A term of probability 0 is 0, one of probability NaN is NaN.
+# Each takes log probabilities of target and student; gives the rows' sum, and turns the student's
+# into its gradient with respect to the student's logits. A term of probability 0 is 0, one of
+# probability NaN is NaN.
 
 
 def _forward(target: Tensor, logs: Tensor) -> Tensor:
@@ -194,17 +207,30 @@ class _DistillationContext(Context, Protocol):
 
 
 class Distillation(torch.autograd.Function):
-    """Saves the gradients that forward made: (N, H), the head masks' and the bias's; backward scales them."""
+    """Saves the gradients that forward made: (N, H), the head masks' and the bias's.
+
+    Backward scales them.
+    """
 
     @staticmethod
     def forward(
-        ctx: _DistillationContext, student: Tensor, masks: Tensor | None, bias: Tensor | None, arguments: dict[str, Any]
+        ctx: _DistillationContext,
+        student: Tensor,
+        masks: Tensor | None,
+        bias: Tensor | None,
+        arguments: dict[str, Any],
     ) -> Tensor:
         heads = Heads(arguments["heads"], masks, arguments["biases"])
         work = _Work(
-            student, arguments["teachers"], heads, bias, arguments["labels"], arguments["normalizer"],
-            arguments["objective"], ctx.needs_input_grad[:3],
-        )  # fmt: skip
+            student,
+            arguments["teachers"],
+            heads,
+            bias,
+            arguments["labels"],
+            arguments["normalizer"],
+            arguments["objective"],
+            ctx.needs_input_grad[:3],
+        )
         work.run()
         ctx.save_for_backward(work.d_student, work.d_masks, work.d_bias)
         ctx.dtypes = [None if t is None else t.dtype for t in (student, masks, bias)]
@@ -212,6 +238,7 @@ class Distillation(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _DistillationContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
+    # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
+    def backward(ctx: _DistillationContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return *(None if d is None else (d * grad).to(dtype) for d, dtype in gradients), None

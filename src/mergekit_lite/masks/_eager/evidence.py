@@ -39,7 +39,10 @@ def evidence(
     log_probs: Tensor,  # (N, K)
     example: Tensor,  # (N,), ascending
 ) -> Tensor:  # (N, K)
-    """Return the teachers' shares at each position: c_k ∝ Π_t p_k(x_t) over the positions of its example."""
+    """Return the teachers' shares at each position.
+
+    c_k ∝ Π_t p_k(x_t) over the positions of its example.
+    """
     log_probs = log_probs.double().clamp_min(_LEAST)
     _, sizes = example.unique_consecutive(return_counts=True)
     parts = log_probs.split(sizes.tolist())

@@ -1,9 +1,11 @@
 """Linear layers and embeddings whose weights are sums of masked frozen weights.
 
-Neither keeps a blended weight until backward. With dW = Gᵀ X the masks' gradient is reduce(dW * W_k); backward builds W
-and dW by blocks of input columns, so that of one layer's two matrices none is ever whole there.
+Neither keeps a blended weight until backward. With dW = Gᵀ X the masks' gradient is reduce(dW *
+W_k); backward builds W and dW by blocks of input columns, so that of one layer's two matrices none
+is ever whole there.
 
-Letters: K components, O out_features, I in_features, V vocabulary, H hidden size, *B any leading shape.
+Letters: K components, O out_features, I in_features, V vocabulary, H hidden size, *B any leading
+shape.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ _NARROWEST = 128  # and at least so many columns, or products lose their speed
 
 
 def _column_blocks(weights: Sequence[Tensor], transposed: bool) -> Iterator[slice]:
-    """Ranges of input columns (rows of a transposed weight): each is a complete part of dX, so nothing is summed."""
+    """Return ranges of input columns (rows of a transposed weight).
+
+    Each is a complete part of dX, so nothing is summed.
+    """
     out_features, in_features = weights[0].shape if not transposed else weights[0].shape[::-1]
     budget = _COLUMNS.get(weights[0].device.type, 1 << 24)
     return pieces(in_features, max(_NARROWEST, budget // max(1, out_features)))
@@ -40,17 +45,25 @@ class _WeightsContext(Context, Protocol):
 
 
 class AccurateLinear(torch.autograd.Function):
-    """Saves x and the trained masks. One product forward and two backward, for any number of components.
+    """Saves x and the trained masks.
 
-    The merged weight is built for the product and dropped, and built again in backward by blocks of input columns. So
-    are the masks that a constraint (``rule``) makes of the trained ones.
+    One product forward and two backward, for any number of components.
+
+    The merged weight is built for the product and dropped, and built again in backward by blocks of
+    input columns. So are the masks that a constraint (``rule``) makes of the trained ones.
     """
 
     @staticmethod
     def forward(
-        ctx: _WeightsContext, x: Tensor, masks: Tensor, bias: Tensor | None, rule: Rule | None, transposed: bool,
-        fused: bool, *weights: Tensor,
-    ) -> Tensor:  # fmt: skip
+        ctx: _WeightsContext,
+        x: Tensor,
+        masks: Tensor,
+        bias: Tensor | None,
+        rule: Rule | None,
+        transposed: bool,
+        fused: bool,
+        *weights: Tensor,
+    ) -> Tensor:
         ctx.weights, ctx.rule, ctx.transposed, ctx.fused = weights, rule, transposed, fused
         ctx.save_for_backward(x, masks)
         weight = blend_any(weights, masks if rule is None else rule(masks), fused).to(x.dtype)
@@ -58,7 +71,8 @@ class AccurateLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _WeightsContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
+    # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
+    def backward(ctx: _WeightsContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, trained = ctx.saved_tensors
         need_x, need_masks, need_bias = ctx.needs_input_grad[:3]
         leaf, masks = trained, trained
@@ -69,7 +83,11 @@ class AccurateLinear(torch.autograd.Function):
         acting = masks.detach()
         g, flat = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         dx = torch.empty_like(flat, memory_format=torch.contiguous_format) if need_x else None
-        dm = torch.zeros(acting.shape, dtype=work_dtype(acting.dtype), device=acting.device) if need_masks else None
+        dm = (
+            torch.zeros(acting.shape, dtype=work_dtype(acting.dtype), device=acting.device)
+            if need_masks
+            else None
+        )
         dim = 0 if ctx.transposed else 1  # of a weight, where input columns are
         for columns in _column_blocks(ctx.weights, ctx.transposed):
             index = (slice(None),) * dim + (columns,)
@@ -97,11 +115,19 @@ class AccurateLinear(torch.autograd.Function):
 
 
 class EfficientLinear(torch.autograd.Function):
-    """Saves x and the masks. K products forward and K backward (2 K for output masks); no weight is ever built."""
+    """Saves x and the masks. K products forward and K backward (2 K for output masks).
+
+    No weight is ever built.
+    """
 
     @staticmethod
     def forward(
-        ctx: _WeightsContext, x: Tensor, masks: Tensor, bias: Tensor | None, transposed: bool, *weights: Tensor
+        ctx: _WeightsContext,
+        x: Tensor,
+        masks: Tensor,
+        bias: Tensor | None,
+        transposed: bool,
+        *weights: Tensor,
     ) -> Tensor:
         ctx.weights, ctx.transposed = weights, transposed
         ctx.save_for_backward(x, masks)
@@ -122,7 +148,8 @@ class EfficientLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _WeightsContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
+    # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
+    def backward(ctx: _WeightsContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, masks = ctx.saved_tensors
         need_x, need_masks, need_bias = ctx.needs_input_grad[:3]
         g, flat = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
@@ -150,14 +177,20 @@ class EfficientLinear(torch.autograd.Function):
 def _matrices(
     weights: Sequence[Tensor], masks: Tensor, transposed: bool, dtype: torch.dtype
 ) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Each weight as (O, I) in ``dtype`` (autocast's), its mask as a row, and whether that row masks outputs."""
+    """Return each weight as (O, I) in ``dtype`` (autocast's), and its mask as a row.
+
+    With it, whether that row masks outputs.
+    """
     for weight, mask in zip(weights, masks, strict=True):
         matrix, m = (weight.T, mask.T) if transposed else (weight, mask)
         yield matrix.to(dtype), m.reshape(1, -1), m.shape[0] > 1
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """The stock layers' own products, `nn.Linear`'s and transformers' `Conv1D`'s, so that bits agree with theirs."""
+    """The stock layers' own products, so that bits agree with theirs.
+
+    `nn.Linear`'s and transformers' `Conv1D`'s.
+    """
     if not transposed:
         return F.linear(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])
@@ -166,26 +199,34 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> 
 
 
 class Embedding(torch.autograd.Function):
-    """Gathers rows, then blends them: never (V, H). Saves the ids and the masks, and gathers again in backward."""
+    """Gathers rows, then blends them: never (V, H).
+
+    Saves the ids and the masks, and gathers again in backward.
+    """
 
     @staticmethod
-    def forward(ctx: _WeightsContext, masks: Tensor, ids: Tensor, fused: bool, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: _WeightsContext, masks: Tensor, ids: Tensor, fused: bool, *weights: Tensor
+    ) -> Tensor:
         ctx.weights, ctx.fused = weights, fused
         ctx.save_for_backward(masks, ids)
         flat = ids.reshape(-1)
         parts = masks[:, flat] if masks.shape[1] > 1 else masks
-        return blend_any([F.embedding(flat, w) for w in weights], parts, fused).view(*ids.shape, weights[0].shape[1])
+        return blend_any([F.embedding(flat, w) for w in weights], parts, fused).view(
+            *ids.shape, weights[0].shape[1]
+        )
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _WeightsContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
+    # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
+    def backward(ctx: _WeightsContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         masks, ids = ctx.saved_tensors
         flat, g = ids.reshape(-1), grad.reshape(-1, grad.shape[-1])
         rows = masks.shape[1] > 1
         shape = (masks.shape[0], flat.numel() if rows else 1, masks.shape[2])
         mask_gradient = reduce_any(g, [w[flat] for w in ctx.weights], shape, ctx.fused)
         if rows:
-            mask_gradient = torch.zeros(masks.shape, dtype=mask_gradient.dtype, device=mask_gradient.device).index_add_(
-                1, flat, mask_gradient
-            )
+            mask_gradient = torch.zeros(
+                masks.shape, dtype=mask_gradient.dtype, device=mask_gradient.device
+            ).index_add_(1, flat, mask_gradient)
         return mask_gradient.to(masks.dtype), None, None, *[None] * len(ctx.weights)

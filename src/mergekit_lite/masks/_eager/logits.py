@@ -1,4 +1,7 @@
-"""Logits of a chunk of positions: made by heads, blended for the student, and worked on in place by rows."""
+"""Logits of a chunk of positions.
+
+Made by heads, blended for the student, and worked on in place by rows.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,14 @@ _BLOCK = {"cpu": 2048, "cuda": 16384}  # vocabulary rows of the head that are bl
 
 
 class Heads:
-    """Hidden states to logits: through the frozen heads, blended for the student; or as they are."""
+    """Hidden states to logits: through the frozen heads, blended for the student.
 
-    def __init__(self, heads: Sequence[Tensor] | None, masks: Tensor | None, biases: Sequence[Tensor | None]):
+    Or as they are.
+    """
+
+    def __init__(
+        self, heads: Sequence[Tensor] | None, masks: Tensor | None, biases: Sequence[Tensor | None]
+    ):
         self.heads, self.masks, self.biases = heads, masks, biases
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -25,7 +33,11 @@ class Heads:
         assert self.heads is not None
         for rows in pieces(self.heads[0].shape[0], _BLOCK.get(self.heads[0].device.type, 16384)):
             parts = [h[rows] for h in self.heads]
-            weight = parts[0] if self.masks is None else blend_any(parts, part_of(self.masks, rows, 1), False)
+            weight = (
+                parts[0]
+                if self.masks is None
+                else blend_any(parts, part_of(self.masks, rows, 1), False)
+            )
             yield rows, weight
 
     def teacher(self, k: int, hidden: Tensor, out: Tensor) -> Tensor:
@@ -50,7 +62,9 @@ class Heads:
 
 def stretches(rows: Tensor) -> Iterator[slice]:
     """Rows of logits that fit a cache together."""
-    return pieces(rows.shape[0], max(1, _ELEMENTS.get(rows.device.type, 1 << 26) // max(1, rows.shape[1])))
+    return pieces(
+        rows.shape[0], max(1, _ELEMENTS.get(rows.device.type, 1 << 26) // max(1, rows.shape[1]))
+    )
 
 
 def sum_of(terms: Tensor) -> Tensor:
@@ -61,7 +75,9 @@ def sum_of(terms: Tensor) -> Tensor:
 def log_softmax_(logits: Tensor) -> None:
     """In place."""
     for piece in stretches(logits):
-        logits[piece] = logits[piece].log_softmax(-1)  # less its maximum first: more exact than less logsumexp
+        logits[piece] = logits[piece].log_softmax(
+            -1
+        )  # less its maximum first: more exact than less logsumexp
 
 
 def entropies(logs: Tensor) -> Tensor:  # (N, 1)
@@ -82,11 +98,15 @@ def logaddexp_(total: Tensor, other: Tensor, rows: Tensor | slice) -> None:
             total[rows[piece]] = torch.logaddexp(total[rows[piece]], other[piece])
 
 
-def chunks(states: Tensor, heads: Heads, dtype: torch.dtype, *, buffers: int) -> Iterator[tuple[slice, list[Tensor]]]:
+def chunks(
+    states: Tensor, heads: Heads, dtype: torch.dtype, *, buffers: int
+) -> Iterator[tuple[slice, list[Tensor]]]:
     """Consecutive positions, and room for their logits."""
     positions = states.shape[0]
     vocabulary = states.shape[1] if heads.heads is None else heads.heads[0].shape[0]
     size = min(positions, max(_SMALLEST, min(_LARGEST, positions // _SHARE)))
-    room = [torch.empty(size, vocabulary, dtype=dtype, device=states.device) for _ in range(buffers)]
+    room = [
+        torch.empty(size, vocabulary, dtype=dtype, device=states.device) for _ in range(buffers)
+    ]
     for chunk in pieces(positions, size):
         yield chunk, [b[: chunk.stop - chunk.start] for b in room]

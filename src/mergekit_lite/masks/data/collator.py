@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 Example = Mapping[str, Any]
-"""``input_ids``, and perhaps ``labels``, ``task`` and what else a tokenizer gives: tensors, or lists of numbers."""
+"""``input_ids``, and perhaps ``labels``, ``task`` and what else a tokenizer gives: tensors, or
+lists of numbers."""
 
 
 class Examples(Protocol):
@@ -26,14 +27,17 @@ class Examples(Protocol):
 class MaskCollator:
     """Makes a batch of examples of several tasks.
 
-    Padded, it holds ``input_ids``, ``attention_mask``, ``labels`` (B, L) and ``task`` (B,). Packed, examples of one
-    task share a row, one row a task, ``position_ids`` begin anew at each example, and ``task`` is (rows, L); it is
-    for decoders, which transformers keeps from looking across examples by their positions.
+    Padded, it holds ``input_ids``, ``attention_mask``, ``labels`` (B, L) and ``task`` (B,). Packed,
+    examples of one task share a row, one row a task, ``position_ids`` begin anew at each example,
+    and ``task`` is (rows, L); it is for decoders, which transformers keeps from looking across
+    examples by their positions.
 
-    The first label of an example is set to -100, since nothing predicts it. Labels default to the tokens. Either all
-    examples of a batch have a task or none has, for coefficients that need none, such as ``"evidence"``.
+    The first label of an example is set to -100, since nothing predicts it. Labels default to the
+    tokens. Either all examples of a batch have a task or none has, for coefficients that need none,
+    such as ``"evidence"``.
 
-    Examples that a tokenizer padded are cut to their ``attention_mask``. ``token_type_ids`` are carried along.
+    Examples that a tokenizer padded are cut to their ``attention_mask``. ``token_type_ids`` are
+    carried along.
 
     Args:
         pad_token_id: Fills up rows; its positions never count.
@@ -43,7 +47,9 @@ class MaskCollator:
     Raises:
         ValueError: A length below 1, or a padding token that is no number.
 
-    >>> batch = MaskCollator(pad_token_id=0)([{"input_ids": [5, 6], "task": 0}, {"input_ids": [7], "task": 1}])
+    >>> batch = MaskCollator(pad_token_id=0)(
+    ...     [{"input_ids": [5, 6], "task": 0}, {"input_ids": [7], "task": 1}]
+    ... )
     >>> batch["labels"].tolist(), batch["task"].tolist()
     ([[-100, 6], [-100, -100]], [0, 1])
     """
@@ -53,27 +59,40 @@ class MaskCollator:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 1):
+        if self.max_length is not None and (
+            not isinstance(self.max_length, int) or self.max_length < 1
+        ):
             raise ValueError(f"MaskCollator: max_length is {self.max_length!r}, needed 1 or more")
         if not isinstance(self.pad_token_id, int) or isinstance(self.pad_token_id, bool):
-            raise ValueError(f"MaskCollator: pad_token_id is {self.pad_token_id!r}, needed a token's id (any will do)")
+            raise ValueError(
+                f"MaskCollator: pad_token_id is {self.pad_token_id!r}, needed a token's id (any "
+                "will do)"
+            )
 
     def __call__(self, features: Sequence[Example]) -> dict[str, Tensor]:
         """A batch.
 
         Raises:
-            ValueError: No example; a task that is no whole number, or that only some have; labels that are not as long
-                as the tokens.
+            ValueError: No example; a task that is no whole number, or that only some have; labels
+                that are not as long as the tokens.
         """
         if not features:
             raise ValueError("MaskCollator: no example came; needed one or more")
         examples = [self._example(f) for f in features]
         tasks = sum("task" in e for e in examples)
         if tasks not in (0, len(examples)):
-            raise ValueError(f"MaskCollator: {tasks} of {len(examples)} examples have a task; needed all, or none")
+            raise ValueError(
+                f"MaskCollator: {tasks} of {len(examples)} examples have a task; needed all, or "
+                "none"
+            )
         if self.pack and tasks:
-            examples.sort(key=lambda e: e["task"])  # a stable sort: rows keep the order of the batch
-            rows = [[e for e in examples if e["task"] == k] for k in sorted({e["task"] for e in examples})]
+            examples.sort(
+                key=lambda e: e["task"]
+            )  # a stable sort: rows keep the order of the batch
+            rows = [
+                [e for e in examples if e["task"] == k]
+                for k in sorted({e["task"] for e in examples})
+            ]
         elif self.pack:
             rows = [examples]
         else:
@@ -94,7 +113,9 @@ class MaskCollator:
             batch["attention_mask"] = fill("attention_mask", 0)
         if tasks:
             task_of_row = torch.tensor([row[0]["task"] for row in rows])
-            batch["task"] = task_of_row[:, None].expand(-1, length).contiguous() if self.pack else task_of_row
+            batch["task"] = (
+                task_of_row[:, None].expand(-1, length).contiguous() if self.pack else task_of_row
+            )
         if "token_type_ids" in examples[0]:
             batch["token_type_ids"] = fill("token_type_ids", 0)
         if "label" in examples[0]:  # a classifier's, one an example
@@ -120,7 +141,9 @@ class MaskCollator:
             example |= {"label": int(labels), "labels": torch.full_like(ids, -100)}
         else:
             if labels is not None and len(labels) != len(given_ids):
-                raise ValueError(f"MaskCollator: an example has {len(given_ids)} tokens and {len(labels)} labels")
+                raise ValueError(
+                    f"MaskCollator: an example has {len(given_ids)} tokens and {len(labels)} labels"
+                )
             example["labels"] = own(given_ids if labels is None else labels).clone()
             example["labels"][:1] = -100
         if "token_type_ids" in feature:
@@ -137,5 +160,8 @@ def _component(task: SupportsIndex) -> int:
     except (TypeError, ValueError):
         index = -1
     if index < 0:
-        raise ValueError(f"MaskCollator: an example's task is {task!r}, needed a component's index; see TaskMixture")
+        raise ValueError(
+            f"MaskCollator: an example's task is {task!r}, needed a component's index; see "
+            "TaskMixture"
+        )
     return index

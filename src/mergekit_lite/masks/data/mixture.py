@@ -16,21 +16,25 @@ _Place = tuple[int, int, int]  # a component, its data set, an example of that
 
 
 class TaskMixture(Dataset):
-    """The examples of several data sets, each with the ``task`` that it is of: the index of its component.
+    """The examples of several data sets, each with its ``task``.
+
+    A task is the index of its component.
 
     Args:
-        datasets: For each component, in the merger's order, a data set, or a list of several; examples are dicts with
-            ``input_ids`` and perhaps ``labels``.
-        weights: How many examples each component has, relative to each other; default: all once. Then the mixture is as
-            long as all data sets together; what has too few examples repeats them, what has too many loses some.
-            ``"tokens"``: so many that all components have about as many supervised tokens; the loss is a mean over
-            tokens, so that otherwise long answers outweigh short ones (reads all examples once).
-        temperature: Instead of ``weights``: sizes to the power of 1 / ``temperature``, so that 1 leaves them and a
-            large number makes them alike (Raffel et al., arXiv 1910.10683).
+        datasets: For each component, in the merger's order, a data set, or a list of several;
+            examples are dicts with ``input_ids`` and perhaps ``labels``.
+        weights: How many examples each component has, relative to each other; default: all once.
+            Then the mixture is as long as all data sets together; what has too few examples repeats
+            them, what has too many loses some. ``"tokens"``: so many that all components have about
+            as many supervised tokens; the loss is a mean over tokens, so that otherwise long
+            answers outweigh short ones (reads all examples once).
+        temperature: Instead of ``weights``: sizes to the power of 1 / ``temperature``, so that 1
+            leaves them and a large number makes them alike (Raffel et al., arXiv 1910.10683).
         seed: Of which examples are repeated or left out.
 
     Raises:
-        ValueError: A mapping; data sets without a length; weights that are none, or of a component without examples.
+        ValueError: A mapping; data sets without a length; weights that are none, or of a component
+            without examples.
 
     >>> mixture = TaskMixture([[{"input_ids": [1]}], [{"input_ids": [2]}, {"input_ids": [3]}]])
     >>> len(mixture), mixture[1]
@@ -52,13 +56,18 @@ class TaskMixture(Dataset):
             raise ValueError(f"TaskMixture: weights are {weights!r}, needed numbers, or 'tokens'")
         self.datasets = _of_components("TaskMixture", datasets)
         if not all(hasattr(d, "__len__") for parts in self.datasets for d in parts):
-            raise ValueError("TaskMixture: expected data sets that have a length, got one that is streamed")
-        places = [[(k, d, i) for d in range(len(parts)) for i in range(len(parts[d]))]
-                  for k, parts in enumerate(self.datasets)]  # fmt: skip
+            raise ValueError(
+                "TaskMixture: expected data sets that have a length, got one that is streamed"
+            )
+        places = [
+            [(k, d, i) for d in range(len(parts)) for i in range(len(parts[d]))]
+            for k, parts in enumerate(self.datasets)
+        ]
         if temperature is not None:
             if weights is not None or not temperature > 0:
                 raise ValueError(
-                    f"TaskMixture: temperature {temperature}, weights {weights}; needed one of them, the first above 0"
+                    f"TaskMixture: temperature {temperature}, weights {weights}; needed one of "
+                    "them, the first above 0"
                 )
             weights = [len(p) ** (1 / temperature) for p in places]
         if isinstance(weights, str):
@@ -81,31 +90,50 @@ class TaskMixture(Dataset):
 def _of_components(operation: str, datasets: Sequence[object]) -> list[list[Any]]:
     """For each component a list of data sets."""
     if isinstance(datasets, Mapping):
-        raise ValueError(f"{operation}: datasets is a mapping, needed a list in the order of the components")
+        raise ValueError(
+            f"{operation}: datasets is a mapping, needed a list in the order of the components"
+        )
     if odd := [d for d in datasets if isinstance(d, (str, Path))]:
         raise ValueError(
-            f"{operation}: {str(odd[0])!r} is no data set; needed examples, as TextExamples(file, tokenizer)"
+            f"{operation}: {str(odd[0])!r} is no data set; needed examples, as TextExamples(file, "
+            "tokenizer)"
         )
-    return [list(d) if isinstance(d, (list, tuple)) and d and not isinstance(d[0], Mapping) else [d] for d in datasets]
+    return [
+        list(d) if isinstance(d, (list, tuple)) and d and not isinstance(d[0], Mapping) else [d]
+        for d in datasets
+    ]
 
 
 def _by_tokens(parts: Sequence[Examples]) -> float:
-    """The reciprocal of the mean number of supervised tokens of a component's examples; 0 where there are none."""
+    """The reciprocal of the mean number of supervised tokens of a component's examples.
+
+    0 where there are none.
+    """
     count, tokens = 0, 0
     for example in (part[i] for part in parts for i in range(len(part))):
         labels = example.get("labels")
         labels = example["input_ids"] if labels is None else labels
-        tokens += sum(label != -100 for label in (labels.tolist() if hasattr(labels, "tolist") else labels)[1:])
+        tokens += sum(
+            label != -100
+            for label in (labels.tolist() if hasattr(labels, "tolist") else labels)[1:]
+        )
         count += 1
     return count / tokens if tokens else 0.0
 
 
 def _check_weights(operation: str, weights: Sequence[float], sizes: Sequence[int]) -> None:
-    fits = len(weights) == len(sizes) and all(isinstance(w, (int, float)) and 0 <= w < math.inf for w in weights)
+    fits = len(weights) == len(sizes) and all(
+        isinstance(w, (int, float)) and 0 <= w < math.inf for w in weights
+    )
     if not fits or not sum(weights) > 0:
-        raise ValueError(f"{operation}: weights are {list(weights)}, needed {len(sizes)} numbers from 0, not all 0")
+        raise ValueError(
+            f"{operation}: weights are {list(weights)}, needed {len(sizes)} numbers from 0, not "
+            "all 0"
+        )
     if empty := [k for k, size in enumerate(sizes) if weights[k] and not size]:
-        raise ValueError(f"{operation}: component {empty[0]} has weight {weights[empty[0]]} and no examples")
+        raise ValueError(
+            f"{operation}: component {empty[0]} has weight {weights[empty[0]]} and no examples"
+        )
 
 
 def _shares(total: int, weights: Sequence[float]) -> list[int]:

@@ -24,7 +24,14 @@ from ..merger import Merger
 from .collator import Examples, MaskCollator
 
 _SHARD = 512  # examples in a file
-_SEEN = ("input_ids", "attention_mask", "token_type_ids", "labels", "label", "task")  # what the collator reads
+_SEEN = (
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "labels",
+    "label",
+    "task",
+)  # what the collator reads
 
 
 class CachedTeachers(Dataset):
@@ -51,7 +58,10 @@ class CachedTeachers(Dataset):
         if shard not in self._open:
             self._open[shard] = safe_open(self._paths[shard], "pt")
         start, stop = self._open[shard].get_slice("offsets")[place : place + 2].tolist()
-        return {**self._dataset[index], "teacher_hidden": self._open[shard].get_slice("hidden")[start:stop]}
+        return {
+            **self._dataset[index],
+            "teacher_hidden": self._open[shard].get_slice("hidden")[start:stop],
+        }
 
 
 @torch.no_grad()
@@ -67,16 +77,18 @@ def cache_teachers(
 ) -> CachedTeachers:
     """Run the teachers once and keep their final hidden states at supervised positions.
 
-    Training then runs no teacher, and gives the very loss that it would have given. A hidden state has H values where
-    logits have V: some 40 times less. Files are memory-mapped; a run that was interrupted goes on where it stopped.
-    Under torchrun, let one process make the cache before the others.
+    Training then runs no teacher, and gives the very loss that it would have given. A hidden state
+    has H values where logits have V: some 40 times less. Files are memory-mapped; a run that was
+    interrupted goes on where it stopped. Under torchrun, let one process make the cache before the
+    others.
 
     Args:
         merger: Whose components are the teachers.
         dataset: Examples with a ``task``, as training will see them.
         collator: The one of training; what it truncates is truncated here.
         folder: Where to write, or to find what an earlier call wrote.
-        kl: What training will use: with ``coefficients="task"`` only each example's own teacher is kept, else all.
+        kl: What training will use: with ``coefficients="task"`` only each example's own teacher is
+            kept, else all.
         batch_size: Examples that run at once.
         progress: Show a bar.
 
@@ -84,8 +96,8 @@ def cache_teachers(
         The data set to train on, its examples with ``teacher_hidden``.
 
     Raises:
-        ValueError: The model's head is not one plain product, so hidden states do not determine logits; or the folder
-            holds a cache of other components, examples or settings.
+        ValueError: The model's head is not one plain product, so hidden states do not determine
+            logits; or the folder holds a cache of other components, examples or settings.
 
     >>> import tempfile
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -94,13 +106,18 @@ def cache_teachers(
     >>> from mergekit_lite.masks import TaskMixture
     >>> data = TaskMixture([[{"input_ids": [1, 2, 3]}], [{"input_ids": [4, 5]}]])
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     cached = cache_teachers(merger, data, MaskCollator(pad_token_id=0), folder, progress=False)
+    ...     cached = cache_teachers(
+    ...         merger, data, MaskCollator(pad_token_id=0), folder, progress=False
+    ...     )
     ...     cached[0]["teacher_hidden"].shape  # positions that predict a token, teachers kept, H
     torch.Size([2, 1, 4])
     """
     kl, folder = kl or KLConfig(), Path(folder)
     if merger.output_head() is None:
-        raise ValueError("cache_teachers: this model's logits are not one product of its hidden states; cannot cache")
+        raise ValueError(
+            "cache_teachers: this model's logits are not one product of its hidden states; cannot "
+            "cache"
+        )
     plain = MaskCollator(**{**asdict(collator), "pack": False})
     settings = {
         "components": merger.hashes(),
@@ -117,23 +134,29 @@ def cache_teachers(
             described = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
             for example in examples:
                 seen = [k for k in _SEEN if k in example]
-                described.update(repr([(k, torch.as_tensor(example[k]).tolist()) for k in seen]).encode())
+                described.update(
+                    repr([(k, torch.as_tensor(example[k]).tolist()) for k in seen]).encode()
+                )
             if path.exists():
                 with safe_open(path, "pt") as file:
                     if (file.metadata() or {}).get("fingerprint") == described.hexdigest():
                         continue
                 raise ValueError(
-                    f"cache_teachers: {path} was made from other components, examples or settings; delete the "
-                    "folder or name a new one"
+                    f"cache_teachers: {path} was made from other components, examples or settings; "
+                    "delete the folder or name a new one"
                 )
             states: list[Tensor] = []
             for start in range(0, len(examples), batch_size):
                 batch = plain(examples[start : start + batch_size])
-                states += _hidden(merger, {k: v.to(device) for k, v in batch.items()}, kl.coefficients == "task")
+                states += _hidden(
+                    merger, {k: v.to(device) for k, v in batch.items()}, kl.coefficients == "task"
+                )
             offsets = torch.tensor([0] + [len(h) for h in states]).cumsum(0)
             with new_file(path, "cache_teachers") as part:
                 save_file(
-                    {"hidden": torch.cat(states), "offsets": offsets}, part, {"fingerprint": described.hexdigest()}
+                    {"hidden": torch.cat(states), "offsets": offsets},
+                    part,
+                    {"fingerprint": described.hexdigest()},
                 )
     return CachedTeachers(dataset, folder)
 
@@ -142,17 +165,27 @@ def _hidden(merger: Merger, batch: dict[str, Tensor], by_task: bool) -> list[Ten
     """For each example (positions, 1 or K, H), on the CPU."""
     labels, task = batch.pop("labels"), batch.pop("task", None)
     if task is None and by_task:
-        raise ValueError("cache_teachers: the examples have no task, but coefficients 'task' keep each one's teacher")
+        raise ValueError(
+            "cache_teachers: the examples have no task, but coefficients 'task' keep each one's "
+            "teacher"
+        )
     if task is None:
         task = torch.zeros(len(labels), dtype=torch.long, device=labels.device)
     if by_task and int(task.max()) >= merger.count:
-        raise ValueError(f"cache_teachers: an example's task is {int(task.max())}, needed 0 to {merger.count - 1}")
+        raise ValueError(
+            f"cache_teachers: an example's task is {int(task.max())}, needed 0 to "
+            f"{merger.count - 1}"
+        )
     where, _ = positions(merger, batch["input_ids"], labels, batch.get("attention_mask"))
     states = []
     for k in range(merger.count):
-        rows = (task == k).nonzero()[:, 0] if by_task else torch.arange(len(task), device=task.device)
+        rows = (
+            (task == k).nonzero()[:, 0] if by_task else torch.arange(len(task), device=task.device)
+        )
         with merger.component(k):
-            hidden = merger.final_hidden(**{n: v[rows] for n, v in batch.items()}) if len(rows) else None
+            hidden = (
+                merger.final_hidden(**{n: v[rows] for n, v in batch.items()}) if len(rows) else None
+            )
         states.append(dict(zip(rows.tolist(), hidden, strict=True)) if hidden is not None else {})
     joined = []
     for i in range(len(task)):
